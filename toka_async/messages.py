@@ -1,0 +1,277 @@
+"""Every message between the processes: tagged, positional, frozen structs, one union per channel.
+
+Per-row data travels as *columns*: int32/float32/bool byte fields (`toka_async.arrays`). Ids are integers; strings such
+as `cmpl-…` exist only in the OpenAI layer. Knows no sockets and no component's inner state.
+
+Channels: server -> scheduler (`ToScheduler`), scheduler -> server (`ToServer`), scheduler -> rank (`ToRank`),
+rank -> scheduler (`FromRank`).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import msgspec
+
+from toka_async.arrays import EMPTY
+
+
+class Reason(IntEnum):
+    """Why a sequence ended; NONE while it runs."""
+
+    NONE = 0
+    STOP = 1  # it sampled one of its end tokens, which is its last token id
+    LENGTH = 2  # it reached max_tokens
+    STOP_STRING = 3  # the server found a stop string in its text
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A part of a message: positional on the wire, without a tag."""
+
+
+class Tagged(msgspec.Struct, array_like=True, frozen=True, gc=False, tag=True):
+    """A whole message: positional on the wire, tagged with its class's name."""
+
+
+class Sampling(Message, frozen=True, kw_only=True):
+    """How the tokens of one request are chosen, the same for all of its samples.
+
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off. Filters act on the temperature-scaled
+    distribution after penalties and bias. Log-probs are of the raw distribution (before all of it).
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0  # end_ids cannot be sampled before this many tokens
+    end_ids: memoryview = EMPTY  # int32 [e]: token ids that end a sequence
+    bias_ids: memoryview = EMPTY  # int32 [b]: logit_bias
+    bias_values: memoryview = EMPTY  # float32 [b]
+    num_logprobs: int = -1  # -1 none, 0 the chosen token's, k also the k likeliest
+    num_prompt_logprobs: int = -1  # the same for the prompt's tokens
+
+
+# ---- server -> scheduler ---------------------------------------------------------------------------------------------
+
+
+class Submit(Tagged, frozen=True, kw_only=True):
+    """A request: one prompt, `n` samples of it. Lower `priority` first, then order of arrival.
+
+    `max_tokens` 0 (with `num_prompt_logprobs` >= 0) computes the prompt only. Sample i draws from its own random
+    stream, derived from `seed` and i. `stop_id` names a `StopMask` sent before, or -1.
+    """
+
+    request_id: int
+    prompt: memoryview  # int32 [p], p >= 1
+    n: int = 1
+    max_tokens: int
+    seed: int
+    sampling: Sampling
+    stream: bool = False  # send tokens after every step, not once at the end
+    priority: int = 0
+    stop_id: int = -1
+
+
+class Cancel(Tagged, frozen=True, kw_only=True):
+    """The client is gone: end all samples of the request; nothing more is sent for it."""
+
+    request_id: int
+
+
+class StopMask(Tagged, frozen=True, kw_only=True):
+    """Registers a set of stop strings: which token ids can complete one of them."""
+
+    stop_id: int
+    mask: memoryview  # bool [vocab]
+    window: int  # how many last token ids are needed to decide (bytes of the longest string, plus one)
+
+
+class DropStop(Tagged, frozen=True, kw_only=True):
+    """Forget a StopMask; no running request uses it."""
+
+    stop_id: int
+
+
+class EndSample(Tagged, frozen=True, kw_only=True):
+    """A stop string was found: the sample ends after its first `num_tokens` tokens (at least 1)."""
+
+    request_id: int
+    sample: int
+    num_tokens: int
+
+
+ToScheduler = Submit | Cancel | StopMask | DropStop | EndSample
+
+
+# ---- scheduler -> server ---------------------------------------------------------------------------------------------
+
+
+class Ready(Tagged, frozen=True, kw_only=True):
+    """Rank -> scheduler -> server: weights are loaded and the cache is allocated; what fits."""
+
+    num_pages: int
+    page_size: int
+    max_seqs: int
+    max_context: int  # tokens, prompt and completion
+    vocab_size: int  # of the model: ids below it are valid
+
+
+class Tokens(Tagged, frozen=True, kw_only=True):
+    """New tokens of samples, one row a sample; all rows of one message want the same `num_logprobs`."""
+
+    request_ids: memoryview  # int32 [r]
+    samples: memoryview  # int32 [r]
+    counts: memoryview  # int32 [r]: tokens in the row, may be 0 in a row that only ends
+    reasons: memoryview  # int32 [r]: Reason; not NONE means that the sample has ended
+    token_ids: memoryview  # int32 [t], t = sum(counts), rows one after the other
+    num_logprobs: int = -1
+    logprobs: memoryview = EMPTY  # float32 [t] when num_logprobs >= 0
+    top_ids: memoryview = EMPTY  # int32 [t, num_logprobs]
+    top_logprobs: memoryview = EMPTY  # float32 [t, num_logprobs]
+
+
+class Prefilled(Tagged, frozen=True, kw_only=True):
+    """A request's prompt is computed. Sent once a request, before or with its first tokens.
+
+    With prompt log-probs: entry i is of prompt token i + 1 (the first token has none); p - 1 entries.
+    """
+
+    request_id: int
+    cached_tokens: int  # prompt tokens whose keys and values were found in the prefix tree
+    logprobs: memoryview = EMPTY  # float32 [p - 1]
+    top_ids: memoryview = EMPTY  # int32 [p - 1, num_prompt_logprobs]
+    top_logprobs: memoryview = EMPTY  # float32 [p - 1, num_prompt_logprobs]
+
+
+class StopChecks(Tagged, frozen=True, kw_only=True):
+    """Rows whose newest token can complete a stop string: the last ids, for the server to look at.
+
+    The server answers with EndSample, or not at all. The sequences run on meanwhile.
+    """
+
+    request_ids: memoryview  # int32 [r]
+    samples: memoryview  # int32 [r]
+    num_tokens: memoryview  # int32 [r]: tokens generated up to and including the last of the window
+    counts: memoryview  # int32 [r]: ids in the row's window
+    token_ids: memoryview  # int32 [sum(counts)]
+
+
+class Failed(Tagged, frozen=True, kw_only=True):
+    """The request cannot be run; it has ended."""
+
+    request_id: int
+    message: str
+
+
+class Stats(Tagged, frozen=True, kw_only=True):
+    """The scheduler's state and counters since start; sent when they changed, a few times a second at most."""
+
+    num_running: int = 0  # sequences holding a slot
+    num_waiting: int = 0  # sequences queued
+    pages_used: int = 0  # pages owned by running sequences and their requests
+    pages_cached: int = 0  # pages kept in the prefix tree that nobody owns
+    num_pages: int = 0
+    prefix_queries: int = 0  # prompt tokens looked up
+    prefix_hits: int = 0  # prompt tokens found
+    num_preemptions: int = 0
+    prompt_tokens: int = 0  # computed, cached ones not counted
+    generated_tokens: int = 0  # delivered
+    wasted_tokens: int = 0  # computed after an end that was found late
+    recomputed_tokens: int = 0  # computed again after a preemption
+    num_steps: int = 0
+    step_seconds: float = 0.0  # sum of the ranks' step times
+
+
+ToServer = Ready | Tokens | Prefilled | StopChecks | Failed | Stats
+
+
+# ---- scheduler -> rank -----------------------------------------------------------------------------------------------
+
+
+class Prompt(Message, frozen=True, kw_only=True):
+    """What a rank must know of a prompt that rows will compute or continue.
+
+    `pages` are the full pages that rows admitted with this key share, in order; a row's own pages follow them.
+    `num_prompt` of the ids are the user's prompt, the rest tokens generated before a preemption (penalties care).
+    """
+
+    key: int
+    token_ids: memoryview  # int32 [p]
+    num_prompt: int
+    pages: memoryview  # int32 [full pages]
+    sampling: Sampling
+
+
+class Step(Tagged, frozen=True, kw_only=True):
+    """One forward pass, as events since the step before it. A rank applies them in the order of the fields.
+
+    Rows are slots (0 <= slot < max_seqs). The pass computes one token for each decoding row, in row order, then the
+    chunks of prompts. Sampled tokens come back in the same order: decoding rows, then chunks with `chunk_samples`.
+    """
+
+    step_id: int
+    dropped_prompts: memoryview = EMPTY  # int32: keys no longer needed by rows admitted later, or never sent
+    freed: memoryview = EMPTY  # int32: slots that ended; they leave the decoding rows
+    prompts: tuple[Prompt, ...] = ()
+    # Admitted rows: the row's page table becomes the prompt's pages; its next token is the prompt's token `start`
+    # at position `start`.
+    admit_slots: memoryview = EMPTY  # int32 [a]
+    admit_keys: memoryview = EMPTY  # int32 [a]: Prompt.key
+    admit_starts: memoryview = EMPTY  # int32 [a]
+    admit_seeds: memoryview = EMPTY  # int64 [a]: the row's random stream; draw i belongs to output token i
+    # Pages copied (source to target, all layers) before the pass; all are read before any is written.
+    copy_sources: memoryview = EMPTY  # int32 [c]
+    copy_targets: memoryview = EMPTY  # int32 [c]
+    # Pages appended to rows' page tables, in order.
+    page_slots: memoryview = EMPTY  # int32 [g]
+    page_ids: memoryview = EMPTY  # int32 [g]
+    # Slots that start decoding with this step; they append to the row order (`arrays.next_rows`).
+    joined: memoryview = EMPTY  # int32 [j]
+    # A whole new row order when it changed otherwise (grouping); empty: unchanged.
+    order: memoryview = EMPTY  # int32 [rows]
+    # Shared-prefix groups among the decoding rows (contiguous in row order); empty: unchanged is not implied, none.
+    group_starts: memoryview = EMPTY  # int32 [h]: first row of the group
+    group_rows: memoryview = EMPTY  # int32 [h]: rows in it
+    group_pages: memoryview = EMPTY  # int32 [h]: leading pages that all of its rows share
+    # Chunks of prompts.
+    chunk_slots: memoryview = EMPTY  # int32 [k]
+    chunk_lengths: memoryview = EMPTY  # int32 [k]: tokens of the prompt from the row's position on
+    chunk_samples: memoryview = EMPTY  # bool [k]: sample from the chunk's last position
+
+
+ToRank = Step
+
+
+# ---- rank -> scheduler -----------------------------------------------------------------------------------------------
+
+
+class ChunkLogprobs(Message, frozen=True, kw_only=True):
+    """Log-probs of prompt tokens computed by one chunk: entry i is of the token at position start + 1 + i."""
+
+    slot: int
+    start: int
+    logprobs: memoryview  # float32 [m]
+    num_top: int
+    top_ids: memoryview = EMPTY  # int32 [m, num_top]
+    top_logprobs: memoryview = EMPTY  # float32 [m, num_top]
+
+
+class StepDone(Tagged, frozen=True, kw_only=True):
+    """The results of one Step, in the order in which it samples."""
+
+    step_id: int
+    token_ids: memoryview  # int32 [s]
+    logprobs: memoryview = EMPTY  # float32 [s] when any row of the step wants log-probs
+    top_rows: memoryview = EMPTY  # int32 [t]: rows of s with likeliest tokens
+    top_counts: memoryview = EMPTY  # int32 [t]: how many each
+    top_ids: memoryview = EMPTY  # int32 [sum(top_counts)]
+    top_logprobs: memoryview = EMPTY  # float32 [sum(top_counts)]
+    prompts: tuple[ChunkLogprobs, ...] = ()
+    seconds: float = 0.0
+
+
+FromRank = Ready | StepDone
