@@ -1,0 +1,149 @@
+"""The core under any order of submits, cancels, found stop strings and completions, against a page-level rank."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.core_driver import CoreDriver, Received
+from tests.page_rank import expected, prompt_score, submit
+from toka_async.arrays import as_f32, as_i32, i32_column
+from toka_async.messages import Ready, Reason, Sampling
+
+VOCAB = 23
+ENDS = [3, 4]
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Small caches, so that eviction and preemption are the rule."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 3, 5]),
+        num_tokens=st.integers(24, 90),
+        max_seqs=st.integers(1, 6),
+        extra_tokens=st.integers(0, 12),
+        steps_ahead=st.integers(1, 4),
+        prefix=st.booleans(),
+    )
+    def start(
+        self, page_size: int, num_tokens: int, max_seqs: int, extra_tokens: int, steps_ahead: int, prefix: bool
+    ) -> None:
+        ready = Ready(
+            num_pages=num_tokens // page_size,
+            page_size=page_size,
+            max_seqs=max_seqs,
+            max_context=64,
+            vocab_size=VOCAB,
+        )
+        self.driver = CoreDriver(ready, max_tokens=max_seqs + extra_tokens, steps_ahead=steps_ahead, prefix=prefix)
+        self.ends_asked: dict[tuple[int, int], int] = {}
+
+    @rule(
+        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=14),
+        n=st.sampled_from([1, 1, 1, 2, 3, 9]),
+        max_tokens=st.sampled_from([0, 1, 2, 3, 7, 12]),
+        stream=st.booleans(),
+        priority=st.sampled_from([0, 0, 0, -1, 2]),
+        num_logprobs=st.sampled_from([-1, -1, 0, 2]),
+        num_prompt_logprobs=st.sampled_from([-1, -1, 0, 1]),
+    )
+    def submit(
+        self,
+        prompt: list[int],
+        n: int,
+        max_tokens: int,
+        stream: bool,
+        priority: int,
+        num_logprobs: int,
+        num_prompt_logprobs: int,
+    ) -> None:
+        sampling = Sampling(
+            end_ids=i32_column(ENDS), num_logprobs=num_logprobs, num_prompt_logprobs=num_prompt_logprobs
+        )
+        fields = {"n": n, "max_tokens": max_tokens, "stream": stream, "priority": priority, "sampling": sampling}
+        self.driver.submit(submit(len(self.driver.received), prompt, **fields))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.open_ids())
+    def cancel(self, data: st.DataObject) -> None:
+        self.driver.cancel(data.draw(st.sampled_from(self.open_ids())))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.open_ids())
+    def find_stop_string(self, data: st.DataObject) -> None:
+        """The server ends a sample after a token that it has seen, as it does for streamed requests."""
+        request_id = data.draw(st.sampled_from(self.open_ids()))
+        received = self.driver.received[request_id]
+        seen = [(i, s) for i, s in enumerate(received.samples) if s.reason == Reason.NONE and s.token_ids]
+        if seen:
+            index, sample = data.draw(st.sampled_from(seen))
+            count = data.draw(st.integers(1, len(sample.token_ids)))
+            self.ends_asked[request_id, index] = count
+            self.driver.end(request_id, index, count)
+            assert sample.reason == Reason.STOP_STRING
+
+    @rule()
+    def build(self) -> None:
+        self.driver.build()
+
+    @rule()
+    @precondition(lambda self: self.driver.queued)
+    def complete(self) -> None:
+        self.driver.complete()
+
+    @rule(turns=st.integers(1, 12))
+    def turn(self, turns: int) -> None:
+        for _ in range(turns):
+            self.driver.turn()
+            self.driver.core.check()
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.core.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.drain()
+            for request_id, received in self.driver.received.items():
+                if request_id not in self.driver.cancelled:
+                    self.verify(request_id, received)
+
+    def open_ids(self) -> list[int]:
+        driver = self.driver
+        return [i for i, received in driver.received.items() if not received.ended and i not in driver.cancelled]
+
+    def verify(self, request_id: int, received: Received) -> None:
+        """Every request ended exactly once, with the tokens that a rank without pages would give."""
+        message, ready = received.submit, self.driver.rank.ready
+        prompt = as_i32(message.prompt)
+        total = prompt.size + message.max_tokens
+        pages = -(-total // ready.page_size) + (message.n > 1)
+        assert (received.failed is not None) == (pages > ready.num_pages or total > ready.max_context)
+        if received.failed is not None:
+            return
+        assert received.prefilled is not None
+        if message.sampling.num_prompt_logprobs >= 0:
+            scores = [prompt_score(prompt, i) for i in range(1, prompt.size)]
+            assert as_f32(received.prefilled.logprobs).tolist() == scores
+            assert len(as_i32(received.prefilled.top_ids)) == len(scores) * message.sampling.num_prompt_logprobs
+        for index, sample in enumerate(received.samples):
+            tokens = expected(prompt, message.seed, index, message.max_tokens, set(ENDS), VOCAB)
+            asked = self.ends_asked.get((request_id, index))
+            if sample.reason == Reason.STOP_STRING:
+                assert asked is not None
+                assert sample.token_ids[:asked] == tokens[:asked]
+                assert message.stream or len(sample.token_ids) == asked
+                continue
+            assert sample.token_ids == tokens
+            assert sample.reason == (Reason.STOP if tokens and tokens[-1] in ENDS else Reason.LENGTH)
+            assert message.stream or sample.num_rows == 1
+            if message.sampling.num_logprobs >= 0:
+                assert len(sample.logprobs) == len(tokens)
+            if message.sampling.num_logprobs > 0:
+                assert [top[0] for top in sample.top_ids] == tokens
+
+
+TestCoreMachine = CoreMachine.TestCase
+TestCoreMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -1,0 +1,1 @@
+"""The scheduler of one replica: a sans-IO core over NumPy columns. Loads no torch, no sockets, no event loop."""

@@ -1,0 +1,274 @@
+"""Builds steps: which rows decode, which chunks of prompts are computed, what starts, and who must yield.
+
+Knows the running set and the queue; not sampled tokens, nor what is sent to the server.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from toka_async.arrays import Int32, Int64, column, i32_column
+from toka_async.messages import Prompt, Step
+from toka_async.scheduler.policy import WatermarkAdmission
+from toka_async.scheduler.preemption import Preemption
+from toka_async.scheduler.queues import JobQueue
+from toka_async.scheduler.requests import PromptRun, Request, sample_seeds
+from toka_async.scheduler.running import RunningSet
+
+NO_LANES: Int32 = np.empty(0, np.int32)
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What a queued step computes, to make sense of its results.
+
+    lanes: in the order of its sampled tokens. computed: runs whose prompt is complete with this step.
+    scored: slot -> request, for chunks whose prompt tokens' log-probs come back.
+    """
+
+    step_id: int
+    lanes: Int32
+    computed: list[PromptRun]
+    scored: dict[int, Request]
+
+
+@dataclass(slots=True)
+class Plan:
+    """The columns of a step while it is being built."""
+
+    admit_lanes: list[Int32] = field(default_factory=list)
+    seeds: list[Int64] = field(default_factory=list)
+    copy_sources: list[Int32] = field(default_factory=list)
+    copy_targets: list[Int32] = field(default_factory=list)
+    page_slots: list[Int32] = field(default_factory=list)
+    page_ids: list[Int32] = field(default_factory=list)
+    joined: list[Int32] = field(default_factory=list)
+    chunks: list[tuple[PromptRun, int, int]] = field(default_factory=list)  # run, lane, tokens
+
+    def add_pages(self, slots: Int32, pages: Int32) -> None:
+        self.page_slots.append(slots)
+        self.page_ids.append(pages)
+
+
+class StepBuilder:
+    """Makes the next step from the running set and the queue."""
+
+    def __init__(
+        self, running: RunningSet, queue: JobQueue, policy: WatermarkAdmission, preemption: Preemption, max_tokens: int
+    ) -> None:
+        self._running = running
+        self._queue = queue
+        self._policy = policy
+        self._preemption = preemption
+        self._max_tokens = max_tokens
+        self._next_step = 0
+        self._joining = NO_LANES  # lanes that sampled from their prompt's last chunk in the step before
+        self._opened: list[PromptRun] = []  # runs that the ranks do not know yet
+        self.ready: list[PromptRun] = []  # runs opened with nothing to compute; taken by the core
+        self.recomputed_tokens = 0
+        self.prompt_tokens = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+
+    def build(self) -> tuple[Step, StepRecord] | None:
+        """The next step, or None when there is nothing to compute until something arrives or completes."""
+        running, tables, plan = self._running, self._running.lanes, Plan()
+        running.rows = running.rows[tables.holds[running.rows]]
+        joined = self._joining[tables.holds[self._joining]]
+        num_old = running.rows.size
+        running.rows = np.concatenate([running.rows, joined])
+        self._grow_rows(plan)
+        joined = joined[tables.holds[joined]]
+        if joined.size:
+            plan.joined.append(joined)
+        assert running.rows.size <= num_old + joined.size
+        budget = self._max_tokens - running.rows.size
+        for run in list(running.prefilling):
+            budget -= self._add_chunk(plan, run, budget)
+        self._admit(plan, budget)
+        if not running.rows.size and not plan.chunks:
+            assert not plan.joined
+            return None
+        return self._assemble(plan)
+
+    # ---- rows that decode
+
+    def _grow_rows(self, plan: Plan) -> None:
+        """A page for every row whose next token starts one; the youngest yield while there are too few."""
+        running, tables = self._running, self._running.lanes
+        while True:
+            rows = running.rows
+            crossing = rows[tables.position[rows] % running.cache.page_size == 0]
+            if crossing.size <= running.cache.num_reclaimable:
+                break
+            self._preemption.preempt_youngest()
+            running.rows = rows[tables.holds[rows]]
+        if crossing.size:
+            plan.add_pages(tables.slot[crossing], running.grow(crossing))
+
+    # ---- prompts
+
+    def _add_chunk(self, plan: Plan, run: PromptRun, budget: int) -> int:
+        """As much of a prompt as the budget allows; returns the tokens taken."""
+        count = min(budget, run.num_to_compute - run.num_computed)
+        if count > 0:
+            plan.chunks.append((run, run.lane, count))
+            self._running.advance(run, count)
+            self.prompt_tokens += count
+        return count
+
+    def _admit(self, plan: Plan, budget: int) -> None:
+        """Start samples and prompts in strict order, as far as slots, pages and the budget allow."""
+        running = self._running
+        while budget > 0:
+            run = running.forking[0] if running.forking else None
+            job = self._queue.first()
+            if run is not None and (job is None or run.job.order <= job.order):
+                taken = self._fork(plan, run, budget)
+                if taken == 0:
+                    return
+                budget -= taken
+            elif job is not None:
+                pending = sum(run.num_pending for run in running.prefilling + running.forking)
+                if running.num_free_slots <= pending and running.num_running:
+                    return
+                opened = self._open(plan)
+                if opened is None:
+                    return
+                if not opened.computed:
+                    budget -= self._add_chunk(plan, opened, budget)
+            else:
+                return
+
+    def _available(self) -> int:
+        running = self._running
+        return self._policy.available(running.cache.num_reclaimable, running.num_running)
+
+    def _fork(self, plan: Plan, run: PromptRun, budget: int) -> int:
+        """Start pending samples of a computed prompt as decoding rows; returns how many."""
+        running, tables, tail = self._running, self._running.lanes, run.tail_page
+        if self._available() <= 0 and not running.num_running:
+            self._preemption.drop_idle_runs(run.job.order, 1)
+        count = min(run.num_pending, running.num_free_slots, budget, self._available())
+        if count <= 0:
+            return 0
+        lanes, copies = running.fork(run, count)
+        slots = tables.slot[lanes]
+        if copies.size:
+            plan.copy_sources.append(np.full(count, tail, np.int32))
+            plan.copy_targets.append(copies)
+            plan.add_pages(slots, copies)
+        else:
+            plan.add_pages(slots, running.grow(lanes))
+        self._note_admitted(plan, run, lanes)
+        plan.joined.append(lanes)
+        running.rows = np.concatenate([running.rows, lanes])
+        return count
+
+    def _open(self, plan: Plan) -> PromptRun | None:
+        """Open the queue's first job if its pages fit; a lane starts on it when there is something to compute."""
+        running, job = self._running, self._queue.first()
+        assert job is not None
+        run = running.open(job, self._available())
+        if run is None and not running.num_running:
+            self._preemption.drop_idle_runs(job.order, running.cache.num_pages)
+            run = running.open(job, self._available())
+        if run is None:
+            assert running.num_running, "a prompt that fits an empty cache does not fit"
+            return None
+        self._queue.pop()
+        self._opened.append(run)
+        self._count(run)
+        if run.computed:
+            running.add_forking(run)
+            self.ready.append(run)
+            return run
+        lane = running.start_computing(run)
+        lanes = np.asarray([lane], np.int32)
+        self._note_admitted(plan, run, lanes)
+        tail = run.tail_page if job.sample < 0 else int(running.lanes.head[lane])
+        if tail >= 0:
+            plan.add_pages(running.lanes.slot[lanes], np.asarray([tail], np.int32))
+        return run
+
+    def _count(self, run: PromptRun) -> None:
+        self.prefix_queries += run.job.token_ids.size
+        self.prefix_hits += run.num_found
+        if run.job.again:
+            self.recomputed_tokens += run.num_to_compute - run.num_computed
+
+    def _note_admitted(self, plan: Plan, run: PromptRun, lanes: Int32) -> None:
+        plan.admit_lanes.append(lanes)
+        plan.seeds.append(sample_seeds(run.request.submit.seed, self._running.lanes.sample[lanes]))
+
+    # ---- the step
+
+    def _assemble(self, plan: Plan) -> tuple[Step, StepRecord]:
+        running, tables = self._running, self._running.lanes
+        step_id, self._next_step = self._next_step, self._next_step + 1
+        samples = [run.job.sample >= 0 and run.computed for run, _, _ in plan.chunks]
+        chunk_lanes = np.asarray([lane for _, lane, _ in plan.chunks], dtype=np.int32)
+        admitted = np.concatenate([NO_LANES, *plan.admit_lanes])
+        starts = tables.position[admitted]
+        in_chunk = {lane: count for _, lane, count in plan.chunks}
+        if in_chunk:  # a chunk admitted with this step has moved its position already
+            starts = starts - np.asarray([in_chunk.get(lane, 0) for lane in admitted.tolist()], dtype=np.int32)
+        step = Step(
+            step_id=step_id,
+            dropped_prompts=i32_column(running.dropped),
+            freed=column(np.concatenate([NO_LANES, *running.freed])),
+            prompts=tuple(self._prompt(run) for run in self._opened if not run.closed),
+            admit_slots=column(tables.slot[admitted]),
+            admit_keys=column(tables.prompt_key[admitted]),
+            admit_starts=column(starts),
+            admit_seeds=column(np.concatenate([np.empty(0, np.int64), *plan.seeds])),
+            copy_sources=column(np.concatenate([NO_LANES, *plan.copy_sources])),
+            copy_targets=column(np.concatenate([NO_LANES, *plan.copy_targets])),
+            page_slots=column(np.concatenate([NO_LANES, *plan.page_slots])),
+            page_ids=column(np.concatenate([NO_LANES, *plan.page_ids])),
+            joined=column(tables.slot[np.concatenate([NO_LANES, *plan.joined])]),
+            chunk_slots=column(tables.slot[chunk_lanes]),
+            chunk_lengths=i32_column([count for _, _, count in plan.chunks]),
+            chunk_samples=column(np.asarray(samples, dtype=np.bool_)),
+        )
+        running.dropped, running.freed, self._opened = [], [], []
+        return step, self._commit(step_id, plan, chunk_lanes, np.asarray(samples, dtype=np.bool_))
+
+    def _commit(self, step_id: int, plan: Plan, chunk_lanes: Int32, samples: np.ndarray) -> StepRecord:
+        """Move the tables past the step; what ends with it frees its slot and pages for the next one."""
+        running, tables = self._running, self._running.lanes
+        rows = running.rows
+        sampling = chunk_lanes[samples]
+        lanes = np.concatenate([rows, sampling])
+        tables.position[rows] += 1
+        tables.remaining[lanes] -= 1
+        tables.last_step[lanes] = step_id
+        tables.last_step[chunk_lanes] = step_id
+        slots = tables.slot[chunk_lanes].tolist()
+        record = StepRecord(
+            step_id=step_id,
+            lanes=lanes,
+            computed=[run for run, _, _ in plan.chunks if run.computed],
+            scored={
+                slot: run.request
+                for slot, (run, _, _) in zip(slots, plan.chunks, strict=True)
+                if run.request.scores is not None
+            },
+        )
+        for run in record.computed:
+            running.finish_computing(run)
+        running.release(lanes[tables.remaining[lanes] == 0])
+        self._joining = sampling
+        return record
+
+    @staticmethod
+    def _prompt(run: PromptRun) -> Prompt:
+        return Prompt(
+            key=run.key,
+            token_ids=column(run.job.token_ids),
+            num_prompt=run.request.prompt.size,
+            pages=column(run.pages),
+            sampling=run.request.submit.sampling,
+        )

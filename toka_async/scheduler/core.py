@@ -1,0 +1,373 @@
+"""The scheduler of one replica, sans IO: requests in, steps out, results in, tokens out.
+
+The same object is driven by sockets in production and by lists in tests. Time is passed in. Loads no torch, no sockets
+and no event loop; knows token ids, not text.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from toka_async.arrays import Bool, Float32, Int32, as_f32, as_i32
+from toka_async.messages import (
+    Cancel,
+    DropStop,
+    EndSample,
+    Ready,
+    Reason,
+    Step,
+    StepDone,
+    StopMask,
+    Submit,
+    ToScheduler,
+    ToServer,
+)
+from toka_async.scheduler.builder import StepBuilder, StepRecord
+from toka_async.scheduler.outbox import Outbox
+from toka_async.scheduler.policy import WatermarkAdmission
+from toka_async.scheduler.preemption import Preemption
+from toka_async.scheduler.queues import JobQueue
+from toka_async.scheduler.requests import Job, PromptScores, Request, Top
+from toka_async.scheduler.running import RunningSet
+from toka_async.scheduler.statistics import StatsSource
+from toka_async.scheduler.stops import StopTable
+
+NO_SCORES: Float32 = np.empty(0, np.float32)
+
+
+class Core:
+    """Requests, the running set, and the steps that are queued on the ranks.
+
+    Args:
+        ready: what the ranks can hold.
+        max_tokens: tokens of one step, at least `ready.max_seqs`.
+        steps_ahead: steps queued on the ranks at once.
+        prefix: reuse cached pages of earlier prompts.
+    """
+
+    def __init__(self, ready: Ready, *, max_tokens: int, steps_ahead: int = 2, prefix: bool = True) -> None:
+        assert max_tokens >= ready.max_seqs
+        self._ready = ready
+        self._steps_ahead = steps_ahead
+        self._requests: dict[int, Request] = {}
+        self._queue = JobQueue()
+        self._stops = StopTable(ready.vocab_size)
+        self._running = RunningSet(ready, prefix)
+        self._outbox = Outbox(self._running.lanes)
+        self._preemption = Preemption(self._running, self._queue, self._requests)
+        policy = WatermarkAdmission(ready.num_pages)
+        self._builder = StepBuilder(self._running, self._queue, policy, self._preemption, max_tokens)
+        self._stats = StatsSource(self._running, self._builder, self._preemption)
+        self._in_flight: deque[StepRecord] = deque()
+        self._num_arrived = 0
+
+    # ---- from the server
+
+    def receive(self, message: ToScheduler) -> None:
+        """Take any message of the server."""
+        match message:
+            case Submit():
+                self.submit(message)
+            case Cancel():
+                self.cancel(message.request_id)
+            case EndSample():
+                self.end_sample(message)
+            case StopMask():
+                self._stops.add(message)
+            case DropStop():
+                self._stops.drop(message.stop_id)
+
+    def submit(self, submit: Submit) -> None:
+        """Queue a request; one that can never run fails at once."""
+        problem = self._problem(submit)
+        if problem is not None:
+            self._outbox.failed(submit.request_id, problem)
+            return
+        prompt, sampling = as_i32(submit.prompt), submit.sampling
+        request = Request(
+            submit=submit,
+            prompt=prompt,
+            arrival=self._num_arrived,
+            num_open=submit.n,
+            stop_row=self._stops.row(submit.stop_id),
+            scores=_empty_scores(prompt.size - 1, sampling.num_prompt_logprobs),
+        )
+        self._num_arrived += 1
+        self._requests[request.request_id] = request
+        self._stats.num_open += submit.n
+        if request.prompt_only and (prompt.size == 1 or request.scores is None):
+            self._finish_prompt(request, 0)
+            return
+        self._queue.push(Job(request, sample=0 if submit.n == 1 and not request.prompt_only else -1, token_ids=prompt))
+
+    def _problem(self, submit: Submit) -> str | None:
+        ready, prompt = self._ready, len(submit.prompt) // 4
+        if submit.request_id in self._requests:
+            return f"request id {submit.request_id} is in use"
+        if prompt < 1 or submit.n < 1 or submit.max_tokens < 0:
+            return "a request needs a prompt token, n of 1 or more and max_tokens of 0 or more"
+        total = prompt + submit.max_tokens
+        if total > ready.max_context:
+            return f"prompt and max_tokens are {total} tokens, the context has {ready.max_context}"
+        pages = -(-total // ready.page_size) + (submit.n > 1)
+        if pages > ready.num_pages:
+            return (
+                f"prompt and max_tokens are {total} tokens, the KV cache holds {ready.num_pages * ready.page_size}; "
+                "raise cache.num_tokens or lower max_tokens"
+            )
+        return None
+
+    def cancel(self, request_id: int) -> None:
+        """End all samples of a request without a word; an unknown id is one that has ended."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        self._stats.num_open -= request.num_open
+        for job in [job for job in self._queue.jobs() if job.request is request]:
+            self._queue.cancel(job)
+        request.next_sample = request.submit.n
+        tables = self._running.lanes
+        lanes = np.flatnonzero((tables.request == request_id) & tables.alive).astype(np.int32)
+        self._end_lanes(lanes)
+        for run in [run for run in self._running.runs.values() if run.request is request]:
+            self._running.close(run)
+
+    def end_sample(self, message: EndSample) -> None:
+        """A stop string ends a sample after `num_tokens` tokens; later tokens are dropped."""
+        request = self._requests.get(message.request_id)
+        if request is None:
+            return
+        tables, tops = self._running.lanes, {}
+        mine = (tables.request == message.request_id) & (tables.sample == message.sample)
+        lanes = np.flatnonzero(mine & tables.alive & ~self._computing()).astype(np.int32)
+        sample = np.asarray([message.sample], np.int32)
+        if lanes.size:
+            lane = int(lanes[0])
+            _, tokens, logprobs = self._running.log.take(lanes)
+            tops = {lane: self._running.tops.pop(lane, [])[: message.num_tokens]}
+            if not request.submit.stream:
+                self._send_end(lanes, tokens[: message.num_tokens], logprobs[: message.num_tokens], tops)
+            self._end_lanes(lanes)
+        elif not self._end_waiting(request, message):
+            return
+        if request.submit.stream:
+            self._outbox.ends(request, sample, Reason.STOP_STRING)
+        self._close_samples(np.asarray([request.request_id], np.int32))
+
+    # ---- to and from the ranks
+
+    def next_steps(self, now: float) -> list[Step]:
+        """Steps to queue on the ranks now; empty when enough are queued or there is nothing to compute."""
+        del now
+        steps = []
+        while len(self._in_flight) < self._steps_ahead:
+            built = self._builder.build()
+            for run in self._builder.ready:
+                self._finish_prompt(run.request, run.num_found)
+            self._builder.ready = []
+            if built is None:
+                break
+            step, record = built
+            steps.append(step)
+            self._in_flight.append(record)
+        return steps
+
+    def complete(self, done: StepDone, now: float) -> None:
+        """Take the results of the oldest queued step."""
+        del now
+        record = self._in_flight.popleft()
+        assert done.step_id == record.step_id, "steps come back in order"
+        self._stats.num_steps += 1
+        self._stats.step_seconds += done.seconds
+        self._take_scores(done, record)
+        for run in record.computed:
+            if self._requests.get(run.request.request_id) is run.request:
+                self._finish_prompt(run.request, run.num_found)
+        self._take_tokens(done, record)
+        self._preemption.requeue_drained(record.step_id)
+        self._running.lanes.complete(record.step_id)
+
+    def take_messages(self, now: float) -> list[ToServer]:
+        """Messages for the server, in order."""
+        stats = self._stats.due(now, idle=not self._in_flight)
+        if stats is not None:
+            self._outbox.add(stats)
+        return self._outbox.take()
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def num_requests(self) -> int:
+        """Open requests, running and queued."""
+        return len(self._requests)
+
+    def _take_tokens(self, done: StepDone, record: StepRecord) -> None:
+        """Log the tokens of rows that still live, end those that end, send what is to be sent now."""
+        tables, log = self._running.lanes, self._running.log
+        token_ids = as_i32(done.token_ids)
+        assert token_ids.size == record.lanes.size
+        alive = tables.alive[record.lanes]
+        lanes, tokens = record.lanes[alive], token_ids[alive]
+        self._stats.wasted_tokens += token_ids.size - lanes.size
+        self._stats.generated_tokens += lanes.size
+        if not lanes.size:
+            return
+        logprobs = as_f32(done.logprobs)[alive] if done.logprobs else None
+        log.append(lanes, tokens, logprobs)
+        self._take_tops(done, record)
+        stopped = (tables.ends[lanes] == tokens[:, None]).any(axis=1)
+        full = (tables.remaining[lanes] == 0) & (tables.last_step[lanes] == record.step_id)
+        reasons = np.where(stopped, np.int32(Reason.STOP), np.where(full, np.int32(Reason.LENGTH), np.int32(0)))
+        self._check_stops(lanes, tokens, reasons == 0)
+        self._stream(lanes, tokens, logprobs, reasons.astype(np.int32))
+        self._finish(lanes[reasons != 0], reasons[reasons != 0].astype(np.int32))
+
+    def _check_stops(self, lanes: Int32, tokens: Int32, running: Bool) -> None:
+        """Streamed rows are looked at by the server anyway."""
+        tables = self._running.lanes
+        looked_at = running & (tables.stop_row[lanes] >= 0) & ~tables.stream[lanes]
+        if not looked_at.any():
+            return
+        lanes, tokens = lanes[looked_at], tokens[looked_at]
+        late_enough = self._running.log.count[lanes] >= tables.min_tokens[lanes]
+        hits = lanes[late_enough & self._stops.hits(tables.stop_row[lanes], tokens)]
+        if hits.size:
+            windows = [self._stops.window(row) for row in tables.stop_row[hits].tolist()]
+            self._outbox.stop_checks(hits, windows, self._running.log)
+
+    def _stream(self, lanes: Int32, tokens: Int32, logprobs: Float32 | None, reasons: Int32) -> None:
+        tables = self._running.lanes
+        chosen = tables.stream[lanes]
+        if not chosen.any():
+            return
+        lanes = lanes[chosen]
+        values = np.zeros(lanes.size, np.float32) if logprobs is None else logprobs[chosen]
+        tops = (
+            {lane: self._running.tops.pop(lane) for lane in lanes.tolist() if lane in self._running.tops}
+            if self._running.tops
+            else {}
+        )
+        self._outbox.rows(lanes, np.ones(lanes.size, np.int32), tokens[chosen], values, reasons[chosen], tops)
+
+    def _finish(self, lanes: Int32, reasons: Int32) -> None:
+        """Lanes end by themselves: those not streamed are sent whole."""
+        if not lanes.size:
+            return
+        tables = self._running.lanes
+        whole = ~tables.stream[lanes]
+        if whole.any():
+            rows = lanes[whole]
+            counts, tokens, logprobs = self._running.log.take(rows)
+            tops = (
+                {lane: self._running.tops.pop(lane) for lane in rows.tolist() if lane in self._running.tops}
+                if self._running.tops
+                else {}
+            )
+            self._outbox.rows(rows, counts, tokens, logprobs, reasons[whole], tops)
+        requests = tables.request[lanes]
+        self._end_lanes(lanes)
+        self._close_samples(requests)
+
+    def _end_lanes(self, lanes: Int32) -> None:
+        """The lanes' tokens are no longer wanted; what they hold goes back at once."""
+        if not lanes.size:
+            return
+        running = self._running
+        running.log.take(lanes)
+        running.lanes.alive[lanes] = False
+        running.release(lanes)
+        running.retire(lanes, self._preemption.completed)
+        for lane in lanes.tolist() if self._running.tops else ():
+            self._running.tops.pop(lane, None)
+
+    def _close_samples(self, requests: Int32) -> None:
+        """One sample of each of `requests` (ids, with repeats) has ended."""
+        self._stats.num_open -= requests.size
+        ids, counts = np.unique(requests, return_counts=True)
+        for request_id, count in zip(ids.tolist(), counts.tolist(), strict=True):
+            request = self._requests[request_id]
+            request.num_open -= count
+            assert request.num_open >= 0
+            if request.num_open == 0:
+                del self._requests[request_id]
+
+    def _computing(self) -> Bool:
+        """Lanes that compute the shared prompt of several samples, and are no sample themselves."""
+        tables = self._running.lanes
+        computing = np.zeros(tables.capacity, np.bool_)
+        for run in self._running.prefilling:
+            computing[run.lane] = run.job.sample < 0
+        return computing
+
+    # ---- prompts
+
+    def _finish_prompt(self, request: Request, cached_tokens: int) -> None:
+        if not request.prefilled:
+            self._outbox.prefilled(request, cached_tokens)
+            if request.prompt_only:
+                self._outbox.ends(request, np.arange(request.submit.n, dtype=np.int32), Reason.LENGTH)
+                self._close_samples(np.full(request.submit.n, request.request_id, np.int32))
+
+    def _take_scores(self, done: StepDone, record: StepRecord) -> None:
+        for chunk in done.prompts:
+            scores = record.scored[chunk.slot].scores
+            if scores is None:
+                continue
+            values = as_f32(chunk.logprobs)
+            part = slice(chunk.start, chunk.start + values.size)
+            scores.logprobs[part] = values
+            if chunk.num_top:
+                scores.top_ids[part] = as_i32(chunk.top_ids).reshape(-1, chunk.num_top)
+                scores.top_logprobs[part] = as_f32(chunk.top_logprobs).reshape(-1, chunk.num_top)
+
+    def _take_tops(self, done: StepDone, record: StepRecord) -> None:
+        if not done.top_rows:
+            return
+        counts = as_i32(done.top_counts)
+        cuts = np.cumsum(counts)[:-1]
+        ids, values = np.split(as_i32(done.top_ids), cuts), np.split(as_f32(done.top_logprobs), cuts)
+        alive = self._running.lanes.alive
+        for lane, top in zip(record.lanes[as_i32(done.top_rows)].tolist(), zip(ids, values, strict=True), strict=True):
+            if alive[lane]:
+                self._running.tops.setdefault(lane, []).append(top)
+
+    # ---- ends found by the server
+
+    def _send_end(self, lanes: Int32, tokens: Int32, logprobs: Float32, tops: dict[int, list[Top]]) -> None:
+        count, reason = np.asarray([tokens.size], np.int32), np.asarray([Reason.STOP_STRING], np.int32)
+        self._outbox.rows(lanes, count, tokens, logprobs, reason, tops)
+
+    def _end_waiting(self, request: Request, message: EndSample) -> bool:
+        """The sample was preempted and waits: end it from the queue. False if it has ended already."""
+        for job in self._queue.jobs():
+            if job.request is request and job.sample == message.sample and job.generated is not None:
+                self._queue.cancel(job)
+                if not request.submit.stream:
+                    self._outbox.waiting_end(request, message, job.generated)
+                return True
+        return False
+
+    def check(self) -> None:
+        """Every invariant of the core and its parts; for tests, after every event."""
+        running = self._running
+        running.check()
+        tables = running.lanes
+        assert self._stats.num_open == sum(request.num_open for request in self._requests.values())
+        living = np.flatnonzero(tables.alive)
+        for request_id in tables.request[living].tolist():
+            assert request_id in self._requests
+        if not self._requests:
+            assert running.cache.num_used == 0
+            assert running.num_running == 0
+            assert len(self._queue) == 0
+
+
+def _empty_scores(count: int, num_top: int) -> PromptScores | None:
+    if num_top < 0:
+        return None
+    shape = (count, num_top)
+    return PromptScores(np.zeros(count, np.float32), np.zeros(shape, np.int32), np.zeros(shape, np.float32))

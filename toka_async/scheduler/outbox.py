@@ -1,0 +1,126 @@
+"""What the scheduler has to tell the server: messages collected until they are taken.
+
+Rows of one Tokens message want the same number of log-probs, so that its columns are rectangular. Knows lanes' columns.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from toka_async.arrays import EMPTY, Bool, Float32, Int32, column, i32_column
+from toka_async.messages import EndSample, Failed, Prefilled, Reason, StopChecks, Tokens, ToServer
+from toka_async.scheduler.lanes import Lanes
+from toka_async.scheduler.requests import Generated, Request, Top
+from toka_async.scheduler.token_log import TokenLog
+
+
+class Outbox:
+    """Messages to the server, in order."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._messages: list[ToServer] = []
+
+    def take(self) -> list[ToServer]:
+        messages, self._messages = self._messages, []
+        return messages
+
+    def rows(
+        self,
+        lanes: Int32,
+        counts: Int32,
+        token_ids: Int32,
+        logprobs: Float32,
+        reasons: Int32,
+        tops: dict[int, list[Top]],
+    ) -> None:
+        """Rows of samples: `counts` tokens each, one row after the other in `token_ids` and `logprobs`.
+
+        `tops` holds the likeliest tokens of a lane's row, one entry a token, for lanes that want any.
+        """
+        wanted = self._lanes.num_logprobs[lanes]
+        for num_logprobs in np.unique(wanted).tolist():
+            chosen = wanted == num_logprobs
+            whole = bool(chosen.all())
+            tokens: Bool | slice = slice(None) if whole else np.repeat(chosen, counts)
+            rows = lanes if whole else lanes[chosen]
+            top = [entry for lane in rows.tolist() for entry in tops.get(lane, ())] if num_logprobs > 0 else []
+            self._messages.append(
+                Tokens(
+                    request_ids=column(self._lanes.request[rows]),
+                    samples=column(self._lanes.sample[rows]),
+                    counts=column(counts[chosen]),
+                    reasons=column(reasons[chosen]),
+                    token_ids=column(token_ids[tokens]),
+                    num_logprobs=num_logprobs,
+                    logprobs=column(logprobs[tokens]) if num_logprobs >= 0 else EMPTY,
+                    top_ids=column(np.concatenate([ids for ids, _ in top])) if top else EMPTY,
+                    top_logprobs=column(np.concatenate([values for _, values in top])) if top else EMPTY,
+                )
+            )
+
+    def ends(self, request: Request, samples: Int32, reason: Reason) -> None:
+        """Samples end without further tokens."""
+        zeros = np.zeros(samples.size, np.int32)
+        self._messages.append(
+            Tokens(
+                request_ids=column(zeros + request.request_id),
+                samples=column(samples),
+                counts=column(zeros),
+                reasons=column(zeros + int(reason)),
+                token_ids=EMPTY,
+                num_logprobs=request.submit.sampling.num_logprobs,
+            )
+        )
+
+    def waiting_end(self, request: Request, end: EndSample, generated: Generated) -> None:
+        """A preempted sample that waits ends by a stop string, with the first of its tokens."""
+        count, wanted = end.num_tokens, request.submit.sampling.num_logprobs
+        tops = (generated.tops or [])[:count] if wanted > 0 else []
+        self._messages.append(
+            Tokens(
+                request_ids=i32_column([request.request_id]),
+                samples=i32_column([end.sample]),
+                counts=i32_column([count]),
+                reasons=i32_column([Reason.STOP_STRING]),
+                token_ids=column(generated.tokens[:count]),
+                num_logprobs=wanted,
+                logprobs=column(generated.logprobs[:count]) if wanted >= 0 else EMPTY,
+                top_ids=column(np.concatenate([ids for ids, _ in tops])) if tops else EMPTY,
+                top_logprobs=column(np.concatenate([values for _, values in tops])) if tops else EMPTY,
+            )
+        )
+
+    def prefilled(self, request: Request, cached_tokens: int) -> None:
+        """The request's prompt is computed, its scores are complete."""
+        scores = request.scores
+        self._messages.append(
+            Prefilled(
+                request_id=request.request_id,
+                cached_tokens=cached_tokens,
+                logprobs=column(scores.logprobs) if scores else EMPTY,
+                top_ids=column(scores.top_ids) if scores else EMPTY,
+                top_logprobs=column(scores.top_logprobs) if scores else EMPTY,
+            )
+        )
+        request.scores = None
+        request.prefilled = True
+
+    def stop_checks(self, lanes: Int32, windows: list[int], log: TokenLog) -> None:
+        """Ask whether the newest tokens of the lanes complete a stop string."""
+        tails = [log.tail(lane, window) for lane, window in zip(lanes.tolist(), windows, strict=True)]
+        self._messages.append(
+            StopChecks(
+                request_ids=column(self._lanes.request[lanes]),
+                samples=column(self._lanes.sample[lanes]),
+                num_tokens=column(log.count[lanes]),
+                counts=column(np.asarray([tail.size for tail in tails], dtype=np.int32)),
+                token_ids=column(np.concatenate(tails)),
+            )
+        )
+
+    def failed(self, request_id: int, message: str) -> None:
+        self._messages.append(Failed(request_id=request_id, message=message))
+
+    def add(self, message: ToServer) -> None:
+        self._messages.append(message)

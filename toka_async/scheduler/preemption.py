@@ -1,0 +1,106 @@
+"""Taking pages back from running work when the cache is too small: the youngest first, by recompute.
+
+A preempted lane gives up its slot and pages at once, but runs again only when its queued steps have come back: their
+tokens are valid and belong to it. Knows the running set and the queue.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from toka_async.scheduler.queues import JobQueue
+from toka_async.scheduler.requests import Generated, Job, PromptRun, Request
+from toka_async.scheduler.running import RunningSet
+
+Order = tuple[int, int, int]
+
+
+class Preemption:
+    """Chooses and preempts; keeps the lanes whose last steps are still on their way (`draining`)."""
+
+    def __init__(self, running: RunningSet, queue: JobQueue, requests: dict[int, Request]) -> None:
+        self._running = running
+        self._queue = queue
+        self._requests = requests
+        self.draining: dict[int, Request] = {}
+        self.completed = -1  # the newest step that is complete
+        self.num_preemptions = 0
+
+    def preempt_youngest(self) -> None:
+        """Make the work that is last in order give back its pages."""
+        running = self._running
+        idle = self._youngest_idle()
+        held = np.flatnonzero(running.lanes.holds).astype(np.int32)
+        lane = max(held.tolist(), key=self._order, default=-1)
+        assert lane >= 0 or idle is not None, "nothing to preempt"
+        if idle is not None and (lane < 0 or idle.job.order > self._order(lane)):
+            self._requeue_idle(idle)
+        else:
+            self._preempt(lane)
+        self.num_preemptions += 1
+
+    def drop_idle_runs(self, order: Order, num_pages: int) -> None:
+        """Requeue computed prompts that are later than `order` and that no lane uses, until `num_pages` are free."""
+        while self._running.cache.num_reclaimable < num_pages:
+            idle = self._youngest_idle()
+            if idle is None or idle.job.order <= order:
+                return
+            self._requeue_idle(idle)
+            self.num_preemptions += 1
+
+    def requeue_drained(self, step_id: int) -> None:
+        """A step is complete: preempted lanes that waited for it and still live go back to the queue."""
+        self.completed = step_id
+        tables = self._running.lanes
+        for lane in [lane for lane in self.draining if tables.last_step[lane] <= step_id]:
+            self._requeue_lane(lane, self.draining.pop(lane))
+
+    def _order(self, lane: int) -> Order:
+        tables = self._running.lanes
+        request = self._requests[int(tables.request[lane])]
+        return (request.submit.priority, request.arrival, int(tables.sample[lane]))
+
+    def _youngest_idle(self) -> PromptRun | None:
+        idle = [run for run in self._running.forking if run.num_lanes == 0]
+        return max(idle, key=lambda run: run.job.order, default=None)
+
+    def _requeue_idle(self, run: PromptRun) -> None:
+        self._running.close(run)
+        self._queue.push(self._again(run.job))
+
+    @staticmethod
+    def _again(job: Job) -> Job:
+        return Job(job.request, job.sample, job.token_ids, job.generated, again=True)
+
+    def _preempt(self, lane: int) -> None:
+        running = self._running
+        lanes = np.asarray([lane], np.int32)
+        run = running.runs[int(running.lanes.prompt_key[lane])]
+        if run.lane != lane:
+            running.release(lanes)
+            request = self._requests[int(running.lanes.request[lane])]
+            if running.lanes.last_step[lane] <= self.completed:
+                self._requeue_lane(lane, request)
+            else:
+                self.draining[lane] = request
+            return
+        running.lanes.alive[lane] = False  # it was computing its prompt, which starts anew
+        running.log.take(lanes)
+        self._running.tops.pop(lane, None)
+        running.release(lanes)
+        if not run.closed:
+            running.close(run)
+        running.retire(lanes, self.completed)
+        self._queue.push(self._again(run.job))
+
+    def _requeue_lane(self, lane: int, request: Request) -> None:
+        running = self._running
+        if not running.lanes.alive[lane]:
+            return  # it ended, or its client left, meanwhile
+        lanes = np.asarray([lane], np.int32)
+        sample = int(running.lanes.sample[lane])
+        _, tokens, logprobs = running.log.take(lanes)
+        generated = Generated(tokens, logprobs, self._running.tops.pop(lane, None))
+        running.lanes.alive[lane] = False
+        running.retire(lanes, self.completed)
+        self._queue.push(Job(request, sample, np.concatenate([request.prompt, tokens]), generated, again=True))

@@ -1,0 +1,132 @@
+"""The prefix tree: full pages of prompts by their tokens, with owners, evicted least recently used first.
+
+One node a page. Whoever owns a node owns its ancestors, so unowned nodes have unowned descendants only, and every
+unowned page can be reclaimed. Knows tokens and page numbers; not requests, nor whether a page's content is computed
+(the scheduler inserts a page with the step that fills it, and ranks run steps in order).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from toka_async.arrays import Int32
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A full page: its tokens given its ancestors' tokens."""
+
+    page: int
+    key: bytes
+    parent: Node | None
+    children: dict[bytes, Node] = field(default_factory=dict)
+    num_owners: int = 0
+    last_used: int = 0
+
+
+class PrefixTree:
+    """Pages by the tokens they hold. Counts: owned pages and cached (unowned) pages."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._root = Node(page=-1, key=b"", parent=None, num_owners=1)
+        self._clock = 0
+        self._serial = 0
+        self._evictable: list[tuple[int, int, Node]] = []
+        self.num_owned = 0
+        self.num_cached = 0
+
+    def match(self, tokens: Int32, max_pages: int) -> list[Node]:
+        """The longest chain of nodes that holds the first tokens, at most `max_pages` long. Not yet acquired."""
+        node, nodes, size = self._root, [], self._page_size
+        for i in range(min(max_pages, tokens.size // size)):
+            child = node.children.get(tokens[i * size : (i + 1) * size].tobytes())
+            if child is None:
+                break
+            nodes.append(child)
+            node = child
+        return nodes
+
+    def acquire(self, nodes: Sequence[Node]) -> None:
+        """Become an owner of a chain of nodes that starts at the root."""
+        for node in nodes:
+            if node.num_owners == 0:
+                self.num_cached -= 1
+                self.num_owned += 1
+            node.num_owners += 1
+
+    def release(self, nodes: Sequence[Node]) -> None:
+        """Stop owning a chain of nodes that starts at the root; the pages stay cached until they are evicted."""
+        self._clock += 1
+        for node in reversed(nodes):
+            assert node.num_owners > 0
+            node.num_owners -= 1
+            node.last_used = self._clock
+            if node.num_owners == 0:
+                self.num_owned -= 1
+                self.num_cached += 1
+                if not node.children:
+                    self._offer(node)
+
+    def insert(self, parent: Node | None, tokens: Int32, page: int) -> tuple[Node, bool]:
+        """Own the node of `tokens` (one page) below `parent` (None: the root).
+
+        Returns the node and whether `page` became its page; if the tree had such a node already, `page` stays the
+        caller's, and the caller owns the node all the same.
+        """
+        above = parent or self._root
+        assert above.num_owners > 0
+        key = tokens.tobytes()
+        node = above.children.get(key)
+        if node is not None:
+            self.acquire([node])
+            return node, False
+        node = Node(page=page, key=key, parent=above, num_owners=1)
+        above.children[key] = node
+        self.num_owned += 1
+        return node, True
+
+    def evict(self, count: int) -> Int32:
+        """Remove `count` unowned pages, least recently used first, leaves before their parents."""
+        assert count <= self.num_cached
+        pages: list[int] = []
+        while len(pages) < count:
+            last_used, _, node = heapq.heappop(self._evictable)
+            if node.num_owners or node.children or node.parent is None or node.last_used != last_used:
+                continue  # used again, or removed, since it was offered
+            pages.append(node.page)
+            parent, node.parent = node.parent, None
+            del parent.children[node.key]
+            if parent.num_owners == 0 and not parent.children:
+                self._offer(parent)
+        self.num_cached -= count
+        return np.asarray(pages, dtype=np.int32)
+
+    def _offer(self, node: Node) -> None:
+        self._serial += 1
+        heapq.heappush(self._evictable, (node.last_used, self._serial, node))
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node, for checks."""
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def check(self) -> None:
+        nodes = list(self.nodes())
+        assert len({node.page for node in nodes}) == len(nodes)
+        assert sum(node.num_owners > 0 for node in nodes) == self.num_owned
+        assert sum(node.num_owners == 0 for node in nodes) == self.num_cached
+        offered = {id(node) for last_used, _, node in self._evictable if last_used == node.last_used}
+        for node in nodes:
+            assert node.parent is not None
+            assert node.parent.children[node.key] is node
+            assert node.num_owners == 0 or node.parent.num_owners > 0
+            assert len(node.key) == 4 * self._page_size
+            assert node.num_owners or node.children or id(node) in offered

@@ -1,0 +1,56 @@
+"""The Stats message: when it is due, and what it says."""
+
+from __future__ import annotations
+
+from toka_async.messages import Stats
+from toka_async.scheduler.builder import StepBuilder
+from toka_async.scheduler.preemption import Preemption
+from toka_async.scheduler.running import RunningSet
+
+INTERVAL = 0.25  # seconds between two messages while work goes on
+
+
+class StatsSource:
+    """Counts what the core sees, reads the rest off the components."""
+
+    def __init__(self, running: RunningSet, builder: StepBuilder, preemption: Preemption) -> None:
+        self._running = running
+        self._builder = builder
+        self._preemption = preemption
+        self._sent: Stats | None = None
+        self._sent_at = float("-inf")
+        self.num_open = 0  # samples of open requests that have not ended
+        self.generated_tokens = 0
+        self.wasted_tokens = 0
+        self.num_steps = 0
+        self.step_seconds = 0.0
+
+    def due(self, now: float, idle: bool) -> Stats | None:
+        """A message if something changed and the last one is old, or the scheduler falls idle."""
+        if not idle and now - self._sent_at < INTERVAL:
+            return None
+        stats = self.snapshot()
+        if stats == self._sent:
+            return None
+        self._sent, self._sent_at = stats, now
+        return stats
+
+    def snapshot(self) -> Stats:
+        running, builder = self._running, self._builder
+        decoding = running.rows.size
+        return Stats(
+            num_running=running.num_running,
+            num_waiting=max(0, self.num_open - decoding),
+            pages_used=running.cache.num_used,
+            pages_cached=running.cache.tree.num_cached,
+            num_pages=running.cache.num_pages,
+            prefix_queries=builder.prefix_queries,
+            prefix_hits=builder.prefix_hits,
+            num_preemptions=self._preemption.num_preemptions,
+            prompt_tokens=builder.prompt_tokens,
+            generated_tokens=self.generated_tokens,
+            wasted_tokens=self.wasted_tokens,
+            recomputed_tokens=builder.recomputed_tokens,
+            num_steps=self.num_steps,
+            step_seconds=self.step_seconds,
+        )
