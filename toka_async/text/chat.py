@@ -1,0 +1,198 @@
+"""Chat templates: messages to a prompt, with the Jinja source that comes with a model.
+
+Renders as `apply_chat_template` of transformers 5 does (https://huggingface.co/docs/transformers/chat_templating), in
+a sandbox, with limits on what a template can compute. Knows nothing of tokens and of requests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MAX_CHARS = 1 << 26  # of a rendered prompt, and of a string or a list made by `*`
+MAX_RANGE = 1_000_000  # numbers from all calls of range() in one rendering
+CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which clients send a message's reasoning
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "range"})
+
+Message = Mapping[str, Any]
+
+
+class ChatTemplateError(ValueError):
+    """A template that cannot be compiled, or that refuses the messages; the message says why."""
+
+
+class ChatTemplate:
+    """A compiled chat template."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        """`special_tokens` are names that the template sees, such as `bos_token`, with their texts.
+
+        Raises:
+            ChatTemplateError: `source` is not a template.
+        """
+        self._special_tokens = dict(special_tokens or {})
+        self._uses_content = "content" in source
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ChatTemplateError(f"chat template, line {error.lineno}: {error.message}") from error
+        except (RecursionError, ValueError) as error:
+            raise ChatTemplateError(f"chat template: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt. It has the special tokens that it needs; encode it without adding others.
+
+        Args:
+            messages: `role`, `content` (a string, or a list of text parts, which are joined by line feeds) and what
+                else the template knows; a null counts as absent.
+            continue_final_message: end with the last message's content, for the model to go on with.
+            kwargs: further names that the template sees, such as `enable_thinking`.
+
+        Raises:
+            ChatTemplateError: the template raised an error or exceeded a limit, a message is malformed, a name in
+                `kwargs` is reserved, or `continue_final_message` is impossible.
+        """
+        kwargs = dict(kwargs or {})
+        if taken := sorted(kwargs.keys() & (RESERVED | self._special_tokens.keys())):
+            raise ChatTemplateError(f"chat_template_kwargs must not set {taken[0]!r}")
+        if continue_final_message and add_generation_prompt:
+            raise ChatTemplateError("continue_final_message needs add_generation_prompt to be false")
+        chat = [_message(message) for message in messages]
+        if not chat:
+            raise ChatTemplateError("messages must not be empty")
+        names = self._special_tokens | kwargs | {"tools": None if tools is None else list(tools), "documents": None}
+        if continue_final_message:
+            return self._render_continued(chat, names)
+        return self._render(chat, names, add_generation_prompt)
+
+    def _render_continued(self, chat: list[dict[str, Any]], names: Mapping[str, Any]) -> str:
+        content = chat[-1].get("content")
+        if not isinstance(content, str) or not self._uses_content:
+            raise ChatTemplateError("continue_final_message needs a final message with content")
+        chat[-1]["content"] = content + CONTINUE
+        text = self._render(chat, names, False)
+        place = text.rfind(CONTINUE.strip())
+        if place < 0 or content.strip() not in text:
+            raise ChatTemplateError("continue_final_message: the chat template leaves out the final message's content")
+        if text.startswith(CONTINUE, place):
+            return text[:place]
+        return text[:place].rstrip()  # the template trims contents
+
+    def _render(self, chat: list[dict[str, Any]], names: Mapping[str, Any], add_generation_prompt: bool) -> str:
+        context = {**names, "messages": chat, "add_generation_prompt": add_generation_prompt, "range": _Range()}
+        pieces: list[str] = []
+        num_chars = 0
+        try:
+            for piece in self._template.generate(context):
+                pieces.append(piece)
+                num_chars += len(piece)
+                if num_chars > MAX_CHARS:
+                    raise ChatTemplateError(f"chat template: the prompt has more than {MAX_CHARS} characters")
+        except ChatTemplateError:
+            raise
+        except Exception as error:  # templates are programs: they raise anything
+            raise ChatTemplateError(f"chat template: {error}") from error
+        return "".join(pieces)
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """A copy as templates expect it: no nulls, content as one string, reasoning under each of its names."""
+    kept = {name: value for name, value in message.items() if value is not None}
+    if isinstance(kept.get("content"), list):
+        kept["content"] = "\n".join(_text_of_part(part) for part in kept["content"])
+    if reasoning := next((kept[name] for name in REASONING if name in kept), None):
+        kept = {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+    return kept
+
+
+def _text_of_part(part: object) -> str:
+    match part:
+        case str():
+            return part
+        case {"type": "text", "text": str(text)}:
+            return text
+        case {"type": str(kind)}:
+            raise ChatTemplateError(f"content parts of type {kind!r} are not supported, only 'text'")
+    raise ChatTemplateError("a content part must be an object with type 'text' and a text")
+
+
+class _Range:
+    """range() with a limit on all calls of one rendering together, so that nested loops end too."""
+
+    def __init__(self) -> None:
+        self._left = MAX_RANGE
+
+    def __call__(self, *args: int) -> range:
+        numbers = range(*args)
+        self._left -= max(1, len(numbers))
+        if self._left < 0:
+            raise OverflowError(f"range() gave more than {MAX_RANGE} numbers")
+        return numbers
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, which also refuses to make huge values by multiplication."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and not (abs(left) <= MAX_CHARS and abs(right) <= 64):
+            raise OverflowError("** of such numbers is not allowed")
+        for value, times in ((left, right), (right, left)):
+            if isinstance(value, str | list | tuple) and isinstance(times, int) and len(value) * times > MAX_CHARS:
+                raise OverflowError(f"* makes more than {MAX_CHARS} elements")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the model wrote, for training; here its body is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
+
+    def parse(self, parser: Parser) -> Node | list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> _Environment:
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)

@@ -1,0 +1,53 @@
+"""Token ids to text as they arrive. Knows one sequence; knows nothing of stop strings or of messages."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+
+from toka_async.text.pieces import strip_start
+from toka_async.text.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """The text of a growing sequence.
+
+    The pieces concatenate to `tokenizer.decode` of all ids with the same options, however they are portioned. A
+    character that is incomplete so far is held back; the cost is that of the new ids alone.
+    """
+
+    __slots__ = ("_at_start", "_pieces", "_skip_special", "_strip", "_utf8")
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, continues: bool = False) -> None:
+        """The options are those of `Tokenizer.decode`."""
+        self._pieces = tokenizer.pieces
+        self._skip_special = skip_special_tokens
+        self._at_start = not continues
+        self._strip = 0 if continues else self._pieces.strip[1]
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that `ids` add and that is final."""
+        raw, self._at_start = self._pieces.join(ids, self._skip_special, self._at_start)
+        return self._stripped(self._utf8.decode(raw))
+
+    def finish(self) -> str:
+        """The rest: U+FFFD for a character that was never completed."""
+        return self._stripped(self._utf8.decode(b"", final=True))
+
+    def _stripped(self, text: str) -> str:
+        if self._strip and text:
+            text, self._strip = strip_start(text, self._pieces.strip[0], self._strip)
+        return text
+
+
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int], start: int = 0) -> tuple[list[str], list[int]]:
+    """The texts of single tokens, and where each begins, as `logprobs.tokens` and `logprobs.text_offset` of
+    completions have them: the first at `start`, each next one after the text of the one before.
+    """
+    texts = [tokenizer.token_text(i) for i in ids]
+    offsets = []
+    for text in texts:
+        offsets.append(start)
+        start += len(text)
+    return texts, offsets

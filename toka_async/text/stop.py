@@ -1,0 +1,214 @@
+"""Stop strings: which tokens can complete one, after which token one is complete, where the text is cut.
+
+The match that ends first counts, the longest of those that end together; so the cut does not depend on how the text
+was portioned. Tokens are looked at as bytes: in UTF-8 a string is found in a text exactly where its bytes are found in
+the text's bytes, whatever invalid bytes surround it, and a token that completes a string has a tail of the string's
+bytes at its own start, or all of them inside. Only U+FFFD has no bytes of its own; strings with it are confirmed for
+every token.
+
+Knows nothing of messages and requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from toka_async.arrays import Bool
+from toka_async.text.detokenize import Detokenizer
+from toka_async.text.tokenizer import Tokenizer
+from toka_async.text.vocabulary import Vocabulary
+
+REPLACEMENT = "\ufffd"
+SYNC = 3  # at most so many bytes at the start of a window continue a character that began before it
+SLACK = 8  # tokens without text, such as skipped special ones, that may interrupt a stop string
+
+
+@dataclass(slots=True, frozen=True)
+class StopMatch:
+    """A stop string in a text: characters `start` to `end`; the text is to be cut at character `cut`."""
+
+    string: str
+    start: int
+    end: int
+    cut: int
+
+
+class StopStrings:
+    """The stop strings of a request.
+
+    Attributes:
+        window: how many last ids decide whether the last of them completes a string: one for each byte of the longest
+            string and one more, and some for tokens without text and for a character that the window cuts. Only a
+            string interrupted by more than `SLACK` tokens without text needs more; `first_stop_token` finds that one
+            in the complete ids.
+    """
+
+    def __init__(self, strings: Sequence[str], include: bool = False) -> None:
+        """With `include` the stop string stays in the text.
+
+        Raises:
+            ValueError: no strings, or an empty one, or one with lone surrogates.
+        """
+        if not strings or not all(strings):
+            raise ValueError("stop must be one or more strings that are not empty")
+        self.strings = tuple(dict.fromkeys(strings))
+        self.include = include
+        try:
+            self._encoded = [string.encode() for string in self.strings]
+        except UnicodeEncodeError as error:
+            raise ValueError("stop is not valid Unicode: it has a lone surrogate") from error
+        self._replaces = any(REPLACEMENT in string for string in self.strings)
+        self.window = max(map(len, self._encoded)) + 1 + SYNC + SLACK
+
+    def completion_mask(self, vocabulary: Vocabulary, size: int | None = None) -> Bool:
+        """Which tokens can complete one of the strings, for any ids before them; some that cannot are in it too.
+
+        Args:
+            size: ids of the model where it has more of them than the vocabulary.
+
+        Returns:
+            bool [size, or the vocabulary's size]
+        """
+        size = vocabulary.size if size is None else size
+        mask = np.zeros(max(size, vocabulary.size), dtype=np.bool_)
+        if self._replaces:
+            mask[: vocabulary.size] = True
+        else:
+            for string in self._encoded:
+                mask[vocabulary.containing(string)] = True
+                for begin in range(max(1, len(string) - vocabulary.max_bytes), len(string)):
+                    mask[vocabulary.starting(string[begin:])] = True
+        return mask[:size]
+
+    def find(self, text: str, start: int = 0, min_end: int = 0) -> StopMatch | None:
+        """The first match in `text` from character `start` on that ends after character `min_end`."""
+        best: tuple[int, int, str] | None = None
+        for string in self.strings:
+            begin = text.find(string, max(start, min_end - len(string) + 1))
+            if begin >= 0 and (best is None or (begin + len(string), begin) < best[:2]):
+                best = (begin + len(string), begin, string)
+        if best is None:
+            return None
+        end, begin, string = best
+        return StopMatch(string, begin, end, end if self.include else begin)
+
+    def num_held(self, text: str) -> int:
+        """How many characters at the end of `text` can be the beginning of a stop string: its proper prefix."""
+        return max(_num_held(text, string) for string in self.strings)
+
+
+def _num_held(text: str, string: str) -> int:
+    begin = text.find(string[0], max(0, len(text) - len(string) + 1))
+    while begin >= 0 and not string.startswith(text[begin:]):
+        begin = text.find(string[0], begin + 1)
+    return len(text) - begin if begin >= 0 else 0
+
+
+class StopFilter:
+    """A stream of text cut at its first stop string; the pieces concatenate to the cut text.
+
+    Text that can be the beginning of a stop string is held back until that is decided.
+
+    Attributes:
+        string: the stop string that ended the text, or None.
+    """
+
+    __slots__ = ("_held", "_stops", "stopped", "string")
+
+    def __init__(self, stops: StopStrings) -> None:
+        self._stops = stops
+        self._held = ""
+        self.stopped = False
+        self.string: str | None = None
+
+    def push(self, piece: str, may_stop: bool = True) -> tuple[str, bool]:
+        """The text that may be sent now, and whether a stop string has ended it.
+
+        Args:
+            may_stop: without it no stop string ends within `piece` (`min_tokens`).
+        """
+        if self.stopped:
+            return "", True
+        text = self._held + piece
+        match = self._stops.find(text, min_end=len(self._held)) if may_stop else None
+        if match is not None:
+            self._held, self.stopped, self.string = "", True, match.string
+            return text[: match.cut], True
+        num_held = self._stops.num_held(text)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held], False
+
+    def finish(self) -> str:
+        """What is still held back, when the sequence ended otherwise."""
+        text, self._held = self._held, ""
+        return text
+
+
+def first_stop_token(
+    stops: StopStrings,
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    *,
+    skip_special_tokens: bool = True,
+    continues: bool = False,
+    min_tokens: int = 0,
+    start: int = 0,
+) -> int | None:
+    """After how many of a sample's `ids` its text first has a stop string, or None.
+
+    Args:
+        min_tokens: strings complete after so many tokens or fewer do not count.
+        start: strings that begin before this character do not count.
+    """
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens, continues)
+    length = len(detokenizer.push(ids[:min_tokens]))
+    text = Detokenizer(tokenizer, skip_special_tokens, continues).push(ids)
+    match = stops.find(text, start, min_end=length)
+    if match is None:
+        return None
+    position = min_tokens
+    while length < match.end:
+        length += len(detokenizer.push(ids[position : position + 1]))
+        position += 1
+    return position
+
+
+def window_stop(
+    stops: StopStrings,
+    tokenizer: Tokenizer,
+    ids: Sequence[int],
+    num_tokens: int,
+    *,
+    skip_special_tokens: bool = True,
+    continues: bool = False,
+    min_tokens: int = 0,
+) -> int | None:
+    """As `first_stop_token`, from the last ids alone; the same answer when no string was complete before the last id.
+
+    Args:
+        ids: the last of the first `num_tokens` ids of the sample, `stops.window` of them or all.
+    """
+    assert len(ids) == min(stops.window, num_tokens)
+    skipped = num_tokens - len(ids)
+    found = first_stop_token(
+        stops,
+        tokenizer,
+        ids,
+        skip_special_tokens=skip_special_tokens,
+        continues=continues or skipped > 0,
+        min_tokens=max(0, min_tokens - skipped),
+        start=_num_cut(tokenizer, ids, skip_special_tokens) if skipped else 0,
+    )
+    return None if found is None else skipped + found
+
+
+def _num_cut(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> int:
+    """How many U+FFFD the text of `ids` may begin with only because a character's first bytes are not in the window."""
+    raw, _ = tokenizer.pieces.join(ids, skip_special_tokens, at_start=False)
+    num = 0
+    while num < min(SYNC, len(raw)) and raw[num] & 0xC0 == 0x80:
+        num += 1
+    return num
