@@ -1,0 +1,93 @@
+"""The block forecast: how many pages will be in use at every future step, given when each sequence will end.
+
+Exact, vectorised over sequences and steps: a sequence that decodes takes a page every `page_size` steps from its first
+crossing on, so new pages are histograms summed with stride `page_size`, and ends are one more histogram. Knows lengths
+and page counts, not how lengths were guessed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from toka_async.arrays import Int32, Int64
+
+
+def own_pages(position: Int32, remaining: Int32, held: Int32, page_size: int, horizon: int) -> Int64:
+    """Pages held by decoding sequences during each of the next `horizon` steps.
+
+    Args:
+        position: int32 [s]: position of the token that a sequence computes in step 0; a page is taken in the step
+            that computes the first token of it.
+        remaining: int32 [s], at least 1: steps that compute the sequence; its pages are free in the step after.
+        held: int32 [s]: pages of its own before step 0.
+
+    Returns:
+        int64 [horizon].
+    """
+    span = (horizon // page_size + 1) * page_size
+    first = (-position) % page_size
+    missed = remaining + (-(position + remaining)) % page_size  # its first crossing that does not happen
+    crosses = first < remaining
+    new = np.bincount(first[crosses], minlength=page_size + span)[:span]
+    new = new - np.bincount(np.minimum(missed[crosses], span), minlength=span + 1)[:span]
+    grown = new.reshape(-1, page_size).cumsum(axis=0).reshape(-1).cumsum()
+    at_end = held + (position + remaining - 1) // page_size - (position - 1) // page_size
+    freed = np.bincount(np.minimum(remaining, span), weights=at_end, minlength=span + 1)[:span]
+    usage: Int64 = int(held.sum()) + grown - freed.cumsum().astype(np.int64)
+    return usage[:horizon]
+
+
+def shared_pages(ends: Int32, counts: Int32, horizon: int) -> Int64:
+    """Pages held until given steps: counts[i] pages in all steps before ends[i]. Returns int64 [horizon]."""
+    freed = np.bincount(np.minimum(ends, horizon), weights=counts, minlength=horizon + 1)[:horizon]
+    usage: Int64 = int(counts.sum()) - freed.cumsum().astype(np.int64)
+    return usage
+
+
+def last_use(pages: Int32, ends: Int32, num_pages: int) -> tuple[Int32, Int32]:
+    """Pages that several prompts share, counted once: each until the last of its users ends.
+
+    Args:
+        pages: int32 [p], with repeats: the pages of all prompts, one prompt after the other.
+        ends: int32 [p]: the step before which the page's prompt is in use.
+        num_pages: of the cache.
+
+    Returns:
+        Distinct ends and the number of pages for each, both int32.
+    """
+    until = np.zeros(num_pages, np.int32)
+    order = np.argsort(ends, kind="stable")
+    until[pages[order]] = ends[order]  # of repeats the last assignment stays, which is the latest end
+    distinct, counts = np.unique(until[until > 0], return_counts=True)
+    return distinct.astype(np.int32), counts.astype(np.int32)
+
+
+class UsageCurve:
+    """A kept forecast to which candidates are added one after the other.
+
+    curve: int64 [horizon]: pages in use at each future step; zero work lies beyond the horizon.
+    """
+
+    def __init__(self, curve: Int64) -> None:
+        self.curve = curve
+
+    @property
+    def peak(self) -> int:
+        return int(self.curve.max(initial=0))
+
+    def room(self, profile: Int64, limit: int) -> int:
+        """How many copies of `profile` (pages of one sample at each future step) fit below `limit` pages."""
+        length = min(profile.size, self.curve.size)
+        base, one = self.curve[:length], profile[:length]
+        beyond = profile[length:].max(initial=0)
+        used = one > 0
+        room = int(((limit - base[used]) // one[used]).min(initial=limit + 1))
+        if beyond > 0:
+            room = min(room, limit // int(beyond))
+        return max(0, room)
+
+    def add(self, profile: Int64, count: int = 1) -> None:
+        """Reserve for `count` copies of `profile`."""
+        if profile.size > self.curve.size:
+            self.curve = np.concatenate([self.curve, np.zeros(profile.size - self.curve.size, np.int64)])
+        self.curve[: profile.size] += count * profile
