@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from toka_async.messages import (
     Reason,
     Stats,
     Step,
+    StepDone,
     StopChecks,
     Submit,
     Tokens,
@@ -52,12 +54,20 @@ class Received:
         return self.failed is not None or all(sample.reason != Reason.NONE for sample in self.samples)
 
 
-class CoreDriver:
-    """A core, a rank that runs its steps when told to, and everything received, by request id."""
+class Rank(Protocol):
+    """What runs steps: a simulated rank, or a real runner."""
 
-    def __init__(self, ready: Ready, *, max_tokens: int, steps_ahead: int = 2, prefix: bool = True) -> None:
+    def run(self, step: Step) -> StepDone: ...
+
+
+class CoreDriver:
+    """A core, a rank (without a model unless given) that runs its steps when told to, and everything received."""
+
+    def __init__(
+        self, ready: Ready, *, max_tokens: int, steps_ahead: int = 2, prefix: bool = True, rank: Rank | None = None
+    ) -> None:
         self.core = Core(ready, max_tokens=max_tokens, steps_ahead=steps_ahead, prefix=prefix)
-        self.rank = PageRank(ready)
+        self.rank: Rank = rank or PageRank(ready)
         self.queued: deque[Step] = deque()
         self.received: dict[int, Received] = {}
         self.cancelled: set[int] = set()

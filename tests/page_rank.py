@@ -99,7 +99,7 @@ class PageRank:
 
     def _apply(self, step: Step) -> None:
         for key in as_i32(step.dropped_prompts).tolist():
-            self.prompts.pop(key, None)
+            del self.prompts[key]
         freed = as_i32(step.freed)
         for slot in freed.tolist():
             del self.rows[slot]

@@ -118,6 +118,7 @@ class Ready(Tagged, frozen=True, kw_only=True):
     max_seqs: int
     max_context: int  # tokens, prompt and completion
     vocab_size: int  # of the model: ids below it are valid
+    max_tokens: int = 2048  # of one step
 
 
 class Tokens(Tagged, frozen=True, kw_only=True):
@@ -214,7 +215,7 @@ class Step(Tagged, frozen=True, kw_only=True):
     """
 
     step_id: int
-    dropped_prompts: memoryview = EMPTY  # int32: keys no longer needed by rows admitted later, or never sent
+    dropped_prompts: memoryview = EMPTY  # int32: keys no longer needed by rows admitted later
     freed: memoryview = EMPTY  # int32: slots that ended; they leave the decoding rows
     prompts: tuple[Prompt, ...] = ()
     # Admitted rows: the row's page table becomes the prompt's pages; its next token is the prompt's token `start`

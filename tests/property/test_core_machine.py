@@ -36,6 +36,7 @@ class CoreMachine(RuleBasedStateMachine):
             max_context=64,
             vocab_size=VOCAB,
         )
+        self.ready = ready
         self.driver = CoreDriver(ready, max_tokens=max_seqs + extra_tokens, steps_ahead=steps_ahead, prefix=prefix)
         self.ends_asked: dict[tuple[int, int], int] = {}
 
@@ -116,7 +117,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def verify(self, request_id: int, received: Received) -> None:
         """Every request ended exactly once, with the tokens that a rank without pages would give."""
-        message, ready = received.submit, self.driver.rank.ready
+        message, ready = received.submit, self.ready
         prompt = as_i32(message.prompt)
         total = prompt.size + message.max_tokens
         pages = -(-total // ready.page_size) + (message.n > 1)

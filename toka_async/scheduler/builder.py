@@ -215,9 +215,10 @@ class StepBuilder:
         in_chunk = {lane: count for _, lane, count in plan.chunks}
         if in_chunk:  # a chunk admitted with this step has moved its position already
             starts = starts - np.asarray([in_chunk.get(lane, 0) for lane in admitted.tolist()], dtype=np.int32)
+        unsent = {run.key for run in self._opened if run.closed}
         step = Step(
             step_id=step_id,
-            dropped_prompts=i32_column(running.dropped),
+            dropped_prompts=i32_column(key for key in running.dropped if key not in unsent),
             freed=column(np.concatenate([NO_LANES, *running.freed])),
             prompts=tuple(self._prompt(run) for run in self._opened if not run.closed),
             admit_slots=column(tables.slot[admitted]),

@@ -1,0 +1,54 @@
+"""The engine in one process for parity tests: the real core and a real runner, without sockets. Knows token ids only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.core_driver import CoreDriver, Received
+from tests.page_rank import submit
+from toka_async.config import AttentionConfig, CacheConfig, ModelConfig, ScheduleConfig
+from toka_async.messages import Sampling
+from toka_async.model.spec import read_spec
+from toka_async.runner.build import build_runner
+
+GREEDY = Sampling(temperature=0.0)
+
+
+class Engine:
+    """A model behind the scheduler; requests run when `run` is called."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        page_size: int = 16,
+        num_tokens: int = 8192,
+        max_seqs: int = 16,
+        max_tokens: int = 64,
+        steps_ahead: int = 2,
+        prefix: bool = True,
+        device: str = "cpu",
+        dtype: str = "float32",
+    ) -> None:
+        runner = build_runner(
+            model_dir,
+            read_spec(model_dir),
+            ModelConfig(path=str(model_dir), device=device, dtype=dtype),  # type: ignore[arg-type]
+            CacheConfig(page_size=page_size, num_tokens=num_tokens),
+            ScheduleConfig(max_seqs=max_seqs, max_tokens=max_tokens),
+            AttentionConfig(),
+            progress=False,
+        )
+        self.driver = CoreDriver(
+            runner.ready, max_tokens=max_tokens, steps_ahead=steps_ahead, prefix=prefix, rank=runner
+        )
+
+    def run(self, prompts: Sequence[Sequence[int]], **fields: object) -> list[Received]:
+        """Submit all prompts together and run them to their ends."""
+        first = len(self.driver.received)
+        values = {"sampling": GREEDY, "max_tokens": 64} | fields
+        received = [self.driver.submit(submit(first + i, list(p), **values)) for i, p in enumerate(prompts)]
+        self.driver.drain()
+        assert all(r.failed is None for r in received), [r.failed for r in received]
+        return received

@@ -1,0 +1,59 @@
+"""The engine on a GPU: the same greedy tokens as transformers gives, and as the CPU gives for the built-in model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.engine import Engine
+from tests.models import make_checkpoint
+from tests.parity.test_engine import SHAPES, TIE, prompts_of_mixed_lengths
+from toka_async.messages import Sampling
+from toka_async.model.hub import resolve_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("shape", list(SHAPES))
+@pytest.mark.parametrize("num_tokens", [200, 8192])
+def test_greedy_tokens_equal_the_reference(shape: str, num_tokens: int, tmp_path: Path) -> None:
+    """With 200 tokens of cache, sequences are preempted."""
+    family, overrides = SHAPES[shape]
+    folder = make_checkpoint(tmp_path, family, seed=1, **overrides)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = model.to("cuda").eval()
+    engine = Engine(folder, page_size=5, num_tokens=num_tokens, device="cuda")
+    prompts = prompts_of_mixed_lengths()
+    for prompt, received in zip(prompts, engine.run(prompts), strict=True):
+        tokens = received.samples[0].token_ids
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + tokens], device="cuda")).logits[0, len(prompt) - 1 : -1]
+        gaps = logits.amax(-1) - logits.gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0]
+        assert float(gaps.max()) < TIE
+
+
+def test_the_built_in_model_answers_alike_on_cpu_and_gpu() -> None:
+    folder = resolve_model("demo")
+    prompts = [[40 + i, 50, 60, 70 + i] for i in range(8)]
+    tokens = []
+    for device in ("cpu", "cuda"):
+        received = Engine(folder, device=device).run(prompts, sampling=Sampling(temperature=0.0))
+        tokens.append([r.samples[0].token_ids for r in received])
+    assert tokens[0] == tokens[1]
+
+
+def test_seeded_samples_are_alike_on_cpu_and_gpu() -> None:
+    folder = resolve_model("demo")
+    sampling = Sampling(temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.05)
+    tokens = []
+    for device in ("cpu", "cuda"):
+        received = Engine(folder, device=device).run([[40, 50, 60]], n=16, max_tokens=32, sampling=sampling)
+        tokens.append([sample.token_ids for sample in received[0].samples])
+    same = sum(a == b for a, b in zip(*tokens, strict=True))
+    assert same >= 14, f"{same} of 16 samples agree"

@@ -1,0 +1,130 @@
+"""Tiny random checkpoints of every family, with a byte-level tokenizer, in the layout of the Hugging Face hub.
+
+Made without transformers, in milliseconds; transformers reads them as it reads real ones.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+SPECIALS = ("<|end|>", "<|start|>")
+END_ID = 256  # <|end|>; ids below are the bytes
+
+_BASE: dict[str, Any] = {
+    "vocab_size": 261,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "bos_token_id": None,
+    "eos_token_id": END_ID,
+}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+def make_checkpoint(folder: Path, family: str, seed: int = 0, **overrides: Any) -> Path:
+    """Writes config.json, model.safetensors and a tokenizer; `overrides` are fields of config.json.
+
+    An override of the value `...` leaves the field out. Returns `folder`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = _BASE | {"model_type": family, "architectures": [_ARCHITECTURES[family]]} | overrides
+    if family == "mistral":
+        config.setdefault("sliding_window", None)
+    config = {name: value for name, value in config.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(random_tensors(config, seed), folder / "model.safetensors", {"format": "pt"})
+    write_tokenizer(folder)
+    return folder
+
+
+def random_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
+    """The tensors of a checkpoint by their names; scaled so that activations keep their size."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, config["torch_dtype"])
+
+    def normal(shape: tuple[int, ...]) -> Tensor:
+        scale = shape[-1] ** -0.5 if len(shape) == 2 else 0.2
+        return (torch.randn(shape, generator=generator) * scale + (0.0 if len(shape) == 2 else 1.0)).to(dtype)
+
+    tensors = {name: normal(shape) for name, shape in _shapes(config).items()}
+    tensors["model.embed_tokens.weight"] = torch.randn(
+        (config["vocab_size"], config["hidden_size"]), generator=generator
+    ).to(dtype)
+    return tensors
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (hidden,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        shapes |= {f"{prefix}.{name}": shape for name, shape in _attention_shapes(config, hidden).items()}
+        for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+            shapes[f"{prefix}.mlp.{name}_proj.weight"] = shape
+            if config.get("mlp_bias"):
+                shapes[f"{prefix}.mlp.{name}_proj.bias"] = shape[:1]
+        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
+        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+    return shapes
+
+
+def _attention_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
+    family, heads = config["model_type"], config["num_attention_heads"]
+    dim = config.get("head_dim") or hidden // heads
+    wide, narrow = heads * dim, (config.get("num_key_value_heads") or heads) * dim
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in (("q", (wide, hidden)), ("k", (narrow, hidden)), ("v", (narrow, hidden)), ("o", (hidden, wide))):
+        shapes[f"self_attn.{name}_proj.weight"] = shape
+        if config.get("attention_bias") or (family == "qwen2" and name != "o"):
+            shapes[f"self_attn.{name}_proj.bias"] = shape[:1]
+    if family == "qwen3":
+        shapes |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    return shapes
+
+
+def write_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> None:
+    """A byte-level tokenizer: ids 0-255 are the bytes in value order, then the special tokens."""
+    alphabet = _byte_alphabet()
+    tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = {"eos_token": "<|end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    if chat_template is not None:
+        config["chat_template"] = chat_template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def _byte_alphabet() -> list[str]:
+    """GPT-2's printable character for every byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

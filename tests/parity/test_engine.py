@@ -1,0 +1,165 @@
+"""Greedy tokens and log-probs of the whole engine against transformers, float32 on a CPU.
+
+Prompts of mixed lengths run together, through pages of several sizes, with and without cached prefixes, and in caches
+so small that sequences are preempted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.core_driver import Received
+from tests.engine import Engine
+from tests.models import make_checkpoint
+from toka_async.arrays import as_f32
+from toka_async.messages import Sampling
+
+NUM_TOKENS = 64
+TIE = 1e-3  # the reference's own two best logits, where a different token is no error
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-grouped-3": ("llama", {"rope_scaling": LLAMA3, "tie_word_embeddings": True}),
+    "llama-biased-wide-heads": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 20}),
+    "llama-7-heads-linear": (
+        "llama",
+        {
+            "hidden_size": 56,
+            "num_attention_heads": 7,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        },
+    ),
+    "qwen2-grouped-3": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-5-heads-yarn": (
+        "qwen2",
+        {"hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 12, "rope_scaling": YARN},
+    ),
+    "qwen2-derived-head": ("qwen2", {"head_dim": ..., "num_attention_heads": 12, "num_key_value_heads": 4}),
+    "qwen3-grouped-3": ("qwen3", {}),
+    "qwen3-tied-wide-heads": ("qwen3", {"tie_word_embeddings": True, "head_dim": 24}),
+    "qwen3-biased": (
+        "qwen3",
+        {"attention_bias": True, "hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1},
+    ),
+    "mistral-window": ("mistral", {"sliding_window": 20}),
+    "mistral-full": ("mistral", {"sliding_window": None, "tie_word_embeddings": True}),
+    "mistral-7-heads-window": (
+        "mistral",
+        {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 16, "sliding_window": 33},
+    ),
+}
+
+
+@dataclass(slots=True)
+class Reference:
+    """A checkpoint and what transformers makes of it."""
+
+    folder: Path
+    model: Any
+
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """[tokens, vocab], float32."""
+        with torch.inference_mode():
+            logits: torch.Tensor = self.model(torch.tensor([token_ids])).logits[0]
+        return logits
+
+    def count_ties(self, prompt: list[int], generated: list[int]) -> int:
+        """Asserts that every token is the reference's greedy one, given those before it, or ties with it.
+
+        Returns the number of ties that were decided otherwise.
+        """
+        logits = self.logits(prompt + generated)[len(prompt) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(generated)[:, None])[:, 0]
+        gaps = logits.amax(-1) - chosen
+        assert float(gaps.max()) < TIE, f"token {int(gaps.argmax())} is {float(gaps.max())} below the reference's best"
+        return int((gaps > 0).sum())
+
+
+@pytest.fixture(scope="module", params=list(SHAPES))
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    family, overrides = SHAPES[request.param]
+    folder = make_checkpoint(tmp_path_factory.mktemp(request.param), family, seed=1, **overrides)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    return Reference(folder, model)
+
+
+def prompts_of_mixed_lengths() -> list[list[int]]:
+    rng = np.random.default_rng(5)
+    return [rng.integers(0, 256, length).tolist() for length in (1, 3, 16, 17, 40, 75)]
+
+
+def verify(reference: Reference, prompts: list[list[int]], received: list[Received]) -> None:
+    num_ties = 0
+    for prompt, result in zip(prompts, received, strict=True):
+        for sample in result.samples:
+            assert len(sample.token_ids) == NUM_TOKENS
+            num_ties += reference.count_ties(prompt, sample.token_ids)
+    assert num_ties <= 1, f"{num_ties} ties were decided otherwise"
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16])
+def test_greedy_tokens_equal_the_reference(reference: Reference, page_size: int) -> None:
+    engine = Engine(reference.folder, page_size=page_size)
+    prompts = prompts_of_mixed_lengths()
+    verify(reference, prompts, engine.run(prompts))
+
+
+def test_cached_prefixes_change_nothing(reference: Reference) -> None:
+    engine = Engine(reference.folder, page_size=7)
+    prompts = prompts_of_mixed_lengths()
+    engine.run(prompts)
+    longer = [prompt + [9, 9] for prompt in prompts]
+    received = engine.run(longer)
+    verify(reference, longer, received)
+    cached = [r.prefilled.cached_tokens for r in received if r.prefilled is not None]
+    assert cached == [len(prompt) // 7 * 7 for prompt in prompts]
+
+
+def test_preemption_changes_nothing(reference: Reference) -> None:
+    engine = Engine(reference.folder, page_size=5, num_tokens=200, max_seqs=6)
+    prompts = prompts_of_mixed_lengths()
+    received = engine.run(prompts)
+    verify(reference, prompts, received)
+    assert engine.driver.stats.num_preemptions > 0
+
+
+def test_samples_share_their_prompt(reference: Reference) -> None:
+    engine = Engine(reference.folder, page_size=7)
+    prompt = prompts_of_mixed_lengths()[4]
+    received = engine.run([prompt], n=3)
+    verify(reference, [prompt], received)
+    assert engine.driver.stats.prompt_tokens == len(prompt) - 1
+
+
+def test_logprobs_of_prompt_and_output(reference: Reference) -> None:
+    engine = Engine(reference.folder, page_size=16, max_tokens=23)
+    prompts = prompts_of_mixed_lengths()
+    sampling = Sampling(temperature=0.0, num_logprobs=2, num_prompt_logprobs=1)
+    received = engine.run(prompts, sampling=sampling)
+    verify(reference, prompts, received)
+    for prompt, result in zip(prompts, received, strict=True):
+        sample = result.samples[0]
+        tokens = prompt + sample.token_ids
+        exact = reference.logits(tokens).log_softmax(-1)[:-1]
+        chosen = exact.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
+        assert result.prefilled is not None
+        ours = np.concatenate([as_f32(result.prefilled.logprobs), np.asarray(sample.logprobs)])
+        np.testing.assert_allclose(ours, chosen, atol=1e-4)
+        best = exact.amax(-1).numpy()[: len(prompt) - 1]
+        np.testing.assert_allclose(as_f32(result.prefilled.top_logprobs), best, atol=1e-4)

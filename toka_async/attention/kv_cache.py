@@ -1,0 +1,44 @@
+"""The paged KV cache: one tensor of keys and one of values a layer, `[page, kv_head, token, dim]`, in every backend.
+
+Knows pages as numbers only: which are in use, and by whom, is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from toka_async.model.spec import ModelSpec
+
+
+class KVCache:
+    """Keys and values of every layer, each [num_pages, num_kv_heads, page_size, head_dim]."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        num_kv_heads: int,
+        page_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_pages = num_pages
+        self.num_kv_heads = num_kv_heads
+        self.page_size = page_size
+        self.head_dim = head_dim
+        shape = (num_pages, num_kv_heads, page_size, head_dim)
+        # Zeros, not empty: what is masked is still multiplied, and 0 * NaN is NaN.
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies whole pages in all layers; int64 [n] each, all sources are read before a target is written."""
+        for tensor in (*self.keys, *self.values):
+            tensor[targets] = tensor[sources]
+
+
+def bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes of cache that one token takes over all layers."""
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize

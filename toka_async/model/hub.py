@@ -1,0 +1,54 @@
+"""Where a model's or tokenizer's files are: the built-in model, a local directory, or a download from the hub.
+
+Knows names and folders; reads none of the files.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from toka_async.model.json_file import ModelError
+
+DEMO = "demo"
+PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+TOKENIZER_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja"]
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def resolve_model(path: str) -> Path:
+    """The directory of `demo` (the built-in model), of a directory, or of a hub id, downloaded when needed.
+
+    Raises ModelError when there is no such model.
+    """
+    return _resolve(path, "model.path", PATTERNS)
+
+
+def resolve_tokenizer(path: str, model_dir: Path) -> Path:
+    """The directory of the tokenizer's files, the model's when `path` is empty. Raises ModelError."""
+    return _resolve(path, "model.tokenizer", TOKENIZER_PATTERNS) if path else model_dir
+
+
+def _resolve(path: str, field: str, patterns: list[str]) -> Path:
+    if path == DEMO:
+        return Path(__file__).parent.parent / "demo"
+    folder = Path(path).expanduser()
+    if path and folder.is_dir():
+        return folder
+    if path and folder.exists():
+        raise ModelError(f"{field}={path}: is a file; give the directory that holds it")
+    if not HUB_ID.fullmatch(path) or path.startswith("."):
+        raise ModelError(f"{field}={path}: no such directory")
+    return _download(path, field, patterns)
+
+
+def _download(path: str, field: str, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=patterns))
+    except Exception as error:  # the hub's own, its HTTP client's and the system's errors have nothing in common
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ModelError(
+            f"{field}={path}: neither a directory nor a model that the hub lets us download ({reason[:300]})"
+        ) from None

@@ -1,0 +1,126 @@
+"""The parts that a decoder is made of. Matrices are fused where they share an input, and split over tensor ranks.
+
+Every parallel layer says which rows or columns of which checkpoint matrix it holds (`Part`), so loading, random
+weights and tensor parallelism share one description. Knows no file names and no model family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from toka_async.model.comm import Comm, Share, share_of
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": gelu_tanh}
+
+
+@dataclass(slots=True, frozen=True)
+class Part:
+    """Where one tensor of a checkpoint goes.
+
+    target: the rank's values, a view of a parameter; a source with fewer dimensions is repeated over it.
+    shape: of the whole tensor. dim, share: the rank's part of it along one dimension; None: all of it.
+    """
+
+    target: Tensor
+    shape: tuple[int, ...]
+    dim: int = 0
+    share: Share | None = None
+
+
+class ColumnLinear(nn.Module):
+    """y = x Wᵀ + b for several matrices with the same input, fused; each rank holds a part of every one's outputs."""
+
+    def __init__(self, num_inputs: int, num_outputs: Sequence[int], bias: bool, comm: Comm) -> None:
+        super().__init__()
+        self.shares = [share_of(count, comm) for count in num_outputs]
+        rows = sum(share.size for share in self.shares)
+        self.weight = unset(rows, num_inputs)
+        self.bias = unset(rows) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[t, inputs] to [t, the rank's outputs], matrix after matrix."""
+        return F.linear(x, self.weight, self.bias)
+
+    def parts(self) -> Iterator[dict[str, Part]]:
+        """For each fused matrix, its weight and bias by their names."""
+        start = 0
+        for share in self.shares:
+            rows = slice(start, start + share.size)
+            start += share.size
+            parts = {"weight": Part(self.weight.data[rows], (share.total, self.weight.shape[1]), 0, share)}
+            if self.bias is not None:
+                parts["bias"] = Part(self.bias.data[rows], (share.total,), 0, share)
+            yield parts
+
+
+class RowLinear(nn.Module):
+    """y = x Wᵀ + b where each rank holds a part of the inputs and the ranks' results are summed."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, bias: bool, comm: Comm) -> None:
+        super().__init__()
+        self.comm = comm
+        self.share = share_of(num_inputs, comm)
+        self.weight = unset(num_outputs, self.share.size)
+        self.bias = unset(num_outputs) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[t, the rank's inputs] to [t, outputs]."""
+        bias = self.bias if self.comm.rank == 0 else None  # once in the sum
+        return self.comm.all_reduce(F.linear(x, self.weight, bias))
+
+    def parts(self) -> dict[str, Part]:
+        parts = {"weight": Part(self.weight.data, (len(self.weight), self.share.total), 1, self.share)}
+        if self.bias is not None:
+            parts["bias"] = Part(self.bias.data, tuple(self.bias.shape))
+        return parts
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension (arXiv:1910.07467), accumulated in float32."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = unset(dim)
+        self.shape = (dim,)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.shape, self.weight, self.eps)
+
+    def part(self) -> Part:
+        return Part(self.weight.data, self.shape)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm of every query and key head, in one pass: a row of weights for each head."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = unset(num_heads + num_kv_heads, dim)
+        self.num_heads = num_heads
+        self.shape = (dim,)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[t, heads + kv_heads, dim], the same shape returned."""
+        return F.rms_norm(x, self.shape, None, self.eps) * self.weight
+
+    def parts(self) -> tuple[Part, Part]:
+        """The one weight of all query heads, and that of all key heads."""
+        weight = self.weight.data
+        return Part(weight[: self.num_heads], self.shape), Part(weight[self.num_heads :], self.shape)
+
+
+def unset(*shape: int) -> nn.Parameter:
+    """An unset parameter of torch's default dtype on its default device."""
+    return nn.Parameter(torch.empty(shape), requires_grad=False)

@@ -1,0 +1,58 @@
+"""Changes to logits before a draw: bias, forbidden tokens, penalties for tokens seen before.
+
+All of it in place on float32 logits. Knows no requests, no slots and no random numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class Penalties:
+    """Penalties of some rows.
+
+    tokens: int64 [p, w]: each row's prompt and generated ids so far, padded at the end with any valid ids.
+    lengths: int64 [p]: ids in the row, at least 1.
+    num_prompt: int64 [p]: leading ids that are the prompt.
+    presence, frequency, repetition: float32 [p]; 0, 0 and 1 are off.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    num_prompt: Tensor
+    presence: Tensor
+    frequency: Tensor
+    repetition: Tensor
+
+
+def add_bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
+    """Add `values` [b] (-inf allowed) at (rows, ids) of logits [s, vocab]; rows, ids int64 [b]."""
+    logits.index_put_((rows, ids), values, accumulate=True)
+
+
+def apply_repetition(logits: Tensor, penalties: Penalties) -> None:
+    """Divide positive and multiply negative logits [p, vocab] of ids in prompt or output (arXiv:1909.05858)."""
+    inside = _inside(penalties)
+    # A row's first id in place of the padding: written more than once, always with the same value.
+    ids = torch.where(inside, penalties.tokens, penalties.tokens[:, :1])
+    scores = logits.gather(1, ids)
+    factor = penalties.repetition[:, None]
+    logits.scatter_(1, ids, torch.where(scores < 0, scores * factor, scores / factor))
+
+
+def subtract_counts(logits: Tensor, penalties: Penalties) -> None:
+    """Subtract frequency times the count, and presence once, of ids in the output from logits [p, vocab]."""
+    places = torch.arange(penalties.tokens.shape[1], device=logits.device)
+    generated = _inside(penalties) & (places >= penalties.num_prompt[:, None])
+    counts = torch.zeros_like(logits).scatter_add_(1, penalties.tokens, generated.to(logits.dtype))
+    logits -= (counts > 0) * penalties.presence[:, None]
+    logits -= counts.mul_(penalties.frequency[:, None])
+
+
+def _inside(penalties: Penalties) -> Tensor:
+    places = torch.arange(penalties.tokens.shape[1], device=penalties.tokens.device)
+    return places < penalties.lengths[:, None]

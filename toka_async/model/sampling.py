@@ -1,0 +1,241 @@
+"""The choice of the next token: exact, vectorised over rows that each have their own parameters.
+
+Order, the same as vLLM's: logit bias and forbidden end tokens, then repetition, frequency and presence penalties (all
+in `penalties`), then temperature, min_p, top_k and top_p, each on what the one before it left, renormalised. Likeliest
+first, ties by lowest id: so top_k 1 is greedy.
+
+A draw inverts the cumulative distribution at one uniform number per row: it depends on the row's own logits, parameters
+and number only, never on the rows beside it. NaN logits count as -inf; a row without any finite logit gives id 0.
+Knows no requests, no slots and no seeds.
+"""
+
+from __future__ import annotations
+
+from enum import IntFlag
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from toka_async.messages import Sampling
+from toka_async.model.streams import Float64
+
+# One row of sampling parameters; a table of them is gathered by slot in one operation.
+PARAMS = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("top_k", np.int32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+        ("repetition", np.float32),
+        ("min_tokens", np.int32),
+        ("num_logprobs", np.int32),
+        ("flags", np.int32),
+    ]
+)
+Params = npt.NDArray[np.void]
+
+
+class Flag(IntFlag):
+    """What a row needs beyond the argmax."""
+
+    RANDOM = 1
+    FILTERED = 2  # min_p, top_k or top_p is on
+    BIASED = 4
+    MIN_TOKENS = 8
+    REPETITION = 16
+    COUNTED = 32  # presence or frequency penalty
+
+
+EDITS = Flag.BIASED | Flag.MIN_TOKENS | Flag.REPETITION | Flag.COUNTED
+
+# Filters look at the likeliest tokens only, at more of them where these do not decide, at last at all of them.
+_WIDTHS = (64, 1024)
+# Vocabularies above the limit are summed in blocks, and the inverse is searched within one of them.
+_BLOCK = 256
+_BLOCKS_ABOVE = 4096
+
+
+def params_of(sampling: Sampling) -> Params:
+    """The parameters of one request as an array of PARAMS, shape [1]."""
+    random = sampling.temperature > 0 and sampling.top_k != 1
+    filtered = random and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
+    flags = (
+        Flag.RANDOM * random
+        | Flag.FILTERED * filtered
+        | Flag.BIASED * bool(sampling.bias_ids)
+        | Flag.MIN_TOKENS * (sampling.min_tokens > 0 and bool(sampling.end_ids))
+        | Flag.REPETITION * (sampling.repetition_penalty != 1)
+        | Flag.COUNTED * (sampling.presence_penalty != 0 or sampling.frequency_penalty != 0)
+    )
+    values = (
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.top_k,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+        sampling.repetition_penalty,
+        sampling.min_tokens,
+        sampling.num_logprobs,
+        int(flags),
+    )
+    return np.array([values], dtype=PARAMS)
+
+
+def clean(logits: Tensor) -> Tensor:
+    """Logits in place without NaN (now -inf) and without +inf (now the largest finite number)."""
+    return logits.nan_to_num_(nan=-torch.inf, posinf=torch.finfo(logits.dtype).max, neginf=-torch.inf)
+
+
+def sample(logits: Tensor, params: Params, uniform: Float64) -> Tensor:
+    """Choose a token for each row.
+
+    Args:
+        logits: [s, vocab], cleaned, any floating dtype.
+        params: PARAMS [s].
+        uniform: [s], numbers in [0, 1); unused for greedy rows.
+
+    Returns:
+        Token ids, int64 [s].
+    """
+    flags = params["flags"]
+    plain = (flags & (Flag.RANDOM | Flag.FILTERED)) == Flag.RANDOM
+    filtered = (flags & Flag.FILTERED) != 0
+    if plain.all():
+        return _sample_plain(logits, params, uniform)
+    tokens = logits.argmax(-1)
+    for chosen, draw in ((plain, _sample_plain), (filtered, _sample_filtered)):
+        if chosen.any():
+            rows = torch.from_numpy(np.flatnonzero(chosen)).to(logits.device)
+            tokens[rows] = draw(logits[rows], params[chosen], uniform[chosen])
+    return tokens
+
+
+def likeliest(values: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """The `num` largest of each row of values [s, n] and their indices, both [s, num]; ties by lowest index.
+
+    Where the last value ties with values left out, which of them are in is not defined.
+    """
+    if num >= values.shape[1]:
+        return values.sort(dim=1, descending=True, stable=True)
+    top, ids = values.topk(num, dim=1)
+    ids, by_id = ids.sort(dim=1)
+    top, by_value = top.gather(1, by_id).sort(dim=1, descending=True, stable=True)
+    return top, ids.gather(1, by_value)
+
+
+def _sample_plain(logits: Tensor, params: Params, uniform: Float64) -> Tensor:
+    temperature, target = _upload(logits.device, params["temperature"], uniform)
+    return invert(_weights(logits, temperature), target)
+
+
+def _sample_filtered(logits: Tensor, params: Params, uniform: Float64) -> Tensor:
+    """[r, vocab] -> [r]: with few candidates first, since sorting a vocabulary costs more than all the rest."""
+    fields = ("temperature", "top_p", "min_p", "top_k")
+    temperature, *filters, target = _upload(logits.device, *(params[name] for name in fields), uniform)
+    vocab = logits.shape[1]
+    weights = _weights(logits, temperature)[:, :vocab]
+    tokens = torch.zeros(len(weights), dtype=torch.int64, device=logits.device)
+    rows = torch.arange(len(weights), device=logits.device)
+    for width in (*(w for w in _WIDTHS if w < vocab), vocab):
+        candidates, ids = likeliest(weights[rows], width)
+        total = weights[rows].sum(-1, dtype=torch.float64) if width < vocab else None
+        num_kept, decided = _kept(candidates, total, *(f[rows] for f in filters))
+        kept = torch.where(torch.arange(width, device=rows.device) < num_kept[:, None], candidates, 0)
+        tokens[rows] = ids.gather(1, invert(kept, target[rows])[:, None])[:, 0]
+        if bool(decided.all()):
+            break
+        rows = rows[~decided]
+    return tokens
+
+
+def _kept(
+    candidates: Tensor, total: Tensor | None, top_p: Tensor, min_p: Tensor, top_k: Tensor
+) -> tuple[Tensor, Tensor]:
+    """How many of a row's candidates pass its filters, and whether the candidates decide that.
+
+    Args:
+        candidates: [r, c]: the largest weights, in descending order, the first of them 1.
+        total: float64 [r]: the weight of the whole vocabulary; None: the candidates are all of it.
+        top_p, min_p, top_k: float64 [r]; 1, 0 and 0 are off.
+
+    Returns:
+        int64 [r], at least 1, and bool [r].
+    """
+    weights = candidates.double()
+    width = weights.shape[1]
+    limit = torch.where(top_k > 0, top_k, torch.inf)
+    num_kept = torch.minimum((weights >= min_p[:, None]).sum(-1), limit).long().clamp(1, width)
+    sums = weights.cumsum(-1)
+    mass = sums.gather(1, num_kept[:, None] - 1)
+    if total is not None:
+        # All tokens pass min_p and top_k: top_p is of the whole vocabulary.
+        unlimited = (top_k == 0) & (min_p == 0)
+        mass = torch.where(unlimited, total, mass[:, 0])[:, None]
+    # The smallest set that reaches top_p: a token is in while the mass before it is below.
+    before = sums - weights
+    in_nucleus = (before < top_p[:, None] * mass) | (top_p[:, None] >= 1)
+    nucleus = in_nucleus.sum(-1).clamp(min=1)
+    if total is None:
+        return torch.minimum(num_kept, nucleus), torch.ones_like(nucleus, dtype=torch.bool)
+    cut = num_kept < width
+    num_kept = torch.minimum(num_kept, nucleus)
+    # The last kept one must lie strictly above the last candidate, whose ties may have been left out.
+    apart = weights.gather(1, num_kept[:, None] - 1)[:, 0] > weights[:, -1]
+    return num_kept, apart & (cut | (unlimited & (nucleus < width)))
+
+
+def invert(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The index where the running sum of a row's weights first exceeds `uniform` of its total.
+
+    Args:
+        weights: float32 [r, n], >= 0; n is a multiple of the block size if it is above the limit for one block.
+        uniform: float64 [r], in [0, 1).
+
+    Returns:
+        int64 [r]: an index of a positive weight; 0 where there is none.
+    """
+    if weights.shape[1] <= _BLOCKS_ABOVE:
+        return _search(weights, uniform[:, None])[0]
+    blocks = weights.view(len(weights), -1, _BLOCK)
+    block, rest = _search(blocks.sum(-1), uniform[:, None])
+    rows = torch.arange(len(weights), device=weights.device)
+    inner, _ = _search(blocks[rows, block], rest)
+    return block * _BLOCK + inner
+
+
+def _search(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Index [r] of the weight that `uniform` [r, 1] falls into, and where within it, as a share [r, 1]."""
+    sums = weights.cumsum(-1, dtype=torch.float64)
+    total = sums[:, -1:].contiguous()
+    target = uniform * total
+    last = torch.searchsorted(sums, total)  # of positive weight, whatever the rounding of the target
+    index = torch.minimum(torch.searchsorted(sums, target, right=True), last)
+    size = weights.gather(1, index).double()
+    share = (target - sums.gather(1, index) + size) / size.clamp(min=torch.finfo(torch.float64).tiny)
+    return index[:, 0], share.clamp(0, 1)
+
+
+def _weights(logits: Tensor, temperature: Tensor) -> Tensor:
+    """exp((logits - their maximum) / temperature), float32 [r, vocab or a little more, the rest 0].
+
+    The maximum goes first: no temperature overflows, and the likeliest token's weight is 1.
+    """
+    rows, vocab = logits.shape
+    width = vocab if vocab <= _BLOCKS_ABOVE else -(-vocab // _BLOCK) * _BLOCK
+    largest = logits.amax(-1, keepdim=True).float().clamp_(min=torch.finfo(torch.float32).min)
+    weights = torch.empty(rows, width, dtype=torch.float32, device=logits.device)
+    weights[:, vocab:] = 0
+    inner = weights[:, :vocab]
+    torch.sub(logits, largest, out=inner)
+    inner.div_(temperature.float()[:, None]).exp_()
+    return weights
+
+
+def _upload(device: torch.device, *columns: npt.NDArray[np.generic]) -> list[Tensor]:
+    """Host columns [r] as float64 tensors on the device, in one copy."""
+    return list(torch.from_numpy(np.stack(columns).astype(np.float64, copy=False)).to(device))

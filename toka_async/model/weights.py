@@ -1,0 +1,174 @@
+"""Fills a decoder's parameters: from safetensors files, or with random values.
+
+Each tensor of a checkpoint is copied straight into its place in a (fused) parameter, one at a time; a rank reads its
+own part only. Knows the checkpoint's names; knows nothing of what the layers compute.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.utils import tqdm
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from toka_async.model.comm import Comm, LocalComm
+from toka_async.model.decoder import Decoder, Layer
+from toka_async.model.json_file import JsonFile, ModelError
+from toka_async.model.layers import HeadNorm, Part, RMSNorm
+from toka_async.model.spec import ModelSpec
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def build_decoder(spec: ModelSpec, dtype: torch.dtype, device: torch.device, comm: Comm | None = None) -> Decoder:
+    """A decoder with unset parameters of `dtype`, made on `device` (`meta` included)."""
+    with _default_dtype(dtype), torch.device(device):
+        return Decoder(spec, comm or LocalComm()).eval()
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@torch.inference_mode()
+def random_weights(decoder: Decoder, seed: int) -> None:
+    """Sets norms to 1 and everything else to N(0, 0.02), in place."""
+    generator = torch.Generator(decoder.embedding.device).manual_seed(seed)
+    norms = {id(module.weight) for module in decoder.modules() if isinstance(module, (RMSNorm, HeadNorm))}
+    for parameter in decoder.parameters():
+        if id(parameter) in norms:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(0.0, 0.02, generator=generator)
+
+
+@torch.inference_mode()
+def load_weights(decoder: Decoder, model_dir: Path, progress: bool = True) -> None:
+    """Fills `decoder` from the safetensors files of `model_dir`, converting to its dtype.
+
+    Shows a progress bar when standard error is a terminal. Raises ModelError for a missing, mis-shaped or unexpected
+    tensor, naming it, and for a file that is missing or corrupt.
+    """
+    parts = dict(checkpoint_parts(decoder))
+    missing = set(parts)
+    files = weight_files(model_dir)
+    hidden = not (progress and sys.stderr.isatty())
+    with tqdm(total=len(parts), desc="weights", unit="tensor", disable=hidden) as bar:
+        for path in files:
+            missing -= _load_file(path, parts, len(decoder.layers), bar)
+    if missing:
+        name = min(missing)
+        shape = list(parts[name].shape)
+        more = f" (and {len(missing) - 1} more tensors)" if len(missing) > 1 else ""
+        raise ModelError(f"{model_dir}: tensor {name} of shape {shape} is missing from the weights{more}")
+
+
+def checkpoint_parts(decoder: Decoder) -> Iterator[tuple[str, Part]]:
+    """Every tensor that a checkpoint must have, by name, and where it goes."""
+    yield "model.embed_tokens.weight", _whole(decoder.embedding)
+    for index, layer in enumerate(decoder.layers):
+        assert isinstance(layer, Layer)
+        for name, part in _layer_parts(layer):
+            yield f"model.layers.{index}.{name}", part
+    yield "model.norm.weight", decoder.norm.part()
+    if decoder.head is not decoder.embedding:
+        yield "lm_head.weight", _whole(decoder.head)
+
+
+def _layer_parts(layer: Layer) -> Iterator[tuple[str, Part]]:
+    yield "input_layernorm.weight", layer.attention_norm.part()
+    yield "post_attention_layernorm.weight", layer.mlp_norm.part()
+    attention, mlp = layer.attention, layer.mlp
+    linears = {
+        **dict(zip(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), attention.qkv.parts(), strict=True)),
+        "self_attn.o_proj": attention.output.parts(),
+        **dict(zip(("mlp.gate_proj", "mlp.up_proj"), mlp.gate_up.parts(), strict=True)),
+        "mlp.down_proj": mlp.down.parts(),
+    }
+    for name, parts in linears.items():
+        for kind, part in parts.items():
+            yield f"{name}.{kind}", part
+    if attention.head_norm is not None:
+        query, key = attention.head_norm.parts()
+        yield "self_attn.q_norm.weight", query
+        yield "self_attn.k_norm.weight", key
+
+
+def _whole(parameter: nn.Parameter) -> Part:
+    return Part(parameter.data, tuple(parameter.shape))
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: those of its index, `model.safetensors`, or all there are."""
+    index = model_dir / "model.safetensors.index.json"
+    if index.exists():
+        names = JsonFile(index).section("weight_map").fields.values()
+        files = [model_dir / name for name in sorted({str(name) for name in names})]
+    elif (model_dir / "model.safetensors").exists():
+        files = [model_dir / "model.safetensors"]
+    else:
+        files = sorted(model_dir.glob("*.safetensors"))
+    if not files:
+        raise ModelError(
+            f"{model_dir}: no *.safetensors files; weights in other formats (pytorch_model.bin, .pth, .gguf) must be "
+            "converted to safetensors first"
+        )
+    for path in files:
+        if not path.is_file():
+            raise ModelError(f"{path}: no such file, though {index.name} names it; download it again")
+    return files
+
+
+def _load_file(path: Path, parts: dict[str, Part], num_layers: int, bar: Any) -> set[str]:
+    """Copies the file's tensors into place; returns their names."""
+    loaded: set[str] = set()
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                part = parts.get(name)
+                if part is None:
+                    _check_unexpected(path, name, num_layers)
+                    continue
+                part.target.copy_(_read(path, name, part, file.get_slice(name)))
+                loaded.add(name)
+                bar.update(1)
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: is not a readable safetensors file ({error}); download it again") from None
+    return loaded
+
+
+def _read(path: Path, name: str, part: Part, tensor: Any) -> Tensor:
+    """The rank's part of a tensor in a file."""
+    shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+    if shape != part.shape:
+        raise ModelError(
+            f"{path}: tensor {name} has shape {list(shape)}, but config.json asks for {list(part.shape)}"
+        )
+    if dtype not in FLOATS:
+        raise ModelError(f"{path}: tensor {name} is of type {dtype}; supported: {', '.join(FLOATS)}")
+    if part.share is None:
+        values: Tensor = tensor[:]
+        return values
+    rows = slice(part.share.start, part.share.start + part.share.size)
+    values = tensor[rows] if part.dim == 0 else tensor[:, rows]
+    return values
+
+
+def _check_unexpected(path: Path, name: str, num_layers: int) -> None:
+    """A tensor without a place is harmless outside of the layers (a tied head, a value head) but not within."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    if match and int(match[1]) < num_layers and not name.endswith("rotary_emb.inv_freq"):
+        raise ModelError(f"{path}: tensor {name} has no place in the model that config.json describes")

@@ -1,0 +1,57 @@
+"""Log-probs of prompt tokens, for the chunks whose prompts ask for them.
+
+Works in slabs, so that a long chunk x vocabulary is never in memory. Knows chunks and prompts; knows no sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from toka_async.arrays import Int32
+from toka_async.model.logprobs import Logprobs, concatenate, distribution, logprobs_of
+from toka_async.model.sampling import clean
+from toka_async.runner.copies import upload
+from toka_async.runner.inputs import StepRows
+from toka_async.runner.rows import Rows
+from toka_async.runner.sampler import Head, slabs
+
+
+@dataclass(slots=True, frozen=True)
+class AskedChunk:
+    """The prompt tokens that follow those of one chunk: the chunk's are the step's tokens from `first` on."""
+
+    slot: int
+    start: int
+    num_top: int
+    first: int
+    next_ids: Int32
+
+
+def asked_chunks(rows: Rows, step_rows: StepRows) -> list[AskedChunk]:
+    """The chunks whose requests want log-probs, and that have a following prompt token."""
+    asked = []
+    for row in range(step_rows.num_decode, step_rows.slots.size):
+        slot, length = int(step_rows.slots[row]), int(step_rows.lengths[row])
+        prompt = rows.prompts[slot]
+        start = int(step_rows.contexts[row]) - length
+        next_ids = prompt.token_ids[start + 1 : min(start + 1 + length, prompt.num_prompt)]
+        if prompt.num_prompt_logprobs >= 0 and next_ids.size:
+            asked.append(AskedChunk(slot, start, prompt.num_prompt_logprobs, int(step_rows.firsts[row]), next_ids))
+    return asked
+
+
+def prompt_logprobs(hidden: Tensor, asked: Sequence[AskedChunk], head: Head, vocab_size: int) -> Logprobs:
+    """Of the chunks' following tokens, one chunk after the other; hidden [t, hidden] of all tokens of the step."""
+    indices = np.concatenate([np.arange(a.first, a.first + a.next_ids.size) for a in asked])
+    at, next_ids = upload((indices, np.concatenate([a.next_ids for a in asked])), hidden.device)
+    num_top = max(a.num_top for a in asked)
+    return concatenate(
+        [
+            logprobs_of(distribution(clean(head(hidden[at[part]]))), next_ids[part], num_top)
+            for part in slabs(indices.size, vocab_size, hidden.device)
+        ]
+    )

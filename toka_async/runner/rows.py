@@ -1,0 +1,131 @@
+"""The rows of a rank: tables over slots, changed by the events of steps and by nothing else.
+
+Host columns are NumPy, what the device reads every step (page table, last tokens) stays there. Work is per event:
+steady decoding touches no Python object per row. Knows no requests, no model and no attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from toka_async.arrays import Int32, Int64, as_i32, as_i64, next_rows
+from toka_async.messages import Step
+from toka_async.model.sampling import PARAMS
+from toka_async.runner.copies import upload
+from toka_async.runner.prompts import RowPrompt, read_prompt
+
+
+@dataclass(slots=True, frozen=True)
+class _Cells:
+    """Entries of the page table: row `slots`, column `places`, value `pages`, all [n]."""
+
+    slots: Int32
+    places: Int64
+    pages: Int32
+
+
+class Rows:
+    """Tables over `max_seqs` slots.
+
+    order: int32 [rows], the decoding slots. positions: int64, tokens of a slot whose keys and values are computed.
+    num_pages: int64. num_prompt: int64, tokens of the user's prompt. seeds: int64. params: PARAMS.
+    prompts: RowPrompt or None. page_table: int32 [max_seqs, width] on the device; entries past a slot's pages are
+    any pages. last_tokens: int64 [max_seqs] on the device, the next token of a decoding slot.
+    """
+
+    def __init__(self, max_seqs: int, page_size: int, vocab_size: int, device: torch.device) -> None:
+        self.page_size = page_size
+        self.vocab_size = vocab_size
+        self.device = device
+        self.order: Int32 = np.empty(0, dtype=np.int32)
+        self.positions: Int64 = np.zeros(max_seqs, dtype=np.int64)
+        self.num_pages: Int64 = np.zeros(max_seqs, dtype=np.int64)
+        self.num_prompt: Int64 = np.zeros(max_seqs, dtype=np.int64)
+        self.seeds: Int64 = np.zeros(max_seqs, dtype=np.int64)
+        self.params: npt.NDArray[np.void] = np.zeros(max_seqs, dtype=PARAMS)
+        self.prompts: npt.NDArray[np.object_] = np.full(max_seqs, None, dtype=object)
+        self.page_table = torch.zeros(max_seqs, 8, dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(max_seqs, dtype=torch.int64, device=device)
+        self._known: dict[int, RowPrompt] = {}
+
+    def apply(self, step: Step) -> None:
+        """The step's events on rows, in the order of its fields; copies of pages are the caller's."""
+        for key in as_i32(step.dropped_prompts).tolist():
+            del self._known[key]
+        freed = as_i32(step.freed)
+        self.prompts[freed] = None
+        for prompt in step.prompts:
+            self._known[prompt.key] = read_prompt(prompt, self.vocab_size)
+        if step.admit_slots or step.page_slots:
+            self._admit_and_append(step)
+        self.order = next_rows(self.order, freed, as_i32(step.joined))
+        if step.order:
+            self.order = as_i32(step.order).copy()
+
+    def advance(self, slots: Int32, lengths: Int32) -> None:
+        """The slots' next `lengths` tokens are computed."""
+        self.positions[slots] += lengths
+
+    def _admit_and_append(self, step: Step) -> None:
+        slots = as_i32(step.admit_slots)
+        tokens, cells = self._admit(step, slots)
+        cells.append(self._append(step))
+        at_slots, places, pages = (np.concatenate([getattr(c, name) for c in cells]) for name in _Cells.__slots__)
+        if places.size:
+            self._widen(int(places.max()) + 1)
+        at = at_slots.astype(np.int64) * self.page_table.shape[1] + places
+        # No cell is written twice: slots are admitted once a step, and their own pages follow the shared ones.
+        cells_at, page_ids, slots_at, token_ids = upload((at, pages, slots, tokens), self.device)
+        self.page_table.view(-1).index_put_((cells_at,), page_ids.to(torch.int32))
+        self.last_tokens.index_put_((slots_at,), token_ids)
+
+    def _admit(self, step: Step, slots: Int32) -> tuple[Int32, list[_Cells]]:
+        """Fills the host columns of admitted rows; returns their next tokens [a] and the cells of their pages."""
+        keys, starts = as_i32(step.admit_keys), as_i32(step.admit_starts)
+        self.positions[slots] = starts
+        self.seeds[slots] = as_i64(step.admit_seeds)
+        tokens = np.empty(slots.size, dtype=np.int32)
+        cells = []
+        for indices in _indices_by_key(keys):
+            prompt = self._known[int(keys[indices[0]])]
+            same = slots[indices]
+            tokens[indices] = prompt.token_ids[starts[indices]]
+            self.params[same] = prompt.params
+            self.prompts[same] = prompt
+            self.num_prompt[same] = prompt.num_prompt
+            count = prompt.pages.size
+            self.num_pages[same] = count
+            places = np.tile(np.arange(count, dtype=np.int64), same.size)
+            cells.append(_Cells(np.repeat(same, count), places, np.tile(prompt.pages, same.size)))
+        return tokens, cells
+
+    def _append(self, step: Step) -> _Cells:
+        """The cells of appended pages; several of one slot follow each other."""
+        slots, pages = as_i32(step.page_slots), as_i32(step.page_ids)
+        by_slot = np.argsort(slots, kind="stable")
+        ordered = slots[by_slot]
+        nth = np.arange(slots.size) - np.searchsorted(ordered, ordered)
+        places = self.num_pages[ordered] + nth
+        # Increasing within a slot: the last assignment of a slot is its new count.
+        self.num_pages[ordered] = places + 1
+        return _Cells(ordered, places, pages[by_slot])
+
+    def _widen(self, width: int) -> None:
+        """Room for `width` pages in every row; grows by doubling."""
+        old = self.page_table
+        if width <= old.shape[1]:
+            return
+        self.page_table = old.new_zeros(old.shape[0], 1 << (width - 1).bit_length())
+        self.page_table[:, : old.shape[1]] = old
+
+
+def _indices_by_key(keys: Int32) -> list[npt.NDArray[np.intp]]:
+    """The indices of each distinct key."""
+    if not keys.size:
+        return []
+    by_key = np.argsort(keys, kind="stable")
+    return np.split(by_key, np.flatnonzero(np.diff(keys[by_key])) + 1)
