@@ -2,8 +2,8 @@
 
 Lengths are fractions of max_tokens, in bins. The estimate is Kaplan and Meier's (1958) product of per-bin survival,
 since running sequences say as much as ended ones: counting ends alone would favour short ones. Old evidence decays, so
-that the estimate follows the workload; samples of one prompt inform each other beyond what all requests say. Knows
-numbers of tokens only: no pages, no steps.
+that the estimate follows the workload; samples of one prompt (a group) inform each other beyond what all requests say.
+Knows numbers of tokens only: no pages, no steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ Float64 = npt.NDArray[np.float64]
 
 NUM_BINS = 256
 PRIOR_WEIGHT = 4.0  # how many observations the broader estimate counts for, in each bin
-MEMORY = 4096.0  # ended sequences after which evidence has faded to 1/e
+MEMORY = 4096.0  # ended sequences after which the evidence about all requests has faded to 1/e
+EVERYONE = 0  # the group of all sequences
+MAX_GROUPS = 128
 
 
 def bins_of(tokens: Int32, max_tokens: Int32) -> Int32:
@@ -25,78 +27,111 @@ def bins_of(tokens: Int32, max_tokens: Int32) -> Int32:
     return np.minimum(tokens.astype(np.int64) * NUM_BINS // np.maximum(max_tokens, 1), NUM_BINS).astype(np.int32)
 
 
-class LengthEvidence:
-    """Ends and survivals per bin, of ended sequences; a sequence at max_tokens survived every bin."""
+class StoppingPredictor:
+    """Evidence and estimates by group; group 0 is everyone.
+
+    `curves` [groups, NUM_BINS + 1]: the share of a group's sequences that reaches each bin; the last entry is the
+    share that reaches max_tokens. Current as of the last `update`.
+    """
 
     def __init__(self) -> None:
-        self.ends: Float64 = np.zeros(NUM_BINS)
-        self.exposed: Float64 = np.zeros(NUM_BINS)
-        self.weight = 0.0
+        self._ends: Float64 = np.zeros((1, NUM_BINS))
+        self._exposed: Float64 = np.zeros((1, NUM_BINS))
+        self._free: list[int] = []
+        self.curves: Float64 = np.ones((1, NUM_BINS + 1))
+        self._keys = _search_keys(self.curves)
 
-    def add(self, ended_in: Int32) -> None:
-        """Sequences ended in these bins (NUM_BINS: at max_tokens)."""
-        fade = np.exp(-ended_in.size / MEMORY)
-        counts = np.bincount(ended_in, minlength=NUM_BINS + 1)
-        reached = counts[::-1].cumsum()[::-1]
-        self.ends = self.ends * fade + counts[:NUM_BINS]
-        self.exposed = self.exposed * fade + reached[:NUM_BINS]
-        self.weight = self.weight * fade + ended_in.size
+    def open_group(self) -> int:
+        """A group for the samples of one prompt; everyone's, when there are too many groups."""
+        if self._free:
+            return self._free.pop()
+        if len(self._ends) == MAX_GROUPS:
+            return EVERYONE
+        blank = np.zeros((1, NUM_BINS))
+        self._ends, self._exposed = np.concatenate([self._ends, blank]), np.concatenate([self._exposed, blank])
+        self.curves = np.concatenate([self.curves, self.curves[:1]])
+        self._keys = _search_keys(self.curves)
+        return len(self._ends) - 1
+
+    def close_group(self, group: int) -> None:
+        """The group's request has ended; what everyone learned from it stays."""
+        if group != EVERYONE:
+            self._ends[group] = self._exposed[group] = 0.0
+            self._free.append(group)
+
+    def observe(self, groups: Int32, tokens: Int32, max_tokens: Int32, by_length: npt.NDArray[np.bool_]) -> None:
+        """Sequences of these groups ended with so many tokens; `by_length`: since they reached max_tokens."""
+        ended_in = np.where(by_length, NUM_BINS, np.minimum(bins_of(tokens - 1, max_tokens), NUM_BINS - 1))
+        fade = np.exp(-groups.size / MEMORY)
+        self._ends[EVERYONE] *= fade
+        self._exposed[EVERYONE] *= fade
+        own = groups != EVERYONE
+        for of, bins in ((np.zeros_like(groups), ended_in), (groups[own], ended_in[own])):
+            counts = _count(of, bins, len(self._ends))
+            self._ends += counts[:, :NUM_BINS]
+            self._exposed += counts[:, ::-1].cumsum(axis=1)[:, ::-1][:, :NUM_BINS]
+
+    def update(self, groups: Int32, tokens: Int32, max_tokens: Int32) -> None:
+        """Estimate anew, with the sequences that run now: they survived the bins before theirs."""
+        bins = bins_of(tokens, max_tokens)
+        counts = _count(groups, bins, len(self._ends))
+        counts[EVERYONE] = counts.sum(axis=0)
+        survived = counts[:, ::-1].cumsum(axis=1)[:, ::-1][:, 1:]
+        everyone = self._ends[EVERYONE] / (self._exposed[EVERYONE] + survived[EVERYONE] + PRIOR_WEIGHT)
+        hazards = (self._ends + PRIOR_WEIGHT * everyone) / (self._exposed + survived + PRIOR_WEIGHT)
+        hazards[EVERYONE] = everyone
+        self.curves = np.concatenate([np.ones((len(hazards), 1)), np.cumprod(1.0 - hazards, axis=1)], axis=1)
+        self._keys = _search_keys(self.curves)
+
+    def lengths(self, groups: Int32, generated: Int32, max_tokens: Int32, ranks: Float64) -> Int32:
+        """The length at which each sequence ends if it is the `rank` quantile of those that got as far as it did.
+
+        With ranks spread evenly over (0, 1), the lengths of many sequences follow the whole distribution, tail
+        included, which a mean for each would not.
+
+        Args:
+            groups, generated (tokens so far), max_tokens: int32 [s]. ranks: float64 [s] in (0, 1).
+
+        Returns:
+            int32 [s], above `generated` and at most max_tokens.
+        """
+        place = generated * (NUM_BINS / np.maximum(max_tokens, 1))
+        whole = np.minimum(place.astype(np.int64), NUM_BINS - 1)
+        inside = np.minimum(place - whole, 1.0)
+        alive = self.curves[groups, whole] * (1 - inside) + self.curves[groups, whole + 1] * inside
+        target = alive * (1.0 - ranks)
+        # The first bin edge that fewer than `target` reach, interpolated within the bin before it.
+        edge = np.searchsorted(self._keys, 2.0 * groups + 1.0 - target, side="right") - groups * (NUM_BINS + 1)
+        last = edge > NUM_BINS
+        edge = np.clip(edge, 1, NUM_BINS)
+        upper, lower = self.curves[groups, edge - 1], self.curves[groups, edge]
+        part = np.clip((upper - target) / np.maximum(upper - lower, 1e-300), 0.0, 1.0)
+        bins = np.where(last, NUM_BINS, edge - 1 + part)
+        lengths = np.ceil(bins * max_tokens / NUM_BINS).astype(np.int64)
+        return np.clip(lengths, np.minimum(generated + 1, max_tokens), max_tokens).astype(np.int32)
+
+    def survival(self, group: int, max_tokens: int) -> Float64:
+        """The share of a group's new sequences that computes its token i, for i < max_tokens."""
+        places = np.arange(max_tokens) * (NUM_BINS / max_tokens)
+        alive: Float64 = np.interp(places, np.arange(NUM_BINS + 1), self.curves[group])
+        return alive
+
+    def mean_and_spread(self, group: int) -> tuple[float, float]:
+        """Mean and standard deviation of a group's lengths, as fractions of max_tokens."""
+        middle = (self.curves[group, :-1] + self.curves[group, 1:]) / 2
+        mean = float(middle.mean())
+        second = float((2 * (np.arange(NUM_BINS) + 0.5) / NUM_BINS * middle).mean())
+        return mean, float(np.sqrt(max(0.0, second - mean * mean)))
 
 
-def survival(evidence: LengthEvidence, running_in: Int32, prior: Float64 | None) -> Float64:
-    """The share of sequences that get past each bin.
-
-    Args:
-        running_in: bins that running sequences are in: they survived the bins before.
-        prior: hazards [NUM_BINS] to fall back on where evidence is thin; None: nobody ends before max_tokens.
-
-    Returns:
-        float64 [NUM_BINS + 1]: entry b is the share that reaches bin b (1 for bin 0); the last one reaches max_tokens.
-    """
-    return np.concatenate([[1.0], np.cumprod(1.0 - hazards(evidence, running_in, prior))])
+def _count(groups: Int32, bins: Int32, num_groups: int) -> Float64:
+    """How many sequences of each group are in each bin, [groups, NUM_BINS + 1]."""
+    width = NUM_BINS + 1
+    flat = np.bincount(groups * width + bins, minlength=num_groups * width)
+    return flat.reshape(num_groups, width).astype(np.float64)
 
 
-def hazards(evidence: LengthEvidence, running_in: Int32, prior: Float64 | None) -> Float64:
-    """The share of the sequences in each bin that end in it, [NUM_BINS]; arguments as for `survival`."""
-    counts = np.bincount(running_in, minlength=NUM_BINS + 1)
-    survived = counts[::-1].cumsum()[::-1][1:]  # entry b: running sequences that are past bin b
-    base = np.zeros(NUM_BINS) if prior is None else prior
-    share: Float64 = (evidence.ends + PRIOR_WEIGHT * base) / (evidence.exposed + survived + PRIOR_WEIGHT)
-    return share
-
-
-def quantile_lengths(curve: Float64, generated: Int32, max_tokens: Int32, rank: Float64) -> Int32:
-    """The length at which each sequence ends if it is the `rank` quantile of those that got as far as it did.
-
-    With ranks spread evenly over (0, 1) the lengths of many sequences follow the whole distribution, tail included,
-    which a mean for each would not.
-
-    Args:
-        curve: `survival`.
-        generated: int32 [s]: tokens so far. max_tokens: int32 [s]. rank: float64 [s].
-
-    Returns:
-        int32 [s], above `generated` and at most max_tokens.
-    """
-    place = generated * (NUM_BINS / np.maximum(max_tokens, 1))
-    whole = np.minimum(place.astype(np.int64), NUM_BINS - 1)
-    inside = np.minimum(place - whole, 1.0)
-    alive = curve[whole] * (1 - inside) + curve[whole + 1] * inside
-    target = alive * (1.0 - rank)
-    # The first bin edge at which fewer survive than `target`, interpolated within the bin before it.
-    edge = NUM_BINS + 1 - np.searchsorted(curve[::-1], target, side="left")
-    edge = np.clip(edge, 1, NUM_BINS + 1)
-    upper, lower = curve[edge - 1], curve[np.minimum(edge, NUM_BINS)]
-    part = np.where(upper > lower, (upper - target) / np.maximum(upper - lower, 1e-300), 1.0)
-    bins = np.where(edge > NUM_BINS, NUM_BINS, edge - 1 + np.clip(part, 0.0, 1.0))
-    lengths = np.ceil(bins * max_tokens / NUM_BINS).astype(np.int64)
-    return np.clip(lengths, np.minimum(generated + 1, max_tokens), max_tokens).astype(np.int32)
-
-
-def mean_and_spread(curve: Float64) -> tuple[float, float]:
-    """Mean and standard deviation of the length, as fractions of max_tokens."""
-    middle = (curve[:-1] + curve[1:]) / 2
-    mean = float(middle.mean())
-    places = (np.arange(NUM_BINS) + 0.5) / NUM_BINS
-    second = float((2 * places * middle).mean())
-    return mean, float(np.sqrt(max(0.0, second - mean * mean)))
+def _search_keys(curves: Float64) -> Float64:
+    """All curves as one ascending array: a group's falling shares, turned around, in an interval of its own."""
+    keys: Float64 = (2.0 * np.arange(len(curves))[:, None] + 1.0 - curves).reshape(-1)
+    return keys
