@@ -1,0 +1,221 @@
+"""A scheduler and its ranks in a few lines, for tests of the server: the tokens follow from the request alone.
+
+Messages pass through the real codecs both ways. It steps when the event loop is idle, one token a sample and step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from toka_async.arrays import as_bool, as_i32, f32_column, i32_column
+from toka_async.messages import (
+    Cancel,
+    DropStop,
+    EndSample,
+    Failed,
+    Prefilled,
+    Ready,
+    Reason,
+    Stats,
+    StopChecks,
+    StopMask,
+    Submit,
+    Tokens,
+    ToScheduler,
+    ToServer,
+)
+from toka_async.transport.codec import Codec
+from toka_async.transport.local import LocalChannel
+
+READY = Ready(num_pages=256, page_size=16, max_seqs=64, max_context=512, vocab_size=400)
+
+Script = Callable[[Submit, int], list[int]]
+
+
+def random_tokens(submit: Submit, sample: int) -> list[int]:
+    """Pseudo-random ids below 256, from the seed; more than anybody asks for."""
+    random = np.random.default_rng([submit.seed % 2**63, sample])
+    return [int(token_id) for token_id in random.integers(3, 256, size=submit.max_tokens)]
+
+
+@dataclass
+class FakeSample:
+    planned: list[int]
+    done: int = 0
+    sent: int = 0
+    reason: Reason = Reason.NONE
+    ends_at: int | None = None
+
+
+@dataclass
+class FakeRequest:
+    submit: Submit
+    samples: list[FakeSample] = field(default_factory=list)
+    prefilled: bool = False
+
+
+class FakeScheduler:
+    """Is the server's outbox; calls `deliver` with what it sends.
+
+    Args:
+        script: the tokens that a sample would generate if nothing ended it.
+        held: with it, steps happen only by calls of `step`.
+    """
+
+    def __init__(self, script: Script = random_tokens, ready: Ready | None = READY, held: bool = False) -> None:
+        self.script = script
+        self.deliver: Callable[[list[ToServer]], None] = list.clear
+        self.requests: dict[int, FakeRequest] = {}
+        self.masks: dict[int, StopMask] = {}
+        self.log: list[ToScheduler] = []
+        self.fail_with: str | None = None
+        self.held = held
+        self.generated = 0
+        self._ready = ready
+        self._inbox: LocalChannel[ToScheduler] = LocalChannel(Codec(ToScheduler))
+        self._replies: LocalChannel[ToServer] = LocalChannel(Codec(ToServer))
+        self._scheduled = False
+
+    def start(self, deliver: Callable[[list[ToServer]], None]) -> None:
+        self.deliver = deliver
+        if self._ready is not None:
+            deliver([self._ready])
+
+    # ---- the outbox --------------------------------------------------------------------------------------------------
+
+    def send(self, message: ToScheduler) -> None:
+        self._inbox.send(message)
+        self._schedule()
+
+    def close(self) -> None:
+        self._inbox.close()
+
+    # ---- the scheduler -----------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Takes what has come, generates a token for each sample, and delivers."""
+        self._scheduled = False
+        for message in self._inbox.drain():
+            self.log.append(message)
+            self._take(message)
+        for request_id, request in list(self.requests.items()):
+            self._prefill(request_id, request)
+            self._generate(request_id, request)
+            if all(sample.reason is not Reason.NONE for sample in request.samples):
+                del self.requests[request_id]
+        self._replies.send(Stats(num_running=len(self.requests), generated_tokens=self.generated, num_pages=256))
+        self.deliver(self._replies.drain())
+        if self.requests:
+            self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._scheduled and not self.held:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self.step)
+
+    def _take(self, message: ToScheduler) -> None:
+        match message:
+            case Submit() if self.fail_with:
+                self._replies.send(Failed(request_id=message.request_id, message=self.fail_with))
+            case Submit():
+                assert message.stop_id < 0 or message.stop_id in self.masks
+                samples = [FakeSample(self.script(message, index)[: message.max_tokens]) for index in range(message.n)]
+                self.requests[message.request_id] = FakeRequest(message, samples)
+            case Cancel():
+                self.requests.pop(message.request_id, None)
+            case StopMask():
+                self.masks[message.stop_id] = message
+            case DropStop():
+                del self.masks[message.stop_id]
+            case EndSample():
+                if request := self.requests.get(message.request_id):
+                    request.samples[message.sample].ends_at = message.num_tokens
+
+    def _prefill(self, request_id: int, request: FakeRequest) -> None:
+        if request.prefilled:
+            return
+        request.prefilled = True
+        width = request.submit.sampling.num_prompt_logprobs
+        rest = as_i32(request.submit.prompt)[1:] if width >= 0 else np.empty(0, np.int32)
+        top = top_of(rest, max(width, 0))
+        self._replies.send(
+            Prefilled(
+                request_id=request_id,
+                cached_tokens=len(as_i32(request.submit.prompt)) // 16 * 16,
+                logprobs=f32_column(logprobs_of(rest)),
+                top_ids=i32_column(top.ravel()),
+                top_logprobs=f32_column(logprobs_of(top.ravel())),
+            )
+        )
+
+    def _generate(self, request_id: int, request: FakeRequest) -> None:
+        ends = as_i32(request.submit.sampling.end_ids).tolist()
+        for index, sample in enumerate(request.samples):
+            if sample.reason is not Reason.NONE:
+                continue
+            if sample.done < len(sample.planned):
+                sample.done += 1
+                self.generated += 1
+            last = sample.planned[sample.done - 1] if sample.done else -1
+            if sample.ends_at is not None:
+                sample.done, sample.reason = max(sample.sent, sample.ends_at), Reason.STOP_STRING
+            elif last in ends and sample.done > request.submit.sampling.min_tokens:
+                sample.reason = Reason.STOP
+            elif sample.done == len(sample.planned):
+                sample.reason = Reason.LENGTH
+            self._check_stop(request_id, request, index, last)
+            if request.submit.stream or sample.reason is not Reason.NONE:
+                self._send_row(request_id, request, index)
+
+    def _check_stop(self, request_id: int, request: FakeRequest, index: int, last: int) -> None:
+        sample, stop = request.samples[index], self.masks.get(request.submit.stop_id)
+        if stop is None or last < 0 or sample.reason is not Reason.NONE or not as_bool(stop.mask)[last]:
+            return
+        window = sample.planned[max(0, sample.done - stop.window) : sample.done]
+        self._replies.send(
+            StopChecks(
+                request_ids=i32_column([request_id]),
+                samples=i32_column([index]),
+                num_tokens=i32_column([sample.done]),
+                counts=i32_column([len(window)]),
+                token_ids=i32_column(window),
+            )
+        )
+
+    def _send_row(self, request_id: int, request: FakeRequest, index: int) -> None:
+        sample, width = request.samples[index], request.submit.sampling.num_logprobs
+        ids = np.array(sample.planned[sample.sent : sample.done], dtype=np.int32)
+        sample.sent = sample.done
+        top = top_of(ids, max(width, 0))
+        self._replies.send(
+            Tokens(
+                request_ids=i32_column([request_id]),
+                samples=i32_column([index]),
+                counts=i32_column([len(ids)]),
+                reasons=i32_column([int(sample.reason)]),
+                token_ids=i32_column(ids),
+                num_logprobs=width,
+                logprobs=f32_column(logprobs_of(ids)) if width >= 0 else memoryview(b""),
+                top_ids=i32_column(top.ravel()),
+                top_logprobs=f32_column(logprobs_of(top.ravel())),
+            )
+        )
+
+
+def logprobs_of(
+    ids: np.ndarray[tuple[int, ...], np.dtype[np.int32]],
+) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    """A log-prob that follows from the id: even ids are likelier than odd ones."""
+    return (-0.1 - (ids % 2) - ids / 1000).astype(np.float32)
+
+
+def top_of(
+    ids: np.ndarray[tuple[int, ...], np.dtype[np.int32]], width: int
+) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+    """The likeliest ids at each place [t, width]: the even ones from the token's own on (an odd id is not in it)."""
+    even = ids + ids % 2
+    return (even[:, None] + 2 * np.arange(width, dtype=np.int32)[None, :]).astype(np.int32)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from toka_async.openai.chat_messages import parse_messages
+from toka_async.openai.errors import ApiError
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def test_roles_and_nulls() -> None:
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "s", "name": None},
+        {"role": "developer", "content": "d"},
+        {"role": "user", "content": "u", "name": "me"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None},
+        {"role": "tool", "content": "t", "tool_call_id": "1"},
+    ]
+    assert parse_messages(messages) == [
+        {"role": "system", "content": "s"},
+        {"role": "system", "content": "d"},
+        {"role": "user", "content": "u", "name": "me"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "t", "tool_call_id": "1"},
+    ]
+
+
+def test_text_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert parse_messages([{"role": "user", "content": parts}]) == [{"role": "user", "content": parts}]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("hi", "messages[0]"),
+        ({"content": "x"}, "messages[0].role"),
+        ({"role": "robot", "content": "x"}, "messages[0].role"),
+        ({"role": ["user"], "content": "x"}, "messages[0].role"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "user", "content": ["x"]}, "messages[0].content[0]"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ({"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}, "messages[0].content[0].b"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]},
+            "messages[0].content[1].type",
+        ),
+        ({"role": "user", "content": "x", "name": 5}, "messages[0].name"),
+        ({"role": "user", "content": "x", "mood": "good"}, "messages[0].mood"),
+        ({"role": "user", "content": "x", "tool_calls": []}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "x", "tool_calls": {}}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls[0]"),
+    ],
+)
+def test_the_place_is_named(message: Any, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_messages([message])
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_no_messages() -> None:
+    with pytest.raises(ApiError, match="must not be empty"):
+        parse_messages([])

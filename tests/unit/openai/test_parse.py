@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from toka_async.openai.errors import ApiError
+from toka_async.openai.fields import UNSUPPORTED
+from toka_async.openai.parse import parse_request
+from toka_async.openai.requests import ChatRequest, CompletionRequest, StreamOptions
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse_request(json.dumps({"prompt": "x", **fields}).encode(), CompletionRequest)
+
+
+def problem(raw: bytes | str | dict[str, Any]) -> ApiError:
+    if isinstance(raw, dict):
+        raw = json.dumps({"prompt": "x", **raw})
+    with pytest.raises(ApiError) as caught:
+        parse_request(raw if isinstance(raw, bytes) else raw.encode(), CompletionRequest)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_values_arrive() -> None:
+    wire = completion(n=3, temperature=1, stop=["a"], stream=True, stream_options={"include_usage": True})
+    assert (wire.n, wire.temperature, wire.stop) == (3, 1.0, ["a"])
+    assert wire.stream_options == StreamOptions(include_usage=True)
+
+
+def test_null_is_absent() -> None:
+    names = [*CompletionRequest.__struct_encode_fields__, *UNSUPPORTED]
+    nulls = {name: None for name in names if name != "prompt"}
+    assert completion(**nulls) == completion()
+    assert completion(stream_options={"include_usage": None}).stream_options == StreamOptions()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b'{"prompt": "x",}',
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": Infinity}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\\udc00 x"}',
+        b'{"prompt": "\xed\xa0\x80"}',
+        b'{"prompt": "\xff"}',
+        b"[" * 100_000,
+        b"[]",
+        b'"text"',
+        b"null",
+    ],
+)
+def test_what_is_no_json_object(raw: bytes) -> None:
+    assert problem(raw).param is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": "three"}, "n"),
+        ({"n": 1.5}, "n"),
+        ({"n": True}, "n"),
+        ({"n": 0}, "n"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 2}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logprobs": 1000}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"seed": 2**63}, "seed"),
+        ({"stop": 7}, "stop"),
+        ({"stop": ["a", 7]}, "stop[1]"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"metadata": {"a": 1}}, "metadata"),
+        ({"prompt": 7}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"echo": "yes"}, "echo"),
+    ],
+)
+def test_the_field_is_named(fields: dict[str, Any], param: str) -> None:
+    error = problem(fields)
+    assert error.param == param
+    assert f"'{param}'" in error.message
+
+
+def test_the_range_and_the_value_are_stated() -> None:
+    assert problem({"temperature": 5}).message == "'temperature': expected float <= 2.0, got 5"
+
+
+def test_an_unknown_field_gets_a_hint() -> None:
+    assert problem({"temprature": 1}).message == "unknown field 'temprature'; did you mean 'temperature'?"
+    assert problem({"xyzzy": 1}).message == "unknown field 'xyzzy'"
+
+
+def test_an_unknown_nested_field() -> None:
+    assert "include_obfuscation" in problem({"stream": True, "stream_options": {"include_obfuscation": True}}).message
+
+
+@pytest.mark.parametrize("name", sorted(UNSUPPORTED))
+def test_unsupported_fields(name: str) -> None:
+    error = problem({name: {"anything": "else"}})
+    assert error.param == name
+    assert error.code == "unsupported_parameter"
+    assert "not supported" in error.message
+    for neutral in UNSUPPORTED[name]:
+        assert completion(**{name: neutral}) == completion()
+
+
+def test_a_neutral_number_is_no_bool() -> None:
+    assert problem({"length_penalty": True}).param == "length_penalty"
+
+
+def test_a_field_of_the_other_endpoint() -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_request(b'{"messages": [], "echo": true}', ChatRequest)
+    assert caught.value.param == "echo"

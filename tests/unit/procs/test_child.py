@@ -1,0 +1,185 @@
+"""A child's link to its parent, in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from toka_async.config import Config
+from toka_async.procs.child import ChildSpec, Drain, Order
+from toka_async.topology import local_topology
+
+CHILD = """
+import sys, time
+from toka_async.procs.child import Drained, Started, connect_parent
+link = connect_parent()
+"""
+
+
+def spec(folder: Path, parent: int) -> bytes:
+    child = ChildSpec(
+        role="rank",
+        replica=1,
+        rank=2,
+        config=Config(),
+        topology=local_topology(folder),
+        model_dir="m",
+        tokenizer_dir="t",
+        served_name="s",
+        folder=str(folder),
+        parent=parent,
+    )
+    return msgspec.json.encode(child) + b"\n"
+
+
+class Running:
+    """A child running a program, this process being its parent (or, with `orphan`, not)."""
+
+    def __init__(self, program: str, folder: Path, *, orphan: bool = False, rest: bytes = b"") -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CHILD + program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+        )
+        self.send(spec(folder, -1 if orphan else os.getpid()) + rest)
+
+    def send(self, data: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(data)
+
+    def status(self) -> dict[str, object]:
+        assert self.process.stdout is not None
+        status: dict[str, object] = json.loads(self.process.stdout.readline())
+        return status
+
+    def end(self) -> tuple[int, str]:
+        """(exit code, standard error), without closing standard input first."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        code = self.process.wait(5)
+        err = self.process.stderr.read().decode()
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            pipe.close()
+        return code, err
+
+
+def order(order: Order) -> bytes:
+    return msgspec.json.encode(order) + b"\n"
+
+
+def test_names(tmp_path: Path) -> None:
+    child = msgspec.json.decode(spec(tmp_path, 1), type=ChildSpec)
+    assert child.name == "rank-1-2"
+    assert msgspec.structs.replace(child, role="scheduler").name == "scheduler-1"
+    assert msgspec.structs.replace(child, role="server").name == "server"
+
+
+def test_the_end_of_standard_input_ends_the_child(tmp_path: Path) -> None:
+    child = Running("link.report(Started()); time.sleep(60)", tmp_path)
+    assert child.status() == {"type": "Started"}
+    assert child.process.stdin is not None
+    child.process.stdin.close()
+    begin = time.monotonic()
+    assert child.end() == (0, "")
+    assert time.monotonic() - begin < 1
+    assert tmp_path.exists()
+
+
+def test_who_outlives_the_parent_removes_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    child = Running("time.sleep(60)", folder, orphan=True)
+    assert child.process.stdin is not None
+    child.process.stdin.close()
+    assert child.end()[0] == 0
+    assert not folder.exists()
+
+
+def test_orders_arrive_whole_and_in_order(tmp_path: Path) -> None:
+    program = """
+seen = []
+def on_order(order):
+    seen.append(order.seconds)
+    link.report(Drained(int(order.seconds)))
+link.on_order = on_order
+link.report(Started())
+time.sleep(60)
+"""
+    child = Running(program, tmp_path)
+    child.status()
+    data = order(Drain(1)) + order(Drain(2)) + order(Drain(3))
+    for part in (data[:10], data[10:50], data[50:]):
+        child.send(part)
+        time.sleep(0.02)
+    assert [child.status()["num_cut"] for _ in range(3)] == [1, 2, 3]
+    assert child.process.stdin is not None
+    child.process.stdin.close()
+    assert child.end()[0] == 0
+
+
+def test_an_order_to_a_child_that_takes_none_ends_it(tmp_path: Path) -> None:
+    assert Running("time.sleep(60)", tmp_path, rest=order(Drain(1))).end() == (0, "")
+
+
+def test_signals_are_the_parents_business(tmp_path: Path) -> None:
+    child = Running("link.report(Started()); time.sleep(0.3); link.report(Started()); link.exit(5)", tmp_path)
+    child.status()
+    child.process.send_signal(signal.SIGINT)
+    child.process.send_signal(signal.SIGTERM)
+    assert child.status() == {"type": "Started"}
+    assert child.end() == (5, "")
+
+
+def test_prints_do_not_reach_the_status_pipe(tmp_path: Path) -> None:
+    child = Running("print('from a library', flush=True); link.report(Started()); link.exit()", tmp_path)
+    assert child.status() == {"type": "Started"}
+    assert child.end() == (0, "from a library\n")
+
+
+def test_standard_input_is_empty(tmp_path: Path) -> None:
+    child = Running("assert sys.stdin.read() == ''; link.report(Started()); link.exit()", tmp_path)
+    assert child.status() == {"type": "Started"}
+    assert child.end() == (0, "")
+
+
+@pytest.mark.parametrize("user", [False, True])
+def test_fatal_is_one_line(tmp_path: Path, user: bool) -> None:
+    child = Running(f"link.fatal('a\\nb', user={user})", tmp_path)
+    assert child.status() == {"type": "Fatal", "message": "a b", "user": user}
+    assert child.end() == (1, "")
+
+
+def test_logs_carry_the_name(tmp_path: Path) -> None:
+    child = Running("import logging; logging.getLogger('x').info('hello'); link.exit()", tmp_path)
+    _, err = child.end()
+    assert err.endswith(" rank-1-2: hello\n")
+
+
+def test_a_parent_that_is_gone_before_the_spec() -> None:
+    done = subprocess.run([sys.executable, "-c", CHILD], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
+def test_an_exception_is_reported_with_its_trace(tmp_path: Path) -> None:
+    program = """
+from toka_async.procs import __main__ as entry
+def run(link): raise RuntimeError("what happened")
+entry.run, entry.connect_parent = run, lambda: link
+entry.main()
+"""
+    child = Running(program, tmp_path)
+    assert child.status() == {"type": "Fatal", "message": "RuntimeError: what happened", "user": False}
+    code, err = child.end()
+    assert code == 1
+    assert "Traceback" in err

@@ -1,0 +1,194 @@
+"""What clients can get wrong over HTTP: each is an error in OpenAI's shape that names the field."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.web_server import NAME, WebServer, checked_error, web_server
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[WebServer]:
+    async with web_server(max_n=64, max_requests=32, max_body_mb=1) as running:
+        yield running
+        assert not running.scheduler.log, "nothing of it reaches the engine"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ("{", None),
+        ("", None),
+        ('{"prompt": "x", "temperature": NaN}', None),
+        ('{"prompt": "\\ud800"}', None),
+        (b'{"prompt": "\xff\xfe"}', None),
+        ("[1]", None),
+        ({"max_tokens": 1}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["x", ""]}, "prompt"),
+        ({"prompt": ["x"] * 33}, "prompt"),
+        ({"prompt": [5, 400]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": {"text": "x"}}, "prompt"),
+        ({"prompt": [5] * 513}, "prompt"),
+        ({"prompt": [5] * 10, "max_tokens": 503}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 2}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 100_000}, "n"),
+        ({"logprobs": 1000}, "logprobs"),
+        ({"stop": ["x" + str(i) for i in range(10_000)]}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"logit_bias": {"400": 1}}, "logit_bias"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"stop_token_ids": [400]}, "stop_token_ids"),
+        ({"max_token": 5}, "max_token"),
+        ({"best_of": 3}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"seed": "x"}, "seed"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ],
+)
+async def test_completions(server: WebServer, body: Any, param: str | None) -> None:
+    if isinstance(body, dict) and param != "prompt":
+        body = {"prompt": "x", **body}
+    error = await server.error("/v1/completions", body)
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "cat", "content": "meow"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": MESSAGES, "functions": [{}]}, "functions"),
+        ({"messages": MESSAGES, "response_format": {"type": "json_schema"}}, "response_format"),
+        ({"messages": MESSAGES, "audio": {"voice": "x"}}, "audio"),
+        ({"messages": MESSAGES, "modalities": ["text", "audio"]}, "modalities"),
+        ({"messages": MESSAGES, "store": True}, "store"),
+        ({"messages": MESSAGES, "logprobs": 5}, "logprobs"),
+        ({"messages": MESSAGES, "top_logprobs": 5}, "top_logprobs"),
+        ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": MESSAGES, "max_tokens": 0}, "max_tokens"),
+        ({"messages": MESSAGES, "max_tokens": 512}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": "\u00e9" * 600}]}, "messages"),
+        (
+            {"messages": MESSAGES, "add_generation_prompt": True, "continue_final_message": True},
+            "continue_final_message",
+        ),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, "messages"),
+        ({"messages": MESSAGES, "chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"messages": MESSAGES, "echo": True}, "echo"),
+    ],
+)
+async def test_chat(server: WebServer, body: Any, param: str) -> None:
+    assert (await server.error("/v1/chat/completions", body))["param"] == param
+
+
+async def test_the_numbers_are_stated(server: WebServer) -> None:
+    error = await server.error("/v1/completions", {"prompt": [5] * 10, "max_tokens": 600})
+    assert error["code"] == "context_length_exceeded"
+    assert all(number in error["message"] for number in ("512", "610", "10 of the prompt", "600 of the completion"))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+async def test_an_unknown_model(server: WebServer, path: str) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "x"},
+        "/v1/chat/completions": {"messages": MESSAGES},
+        "/tokenize": {"prompt": "x"},
+        "/detokenize": {"tokens": [5]},
+    }
+    error = await server.error(path, {"model": "gpt-9", **bodies[path]}, 404)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+
+
+async def test_a_huge_body_is_not_read(server: WebServer) -> None:
+    """The answer comes before the body does."""
+    host, port = server.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 104857600\r\n\r\n")
+    status = await asyncio.wait_for(reader.readline(), 5)
+    writer.close()
+    assert status.startswith(b"HTTP/1.1 413 ")
+
+
+async def test_a_huge_body_after_a_question(server: WebServer) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\nExpect: 100-continue\r\n\r\n"
+    body = b'{"prompt": ""}'
+    writer.write(head.format(len(body)).encode())
+    assert await reader.readline() == b"HTTP/1.1 100 Continue\r\n"
+    writer.write(body)
+    answer = await reader.readuntil(b"}}")
+    assert b"HTTP/1.1 400 " in answer
+    writer.write(head.format(104857600).encode())
+    assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 413 ")
+    writer.close()
+
+
+async def test_a_huge_body_without_a_length(server: WebServer) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(64):
+            yield b" " * 65536
+
+    async with server.http.post(server.url + "/v1/completions", data=chunks()) as response:
+        assert response.status == 413
+        assert "max_body_mb" in checked_error(await response.json())["message"]
+
+
+async def test_an_unknown_expectation(server: WebServer) -> None:
+    async with server.http.post(
+        server.url + "/v1/completions", data="{}", headers={"Expect": "the-unexpected"}
+    ) as response:
+        assert response.status == 417
+        checked_error(await response.json())
+
+
+async def test_an_unknown_route(server: WebServer) -> None:
+    status, answer = await server.get("/v2/anything")
+    assert status == 404
+    assert checked_error(answer)["message"] == "no such route"
+
+
+async def test_an_unknown_method(server: WebServer) -> None:
+    async with server.http.get(server.url + "/v1/completions") as response:
+        assert (response.status, response.headers["Allow"]) == (405, "POST")
+        assert "only POST" in checked_error(await response.json())["message"]
+
+
+@pytest.mark.parametrize("raw", [b"GARBAGE\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /\xff HTTP/1.1\r\nA\r\n\r\n"])
+async def test_bad_http(server: WebServer, raw: bytes) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(raw)
+    head, body = (await asyncio.wait_for(reader.read(), 5)).split(b"\r\n\r\n")
+    writer.close()
+    assert head.startswith((b"HTTP/1.0 400 ", b"HTTP/1.1 400 "))
+    assert b"application/json" in head
+    assert body.startswith(b'{"error":{"message":"bad HTTP: ')
+
+
+async def test_a_model_name_that_is_fine(server: WebServer) -> None:
+    """Guards the tests above against errors of another cause."""
+    answer = await server.ok("/v1/completions", {"model": NAME, "prompt": "x", "max_tokens": 1})
+    assert len(answer["choices"]) == 1
+    server.scheduler.log.clear()

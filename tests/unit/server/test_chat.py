@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.fake_scheduler import FakeScheduler
+from tests.tokenizers_small import byte_level
+from tests.web_server import NAME, WebServer, web_server
+from toka_async.arrays import as_i32
+from toka_async.messages import Submit
+
+PATH = "/v1/chat/completions"
+MESSAGES = [{"role": "system", "content": "be"}, {"role": "user", "content": "what"}]
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[WebServer]:
+    ids = byte_level().encode(" the answer 你好")
+    end = byte_level().eos_token_id
+    assert end is not None
+    async with web_server(FakeScheduler(lambda submit, _sample: [*ids, end] * submit.max_tokens)) as running:
+        yield running
+
+
+def prompts(server: WebServer) -> list[str]:
+    return [
+        server.tokenizer.decode(as_i32(message.prompt).tolist(), skip_special_tokens=False)
+        for message in server.scheduler.log
+        if isinstance(message, Submit)
+    ]
+
+
+async def test_a_chat(server: WebServer) -> None:
+    answer = await server.ok(PATH, {"model": NAME, "messages": MESSAGES})
+    assert answer["id"].startswith("chatcmpl-")
+    assert answer["object"] == "chat.completion"
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": " the answer 你好", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    assert choice["logprobs"] is None
+    assert prompts(server) == ["<system>be\n<user>what\n<assistant>"]
+    assert answer["usage"]["prompt_tokens"] == len(server.tokenizer.encode("<system>be\n<user>what\n<assistant>"))
+
+
+async def test_the_rest_of_the_context_is_the_default(server: WebServer) -> None:
+    answer = await server.ok(PATH, {"messages": MESSAGES, "ignore_eos": True})
+    assert answer["usage"]["total_tokens"] == 512
+    limited = await server.ok(PATH, {"messages": MESSAGES, "ignore_eos": True, "max_completion_tokens": 3})
+    assert limited["usage"]["completion_tokens"] == 3
+    assert limited["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({"add_generation_prompt": False}, "<system>be\n<user>what\n"),
+        ({"continue_final_message": True}, "<system>be\n<user>what"),
+        ({"add_special_tokens": False}, "<system>be\n<user>what\n<assistant>"),
+    ],
+)
+async def test_ways_to_render(server: WebServer, fields: dict[str, Any], prompt: str) -> None:
+    await server.ok(PATH, {"messages": MESSAGES, **fields})
+    assert prompts(server) == [prompt]
+
+
+async def test_template_arguments() -> None:
+    async with web_server(template="{{ messages[0].content }}{{ mood }}{{ 1 / (zero or 1) }}") as server:
+        body = {"messages": MESSAGES, "max_tokens": 1, "chat_template_kwargs": {"mood": "good"}}
+        await server.ok(PATH, body)
+        assert prompts(server) == ["begood1.0"]
+
+
+async def test_a_template_that_refuses() -> None:
+    async with web_server(template="{{ raise_exception('roles must alternate') }}") as server:
+        error = await server.error(PATH, {"messages": MESSAGES})
+        assert error["param"] == "messages"
+        assert "roles must alternate" in error["message"]
+
+
+async def test_no_template() -> None:
+    async with web_server(template=None) as server:
+        assert "no chat template" in (await server.error(PATH, {"messages": MESSAGES}))["message"]
+        assert await server.ok("/v1/completions", {"prompt": "x"})
+
+
+async def test_logprobs(server: WebServer) -> None:
+    body = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "max_tokens": 100, "return_token_ids": True}
+    (choice,) = (await server.ok(PATH, body))["choices"]
+    content = choice["logprobs"]["content"]
+    assert choice["logprobs"]["refusal"] is None
+    assert len(content) == len(choice["token_ids"])
+    raw = b"".join(bytes(entry["bytes"]) for entry in content[:-1])  # the last is the end token
+    assert raw.decode() == choice["message"]["content"]
+    assert all(len(entry["top_logprobs"]) == 2 for entry in content)
+    assert content[-1]["token"] == "</s>"
+    bare = await server.ok(PATH, {"messages": MESSAGES, "logprobs": True, "max_tokens": 3})
+    assert [entry["top_logprobs"] for entry in bare["choices"][0]["logprobs"]["content"]] == [[], [], []]
+
+
+async def test_prompt_logprobs(server: WebServer) -> None:
+    answer = await server.ok(PATH, {"messages": MESSAGES, "prompt_logprobs": 0, "max_tokens": 1})
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert answer["prompt_logprobs"][0] is None
+    assert all(len(entry) == 1 for entry in answer["prompt_logprobs"][1:])
+
+
+async def test_a_stream(server: WebServer) -> None:
+    body = {"messages": MESSAGES, "n": 2, "stream_options": {"include_usage": True}, "logprobs": True}
+    events = await server.events(PATH, body)
+    *chunks, last = events
+    assert len({event["id"] for event in events}) == 1
+    assert all(event["object"] == "chat.completion.chunk" for event in events)
+    assert all(event["usage"] is None for event in chunks)
+    assert last["choices"] == []
+    whole = await server.ok(PATH, {"messages": MESSAGES, "n": 2, "logprobs": True})
+    assert last["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        mine = [event["choices"][0] for event in chunks if event["choices"][0]["index"] == choice["index"]]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(each["delta"].get("content", "") for each in mine) == choice["message"]["content"]
+        assert [each["finish_reason"] for each in mine] == [None] * (len(mine) - 1) + ["stop"]
+        shown = [entry for each in mine if each["logprobs"] for entry in each["logprobs"]["content"]]
+        assert shown == choice["logprobs"]["content"]
+
+
+async def test_without_usage(server: WebServer) -> None:
+    assert all("usage" not in event for event in await server.events(PATH, {"messages": MESSAGES}))
+
+
+async def test_tokenize_as_chat(server: WebServer) -> None:
+    answer = await server.ok("/tokenize", {"messages": MESSAGES})
+    assert answer["tokens"] == server.tokenizer.encode("<system>be\n<user>what\n<assistant>")
+    bare = await server.ok("/tokenize", {"messages": MESSAGES, "add_generation_prompt": False})
+    assert bare["count"] < answer["count"]

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+import toka_async
+from tests import tokenizers_small as small
+from tests.fake_scheduler import READY, FakeScheduler
+from tests.web_server import NAME, WebServer, checked_error, web_server
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[WebServer]:
+    async with web_server() as running:
+        yield running
+
+
+async def test_models(server: WebServer) -> None:
+    status, answer = await server.get("/v1/models")
+    assert status == 200
+    (model,) = answer["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == (NAME, "model", 512)
+    assert await server.get(f"/v1/models/{NAME}") == (200, model)
+    assert await server.get("/v1/models/" + NAME.replace("/", "%2F")) == (200, model)
+    status, answer = await server.get("/v1/models/org/other")
+    assert status == 404
+    assert checked_error(answer)["code"] == "model_not_found"
+
+
+async def test_small_routes(server: WebServer) -> None:
+    assert (await server.get("/health"))[0] == 200
+    assert (await server.get("/ping"))[0] == 200
+    assert await server.get("/version") == (200, {"version": toka_async.__version__})
+
+
+async def test_health_follows_the_engine() -> None:
+    async with web_server(FakeScheduler(ready=None)) as server:
+        for path in ("/health", "/v1/completions", "/v1/chat/completions", "/tokenize"):
+            body = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
+            status, answer = await (server.get(path) if path == "/health" else server.post(path, body))
+            assert status == 503
+            assert "starting" in checked_error(answer)["message"]
+        assert (await server.get("/ping"))[0] == 200
+        assert (await server.get("/v1/models"))[0] == 200
+        server.engine.on_messages([READY])
+        assert (await server.get("/health"))[0] == 200
+        server.engine.begin_drain()
+        status, answer = await server.get("/health")
+        assert (status, checked_error(answer)["type"]) == (503, "server_error")
+
+
+async def test_tokenize_and_back(server: WebServer) -> None:
+    answer = await server.ok("/tokenize", {"model": NAME, "prompt": "the 你好"})
+    assert answer["tokens"] == server.tokenizer.encode("the 你好")
+    assert answer["count"] == len(answer["tokens"])
+    assert await server.ok("/detokenize", {"model": NAME, "tokens": answer["tokens"]}) == {"prompt": "the 你好"}
+    assert (await server.ok("/tokenize", {"prompt": ""}))["count"] == 0
+    assert await server.ok("/detokenize", {"tokens": []}) == {"prompt": ""}
+
+
+async def test_special_tokens() -> None:
+    async with web_server(tokenizer=small.byte_fallback()) as server:
+        with_bos = (await server.ok("/tokenize", {"prompt": "the"}))["tokens"]
+        assert with_bos[0] == server.tokenizer.bos_token_id
+        assert (await server.ok("/tokenize", {"prompt": "the", "add_special_tokens": False}))["tokens"] == with_bos[1:]
+        assert (await server.ok("/detokenize", {"tokens": with_bos}))["prompt"].startswith("<s>")
+
+
+async def test_bad_requests(server: WebServer) -> None:
+    assert (await server.error("/tokenize", {}))["param"] == "prompt"
+    assert (await server.error("/tokenize", {"prompt": "x", "messages": []}))["param"] == "prompt"
+    assert (await server.error("/tokenize", {"messages": []}))["param"] == "messages"
+    assert (await server.error("/tokenize", {"prompt": ["x"]}))["param"] == "prompt"
+    assert (await server.error("/detokenize", {"tokens": [400]}))["param"] == "tokens"
+    assert (await server.error("/detokenize", {"tokens": ["x"]}))["param"] == "tokens[0]"
+    assert (await server.error("/detokenize", {}))["param"] == "tokens"
+
+
+async def test_metrics(server: WebServer) -> None:
+    await server.ok("/v1/completions", {"prompt": [5, 6, 7], "n": 2, "max_tokens": 4})
+    async with server.http.get(server.url + "/metrics") as response:
+        assert response.headers["Content-Type"].startswith("text/plain; version=")
+        lines = (await response.text()).splitlines()
+    values = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+    assert values["toka:prompt_tokens_total"] == 3
+    assert values["toka:generation_tokens_total"] == 8
+    assert values['toka:request_success_total{finished_reason="length"}'] == 2
+    assert values["toka:time_to_first_token_seconds_count"] == 1
+    assert values["toka:inter_token_latency_seconds_count"] == 2
+    assert values["toka:e2e_request_latency_seconds_count"] == 1
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"):
+        assert f"toka:{name}" in values

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import numpy as np
+
+from tests.tokenizers_small import byte_level
+from toka_async.server.logprobs import chat_logprobs, legacy_logprobs, prompt_logprobs, text_offsets
+from toka_async.server.rows import Rows
+
+
+def rows(ids: list[int], logprobs: list[float], top: list[list[int]], values: list[list[float]]) -> Rows:
+    return Rows(
+        np.array(ids, np.int32),
+        np.array(logprobs, np.float32),
+        np.array(top, np.int32).reshape(len(ids), -1),
+        np.array(values, np.float32).reshape(len(ids), -1),
+    )
+
+
+def test_the_chosen_token_has_one_value() -> None:
+    """Sums of floats differ by how they were computed; a client that asks whether the chosen was the top compares."""
+    got = legacy_logprobs(byte_level(), rows([5], [-0.25], [[5, 6]], [[-0.2500001, -2.0]]), [0], 2)
+    assert got.top_logprobs == [{byte_level().token_text(5): -0.25, byte_level().token_text(6): -2.0}]
+
+
+def test_fewer_than_the_engine_sent() -> None:
+    tokenizer, given = byte_level(), rows([7], [-3.0], [[5, 6]], [[-0.5, -2.0]])
+    got = legacy_logprobs(tokenizer, given, [0], 1)
+    assert got.top_logprobs == [{tokenizer.token_text(5): -0.5, tokenizer.token_text(7): -3.0}]
+    (entry,) = chat_logprobs(tokenizer, given, 1).content or []
+    assert [top.token for top in entry.top_logprobs] == [tokenizer.token_text(5)]
+    assert prompt_logprobs(tokenizer, given, 0)[1] is not None
+
+
+def test_minus_infinity_is_a_number() -> None:
+    got = legacy_logprobs(byte_level(), rows([5], [-np.inf], [[6]], [[-np.inf]]), [0], 1)
+    assert got.token_logprobs == [-9999.0]
+
+
+def test_parts_of_characters_keep_their_names() -> None:
+    tokenizer = byte_level()
+    parts = [
+        i
+        for i in range(tokenizer.vocab_size)
+        if len(tokenizer.token_bytes(i)) == 1 and tokenizer.token_bytes(i) > b"\x7f"
+    ]
+    got = legacy_logprobs(tokenizer, rows(parts[:1], [-1.0], [parts[:3]], [[-1.0, -2.0, -3.0]]), [0], 3)
+    assert got.tokens == [f"bytes:\\x{tokenizer.token_bytes(parts[0])[0]:02x}"]
+    assert got.top_logprobs[0] is not None
+    assert len(got.top_logprobs[0]) == 3
+    (entry,) = chat_logprobs(tokenizer, rows(parts[:1], [-1.0], [[]], [[]]), 0).content or []
+    assert bytes(entry.bytes or []) == tokenizer.token_bytes(parts[0])
+
+
+def test_offsets_are_places_in_the_text() -> None:
+    tokenizer = byte_level()
+    text = "the 👍🏽 end"
+    ids = tokenizer.encode(text)
+    offsets = text_offsets(tokenizer, ids, True, True, start=10)
+    assert offsets[0] == 10
+    assert offsets == sorted(offsets)
+    whole = text_offsets(tokenizer, [*ids, 0], True, True)[-1]
+    assert whole == len(text)

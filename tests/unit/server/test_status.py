@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import asyncio
+
+from tests.fake_scheduler import FakeScheduler
+from tests.web_server import web_server
+from toka_async.messages import Stats
+from toka_async.server.engine import Engine
+from toka_async.server.status import StatusLine, status_line
+
+
+def test_the_line() -> None:
+    before = Stats(generated_tokens=100, prefix_queries=10, prefix_hits=10)
+    after = Stats(
+        num_running=3,
+        num_waiting=2,
+        generated_tokens=10_100,
+        prefix_queries=20,
+        prefix_hits=15,
+        pages_used=1,
+        pages_cached=3,
+        num_pages=4,
+    )
+    assert status_line(before, after, 5.0) == ("3 running, 2 queued, 2,000 tokens/s, cache 25% in use, prefix hits 50%")
+    assert "prefix hits 0%" in status_line(after, after, 5.0)
+
+
+async def test_lines_while_busy_and_none_while_idle() -> None:
+    lines: list[str] = []
+    engine = Engine(FakeScheduler(held=True), 1)
+    status = StatusLine(engine, 0.005, lines.append)
+    engine.on_busy = status.start
+    await asyncio.sleep(0.02)
+    assert not lines
+    engine._idle.clear()
+    engine.on_busy()
+    await asyncio.sleep(0.05)
+    assert len(lines) >= 2
+    engine._idle.set()
+    await asyncio.sleep(0.02)
+    count = len(lines)
+    assert status._timer is None
+    await asyncio.sleep(0.02)
+    assert len(lines) == count
+    status.start()
+    status.stop()
+    await asyncio.sleep(0.02)
+    assert len(lines) == count
+
+
+async def test_zero_means_never() -> None:
+    status = StatusLine(Engine(FakeScheduler(held=True), 1), 0.0)
+    status.start()
+    assert status._timer is None
+
+
+async def test_the_app_starts_it() -> None:
+    async with web_server(stats_interval=5.0) as server:
+        assert (await server.ok("/v1/completions", {"prompt": "x"}))["choices"]
+        status = server.engine.on_busy.__self__  # type: ignore[attr-defined]
+        assert isinstance(status, StatusLine)
+        assert status._timer is not None
+    assert status._timer is None

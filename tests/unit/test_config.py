@@ -1,0 +1,161 @@
+"""Configuration: files, overrides, and one clear line for every mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from toka_async.config import Config, ConfigError, describe, load_config
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "test.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_without_a_file_everything_is_default() -> None:
+    config = load_config()
+    assert config == Config()
+    assert (config.server.host, config.server.port, config.server.max_n) == ("127.0.0.1", 10210, 16384)
+    assert (config.server.max_body_mb, config.cache.page_size, config.cache.num_tokens) == (64, 16, "auto")
+    assert (config.parallel.dp, config.parallel.pp, config.parallel.tp) == (1, 1, 1)
+
+
+def test_file_and_overrides(tmp_path: Path) -> None:
+    path = write(tmp_path, '[model]\npath = "some/where"\n[server]\nport = 1\nstats_interval = 2\n')
+    config = load_config(path, ["server.port=2", "server.host=::1"])
+    assert config.model.path == "some/where"
+    assert (config.server.port, config.server.host, config.server.stats_interval) == (2, "::1", 2.0)
+
+
+def test_the_last_override_wins() -> None:
+    assert load_config(None, ["server.port=1", "server.port=2"]).server.port == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "field", "value"),
+    [
+        ("model.path=a=b c", "model", "path", "a=b c"),
+        ("model.path=12", "model", "path", "12"),
+        ("model.served_name=", "model", "served_name", ""),
+        ("model.dtype=bfloat16", "model", "dtype", "bfloat16"),
+        ("cache.num_tokens=auto", "cache", "num_tokens", "auto"),
+        ("cache.num_tokens=4096", "cache", "num_tokens", 4096),
+        ("cache.prefix=false", "cache", "prefix", False),
+        ("server.drain_timeout=1.5", "server", "drain_timeout", 1.5),
+        ("server.drain_timeout=3", "server", "drain_timeout", 3.0),
+    ],
+)
+def test_overrides_take_the_type_of_the_field(override: str, section: str, field: str, value: object) -> None:
+    found = getattr(getattr(load_config(None, [override]), section), field)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("server.prot=1", ["'server.prot'", "did you mean server.port?"]),
+        ("port=1", ["'port'", "did you mean server.port?"]),
+        ("sever.port=1", ["'sever.port'", "did you mean server.port?"]),
+        ("max_seqs", ["'max_seqs'", "section.key=value", "schedule.max_seqs"]),
+        ("=1", ["unknown key ''"]),
+        ("server.a\nb=1", [r"'server.a\nb'"]),
+        ("server.port=x", ["server.port", "integer from 0 to 65535", "'x'"]),
+        ("server.port=70000", ["server.port", "integer from 0 to 65535", "'70000'"]),
+        ("server.port=1.5", ["server.port", "integer"]),
+        ("model.dtype=flot32", ["model.dtype", "'flot32'", "did you mean float32?"]),
+        ("cache.prefix=maybe", ["cache.prefix", "true or false", "'maybe'"]),
+        ("cache.num_tokens=0", ["cache.num_tokens", "auto or integer from 1", "'0'"]),
+        ("cache.num_tokens=8", ["cache.num_tokens", "cache.page_size (16)"]),
+        ("cache.memory_fraction=0", ["cache.memory_fraction", "above 0"]),
+        ("schedule.max_seqs=-1", ["schedule.max_seqs", "'-1'"]),
+        (f"schedule.max_seqs={10**30}", ["schedule.max_seqs"]),
+        ("server.drain_timeout=inf", ["server.drain_timeout", "'inf'"]),
+        ("server.drain_timeout=nan", ["server.drain_timeout", "'nan'"]),
+        ("model.path=", ["model.path"]),
+        ("model.path=a\x00b", ["model.path", "NUL"]),
+    ],
+)
+def test_a_wrong_override_is_one_line_that_names_it(override: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override])
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+@pytest.mark.parametrize("override", ["parallel.dp=2", "parallel.pp=2", "parallel.tp=2", "compile.enabled=true"])
+def test_what_cannot_be_served_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"available in this version") as caught:
+        load_config(None, [override])
+    assert str(caught.value).startswith(override.partition("=")[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("[model\n", ["test.toml", "line 1"]),
+        ("\n[servr]\nport = 1\n", ["'servr'", "did you mean server?"]),
+        ("port = 1\n", ["'port'"]),
+        ("model = 3\n", ["model", "section"]),
+        ("[server]\nprot = 1\n", ["'server.prot'", "server.port"]),
+        ("[server]\nport = '1'\n", ["server.port", "'1'"]),
+        ("[model]\npath = 3\n", ["model.path", "text"]),
+        ("[server.port]\nx = 1\n", ["server.port", "integer"]),
+        ("[server]\ndrain_timeout = nan\n", ["server.drain_timeout"]),
+    ],
+)
+def test_a_wrong_file_is_one_line_that_names_the_place(tmp_path: Path, text: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, text))
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(tmp_path / "missing.toml")
+    with pytest.raises(ConfigError, match="directory"):
+        load_config(tmp_path)
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"bytes\.toml: not valid TOML"):
+        load_config(tmp_path / "bytes.toml")
+
+
+def test_a_step_must_have_room_for_every_sequence() -> None:
+    with pytest.raises(ConfigError, match=r"^schedule\.max_tokens: expected at least schedule\.max_seqs \(64\)"):
+        load_config(None, ["schedule.max_seqs=64", "schedule.max_tokens=63"])
+    assert load_config(None, ["schedule.max_seqs=64", "schedule.max_tokens=64"]).schedule.max_tokens == 64
+
+
+def test_describe_has_every_field_with_type_default_and_meaning() -> None:
+    fields = {field.key: field for field in describe()}
+    config = Config()
+    for section in msgspec.structs.fields(Config):
+        for field in msgspec.structs.fields(type(getattr(config, section.name))):
+            described = fields.pop(f"{section.name}.{field.name}")
+            assert described.type
+            assert described.meaning
+            assert described.default == str(field.default).lower()
+    assert not fields
+
+
+def test_describe_shows_effective_values() -> None:
+    fields = {field.key: field.default for field in describe(load_config(None, ["server.port=7", "cache.prefix=0"]))}
+    assert fields["server.port"] == "7"
+    assert fields["cache.prefix"] == "false"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_the_shipped_files_load(path: Path) -> None:
+    assert load_config(path).model.path
+    assert {"demo.toml", "qwen.toml", "llama-1b.toml"} <= {path.name for path in CONFIGS}

@@ -1,0 +1,102 @@
+"""The layering: imports point down only, and families of one layer do not import each other."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "toka_async"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+CORE = {"", "config", "topology", "messages", "arrays"}  # L0; "" is the package itself
+FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and itself
+    "openai": {"text"},
+    "text": {"openai"},
+    "scheduler": set(),
+    "transport": set(),
+    "listening": set(),
+    "model": {"attention"},
+    "attention": {"model"},
+    "server": {"openai", "text", "transport", "model.spec", "model.generation"},
+    "runner": {"model", "attention"},
+}
+FAMILIES["procs"] = set(FAMILIES)
+TOP = {"cli", "__main__", "launch", "supervisor", "ping"}  # L4
+EXTERNAL = {"": {"msgspec", "numpy"}, "scheduler": {"msgspec", "numpy"}}  # all that these may import from elsewhere
+
+
+def part_of(path: Path) -> str:
+    """`scheduler` for toka_async/scheduler/core.py, `config` for toka_async/config.py, "" for the package."""
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "" if first == "__init__" else first
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of everything that a module imports, anywhere in it; `a.b.c` for `from a.b import c`."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def allowed(part: str, name: str) -> bool:
+    """May the part import `name`, such as `model.spec.ModelSpec` (the package's name taken off)?"""
+    target = name.partition(".")[0]
+    if target == part or target in CORE or not any((PACKAGE / f"{target}{end}").exists() for end in ("", ".py")):
+        return True  # the last: a name in the package's __init__
+    if part in TOP:
+        return True
+    return any(name == other or name.startswith(f"{other}.") for other in FAMILIES.get(part, ()))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path) -> None:
+    part = part_of(path)
+    assert part in CORE | FAMILIES.keys() | TOP, f"{path} belongs to no layer"
+    ours = [name.removeprefix("toka_async.") for name in imports(path) if name.startswith("toka_async")]
+    wrong = [name for name in ours if not allowed(part, name)]
+    assert not wrong, f"{path.relative_to(PACKAGE)} may not import {wrong}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_the_core_needs_little_from_elsewhere(path: Path) -> None:
+    part = part_of(path)
+    external = EXTERNAL.get("" if part in CORE else part)
+    if external is None:
+        return
+    names = {name.partition(".")[0] for name in imports(path)} - {"toka_async"} - set(sys.stdlib_module_names)
+    assert names <= external, f"{path.relative_to(PACKAGE)} imports {names - external}"
+
+
+def test_the_rule_sees_a_wrong_import() -> None:
+    assert not allowed("scheduler", "transport.codec.Codec")
+    assert not allowed("server", "model.weights.load")
+    assert not allowed("messages", "scheduler.core")
+    assert not allowed("model", "runner.build")
+    assert not allowed("server", "procs.child")
+    assert allowed("server", "model.spec.ModelSpec")
+    assert allowed("procs", "runner.build.build_runner")
+    assert allowed("scheduler", "__version__")
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("toka_async.scheduler.core", {"torch", "zmq", "aiohttp", "asyncio"}),
+        ("toka_async.procs.scheduler", {"torch", "aiohttp"}),
+        ("toka_async.procs.server", {"torch"}),
+        ("toka_async.server.app", {"torch"}),
+        ("toka_async.launch", {"torch", "zmq", "aiohttp"}),
+    ],
+)
+def test_importing_loads_nothing_heavy(module: str, heavy: set[str]) -> None:
+    program = f"import sys, {module}; print(*sorted({heavy!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

@@ -1,0 +1,57 @@
+"""The listening socket and the limits around it."""
+
+from __future__ import annotations
+
+import resource
+import socket
+from contextlib import closing
+
+import pytest
+
+from toka_async import listening
+from toka_async.config import ConfigError, ServerConfig
+from toka_async.listening import open_listener, raise_limits, url_of
+
+
+def test_a_free_port() -> None:
+    with closing(open_listener(ServerConfig(port=0))) as listener:
+        port = listener.getsockname()[1]
+        assert url_of(listener) == f"http://127.0.0.1:{port}"
+        with closing(socket.create_connection(("127.0.0.1", port), timeout=5)):
+            pass
+
+
+@pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "http://127.0.0.1"), ("localhost", "http://")])
+def test_the_url_reaches_it(host: str, url: str) -> None:
+    with closing(open_listener(ServerConfig(host=host, port=0))) as listener:
+        assert url_of(listener).startswith(url)
+        address, port = url_of(listener).removeprefix("http://").rsplit(":", 1)
+        with closing(socket.create_connection((address.strip("[]"), int(port)), timeout=5)):
+            pass
+
+
+def test_a_port_in_use() -> None:
+    with closing(open_listener(ServerConfig(port=0))) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"^server\.port: 127\.0\.0\.1:{port} is in use"):
+            open_listener(ServerConfig(port=port))
+
+
+@pytest.mark.parametrize("host", ["no such host", "a" * 300, "203.0.113.1"])
+def test_a_wrong_host(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"^server\.host: "):
+        open_listener(ServerConfig(host=host, port=0))
+
+
+def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_to: list[object] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_to.append(limits))
+    monkeypatch.setattr(listening, "_max_backlog", lambda: 65536)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 100_000))
+    assert raise_limits() == []
+    assert set_to == [(100_000, 100_000)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr(listening, "_max_backlog", lambda: 128)
+    files, backlog = raise_limits()
+    assert "4096" in files
+    assert "128" in backlog

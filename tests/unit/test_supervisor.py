@@ -1,0 +1,208 @@
+"""The supervisor with small real processes: start, failure, draining, signals, and that nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from toka_async import supervisor as module
+from toka_async.supervisor import Child, Supervisor
+
+SAY = """
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+def say(line): os.write(1, line.encode() + b"\\n")
+def started(): say('{"type":"Started"}')
+read = sys.stdin.buffer.raw.readline
+assert read() == b"spec\\n"
+"""
+WORKER = SAY + "started(); read()"
+SERVER = (
+    SAY
+    + """
+started()
+order = read()
+if b"Drain" in order:
+    say('{"type":"Drained","num_cut":%d}' % CUT)
+elif b"Fail" in order:
+    sys.stderr.write("clients hear: " + order.decode())
+"""
+)
+DEAF = SAY + "started(); time.sleep(60)"
+
+
+def command(program: str, **names: object) -> list[str]:
+    values = "".join(f"{name} = {value!r}\n" for name, value in names.items())
+    return [sys.executable, "-I", "-S", "-c", values + program]
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STOP_TIMEOUT", 0.5)
+    monkeypatch.setattr(module, "FAIL_TIMEOUT", 0.5)
+
+
+@pytest.fixture
+def supervisor() -> Iterator[Supervisor]:
+    """A supervisor whose children are all gone afterwards."""
+    with Supervisor(drain_timeout=0.3) as running:
+        yield running
+        children = running._children
+    assert all(child.process.returncode is not None for child in children)
+
+
+def start(supervisor: Supervisor, *programs: str, cut: int = 0) -> list[Child]:
+    names = ["server", "scheduler-0", "rank-0-0"]
+    return [
+        supervisor.start(name, command(program, CUT=cut), b"spec")
+        for name, program in zip(names, programs, strict=False)
+    ]
+
+
+def signal_later(number: int, *delays: float) -> None:
+    def send() -> None:
+        for delay in delays:
+            time.sleep(delay)
+            os.kill(os.getpid(), number)
+
+    threading.Thread(target=send).start()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_and_stops(supervisor: Supervisor, number: int, capfd: pytest.CaptureFixture[str]) -> None:
+    start(supervisor, SERVER, WORKER, WORKER)
+    assert supervisor.run(lambda: signal_later(number, 0)) == 0
+    err = capfd.readouterr().err
+    assert "finishing running requests" in err
+    assert err.endswith("toka-async: stopped\n")
+
+
+def test_says_how_many_requests_were_cut(supervisor: Supervisor, capfd: pytest.CaptureFixture[str]) -> None:
+    start(supervisor, SERVER, WORKER, cut=3)
+    assert supervisor.run(lambda: signal_later(signal.SIGTERM, 0)) == 0
+    assert "3 requests did not finish" in capfd.readouterr().err
+
+
+def test_a_server_that_does_not_drain_is_stopped(supervisor: Supervisor, capfd: pytest.CaptureFixture[str]) -> None:
+    start(supervisor, DEAF, WORKER)
+    begin = time.monotonic()
+    assert supervisor.run(lambda: signal_later(signal.SIGTERM, 0)) == 1
+    assert 0.7 < time.monotonic() - begin < 3
+    assert "did not finish in time" in capfd.readouterr().err
+
+
+def test_a_second_signal_stops_at_once(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "ECHO", 0.1)
+    supervisor._drain_timeout = 60
+    start(supervisor, DEAF, WORKER)
+    assert supervisor.run(lambda: signal_later(signal.SIGTERM, 0, 0.2)) == 1
+    assert "second signal" in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_the_same_signal_twice_is_one(supervisor: Supervisor) -> None:
+    start(supervisor, SAY + 'started(); read(); time.sleep(0.2); say(\'{"type":"Drained","num_cut":0}\')', WORKER)
+    assert supervisor.run(lambda: signal_later(signal.SIGTERM, 0, 0.05)) == 0
+
+
+def test_a_signal_before_the_start_is_done(supervisor: Supervisor, capfd: pytest.CaptureFixture[str]) -> None:
+    start(supervisor, SERVER, SAY + "time.sleep(60)")
+    signal_later(signal.SIGTERM, 0.1)
+    assert supervisor.run(lambda: pytest.fail("it did not start")) == 0
+    assert "stopped before it was ready" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("end", "what"),
+    [
+        ("os.kill(os.getpid(), 9)", "scheduler-0 was killed by SIGKILL"),
+        ("os.kill(os.getpid(), 35)", "scheduler-0 was killed by signal 35"),
+        ("os._exit(0)", "scheduler-0 exited with code 0"),
+        ("os._exit(7)", "scheduler-0 exited with code 7"),
+        ('say(\'{"type":"Fatal","message":"out of luck"}\')', "scheduler-0: out of luck"),
+        ("os.close(1); time.sleep(60)", "scheduler-0 closed its status pipe"),
+    ],
+)
+def test_a_death_is_named_and_told_to_clients(
+    supervisor: Supervisor, end: str, what: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start(supervisor, SERVER, SAY + f"started(); time.sleep(0.1); {end}", WORKER)
+    assert supervisor.run(lambda: None) == 1
+    err = capfd.readouterr().err
+    assert f"toka-async: {what}\n" in err
+    assert f'clients hear: {{"type":"Fail","reason":"{what}"}}' in err
+
+
+def test_the_servers_death(supervisor: Supervisor, capfd: pytest.CaptureFixture[str]) -> None:
+    start(supervisor, SAY + "started(); os.kill(os.getpid(), 9)", WORKER)
+    assert supervisor.run(lambda: None) == 1
+    assert "toka-async: server was killed by SIGKILL\n" in capfd.readouterr().err
+
+
+def test_a_users_error_during_the_start(supervisor: Supervisor, capfd: pytest.CaptureFixture[str]) -> None:
+    fatal = '{"type":"Fatal","message":"tensor x is missing","user":true}'
+    start(supervisor, SAY + "read()", SAY + f"say('{fatal}')", SAY + "time.sleep(60)")
+    assert supervisor.run(lambda: pytest.fail("it did not start")) == 2
+    assert capfd.readouterr().err == "toka-async: tensor x is missing\n"
+
+
+def test_children_inherit_only_what_they_are_given(supervisor: Supervisor, tmp_path: Path) -> None:
+    own = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
+    program = SAY + f"os.fstat({own}); started(); read()"
+    supervisor.start("server", command(program), b"spec", [own])
+    second = supervisor.start("rank-0-0", command(program), b"spec")
+    assert supervisor.run(lambda: pytest.fail("the second has no such descriptor")) == 1
+    assert second.process.returncode == 1
+    os.close(own)
+
+
+PARENT = f"""
+import sys
+from toka_async.supervisor import Supervisor
+with Supervisor(drain_timeout=1) as supervisor:
+    for name in ("server", "rank-0-0"):
+        child = supervisor.start(name, [sys.executable, "-I", "-S", "-c", {WORKER!r}], b"spec")
+        print(child.process.pid, flush=True)
+    supervisor.run(lambda: print("started", flush=True))
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_killed_parent_leaves_no_children() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(parent.stdout.readline()) for _ in range(2)]
+        assert parent.stdout.readline() == "started\n"
+        parent.kill()
+    deadline = time.monotonic() + 1
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_waiting_uses_no_cpu(supervisor: Supervisor) -> None:
+    start(supervisor, SERVER, WORKER)
+    used: list[float] = []
+
+    def measure() -> None:
+        used.append(time.process_time())
+        signal_later(signal.SIGTERM, 0.4)
+
+    assert supervisor.run(measure) == 0
+    assert time.process_time() - used[0] < 0.1

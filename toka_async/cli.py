@@ -1,0 +1,151 @@
+"""The command `toka-async`. Errors of the user are one line on standard error and exit code 2, never a stack trace.
+
+Imports the engine only where a command needs it, so that `--help` and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from toka_async import __version__
+from toka_async.config import Config, ConfigError, Field, describe, load_config
+
+KEYS_TITLE = "configuration, as section.key=value or in [section]s of a TOML file"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code."""
+    options = _parse(arguments)
+    try:
+        return _run(options)
+    except ConfigError as error:
+        return _wrong(error)
+    except KeyboardInterrupt:
+        return _wrong("interrupted", code=130)
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever read the output is gone; Python would complain at exit
+        return 1
+
+
+def _run(options: argparse.Namespace) -> int:
+    match options.command:
+        case "serve":
+            return _serve(load_config(options.config, options.overrides))
+        case "config":
+            return _config(options)
+        case "ping":
+            return _ping(options)
+        case _:
+            print(f"toka-async {__version__}")
+            return 0
+
+
+def _serve(config: Config) -> int:
+    from toka_async.launch import serve
+    from toka_async.model.spec import ModelError
+
+    try:
+        return serve(config)
+    except ModelError as error:
+        return _wrong(error)
+
+
+def _ping(options: argparse.Namespace) -> int:
+    from toka_async.ping import PingError, ping
+
+    server = load_config(options.config, options.overrides).server
+    url = options.url or f"http://{server.host}:{server.port}"
+    try:
+        for piece in ping(url, options.prompt, chat=options.chat, max_tokens=options.max_tokens):
+            print(piece, end="", flush=True)
+        print()
+    except PingError as error:
+        return _wrong(error, code=1)
+    return 0
+
+
+def _config(options: argparse.Namespace) -> int:
+    fields = describe(load_config(options.config, options.overrides))
+    print("\n".join(_markdown(fields) if options.markdown else _table(fields)))
+    return 0
+
+
+def _wrong(error: Exception | str, *, code: int = 2) -> int:
+    print(f"toka-async: {' '.join(str(error).split())}", file=sys.stderr)
+    return code
+
+
+def _table(fields: Iterable[Field]) -> list[str]:
+    """One line a key: key=value, then meaning and type."""
+    rows = [(f"{field.key}={field.default}", f"{field.meaning} [{field.type}]") for field in fields]
+    width = max(len(left) for left, _ in rows)
+    return [f"{left:{width}}  {right}" for left, right in rows]
+
+
+def _markdown(fields: Iterable[Field]) -> list[str]:
+    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for field in fields:
+        default = f"`{field.default}`" if field.default else ""
+        lines.append(f"| `{field.key}` | {field.type} | {default} | {field.meaning} |")
+    return lines
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"toka-async: {message} (see {self.prog} --help)\n")
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Like `parse_args`, with overrides also after options, where argparse leaves them over."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and (not hasattr(options, "overrides") or any(text.startswith("-") for text in rest)):
+        parser.error(f"unknown argument {rest[0]!r}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    keys = "\n".join([f"{KEYS_TITLE}:", *(f"  {line}" for line in _table(describe()))])
+    parser = _Parser(
+        prog="toka-async",
+        description="An LLM inference engine for high-throughput work.",
+        epilog=keys,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"toka-async {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    def command(name: str, meaning: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name, help=meaning, description=meaning, epilog=keys, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+
+    _add_configuration(command("serve", "serve a model over HTTP until SIGTERM or SIGINT"))
+    config = command("config", "show every configuration key, its type, value and meaning")
+    config.add_argument("--markdown", action="store_true", help="as a Markdown table")
+    _add_configuration(config)
+    ping = command("ping", "ask a running server and print its answer as it comes")
+    ping.add_argument("prompt")
+    ping.add_argument("--chat", action="store_true", help="as a user's chat message, not as text to complete")
+    ping.add_argument("--max-tokens", type=int, metavar="N", help="of the answer; default: 256, in a chat what fits")
+    ping.add_argument("--url", help="of the server, such as http://127.0.0.1:10210; default: from the configuration")
+    _add_configuration(ping)
+    commands.add_parser("version", help="print the version")
+    return parser
+
+
+def _add_configuration(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE.toml", help="configuration file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="override keys of the file")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

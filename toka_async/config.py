@@ -1,0 +1,267 @@
+"""The configuration: sections of typed fields, read from TOML and `section.key=value` overrides.
+
+Each component gets its own section only. Knows nothing of what a section's reader does with it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, inspect
+
+Auto = Literal["auto"]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+
+
+class ConfigError(ValueError):
+    """A user's configuration is wrong; the message is one line that names the key and the fix."""
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A section: every field has a type, a default and a line of meaning."""
+
+
+class ModelConfig(Section, frozen=True, kw_only=True):
+    path: Annotated[str, Meta(description="model directory, hub id, or `demo` for the built-in model")] = "demo"
+    tokenizer: Annotated[str, Meta(description="directory or hub id of the tokenizer; empty: the model's")] = ""
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="type of weights and activations; auto: float32 on a CPU, else the checkpoint's"),
+    ] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda where there is one")] = "auto"
+    load: Annotated[Literal["weights", "random"], Meta(description="random: random weights of the right shape")] = (
+        "weights"
+    )
+    served_name: Annotated[str, Meta(description="name in the API; empty: model.path as given")] = ""
+    max_context: Annotated[
+        Count | Auto, Meta(description="tokens a sequence can have; auto: the model's own limit")
+    ] = "auto"
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        Meta(description="auto: sampling defaults from the model's generation_config.json; none: OpenAI's"),
+    ] = "auto"
+    chat_template: Annotated[str, Meta(description="file of a jinja chat template; empty: the tokenizer's")] = ""
+
+
+class ServerConfig(Section, frozen=True, kw_only=True):
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: a free one")] = 10210
+    max_n: Annotated[int, Meta(ge=1, description="most samples (n) of one request")] = 16384
+    max_body_mb: Annotated[int, Meta(ge=1, description="largest request body, in MiB")] = 64
+    max_requests: Annotated[int, Meta(ge=1, description="requests held at once, running and queued; more get 429")] = (
+        65536
+    )
+    stats_interval: Annotated[float, Meta(ge=0, description="seconds between status lines while busy; 0: none")] = 5.0
+    drain_timeout: Annotated[
+        float, Meta(ge=0, description="seconds that running requests get to finish on SIGTERM")
+    ] = 30.0
+
+
+class CacheConfig(Section, frozen=True, kw_only=True):
+    page_size: Annotated[int, Meta(ge=1, le=1024, description="tokens of a KV cache page")] = 16
+    num_tokens: Annotated[Count | Auto, Meta(description="tokens in the KV cache; auto: what memory allows")] = "auto"
+    memory_fraction: Annotated[
+        float, Meta(gt=0, le=1, description="share of the GPU's memory for weights, activations and cache")
+    ] = 0.9
+    prefix: Annotated[bool, Meta(description="reuse cached pages of earlier prompts")] = True
+
+
+class ScheduleConfig(Section, frozen=True, kw_only=True):
+    max_seqs: Annotated[
+        Count | Auto, Meta(description="sequences that run at once; auto: 8192 on cuda, 256 on a CPU")
+    ] = "auto"
+    max_tokens: Annotated[Count | Auto, Meta(description="tokens of one step; auto: 32768 on cuda, 2048 on a CPU")] = (
+        "auto"
+    )
+    steps_ahead: Annotated[int, Meta(ge=1, le=16, description="steps queued on the ranks")] = 2
+
+
+class ParallelConfig(Section, frozen=True, kw_only=True):
+    dp: Annotated[int, Meta(ge=1, description="data-parallel replicas")] = 1
+    pp: Annotated[int, Meta(ge=1, description="pipeline stages")] = 1
+    tp: Annotated[int, Meta(ge=1, description="tensor-parallel ranks")] = 1
+
+
+class AttentionConfig(Section, frozen=True, kw_only=True):
+    backend: Annotated[Literal["auto", "reference"], Meta(description="attention implementation")] = "auto"
+    num_threads: Annotated[Count | Auto, Meta(description="CPU threads of a rank; auto: by the model's size")] = "auto"
+
+
+class CompileConfig(Section, frozen=True, kw_only=True):
+    enabled: Annotated[bool, Meta(description="torch.compile the model")] = False
+
+
+class Config(Section, frozen=True, kw_only=True):
+    """All sections."""
+
+    model: ModelConfig = msgspec.field(default_factory=ModelConfig)
+    server: ServerConfig = msgspec.field(default_factory=ServerConfig)
+    cache: CacheConfig = msgspec.field(default_factory=CacheConfig)
+    schedule: ScheduleConfig = msgspec.field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = msgspec.field(default_factory=ParallelConfig)
+    attention: AttentionConfig = msgspec.field(default_factory=AttentionConfig)
+    compile: CompileConfig = msgspec.field(default_factory=CompileConfig)
+
+
+class Field(msgspec.Struct, frozen=True):
+    """One key of the configuration, for people: everything as text."""
+
+    key: str
+    type: str
+    default: str
+    meaning: str
+
+
+_SECTIONS: dict[str, type[Section]] = {field.name: field.type for field in msgspec.structs.fields(Config)}
+_FIELDS = {
+    f"{name}.{field.name}": field for name, section in _SECTIONS.items() for field in msgspec.structs.fields(section)
+}
+
+
+def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a TOML file, then `section.key=value` overrides, then defaults for the rest.
+
+    Raises:
+        ConfigError: unreadable file, unknown key, ill-typed value, or a value that this version cannot serve.
+    """
+    values: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
+    if path is not None:
+        for key, value in _file_values(path):
+            section, name = _known(key)
+            values[section][name] = _convert(key, value, strict=True)
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"{text!r}: expected section.key=value{_nearest(text, _FIELDS)}")
+        section, name = _known(key)
+        values[section][name] = _convert(key, value, strict=False)
+    config = msgspec.convert(values, Config)
+    _check(config)
+    return config
+
+
+def describe(config: Config | None = None) -> list[Field]:
+    """Every key, in order; `default` is the value in `config` when one is given."""
+    config = config or Config()
+    return [
+        Field(
+            key=key,
+            type=_type_text(field.type),
+            default=_value_text(getattr(getattr(config, key.partition(".")[0]), field.name)),
+            meaning=_meaning(field.type),
+        )
+        for key, field in _FIELDS.items()
+    ]
+
+
+def _file_values(path: Path) -> Iterable[tuple[str, Any]]:
+    """(section.key, value) of each entry of a TOML file."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    for name, table in tables.items():
+        if name not in _SECTIONS:
+            raise ConfigError(f"unknown section {name!r} in {path}{_nearest(name, _SECTIONS)}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{name} in {path}: expected a section, [{name}], got {table!r}")
+        for key, value in table.items():
+            yield f"{name}.{key}", value
+
+
+def _known(key: str) -> tuple[str, str]:
+    if key not in _FIELDS:
+        raise ConfigError(f"unknown key {key!r}{_nearest(key, _FIELDS)}")
+    section, _, name = key.partition(".")
+    return section, name
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean …?` with the most similar of `known`; a bare field name matches its full key."""
+    names = {name: name for name in known} | {name.partition(".")[2]: name for name in known if "." in name}
+    close = difflib.get_close_matches(word.partition("=")[0], names, n=1, cutoff=0.0)
+    return f"; did you mean {names[close[0]]}?" if close else ""
+
+
+def _convert(key: str, value: object, *, strict: bool) -> object:
+    """`value` as the field's type; `strict=False` reads text, as overrides are."""
+    kind = _FIELDS[key].type
+    try:
+        converted: object = msgspec.convert(value, kind, strict=strict)
+    except msgspec.ValidationError:
+        choices = _choices(kind)
+        hint = _nearest(value, choices) if isinstance(value, str) and choices and value else ""
+        raise ConfigError(f"{key}: expected {_type_text(kind)}, got {value!r}{hint}") from None
+    if isinstance(converted, float) and not math.isfinite(converted):
+        raise ConfigError(f"{key}: expected {_type_text(kind)}, got {value!r}")
+    if isinstance(converted, str) and "\x00" in converted:
+        raise ConfigError(f"{key}: expected text without NUL characters")
+    return converted
+
+
+def _check(config: Config) -> None:
+    """Refuse what is well-typed and cannot be served."""
+    for key, size in msgspec.structs.asdict(config.parallel).items():
+        if size != 1:
+            raise ConfigError(f"parallel.{key}: only 1 is available in this version, got {size}")
+    if config.compile.enabled:
+        raise ConfigError("compile.enabled: only false is available in this version")
+    tokens, page = config.cache.num_tokens, config.cache.page_size
+    if tokens != "auto" and tokens < page:
+        raise ConfigError(f"cache.num_tokens: expected at least cache.page_size ({page}), got {tokens}")
+    seqs, step = config.schedule.max_seqs, config.schedule.max_tokens
+    if seqs != "auto" and step != "auto" and step < seqs:
+        raise ConfigError(f"schedule.max_tokens: expected at least schedule.max_seqs ({seqs}), got {step}")
+    if not config.model.path:
+        raise ConfigError("model.path: expected a model directory, a hub id, or demo, got ''")
+
+
+def _type_text(kind: object) -> str:
+    return _info_text(inspect.type_info(kind))
+
+
+def _info_text(info: inspect.Type) -> str:
+    match info:
+        case inspect.Metadata():
+            return _info_text(info.type)
+        case inspect.UnionType():
+            return " or ".join(_info_text(part) for part in reversed(info.types))
+        case inspect.LiteralType():
+            return " or ".join(str(value) for value in info.values)
+        case inspect.IntType() | inspect.FloatType():
+            return ("integer" if isinstance(info, inspect.IntType) else "number") + _bounds_text(info)
+        case inspect.BoolType():
+            return "true or false"
+        case _:
+            return "text"
+
+
+def _bounds_text(info: inspect.IntType | inspect.FloatType) -> str:
+    low = f"above {info.gt}" if info.gt is not None else f"from {info.ge}" if info.ge is not None else ""
+    high = f"to {info.le}" if info.le is not None and info.le != 2**31 - 1 else ""
+    return "".join(f" {part}" for part in (low, high) if part)
+
+
+def _choices(kind: object) -> list[str]:
+    """The words that a field takes, if it takes words."""
+    info = inspect.type_info(kind)
+    info = info.type if isinstance(info, inspect.Metadata) else info
+    return [str(value) for value in info.values] if isinstance(info, inspect.LiteralType) else []
+
+
+def _meaning(kind: object) -> str:
+    info = inspect.type_info(kind)
+    assert isinstance(info, inspect.Metadata), f"{kind} has no description"
+    return str((info.extra_json_schema or {}).get("description", ""))
+
+
+def _value_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

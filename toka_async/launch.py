@@ -1,0 +1,102 @@
+"""`toka-async serve`: prepares what the processes share, starts them, and supervises them until they end.
+
+Everything that a user can have got wrong and that is cheap to see is checked here, before any process starts.
+Loads no torch and knows nothing of HTTP or of models beyond their files.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import msgspec
+
+from toka_async.config import Config
+from toka_async.listening import open_listener, raise_limits, url_of
+from toka_async.model.generation import read_generation_defaults
+from toka_async.model.hub import resolve_model, resolve_tokenizer
+from toka_async.model.spec import ModelError, read_spec
+from toka_async.procs.child import ChildSpec
+from toka_async.supervisor import Supervisor, say
+from toka_async.topology import local_topology
+
+LONGEST_FOLDER = 60  # characters; addresses of unix sockets, names included, end at about 100
+
+
+def serve(config: Config) -> int:
+    """Serve until a signal or a failure; the exit code.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+        ModelError: there is no such model or tokenizer, or its files are wrong.
+    """
+    model_dir, tokenizer_dir = _files(config)
+    with closing(open_listener(config.server)) as listener, _socket_folder() as folder:
+        limits, url = raise_limits(), url_of(listener)
+        spec = ChildSpec(
+            role="server",
+            config=config,
+            topology=local_topology(folder),
+            model_dir=str(model_dir),
+            tokenizer_dir=str(tokenizer_dir),
+            served_name=config.model.served_name or config.model.path,
+            folder=str(folder),
+            parent=os.getpid(),
+            listen_fd=listener.fileno(),
+        )
+
+        def on_started() -> None:
+            for line in limits:
+                say(line)
+            print(f"toka-async: serving {spec.served_name} at {url}", flush=True)
+
+        with Supervisor(config.server.drain_timeout) as supervisor:
+            for child in _children(spec):
+                inherit = [child.listen_fd] if child.listen_fd >= 0 else []
+                supervisor.start(child.name, _command(child), msgspec.json.encode(child), inherit)
+            listener.close()  # the server has it: what it stops accepting is refused
+            return supervisor.run(on_started)
+
+
+def _files(config: Config) -> tuple[Path, Path]:
+    """The folders of the model and of the tokenizer, their small files checked; raises ModelError."""
+    model_dir = resolve_model(config.model.path)
+    spec = read_spec(model_dir)
+    read_generation_defaults(model_dir, spec, use_file=config.model.generation_config == "auto")
+    tokenizer_dir = resolve_tokenizer(config.model.tokenizer, model_dir)
+    if not (tokenizer_dir / "tokenizer.json").is_file():
+        raise ModelError(f"{tokenizer_dir / 'tokenizer.json'}: no such file; set model.tokenizer to a folder with one")
+    template = config.model.chat_template
+    if template and not Path(template).is_file():
+        raise ModelError(f"model.chat_template={template}: no such file")
+    return model_dir.absolute(), tokenizer_dir.absolute()
+
+
+def _children(server: ChildSpec) -> Iterator[ChildSpec]:
+    """The processes, in the order in which they are closed."""
+    yield server
+    inner = msgspec.structs.replace(server, listen_fd=-1)
+    for replica, ranks in enumerate(server.topology.ranks):
+        yield msgspec.structs.replace(inner, role="scheduler", replica=replica)
+        for rank in range(len(ranks)):
+            yield msgspec.structs.replace(inner, role="rank", replica=replica, rank=rank)
+
+
+def _command(child: ChildSpec) -> list[str]:
+    return [sys.executable, "-m", "toka_async.procs", child.name]
+
+
+@contextmanager
+def _socket_folder() -> Iterator[Path]:
+    """A private folder with a short name, removed at the end."""
+    base = tempfile.gettempdir()
+    folder = tempfile.mkdtemp(prefix="toka-", dir=base if len(base) < LONGEST_FOLDER - 16 else "/tmp")
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

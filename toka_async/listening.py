@@ -1,0 +1,88 @@
+"""The HTTP listening socket and the limits that many connections need. Knows no HTTP."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import socket
+from pathlib import Path
+
+from toka_async.config import ConfigError, ServerConfig
+
+BACKLOG = 16384  # connections that wait to be accepted
+CONNECTIONS = 8192  # at once, that the limits should allow
+SPARE_FILES = 256  # descriptors for everything else
+
+
+def open_listener(server: ServerConfig) -> socket.socket:
+    """A listening socket at `server.host` and `server.port`.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    where = f"{server.host}:{server.port}"
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError):
+        raise ConfigError(f"server.host: cannot resolve {server.host!r}") from None
+    listener = socket.socket(family, kind, proto)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port whose connections only linger is free
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        match error.errno:
+            case errno.EADDRINUSE:
+                raise ConfigError(f"server.port: {where} is in use; choose another, or 0 for a free one") from None
+            case errno.EACCES:
+                raise ConfigError(f"server.port: no permission to listen on {where}") from None
+            case _:
+                raise ConfigError(f"server.host: cannot listen on {where}: {error.strerror}") from None
+    return listener
+
+
+def inherited(fd: int) -> socket.socket:
+    """The listener that another process has opened and handed on as descriptor `fd`."""
+    os.set_inheritable(fd, False)
+    listener = socket.socket(fileno=fd)
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """The URL of a listener; where it listens on every address, one that reaches it from this machine."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def raise_limits() -> list[str]:
+    """Allow this process and its children as many open files as the system lets them.
+
+    Returns:
+        A line for each limit that is too low for 8,192 connections at once.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    lines = []
+    if hard != resource.RLIM_INFINITY and hard < CONNECTIONS + SPARE_FILES:
+        lines.append(f"open files are limited to {hard} (ulimit -Hn): fewer than {CONNECTIONS} connections at once fit")
+    backlog = _max_backlog()
+    if backlog is not None and backlog < CONNECTIONS:
+        lines.append(
+            f"the system lets {backlog} new connections wait (net.core.somaxconn): more that arrive at once are delayed"
+        )
+    return lines
+
+
+def _max_backlog() -> int | None:
+    """The system's limit of a listening socket's backlog; None where it cannot be read."""
+    try:
+        return int(Path("/proc/sys/net/core/somaxconn").read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,93 @@
+"""Chat messages of a request, checked, in the shape chat templates take: plain dicts, content a string or text parts.
+
+Knows no template; which roles one takes is the template's own business.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toka_async.openai.errors import ApiError, bad_request
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+STRING_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
+
+Message = dict[str, Any]
+
+
+def parse_messages(messages: list[Any]) -> list[Message]:
+    """The messages with nulls dropped. A developer's message is a system message, which templates know.
+
+    Raises:
+        ApiError: 400 whose `param` is the place, e.g. `messages[2].content`.
+    """
+    if not messages:
+        raise bad_request("'messages' must not be empty", param="messages")
+    return [parse_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def parse_message(message: Any, where: str) -> Message:
+    """One message; `where` names it in errors."""
+    if not isinstance(message, dict):
+        raise wrong(where, "must be an object", message)
+    given = {name: value for name, value in message.items() if value is not None}
+    role = given.get("role")
+    if role not in ROLES:
+        got = f"got {role!r}" if isinstance(role, str) else "it is missing" if role is None else "got another type"
+        raise bad_request(f"'{where}.role' must be one of {', '.join(ROLES)}; {got}", param=f"{where}.role")
+    parsed: Message = {"role": "system" if role == "developer" else role}
+    for name, value in given.items():
+        if name == "content":
+            parsed["content"] = parse_content(value, f"{where}.content")
+        elif name in STRING_FIELDS:
+            parsed[name] = string(value, f"{where}.{name}")
+        elif name == "tool_calls" and role == "assistant":
+            parsed["tool_calls"] = parse_tool_calls(value, f"{where}.tool_calls")
+        elif name != "role":
+            raise bad_request(f"'{where}.{name}' is not supported", param=f"{where}.{name}")
+    if "content" not in parsed:
+        if "tool_calls" not in parsed:
+            raise bad_request(f"'{where}.content' is required", param=f"{where}.content")
+        parsed["content"] = ""
+    return parsed
+
+
+def parse_content(content: Any, where: str) -> str | list[Message]:
+    """A string, or text parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise wrong(where, "must be a string or a list of text parts", content)
+    return [parse_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
+
+
+def parse_part(part: Any, where: str) -> Message:
+    """A text part; other kinds (images, audio, …) are errors."""
+    if not isinstance(part, dict):
+        raise wrong(where, "must be an object", part)
+    if part.get("type") != "text":
+        raise bad_request(f"'{where}.type': only text parts are supported", param=f"{where}.type")
+    for name in part.keys() - {"type", "text"}:
+        raise bad_request(f"'{where}.{name}' is not supported", param=f"{where}.{name}")
+    return {"type": "text", "text": string(part.get("text"), f"{where}.text")}
+
+
+def parse_tool_calls(calls: Any, where: str) -> list[Message]:
+    """Calls made earlier in a conversation, for templates that write them out: objects with a `function`."""
+    if not isinstance(calls, list):
+        raise wrong(where, "must be a list", calls)
+    for index, call in enumerate(calls):
+        if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+            raise wrong(f"{where}[{index}]", "must be an object with a 'function' object", call)
+    return calls
+
+
+def string(value: Any, where: str) -> str:
+    """`value`, which must be a string."""
+    if not isinstance(value, str):
+        raise wrong(where, "must be a string", value)
+    return value
+
+
+def wrong(where: str, what: str, value: Any) -> ApiError:
+    return bad_request(f"'{where}' {what}, not {type(value).__name__}", param=where)

@@ -1,0 +1,219 @@
+"""What a request asks to be generated, free of the names and defaults of the wire.
+
+Checks what depends on the model and what ties two fields together. Knows no text, no prompt and no engine.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from toka_async.arrays import EMPTY, f32_column, i32_column
+from toka_async.messages import Sampling
+from toka_async.openai.errors import bad_request
+from toka_async.openai.prompts import check_vocabulary
+from toka_async.openai.requests import ChatRequest, CompletionRequest, GenerationFields
+
+N = TypeVar("N", int, float)
+
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 1024
+COMPLETION_TOKENS = 16  # OpenAI's default of a completion's max_tokens
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What one request can have.
+
+    max_context: tokens of prompt and completion together. cache_tokens: the same, as the KV cache allows.
+    """
+
+    max_context: int
+    cache_tokens: int
+    vocab_size: int
+    max_n: int
+
+
+class Defaults(msgspec.Struct, frozen=True):
+    """What holds where a request says nothing: the model's own, or OpenAI's."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    end_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A checked request.
+
+    max_tokens: None is whatever is left of the context. num_prompt_logprobs: the response's `prompt_logprobs`, -1 for
+    none; `sampling` may ask the engine for more, for an echo.
+    """
+
+    n: int
+    max_tokens: int | None
+    seed: int
+    sampling: Sampling
+    stops: tuple[str, ...]
+    include_stop: bool
+    stop_token_ids: frozenset[int]
+    skip_special_tokens: bool
+    return_token_ids: bool
+    echo: bool
+    num_prompt_logprobs: int
+    stream: bool
+    include_usage: bool
+    priority: int
+
+
+def completion_generation(request: CompletionRequest, limits: Limits, defaults: Defaults) -> Generation:
+    """Raises ApiError (400) that names the field."""
+    if request.best_of is not None and request.best_of != request.n:
+        raise bad_request(f"'best_of' must equal n ({request.n}), got {request.best_of}", param="best_of")
+    num_logprobs = -1 if request.logprobs is None else request.logprobs
+    max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    of_prompt = num_logprobs if request.echo else -1
+    return generation(request, limits, defaults, max_tokens, num_logprobs, of_prompt, request.echo)
+
+
+def chat_generation(request: ChatRequest, limits: Limits, defaults: Defaults) -> Generation:
+    """Raises ApiError (400) that names the field."""
+    if request.top_logprobs is not None and not request.logprobs:
+        raise bad_request("'top_logprobs' needs logprobs: true", param="top_logprobs")
+    both = request.max_tokens is not None and request.max_completion_tokens is not None
+    if both and request.max_tokens != request.max_completion_tokens:
+        raise bad_request("'max_completion_tokens' and max_tokens differ; give one", param="max_completion_tokens")
+    max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
+    num_logprobs = (request.top_logprobs or 0) if request.logprobs else -1
+    return generation(request, limits, defaults, max_tokens, num_logprobs, -1, False)
+
+
+def generation(
+    fields: GenerationFields,
+    limits: Limits,
+    defaults: Defaults,
+    max_tokens: int | None,
+    num_logprobs: int,
+    num_prompt_logprobs: int,
+    echo: bool,
+) -> Generation:
+    """The part that completions and chat share."""
+    check_counts(fields, limits, max_tokens)
+    if fields.prompt_logprobs is not None:
+        num_prompt_logprobs = max(num_prompt_logprobs, fields.prompt_logprobs)
+    stop_token_ids = np.array(fields.stop_token_ids, dtype=np.int32)
+    check_vocabulary(stop_token_ids, limits.vocab_size, "stop_token_ids")
+    return Generation(
+        n=fields.n,
+        max_tokens=max_tokens,
+        seed=secrets.randbits(63) if fields.seed is None else fields.seed,
+        sampling=sampling(fields, limits, defaults, num_logprobs, num_prompt_logprobs),
+        stops=parse_stops(fields.stop),
+        include_stop=fields.include_stop_str_in_output,
+        stop_token_ids=frozenset(fields.stop_token_ids),
+        skip_special_tokens=fields.skip_special_tokens,
+        return_token_ids=fields.return_token_ids,
+        echo=echo,
+        num_prompt_logprobs=-1 if fields.prompt_logprobs is None else fields.prompt_logprobs,
+        stream=fields.stream,
+        include_usage=fields.stream_options is not None and fields.stream_options.include_usage,
+        priority=fields.priority,
+    )
+
+
+def check_counts(fields: GenerationFields, limits: Limits, max_tokens: int | None) -> None:
+    if fields.n > limits.max_n:
+        raise bad_request(f"'n' can be at most {limits.max_n}, got {fields.n}", param="n")
+    most = limits.max_context if max_tokens is None else max_tokens
+    if fields.min_tokens > most:
+        raise bad_request(f"'min_tokens' ({fields.min_tokens}) is above max_tokens ({most})", param="min_tokens")
+    if fields.stream_options is not None and not fields.stream:
+        raise bad_request("'stream_options' needs stream: true", param="stream_options")
+    if fields.stream and fields.prompt_logprobs is not None:
+        raise bad_request("'prompt_logprobs' is not supported with stream: true", param="prompt_logprobs")
+
+
+def sampling(
+    fields: GenerationFields, limits: Limits, defaults: Defaults, num_logprobs: int, num_prompt_logprobs: int
+) -> Sampling:
+    """The engine's view of how tokens are chosen. top_k of -1 and 0 both mean off."""
+    ends = set(fields.stop_token_ids) | (set() if fields.ignore_eos else set(defaults.end_ids))
+    bias = parse_bias(fields.logit_bias, limits.vocab_size)
+    return Sampling(
+        temperature=chosen(fields.temperature, defaults.temperature),
+        top_p=chosen(fields.top_p, defaults.top_p),
+        top_k=max(chosen(fields.top_k, defaults.top_k), 0),
+        min_p=chosen(fields.min_p, defaults.min_p),
+        presence_penalty=fields.presence_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        repetition_penalty=chosen(fields.repetition_penalty, defaults.repetition_penalty),
+        min_tokens=fields.min_tokens,
+        end_ids=i32_column(sorted(ends)) if ends else EMPTY,
+        bias_ids=i32_column(bias.keys()),
+        bias_values=f32_column(bias.values()),
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
+    )
+
+
+def chosen(value: N | None, default: N) -> N:
+    """The request's value, else the model's."""
+    return default if value is None else value
+
+
+def parse_bias(wire: dict[str, float], vocab_size: int) -> dict[int, float]:
+    """Token id -> bias. Raises ApiError (400) for keys that are no ids of the vocabulary."""
+    bias: dict[int, float] = {}
+    for key, value in wire.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 12 and int(key) < vocab_size):
+            raise bad_request(
+                f"'logit_bias' has the key {key[:40]!r}; token ids of this model are 0 to {vocab_size - 1}",
+                param="logit_bias",
+            )
+        bias[int(key)] = value
+    return bias
+
+
+def parse_stops(stop: str | list[str]) -> tuple[str, ...]:
+    """The distinct stop strings, in order. Raises ApiError (400) for empty, too long or too many ones."""
+    stops = [stop] if isinstance(stop, str) else stop
+    if len(stops) > MAX_STOPS:
+        raise bad_request(f"'stop' can have at most {MAX_STOPS} strings, got {len(stops)}", param="stop")
+    if any(not text for text in stops):
+        raise bad_request("'stop' must not hold an empty string", param="stop")
+    if any(len(text) > MAX_STOP_LENGTH for text in stops):
+        raise bad_request(f"'stop' strings can have at most {MAX_STOP_LENGTH} characters", param="stop")
+    return tuple(dict.fromkeys(stops))
+
+
+def token_budget(limits: Limits, num_prompt: int, max_tokens: int | None, param: str) -> int:
+    """How many tokens may be generated after a prompt of `num_prompt` tokens. `param` names the prompt's field.
+
+    Raises:
+        ApiError: 400, when prompt and completion do not fit the context or the cache; states the numbers.
+    """
+    room = min(limits.max_context, limits.cache_tokens)
+    what = "maximum context length" if room == limits.max_context else "KV cache's size"
+    left = room - num_prompt
+    if left < (1 if max_tokens is None else 0):
+        raise bad_request(
+            f"the {what} is {room} tokens, but the prompt has {num_prompt} tokens; shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
+    if max_tokens is None:
+        return left
+    if max_tokens > left:
+        raise bad_request(
+            f"the {what} is {room} tokens, but {num_prompt + max_tokens} are asked for: {num_prompt} of the prompt "
+            f"and {max_tokens} of the completion; lower max_tokens or shorten the prompt",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return max_tokens

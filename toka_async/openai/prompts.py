@@ -1,0 +1,61 @@
+"""The four forms of a completion's prompt: a string, strings, token ids, lists of token ids.
+
+Knows no tokenizer: strings stay strings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from toka_async.arrays import Int32
+from toka_async.openai.errors import bad_request
+
+Prompt = str | Int32
+
+
+def parse_prompts(prompt: str | list[Any]) -> list[Prompt]:
+    """The prompts, each a string or an int32 array of token ids [p], p >= 1.
+
+    Raises:
+        ApiError: 400 with param `prompt`; empty, a mixture, or not token ids.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise bad_request("'prompt' must not be an empty list", param="prompt")
+    first = type(prompt[0])
+    if any(type(item) is not first for item in prompt):
+        raise bad_request("'prompt' must not mix strings, token ids and lists", param="prompt")
+    if first is str:
+        return list(prompt)
+    if first is int:
+        return [token_ids(prompt)]
+    if first is list:
+        return [token_ids(ids) for ids in prompt]
+    raise bad_request(
+        "'prompt' must be a string, a list of strings, a list of token ids or a list of lists of token ids",
+        param="prompt",
+    )
+
+
+def token_ids(items: Sequence[Any]) -> Int32:
+    """The ids as an array. Raises ApiError (400) for an empty list or anything that cannot be a token id."""
+    if not items:
+        raise bad_request("'prompt' must not hold an empty list of token ids", param="prompt")
+    if any(type(item) is not int for item in items):
+        raise bad_request("'prompt': token ids must be integers", param="prompt")
+    if min(items) < 0 or max(items) > np.iinfo(np.int32).max:
+        raise bad_request("'prompt' has a token id out of range", param="prompt")
+    return np.array(items, dtype=np.int32)
+
+
+def check_vocabulary(ids: Int32, vocab_size: int, param: str = "prompt") -> None:
+    """Raises ApiError (400) when an id is not below `vocab_size`."""
+    if ids.size and int(ids.max()) >= vocab_size:
+        raise bad_request(
+            f"'{param}' has token id {int(ids.max())}, out of range: the model's vocabulary has {vocab_size} tokens",
+            param=param,
+        )

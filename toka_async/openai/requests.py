@@ -1,0 +1,103 @@
+"""The requests of the API as Structs: names, types and ranges that hold for every model.
+
+What depends on the model (context, vocabulary) or needs more than a range is checked in `generation`, `prompts` and
+`chat_messages`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+MAX_LOGPROBS = 20
+
+Count = Annotated[int, Meta(ge=1)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+TokenIds = list[Annotated[int, Meta(ge=0, le=2**31 - 1)]]
+
+
+class WireRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request body: unknown fields are errors."""
+
+
+class StreamOptions(WireRequest, frozen=True, kw_only=True):
+    include_usage: bool = False
+
+
+class GenerationFields(WireRequest, frozen=True, kw_only=True):
+    """The fields that completions and chat share. None: the model's own default."""
+
+    model: str | None = None
+    n: Count = 1
+    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] = {}
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[str] = []
+    stop_token_ids: TokenIds = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: NumLogprobs | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
+    # Labels for the caller's own books; they ask nothing of a server.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
+    """POST /v1/completions. `prompt` is told apart in `prompts`."""
+
+    prompt: str | list[Any]
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    best_of: Count | None = None
+    echo: bool = False
+    logprobs: NumLogprobs | None = None
+    add_special_tokens: bool = True
+
+
+class ChatRequest(GenerationFields, frozen=True, kw_only=True):
+    """POST /v1/chat/completions. `messages` are checked in `chat_messages`."""
+
+    messages: list[Any]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: NumLogprobs | None = None
+    add_special_tokens: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class TokenizeRequest(WireRequest, frozen=True, kw_only=True):
+    """POST /tokenize: a prompt, or messages as chat has them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class DetokenizeRequest(WireRequest, frozen=True, kw_only=True):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds

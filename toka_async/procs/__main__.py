@@ -1,0 +1,41 @@
+"""The entry point of every child: `python -m toka_async.procs NAME`, its spec on standard input.
+
+The name is for people who list processes. Imports a role's module only once the lifeline is up, since that can take
+seconds (torch).
+"""
+
+from __future__ import annotations
+
+import logging
+
+from toka_async.procs.child import ParentLink, connect_parent
+
+
+def main() -> None:
+    link = connect_parent()
+    try:
+        run(link)
+    except Exception as error:
+        logging.getLogger("toka_async").exception("stopped by an error")
+        link.fatal(f"{type(error).__name__}: {error}")
+    link.exit()
+
+
+def run(link: ParentLink) -> None:
+    match link.spec.role:
+        case "server":
+            from toka_async.procs import server
+
+            server.run(link)
+        case "scheduler":
+            from toka_async.procs import scheduler
+
+            scheduler.run(link)
+        case "rank":
+            from toka_async.procs import rank
+
+            rank.run(link)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""What every child process shares: its spec, the pipes to its parent, and how it ends.
+
+Standard input is a child's lifeline and order channel: the first line is its spec, later lines are orders, and the end
+of it means that the parent is gone or wants the child gone, so the child exits at once, whatever its main thread does.
+Standard output carries statuses to the parent. Everything is one JSON line. Knows nothing of what a child does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Literal, NoReturn
+
+import msgspec
+
+from toka_async.config import Config
+from toka_async.topology import Topology
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the parent's to decide on; children ignore them
+
+
+class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a child is told at its start."""
+
+    role: Literal["server", "scheduler", "rank"]
+    replica: int = 0
+    rank: int = 0  # within the replica
+    config: Config
+    topology: Topology
+    model_dir: str
+    tokenizer_dir: str
+    served_name: str
+    folder: str  # holds the sockets; whoever outlives the parent removes it
+    parent: int  # process id
+    listen_fd: int = -1  # the server's listening socket
+
+    @property
+    def name(self) -> str:
+        match self.role:
+            case "server":
+                return "server"
+            case "scheduler":
+                return f"scheduler-{self.replica}"
+            case "rank":
+                return f"rank-{self.replica}-{self.rank}"
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """Child -> parent: it does its work now."""
+
+
+class Fatal(msgspec.Struct, frozen=True, tag=True):
+    """Child -> parent: it ends, and why. `user`: the user can mend it, so no more than this line is needed."""
+
+    message: str
+    user: bool = False
+
+
+class Drained(msgspec.Struct, frozen=True, tag=True):
+    """Server -> parent: no request is running; `num_cut` of them did not finish in time."""
+
+    num_cut: int
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Parent -> server: accept no more, give running requests `seconds` to finish, say Drained, exit."""
+
+    seconds: float
+
+
+class Fail(msgspec.Struct, frozen=True, tag=True):
+    """Parent -> server: the engine is gone; tell all clients and exit."""
+
+    reason: str
+
+
+Status = Started | Fatal | Drained
+Order = Drain | Fail
+
+_ORDERS: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
+
+
+class ParentLink:
+    """A child's end of the pipes. `on_order` runs in the lifeline's thread; while None, any order ends the child."""
+
+    def __init__(self, spec: ChildSpec, orders_fd: int, status_fd: int, rest: bytes = b"") -> None:
+        self.spec = spec
+        self.on_order: Callable[[Order], object] | None = None
+        self._orders_fd = orders_fd
+        self._status_fd = status_fd
+        self._rest = rest
+        threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+
+    def report(self, status: Status) -> None:
+        """Tell the parent; a parent that is gone needs no telling."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._status_fd, msgspec.json.encode(status) + b"\n")
+
+    def fatal(self, message: str, *, user: bool = False) -> NoReturn:
+        """Report why, in one line, and end."""
+        self.report(Fatal(" ".join(message.split()), user))
+        self.exit(1)
+
+    def exit(self, code: int = 0) -> NoReturn:
+        """End now. Nothing runs at exit: threads of torch and ZeroMQ must not keep a process alive."""
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+        os._exit(code)
+
+    def _watch(self) -> None:
+        try:
+            rest = self._rest
+            while True:
+                *lines, rest = rest.split(b"\n")
+                for line in lines:
+                    if self.on_order is None:
+                        return
+                    self.on_order(_ORDERS.decode(line))
+                chunk = os.read(self._orders_fd, 65536)
+                if not chunk:
+                    return
+                rest += chunk
+        finally:
+            if os.getppid() != self.spec.parent:  # it was killed, so this is left to its children
+                shutil.rmtree(self.spec.folder, ignore_errors=True)
+            self.exit(0)
+
+
+def connect_parent() -> ParentLink:
+    """Read the spec and take over the pipes; to be called first in a child, before any slow import.
+
+    From here on standard input is empty and standard output is standard error, for whatever library prints.
+    """
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by the parent until they are ignored
+    orders_fd, status_fd = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(2, 1)
+    data = b""
+    while b"\n" not in data:
+        chunk = os.read(orders_fd, 65536)
+        if not chunk:
+            os._exit(0)  # the parent was gone before it could say anything
+        data += chunk
+    line, _, rest = data.partition(b"\n")
+    spec = msgspec.json.decode(line, type=ChildSpec)
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {spec.name}: %(message)s", datefmt="%H:%M:%S"
+    )
+    return ParentLink(spec, orders_fd, status_fd, rest)

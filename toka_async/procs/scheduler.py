@@ -1,0 +1,66 @@
+"""The scheduler process of one replica: a blocking loop that carries messages between sockets and the core.
+
+Loads no torch and no event loop; decides nothing itself.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import zmq
+
+from toka_async.messages import FromRank, Ready, ToRank, ToScheduler, ToServer
+from toka_async.procs.child import ParentLink, Started
+from toka_async.scheduler.core import Core
+from toka_async.transport.base import Inbox, Outbox
+from toka_async.transport.codec import Codec
+from toka_async.transport.zmq_sockets import PollSet, ZmqInbox, ZmqOutbox
+
+
+def run(link: ParentLink) -> None:
+    """Serve one replica until the parent ends this process."""
+    spec, topology = link.spec, link.spec.topology
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    requests: ZmqInbox[ToScheduler] = ZmqInbox(context, topology.schedulers[spec.replica], Codec(ToScheduler))
+    results: ZmqInbox[FromRank] = ZmqInbox(context, topology.scheduler_ranks[spec.replica], Codec(FromRank))
+    server: ZmqOutbox[ToServer] = ZmqOutbox(context, topology.server, Codec(ToServer))
+    ranks: ZmqOutbox[ToRank] = ZmqOutbox(context, topology.ranks[spec.replica][0], Codec(ToRank))
+    ready = results.receive()
+    assert isinstance(ready, Ready), "a rank's first message is Ready"
+    if ready.max_tokens < ready.max_seqs:
+        link.fatal(f"schedule.max_tokens: expected at least schedule.max_seqs ({ready.max_seqs})", user=True)
+    core = Core(
+        ready,
+        max_tokens=ready.max_tokens,
+        steps_ahead=spec.config.schedule.steps_ahead,
+        prefix=spec.config.cache.prefix,
+    )
+    server.send(ready)
+    gc.collect()
+    gc.freeze()
+    link.report(Started())
+    poll = PollSet([results, requests])
+    while True:
+        poll.wait()
+        turn(core, requests, results, server, ranks)
+
+
+def turn(
+    core: Core,
+    requests: Inbox[ToScheduler],
+    results: Inbox[FromRank],
+    server: Outbox[ToServer],
+    ranks: Outbox[ToRank],
+) -> None:
+    """Take all that has arrived, queue the steps that follow from it, then tell the server: ranks must not wait."""
+    now = time.monotonic()
+    for result in results.drain():
+        assert not isinstance(result, Ready), "a rank is ready once"
+        core.complete(result, now)
+    for request in requests.drain():
+        core.receive(request)
+    for step in core.next_steps(now):
+        ranks.send(step)
+    for message in core.take_messages(now):
+        server.send(message)

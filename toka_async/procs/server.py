@@ -1,0 +1,127 @@
+"""The server process: one event loop with the HTTP application on it, wired to the scheduler and to the parent.
+
+Listens before the engine is ready (requests are answered with 503 until then). Loads no torch; knows no routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import uvloop
+import zmq
+from aiohttp import web
+
+from toka_async.config import ModelConfig
+from toka_async.listening import BACKLOG, inherited
+from toka_async.messages import ToScheduler, ToServer
+from toka_async.model.generation import read_generation_defaults
+from toka_async.model.spec import ModelError, read_spec
+from toka_async.procs.child import ChildSpec, Drain, Drained, Fail, Order, ParentLink, Started
+from toka_async.server.app import create_app
+from toka_async.server.engine import Engine
+from toka_async.server.runner import Runner
+from toka_async.text.chat import ChatTemplate, ChatTemplateError
+from toka_async.text.tokenizer import Tokenizer
+from toka_async.text.tokenizer_files import TokenizerError
+from toka_async.transport.codec import Codec
+from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
+
+FLUSH_TIMEOUT = 1.0  # seconds for answers to leave once there is nothing more to compute
+
+
+def run(link: ParentLink) -> None:
+    """Serve until the parent says otherwise."""
+    uvloop.run(serve(link))
+
+
+async def serve(link: ParentLink) -> NoReturn:
+    spec, loop = link.spec, asyncio.get_running_loop()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox: ZmqInbox[ToServer] = ZmqInbox(context, spec.topology.server, Codec(ToServer))
+    outbox: ZmqOutbox[ToScheduler] = ZmqOutbox(context, spec.topology.schedulers[0], Codec(ToScheduler))
+    engine = Engine(outbox, spec.config.server.max_requests)
+    try:
+        app = build_app(spec, engine)
+    except (ModelError, TokenizerError, ChatTemplateError) as error:
+        link.fatal(str(error), user=True)
+    runner = Runner(app, shutdown_timeout=spec.config.server.drain_timeout)
+    await runner.setup()
+    site = web.SockSite(runner, inherited(spec.listen_fd), backlog=BACKLOG)
+    await site.start()
+    orders: asyncio.Queue[Order] = asyncio.Queue()
+    link.on_order = lambda order: loop.call_soon_threadsafe(orders.put_nowait, order)
+    is_ready = asyncio.Event()
+
+    def on_messages(messages: Sequence[ToServer]) -> None:
+        engine.on_messages(messages)
+        if engine.ready is not None:
+            is_ready.set()
+
+    inbox.attach(loop, on_messages)
+    order = asyncio.create_task(orders.get())
+    await asyncio.wait({asyncio.create_task(is_ready.wait()), order}, return_when=asyncio.FIRST_COMPLETED)
+    if is_ready.is_set():
+        gc.collect()
+        gc.freeze()
+        link.report(Started())
+    first = await order
+    await site.stop()
+    await finish(link, first, orders, engine, runner)
+
+
+async def finish(
+    link: ParentLink, order: Order, orders: asyncio.Queue[Order], engine: Engine, runner: Runner
+) -> NoReturn:
+    """Carry out the parent's last order (a Fail may follow a Drain), and end."""
+    loop = asyncio.get_running_loop()
+    deadline, num_cut = loop.time(), 0
+    if isinstance(order, Drain):
+        deadline += order.seconds
+        engine.begin_drain()
+        further = asyncio.create_task(orders.get())
+        idle = asyncio.create_task(engine.wait_idle())
+        await asyncio.wait({further, idle}, timeout=order.seconds, return_when=asyncio.FIRST_COMPLETED)
+        num_cut = engine.num_requests
+        order = further.result() if further.done() else order
+    engine.fail_all(order.reason if isinstance(order, Fail) else "the server is shutting down")
+    await close(runner, max(0.0, deadline - loop.time()) + FLUSH_TIMEOUT)
+    if isinstance(order, Fail):
+        link.exit(1)
+    link.report(Drained(num_cut))
+    link.exit()
+
+
+async def close(runner: Runner, timeout: float) -> None:
+    """Wait until the handlers have answered and their answers are sent, then close all connections."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout):
+            transports = [connection.transport for connection in runner.server.connections] if runner.server else []
+            await runner.cleanup()
+            while any(transport is not None and transport.get_write_buffer_size() for transport in transports):
+                await asyncio.sleep(0.01)
+
+
+def build_app(spec: ChildSpec, engine: Engine) -> web.Application:
+    """Raises ModelError, TokenizerError or ChatTemplateError; the message names the file."""
+    model, model_dir = spec.config.model, Path(spec.model_dir)
+    use_file = model.generation_config == "auto"
+    defaults = read_generation_defaults(model_dir, read_spec(model_dir), use_file)
+    tokenizer = Tokenizer.load(Path(spec.tokenizer_dir))
+    template = chat_template(model, tokenizer)
+    return create_app(spec.config.server, spec.served_name, tokenizer, template, defaults, engine)
+
+
+def chat_template(model: ModelConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The configured file's, else the tokenizer's own, if it has one."""
+    source = tokenizer.chat_template
+    if model.chat_template:
+        try:
+            source = Path(model.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ChatTemplateError(f"model.chat_template={model.chat_template}: cannot be read: {error}") from error
+    return None if source is None else ChatTemplate(source, tokenizer.special_tokens)

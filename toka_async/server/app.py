@@ -1,0 +1,82 @@
+"""The web application: routes to handlers, and the threads that the handlers' text work runs in."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+from aiohttp import hdrs, web
+
+from toka_async.config import ServerConfig
+from toka_async.model.generation import GenerationDefaults
+from toka_async.openai.errors import ApiError
+from toka_async.server import info
+from toka_async.server.chat import chat_completions
+from toka_async.server.completions import completions
+from toka_async.server.engine import Engine
+from toka_async.server.errors import error_response, json_errors
+from toka_async.server.respond import SERVICE, check_length
+from toka_async.server.service import Service, make_defaults
+from toka_async.server.status import StatusLine
+from toka_async.text.chat import ChatTemplate
+from toka_async.text.tokenizer import Tokenizer
+
+NUM_THREADS = 2  # for text; they hold the interpreter's lock much of the time
+
+
+def create_app(
+    config: ServerConfig,
+    served_name: str,
+    tokenizer: Tokenizer,
+    chat_template: ChatTemplate | None,
+    defaults: GenerationDefaults,
+    engine: Engine,
+) -> web.Application:
+    """The app; it answers 503 until the engine is ready, so it may listen before."""
+    executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
+    ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    app = web.Application(middlewares=[json_errors], client_max_size=config.max_body_mb << 20)
+    app[SERVICE] = Service(
+        config, served_name, tokenizer, chat_template, make_defaults(defaults, ends), engine, executor
+    )
+    add_routes(app)
+
+    async def text_threads(_app: web.Application) -> AsyncIterator[None]:
+        yield
+        executor.shutdown(wait=False, cancel_futures=True)
+
+    async def status_line(_app: web.Application) -> AsyncIterator[None]:
+        status = StatusLine(engine, config.stats_interval)
+        engine.on_busy = status.start
+        yield
+        status.stop()
+
+    app.cleanup_ctx.extend([text_threads, status_line])
+    return app
+
+
+def add_routes(app: web.Application) -> None:
+    router = app.router
+    router.add_post("/v1/completions", completions, expect_handler=expect)
+    router.add_post("/v1/chat/completions", chat_completions, expect_handler=expect)
+    router.add_post("/tokenize", info.tokenize, expect_handler=expect)
+    router.add_post("/detokenize", info.detokenize, expect_handler=expect)
+    router.add_get("/v1/models", info.models)
+    router.add_get("/v1/models/{model:.+}", info.model)
+    router.add_get("/health", info.health)
+    router.add_get("/ping", info.ping)
+    router.add_get("/version", info.version)
+    router.add_get("/metrics", info.metrics)
+
+
+async def expect(request: web.Request) -> web.StreamResponse | None:
+    """Tells a client that asks first (curl does) whether to send its body."""
+    if request.headers.get(hdrs.EXPECT, "").lower() != "100-continue":
+        return error_response(ApiError(417, "the only expectation that is met is 100-continue"))
+    try:
+        check_length(request)
+    except ApiError as error:
+        return error_response(error)
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # what aiohttp's own handler does: nothing of the response is sent yet
+    return None

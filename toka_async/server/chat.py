@@ -1,0 +1,129 @@
+"""POST /v1/chat/completions: messages to a prompt, and the response or chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from toka_async.messages import Reason
+from toka_async.openai.chat_messages import parse_messages
+from toka_async.openai.errors import bad_request
+from toka_async.openai.generation import chat_generation
+from toka_async.openai.parse import parse_request
+from toka_async.openai.requests import ChatRequest, TokenizeRequest
+from toka_async.openai.responses import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    PromptLogprobs,
+    Usage,
+)
+from toka_async.server.answers import FINISH, Header, new_header, num_kept, run_usage
+from toka_async.server.logprobs import chat_logprobs, prompt_logprobs, prompt_rows
+from toka_async.server.respond import SERVICE, read_body, respond
+from toka_async.server.rows import Rows
+from toka_async.server.sample_text import Piece
+from toka_async.server.service import Chat, Output, Run, Service
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """Handles one request."""
+    service = request.app[SERVICE]
+    wire = parse_request(await read_body(request), ChatRequest)
+    service.check_model(wire.model)
+    generation = chat_generation(wire, service.limits(), service.defaults)
+    text = await service.render(wire_chat(wire))
+    prompts = await service.encode([text], wire.add_special_tokens, "messages")
+    async with service.running(generation, prompts, "messages") as run:
+        return await respond(request, run, ChatAnswer(service, new_header("chatcmpl", service.name)))
+
+
+def wire_chat(wire: ChatRequest | TokenizeRequest) -> Chat:
+    """The chat of a request. A final message that is to be continued is not followed by a generation prompt."""
+    if wire.continue_final_message and wire.add_generation_prompt:
+        raise bad_request(
+            "'continue_final_message' and add_generation_prompt cannot both be true", param="continue_final_message"
+        )
+    add = not wire.continue_final_message if wire.add_generation_prompt is None else wire.add_generation_prompt
+    messages = parse_messages(wire.messages or [])
+    return Chat(messages, add, wire.continue_final_message, wire.chat_template_kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """The responses of one request."""
+
+    service: Service
+    header: Header
+
+    def whole(self, run: Run, outputs: Sequence[Sequence[Output]]) -> ChatCompletion:
+        header = self.header
+        return ChatCompletion(
+            id=header.id,
+            created=header.created,
+            model=header.model,
+            choices=[self.choice(run, index, output) for index, output in enumerate(outputs[0])],
+            usage=run_usage(run, num_kept(outputs)),
+            prompt_logprobs=self.prompt_logprobs(run),
+        )
+
+    def choice(self, run: Run, index: int, output: Output) -> ChatChoice:
+        finish = FINISH[output.reason]
+        assert finish is not None
+        return ChatChoice(
+            index=index,
+            message=ChatMessage(content=output.text),
+            logprobs=self.logprobs(run, output.rows),
+            finish_reason=finish,
+            stop_reason=output.stop,
+            token_ids=output.rows.token_ids.tolist() if run.generation.return_token_ids else UNSET,
+        )
+
+    def first(self, run: Run, prompt: int, sample: int) -> ChatChunk:
+        assert prompt == 0, "a chat has one prompt"
+        choice = ChatChunkChoice(index=sample, delta=ChatDelta(role="assistant", content=""))
+        return self.chat_chunk([choice], self.no_usage(run))
+
+    def chunk(
+        self, run: Run, prompt: int, sample: int, piece: Piece, reason: Reason, stop: str | int | None
+    ) -> ChatChunk:
+        assert prompt == 0, "a chat has one prompt"
+        choice = ChatChunkChoice(
+            index=sample,
+            delta=ChatDelta(content=piece.text or UNSET),
+            logprobs=self.logprobs(run, piece.rows),
+            finish_reason=FINISH[reason],
+            stop_reason=stop,
+            token_ids=piece.rows.token_ids.tolist() if run.generation.return_token_ids else UNSET,
+        )
+        return self.chat_chunk([choice], self.no_usage(run))
+
+    def last(self, usage: Usage) -> ChatChunk:
+        return self.chat_chunk([], usage)
+
+    def chat_chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
+        header = self.header
+        return ChatChunk(id=header.id, created=header.created, model=header.model, choices=choices, usage=usage)
+
+    def no_usage(self, run: Run) -> UnsetType | None:
+        """Chunks before the last say null when the usage is to come."""
+        return None if run.generation.include_usage else UNSET
+
+    def logprobs(self, run: Run, rows: Rows) -> ChatLogprobs | None:
+        num_top = run.generation.sampling.num_logprobs
+        return None if num_top < 0 else chat_logprobs(self.service.tokenizer, rows, num_top)
+
+    def prompt_logprobs(self, run: Run) -> PromptLogprobs | UnsetType:
+        num_top, prefilled = run.generation.num_prompt_logprobs, run.batch.flights[0].prefilled
+        if num_top < 0:
+            return UNSET
+        assert prefilled is not None, "the prompt is computed before its samples"
+        rows = prompt_rows(run.prompts[0], prefilled, run.generation.sampling.num_prompt_logprobs)
+        return prompt_logprobs(self.service.tokenizer, rows, num_top)

@@ -1,0 +1,152 @@
+"""POST /v1/completions: the request's way in, and its response or chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from toka_async.messages import Reason
+from toka_async.openai.errors import bad_request
+from toka_async.openai.generation import completion_generation
+from toka_async.openai.parse import parse_request
+from toka_async.openai.prompts import Prompt, parse_prompts
+from toka_async.openai.requests import CompletionRequest
+from toka_async.openai.responses import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage
+from toka_async.server.answers import FINISH, Header, new_header, num_kept, run_usage
+from toka_async.server.logprobs import (
+    concatenated,
+    echoed_logprobs,
+    legacy_logprobs,
+    prompt_logprobs,
+    prompt_rows,
+    text_offsets,
+)
+from toka_async.server.respond import SERVICE, read_body, respond
+from toka_async.server.rows import Rows
+from toka_async.server.sample_text import Piece
+from toka_async.server.service import Output, Run, Service
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """Handles one request."""
+    service = request.app[SERVICE]
+    wire = parse_request(await read_body(request), CompletionRequest)
+    service.check_model(wire.model)
+    generation = completion_generation(wire, service.limits(), service.defaults)
+    given = parse_prompts(wire.prompt)
+    if len(given) > service.config.max_requests:
+        raise bad_request(f"'prompt' can hold at most {service.config.max_requests} prompts", param="prompt")
+    prompts = await service.encode(given, wire.add_special_tokens, "prompt")
+    async with service.running(generation, prompts, "prompt") as run:
+        return await respond(request, run, CompletionAnswer(service, given, new_header("cmpl", service.name)))
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionAnswer:
+    """The responses of one request. given: its prompts, which an echo repeats."""
+
+    service: Service
+    given: list[Prompt]
+    header: Header
+
+    def whole(self, run: Run, outputs: Sequence[Sequence[Output]]) -> Completion:
+        choices = []
+        for prompt, samples in enumerate(outputs):
+            echo = self.echo(run, prompt)
+            of_prompt = self.prompt_logprobs(run, prompt)
+            for sample, output in enumerate(samples):
+                choices.append(self.choice(run, prompt, sample, output, echo, of_prompt))
+        return self.completion(choices, run_usage(run, num_kept(outputs)))
+
+    def choice(
+        self,
+        run: Run,
+        prompt: int,
+        sample: int,
+        output: Output,
+        echo: tuple[str, CompletionLogprobs | None],
+        of_prompt: PromptLogprobs | UnsetType,
+    ) -> CompletionChoice:
+        text, logprobs = echo
+        if run.generation.sampling.num_logprobs >= 0:
+            skip = run.generation.skip_special_tokens
+            offsets = text_offsets(self.service.tokenizer, output.rows.token_ids.tolist(), skip, True, len(text))
+            own = self.logprobs(run, output.rows, offsets)
+            logprobs = own if logprobs is None else concatenated(logprobs, own)
+        return CompletionChoice(
+            index=prompt * run.generation.n + sample,
+            text=text + output.text,
+            logprobs=logprobs,
+            finish_reason=FINISH[output.reason],
+            stop_reason=output.stop,
+            token_ids=output.rows.token_ids.tolist() if run.generation.return_token_ids else UNSET,
+            prompt_logprobs=of_prompt,
+        )
+
+    def first(self, run: Run, prompt: int, sample: int) -> Completion | None:
+        if not run.generation.echo:
+            return None
+        text, logprobs = self.echo(run, prompt)
+        choice = CompletionChoice(index=prompt * run.generation.n + sample, text=text, logprobs=logprobs)
+        return self.completion([choice], self.no_usage(run))
+
+    def chunk(
+        self, run: Run, prompt: int, sample: int, piece: Piece, reason: Reason, stop: str | int | None
+    ) -> Completion:
+        logprobs = None
+        if run.generation.sampling.num_logprobs >= 0:
+            start = len(self.prompt_text(run, prompt)) if run.generation.echo else 0
+            logprobs = self.logprobs(run, piece.rows, [start + offset for offset in piece.offsets])
+        choice = CompletionChoice(
+            index=prompt * run.generation.n + sample,
+            text=piece.text,
+            logprobs=logprobs,
+            finish_reason=FINISH[reason],
+            stop_reason=stop,
+            token_ids=piece.rows.token_ids.tolist() if run.generation.return_token_ids else UNSET,
+        )
+        return self.completion([choice], self.no_usage(run))
+
+    def last(self, usage: Usage) -> Completion:
+        return self.completion([], usage)
+
+    def completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+        header = self.header
+        return Completion(id=header.id, created=header.created, model=header.model, choices=choices, usage=usage)
+
+    def no_usage(self, run: Run) -> UnsetType | None:
+        """Chunks before the last say null when the usage is to come."""
+        return None if run.generation.include_usage else UNSET
+
+    def logprobs(self, run: Run, rows: Rows, offsets: list[int]) -> CompletionLogprobs:
+        return legacy_logprobs(self.service.tokenizer, rows, offsets, run.generation.sampling.num_logprobs)
+
+    def prompt_text(self, run: Run, prompt: int) -> str:
+        given = self.given[prompt]
+        if isinstance(given, str):
+            return given
+        return self.service.tokenizer.decode(given.tolist(), run.generation.skip_special_tokens)
+
+    def echo(self, run: Run, prompt: int) -> tuple[str, CompletionLogprobs | None]:
+        """What an echo puts before the completion: the prompt, with its log-probs where the request wants some."""
+        if not run.generation.echo:
+            return "", None
+        text, num_top = self.prompt_text(run, prompt), run.generation.sampling.num_logprobs
+        if num_top < 0:
+            return text, None
+        ids = run.prompts[prompt].tolist()
+        offsets = text_offsets(self.service.tokenizer, ids, run.generation.skip_special_tokens, False)
+        rows = self.prompt_rows(run, prompt)
+        return text, echoed_logprobs(self.service.tokenizer, ids[0], rows, offsets, num_top)
+
+    def prompt_logprobs(self, run: Run, prompt: int) -> PromptLogprobs | UnsetType:
+        num_top = run.generation.num_prompt_logprobs
+        return UNSET if num_top < 0 else prompt_logprobs(self.service.tokenizer, self.prompt_rows(run, prompt), num_top)
+
+    def prompt_rows(self, run: Run, prompt: int) -> Rows:
+        prefilled = run.batch.flights[prompt].prefilled
+        assert prefilled is not None, "the prompt is computed before its samples"
+        return prompt_rows(run.prompts[prompt], prefilled, run.generation.sampling.num_prompt_logprobs)

@@ -1,0 +1,267 @@
+"""The server's end of the scheduler: numbers requests, sends them, and hands what comes back to those who wait.
+
+One event loop calls everything here. Every request that is submitted ends exactly once: all samples end, its client
+cancels it, the scheduler fails it, or the engine stops. Knows no HTTP and no text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import monotonic
+
+from toka_async.arrays import Int32, column
+from toka_async.messages import (
+    Cancel,
+    EndSample,
+    Failed,
+    Prefilled,
+    Ready,
+    Reason,
+    Sampling,
+    Stats,
+    StopChecks,
+    Submit,
+    Tokens,
+    ToScheduler,
+    ToServer,
+)
+from toka_async.server.inflight import Batch, EngineStoppedError, InFlight, RequestFailedError
+from toka_async.server.metrics import Metrics
+from toka_async.server.rows import Rows, split
+from toka_async.transport.base import Outbox
+
+
+class NotServingError(Exception):
+    """No requests are taken: the engine is not ready yet, draining, or gone. The message says which."""
+
+
+class OverloadedError(Exception):
+    """As many requests as `server.max_requests` allows are held already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One prompt to be submitted: token ids [p] and what to generate after it."""
+
+    prompt: Int32
+    n: int
+    max_tokens: int
+    seed: int
+    sampling: Sampling
+    stream: bool
+    priority: int
+    stop_id: int = -1
+
+
+class Engine:
+    """The scheduler as the server sees it.
+
+    Args:
+        outbox: to the scheduler. What the scheduler sends goes to `on_messages`.
+        max_requests: held at once; more raise OverloadedError.
+        clock: seconds, monotonic.
+
+    Attributes:
+        ready: what the ranks allow, once they are up.
+        stats: the scheduler's newest counters.
+        on_stop_checks: called with each StopChecks message.
+        on_busy: called when the first request arrives after an idle time.
+    """
+
+    def __init__(
+        self,
+        outbox: Outbox[ToScheduler],
+        max_requests: int,
+        metrics: Metrics | None = None,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        self.outbox = outbox
+        self.ready: Ready | None = None
+        self.stats = Stats()
+        self.metrics = metrics or Metrics()
+        self.on_stop_checks: Callable[[StopChecks], None] = ignore
+        self.on_busy: Callable[[], None] = do_nothing
+        self._max_requests = max_requests
+        self._clock = clock
+        self._inflight: dict[int, InFlight] = {}
+        self._next_id = 0
+        self._num_holders = 0
+        self._draining = False
+        self._stopped: str | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.metrics.watch(lambda: self.stats)
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_requests(self) -> int:
+        """Engine requests (one a prompt) that have not ended."""
+        return len(self._inflight)
+
+    @property
+    def busy(self) -> bool:
+        return not self._idle.is_set()
+
+    def check_serving(self, num_requests: int = 0) -> Ready:
+        """Raises NotServingError, or OverloadedError when `num_requests` more cannot be held."""
+        if self._stopped is not None:
+            raise NotServingError(f"the engine has stopped: {self._stopped}")
+        if self._draining:
+            raise NotServingError("the server is shutting down")
+        if self.ready is None:
+            raise NotServingError("the engine is still starting")
+        if self.num_requests + num_requests > self._max_requests:
+            raise OverloadedError(f"{self.num_requests} requests are held; server.max_requests is {self._max_requests}")
+        return self.ready
+
+    def begin_drain(self) -> None:
+        """From now on new requests raise NotServingError; those held go on."""
+        self._draining = True
+
+    async def wait_idle(self) -> None:
+        """Waits until no request is held and those who waited for one have let go of it."""
+        await self._idle.wait()
+
+    def fail_all(self, reason: str) -> None:
+        """The engine is gone: every request held ends with EngineStoppedError, new ones raise NotServingError."""
+        self._stopped = reason
+        for flight in list(self._inflight.values()):
+            self._end(flight, EngineStoppedError(f"the engine has stopped: {reason}"))
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def submitted(self, jobs: Sequence[Job]) -> Iterator[Batch]:
+        """Submits the jobs, all or none; leaving with an exception (a client gone is one) cancels what still runs.
+
+        Raises:
+            NotServingError, OverloadedError: none was submitted.
+        """
+        self.check_serving(len(jobs))
+        self._num_holders += 1
+        if not self.busy:
+            self._idle.clear()
+            self.on_busy()
+        batch = Batch()
+        for job in jobs:
+            self._submit(job, batch)
+        try:
+            yield batch
+        except BaseException:
+            for flight in batch.flights:
+                self._cancel(flight)
+            raise
+        finally:
+            self._num_holders -= 1
+            self._check_idle()
+
+    def end_sample(self, flight: InFlight, sample: int, num_tokens: int) -> None:
+        """A stop string ended a sample after `num_tokens` tokens: the scheduler is told, once.
+
+        Of a streamed sample later tokens are dropped; of another the scheduler sends `num_tokens`, or a few more.
+        """
+        state = flight.samples[sample]
+        if state.reason is Reason.NONE and not state.ending and flight.request_id in self._inflight:
+            self.outbox.send(EndSample(request_id=flight.request_id, sample=sample, num_tokens=num_tokens))
+        state.ending = True
+        state.muted = flight.stream
+
+    def find(self, request_id: int) -> InFlight | None:
+        """The request of that number, while it is held."""
+        return self._inflight.get(request_id)
+
+    def _submit(self, job: Job, batch: Batch) -> None:
+        request_id, self._next_id = self._next_id, (self._next_id + 1) % 2**31
+        flight = InFlight(batch, request_id, len(job.prompt), job.n, job.stream, self._clock())
+        self._inflight[request_id] = flight
+        self.outbox.send(
+            Submit(
+                request_id=request_id,
+                prompt=column(job.prompt),
+                n=job.n,
+                max_tokens=job.max_tokens,
+                seed=job.seed,
+                sampling=job.sampling,
+                stream=job.stream,
+                priority=job.priority,
+                stop_id=job.stop_id,
+            )
+        )
+
+    def _cancel(self, flight: InFlight) -> None:
+        if self._inflight.pop(flight.request_id, None) is not None:
+            self.metrics.cancelled()
+            self.outbox.send(Cancel(request_id=flight.request_id))
+
+    # ---- what the scheduler says -------------------------------------------------------------------------------------
+
+    def on_messages(self, messages: Sequence[ToServer]) -> None:
+        """Takes messages in the order in which they were sent."""
+        for message in messages:
+            match message:
+                case Tokens():
+                    self._on_tokens(message)
+                case Prefilled():
+                    self._on_prefilled(message)
+                case StopChecks():
+                    self.on_stop_checks(message)
+                case Failed():
+                    if flight := self._inflight.get(message.request_id):
+                        self._end(flight, RequestFailedError(message.message))
+                case Stats():
+                    self.stats = message
+                case Ready():
+                    self.ready = message
+
+    def _on_tokens(self, message: Tokens) -> None:
+        now = self._clock()
+        for request_id, sample, rows, reason in split(message):
+            flight = self._inflight.get(request_id)
+            if flight is None:  # cancelled meanwhile
+                continue
+            self._observe(flight, sample, rows, reason, now)
+            flight.add(sample, rows, reason)
+            if not flight.num_open:
+                self._end(flight, None)
+
+    def _observe(self, flight: InFlight, index: int, rows: Rows, reason: Reason, now: float) -> None:
+        """Latencies: a gap between arrivals counts once for all tokens that it brought."""
+        sample = flight.samples[index]
+        before = sample.last_arrival or flight.first_token
+        num_gaps = len(rows) - (sample.num_tokens == 0)
+        if num_gaps > 0:
+            self.metrics.token_gap((now - before) / num_gaps)
+        sample.last_arrival = now
+        if reason is not Reason.NONE:
+            self.metrics.sample_ended(reason)
+
+    def _on_prefilled(self, message: Prefilled) -> None:
+        if flight := self._inflight.get(message.request_id):
+            flight.prefilled = message
+            flight.first_token = self._clock()
+            self.metrics.prefilled(flight.num_prompt, flight.first_token - flight.submitted)
+
+    def _end(self, flight: InFlight, error: Exception | None) -> None:
+        del self._inflight[flight.request_id]
+        if error is None:
+            self.metrics.request_ended(self._clock() - flight.submitted)
+        else:
+            self.metrics.failed()
+        flight.end(error)
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        if not self._inflight and not self._num_holders:
+            self._idle.set()
+
+
+def ignore(_message: StopChecks) -> None:
+    """No stop strings are registered yet."""
+
+
+def do_nothing() -> None:
+    """Nobody wants to know."""

@@ -1,0 +1,72 @@
+"""Every failure as OpenAI's JSON error, those of the web framework included.
+
+Knows aiohttp and the engine's exceptions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+
+from toka_async.openai.errors import ApiError
+from toka_async.server.engine import NotServingError, OverloadedError
+from toka_async.server.inflight import EngineStoppedError, RequestFailedError
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of `error`; nothing of the inside of an unexpected one."""
+    match error:
+        case ApiError():
+            return error
+        case NotServingError():
+            return ApiError(503, str(error), code="not_serving", retry_after=1)
+        case OverloadedError():
+            return ApiError(429, str(error), code="overloaded", retry_after=1)
+        case RequestFailedError():
+            return ApiError(400, str(error), code="request_failed")
+        case EngineStoppedError():
+            return ApiError(500, str(error), code="engine_stopped")
+        case web.HTTPException():
+            return ApiError(error.status, framework_message(error))
+    return ApiError(500, "internal error; the server's log has the details", code="internal_error")
+
+
+def framework_message(error: web.HTTPException) -> str:
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        return f"method {error.method} is not allowed here, only {', '.join(sorted(error.allowed_methods))}"
+    return error.reason if error.status != 404 else "no such route"
+
+
+def error_response(error: ApiError) -> web.Response:
+    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    return web.Response(
+        status=error.status,
+        body=msgspec.json.encode(error.response()),
+        content_type="application/json",
+        headers=headers,
+    )
+
+
+@web.middleware
+async def json_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turns exceptions into error responses."""
+    try:
+        return await handler(request)
+    except (asyncio.CancelledError, ConnectionError):  # the client is gone
+        raise
+    except Exception as error:
+        known = as_api_error(error)
+        if known.code == "internal_error":
+            logger.exception("%s %s failed", request.method, request.path)
+        response = error_response(known)
+        if isinstance(error, web.HTTPMethodNotAllowed):
+            response.headers["Allow"] = error.headers["Allow"]
+        return response

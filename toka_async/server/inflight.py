@@ -1,0 +1,157 @@
+"""Requests on their way through the engine: what has come back of them, sample by sample, and a way to wait for more.
+
+Tokens stay arrays; a row of a Tokens message costs a few slices. Knows no text and no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from toka_async.messages import Prefilled, Reason
+from toka_async.server.rows import Rows, join
+
+
+class RequestFailedError(Exception):
+    """The engine refused the request; the message says why."""
+
+
+class EngineStoppedError(Exception):
+    """The engine is gone, and with it the requests that it held."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """One sample.
+
+    parts: tokens not yet taken. num_tokens: all that have come, taken ones included. reason: why it ended.
+    ending: a stop string was found and the scheduler told. muted: its text is complete, later tokens are dropped.
+    """
+
+    parts: list[Rows] = field(default_factory=list)
+    reason: Reason = Reason.NONE
+    num_tokens: int = 0
+    ending: bool = False
+    muted: bool = False
+    last_arrival: float = 0.0
+
+    def take(self) -> Rows:
+        """All tokens not yet taken."""
+        rows = join(self.parts)
+        self.parts.clear()
+        return rows
+
+
+class Batch:
+    """Engine requests that one caller waits for together."""
+
+    def __init__(self) -> None:
+        self.flights: list[InFlight] = []
+        self.error: Exception | None = None
+        self._num_open = 0
+        self._fresh: dict[tuple[int, int], None] = {}  # (flight's index, sample) with news, in order of arrival
+        self._news = asyncio.Event()
+
+    def add(self, flight: InFlight) -> None:
+        self.flights.append(flight)
+        self._num_open += 1
+
+    def note(self, index: int, sample: int) -> None:
+        """A streamed flight has news of a sample."""
+        self._fresh[index, sample] = None
+        self._news.set()
+
+    def note_end(self, error: Exception | None) -> None:
+        """A flight is over."""
+        self._num_open -= 1
+        self.error = self.error or error
+        if error is not None or not self._num_open:
+            self._news.set()
+
+    async def news(self) -> list[tuple[InFlight, int]]:
+        """Waits for news of streamed requests: samples that have some, each once, however much has come.
+
+        Raises:
+            RequestFailedError, EngineStoppedError: one of them will get no more.
+        """
+        while not self._fresh:
+            await self._wait()
+        fresh = [(self.flights[index], sample) for index, sample in self._fresh]
+        self._fresh.clear()
+        return fresh
+
+    async def finished(self) -> None:
+        """Waits until every sample has ended.
+
+        Raises:
+            RequestFailedError, EngineStoppedError: one of them ended otherwise.
+        """
+        while self._num_open or self.error is not None:
+            await self._wait()
+
+    async def _wait(self) -> None:
+        if self.error is not None:
+            raise self.error
+        self._news.clear()
+        await self._news.wait()
+
+
+class InFlight:
+    """One engine request.
+
+    Args:
+        batch: whose it is; it is told of news.
+        request_id: the engine's number.
+        num_prompt: prompt tokens.
+        n: samples.
+        stream: tokens are wanted as they come.
+        now: seconds, when it was submitted.
+    """
+
+    __slots__ = (
+        "_batch",
+        "first_token",
+        "index",
+        "num_open",
+        "num_prompt",
+        "prefilled",
+        "request_id",
+        "samples",
+        "stream",
+        "submitted",
+    )
+
+    def __init__(self, batch: Batch, request_id: int, num_prompt: int, n: int, stream: bool, now: float) -> None:
+        self.request_id = request_id
+        self.num_prompt = num_prompt
+        self.stream = stream
+        self.submitted = now
+        self.first_token = now
+        self.samples = [Sample() for _ in range(n)]
+        self.num_open = n
+        self.prefilled: Prefilled | None = None
+        self.index = len(batch.flights)
+        self._batch = batch
+        batch.add(self)
+
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens found in the prefix tree."""
+        return self.prefilled.cached_tokens if self.prefilled else 0
+
+    def add(self, index: int, rows: Rows, reason: Reason) -> None:
+        """What the engine says of a sample."""
+        sample = self.samples[index]
+        assert sample.reason is Reason.NONE, f"sample {index} of request {self.request_id} goes on after its end"
+        sample.num_tokens += len(rows)
+        if len(rows) and not sample.muted:
+            sample.parts.append(rows)
+        if reason is not Reason.NONE:
+            sample.reason = reason
+            self.num_open -= 1
+        if self.stream and not sample.muted:
+            self._batch.note(self.index, index)
+
+    def end(self, error: Exception | None) -> None:
+        """Nothing more comes: all samples have ended, or `error` ends the whole batch."""
+        self._batch.note_end(error)

@@ -1,0 +1,77 @@
+"""The small routes: models, health, version, metrics, /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+import toka_async
+from toka_async.openai.errors import bad_request, model_not_found
+from toka_async.openai.parse import parse_request
+from toka_async.openai.prompts import check_vocabulary, token_ids
+from toka_async.openai.requests import DetokenizeRequest, TokenizeRequest
+from toka_async.openai.responses import DetokenizeResponse, Model, ModelList, TokenizeResponse
+from toka_async.server.chat import wire_chat
+from toka_async.server.respond import SERVICE, json_response, read_body
+from toka_async.server.service import Service
+
+
+async def models(request: web.Request) -> web.Response:
+    return json_response(ModelList(data=[served_model(request.app[SERVICE])]))
+
+
+async def model(request: web.Request) -> web.Response:
+    """Names may contain slashes."""
+    service, name = request.app[SERVICE], request.match_info["model"]
+    if name != service.name:
+        raise model_not_found(name)
+    return json_response(served_model(service))
+
+
+def served_model(service: Service) -> Model:
+    ready = service.engine.ready
+    return Model(id=service.name, created=service.created, max_model_len=ready.max_context if ready else None)
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 when requests are taken, else 503."""
+    request.app[SERVICE].engine.check_serving()
+    return web.json_response({"status": "ok"})
+
+
+async def ping(_request: web.Request) -> web.Response:
+    """200 while the process answers, whatever the engine does."""
+    return web.json_response({"status": "ok"})
+
+
+async def version(_request: web.Request) -> web.Response:
+    return web.json_response({"version": toka_async.__version__})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    text = request.app[SERVICE].engine.metrics.text()
+    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """A prompt, with the special tokens that completions add; or messages, as chat tokenizes them."""
+    service = request.app[SERVICE]
+    wire = parse_request(await read_body(request), TokenizeRequest)
+    service.check_model(wire.model)
+    if (wire.prompt is None) == (wire.messages is None):
+        raise bad_request("give either 'prompt' or 'messages'", param="prompt")
+    text = wire.prompt if wire.prompt is not None else await service.render(wire_chat(wire))
+    special = wire.messages is None if wire.add_special_tokens is None else wire.add_special_tokens
+    ids = await service.tokenize(text, special)
+    return json_response(TokenizeResponse(tokens=ids, count=len(ids), max_model_len=service.limits().max_context))
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """The text of token ids, special tokens included."""
+    service = request.app[SERVICE]
+    wire = parse_request(await read_body(request), DetokenizeRequest)
+    service.check_model(wire.model)
+    if wire.tokens:
+        check_vocabulary(token_ids(wire.tokens), service.limits().vocab_size, "tokens")
+    text = service.tokenizer.decode(wire.tokens, skip_special_tokens=False)
+    return json_response(DetokenizeResponse(text))

@@ -1,0 +1,149 @@
+"""Log-probs as responses show them: the lists of completions, the objects of chat, vLLM's `prompt_logprobs`.
+
+Knows arrays of tokens and the tokenizer's names for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from toka_async.arrays import Float32, Int32, as_f32, as_i32
+from toka_async.messages import Prefilled
+from toka_async.openai.responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
+from toka_async.server.rows import Rows
+from toka_async.text.detokenize import Detokenizer
+from toka_async.text.tokenizer import Tokenizer
+
+LEAST = -9999.0  # stands for minus infinity, which JSON has not; as in OpenAI's API
+
+
+def numbers(values: Float32) -> list[float]:
+    return np.maximum(values, np.float32(LEAST)).tolist()  # type: ignore[no-any-return]
+
+
+def legacy_name(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token's name in completions: its text, or `bytes:\\xe4\\xb8` for a part of a character, as OpenAI's."""
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def legacy_logprobs(tokenizer: Tokenizer, rows: Rows, offsets: Sequence[int], num_top: int) -> CompletionLogprobs:
+    """`logprobs` of a completion's tokens; the chosen token is among `top_logprobs` in any case.
+
+    Args:
+        offsets: where each token begins in the choice's text.
+        num_top: how many of the likeliest the request wants.
+    """
+    tokens = [legacy_name(tokenizer, token_id) for token_id in rows.token_ids.tolist()]
+    logprobs = numbers(rows.logprobs)
+    top: list[dict[str, float] | None] = []
+    for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+        entry: dict[str, float] = {}
+        for token_id, value in likeliest(rows, place, num_top):
+            # Likeliest first, so that it keeps a name that tokens share.
+            entry.setdefault(legacy_name(tokenizer, token_id), value)
+        entry.setdefault(token, logprob)
+        top.append(entry)
+    return CompletionLogprobs(tokens=tokens, token_logprobs=list(logprobs), top_logprobs=top, text_offset=list(offsets))
+
+
+def likeliest(rows: Rows, place: int, num_top: int) -> Iterator[tuple[int, float]]:
+    """The likeliest tokens at a place. The chosen one has exactly its own log-prob: clients compare the two."""
+    chosen, logprob = int(rows.token_ids[place]), numbers(rows.logprobs[place : place + 1])[0]
+    values = numbers(rows.top_logprobs[place, :num_top])
+    for token_id, value in zip(rows.top_ids[place, :num_top].tolist(), values, strict=True):
+        yield token_id, logprob if token_id == chosen else value
+
+
+def prompt_rows(prompt: Int32, prefilled: Prefilled, width: int) -> Rows:
+    """The prompt's tokens but the first, with the log-probs that the engine sent; `width` likeliest ones each."""
+    num = len(prompt) - 1
+    return Rows(
+        prompt[1:],
+        as_f32(prefilled.logprobs),
+        as_i32(prefilled.top_ids).reshape(num, width),
+        as_f32(prefilled.top_logprobs).reshape(num, width),
+    )
+
+
+def echoed_logprobs(
+    tokenizer: Tokenizer, first_id: int, rows: Rows, offsets: Sequence[int], num_top: int
+) -> CompletionLogprobs:
+    """`legacy_logprobs` of an echoed prompt, whose first token has no log-prob. `offsets` are of all its tokens."""
+    rest = legacy_logprobs(tokenizer, rows, offsets[1:], num_top)
+    return CompletionLogprobs(
+        tokens=[legacy_name(tokenizer, first_id), *rest.tokens],
+        token_logprobs=[None, *rest.token_logprobs],
+        top_logprobs=[None, *rest.top_logprobs],
+        text_offset=list(offsets),
+    )
+
+
+def concatenated(first: CompletionLogprobs, then: CompletionLogprobs) -> CompletionLogprobs:
+    """An echoed prompt's log-probs and the completion's."""
+    return CompletionLogprobs(
+        tokens=first.tokens + then.tokens,
+        token_logprobs=first.token_logprobs + then.token_logprobs,
+        top_logprobs=first.top_logprobs + then.top_logprobs,
+        text_offset=first.text_offset + then.text_offset,
+    )
+
+
+def text_offsets(
+    tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool, continues: bool, start: int = 0
+) -> list[int]:
+    """Where each token begins in the text of all; `start` is where the text begins."""
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens, continues)
+    offsets = []
+    for token_id in ids:
+        offsets.append(start)
+        start += len(detokenizer.push((token_id,)))
+    return offsets
+
+
+def chat_logprobs(tokenizer: Tokenizer, rows: Rows, num_top: int) -> ChatLogprobs:
+    """`logprobs` of a chat's tokens."""
+    logprobs = numbers(rows.logprobs)
+    content = []
+    for place, (token_id, logprob) in enumerate(zip(rows.token_ids.tolist(), logprobs, strict=True)):
+        top = [
+            TopLogprob(token=tokenizer.token_text(top_id), logprob=value, bytes=list(tokenizer.token_bytes(top_id)))
+            for top_id, value in likeliest(rows, place, num_top)
+        ]
+        content.append(
+            TokenLogprob(
+                token=tokenizer.token_text(token_id),
+                logprob=logprob,
+                bytes=list(tokenizer.token_bytes(token_id)),
+                top_logprobs=top,
+            )
+        )
+    return ChatLogprobs(content=content)
+
+
+def prompt_logprobs(tokenizer: Tokenizer, rows: Rows, num_top: int) -> PromptLogprobs:
+    """vLLM's `prompt_logprobs`: an entry a prompt token, null for the first; token id -> log-prob, rank and text.
+
+    Args:
+        rows: the prompt's tokens but the first.
+    """
+    entries: PromptLogprobs = [None]
+    for place, (token_id, logprob) in enumerate(zip(rows.token_ids.tolist(), numbers(rows.logprobs), strict=True)):
+        entry: dict[str, PromptLogprob] = {}
+        for rank, (top_id, value) in enumerate(likeliest(rows, place, num_top), start=1):
+            entry[str(top_id)] = PromptLogprob(value, rank, tokenizer.token_text(top_id))
+        entry.setdefault(str(token_id), PromptLogprob(logprob, None, tokenizer.token_text(token_id)))
+        entries.append(entry)
+    return entries

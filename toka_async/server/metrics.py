@@ -1,0 +1,102 @@
+"""Prometheus metrics, named as vLLM's dashboards have them, under `toka:`.
+
+Counts of the scheduler are read from its newest Stats when somebody asks; latencies are observed as they happen.
+Knows no requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from toka_async.messages import Reason, Stats
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960, 1920, 7680)
+LABELS = {Reason.STOP: "stop", Reason.STOP_STRING: "stop", Reason.LENGTH: "length"}
+
+
+def usage(stats: Stats) -> float:
+    """Share of pages that running sequences own; cached pages of nobody are free to take."""
+    return stats.pages_used / stats.num_pages if stats.num_pages else 0.0
+
+
+GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
+    "num_requests_running": ("sequences that run", lambda s: s.num_running),
+    "num_requests_waiting": ("sequences that wait", lambda s: s.num_waiting),
+    "kv_cache_usage_perc": ("share of the KV cache's pages in use, 1 is all", usage),
+}
+COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
+    "prefix_cache_queries": ("prompt tokens looked up in the prefix tree", lambda s: s.prefix_queries),
+    "prefix_cache_hits": ("prompt tokens found in the prefix tree", lambda s: s.prefix_hits),
+    "num_preemptions": ("sequences preempted", lambda s: s.num_preemptions),
+    "generation_tokens": ("tokens generated", lambda s: s.generated_tokens),
+    "wasted_tokens": ("tokens computed after an end that was found late", lambda s: s.wasted_tokens),
+    "recomputed_tokens": ("tokens computed again after a preemption", lambda s: s.recomputed_tokens),
+    "steps": ("forward passes", lambda s: s.num_steps),
+    "step_seconds": ("time in forward passes", lambda s: s.step_seconds),
+}
+
+
+class Metrics:
+    """All metrics of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._prompt_tokens = Counter("toka:prompt_tokens", "prompt tokens, cached ones too", registry=self.registry)
+        self._success = Counter(
+            "toka:request_success", "samples ended, by finish reason", ["finished_reason"], registry=self.registry
+        )
+        self._ended = {reason: self._success.labels(label) for reason, label in LABELS.items()}
+        self._cancelled = Counter("toka:request_cancelled", "requests cancelled by clients", registry=self.registry)
+        self._failed = Counter("toka:request_failed", "requests failed by the engine", registry=self.registry)
+        self._first = self._histogram("time_to_first_token_seconds", "until the prompt was computed", SECONDS)
+        self._gap = self._histogram("inter_token_latency_seconds", "between tokens, mean of an arrival", SECONDS)
+        self._whole = self._histogram("e2e_request_latency_seconds", "until all samples had ended", REQUEST_SECONDS)
+
+    def watch(self, stats: Callable[[], Stats]) -> None:
+        """Reads the scheduler's counts from `stats` when asked for them."""
+        self.registry.register(StatsCollector(stats))
+
+    def text(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def prefilled(self, num_prompt: int, seconds: float) -> None:
+        self._prompt_tokens.inc(num_prompt)
+        self._first.observe(seconds)
+
+    def token_gap(self, seconds: float) -> None:
+        self._gap.observe(seconds)
+
+    def sample_ended(self, reason: Reason) -> None:
+        self._ended[reason].inc()
+
+    def request_ended(self, seconds: float) -> None:
+        self._whole.observe(seconds)
+
+    def cancelled(self) -> None:
+        self._cancelled.inc()
+
+    def failed(self) -> None:
+        self._failed.inc()
+
+    def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"toka:{name}", meaning, buckets=buckets, registry=self.registry)
+
+
+class StatsCollector(Collector):
+    """Turns the newest Stats into metrics."""
+
+    def __init__(self, stats: Callable[[], Stats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        for name, (meaning, value) in GAUGES.items():
+            yield GaugeMetricFamily(f"toka:{name}", meaning, value=value(stats))
+        for name, (meaning, value) in COUNTERS.items():
+            yield CounterMetricFamily(f"toka:{name}", meaning, value=value(stats))

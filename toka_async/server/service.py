@@ -1,0 +1,253 @@
+"""What the handlers of one server share: the model's name, tokenizer and defaults, the engine, threads for text.
+
+Turns prompts into token ids and checked requests into running ones. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Executor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from toka_async.arrays import Int32
+from toka_async.config import ServerConfig
+from toka_async.messages import Reason
+from toka_async.model.generation import GenerationDefaults
+from toka_async.openai.errors import bad_request, model_not_found
+from toka_async.openai.generation import Defaults, Generation, Limits, token_budget
+from toka_async.openai.prompts import Prompt, check_vocabulary
+from toka_async.server.batching import Batcher
+from toka_async.server.engine import Engine, Job
+from toka_async.server.inflight import Batch
+from toka_async.server.rows import Rows
+from toka_async.server.sample_text import SampleText, TextOptions, sample_text
+from toka_async.server.stop_sets import StopSets
+from toka_async.text.chat import ChatTemplate, ChatTemplateError
+from toka_async.text.stop import StopStrings
+from toka_async.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages, and how the template is to write them."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool
+    continue_final_message: bool
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A request while it runs. prompts: token ids [p] each, one engine request each, as in `batch.flights`."""
+
+    generation: Generation
+    prompts: list[Int32]
+    options: TextOptions
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A whole sample: its text, the tokens kept, why it ended. stop: the stop string or stop token id that ended it."""
+
+    text: str
+    rows: Rows
+    reason: Reason
+    stop: str | int | None
+
+
+@dataclass(slots=True)
+class Service:
+    """One served model."""
+
+    config: ServerConfig
+    name: str
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    defaults: Defaults
+    engine: Engine
+    executor: Executor
+    created: int = field(default_factory=lambda: int(time.time()))
+    _encode: Batcher[tuple[str, bool], list[int]] = field(init=False)
+    _render: Batcher[Chat, str] = field(init=False)
+    _decode: Batcher[tuple[list[int], TextOptions], SampleText] = field(init=False)
+    _stop_sets: StopSets = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._encode = Batcher(self._encode_all, self.executor)
+        self._render = Batcher(self._render_all, self.executor)
+        self._decode = Batcher(self._decode_all, self.executor)
+        self._stop_sets = StopSets(self.engine, self.tokenizer, self.executor)
+
+    def check_model(self, model: str | None) -> None:
+        """Raises ApiError (404) when another model is asked for; none means this one."""
+        if model is not None and model != self.name:
+            raise model_not_found(model)
+
+    def limits(self, n: int = 1) -> Limits:
+        """For a request of `n` samples, which need a page of their own where they part from the prompt.
+
+        Raises:
+            NotServingError: the engine is not ready yet, or takes no requests any more.
+        """
+        ready = self.engine.check_serving()
+        return Limits(
+            max_context=ready.max_context,
+            cache_tokens=(ready.num_pages - (n > 1)) * ready.page_size,
+            vocab_size=ready.vocab_size,
+            max_n=self.config.max_n,
+        )
+
+    async def encode(self, prompts: Sequence[Prompt], add_special_tokens: bool, param: str) -> list[Int32]:
+        """Token ids of each prompt. Raises ApiError (400) for one without tokens or with ids out of range."""
+        vocab_size = self.limits().vocab_size
+        texts = [(prompt, add_special_tokens) for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(await self._encode.run(texts) if texts else ())
+        ids = [np.array(next(encoded), dtype=np.int32) if isinstance(prompt, str) else prompt for prompt in prompts]
+        for each in ids:
+            if not each.size:
+                raise bad_request(f"'{param}' is empty: it has no tokens", param=param)
+            check_vocabulary(each, vocab_size, param)
+        return ids
+
+    async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text, perhaps none."""
+        return (await self._encode.run([(text, add_special_tokens)]))[0]
+
+    async def render(self, chat: Chat) -> str:
+        """The prompt of a chat. Raises ApiError (400) when there is no template, or it refuses the messages."""
+        try:
+            return (await self._render.run([chat]))[0]
+        except ChatTemplateError as error:
+            raise bad_request(str(error), param="messages") from None
+
+    @asynccontextmanager
+    async def running(self, generation: Generation, prompts: list[Int32], param: str) -> AsyncIterator[Run]:
+        """Submits the prompts; leaving with an exception cancels them. `param` names the prompt's field in errors.
+
+        Raises:
+            ApiError: 400, a prompt and its completion do not fit.
+            NotServingError, OverloadedError: nothing was submitted.
+        """
+        options = text_options(generation)
+        limits = self.limits(generation.n)
+        budgets = [token_budget(limits, len(prompt), generation.max_tokens, param) for prompt in prompts]
+        async with AsyncExitStack() as stack:
+            stop_id = -1
+            if options.stops is not None and not generation.stream:
+                stop_id = await stack.enter_async_context(self._stop_sets.use(options.stops, limits.vocab_size))
+            jobs = [
+                job(generation, prompt, index, budget, stop_id)
+                for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
+            ]
+            batch = stack.enter_context(self.engine.submitted(jobs))
+            if stop_id >= 0:
+                stack.enter_context(self._stop_sets.watched(batch, options))
+            yield Run(generation, prompts, options, batch)
+
+    async def outputs(self, run: Run) -> list[list[Output]]:
+        """Waits for all samples: by prompt, by sample.
+
+        Raises:
+            RequestFailedError, EngineStoppedError: a request ended otherwise.
+        """
+        await run.batch.finished()
+        samples = [sample for flight in run.batch.flights for sample in flight.samples]
+        rows = [sample.take() for sample in samples]
+        items = [
+            (each.token_ids[: run.options.num_text_tokens(each, sample.reason)].tolist(), run.options)
+            for each, sample in zip(rows, samples, strict=True)
+        ]
+        texts = await self._decode.run(items)
+        outputs = [
+            output(run.generation, text, each, sample.reason)
+            for text, each, sample in zip(texts, rows, samples, strict=True)
+        ]
+        n = run.generation.n
+        return [outputs[start : start + n] for start in range(0, len(outputs), n)]
+
+    def _encode_all(self, items: list[tuple[str, bool]]) -> list[list[int]]:
+        ids: dict[int, list[int]] = {}
+        for add_special_tokens in {special for _, special in items}:
+            places = [place for place, (_, special) in enumerate(items) if special is add_special_tokens]
+            texts = [items[place][0] for place in places]
+            ids |= zip(places, self.tokenizer.encode_batch(texts, add_special_tokens), strict=True)
+        return [ids[place] for place in range(len(items))]
+
+    def _render_all(self, chats: list[Chat]) -> list[str]:
+        if self.chat_template is None:
+            raise ChatTemplateError(f"the model {self.name!r} has no chat template; set model.chat_template")
+        return [
+            self.chat_template.render(
+                chat.messages,
+                add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
+                kwargs=chat.kwargs,
+            )
+            for chat in chats
+        ]
+
+    def _decode_all(self, items: list[tuple[list[int], TextOptions]]) -> list[SampleText]:
+        return [sample_text(self.tokenizer, ids, options) for ids, options in items]
+
+
+def text_options(generation: Generation) -> TextOptions:
+    return TextOptions(
+        skip_special_tokens=generation.skip_special_tokens,
+        stops=StopStrings(generation.stops, generation.include_stop) if generation.stops else None,
+        min_tokens=generation.sampling.min_tokens,
+        kept_end_ids=generation.stop_token_ids if generation.include_stop else frozenset(),
+    )
+
+
+def job(generation: Generation, prompt: Int32, index: int, max_tokens: int, stop_id: int) -> Job:
+    """The prompt of that index as the engine gets it."""
+    return Job(
+        prompt=prompt,
+        n=generation.n,
+        max_tokens=max_tokens,
+        seed=prompt_seed(generation.seed, index),
+        sampling=generation.sampling,
+        stream=generation.stream,
+        priority=generation.priority,
+        stop_id=stop_id,
+    )
+
+
+def prompt_seed(seed: int, index: int) -> int:
+    """A seed of its own for each prompt of a request, the request's for the first: equal prompts are to differ.
+
+    The odd multiplier is the golden ratio's, as in Weyl sequences: no two prompts get the same seed.
+    """
+    mixed = (seed + index * 0x9E3779B97F4A7C15) % 2**64
+    return mixed - 2**64 if mixed >= 2**63 else mixed
+
+
+def output(generation: Generation, text: SampleText, rows: Rows, reason: Reason) -> Output:
+    """A sample, cut where a stop string was found."""
+    if text.stop is not None:
+        return Output(text.text, rows.part(0, text.num_tokens), Reason.STOP_STRING, text.stop)
+    return Output(text.text, rows, reason, stop_token(generation, rows, reason))
+
+
+def stop_token(generation: Generation, rows: Rows, reason: Reason) -> int | None:
+    """The one of the request's `stop_token_ids` that ended the sample."""
+    if reason is not Reason.STOP or not len(rows):
+        return None
+    last = int(rows.token_ids[-1])
+    return last if last in generation.stop_token_ids else None
+
+
+def make_defaults(model: GenerationDefaults, end_ids: Sequence[int]) -> Defaults:
+    """The model's own defaults, OpenAI's where it has no opinion. `end_ids` are taken where it names no end token."""
+    given = {name: getattr(model, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    return Defaults(
+        **{name: value for name, value in given.items() if value is not None},
+        end_ids=model.eos_token_ids or tuple(end_ids),
+    )

@@ -1,0 +1,235 @@
+"""The parent's side of the child processes: starting, waiting, draining, stopping. No child outlives it.
+
+Waits on the children's status pipes and on signals, with no polling. Knows what children say (`procs.child`) and
+nothing of what they do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from toka_async.procs.child import SIGNALS, Drain, Drained, Fail, Fatal, Order, Started, Status
+
+ECHO = 1.0  # seconds in which a further signal is the same one (sent to the parent and to its group)
+FAIL_TIMEOUT = 2.0  # seconds for the server to tell its clients that the engine is gone
+STOP_TIMEOUT = 3.0  # seconds for a child to exit once it is told to
+
+_STATUSES: msgspec.json.Decoder[Status] = msgspec.json.Decoder(Status)
+
+
+class ChildError(Exception):
+    """A child ended, or is about to, and was not told to. `user`: its message is all that the user needs."""
+
+    def __init__(self, message: str, *, user: bool = False) -> None:
+        super().__init__(message)
+        self.user = user
+
+
+class Child:
+    """A running child process. `spec` is the first line that it reads; `command` ends up reading it."""
+
+    def __init__(self, name: str, command: Sequence[str], spec: bytes, inherit: Sequence[int] = ()) -> None:
+        self.name = name
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # inherited: none can kill it while it starts
+        try:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=inherit, bufsize=0
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._orders = self.process.stdin
+        self.status_fd = self.process.stdout.fileno()
+        self._rest = b""
+        self._write(spec + b"\n")
+
+    def order(self, order: Order) -> None:
+        self._write(msgspec.json.encode(order) + b"\n")
+
+    def statuses(self) -> list[Status] | None:
+        """What the child has said since the last call; None: it has ended. Blocks when it has said nothing."""
+        data = os.read(self.status_fd, 65536)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [_STATUSES.decode(line) for line in lines] if data else None
+
+    def stop(self) -> None:
+        """Tell it to exit; kill it when it has not after a while. Returns when it is gone."""
+        with contextlib.suppress(OSError):
+            self._orders.close()
+        try:
+            self.process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def how_it_ended(self) -> str:
+        """Waits for the exit of a child whose status pipe has closed."""
+        try:
+            code = self.process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            return f"{self.name} closed its status pipe"
+        return (
+            f"{self.name} was killed by {_signal_name(-code)}" if code < 0 else f"{self.name} exited with code {code}"
+        )
+
+    def _write(self, data: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError, ValueError):  # dead, or closed by `stop`
+            self._orders.write(data)
+
+
+class Supervisor:
+    """Runs the children to their end. A context manager: leaving it stops every child, in the order of adding.
+
+    The first child added is the server: the one that drains and that tells clients of a failure.
+    """
+
+    def __init__(self, drain_timeout: float) -> None:
+        self._drain_timeout = drain_timeout
+        self._children: list[Child] = []
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe()
+
+    def __enter__(self) -> Self:
+        for fd in (self._wake_read, self._wake_write):
+            os.set_blocking(fd, False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._old_wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        self._old_handlers = {number: signal.signal(number, _ignore) for number in SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for child in self._children:
+            child.stop()
+        signal.set_wakeup_fd(self._old_wakeup)
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+        self._selector.close()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+    def start(self, name: str, command: Sequence[str], spec: bytes, inherit: Sequence[int] = ()) -> Child:
+        """Start a child; `inherit` are descriptors that it keeps under the same numbers."""
+        child = Child(name, command, spec, inherit)
+        self._children.append(child)
+        self._selector.register(child.status_fd, selectors.EVENT_READ, child)
+        return child
+
+    def run(self, on_started: Callable[[], None]) -> int:
+        """Wait for every child's Started, call `on_started`, then serve until a signal or a failure.
+
+        Returns:
+            The exit code: 0 after an orderly stop, 2 for a user's error during the start, 1 for anything else.
+        """
+        started = False
+        try:
+            if not self._wait_started():
+                return 0
+            started = True
+            on_started()
+            self._wait_signal()
+            return self._drain()
+        except ChildError as failure:
+            say(str(failure))
+            self._fail(str(failure))
+            return 2 if failure.user and not started else 1
+
+    def _wait_started(self) -> bool:
+        """False when a signal came first."""
+        waiting = set(self._children)
+        while waiting:
+            for child, status in self._events():
+                if child is None:
+                    say("stopped before it was ready")
+                    return False
+                if isinstance(status, Started):
+                    waiting.discard(child)
+        return True
+
+    def _wait_signal(self) -> None:
+        while True:
+            if any(child is None for child, _ in self._events()):
+                return
+
+    def _drain(self) -> int:
+        server = self._children[0]
+        signalled = time.monotonic()
+        deadline = signalled + self._drain_timeout + STOP_TIMEOUT
+        say(f"finishing running requests, for {self._drain_timeout:g} s at most; a second signal stops at once")
+        server.order(Drain(self._drain_timeout))
+        while (now := time.monotonic()) < deadline:
+            for child, status in self._events(deadline - now):
+                if isinstance(status, Drained):
+                    say(
+                        "stopped"
+                        + (f"; {_counted(status.num_cut, 'request')} did not finish" if status.num_cut else "")
+                    )
+                    return 0
+                if child is None and time.monotonic() - signalled > ECHO:
+                    say("stopped at once, by a second signal")
+                    return 1
+        say("stopped; the server did not finish in time")
+        return 1
+
+    def _fail(self, reason: str) -> None:
+        """Let the server tell its clients, if it lives."""
+        server = self._children[0]
+        server.order(Fail(reason))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.process.wait(FAIL_TIMEOUT)
+
+    def _events(self, timeout: float | None = None) -> Iterator[tuple[Child | None, Status | None]]:
+        """What happened, waiting for it: (child, status), or (None, None) for a signal.
+
+        Raises:
+            ChildError: a child has ended or reports that it will.
+        """
+        for key, _ in self._selector.select(timeout):
+            child: Child | None = key.data
+            if child is None:
+                os.read(self._wake_read, 4096)
+                yield None, None
+                continue
+            statuses = child.statuses()
+            if statuses is None:
+                raise ChildError(child.how_it_ended())
+            for status in statuses:
+                if isinstance(status, Fatal):
+                    raise ChildError(
+                        status.message if status.user else f"{child.name}: {status.message}", user=status.user
+                    )
+                yield child, status
+
+
+def say(line: str) -> None:
+    """A line for people, on standard error."""
+    with contextlib.suppress(OSError):  # nobody reads it
+        print(f"toka-async: {line}", file=sys.stderr, flush=True)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _ignore(_number: int, _frame: object) -> None:
+    """Only wakes the selector up, through the wakeup descriptor."""
