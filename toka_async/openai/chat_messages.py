@@ -33,7 +33,7 @@ def parse_message(message: Any, where: str) -> Message:
     given = {name: value for name, value in message.items() if value is not None}
     role = given.get("role")
     if role not in ROLES:
-        got = f"got {role!r}" if isinstance(role, str) else "it is missing" if role is None else "got another type"
+        got = f"got {role[:40]!r}" if isinstance(role, str) else "it is missing" if role is None else "got another type"
         raise bad_request(f"'{where}.role' must be one of {', '.join(ROLES)}; {got}", param=f"{where}.role")
     parsed: Message = {"role": "system" if role == "developer" else role}
     for name, value in given.items():
@@ -44,7 +44,8 @@ def parse_message(message: Any, where: str) -> Message:
         elif name == "tool_calls" and role == "assistant":
             parsed["tool_calls"] = parse_tool_calls(value, f"{where}.tool_calls")
         elif name != "role":
-            raise bad_request(f"'{where}.{name}' is not supported", param=f"{where}.{name}")
+            place = f"{where}.{name[:40]}"
+            raise bad_request(f"'{place}' is not supported", param=place)
     if "content" not in parsed:
         if "tool_calls" not in parsed:
             raise bad_request(f"'{where}.content' is required", param=f"{where}.content")
@@ -68,7 +69,8 @@ def parse_part(part: Any, where: str) -> Message:
     if part.get("type") != "text":
         raise bad_request(f"'{where}.type': only text parts are supported", param=f"{where}.type")
     for name in part.keys() - {"type", "text"}:
-        raise bad_request(f"'{where}.{name}' is not supported", param=f"{where}.{name}")
+        place = f"{where}.{name[:40]}"
+        raise bad_request(f"'{place}' is not supported", param=place)
     return {"type": "text", "text": string(part.get("text"), f"{where}.text")}
 
 

@@ -60,4 +60,4 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 def model_not_found(model: str) -> ApiError:
     """A 404 for a model that is not served."""
-    return ApiError(404, f"the model {model!r} does not exist", param="model", code="model_not_found")
+    return ApiError(404, f"the model {model[:256]!r} does not exist", param="model", code="model_not_found")

@@ -12,6 +12,8 @@ from typing import Any
 
 from toka_async.openai.errors import bad_request
 
+MAX_SHOWN = 64  # characters of an unknown name in an error
+
 # Known fields of OpenAI's API and of other servers that are not supported, with the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
@@ -64,6 +66,7 @@ def check_names(names: Iterable[str], supported: frozenset[str]) -> None:
     for name in names:
         if name in supported:
             continue
+        name = name[:MAX_SHOWN]
         near = difflib.get_close_matches(name, supported, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
         raise bad_request(f"unknown field '{name}'{hint}", param=name)

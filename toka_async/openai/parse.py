@@ -63,5 +63,6 @@ def located(error: msgspec.ValidationError, fields: dict[str, Any]) -> ApiError:
         return bad_request(f"'{param}' is required" if param else what, param=param)
     param = match["path"].removesuffix("[...]")
     value = fields.get(param)
-    got = f", got {value!r}" if isinstance(value, int | float) and ", got" not in what else ""
+    shown = isinstance(value, int | float) and abs(value) < 1e18 and ", got" not in what
+    got = f", got {value!r}" if shown else ""
     return bad_request(f"'{param}': {what[0].lower()}{what[1:]}{got}", param=param)

@@ -13,10 +13,12 @@ from msgspec import Meta
 
 MAX_LOGPROBS = 20
 
-Count = Annotated[int, Meta(ge=1)]
+MAX_COUNT = 2**31 - 1  # of anything: counts travel as int32
+
+Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-TokenIds = list[Annotated[int, Meta(ge=0, le=2**31 - 1)]]
+TokenIds = list[Annotated[int, Meta(ge=0, le=MAX_COUNT)]]
 
 
 class WireRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,10 +34,10 @@ class GenerationFields(WireRequest, frozen=True, kw_only=True):
 
     model: str | None = None
     n: Count = 1
-    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -51,7 +53,7 @@ class GenerationFields(WireRequest, frozen=True, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
+    priority: Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)] = 0
     # Labels for the caller's own books; they ask nothing of a server.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -63,7 +65,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     """POST /v1/completions. `prompt` is told apart in `prompts`."""
 
     prompt: str | list[Any]
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
     best_of: Count | None = None
     echo: bool = False
     logprobs: NumLogprobs | None = None

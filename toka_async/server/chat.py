@@ -12,7 +12,6 @@ from toka_async.messages import Reason
 from toka_async.openai.chat_messages import parse_messages
 from toka_async.openai.errors import bad_request
 from toka_async.openai.generation import chat_generation
-from toka_async.openai.parse import parse_request
 from toka_async.openai.requests import ChatRequest, TokenizeRequest
 from toka_async.openai.responses import (
     ChatChoice,
@@ -27,7 +26,7 @@ from toka_async.openai.responses import (
 )
 from toka_async.server.answers import FINISH, Header, new_header, num_kept, run_usage
 from toka_async.server.logprobs import chat_logprobs, prompt_logprobs, prompt_rows
-from toka_async.server.respond import SERVICE, read_body, respond
+from toka_async.server.respond import SERVICE, read_request, respond
 from toka_async.server.rows import Rows
 from toka_async.server.sample_text import Piece
 from toka_async.server.service import Chat, Output, Run, Service
@@ -36,7 +35,7 @@ from toka_async.server.service import Chat, Output, Run, Service
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Handles one request."""
     service = request.app[SERVICE]
-    wire = parse_request(await read_body(request), ChatRequest)
+    wire = await read_request(request, ChatRequest)
     service.check_model(wire.model)
     generation = chat_generation(wire, service.limits(), service.defaults)
     text = await service.render(wire_chat(wire))

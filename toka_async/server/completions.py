@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
+from toka_async.config import ServerConfig
 from toka_async.messages import Reason
 from toka_async.openai.errors import bad_request
-from toka_async.openai.generation import completion_generation
-from toka_async.openai.parse import parse_request
+from toka_async.openai.generation import Generation, completion_generation
 from toka_async.openai.prompts import Prompt, parse_prompts
 from toka_async.openai.requests import CompletionRequest
 from toka_async.openai.responses import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage
@@ -24,7 +24,7 @@ from toka_async.server.logprobs import (
     prompt_rows,
     text_offsets,
 )
-from toka_async.server.respond import SERVICE, read_body, respond
+from toka_async.server.respond import SERVICE, read_request, respond
 from toka_async.server.rows import Rows
 from toka_async.server.sample_text import Piece
 from toka_async.server.service import Output, Run, Service
@@ -33,23 +33,39 @@ from toka_async.server.service import Output, Run, Service
 async def completions(request: web.Request) -> web.StreamResponse:
     """Handles one request."""
     service = request.app[SERVICE]
-    wire = parse_request(await read_body(request), CompletionRequest)
+    wire = await read_request(request, CompletionRequest)
     service.check_model(wire.model)
     generation = completion_generation(wire, service.limits(), service.defaults)
     given = parse_prompts(wire.prompt)
-    if len(given) > service.config.max_requests:
-        raise bad_request(f"'prompt' can hold at most {service.config.max_requests} prompts", param="prompt")
+    check_size(given, generation, service.config)
     prompts = await service.encode(given, wire.add_special_tokens, "prompt")
+    echoed = [prompt_text(service, generation, prompt) for prompt in given] if generation.echo else []
     async with service.running(generation, prompts, "prompt") as run:
-        return await respond(request, run, CompletionAnswer(service, given, new_header("cmpl", service.name)))
+        return await respond(request, run, CompletionAnswer(service, echoed, new_header("cmpl", service.name)))
+
+
+def check_size(prompts: list[Prompt], generation: Generation, config: ServerConfig) -> None:
+    """Raises ApiError (400) for more prompts or samples than can ever be held."""
+    if len(prompts) > config.max_requests:
+        raise bad_request(f"'prompt' can hold at most {config.max_requests} prompts", param="prompt")
+    most = max(config.max_n, config.max_requests)
+    if len(prompts) * generation.n > most:
+        raise bad_request(f"{len(prompts)} prompts of n={generation.n} are more than {most} choices", param="n")
+
+
+def prompt_text(service: Service, generation: Generation, prompt: Prompt) -> str:
+    """A prompt as an echo repeats it."""
+    if isinstance(prompt, str):
+        return prompt
+    return service.tokenizer.decode(prompt.tolist(), generation.skip_special_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionAnswer:
-    """The responses of one request. given: its prompts, which an echo repeats."""
+    """The responses of one request. echoed: the texts of its prompts, when they are to be echoed."""
 
     service: Service
-    given: list[Prompt]
+    echoed: list[str]
     header: Header
 
     def whole(self, run: Run, outputs: Sequence[Sequence[Output]]) -> Completion:
@@ -98,7 +114,7 @@ class CompletionAnswer:
     ) -> Completion:
         logprobs = None
         if run.generation.sampling.num_logprobs >= 0:
-            start = len(self.prompt_text(run, prompt)) if run.generation.echo else 0
+            start = len(self.echoed[prompt]) if run.generation.echo else 0
             logprobs = self.logprobs(run, piece.rows, [start + offset for offset in piece.offsets])
         choice = CompletionChoice(
             index=prompt * run.generation.n + sample,
@@ -124,17 +140,11 @@ class CompletionAnswer:
     def logprobs(self, run: Run, rows: Rows, offsets: list[int]) -> CompletionLogprobs:
         return legacy_logprobs(self.service.tokenizer, rows, offsets, run.generation.sampling.num_logprobs)
 
-    def prompt_text(self, run: Run, prompt: int) -> str:
-        given = self.given[prompt]
-        if isinstance(given, str):
-            return given
-        return self.service.tokenizer.decode(given.tolist(), run.generation.skip_special_tokens)
-
     def echo(self, run: Run, prompt: int) -> tuple[str, CompletionLogprobs | None]:
         """What an echo puts before the completion: the prompt, with its log-probs where the request wants some."""
         if not run.generation.echo:
             return "", None
-        text, num_top = self.prompt_text(run, prompt), run.generation.sampling.num_logprobs
+        text, num_top = self.echoed[prompt], run.generation.sampling.num_logprobs
         if num_top < 0:
             return text, None
         ids = run.prompts[prompt].tolist()

@@ -7,12 +7,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import toka_async
 from toka_async.openai.errors import bad_request, model_not_found
-from toka_async.openai.parse import parse_request
 from toka_async.openai.prompts import check_vocabulary, token_ids
 from toka_async.openai.requests import DetokenizeRequest, TokenizeRequest
 from toka_async.openai.responses import DetokenizeResponse, Model, ModelList, TokenizeResponse
 from toka_async.server.chat import wire_chat
-from toka_async.server.respond import SERVICE, json_response, read_body
+from toka_async.server.respond import SERVICE, json_response, read_request
 from toka_async.server.service import Service
 
 
@@ -56,7 +55,7 @@ async def metrics(request: web.Request) -> web.Response:
 async def tokenize(request: web.Request) -> web.Response:
     """A prompt, with the special tokens that completions add; or messages, as chat tokenizes them."""
     service = request.app[SERVICE]
-    wire = parse_request(await read_body(request), TokenizeRequest)
+    wire = await read_request(request, TokenizeRequest)
     service.check_model(wire.model)
     if (wire.prompt is None) == (wire.messages is None):
         raise bad_request("give either 'prompt' or 'messages'", param="prompt")
@@ -69,7 +68,7 @@ async def tokenize(request: web.Request) -> web.Response:
 async def detokenize(request: web.Request) -> web.Response:
     """The text of token ids, special tokens included."""
     service = request.app[SERVICE]
-    wire = parse_request(await read_body(request), DetokenizeRequest)
+    wire = await read_request(request, DetokenizeRequest)
     service.check_model(wire.model)
     if wire.tokens:
         check_vocabulary(token_ids(wire.tokens), service.limits().vocab_size, "tokens")

@@ -7,20 +7,25 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
 from toka_async.messages import Reason
 from toka_async.openai.errors import ApiError
+from toka_async.openai.parse import parse_request
 from toka_async.server.answers import Answer, is_heavy, run_usage
 from toka_async.server.errors import as_api_error
 from toka_async.server.inflight import EngineStoppedError, InFlight, RequestFailedError
 from toka_async.server.sample_text import Piece, SampleStream
 from toka_async.server.service import Output, Run, Service, stop_token
 
+T = TypeVar("T", bound=msgspec.Struct)
+
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 ENCODER = msgspec.json.Encoder()
+LARGE = 1 << 20  # bytes of a body that is parsed in a thread
 DONE = b"data: [DONE]\n\n"
 
 
@@ -41,6 +46,15 @@ async def read_body(request: web.Request) -> bytes:
         raise too_large(request) from None
     except web.RequestPayloadError as error:
         raise ApiError(400, f"the body cannot be read: {error}") from None
+
+
+async def read_request(request: web.Request, kind: type[T]) -> T:
+    """The request in the body. Raises ApiError as `read_body` and `parse_request` do."""
+    raw = await read_body(request)
+    if len(raw) < LARGE:
+        return parse_request(raw, kind)
+    executor = request.app[SERVICE].executor
+    return await asyncio.get_running_loop().run_in_executor(executor, parse_request, raw, kind)
 
 
 def check_length(request: web.Request) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -45,6 +46,10 @@ async def server() -> AsyncIterator[WebServer]:
         ({"top_p": 2}, "top_p"),
         ({"n": 0}, "n"),
         ({"n": 100_000}, "n"),
+        ({"n": 10**1000}, "n"),
+        ('{"prompt": "x", "n": 1' + "0" * 5000 + "}", None),
+        ({"prompt": ["x"] * 20, "n": 5}, "n"),
+        ({"max_tokens": 10**30}, "max_tokens"),
         ({"logprobs": 1000}, "logprobs"),
         ({"stop": ["x" + str(i) for i in range(10_000)]}, "stop"),
         ({"stop": ""}, "stop"),
@@ -185,6 +190,35 @@ async def test_bad_http(server: WebServer, raw: bytes) -> None:
     assert head.startswith((b"HTTP/1.0 400 ", b"HTTP/1.1 400 "))
     assert b"application/json" in head
     assert body.startswith(b'{"error":{"message":"bad HTTP: ')
+
+
+async def test_long_names_are_cut(server: WebServer) -> None:
+    error = await server.error("/v1/completions", {"prompt": "x", "y" * 100_000: 1})
+    assert len(error["message"]) < 200
+    error = await server.error("/v1/completions", {"prompt": "x", "model": "y" * 100_000}, 404)
+    assert len(error["message"]) < 400
+
+
+async def test_a_large_body_is_parsed_too(server: WebServer) -> None:
+    """In a thread."""
+    padding = " " * 1_040_000
+    assert (await server.error("/v1/completions", padding + '{"prompt": "", "n": 0}'))["param"] == "n"
+
+
+@pytest.mark.parametrize(("encoding", "data"), [("gzip", b"no gzip"), ("deflate", b"\xff\xff"), ("br", b"{}")])
+async def test_a_broken_encoding(server: WebServer, encoding: str, data: bytes) -> None:
+    headers = {"Content-Encoding": encoding}
+    async with server.http.post(server.url + "/v1/completions", data=data, headers=headers) as response:
+        assert response.status == 400
+        checked_error(await response.json())
+
+
+async def test_a_bomb(server: WebServer) -> None:
+    """A small body that is large once unpacked."""
+    data, headers = gzip.compress(b" " * 20_000_000), {"Content-Encoding": "gzip"}
+    async with server.http.post(server.url + "/v1/completions", data=data, headers=headers) as response:
+        assert response.status == 413
+        checked_error(await response.json())
 
 
 async def test_a_model_name_that_is_fine(server: WebServer) -> None:
