@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-START_TIMEOUT = 60.0
+SMALL = ("server.port=0", "cache.num_tokens=32768")
 STOP_TIMEOUT = 15.0
 
 
@@ -29,7 +29,7 @@ class Serving:
         self.errors = folder / "stderr"
         with self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "toka_async.cli", "serve", "server.port=0", *overrides],
+                [sys.executable, "-m", "toka_async.cli", "serve", *SMALL, *overrides],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -58,10 +58,14 @@ class Serving:
 
     def kill(self) -> None:
         """End everything that is left, whatever state it is in."""
-        for pid in self.pids:
-            if is_alive(pid):
-                os.kill(pid, signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
+        try:
+            wait_until_gone(self.pids, STOP_TIMEOUT)  # children clean up after a killed parent
+        finally:
+            for pid in self.pids:
+                if is_alive(pid):
+                    os.kill(pid, signal.SIGKILL)
         assert self.process.stdout is not None
         self.process.stdout.close()
 

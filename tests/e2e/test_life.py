@@ -1,0 +1,124 @@
+"""Ends of all kinds: deaths, signals, a killed parent. Clients hear of it, and no process is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving import Serving, serving, wait_until_gone
+
+LONG = {"model": "demo", "prompt": "Question:", "max_tokens": 1900, "ignore_eos": True}
+SHORT = {"model": "demo", "prompt": "Question:", "max_tokens": 300, "ignore_eos": True}
+
+
+@pytest.fixture(autouse=True)
+def socket_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where servers make their socket folders: with a path short enough, and nobody else's."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+def start_long(server: Serving, pool: ThreadPoolExecutor) -> tuple[Future[tuple[int, Any]], Any]:
+    """A request that waits for its whole answer, and one whose stream has begun."""
+    whole = pool.submit(server.post, "/v1/completions", **LONG)
+    events = server.stream("/v1/completions", **LONG)
+    next(events)
+    return whole, events
+
+
+@pytest.mark.parametrize("victim", ["rank-0-0", "scheduler-0"])
+def test_a_killed_child_ends_everything_and_clients_hear_why(tmp_path: Path, socket_folders: Path, victim: str) -> None:
+    with serving(tmp_path) as server, ThreadPoolExecutor() as pool:
+        whole, events = start_long(server, pool)
+        os.kill(server.children[victim], signal.SIGKILL)
+        status, answer = whole.result(timeout=10)
+        assert status == 500
+        assert f"{victim} was killed by SIGKILL" in answer["error"]["message"]
+        *_, last = events
+        assert f"{victim} was killed by SIGKILL" in last["error"]["message"]
+        assert server.wait() == 1
+        wait_until_gone(server.pids, 0)
+        assert f"toka-async: {victim} was killed by SIGKILL\n" in server.said()
+        assert not list(socket_folders.iterdir())
+
+
+def test_a_killed_server_ends_everything(tmp_path: Path, socket_folders: Path) -> None:
+    with serving(tmp_path) as server, ThreadPoolExecutor() as pool:
+        whole, events = start_long(server, pool)
+        os.kill(server.children["server"], signal.SIGKILL)
+        assert isinstance(whole.exception(timeout=10), OSError)
+        assert all(event["choices"][0]["finish_reason"] is None for event in events)  # it breaks off
+        assert server.wait() == 1
+        wait_until_gone(server.pids, 0)
+        assert "toka-async: server was killed by SIGKILL\n" in server.said()
+        assert not list(socket_folders.iterdir())
+
+
+def test_a_killed_parent_takes_its_children_along(tmp_path: Path, socket_folders: Path) -> None:
+    with serving(tmp_path) as server:
+        events = server.stream("/v1/completions", **LONG)
+        next(events)
+        server.process.kill()
+        server.wait()
+        wait_until_gone(server.pids, 1)
+        assert not list(socket_folders.iterdir())
+        events.close()
+
+
+@pytest.mark.parametrize(("number", "to_group"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+def test_a_signal_lets_running_requests_finish(
+    tmp_path: Path, socket_folders: Path, number: int, to_group: bool
+) -> None:
+    with serving(tmp_path) as server, ThreadPoolExecutor() as pool:
+        events = server.stream("/v1/completions", **SHORT)
+        next(events)
+        whole = pool.submit(server.post, "/v1/completions", **SHORT)
+        time.sleep(0.2)
+        if to_group:
+            server.signal_group(number)
+        else:
+            server.process.send_signal(number)
+        *_, last = events
+        assert last["choices"][0]["finish_reason"] == "length"
+        status, answer = whole.result(timeout=20)
+        assert status == 200
+        assert answer["usage"]["completion_tokens"] == 300
+        assert server.wait() == 0
+        wait_until_gone(server.pids, 0)
+        assert server.said().endswith("toka-async: stopped\n")
+        assert not list(socket_folders.iterdir())
+
+
+def test_requests_that_take_too_long_are_cut_with_an_error(tmp_path: Path) -> None:
+    with serving(tmp_path, "server.drain_timeout=0.3") as server, ThreadPoolExecutor() as pool:
+        whole, events = start_long(server, pool)
+        server.signal_group(signal.SIGTERM)
+        status, answer = whole.result(timeout=10)
+        assert status == 500
+        assert "shutting down" in answer["error"]["message"]
+        *_, last = events
+        assert "shutting down" in last["error"]["message"]
+        assert server.wait() == 0
+        wait_until_gone(server.pids, 0)
+        assert "2 requests did not finish" in server.said()
+
+
+def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path) as server, ThreadPoolExecutor() as pool:
+        whole, events = start_long(server, pool)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(1.2)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 1
+        wait_until_gone(server.pids, 0)
+        assert isinstance(whole.exception(timeout=5), OSError)
+        events.close()

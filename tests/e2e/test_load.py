@@ -1,0 +1,60 @@
+"""Many clients at once: all are answered, and those who leave cost nothing afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import aiohttp
+import pytest
+
+from tests.serving import Serving, serving
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with serving(tmp_path_factory.mktemp("load"), "cache.num_tokens=131072") as running:
+        yield running
+
+
+def client() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(total=None)
+    )
+
+
+@pytest.mark.parametrize("number", [500, pytest.param(8192, marks=pytest.mark.slow)])
+async def test_all_are_answered(server: Serving, number: int) -> None:
+    async def ask(session: aiohttp.ClientSession, index: int) -> tuple[int, int]:
+        body = {"model": "demo", "prompt": f"Question: {index}", "max_tokens": 8, "ignore_eos": True}
+        async with session.post(f"{server.url}/v1/completions", json=body) as response:
+            return response.status, (await response.json())["usage"]["completion_tokens"]
+
+    async with client() as session:
+        answers = await asyncio.gather(*(ask(session, index) for index in range(number)))
+    assert Counter(answers) == {(200, 8): number}
+
+
+@pytest.mark.parametrize("number", [200, pytest.param(2000, marks=pytest.mark.slow)])
+async def test_clients_that_leave_at_random_leave_nothing(server: Serving, number: int) -> None:
+    chance = random.Random(0)
+
+    async def leave(session: aiohttp.ClientSession, index: int, seconds: float) -> None:
+        body = {"model": "demo", "prompt": f"Question: {index}", "max_tokens": 1900, "stream": index % 2 == 0}
+        try:
+            async with asyncio.timeout(seconds):
+                async with session.post(f"{server.url}/v1/completions", json=body | {"ignore_eos": True}) as response:
+                    await response.read()
+        except TimeoutError:
+            return
+        pytest.fail(f"client {index} was answered before it left")
+
+    async with client() as session:
+        await asyncio.gather(*(leave(session, index, chance.uniform(0, 3)) for index in range(number)))
+    deadline = time.monotonic() + 20
+    while any(server.metric(name) for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)

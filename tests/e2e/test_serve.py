@@ -1,0 +1,106 @@
+"""One server on the built-in model, asked over HTTP as users ask it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.serving import Serving, cpu_seconds, serving
+
+QUESTION = "Question: Wei has 26 apples. Ivan has 2 times as many. How many do they have together?\nAnswer:"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with serving(tmp_path_factory.mktemp("serve")) as running:
+        yield running
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """The counters are a quarter of a second old at most."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_says_what_it_serves_and_where(server: Serving) -> None:
+    assert server.line.startswith("toka-async: serving demo at http://127.0.0.1:")
+    assert set(server.children) == {"server", "scheduler-0", "rank-0-0"}
+    assert server.get("/health")[0] == 200
+
+
+def test_a_completion(server: Serving) -> None:
+    status, answer = server.post("/v1/completions", model="demo", prompt=QUESTION, max_tokens=100, temperature=0)
+    assert status == 200
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert "####" in answer["choices"][0]["text"]
+    assert answer["usage"]["completion_tokens"] > 10
+
+
+def test_streamed_text_is_the_same_text(server: Serving) -> None:
+    asked = {"model": "demo", "prompt": QUESTION, "max_tokens": 100, "seed": 5, "n": 3}
+    _, whole = server.post("/v1/completions", **asked)
+    texts = {0: "", 1: "", 2: ""}
+    for event in server.stream("/v1/completions", **asked):
+        for choice in event["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == {choice["index"]: choice["text"] for choice in whole["choices"]}
+    assert len(set(texts.values())) > 1
+
+
+def test_a_chat(server: Serving) -> None:
+    message = {
+        "role": "user",
+        "content": "Wei has 26 apples. Ivan has 2 times as many. How many do they have together?",
+    }
+    status, answer = server.post("/v1/chat/completions", model="demo", messages=[message], max_tokens=100)
+    assert status == 200
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_many_at_once(server: Serving) -> None:
+    def ask(number: int) -> int:
+        return server.post("/v1/completions", model="demo", prompt=QUESTION, n=2, max_tokens=8 + number)[0]
+
+    with ThreadPoolExecutor(32) as pool:
+        assert set(pool.map(ask, range(64))) == {200}
+
+
+def test_a_client_that_leaves_costs_nothing_more(server: Serving) -> None:
+    events = server.stream("/v1/completions", model="demo", prompt=QUESTION, n=8, max_tokens=1900, ignore_eos=True)
+    next(events)
+    wait_for(lambda: server.metric("num_requests_running") == 8 and server.metric("kv_cache_usage_perc") > 0)
+    events.close()
+    wait_for(lambda: server.metric("num_requests_running") == 0 and server.metric("kv_cache_usage_perc") == 0)
+
+
+@pytest.mark.parametrize("arguments", [[QUESTION], ["Ana has 12 pens. How many pens has she?", "--chat"]])
+def test_ping(server: Serving, arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "toka_async.cli", "ping", *arguments, "--max-tokens", "60", "--url", server.url]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("\n")
+    assert done.stdout.strip()
+    assert not done.stderr
+
+
+def test_errors_are_of_the_apis_shape(server: Serving) -> None:
+    status, body = server.get("/nowhere")
+    assert status == 404
+    assert json.loads(body)["error"]["message"]
+    status, answer = server.post("/v1/completions", model="demo", prompt="x", temperature=-1)
+    assert status == 400
+    assert answer["error"]["param"] == "temperature"
+
+
+def test_idle_processes_use_no_cpu(server: Serving) -> None:
+    time.sleep(0.5)  # for what the requests before have left
+    before = [cpu_seconds(pid) for pid in server.pids]
+    time.sleep(2)
+    assert sum(cpu_seconds(pid) for pid in server.pids) - sum(before) <= 0.05
