@@ -93,23 +93,29 @@ def batches(spans: Spans, max_pages: int, small: int) -> Iterator[Spans]:
     Within a batch no span has less than half of the pages or queries of the largest; pages below `small` are not
     worth telling apart.
     """
-    pages = np.maximum(spans.num_pages, small)
-    if not len(spans) or _is_even(spans.counts, pages, max_pages):
-        if len(spans):
-            yield spans
+    if not len(spans):
+        return
+    if _is_even(spans, max_pages, small):
+        yield spans
         return
     classes = np.ceil(np.log2(spans.counts)).astype(np.int64)
-    order = np.lexsort((-pages, classes))
-    classes, pages = classes[order], pages[order]
+    order = np.lexsort((-spans.num_pages, classes))
+    classes, pages = classes[order], spans.num_pages[order]
+    weights = np.maximum(pages, small)
     start = 0
     while start < len(order):
-        alike: Bool = (classes[start:] == classes[start]) & (2 * pages[start:] >= pages[start])
+        alike: Bool = (classes[start:] == classes[start]) & (2 * weights[start:] >= weights[start])
         run = len(alike) if alike.all() else int(alike.argmin())
         run = min(run, max(1, max_pages // int(pages[start])))
         yield spans.take(order[start : start + run])
         start += run
 
 
-def _is_even(counts: Int64, pages: Int64, max_pages: int) -> bool:
-    padded = len(pages) * int(pages.max())
-    return int(counts.max()) == int(counts.min()) and padded <= max_pages and padded <= 1.25 * int(pages.sum())
+def _is_even(spans: Spans, max_pages: int, small: int) -> bool:
+    """One batch of all will do: the same counts, about the same pages, and not too many."""
+    most = int(spans.num_pages.max())
+    return (
+        len(spans) * most <= max_pages
+        and int(spans.counts.max()) == int(spans.counts.min())
+        and len(spans) * max(most, small) <= 1.25 * int(np.maximum(spans.num_pages, small).sum())
+    )

@@ -6,6 +6,7 @@ business. Knows no rows, no pages, no checkpoint; families differ only by their 
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -55,8 +56,8 @@ class Layer(nn.Module):
 
     def forward(self, hidden: Tensor, rotation: Rotation, backend: AttentionBackend) -> Tensor:
         hidden = hidden + self.attention(self.attention_norm(hidden), rotation, backend)
-        hidden = hidden + self.mlp(self.mlp_norm(hidden))
-        return hidden
+        after: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
+        return after
 
 
 class Attention(nn.Module):
@@ -70,17 +71,15 @@ class Attention(nn.Module):
         self.num_kv_heads = share_of(spec.num_kv_heads, comm).size
         wide, narrow = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.qkv = ColumnLinear(spec.hidden_size, (wide, narrow, narrow), spec.attention_bias, comm)
-        self.head_norm = (
-            HeadNorm(self.num_heads, self.num_kv_heads, self.dim, spec.norm_eps) if spec.qk_norm else None
-        )
+        self.head_norm = HeadNorm(self.num_heads, self.num_kv_heads, self.dim, spec.norm_eps) if spec.qk_norm else None
         self.output = RowLinear(wide, spec.hidden_size, spec.output_bias, comm)
 
     def forward(self, hidden: Tensor, rotation: Rotation, backend: AttentionBackend) -> Tensor:
-        heads = self.qkv(hidden).unflatten(-1, (-1, self.dim))  # [t, heads + 2 kv_heads, dim]
-        query_key, value = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        heads = self.qkv(hidden).view(len(hidden), -1, self.dim)  # [t, heads + 2 kv_heads, dim]
+        query_key, value = torch.split(heads, [self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.head_norm is not None:
             query_key = self.head_norm(query_key)
-        query, key = rotate(query_key, rotation).split((self.num_heads, self.num_kv_heads), dim=1)
+        query, key = torch.split(rotate(query_key, rotation), [self.num_heads, self.num_kv_heads], dim=1)
         mixed = backend.attend(self.index, query, key, value)  # [t, heads, dim]
         output: Tensor = self.output(mixed.flatten(1))
         return output

@@ -16,12 +16,12 @@ TOKENIZER_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja"]
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def resolve_model(path: str) -> Path:
+def resolve_model(path: str, weights: bool = True) -> Path:
     """The directory of `demo` (the built-in model), of a directory, or of a hub id, downloaded when needed.
 
-    Raises ModelError when there is no such model.
+    A download leaves the weights out unless they are wanted. Raises ModelError when there is no such model.
     """
-    return _resolve(path, "model.path", PATTERNS)
+    return _resolve(path, "model.path", PATTERNS if weights else TOKENIZER_PATTERNS)
 
 
 def resolve_tokenizer(path: str, model_dir: Path) -> Path:

@@ -20,12 +20,13 @@ class JsonFile:
     Raises ModelError when the file is missing, is not JSON, or a field is of another type.
     """
 
-    def __init__(self, path: Path, fields: dict[str, Any] | None = None) -> None:
+    def __init__(self, path: Path, fields: dict[str, Any] | None = None, prefix: str = "") -> None:
         self.path = path
         self.fields = _read_object(path) if fields is None else fields
+        self.prefix = prefix
 
     def error(self, name: str, problem: str) -> ModelError:
-        return ModelError(f"{self.path}: {name} {problem}")
+        return ModelError(f"{self.path}: {self.prefix}{name} {problem}")
 
     def has(self, name: str) -> bool:
         return self.fields.get(name) is not None
@@ -59,7 +60,7 @@ class JsonFile:
         value = self.fields.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.error(name, f"is {value!r}: expected an object")
-        return JsonFile(self.path, value or {})
+        return JsonFile(self.path, value or {}, f"{self.prefix}{name}.")
 
     def token_ids(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
         """One id or a list of ids; null means none, absent means `default`."""

@@ -60,7 +60,7 @@ def read_rope(file: JsonFile, max_positions: int) -> RopeSpec:
 
 def _check(file: JsonFile, name: str, rope: JsonFile, kind: str) -> None:
     if kind not in get_args(RopeKind):
-        raise file.error(f"{name}.rope_type", f"{kind!r} is not supported; supported: {', '.join(get_args(RopeKind))}")
+        raise rope.error("rope_type", f"{kind!r} is not supported; supported: {', '.join(get_args(RopeKind))}")
     if any(isinstance(value, dict) for value in rope.fields.values()):
         raise file.error(name, "differs by layer type, which is not supported")
     for fields in (rope, file):

@@ -16,6 +16,7 @@ from enum import IntFlag
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from toka_async.messages import Sampling
@@ -48,6 +49,7 @@ class Flag(IntFlag):
     MIN_TOKENS = 8
     REPETITION = 16
     COUNTED = 32  # presence or frequency penalty
+    LOGPROBS = 64
 
 
 EDITS = Flag.BIASED | Flag.MIN_TOKENS | Flag.REPETITION | Flag.COUNTED
@@ -57,6 +59,7 @@ _WIDTHS = (64, 1024)
 # Vocabularies above the limit are summed in blocks, and the inverse is searched within one of them.
 _BLOCK = 256
 _BLOCKS_ABOVE = 4096
+_LARGEST_SHARE = 1 - 2.0**-53
 
 
 def params_of(sampling: Sampling) -> Params:
@@ -70,6 +73,7 @@ def params_of(sampling: Sampling) -> Params:
         | Flag.MIN_TOKENS * (sampling.min_tokens > 0 and bool(sampling.end_ids))
         | Flag.REPETITION * (sampling.repetition_penalty != 1)
         | Flag.COUNTED * (sampling.presence_penalty != 0 or sampling.frequency_penalty != 0)
+        | Flag.LOGPROBS * (sampling.num_logprobs >= 0)
     )
     values = (
         sampling.temperature,
@@ -102,12 +106,12 @@ def sample(logits: Tensor, params: Params, uniform: Float64) -> Tensor:
     Returns:
         Token ids, int64 [s].
     """
-    flags = params["flags"]
-    plain = (flags & (Flag.RANDOM | Flag.FILTERED)) == Flag.RANDOM
-    filtered = (flags & Flag.FILTERED) != 0
-    if plain.all():
-        return _sample_plain(logits, params, uniform)
+    kinds = params["flags"] & (Flag.RANDOM | Flag.FILTERED)
+    if int(kinds.min()) == int(kinds.max()):
+        every = _sample_filtered if kinds[0] & Flag.FILTERED else _sample_plain if kinds[0] else _sample_greedy
+        return every(logits, params, uniform)
     tokens = logits.argmax(-1)
+    plain, filtered = kinds == Flag.RANDOM, kinds > Flag.RANDOM
     for chosen, draw in ((plain, _sample_plain), (filtered, _sample_filtered)):
         if chosen.any():
             rows = torch.from_numpy(np.flatnonzero(chosen)).to(logits.device)
@@ -126,6 +130,10 @@ def likeliest(values: Tensor, num: int) -> tuple[Tensor, Tensor]:
     ids, by_id = ids.sort(dim=1)
     top, by_value = top.gather(1, by_id).sort(dim=1, descending=True, stable=True)
     return top, ids.gather(1, by_value)
+
+
+def _sample_greedy(logits: Tensor, params: Params, uniform: Float64) -> Tensor:  # noqa: ARG001
+    return logits.argmax(-1)
 
 
 def _sample_plain(logits: Tensor, params: Params, uniform: Float64) -> Tensor:
@@ -193,31 +201,32 @@ def invert(weights: Tensor, uniform: Tensor) -> Tensor:
     """The index where the running sum of a row's weights first exceeds `uniform` of its total.
 
     Args:
-        weights: float32 [r, n], >= 0; n is a multiple of the block size if it is above the limit for one block.
+        weights: float32 [r, n], >= 0.
         uniform: float64 [r], in [0, 1).
 
     Returns:
         int64 [r]: an index of a positive weight; 0 where there is none.
     """
     if weights.shape[1] <= _BLOCKS_ABOVE:
-        return _search(weights, uniform[:, None])[0]
-    blocks = weights.view(len(weights), -1, _BLOCK)
-    block, rest = _search(blocks.sum(-1), uniform[:, None])
-    rows = torch.arange(len(weights), device=weights.device)
-    inner, _ = _search(blocks[rows, block], rest)
-    return block * _BLOCK + inner
+        return _search(weights.cumsum(-1, dtype=torch.float64), uniform[:, None])[:, 0]
+    blocks = F.pad(weights, (0, -weights.shape[1] % _BLOCK)).reshape(len(weights), -1, _BLOCK)
+    sums = blocks.sum(-1)
+    running = sums.cumsum(-1, dtype=torch.float64)
+    block = _search(running, uniform[:, None])
+    # Where the target lies within its block, as a share of it.
+    size = sums.gather(1, block).double()
+    share = (uniform[:, None] * running[:, -1:] - running.gather(1, block)) / size + 1
+    share = share.nan_to_num_(0).clamp_(0, _LARGEST_SHARE)
+    inner = _search(
+        blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].cumsum(-1, dtype=torch.float64), share
+    )
+    return (block * _BLOCK + inner)[:, 0]
 
 
-def _search(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Index [r] of the weight that `uniform` [r, 1] falls into, and where within it, as a share [r, 1]."""
-    sums = weights.cumsum(-1, dtype=torch.float64)
-    total = sums[:, -1:].contiguous()
-    target = uniform * total
-    last = torch.searchsorted(sums, total)  # of positive weight, whatever the rounding of the target
-    index = torch.minimum(torch.searchsorted(sums, target, right=True), last)
-    size = weights.gather(1, index).double()
-    share = (target - sums.gather(1, index) + size) / size.clamp(min=torch.finfo(torch.float64).tiny)
-    return index[:, 0], share.clamp(0, 1)
+def _search(running: Tensor, share: Tensor) -> Tensor:
+    """The first index of running sums [r, n] above `share` [r, 1] of the last; 0 in rows of zeros. int64 [r, 1]."""
+    index = torch.searchsorted(running, share * running[:, -1:], right=True)
+    return index.remainder_(running.shape[1])  # a share below 1 finds no index in rows of zeros only
 
 
 def _weights(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -226,16 +235,16 @@ def _weights(logits: Tensor, temperature: Tensor) -> Tensor:
     The maximum goes first: no temperature overflows, and the likeliest token's weight is 1.
     """
     rows, vocab = logits.shape
-    width = vocab if vocab <= _BLOCKS_ABOVE else -(-vocab // _BLOCK) * _BLOCK
     largest = logits.amax(-1, keepdim=True).float().clamp_(min=torch.finfo(torch.float32).min)
-    weights = torch.empty(rows, width, dtype=torch.float32, device=logits.device)
+    divisor = temperature.float()[:, None]
+    if vocab <= _BLOCKS_ABOVE:
+        return torch.sub(logits, largest).div_(divisor).exp_()
+    weights = torch.empty(rows, -(-vocab // _BLOCK) * _BLOCK, dtype=torch.float32, device=logits.device)
     weights[:, vocab:] = 0
-    inner = weights[:, :vocab]
-    torch.sub(logits, largest, out=inner)
-    inner.div_(temperature.float()[:, None]).exp_()
+    torch.sub(logits, largest, out=weights[:, :vocab]).div_(divisor).exp_()
     return weights
 
 
 def _upload(device: torch.device, *columns: npt.NDArray[np.generic]) -> list[Tensor]:
     """Host columns [r] as float64 tensors on the device, in one copy."""
-    return list(torch.from_numpy(np.stack(columns).astype(np.float64, copy=False)).to(device))
+    return list(torch.from_numpy(np.array(columns, dtype=np.float64)).to(device).unbind())

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.utils import tqdm
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -22,6 +21,7 @@ from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.decoder import Decoder, Layer
 from toka_async.model.json_file import JsonFile, ModelError
 from toka_async.model.layers import HeadNorm, Part, RMSNorm
+from toka_async.model.progress import Progress
 from toka_async.model.spec import ModelSpec
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -59,16 +59,17 @@ def random_weights(decoder: Decoder, seed: int) -> None:
 def load_weights(decoder: Decoder, model_dir: Path, progress: bool = True) -> None:
     """Fills `decoder` from the safetensors files of `model_dir`, converting to its dtype.
 
-    Shows a progress bar when standard error is a terminal. Raises ModelError for a missing, mis-shaped or unexpected
-    tensor, naming it, and for a file that is missing or corrupt.
+    `progress`: a bar on standard error when that is a terminal. Raises ModelError for a missing, mis-shaped or
+    unexpected tensor, naming it, and for a file that is missing or corrupt.
     """
     parts = dict(checkpoint_parts(decoder))
     missing = set(parts)
-    files = weight_files(model_dir)
-    hidden = not (progress and sys.stderr.isatty())
-    with tqdm(total=len(parts), desc="weights", unit="tensor", disable=hidden) as bar:
-        for path in files:
-            missing -= _load_file(path, parts, len(decoder.layers), bar)
+    total = sum(part.target.nbytes for part in parts.values())
+    bar = Progress("loading weights", total, sys.stderr) if progress else None
+    for path in weight_files(model_dir):
+        missing -= _load_file(path, parts, len(decoder.layers), bar)
+    if bar is not None:
+        bar.finish()
     if missing:
         name = min(missing)
         shape = list(parts[name].shape)
@@ -132,7 +133,7 @@ def weight_files(model_dir: Path) -> list[Path]:
     return files
 
 
-def _load_file(path: Path, parts: dict[str, Part], num_layers: int, bar: Any) -> set[str]:
+def _load_file(path: Path, parts: dict[str, Part], num_layers: int, bar: Progress | None) -> set[str]:
     """Copies the file's tensors into place; returns their names."""
     loaded: set[str] = set()
     try:
@@ -144,7 +145,8 @@ def _load_file(path: Path, parts: dict[str, Part], num_layers: int, bar: Any) ->
                     continue
                 part.target.copy_(_read(path, name, part, file.get_slice(name)))
                 loaded.add(name)
-                bar.update(1)
+                if bar is not None:
+                    bar.add(part.target.nbytes)
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path}: is not a readable safetensors file ({error}); download it again") from None
     return loaded
@@ -154,16 +156,14 @@ def _read(path: Path, name: str, part: Part, tensor: Any) -> Tensor:
     """The rank's part of a tensor in a file."""
     shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
     if shape != part.shape:
-        raise ModelError(
-            f"{path}: tensor {name} has shape {list(shape)}, but config.json asks for {list(part.shape)}"
-        )
+        raise ModelError(f"{path}: tensor {name} has shape {list(shape)}, but config.json asks for {list(part.shape)}")
     if dtype not in FLOATS:
         raise ModelError(f"{path}: tensor {name} is of type {dtype}; supported: {', '.join(FLOATS)}")
     if part.share is None:
         values: Tensor = tensor[:]
-        return values
-    rows = slice(part.share.start, part.share.start + part.share.size)
-    values = tensor[rows] if part.dim == 0 else tensor[:, rows]
+    else:
+        rows = slice(part.share.start, part.share.start + part.share.size)
+        values = tensor[rows] if part.dim == 0 else tensor[:, rows]
     return values
 
 

@@ -26,7 +26,7 @@ from toka_async.runner.warmup import warm_up
 _HISTORY_BYTES = 4  # per token: its id
 _AUTO_CPU_SHARE = 0.25
 _MOST_CPU_SHARE = 0.9
-_SMALL_PARAMETERS = 20_000_000
+_SMALL_PARAMETERS = 10_000_000
 
 
 def build_runner(
@@ -85,7 +85,11 @@ def resolve_dtype(model: ModelConfig, spec: ModelSpec, device: torch.device) -> 
 
 
 def resolve_num_threads(attention: AttentionConfig, decoder: Decoder) -> int:
-    """`auto` is one thread for small models and all cores for others."""
+    """`auto` is one thread for small models and all cores for others.
+
+    Measured on two cores, one thread and two: 2M parameters decode 64 rows in 11 ms and 20, and one row in 2.6 and 3.1;
+    20M parameters decode one row in 19 ms and 10.
+    """
     if attention.num_threads != "auto":
         return attention.num_threads
     small = sum(parameter.numel() for parameter in decoder.parameters()) < _SMALL_PARAMETERS
@@ -108,7 +112,7 @@ def build_cache(
 
 
 def activation_bytes(spec: ModelSpec, limits: Limits, dtype: torch.dtype) -> int:
-    """Memory of the largest step: the widest moment of a layer (residual, norm, gate, up and their product), sampling."""
+    """Of the largest step: a layer's widest moment (residual, norm, gate, up and their product) and sampling."""
     projections = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     a_token = 4 * spec.hidden_size + 3 * spec.intermediate_size + 2 * projections
     return limits.max_tokens * a_token * dtype.itemsize + 4 * SLAB_BYTES["cuda"]

@@ -27,9 +27,13 @@ def download(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
     """Tensors of one device, int32 or float32 of any shapes, as arrays of the same shapes."""
     if not tensors:
         return []
-    words = [tensor.reshape(-1).view(torch.int32) for tensor in tensors]
-    packed = (torch.cat(words) if len(words) > 1 else words[0]).cpu().numpy()
-    ends = np.cumsum([tensor.numel() for tensor in tensors])[:-1]
-    dtypes = (np.float32 if tensor.dtype == torch.float32 else np.int32 for tensor in tensors)
-    parts = zip(np.split(packed, ends), dtypes, tensors, strict=True)
-    return [part.view(dtype).reshape(tensor.shape) for part, dtype, tensor in parts]
+    if len(tensors) == 1:
+        return [tensors[0].cpu().numpy()]
+    packed = torch.cat([tensor.reshape(-1).view(torch.int32) for tensor in tensors]).cpu().numpy()
+    arrays = []
+    first = 0
+    for tensor in tensors:
+        part = packed[first : first + tensor.numel()]
+        first += part.size
+        arrays.append(part.view(np.float32 if tensor.dtype == torch.float32 else np.int32).reshape(tensor.shape))
+    return arrays

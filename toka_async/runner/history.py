@@ -18,11 +18,12 @@ class History:
 
     def write(self, indices: Tensor, token_ids: Tensor) -> None:
         """Token ids int64 [t] at cache entries int64 [t], page * page_size + offset."""
-        self.ids.view(-1).index_put_((indices,), token_ids.to(torch.int32))
+        self.ids.view(-1).index_copy_(0, indices, token_ids.to(torch.int32))
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
         self.ids[targets] = self.ids[sources]
 
     def of(self, page_table: Tensor) -> Tensor:
         """Ids of rows with the given pages, int [rows, width]: int64 [rows, width * page_size]."""
-        return self.ids[page_table.long()].flatten(1).long()
+        pages = page_table.flatten().long()
+        return self.ids.index_select(0, pages).view(len(page_table), -1).long()

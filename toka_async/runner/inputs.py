@@ -68,51 +68,51 @@ def rows_of(rows: Rows, step: Step) -> StepRows:
 
 def build_inputs(rows: Rows, step: Step, step_rows: StepRows) -> StepInputs:
     """The tensors of a step with at least one token."""
-    slots, lengths, firsts = step_rows.slots, step_rows.lengths, step_rows.firsts
-    starts = step_rows.contexts - lengths
-    positions = np.repeat(starts - firsts, lengths) + np.arange(int(lengths.sum()))
-    cells = np.repeat(slots.astype(np.int64) * rows.page_table.shape[1], lengths) + positions // rows.page_size
-    lasts = (firsts + lengths - 1)[step_rows.samples]
-    device = upload(
-        (
-            slots,
-            slots[step_rows.samples],
-            positions,
-            cells,
-            positions % rows.page_size,
-            lasts,
-            _chunk_ids(rows, step_rows),
-        ),
-        rows.device,
+    layout = _layout(rows, step_rows)
+    slots, sample_slots, positions, cells, offsets, sampled, chunk_ids = upload(
+        (step_rows.slots, step_rows.slots[step_rows.samples], *layout, _chunk_ids(rows, step_rows)), rows.device
     )
-    slots_at, sample_slots, positions_at, cells_at, offsets, sampled, chunk_ids = device
-    decoding = rows.last_tokens[slots_at[: step_rows.num_decode]]
+    decoding = rows.last_tokens.index_select(0, slots[: step_rows.num_decode])
     width = -(-int(step_rows.contexts.max()) // rows.page_size)
     attention = AttentionBatch(
         num_decode=step_rows.num_decode,
-        query_lengths=lengths,
+        query_lengths=step_rows.lengths,
         context_lengths=step_rows.contexts.astype(np.int32),
-        page_table=rows.page_table[:, :width].index_select(0, slots_at),
-        write_indices=rows.page_table.view(-1)[cells_at] * rows.page_size + offsets,
-        groups=_groups(step),
+        page_table=rows.page_table[:, :width].index_select(0, slots),
+        write_indices=rows.page_table.view(-1).index_select(0, cells) * rows.page_size + offsets,
+        groups=_groups(step) if step.group_starts else (),
     )
     return StepInputs(
         token_ids=torch.cat([decoding, chunk_ids]) if chunk_ids.numel() else decoding,
-        positions=positions_at,
+        positions=positions,
         attention=attention,
-        sampled=None if lasts.size == positions.size else sampled,
+        sampled=None if sampled.numel() == positions.numel() else sampled,
         sample_slots=sample_slots,
     )
 
 
+def _layout(rows: Rows, step_rows: StepRows) -> tuple[Int64, Int64, Int64, Int64]:
+    """Per token: position, cell of its page in the flat page table, offset in the page; and which are sampled."""
+    slots, lengths, firsts = step_rows.slots.astype(np.int64), step_rows.lengths, step_rows.firsts
+    positions = step_rows.contexts - lengths
+    if slots.size > step_rows.num_decode:
+        slots = np.repeat(slots, lengths)
+        positions = np.repeat(positions - firsts, lengths) + np.arange(slots.size)
+    places = positions // rows.page_size
+    cells = slots * rows.page_table.shape[1] + places
+    return positions, cells, positions - places * rows.page_size, (firsts + lengths - 1)[step_rows.samples]
+
+
 def _chunk_ids(rows: Rows, step_rows: StepRows) -> Int32:
     """The tokens of all chunks, one after the other."""
+    if step_rows.slots.size == step_rows.num_decode:
+        return step_rows.slots[:0]
     chunks = slice(step_rows.num_decode, None)
     ends = step_rows.contexts[chunks].tolist()
     lengths = step_rows.lengths[chunks].tolist()
     prompts = rows.prompts[step_rows.slots[chunks]]
     parts = [p.token_ids[end - length : end] for p, end, length in zip(prompts, ends, lengths, strict=True)]
-    ids: Int32 = np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+    ids: Int32 = np.concatenate(parts)
     assert ids.size == sum(lengths), "a chunk goes beyond its prompt"
     return ids
 

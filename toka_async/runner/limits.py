@@ -11,10 +11,10 @@ from typing import Literal
 from toka_async.config import CacheConfig, ModelConfig, ScheduleConfig
 from toka_async.model.spec import ModelError, ModelSpec
 
-DeviceKind = Literal["cpu", "cuda"]
+DeviceKind = Literal["cpu", "cuda", "simulated"]
 
-MAX_SEQS = {"cpu": 256, "cuda": 8192}
-MAX_TOKENS = {"cpu": 2048, "cuda": 32768}
+MAX_SEQS = {"cpu": 256, "cuda": 8192, "simulated": 8192}
+MAX_TOKENS = {"cpu": 2048, "cuda": 32768, "simulated": 32768}
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,7 +27,10 @@ class Limits:
 
 
 def resolve_limits(model: ModelConfig, schedule: ScheduleConfig, spec: ModelSpec, device: DeviceKind) -> Limits:
-    """The limits with every `auto` resolved. Raises ModelError for a context longer than the model's."""
+    """The limits with every `auto` resolved. Raises ModelError for a context longer than the model's.
+
+    A simulated device has no positions, so that its context can be any.
+    """
     max_seqs = MAX_SEQS[device] if schedule.max_seqs == "auto" else schedule.max_seqs
     max_tokens = max(MAX_TOKENS[device], max_seqs) if schedule.max_tokens == "auto" else schedule.max_tokens
     max_context = spec.max_context if model.max_context == "auto" else model.max_context
@@ -38,7 +41,7 @@ def resolve_limits(model: ModelConfig, schedule: ScheduleConfig, spec: ModelSpec
     ):
         if value < 1:
             raise ModelError(f"{name}={value}: must be at least 1, or auto")
-    if max_context > spec.max_context:
+    if max_context > spec.max_context and device != "simulated":
         raise ModelError(
             f"model.max_context={max_context}: the model has {spec.max_context} positions; use at most that, or auto"
         )

@@ -93,10 +93,10 @@ class Runner:
     def _sample(self, hidden: Tensor, inputs: StepInputs, step_rows: StepRows) -> Samples | None:
         """The rows' new tokens, which become their last ones; None when no row samples."""
         samples = step_rows.samples
-        if not samples.any():
+        if not inputs.sample_slots.numel():
             return None
         if inputs.sampled is not None:
-            hidden = hidden[inputs.sampled]
+            hidden = hidden.index_select(0, inputs.sampled)
         drawn = self._sampler.sample(hidden, step_rows.slots[samples], step_rows.contexts[samples])
-        self._rows.last_tokens.index_put_((inputs.sample_slots,), drawn.token_ids)
+        self._rows.last_tokens.index_copy_(0, inputs.sample_slots, drawn.token_ids)
         return drawn

@@ -26,6 +26,7 @@ from toka_async.runner.rows import Rows
 SLAB_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
 
 Head = Callable[[Tensor], Tensor]
+_NO_ROWS: Int64 = np.empty(0, dtype=np.int64)
 
 
 def slabs(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[slice]:
@@ -48,6 +49,17 @@ class Samples:
     logprobs: Logprobs | None
 
 
+@dataclass(slots=True, frozen=True)
+class SampledRows:
+    """The rows of one call, on the host, [s] each; needed: the flags of all of them together."""
+
+    slots: Int32
+    lengths: Int64
+    params: Params
+    uniform: Float64
+    needed: int
+
+
 class Sampler:
     """Samples with the vocabulary's head, over the tables of `rows` and `history`."""
 
@@ -64,41 +76,34 @@ class Sampler:
             slots: int32 [s].
             lengths: int64 [s], tokens of the row so far.
         """
-        params = self._rows.params[slots]
-        uniform = self._uniforms(params, slots, lengths)
-        asked = np.flatnonzero(params["num_logprobs"] >= 0)
-        num_top = params["num_logprobs"][asked]
-        most = int(num_top.max(initial=0))
-        tokens: list[Tensor] = []
-        logprobs: list[Logprobs] = []
-        for part in slabs(slots.size, self._rows.vocab_size, hidden.device):
-            logits = clean(self._head(hidden[part]))
-            raw = _raw(logits, params[part])
-            tokens.append(self._draw(logits, params[part], slots[part], lengths[part], uniform[part]))
-            if raw is not None:
-                at, values = raw
-                logprobs.append(logprobs_of(values, tokens[-1][at], most))
-        token_ids = torch.cat(tokens) if len(tokens) > 1 else tokens[0]
-        return Samples(token_ids, asked, num_top, concatenate(logprobs) if logprobs else None)
+        table = self._rows
+        params = table.params[slots]
+        needed = int(np.bitwise_or.reduce(params["flags"]))
+        # Draw i of a row's stream is for its output token i, even when that is computed again.
+        uniform = uniforms(table.seeds[slots], lengths - table.num_prompt[slots]) if needed & Flag.RANDOM else None
+        rows = SampledRows(slots, lengths, params, np.zeros(slots.size) if uniform is None else uniform, needed)
+        parts = slabs(slots.size, table.vocab_size, hidden.device)
+        tokens, logprobs = zip(*(self._sample_slab(hidden, rows, part) for part in parts), strict=True)
+        asked = np.flatnonzero(params["flags"] & Flag.LOGPROBS) if needed & Flag.LOGPROBS else _NO_ROWS
+        values = [part for part in logprobs if part is not None]
+        return Samples(
+            token_ids=torch.cat(tokens) if len(tokens) > 1 else tokens[0],
+            asked=asked,
+            num_top=params["num_logprobs"][asked],
+            logprobs=concatenate(values) if values else None,
+        )
 
-    def _uniforms(self, params: Params, slots: Int32, lengths: Int64) -> Float64:
-        """Draw i of a row's stream is for its output token i, whatever was computed twice."""
-        if not (params["flags"] & Flag.RANDOM).any():
-            return np.zeros(slots.size)
-        return uniforms(self._rows.seeds[slots], lengths - self._rows.num_prompt[slots])
-
-    def _draw(self, logits: Tensor, params: Params, slots: Int32, lengths: Int64, uniform: Float64) -> Tensor:
-        """Token ids int64 of one slab; its logits may be overwritten."""
-        if (params["flags"] & EDITS).any():
+    def _sample_slab(self, hidden: Tensor, rows: SampledRows, part: slice) -> tuple[Tensor, Logprobs | None]:
+        """Token ids int64 of some rows, and the log-probs of those of them that ask."""
+        logits = clean(self._head(hidden if part == slice(0, rows.slots.size) else hidden[part]))
+        params = rows.params[part]
+        asked = np.flatnonzero(params["flags"] & Flag.LOGPROBS) if rows.needed & Flag.LOGPROBS else _NO_ROWS
+        (asked_at,) = upload((asked,), logits.device)
+        raw = distribution(logits[asked_at]) if asked.size else None  # before any edit
+        if rows.needed & EDITS:
             logits = logits.float()
-            edit(logits, self._rows, self._history, slots, lengths)
-        return sample(logits, params, uniform)
-
-
-def _raw(logits: Tensor, params: Params) -> tuple[Tensor, Tensor] | None:
-    """The rows of one slab that want log-probs, int64 [m], and theirs of the whole vocabulary, before any edit."""
-    asked = np.flatnonzero(params["num_logprobs"] >= 0)
-    if not asked.size:
-        return None
-    (at,) = upload((asked,), logits.device)
-    return at, distribution(logits[at])
+            edit(logits, self._rows, self._history, rows.slots[part], rows.lengths[part])
+        tokens = sample(logits, params, rows.uniform[part])
+        if raw is None:
+            return tokens, None
+        return tokens, logprobs_of(raw, tokens[asked_at], int(rows.params["num_logprobs"].max()))

@@ -1,0 +1,154 @@
+"""The decoder's logits equal transformers', for every family, over mixed steps of chunks and decoding rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.models import make_checkpoint
+from tests.paged_rows import PagedRow, run_rows
+from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.reference import ReferenceAttention
+from toka_async.model.spec import ModelSpec, read_spec
+from toka_async.model.weights import build_decoder, load_weights
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-5-heads-tied": (
+        "llama",
+        {
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "hidden_size": 40,
+            "head_dim": 12,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": ...}),
+    "llama-llama3": ("llama", {"rope_scaling": LLAMA3, "rope_theta": 500000.0, "vocab_size": 277}),
+    "llama-linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.5}, "num_key_value_heads": ...}),
+    "llama-gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": None}),
+    "llama-new-spelling": (
+        "llama",
+        {"rope_theta": ..., "rope_parameters": LLAMA3 | {"rope_theta": 5000.0}, "torch_dtype": "float32"},
+    ),
+    "qwen2": ("qwen2", {"head_dim": ...}),
+    "qwen2-7-heads-tied": (
+        "qwen2",
+        {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 56, "tie_word_embeddings": True},
+    ),
+    "qwen2-yarn": ("qwen2", {"rope_scaling": YARN, "num_key_value_heads": 3}),
+    "qwen2-window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3-tied-biases": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 6}),
+    "qwen3-yarn": (
+        "qwen3",
+        {"rope_scaling": YARN | {"truncate": False, "beta_fast": 16, "attention_factor": 1.3}, "vocab_size": 299},
+    ),
+    "qwen3-mixed-layers": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "mistral": ("mistral", {}),
+    "mistral-window": ("mistral", {"sliding_window": 9, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "mistral-window-tied": ("mistral", {"sliding_window": 17, "head_dim": 20, "tie_word_embeddings": True}),
+    "mistral-yarn": (
+        "mistral",
+        {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, "num_attention_heads": 10},
+    ),
+}
+
+
+def reference_model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+@torch.inference_mode()
+def reference_logits(model: Any, token_ids: list[int]) -> Tensor:
+    logits: Tensor = model(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+def run_ours(folder: Path, spec: ModelSpec, rows: list[PagedRow], page_size: int, dtype: torch.dtype) -> None:
+    device = torch.device("cpu")
+    decoder = build_decoder(spec, dtype, device)
+    load_weights(decoder, folder, progress=False)
+    num_pages = sum(-(-len(row.token_ids) // page_size) for row in rows)
+    cache = KVCache(spec.num_layers, num_pages, spec.num_kv_heads, page_size, spec.head_dim, dtype, device)
+    attention = ReferenceAttention(cache, spec.num_heads, spec.windows)
+    pages = np.random.default_rng(1).permutation(num_pages).tolist()
+    run_rows(decoder, attention, rows, page_size, iter(pages))
+
+
+def random_rows(vocab_size: int) -> list[PagedRow]:
+    rng = np.random.default_rng(3)
+    shapes = ((1, 24), (7, 40), (33, 45), (50, 70), (20, 20))  # prompt, all tokens
+    return [PagedRow(rng.integers(0, vocab_size, length).tolist(), prompt) for prompt, length in shapes]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits(case: str, tmp_path: Path) -> None:
+    family, overrides = CASES[case]
+    folder = make_checkpoint(tmp_path, family, **overrides)
+    spec = read_spec(folder)
+    model = reference_model(folder)
+    expected = [reference_logits(model, row.token_ids) for row in random_rows(spec.vocab_size)]
+    for page_size in (1, 16, 5):
+        rows = random_rows(spec.vocab_size)
+        run_ours(folder, spec, rows, page_size, torch.float32)
+        for row, logits in zip(rows, expected, strict=True):
+            torch.testing.assert_close(torch.cat(row.logits), logits, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_saved_by_transformers(case: str, tmp_path: Path) -> None:
+    family, overrides = CASES[case]
+    folder = make_checkpoint(tmp_path / "ours", family, **overrides)
+    reference_model(folder).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
+    spec = read_spec(tmp_path / "theirs")
+    assert spec == read_spec(folder)
+    ours, theirs = random_rows(spec.vocab_size)[:2], random_rows(spec.vocab_size)[:2]
+    run_ours(folder, spec, ours, 16, torch.float32)
+    run_ours(tmp_path / "theirs", spec, theirs, 16, torch.float32)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(torch.cat(a.logits), torch.cat(b.logits), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["llama-llama3", "qwen3-mixed-layers", "mistral-window"])
+def test_half_precision(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    family, overrides = CASES[case]
+    folder = make_checkpoint(tmp_path, family, **overrides)
+    spec = read_spec(folder)
+    rows = random_rows(spec.vocab_size)
+    run_ours(folder, spec, rows, 16, dtype)
+    model = reference_model(folder)
+    for row in rows:
+        ours, exact = torch.cat(row.logits), reference_logits(model, row.token_ids)
+        assert ours.dtype == dtype
+        error = (ours.float() - exact).norm() / exact.norm()
+        assert error < 0.03

@@ -1,0 +1,49 @@
+"""Fields that a `config.json` leaves out get the values that transformers' configuration classes give them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from toka_async.model.spec import read_spec
+
+REQUIRED = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("fields", [{}, {"rope_theta": 7000.0}, {"rope_scaling": {"type": "linear", "factor": 2.0}}])
+def test_absent_fields(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(REQUIRED | {"model_type": family} | fields))
+    spec, config = read_spec(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    from_config: Callable[[object], Any] = AutoModelForCausalLM.from_config
+    layer = from_config(config).model.layers[0]
+    attention = layer.self_attn
+    assert spec.num_kv_heads == config.num_key_value_heads
+    assert spec.head_dim == attention.head_dim
+    assert spec.norm_eps == config.rms_norm_eps
+    assert spec.activation == config.hidden_act
+    assert spec.tie_embeddings == config.tie_word_embeddings
+    assert spec.attention_bias == (attention.q_proj.bias is not None)
+    assert spec.output_bias == (attention.o_proj.bias is not None)
+    assert spec.mlp_bias == (layer.mlp.up_proj.bias is not None)
+    assert spec.qk_norm == hasattr(attention, "q_norm")
+    assert set(spec.windows) == {getattr(config, "sliding_window", None) or 0}
+    assert spec.max_context == config.max_position_embeddings * spec.rope.factor
+    assert (spec.rope.theta, spec.rope.kind) == (
+        config.rope_parameters["rope_theta"],
+        config.rope_parameters["rope_type"],
+    )
+    eos = config.eos_token_id
+    assert spec.eos_token_ids == (() if eos is None else (eos,))
+    assert spec.bos_token_id == config.bos_token_id

@@ -1,0 +1,213 @@
+"""The reference backend equals attention computed token by token from the definition, however rows are grouped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from tests.paged_rows import make_batch
+from toka_async.attention.base import AttentionBatch, PrefixGroup
+from toka_async.attention.blocks import Limits
+from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.reference import ReferenceAttention
+
+CPU = torch.device("cpu")
+GROUPED = Limits(shared_bytes=0)
+ALONE = Limits(shared_bytes=1 << 60)
+TINY = Limits(slab_bytes=1, small_bytes=1, shared_bytes=0, mask_cells=1, kept_cells=0)
+DIM = 4
+
+
+class Case:
+    """Random rows over one cache: groups of decoding rows with a shared prefix, single rows, chunks of prompts."""
+
+    def __init__(
+        self,
+        seed: int,
+        page_size: int,
+        kv_heads: int,
+        group_size: int,
+        groups: list[tuple[int, int]],
+        contexts: list[int],
+        chunks: list[tuple[int, int]],
+    ) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.page_size, self.kv_heads, self.heads = page_size, kv_heads, kv_heads * group_size
+        rng = np.random.default_rng(seed)
+        rows: list[tuple[list[int], int, int]] = []
+        self.num_pages = 1
+        prefix_groups: list[PrefixGroup] = []
+        for num_rows, num_pages in groups:
+            shared = self._new_pages(num_pages)
+            prefix_groups.append(PrefixGroup(len(rows), num_rows, num_pages))
+            for _ in range(num_rows):
+                own = int(rng.integers(1, 3 * page_size + 1))
+                rows.append((shared + self._new_pages(-(-own // page_size)), num_pages * page_size + own, 1))
+        rows += [(self._new_pages(-(-context // page_size)), context, 1) for context in contexts]
+        num_decode = len(rows)
+        for before, count in chunks:
+            rows.append((self._new_pages(-(-(before + count) // page_size)), before + count, count))
+        self.rows = rows
+        self.batch: AttentionBatch = make_batch(rows, num_decode, page_size, tuple(prefix_groups))
+        self.cache = KVCache(1, self.num_pages, kv_heads, page_size, DIM, torch.float32, CPU)
+        self.cache.keys[0].copy_(self._normal(*self.cache.keys[0].shape))
+        self.cache.values[0].copy_(self._normal(*self.cache.values[0].shape))
+        tokens = len(self.batch.write_indices)
+        self.query = 2 * self._normal(tokens, self.heads, DIM)
+        self.key, self.value = self._normal(tokens, kv_heads, DIM), self._normal(tokens, kv_heads, DIM)
+
+    def _new_pages(self, count: int) -> list[int]:
+        self.num_pages += count
+        return list(range(self.num_pages - count, self.num_pages))[::-1]
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def attend(self, window: int, limits: Limits | None) -> Tensor:
+        backend = ReferenceAttention(self.cache, self.heads, (window,), limits=limits)
+        backend.plan(self.batch)
+        return backend.attend(0, self.query, self.key, self.value)
+
+    def expected(self, window: int) -> Tensor:
+        """Softmax attention of every query over the keys that it may see, read from the cache one by one."""
+        outputs = []
+        token = 0
+        for pages, context, count in self.rows:
+            places = [(pages[p // self.page_size], p % self.page_size) for p in range(context)]
+            keys = torch.stack([self.cache.keys[0][page, :, offset] for page, offset in places])
+            values = torch.stack([self.cache.values[0][page, :, offset] for page, offset in places])
+            keys, values = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in (keys, values))
+            for position in range(context - count, context):
+                seen = slice(max(0, position + 1 - window) if window else 0, position + 1)
+                scores = torch.einsum("hd,lhd->hl", self.query[token], keys[seen]) * DIM**-0.5
+                outputs.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), values[seen]))
+                token += 1
+        return torch.stack(outputs)
+
+
+cases = st.builds(
+    Case,
+    seed=st.integers(0, 1000),
+    page_size=st.sampled_from([1, 2, 5, 16]),
+    kv_heads=st.integers(1, 3),
+    group_size=st.sampled_from([1, 3, 5]),
+    groups=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), max_size=3),
+    contexts=st.lists(st.integers(1, 50), min_size=1, max_size=6),
+    chunks=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 25)), max_size=3),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(case=cases, window=st.sampled_from([0, 0, 1, 7, 30]), limits=st.sampled_from([None, GROUPED, ALONE, TINY]))
+def test_equals_the_definition(case: Case, window: int, limits: Limits | None) -> None:
+    output = case.attend(window, limits)
+    torch.testing.assert_close(output, case.expected(window), atol=2e-5, rtol=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(case=cases, window=st.sampled_from([0, 100]))
+def test_grouped_equals_ungrouped(case: Case, window: int) -> None:
+    torch.testing.assert_close(case.attend(window, GROUPED), case.attend(window, ALONE), atol=1e-5, rtol=1e-5)
+
+
+def test_groups_are_taken_in_two_parts() -> None:
+    case = Case(0, 16, 1, 2, [(4, 3), (2, 2)], [9], [])
+    grouped = ReferenceAttention(case.cache, 2, (0, 40, 1000), limits=GROUPED)
+    grouped.plan(case.batch)
+    plan, windowed = grouped.plans[0], grouped.plans[40]
+    assert plan.grouped is not None
+    assert plan.grouped.tolist() == [0, 1, 2, 3, 4, 5]
+    assert [block.tokens.tolist() for block in plan.prefix if block.tokens is not None] == [[4, 5], [0, 1, 2, 3]]
+    assert windowed.grouped is None or 0 not in windowed.grouped  # its prefix is not wholly in the window
+    assert grouped.plans[1000] is plan
+
+
+def test_a_small_group_is_not_worth_a_merge() -> None:
+    case = Case(0, 4, 1, 1, [(2, 1)], [], [])
+    backend = ReferenceAttention(case.cache, 1, (0,))
+    backend.plan(case.batch)
+    assert backend.plans[0].grouped is None
+
+
+def test_a_group_must_leave_each_row_its_newest_token() -> None:
+    case = Case(0, 4, 1, 1, [(2, 2)], [], [])
+    wrong = replace(case.batch, groups=(PrefixGroup(0, 2, 6),))
+    with pytest.raises(AssertionError, match="newest token"):
+        ReferenceAttention(case.cache, 1, (0,)).plan(wrong)
+
+
+def test_a_window_reads_only_its_pages() -> None:
+    case = Case(0, 4, 1, 1, [], [40, 41], [])
+    backend = ReferenceAttention(case.cache, 1, (6,))
+    backend.plan(case.batch)
+    (block,) = backend.plans[6].whole
+    assert len(block.slices) == 2 * 3  # rows times pages that the last six tokens touch, at most
+
+
+def test_rows_of_one_length_need_no_mask() -> None:
+    case = Case(0, 16, 2, 3, [], [37, 37, 37], [])
+    backend = ReferenceAttention(case.cache, 6, (0,))
+    backend.plan(case.batch)
+    (block,) = backend.plans[0].whole
+    assert (block.ends, block.bias, block.first, block.last) == (None, None, 0, 37)
+    torch.testing.assert_close(backend.attend(0, case.query, case.key, case.value), case.expected(0))
+
+
+def test_rows_of_very_different_length_are_not_padded_to_the_longest() -> None:
+    case = Case(0, 1, 1, 1, [], [400, *[5] * 30], [])
+    backend = ReferenceAttention(case.cache, 1, (0,), limits=Limits(small_bytes=1))
+    backend.plan(case.batch)
+    assert sorted(len(block.slices) for block in backend.plans[0].whole) == [150, 400]
+
+
+def test_slabs_bound_what_is_gathered() -> None:
+    case = Case(0, 2, 1, 1, [], [20] * 9, [])
+    page_bytes = 2 * 2 * DIM * 4
+    backend = ReferenceAttention(case.cache, 1, (0,), limits=Limits(slab_bytes=40 * page_bytes))
+    backend.plan(case.batch)
+    assert [block.size for block in backend.plans[0].whole] == [4, 4, 1]
+    torch.testing.assert_close(backend.attend(0, case.query, case.key, case.value), case.expected(0))
+
+
+def test_a_long_chunk_is_cut() -> None:
+    case = Case(0, 16, 1, 2, [], [], [(10, 90)])
+    backend = ReferenceAttention(case.cache, 2, (0,), limits=Limits(mask_cells=2 * 100 * 20, slab_bytes=1))
+    backend.plan(case.batch)
+    assert sorted(block.last for block in backend.plans[0].whole) == [32, 64, 80, 96, 112]
+    torch.testing.assert_close(backend.attend(0, case.query, case.key, case.value), case.expected(0))
+
+
+def test_a_chunk_reads_what_another_row_writes_in_the_same_step() -> None:
+    case = Case(0, 4, 1, 1, [], [], [(0, 8), (8, 3)])
+    pages = case.batch.page_table.clone()
+    pages[1, :2] = pages[0, :2]
+    case.rows[1] = (pages[1].tolist(), *case.rows[1][1:])
+    case.batch = replace(case.batch, page_table=pages)
+    output = case.attend(0, None)
+    torch.testing.assert_close(output, case.expected(0), atol=1e-5, rtol=1e-5)
+
+
+def test_no_rows() -> None:
+    case = Case(0, 4, 1, 1, [], [3], [])
+    empty = AttentionBatch(
+        0, np.zeros(0, np.int32), np.zeros(0, np.int32), torch.zeros((0, 1), dtype=torch.int32), torch.zeros(0).long()
+    )
+    backend = ReferenceAttention(case.cache, 1, (0,))
+    backend.plan(empty)
+    assert backend.attend(0, case.query[:0], case.key[:0], case.value[:0]).shape == (0, 1, DIM)
+
+
+def test_scale() -> None:
+    case = Case(0, 4, 1, 1, [], [9], [])
+    backend = ReferenceAttention(case.cache, 1, (0,), scale=0.0)
+    backend.plan(case.batch)
+    output = backend.attend(0, case.query, case.key, case.value)
+    pages = case.batch.page_table[0].long()
+    values = case.cache.values[0][pages, 0].reshape(-1, DIM)[:9]
+    torch.testing.assert_close(output[0, 0], values.mean(0))

@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.models import make_checkpoint
+from toka_async.model.decoder import Decoder
+from toka_async.model.layers import HeadNorm, RMSNorm
+from toka_async.model.spec import ModelError, read_spec
+from toka_async.model.weights import build_decoder, checkpoint_parts, load_weights, random_weights
+
+CPU = torch.device("cpu")
+
+
+def decoder_of(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    return build_decoder(read_spec(folder), dtype, CPU)
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    decoder = decoder_of(folder, dtype)
+    load_weights(decoder, folder)
+    return decoder
+
+
+def edit(folder: Path, **changes: Tensor | None) -> None:
+    """Sets tensors of a checkpoint (`__` for `.`), or removes them (None)."""
+    tensors: dict[str, Any] = load_file(folder / "model.safetensors")
+    tensors |= {name.replace("__", "."): value for name, value in changes.items()}
+    save_file({name: value for name, value in tensors.items() if value is not None}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_tensor_is_in_its_place(tmp_path: Path, family: str, tied: bool) -> None:
+    folder = make_checkpoint(tmp_path, family, tie_word_embeddings=tied)
+    stored = load_file(folder / "model.safetensors")
+    parts = dict(checkpoint_parts(load(folder)))
+    assert set(parts) == set(stored)
+    for name, part in parts.items():
+        assert torch.equal(part.target, stored[name].expand_as(part.target)), name
+
+
+def test_every_parameter_is_filled(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3", attention_bias=True)
+    decoder = decoder_of(folder)
+    for parameter in decoder.parameters():
+        parameter.fill_(float("nan"))
+    load_weights(decoder, folder, progress=False)
+    assert not any(parameter.isnan().any() for parameter in decoder.parameters())
+
+
+def test_conversion(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", torch_dtype="bfloat16")
+    stored = load_file(folder / "model.safetensors")["model.norm.weight"]
+    assert stored.dtype == torch.bfloat16
+    for dtype in (torch.float32, torch.float16):
+        decoder = load(folder, dtype)
+        assert {parameter.dtype for parameter in decoder.parameters()} == {dtype}
+        assert torch.equal(decoder.norm.weight, stored.to(dtype))
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_harmless_extras(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    extras = {
+        "lm_head__weight": torch.zeros(261, 48),
+        "model__layers__0__self_attn__rotary_emb__inv_freq": torch.zeros(4),
+        "model__layers__2__mlp__up_proj__weight": torch.zeros(72, 48),  # of a layer that config.json leaves out
+        "score__weight": torch.zeros(1, 48),
+    }
+    edit(folder, **extras)
+    load(folder)
+
+
+def test_a_tensor_without_a_place(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama")
+    edit(folder, model__layers__1__self_attn__q_proj__bias=torch.zeros(48))
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.self_attn\.q_proj\.bias has no place in the model"):
+        load(folder)
+
+
+def test_a_missing_tensor(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama")
+    edit(folder, model__layers__1__mlp__up_proj__weight=None)
+    with pytest.raises(ModelError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight of shape \[72, 48\] is miss"):
+        load(folder)
+    edit(folder, model__layers__0__mlp__up_proj__weight=None)
+    with pytest.raises(ModelError, match=r"layers\.0\.mlp\.up_proj.* is missing from the weights \(and 1 more tensors"):
+        load(folder)
+
+
+def test_an_untied_head_is_needed(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama")
+    edit(folder, lm_head__weight=None)
+    with pytest.raises(ModelError, match=r"tensor lm_head\.weight of shape \[261, 48\] is missing"):
+        load(folder)
+
+
+def test_a_tensor_of_the_wrong_shape(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen2")
+    edit(folder, model__layers__1__self_attn__k_proj__weight=torch.zeros(24, 48))
+    with pytest.raises(ModelError) as caught:
+        load(folder)
+    assert str(caught.value) == (
+        f"{folder}/model.safetensors: tensor model.layers.1.self_attn.k_proj.weight has shape [24, 48], "
+        "but config.json asks for [16, 48]"
+    )
+
+
+def test_a_quantized_tensor(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama")
+    edit(folder, model__layers__1__mlp__up_proj__weight=torch.zeros((72, 48), dtype=torch.int8))
+    with pytest.raises(ModelError, match=r"up_proj\.weight is of type I8; supported: F64, F32, F16, BF16"):
+        load(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, 5000])
+def test_a_truncated_file(tmp_path: Path, keep: int) -> None:
+    folder = make_checkpoint(tmp_path, "llama")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ModelError, match=r"model\.safetensors: is not a readable safetensors file .*download it again"):
+        load(folder)
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"no \*\.safetensors files; .* must be converted to safetensors"):
+        load(folder)
+
+
+def shard(folder: Path) -> dict[str, str]:
+    """Splits a checkpoint in two files with an index; returns the index's map."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, held in files.items():
+        save_file({name: tensors[name] for name in held}, folder / file)
+    weight_map = {name: file for file, held in files.items() for name in held}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return weight_map
+
+
+def test_shards(tmp_path: Path) -> None:
+    whole = load(make_checkpoint(tmp_path / "whole", "qwen3"))
+    folder = make_checkpoint(tmp_path / "shards", "qwen3")
+    shard(folder)
+    (folder / "consolidated.safetensors").write_bytes(b"another spelling of the same weights")
+    sharded = load(folder)
+    (folder / "consolidated.safetensors").unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    unindexed = load(folder)
+    for one, two, three in zip(whole.parameters(), sharded.parameters(), unindexed.parameters(), strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, three)
+
+
+def test_a_missing_shard(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3")
+    shard(folder)
+    (folder / "b.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"b\.safetensors: no such file, though model\.safetensors\.index\.json names"):
+        load(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}'])
+def test_a_corrupt_index(tmp_path: Path, text: str) -> None:
+    folder = make_checkpoint(tmp_path, "llama")
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json"):
+        load(folder)
+
+
+def test_random_weights(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3", attention_bias=True)
+    one, two, other = (decoder_of(folder) for _ in range(3))
+    random_weights(one, seed=0)
+    random_weights(two, seed=0)
+    random_weights(other, seed=1)
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(one.embedding, other.embedding)
+    assert one.embedding.std().item() == pytest.approx(0.02, rel=0.05)
+    assert (one.norm.weight == 1).all()
+    norms = [module.weight for module in one.modules() if isinstance(module, (RMSNorm, HeadNorm))]
+    assert len(norms) == 1 + 2 * 3
+    assert all((weight == 1).all() for weight in norms)
+
+
+def test_a_meta_decoder_has_shapes_only(tmp_path: Path) -> None:
+    spec = read_spec(make_checkpoint(tmp_path, "qwen3"))
+    decoder = build_decoder(spec, torch.bfloat16, torch.device("meta"))
+    assert {parameter.device.type for parameter in decoder.parameters()} == {"meta"}
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {name: part.shape for name, part in checkpoint_parts(decoder)} == {
+        name: tuple(tensor.shape) for name, tensor in stored.items()
+    }

@@ -1,0 +1,171 @@
+"""Plans a step as blocks: batches of spans, each of which is one dense attention.
+
+What layers share is computed here, once a step: which pages are gathered, which keys a query sees. Knows where keys
+and values lie in a `KVCache`, never their values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toka_async.arrays import Int64
+from toka_async.attention.base import AttentionBatch, PrefixGroup
+from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.spans import Spans, batches, chunk_spans, decode_spans, prefix_spans
+
+
+@dataclass(slots=True, frozen=True)
+class Limits:
+    """What bounds a block's memory, and when splitting work pays.
+
+    slab_bytes: of keys and values gathered at once; a CPU wants them to stay in its cache. small_bytes: of a span's
+    keys and values, below which padding costs less than another block. shared_bytes: that a group must spare the
+    reading of to be worth its merge. mask_cells: query heads times keys of one mask. kept_cells: masks up to this
+    size are kept for all layers, larger ones are made in each.
+    """
+
+    slab_bytes: int = 1 << 23
+    small_bytes: int = 1 << 16
+    shared_bytes: int = 1 << 18
+    mask_cells: int = 1 << 22
+    kept_cells: int = 1 << 20
+
+
+@dataclass(slots=True)
+class Block:
+    """b spans as one dense attention with t queries and m pages each, padded; l = m * page_size keys.
+
+    tokens: int64 [b * t], None: all of the step's tokens in order. slices: int64 [b * kv_heads * m], rows of the cache
+    viewed as [pages * kv_heads, page_size * dim]. first, last: the keys that count, of the l. ends: int64 [b, t],
+    how many of the l keys a query sees; None: all from first to last. bias: made from ends when small.
+    """
+
+    size: int
+    tokens: Tensor | None
+    slices: Tensor
+    first: int
+    last: int
+    ends: Tensor | None
+    bias: Tensor | None
+
+
+@dataclass(slots=True)
+class Plan:
+    """The blocks of a step for the layers of one window."""
+
+    window: int
+    whole: list[Block]  # spans that read all that they see
+    prefix: list[Block]  # the shared part of grouped rows
+    own: list[Block]  # the rest of grouped rows
+    grouped: Tensor | None  # int64: the grouped rows; None: there are none
+
+
+class Planner:
+    """Makes the plans of a step over one cache."""
+
+    def __init__(self, cache: KVCache, group_size: int, limits: Limits) -> None:
+        self.page_size = cache.page_size
+        self.num_kv_heads = cache.num_kv_heads
+        self.group_size = group_size
+        self.limits = limits
+        self.dtype, self.device = cache.keys[0].dtype, cache.keys[0].device
+        self.page_bytes = 2 * cache.keys[0][0].numel() * self.dtype.itemsize
+        self.heads = torch.arange(cache.num_kv_heads, device=self.device)
+
+    def plans(self, batch: AttentionBatch, windows: set[int]) -> dict[int, Plan]:
+        """A plan for each window; windows that no row outgrows share the plan without one."""
+        longest = int(batch.context_lengths.max(initial=0))
+        effective = {window: window if window < longest else 0 for window in windows}
+        made = {window: self._plan(batch, window) for window in set(effective.values())}
+        return {window: made[effective[window]] for window in windows}
+
+    def write_slots(self, batch: AttentionBatch) -> Tensor:
+        """Where each token's heads go in the cache viewed as [pages * kv_heads * page_size, dim]: int64 [t * heads]."""
+        pages = batch.write_indices // self.page_size
+        offsets = batch.write_indices - pages * self.page_size
+        slots = (pages[:, None] * self.num_kv_heads + self.heads) * self.page_size + offsets[:, None]
+        return slots.flatten()
+
+    def bias(self, ends: Tensor, num_keys: int, window: int) -> Tensor:
+        """0 where a query sees a key, -inf elsewhere: [b, 1, t * group, num_keys]."""
+        keys = torch.arange(num_keys, device=self.device)
+        hidden = keys >= ends[..., None]  # [b, t, num_keys]
+        if window:
+            hidden |= keys < ends[..., None] - window
+        bias = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+        return bias.repeat_interleave(self.group_size, dim=1)[:, None]
+
+    def _plan(self, batch: AttentionBatch, window: int) -> Plan:
+        cells = self.limits.mask_cells // self.group_size
+        groups = [group for group in batch.groups if self._is_shared(group, batch, window)]
+        skip = np.zeros(batch.num_decode, dtype=np.int64)
+        for group in groups:
+            skip[group.first_row : group.first_row + group.num_rows] = group.num_pages
+        alone, grouped = np.flatnonzero(skip == 0), np.flatnonzero(skip)
+        whole = self._blocks(batch, decode_spans(batch, skip, alone, self.page_size, window), window)
+        if len(batch.query_lengths) > batch.num_decode:
+            whole += self._blocks(batch, chunk_spans(batch, self.page_size, window, cells), window)
+        if not groups:
+            return Plan(window, whole, [], [], None)
+        shared = prefix_spans(groups, self.page_size, 4 * cells // self.num_kv_heads)
+        return Plan(
+            window,
+            whole,
+            self._blocks(batch, shared, 0),
+            self._blocks(batch, decode_spans(batch, skip, grouped, self.page_size, window), window),
+            self._upload(grouped),
+        )
+
+    def _is_shared(self, group: PrefixGroup, batch: AttentionBatch, window: int) -> bool:
+        """Worth two parts, and the whole prefix in every row's window."""
+        contexts = batch.context_lengths[group.first_row : group.first_row + group.num_rows]
+        assert group.num_pages * self.page_size < contexts.min(), "a row's newest token is its own"
+        spared = (group.num_rows - 1) * group.num_pages * self.page_bytes
+        return spared > self.limits.shared_bytes and not 0 < window < contexts.max()
+
+    def _blocks(self, batch: AttentionBatch, spans: Spans, window: int) -> list[Block]:
+        max_pages = max(1, self.limits.slab_bytes // self.page_bytes)
+        small = max(1, self.limits.small_bytes // self.page_bytes)
+        return [self._block(batch, part, window) for part in batches(spans, max_pages, small)]
+
+    def _block(self, batch: AttentionBatch, spans: Spans, window: int) -> Block:
+        num_pages, num_queries = int(spans.num_pages.max()), int(spans.counts.max())
+        steps = np.minimum(np.arange(num_queries), spans.counts[:, None] - 1)  # past a span's end: its last query
+        tokens = (spans.tokens[:, None] + steps).ravel()
+        ends = (spans.ends - spans.first_pages * self.page_size)[:, None] + (steps if spans.causal else 0 * steps)
+        every = len(tokens) == len(batch.write_indices) and np.array_equal(tokens, np.arange(len(tokens)))
+        block = Block(
+            size=len(spans),
+            tokens=None if every else self._upload(tokens),
+            slices=self._slices(batch, spans, num_pages),
+            first=0,
+            last=num_pages * self.page_size,
+            ends=None,
+            bias=None,
+        )
+        if ends.min() == ends.max():  # all see the same keys: a slice of them instead of a mask
+            block.last = int(ends[0, 0])
+            block.first = max(0, block.last - window) if window else 0
+            return block
+        block.ends = self._upload(ends)
+        if ends.size * block.last * self.group_size <= self.limits.kept_cells:
+            block.bias = self.bias(block.ends, block.last, window)
+        return block
+
+    def _slices(self, batch: AttentionBatch, spans: Spans, num_pages: int) -> Tensor:
+        rows, first = spans.rows, spans.first_pages
+        start = int(rows[0])
+        if not first.any() and np.array_equal(rows, np.arange(start, start + len(rows))):
+            pages = batch.page_table[start : start + len(rows), :num_pages]
+        else:
+            columns = np.minimum(first[:, None] + np.arange(num_pages), batch.page_table.shape[1] - 1)
+            pages = batch.page_table[self._upload(rows)[:, None], self._upload(columns)]
+        slices = pages.long()[:, None] * self.num_kv_heads + self.heads[:, None]  # [b, kv_heads, m]
+        return slices.flatten()
+
+    def _upload(self, values: Int64) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
