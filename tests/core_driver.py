@@ -26,6 +26,8 @@ from toka_async.messages import (
     ToServer,
 )
 from toka_async.scheduler.core import Core
+from toka_async.scheduler.lookahead import LookAhead
+from toka_async.scheduler.policy import UntilFull
 from toka_async.transport.codec import Codec
 
 
@@ -64,9 +66,18 @@ class CoreDriver:
     """A core, a rank (without a model unless given) that runs its steps when told to, and everything received."""
 
     def __init__(
-        self, ready: Ready, *, max_tokens: int, steps_ahead: int = 2, prefix: bool = True, rank: Rank | None = None
+        self,
+        ready: Ready,
+        *,
+        max_tokens: int,
+        steps_ahead: int = 2,
+        prefix: bool = True,
+        rank: Rank | None = None,
+        until_full: bool = False,
     ) -> None:
-        self.core = Core(ready, max_tokens=max_tokens, steps_ahead=steps_ahead, prefix=prefix)
+        """`until_full` admits while pages are free, so that preemption is common."""
+        admission = UntilFull if until_full else LookAhead
+        self.core = Core(ready, max_tokens=max_tokens, steps_ahead=steps_ahead, prefix=prefix, admission=admission)
         self.rank: Rank = rank or PageRank(ready)
         self.queued: deque[Step] = deque()
         self.received: dict[int, Received] = {}

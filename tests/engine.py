@@ -28,6 +28,7 @@ class Engine:
         max_tokens: int = 64,
         steps_ahead: int = 2,
         prefix: bool = True,
+        until_full: bool = False,
         device: str = "cpu",
         dtype: str = "float32",
     ) -> None:
@@ -41,7 +42,12 @@ class Engine:
             progress=False,
         )
         self.driver = CoreDriver(
-            runner.ready, max_tokens=max_tokens, steps_ahead=steps_ahead, prefix=prefix, rank=runner
+            runner.ready,
+            max_tokens=max_tokens,
+            steps_ahead=steps_ahead,
+            prefix=prefix,
+            rank=runner,
+            until_full=until_full,
         )
 
     def run(self, prompts: Sequence[Sequence[int]], **fields: object) -> list[Received]:

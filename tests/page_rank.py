@@ -26,7 +26,7 @@ def next_token(context: Int32, seed: int, vocab: int) -> int:
 def expected(prompt: Int32, seed: int, sample: int, max_tokens: int, ends: set[int], vocab: int) -> list[int]:
     """The tokens of a sample, computed without pages."""
     sample_seed = int(sample_seeds(seed, np.asarray([sample], np.int32))[0])
-    context = prompt.tolist()
+    context: list[int] = prompt.tolist()
     for _ in range(max_tokens):
         context.append(next_token(np.asarray(context, np.int32), sample_seed, vocab))
         if context[-1] in ends:
@@ -88,13 +88,16 @@ class PageRank:
                 scores.append(self._score(slot, starts[slot], length))
             self.num_computed += length
         top = [(i, slot) for i, (slot, _, samples) in enumerate(work + chunks) if samples]
-        tops = self._tops([slot for _, slot in top], sampled)
+        top_rows, top_counts, top_ids, top_logprobs = self._tops([slot for _, slot in top], sampled)
         return StepDone(
             step_id=step.step_id,
             token_ids=i32_column(sampled),
             logprobs=f32_column([-token / 7 for token in sampled]),
+            top_rows=top_rows,
+            top_counts=top_counts,
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
             prompts=tuple(scores),
-            **tops,
         )
 
     def _apply(self, step: Step) -> None:
@@ -147,16 +150,12 @@ class PageRank:
             top_logprobs=column(np.repeat(values, num_top)),
         )
 
-    def _tops(self, slots: list[int], sampled: list[int]) -> dict[str, memoryview]:
+    def _tops(self, slots: list[int], sampled: list[int]) -> tuple[memoryview, ...]:
         counts = [max(0, self.rows[slot].prompt.sampling.num_logprobs) for slot in slots]
         rows = [i for i, count in enumerate(counts) if count]
         ids = [sampled[i] + j for i in rows for j in range(counts[i])]
-        return {
-            "top_rows": i32_column(rows),
-            "top_counts": i32_column([counts[i] for i in rows]),
-            "top_ids": i32_column(ids),
-            "top_logprobs": f32_column([-float(token) for token in ids]),
-        }
+        per_row = i32_column([counts[i] for i in rows])
+        return i32_column(rows), per_row, i32_column(ids), f32_column([-float(token) for token in ids])
 
 
 def submit(request_id: int, prompt: list[int], **fields: object) -> Submit:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from toka_async import __version__
+from toka_async.bench.commands import add_benchmarks, run_benchmark
 from toka_async.config import Config, ConfigError, Field, describe, load_config
 
 KEYS_TITLE = "configuration, as section.key=value or in [section]s of a TOML file"
@@ -39,6 +40,8 @@ def _run(options: argparse.Namespace) -> int:
             return _config(options)
         case "ping":
             return _ping(options)
+        case "bench":
+            return run_benchmark(options)
         case _:
             print(f"toka-async {__version__}")
             return 0
@@ -121,13 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"toka-async {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-
-    def command(name: str, meaning: str) -> argparse.ArgumentParser:
-        return commands.add_parser(
-            name, help=meaning, description=meaning, epilog=keys, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-
+    command = _adder(parser, "command", keys)
     _add_configuration(command("serve", "serve a model over HTTP until SIGTERM or SIGINT"))
     config = command("config", "show every configuration key, its type, value and meaning")
     config.add_argument("--markdown", action="store_true", help="as a Markdown table")
@@ -138,8 +135,21 @@ def _parser() -> argparse.ArgumentParser:
     ping.add_argument("--max-tokens", type=int, metavar="N", help="of the answer; default: 256, in a chat what fits")
     ping.add_argument("--url", help="of the server, such as http://127.0.0.1:10210; default: from the configuration")
     _add_configuration(ping)
-    commands.add_parser("version", help="print the version")
+    add_benchmarks(_adder(command("bench", "measure"), "benchmark", ""))
+    command("version", "print the version")
     return parser
+
+
+def _adder(parser: argparse.ArgumentParser, what: str, epilog: str) -> Callable[[str, str], argparse.ArgumentParser]:
+    """Gives the parser subcommands; what is returned adds one, by its name and meaning."""
+    commands = parser.add_subparsers(dest=what, required=True, metavar=what)
+
+    def add(name: str, meaning: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name, help=meaning, description=meaning, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+
+    return add
 
 
 def _add_configuration(parser: argparse.ArgumentParser) -> None:

@@ -34,7 +34,10 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="type of weights and activations; auto: float32 on a CPU, else the checkpoint's"),
     ] = "auto"
-    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="auto: cuda where there is one")] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda", "simulated"],
+        Meta(description="auto: cuda where there is one; simulated: random tokens, without weights"),
+    ] = "auto"
     load: Annotated[Literal["weights", "random"], Meta(description="random: random weights of the right shape")] = (
         "weights"
     )
@@ -73,10 +76,10 @@ class CacheConfig(Section, frozen=True, kw_only=True):
 
 
 class ScheduleConfig(Section, frozen=True, kw_only=True):
-    max_seqs: Annotated[
-        Count | Auto, Meta(description="sequences that run at once; auto: 8192 on cuda, 256 on a CPU")
-    ] = "auto"
-    max_tokens: Annotated[Count | Auto, Meta(description="tokens of one step; auto: 32768 on cuda, 2048 on a CPU")] = (
+    max_seqs: Annotated[Count | Auto, Meta(description="sequences that run at once; auto: 256 on a CPU, else 8192")] = (
+        "auto"
+    )
+    max_tokens: Annotated[Count | Auto, Meta(description="tokens of one step; auto: 2048 on a CPU, else 32768")] = (
         "auto"
     )
     steps_ahead: Annotated[int, Meta(ge=1, le=16, description="steps queued on the ranks")] = 2
@@ -97,6 +100,13 @@ class CompileConfig(Section, frozen=True, kw_only=True):
     enabled: Annotated[bool, Meta(description="torch.compile the model")] = False
 
 
+class SimulatedConfig(Section, frozen=True, kw_only=True):
+    step_ms: Annotated[float, Meta(ge=0, le=60000, description="milliseconds that a simulated step takes")] = 0.0
+    end_rate: Annotated[
+        float, Meta(ge=0, le=1, description="chance that a simulated token is one of the request's end tokens")
+    ] = 0.0
+
+
 class Config(Section, frozen=True, kw_only=True):
     """All sections."""
 
@@ -107,6 +117,7 @@ class Config(Section, frozen=True, kw_only=True):
     parallel: ParallelConfig = msgspec.field(default_factory=ParallelConfig)
     attention: AttentionConfig = msgspec.field(default_factory=AttentionConfig)
     compile: CompileConfig = msgspec.field(default_factory=CompileConfig)
+    simulated: SimulatedConfig = msgspec.field(default_factory=SimulatedConfig)
 
 
 class Field(msgspec.Struct, frozen=True):
@@ -220,6 +231,8 @@ def _check(config: Config) -> None:
     seqs, step = config.schedule.max_seqs, config.schedule.max_tokens
     if seqs != "auto" and step != "auto" and step < seqs:
         raise ConfigError(f"schedule.max_tokens: expected at least schedule.max_seqs ({seqs}), got {step}")
+    if config.model.device != "simulated" and config.simulated != SimulatedConfig():
+        raise ConfigError("simulated: its keys need model.device=simulated")
     if not config.model.path:
         raise ConfigError("model.path: expected a model directory, a hub id, or demo, got ''")
 

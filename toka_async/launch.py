@@ -65,7 +65,8 @@ def serve(config: Config) -> int:
 
 def _files(config: Config) -> tuple[Path, Path]:
     """The folders of the model and of the tokenizer, their small files checked; raises ModelError."""
-    model_dir = resolve_model(config.model.path)
+    weights = config.model.device != "simulated" and config.model.load == "weights"
+    model_dir = resolve_model(config.model.path, weights)
     spec = read_spec(model_dir)
     read_generation_defaults(model_dir, spec, use_file=config.model.generation_config == "auto")
     tokenizer_dir = resolve_tokenizer(config.model.tokenizer, model_dir)

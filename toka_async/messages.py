@@ -185,6 +185,9 @@ class Stats(Tagged, frozen=True, kw_only=True):
     recomputed_tokens: int = 0  # computed again after a preemption
     num_steps: int = 0
     step_seconds: float = 0.0  # sum of the ranks' step times
+    # Percentiles (50, 99, 100) over the newest, in microseconds; empty: none yet.
+    scheduler_us: tuple[float, ...] = ()  # CPU time of the scheduler for a step, from its results to the messages sent
+    forecast_us: tuple[float, ...] = ()  # time of one forecast for admission
 
 
 ToServer = Ready | Tokens | Prefilled | StopChecks | Failed | Stats

@@ -95,7 +95,8 @@ class Reference:
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     family, overrides = SHAPES[request.param]
     folder = make_checkpoint(tmp_path_factory.mktemp(request.param), family, seed=1, **overrides)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model.eval()
     return Reference(folder, model)
 
 
@@ -124,7 +125,7 @@ def test_cached_prefixes_change_nothing(reference: Reference) -> None:
     engine = Engine(reference.folder, page_size=7)
     prompts = prompts_of_mixed_lengths()
     engine.run(prompts)
-    longer = [prompt + [9, 9] for prompt in prompts]
+    longer = [[*prompt, 9, 9] for prompt in prompts]
     received = engine.run(longer)
     verify(reference, longer, received)
     cached = [r.prefilled.cached_tokens for r in received if r.prefilled is not None]
@@ -132,7 +133,7 @@ def test_cached_prefixes_change_nothing(reference: Reference) -> None:
 
 
 def test_preemption_changes_nothing(reference: Reference) -> None:
-    engine = Engine(reference.folder, page_size=5, num_tokens=200, max_seqs=6)
+    engine = Engine(reference.folder, page_size=5, num_tokens=200, max_seqs=6, until_full=True)
     prompts = prompts_of_mixed_lengths()
     received = engine.run(prompts)
     verify(reference, prompts, received)

@@ -25,9 +25,17 @@ class CoreMachine(RuleBasedStateMachine):
         extra_tokens=st.integers(0, 12),
         steps_ahead=st.integers(1, 4),
         prefix=st.booleans(),
+        until_full=st.booleans(),
     )
     def start(
-        self, page_size: int, num_tokens: int, max_seqs: int, extra_tokens: int, steps_ahead: int, prefix: bool
+        self,
+        page_size: int,
+        num_tokens: int,
+        max_seqs: int,
+        extra_tokens: int,
+        steps_ahead: int,
+        prefix: bool,
+        until_full: bool,
     ) -> None:
         ready = Ready(
             num_pages=num_tokens // page_size,
@@ -37,7 +45,13 @@ class CoreMachine(RuleBasedStateMachine):
             vocab_size=VOCAB,
         )
         self.ready = ready
-        self.driver = CoreDriver(ready, max_tokens=max_seqs + extra_tokens, steps_ahead=steps_ahead, prefix=prefix)
+        self.driver = CoreDriver(
+            ready,
+            max_tokens=max_seqs + extra_tokens,
+            steps_ahead=steps_ahead,
+            prefix=prefix,
+            until_full=until_full,
+        )
         self.ends_asked: dict[tuple[int, int], int] = {}
 
     @rule(

@@ -5,15 +5,21 @@ Knows JSON and how to word an error; knows no model and no server state.
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from typing import Any, TypeVar
 
 import msgspec
 
 from toka_async.openai.errors import ApiError, bad_request
-from toka_async.openai.fields import check_names, drop_neutral
+from toka_async.openai.fields import MAX_SHOWN, check_names, drop_neutral
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+MAX_EXPLAINED = 1 << 20  # bytes of a broken body that is looked at again
+JSON_NAMES = {list: "an array", str: "a string", int: "a number", float: "a number", bool: "a bool", type(None): "null"}
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 _LOCATED = re.compile(r"^(?P<what>.*?)(?: - at `\$\.(?P<path>.*)`)?$", re.DOTALL)
 
@@ -42,14 +48,43 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(raw)
     except msgspec.DecodeError as error:
-        raise bad_request(f"the body is not valid JSON: {error}") from None
+        raise unreadable(raw) or bad_request(f"the body is not valid JSON: {error}") from None
     except UnicodeDecodeError as error:
         raise bad_request(f"the body is not valid UTF-8: {error.reason}") from None
     except RecursionError:
         raise bad_request("the body is nested too deeply") from None
     if not isinstance(value, dict):
-        raise bad_request(f"the body must be a JSON object, not {type(value).__name__}")
+        raise bad_request(f"the body must be a JSON object, not {JSON_NAMES[type(value)]}")
     return value
+
+
+def unreadable(raw: bytes) -> ApiError | None:
+    """The error for what only a laxer parser reads, naming its field: numbers that are not finite, lone surrogates."""
+    if len(raw) > MAX_EXPLAINED:
+        return None
+    try:
+        fields = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    for name, value in fields.items() if isinstance(fields, dict) else ():
+        shown = name.encode("ascii", "backslashreplace").decode()[:MAX_SHOWN]
+        if fault := fault_in([name, value]):
+            return bad_request(f"the body is not valid JSON: '{shown}' has {fault}", param=shown)
+    return None
+
+
+def fault_in(value: object) -> str | None:
+    """What of `value`, which the standard library's parser let pass, is not JSON."""
+    match value:
+        case float() if not math.isfinite(value):
+            return "a number that is not finite (NaN, or too large)"
+        case str() if SURROGATE.search(value):
+            return "a lone surrogate, which is half of a character"
+        case dict():
+            value = [*value, *value.values()]
+    if isinstance(value, list):
+        return next((fault for part in value if (fault := fault_in(part))), None)
+    return None
 
 
 def located(error: msgspec.ValidationError, fields: dict[str, Any]) -> ApiError:

@@ -10,8 +10,9 @@ import time
 
 import zmq
 
-from toka_async.messages import FromRank, Ready, ToRank, ToScheduler, ToServer
+from toka_async.messages import FromRank, Ready, Stats, ToRank, ToScheduler, ToServer
 from toka_async.procs.child import ParentLink, Started
+from toka_async.procs.step_times import StepTimes
 from toka_async.scheduler.core import Core
 from toka_async.transport.base import Inbox, Outbox
 from toka_async.transport.codec import Codec
@@ -40,10 +41,10 @@ def run(link: ParentLink) -> None:
     gc.collect()
     gc.freeze()
     link.report(Started())
-    poll = PollSet([results, requests])
+    poll, times = PollSet([results, requests]), StepTimes()
     while True:
         poll.wait()
-        turn(core, requests, results, server, ranks)
+        turn(core, requests, results, server, ranks, times)
 
 
 def turn(
@@ -52,10 +53,12 @@ def turn(
     results: Inbox[FromRank],
     server: Outbox[ToServer],
     ranks: Outbox[ToRank],
+    times: StepTimes,
 ) -> None:
     """Take all that has arrived, queue the steps that follow from it, then tell the server: ranks must not wait."""
-    now = time.monotonic()
-    for result in results.drain():
+    now, began = time.monotonic(), time.thread_time()
+    completed = results.drain()
+    for result in completed:
         assert not isinstance(result, Ready), "a rank is ready once"
         core.complete(result, now)
     for request in requests.drain():
@@ -63,4 +66,5 @@ def turn(
     for step in core.next_steps(now):
         ranks.send(step)
     for message in core.take_messages(now):
-        server.send(message)
+        server.send(times.fill(message) if isinstance(message, Stats) else message)
+    times.add(time.thread_time() - began, len(completed))

@@ -162,7 +162,7 @@ class SimulatedRank:
         if self._end_below:
             rows = np.flatnonzero((bits & np.uint64(0xFFFFFFFF)) < self._end_below)
             num_ends = self._num_ends[slots[rows]]
-            may_end = (positions[rows] > self._first_end[slots[rows]]) & (num_ends > 0)
+            may_end = (positions[rows] >= self._first_end[slots[rows]]) & (num_ends > 0)
             rows, num_ends = rows[may_end], num_ends[may_end]
             token_ids[rows] = ends[bits[rows] % num_ends, rows]
         return token_ids

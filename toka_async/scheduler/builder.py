@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec.structs import replace
 
-from toka_async.arrays import Int32, Int64, column, i32_column
+from toka_async.arrays import Int32, column, i32_column
 from toka_async.messages import Prompt, Step
-from toka_async.scheduler.policy import WatermarkAdmission
+from toka_async.scheduler.policy import Admission
 from toka_async.scheduler.preemption import Preemption
 from toka_async.scheduler.queues import JobQueue
-from toka_async.scheduler.requests import PromptRun, Request, sample_seeds
+from toka_async.scheduler.requests import MASK, Job, PromptRun, Request, sample_seeds
 from toka_async.scheduler.running import RunningSet
 
 NO_LANES: Int32 = np.empty(0, np.int32)
@@ -39,7 +40,7 @@ class Plan:
     """The columns of a step while it is being built."""
 
     admit_lanes: list[Int32] = field(default_factory=list)
-    seeds: list[Int64] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)  # of the requests, one each of admit_lanes
     copy_sources: list[Int32] = field(default_factory=list)
     copy_targets: list[Int32] = field(default_factory=list)
     page_slots: list[Int32] = field(default_factory=list)
@@ -56,11 +57,12 @@ class StepBuilder:
     """Makes the next step from the running set and the queue."""
 
     def __init__(
-        self, running: RunningSet, queue: JobQueue, policy: WatermarkAdmission, preemption: Preemption, max_tokens: int
+        self, running: RunningSet, queue: JobQueue, admission: Admission, preemption: Preemption, max_tokens: int
     ) -> None:
         self._running = running
         self._queue = queue
-        self._policy = policy
+        self._admission = admission
+        self._seen_preemptions = 0
         self._preemption = preemption
         self._max_tokens = max_tokens
         self._next_step = 0
@@ -72,8 +74,11 @@ class StepBuilder:
         self.prefix_queries = 0
         self.prefix_hits = 0
 
-    def build(self) -> tuple[Step, StepRecord] | None:
-        """The next step, or None when there is nothing to compute until something arrives or completes."""
+    def build(self, admit: bool = True) -> tuple[Step, StepRecord] | None:
+        """The next step, or None when there is nothing to compute until something arrives or completes.
+
+        Without `admit` nothing new starts as long as something runs.
+        """
         running, tables, plan = self._running, self._running.lanes, Plan()
         running.rows = running.rows[tables.holds[running.rows]]
         joined = self._joining[tables.holds[self._joining]]
@@ -87,7 +92,9 @@ class StepBuilder:
         budget = self._max_tokens - running.rows.size
         for run in list(running.prefilling):
             budget -= self._add_chunk(plan, run, budget)
-        self._admit(plan, budget)
+        if admit or not (running.rows.size or plan.chunks):
+            self._begin_admission()
+            self._admit(plan, budget)
         if not running.rows.size and not plan.chunks:
             assert not plan.joined
             return None
@@ -117,11 +124,14 @@ class StepBuilder:
             plan.chunks.append((run, run.lane, count))
             self._running.advance(run, count)
             self.prompt_tokens += count
+            self.recomputed_tokens += count if run.job.again else 0
         return count
 
     def _admit(self, plan: Plan, budget: int) -> None:
         """Start samples and prompts in strict order, as far as slots, pages and the budget allow."""
         running = self._running
+        early = [run for run in running.prefilling if run.num_pending]
+        num_reserved = 0  # slots for samples of prompts that this step opens
         while budget > 0:
             run = running.forking[0] if running.forking else None
             job = self._queue.first()
@@ -131,29 +141,38 @@ class StepBuilder:
                     return
                 budget -= taken
             elif job is not None:
-                pending = sum(run.num_pending for run in running.prefilling + running.forking)
-                if running.num_free_slots <= pending and running.num_running:
+                num_earlier = sum(run.num_pending for run in early if run.job.order < job.order)
+                if running.num_free_slots <= num_reserved + num_earlier and running.num_running:
                     return
                 opened = self._open(plan)
                 if opened is None:
                     return
                 if not opened.computed:
+                    num_reserved += opened.num_pending
                     budget -= self._add_chunk(plan, opened, budget)
             else:
                 return
 
-    def _available(self) -> int:
-        running = self._running
-        return self._policy.available(running.cache.num_reclaimable, running.num_running)
+    def _begin_admission(self) -> None:
+        num_preemptions = self._preemption.num_preemptions
+        self._admission.begin(num_preemptions - self._seen_preemptions)
+        self._seen_preemptions = num_preemptions
+
+    def _fits(self, job: Job, num_new_pages: int) -> bool:
+        """Alone, any prompt may start: it was checked on arrival that it can end."""
+        return not self._running.num_running or self._admission.prompt_fits(job, num_new_pages)
 
     def _fork(self, plan: Plan, run: PromptRun, budget: int) -> int:
         """Start pending samples of a computed prompt as decoding rows; returns how many."""
         running, tables, tail = self._running, self._running.lanes, run.tail_page
-        if self._available() <= 0 and not running.num_running:
+        if not running.num_running:
             self._preemption.drop_idle_runs(run.job.order, 1)
-        count = min(run.num_pending, running.num_free_slots, budget, self._available())
+        count = min(run.num_pending, running.num_free_slots, budget, running.cache.num_reclaimable)
+        if count > 0:
+            count = min(count, max(self._admission.samples_that_fit(run), not running.num_running))
         if count <= 0:
             return 0
+        self._admission.add_samples(run, count)
         lanes, copies = running.fork(run, count)
         slots = tables.slot[lanes]
         if copies.size:
@@ -171,14 +190,17 @@ class StepBuilder:
         """Open the queue's first job if its pages fit; a lane starts on it when there is something to compute."""
         running, job = self._running, self._queue.first()
         assert job is not None
-        run = running.open(job, self._available())
+        num_before = running.cache.num_reclaimable
+        run = running.open(job, self._fits)
         if run is None and not running.num_running:
             self._preemption.drop_idle_runs(job.order, running.cache.num_pages)
-            run = running.open(job, self._available())
+            num_before = running.cache.num_reclaimable
+            run = running.open(job, self._fits)
         if run is None:
             assert running.num_running, "a prompt that fits an empty cache does not fit"
             return None
         self._queue.pop()
+        self._admission.add_prompt(job, num_before - running.cache.num_reclaimable)
         self._opened.append(run)
         self._count(run)
         if run.computed:
@@ -194,14 +216,15 @@ class StepBuilder:
         return run
 
     def _count(self, run: PromptRun) -> None:
-        self.prefix_queries += run.job.token_ids.size
-        self.prefix_hits += run.num_found
-        if run.job.again:
-            self.recomputed_tokens += run.num_to_compute - run.num_computed
+        """Prefixes found count once a request: after a preemption it finds its own pages."""
+        if run.request.num_found < 0:
+            run.request.num_found = run.num_found
+            self.prefix_queries += run.job.token_ids.size
+            self.prefix_hits += run.num_found
 
     def _note_admitted(self, plan: Plan, run: PromptRun, lanes: Int32) -> None:
         plan.admit_lanes.append(lanes)
-        plan.seeds.append(sample_seeds(run.request.submit.seed, self._running.lanes.sample[lanes]))
+        plan.seeds.append(run.request.submit.seed & MASK)
 
     # ---- the step
 
@@ -211,6 +234,7 @@ class StepBuilder:
         samples = [run.job.sample >= 0 and run.computed for run, _, _ in plan.chunks]
         chunk_lanes = np.asarray([lane for _, lane, _ in plan.chunks], dtype=np.int32)
         admitted = np.concatenate([NO_LANES, *plan.admit_lanes])
+        seeds = np.repeat(np.asarray(plan.seeds, np.uint64), [lanes.size for lanes in plan.admit_lanes])
         starts = tables.position[admitted]
         in_chunk = {lane: count for _, lane, count in plan.chunks}
         if in_chunk:  # a chunk admitted with this step has moved its position already
@@ -218,13 +242,13 @@ class StepBuilder:
         unsent = {run.key for run in self._opened if run.closed}
         step = Step(
             step_id=step_id,
-            dropped_prompts=i32_column(key for key in running.dropped if key not in unsent),
+            dropped_prompts=i32_column(key for key in running.take_dropped() if key not in unsent),
             freed=column(np.concatenate([NO_LANES, *running.freed])),
             prompts=tuple(self._prompt(run) for run in self._opened if not run.closed),
             admit_slots=column(tables.slot[admitted]),
             admit_keys=column(tables.prompt_key[admitted]),
             admit_starts=column(starts),
-            admit_seeds=column(np.concatenate([np.empty(0, np.int64), *plan.seeds])),
+            admit_seeds=column(sample_seeds(seeds, tables.sample[admitted])),
             copy_sources=column(np.concatenate([NO_LANES, *plan.copy_sources])),
             copy_targets=column(np.concatenate([NO_LANES, *plan.copy_targets])),
             page_slots=column(np.concatenate([NO_LANES, *plan.page_slots])),
@@ -234,7 +258,7 @@ class StepBuilder:
             chunk_lengths=i32_column([count for _, _, count in plan.chunks]),
             chunk_samples=column(np.asarray(samples, dtype=np.bool_)),
         )
-        running.dropped, running.freed, self._opened = [], [], []
+        running.freed, self._opened = [], []
         return step, self._commit(step_id, plan, chunk_lanes, np.asarray(samples, dtype=np.bool_))
 
     def _commit(self, step_id: int, plan: Plan, chunk_lanes: Int32, samples: np.ndarray) -> StepRecord:
@@ -266,10 +290,13 @@ class StepBuilder:
 
     @staticmethod
     def _prompt(run: PromptRun) -> Prompt:
+        sampling = run.request.submit.sampling
+        if run.request.scores is None and sampling.num_prompt_logprobs >= 0:  # they were sent before a preemption
+            sampling = replace(sampling, num_prompt_logprobs=-1)
         return Prompt(
             key=run.key,
             token_ids=column(run.job.token_ids),
             num_prompt=run.request.prompt.size,
             pages=column(run.pages),
-            sampling=run.request.submit.sampling,
+            sampling=sampling,
         )

@@ -6,7 +6,8 @@ and no event loop; knows token ids, not text.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -25,8 +26,9 @@ from toka_async.messages import (
     ToServer,
 )
 from toka_async.scheduler.builder import StepBuilder, StepRecord
+from toka_async.scheduler.lookahead import LookAhead
 from toka_async.scheduler.outbox import Outbox
-from toka_async.scheduler.policy import WatermarkAdmission
+from toka_async.scheduler.policy import Admission
 from toka_async.scheduler.preemption import Preemption
 from toka_async.scheduler.queues import JobQueue
 from toka_async.scheduler.requests import Job, PromptScores, Request, Top
@@ -45,9 +47,18 @@ class Core:
         max_tokens: tokens of one step, at least `ready.max_seqs`.
         steps_ahead: steps queued on the ranks at once.
         prefix: reuse cached pages of earlier prompts.
+        admission: makes the policy that says how much may start.
     """
 
-    def __init__(self, ready: Ready, *, max_tokens: int, steps_ahead: int = 2, prefix: bool = True) -> None:
+    def __init__(
+        self,
+        ready: Ready,
+        *,
+        max_tokens: int,
+        steps_ahead: int = 2,
+        prefix: bool = True,
+        admission: Callable[[RunningSet], Admission] = LookAhead,
+    ) -> None:
         assert max_tokens >= ready.max_seqs
         self._ready = ready
         self._steps_ahead = steps_ahead
@@ -57,8 +68,8 @@ class Core:
         self._running = RunningSet(ready, prefix)
         self._outbox = Outbox(self._running.lanes)
         self._preemption = Preemption(self._running, self._queue, self._requests)
-        policy = WatermarkAdmission(ready.num_pages)
-        self._builder = StepBuilder(self._running, self._queue, policy, self._preemption, max_tokens)
+        self._admission = admission(self._running)
+        self._builder = StepBuilder(self._running, self._queue, self._admission, self._preemption, max_tokens)
         self._stats = StatsSource(self._running, self._builder, self._preemption)
         self._in_flight: deque[StepRecord] = deque()
         self._num_arrived = 0
@@ -96,9 +107,10 @@ class Core:
         )
         self._num_arrived += 1
         self._requests[request.request_id] = request
+        self._admission.opened(request)
         self._stats.num_open += submit.n
         if request.prompt_only and (prompt.size == 1 or request.scores is None):
-            self._finish_prompt(request, 0)
+            self._finish_prompt(request)
             return
         self._queue.push(Job(request, sample=0 if submit.n == 1 and not request.prompt_only else -1, token_ids=prompt))
 
@@ -125,14 +137,15 @@ class Core:
         if request is None:
             return
         self._stats.num_open -= request.num_open
-        for job in [job for job in self._queue.jobs() if job.request is request]:
+        self._admission.closed(request)
+        for job in list(request.waiting.values()):
             self._queue.cancel(job)
+        if request.num_found < 0:
+            return  # nothing of it has started
         request.next_sample = request.submit.n
-        tables = self._running.lanes
-        lanes = np.flatnonzero((tables.request == request_id) & tables.alive).astype(np.int32)
-        self._end_lanes(lanes)
-        for run in [run for run in self._running.runs.values() if run.request is request]:
-            self._running.close(run)
+        self._end_lanes(self._running.lanes.of_request(request_id))
+        if request.shared_run is not None:  # no lane held it
+            self._running.close(request.shared_run)
 
     def end_sample(self, message: EndSample) -> None:
         """A stop string ends a sample after `num_tokens` tokens; later tokens are dropped."""
@@ -140,8 +153,8 @@ class Core:
         if request is None:
             return
         tables, tops = self._running.lanes, {}
-        mine = (tables.request == message.request_id) & (tables.sample == message.sample)
-        lanes = np.flatnonzero(mine & tables.alive & ~self._computing()).astype(np.int32)
+        lanes = tables.of_request(message.request_id)
+        lanes = lanes[tables.sample[lanes] == message.sample]
         sample = np.asarray([message.sample], np.int32)
         if lanes.size:
             lane = int(lanes[0])
@@ -163,9 +176,9 @@ class Core:
         del now
         steps = []
         while len(self._in_flight) < self._steps_ahead:
-            built = self._builder.build()
+            built = self._builder.build(admit=bool(self._in_flight) or self._steps_ahead == 1)
             for run in self._builder.ready:
-                self._finish_prompt(run.request, run.num_found)
+                self._finish_prompt(run.request)
             self._builder.ready = []
             if built is None:
                 break
@@ -184,7 +197,7 @@ class Core:
         self._take_scores(done, record)
         for run in record.computed:
             if self._requests.get(run.request.request_id) is run.request:
-                self._finish_prompt(run.request, run.num_found)
+                self._finish_prompt(run.request)
         self._take_tokens(done, record)
         self._preemption.requeue_drained(record.step_id)
         self._running.lanes.complete(record.step_id)
@@ -219,7 +232,7 @@ class Core:
         logprobs = as_f32(done.logprobs)[alive] if done.logprobs else None
         log.append(lanes, tokens, logprobs)
         self._take_tops(done, record)
-        stopped = (tables.ends[lanes] == tokens[:, None]).any(axis=1)
+        stopped = tables.ended(lanes, tokens)
         full = (tables.remaining[lanes] == 0) & (tables.last_step[lanes] == record.step_id)
         reasons = np.where(stopped, np.int32(Reason.STOP), np.where(full, np.int32(Reason.LENGTH), np.int32(0)))
         self._check_stops(lanes, tokens, reasons == 0)
@@ -258,6 +271,7 @@ class Core:
         if not lanes.size:
             return
         tables = self._running.lanes
+        self._admission.ended(lanes, self._running.log.count[lanes], reasons == int(Reason.LENGTH))
         whole = ~tables.stream[lanes]
         if whole.any():
             rows = lanes[whole]
@@ -287,36 +301,29 @@ class Core:
     def _close_samples(self, requests: Int32) -> None:
         """One sample of each of `requests` (ids, with repeats) has ended."""
         self._stats.num_open -= requests.size
-        ids, counts = np.unique(requests, return_counts=True)
-        for request_id, count in zip(ids.tolist(), counts.tolist(), strict=True):
+        for request_id, count in Counter(requests.tolist()).items():
             request = self._requests[request_id]
             request.num_open -= count
             assert request.num_open >= 0
             if request.num_open == 0:
+                self._admission.closed(request)
                 del self._requests[request_id]
-
-    def _computing(self) -> Bool:
-        """Lanes that compute the shared prompt of several samples, and are no sample themselves."""
-        tables = self._running.lanes
-        computing = np.zeros(tables.capacity, np.bool_)
-        for run in self._running.prefilling:
-            computing[run.lane] = run.job.sample < 0
-        return computing
 
     # ---- prompts
 
-    def _finish_prompt(self, request: Request, cached_tokens: int) -> None:
+    def _finish_prompt(self, request: Request) -> None:
         if not request.prefilled:
-            self._outbox.prefilled(request, cached_tokens)
+            self._outbox.prefilled(request)
             if request.prompt_only:
                 self._outbox.ends(request, np.arange(request.submit.n, dtype=np.int32), Reason.LENGTH)
                 self._close_samples(np.full(request.submit.n, request.request_id, np.int32))
 
     def _take_scores(self, done: StepDone, record: StepRecord) -> None:
         for chunk in done.prompts:
-            scores = record.scored[chunk.slot].scores
+            request = record.scored.get(chunk.slot)
+            scores = request.scores if request else None
             if scores is None:
-                continue
+                continue  # sent already: this is the prompt of a request that was preempted
             values = as_f32(chunk.logprobs)
             part = slice(chunk.start, chunk.start + values.size)
             scores.logprobs[part] = values
@@ -343,18 +350,19 @@ class Core:
 
     def _end_waiting(self, request: Request, message: EndSample) -> bool:
         """The sample was preempted and waits: end it from the queue. False if it has ended already."""
-        for job in self._queue.jobs():
-            if job.request is request and job.sample == message.sample and job.generated is not None:
-                self._queue.cancel(job)
-                if not request.submit.stream:
-                    self._outbox.waiting_end(request, message, job.generated)
-                return True
-        return False
+        job = request.waiting.get(message.sample)
+        if job is None or job.generated is None:
+            return False
+        self._queue.cancel(job)
+        if not request.submit.stream:
+            self._outbox.waiting_end(request, message, job.generated)
+        return True
 
     def check(self) -> None:
         """Every invariant of the core and its parts; for tests, after every event."""
         running = self._running
         running.check()
+        self._queue.check()
         tables = running.lanes
         assert self._stats.num_open == sum(request.num_open for request in self._requests.values())
         living = np.flatnonzero(tables.alive)

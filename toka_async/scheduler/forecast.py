@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from toka_async.arrays import Int32, Int64
+from toka_async.arrays import Float64, Int32, Int64
 
 
 def own_pages(position: Int32, remaining: Int32, held: Int32, page_size: int, horizon: int) -> Int64:
@@ -58,36 +58,37 @@ def last_use(pages: Int32, ends: Int32, num_pages: int) -> tuple[Int32, Int32]:
     until = np.zeros(num_pages, np.int32)
     order = np.argsort(ends, kind="stable")
     until[pages[order]] = ends[order]  # of repeats the last assignment stays, which is the latest end
-    distinct, counts = np.unique(until[until > 0], return_counts=True)
-    return distinct.astype(np.int32), counts.astype(np.int32)
+    counts = np.bincount(until) if num_pages else np.zeros(0, np.int64)
+    counts[:1] = 0
+    distinct = np.flatnonzero(counts)
+    return distinct.astype(np.int32), counts[distinct].astype(np.int32)
 
 
 class UsageCurve:
     """A kept forecast to which candidates are added one after the other.
 
-    curve: int64 [horizon]: pages in use at each future step; zero work lies beyond the horizon.
+    curve: float64 [horizon]: pages in use at each future step, in expectation; nothing is in use beyond the horizon.
     """
 
-    def __init__(self, curve: Int64) -> None:
+    def __init__(self, curve: Float64) -> None:
         self.curve = curve
 
     @property
-    def peak(self) -> int:
-        return int(self.curve.max(initial=0))
+    def peak(self) -> float:
+        return float(self.curve.max(initial=0.0))
 
-    def room(self, profile: Int64, limit: int) -> int:
+    def room(self, profile: Float64, limit: int) -> int:
         """How many copies of `profile` (pages of one sample at each future step) fit below `limit` pages."""
         length = min(profile.size, self.curve.size)
-        base, one = self.curve[:length], profile[:length]
-        beyond = profile[length:].max(initial=0)
-        used = one > 0
-        room = int(((limit - base[used]) // one[used]).min(initial=limit + 1))
+        base, one = self.curve[:length], np.maximum(profile[:length], 1e-9)
+        room = float(((limit - base) / one).min(initial=float(limit) * 1e9))
+        beyond = float(profile[length:].max(initial=0.0))
         if beyond > 0:
-            room = min(room, limit // int(beyond))
-        return max(0, room)
+            room = min(room, limit / beyond)
+        return max(0, int(min(room + 1e-6, 2**31)))
 
-    def add(self, profile: Int64, count: int = 1) -> None:
+    def add(self, profile: Float64, count: int = 1) -> None:
         """Reserve for `count` copies of `profile`."""
         if profile.size > self.curve.size:
-            self.curve = np.concatenate([self.curve, np.zeros(profile.size - self.curve.size, np.int64)])
+            self.curve = np.concatenate([self.curve, np.zeros(profile.size - self.curve.size)])
         self.curve[: profile.size] += count * profile

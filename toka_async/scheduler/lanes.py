@@ -14,13 +14,19 @@ import numpy.typing as npt
 
 from toka_async.arrays import Bool, Int32, Int64
 
+NUM_ENDS = 4  # end token ids in a column; models have one to three
+
 
 class Lanes:
     """Columns over lanes; every column grows together.
 
     slot: row on the ranks. position: of the next token to compute. remaining: tokens yet to be built into steps.
     head: newest own page (chains). holds: slot and pages are still its own. alive: its tokens are wanted.
-    last_step: newest step that computes it. ends: end token ids, -1 elsewhere.
+    last_step: newest step that computes it. priority, arrival, sample: its place in the order of work; sample is -1
+    for a lane that computes a prompt for several samples. ends: its first end token ids, -1 elsewhere.
+    num_shared: leading pages that are its prompt's. max_tokens: of its request. For the forecast: can_stop: it may end
+    before max_tokens; group: of the stopping predictor; length_rank: its place in the distribution of lengths, in
+    (0, 1); expected: tokens it is expected to generate, 0 at first.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -30,7 +36,15 @@ class Lanes:
         self.remaining = np.zeros(capacity, np.int32)
         self.request = np.zeros(capacity, np.int32)
         self.sample = np.zeros(capacity, np.int32)
+        self.priority = np.zeros(capacity, np.int64)
+        self.arrival = np.zeros(capacity, np.int64)
         self.prompt_key = np.zeros(capacity, np.int32)
+        self.num_shared = np.zeros(capacity, np.int32)
+        self.max_tokens = np.zeros(capacity, np.int32)
+        self.can_stop: Bool = np.zeros(capacity, np.bool_)
+        self.group = np.zeros(capacity, np.int32)
+        self.length_rank = np.zeros(capacity, np.float64)
+        self.expected = np.zeros(capacity, np.int32)
         self.head = np.full(capacity, -1, np.int32)
         self.last_step = np.zeros(capacity, np.int64)
         self.alive: Bool = np.zeros(capacity, np.bool_)
@@ -39,7 +53,8 @@ class Lanes:
         self.num_logprobs = np.full(capacity, -1, np.int32)
         self.stop_row = np.full(capacity, -1, np.int32)
         self.min_tokens = np.zeros(capacity, np.int32)
-        self.ends = np.full((capacity, 1), -1, np.int32)
+        self.ends = np.full((capacity, NUM_ENDS), -1, np.int32)
+        self._more_ends: dict[int, frozenset[int]] = {}  # those for which the column has no room
         self._free = np.arange(capacity - 1, -1, -1, dtype=np.int32)
         self._retired: defaultdict[int, list[Int32]] = defaultdict(list)
 
@@ -48,18 +63,19 @@ class Lanes:
         return self._free.size
 
     def take(self, count: int) -> Int32:
-        """Fresh lanes; the tables grow when none are free. Columns not set by the caller are at their defaults."""
+        """Fresh lanes that hold a slot and no pages; the tables grow when none are free. The caller sets the rest."""
         while self._free.size < count:
             self._grow()
         lanes = self._free[self._free.size - count :]
         self._free = self._free[: self._free.size - count]
-        self.head[lanes] = -1
-        self.remaining[lanes] = 0
-        self.last_step[lanes] = -1
-        self.alive[lanes] = True
-        self.holds[lanes] = True
-        self.stop_row[lanes] = -1
-        self.ends[lanes] = -1
+        where = index(lanes)
+        self.head[where] = -1
+        self.last_step[where] = -1
+        self.alive[where] = True
+        self.holds[where] = True
+        self.ends[where] = -1
+        for lane in lanes.tolist() if self._more_ends else ():
+            self._more_ends.pop(lane, None)
         return lanes
 
     def retire(self, lanes: Int32, completed: int) -> None:
@@ -68,7 +84,7 @@ class Lanes:
         now = steps <= completed
         if now.any():
             self._free = np.concatenate([self._free, lanes[now]])
-        for step in np.unique(steps[~now]).tolist():
+        for step in set(steps[~now].tolist()):
             self._retired[step].append(lanes[steps == step])
 
     def complete(self, step: int) -> None:
@@ -77,12 +93,35 @@ class Lanes:
             self._free = np.concatenate([self._free, lanes])
 
     def set_ends(self, lanes: Int32, end_ids: Int32) -> None:
-        """End token ids of the lanes; the table widens to the longest list there was."""
-        if end_ids.size > self.ends.shape[1]:
-            wider = np.full((self.capacity, end_ids.size), -1, np.int32)
-            wider[:, : self.ends.shape[1]] = self.ends
-            self.ends = wider
-        self.ends[lanes, : end_ids.size] = end_ids
+        """End token ids of the lanes."""
+        few = end_ids[:NUM_ENDS]
+        self.ends[index(lanes), : few.size] = few
+        if end_ids.size > NUM_ENDS:
+            self._more_ends.update(dict.fromkeys(lanes.tolist(), frozenset(end_ids[NUM_ENDS:].tolist())))
+
+    def ended(self, lanes: Int32, tokens: Int32) -> Bool:
+        """Which of the tokens end their lane, both [r]."""
+        ended: Bool = (self.ends[lanes] == tokens[:, None]).any(axis=1)
+        for i, lane in enumerate(lanes.tolist()) if self._more_ends else ():
+            if lane in self._more_ends and int(tokens[i]) in self._more_ends[lane]:
+                ended[i] = True
+        return ended
+
+    def of_request(self, request_id: int) -> Int32:
+        """The living lanes of a request."""
+        return np.flatnonzero((self.request == request_id) & self.alive).astype(np.int32)
+
+    def youngest(self) -> int:
+        """The lane that is last in order among those that hold a slot, or -1."""
+        lanes = np.flatnonzero(self.holds)
+        for table in (self.priority, self.arrival, self.sample):
+            values = table[lanes]
+            lanes = lanes[values == values.max(initial=-(2**31))]
+        return int(lanes[0]) if lanes.size else -1
+
+    def order(self, lane: int) -> tuple[int, int, int]:
+        """The place of a lane in the order of work, as `Job.order`."""
+        return (int(self.priority[lane]), int(self.arrival[lane]), int(self.sample[lane]))
 
     def _grow(self) -> None:
         old = self.capacity
@@ -99,6 +138,11 @@ class Lanes:
         assert not self.alive[idle].any()
         assert not self.holds[idle].any()
         assert self.slot.size == self.ends.shape[0] == self.capacity
+
+
+def index(lanes: Int32) -> Int32 | slice:
+    """Indexes the columns; as a slice for a lane by itself, which costs a tenth."""
+    return slice(int(lanes[0]), int(lanes[0]) + 1) if lanes.size == 1 else lanes
 
 
 def _doubled(table: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -91,13 +91,13 @@ class Outbox:
             )
         )
 
-    def prefilled(self, request: Request, cached_tokens: int) -> None:
+    def prefilled(self, request: Request) -> None:
         """The request's prompt is computed, its scores are complete."""
         scores = request.scores
         self._messages.append(
             Prefilled(
                 request_id=request.request_id,
-                cached_tokens=cached_tokens,
+                cached_tokens=max(0, request.num_found),
                 logprobs=column(scores.logprobs) if scores else EMPTY,
                 top_ids=column(scores.top_ids) if scores else EMPTY,
                 top_logprobs=column(scores.top_logprobs) if scores else EMPTY,

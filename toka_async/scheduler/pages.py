@@ -9,6 +9,8 @@ import numpy as np
 
 from toka_async.arrays import Int32
 
+FEW = 32  # chains
+
 
 class PagePool:
     """A stack of free pages. A page is either here or somewhere else, never both."""
@@ -59,11 +61,16 @@ class PageChains:
         self._previous[pages] = heads
 
     def collect(self, heads: Int32) -> Int32:
-        """All pages of the chains, newest of each first."""
+        """All pages of the chains, each chain's newest before its older ones."""
         parts = [np.empty(0, np.int32)]
         current = heads[heads >= 0]
-        while current.size:
+        while current.size > FEW:
             parts.append(current)
             current = self._previous[current]
             current = current[current >= 0]
-        return np.concatenate(parts)
+        rest, previous = [], self._previous.data
+        for page in current.tolist():  # few long chains: a page costs less here than a round of array operations
+            while page >= 0:
+                rest.append(page)
+                page = previous[page]
+        return np.concatenate([*parts, np.asarray(rest, dtype=np.int32)])

@@ -1,22 +1,74 @@
-"""Admission: how many pages new work may take while others run.
-
-This is the place of look-ahead admission; the rule here is a watermark. Knows counts only.
-"""
+"""What an admission policy decides, and the two simplest ones. Knows counts of pages."""
 
 from __future__ import annotations
 
+from typing import Protocol
 
-class WatermarkAdmission:
-    """Keeps a share of the cache free for the growth of running sequences, as long as any run."""
+import numpy as np
 
-    def __init__(self, num_pages: int, share: float = 0.01) -> None:
-        self._reserve = int(num_pages * share)
+from toka_async.arrays import Bool, Int32
+from toka_async.scheduler.requests import Job, PromptRun, Request
+from toka_async.scheduler.running import RunningSet
 
-    def available(self, num_reclaimable: int, num_running: int) -> int:
-        """Pages that new work may take.
 
-        Args:
-            num_reclaimable: free pages, and cached pages that nobody owns.
-            num_running: sequences that hold a slot.
-        """
-        return max(0, num_reclaimable - self._reserve) if num_running else num_reclaimable
+class Admission(Protocol):
+    """Decides how much new work may start; order is the queue's. Free pages are checked by the caller."""
+
+    def begin(self, num_preemptions: int) -> None:
+        """A new step is built; so many preemptions happened since the last."""
+        ...
+
+    def prompt_fits(self, job: Job, num_new_pages: int) -> bool:
+        """May this prompt start, which takes so many pages now?"""
+        ...
+
+    def add_prompt(self, job: Job, num_new_pages: int) -> None:
+        """It starts."""
+        ...
+
+    def samples_that_fit(self, run: PromptRun) -> int:
+        """How many more samples of this computed prompt may start?"""
+        ...
+
+    def add_samples(self, run: PromptRun, count: int) -> None:
+        """So many of them start."""
+        ...
+
+    def opened(self, request: Request) -> None:
+        """A request was queued."""
+        ...
+
+    def closed(self, request: Request) -> None:
+        """All of its samples have ended."""
+        ...
+
+    def ended(self, lanes: Int32, tokens: Int32, by_length: Bool) -> None:
+        """Sequences ended by themselves with so many tokens; `by_length`: at max_tokens."""
+        ...
+
+
+class UntilFull:
+    """Admits while pages are free: the cache is always full, and sequences are preempted to let others grow."""
+
+    def __init__(self, running: RunningSet) -> None:
+        del running
+
+    def begin(self, num_preemptions: int) -> None: ...
+
+    def prompt_fits(self, job: Job, num_new_pages: int) -> bool:
+        del job, num_new_pages
+        return True
+
+    def add_prompt(self, job: Job, num_new_pages: int) -> None: ...
+
+    def samples_that_fit(self, run: PromptRun) -> int:
+        del run
+        return int(np.iinfo(np.int32).max)
+
+    def add_samples(self, run: PromptRun, count: int) -> None: ...
+
+    def opened(self, request: Request) -> None: ...
+
+    def closed(self, request: Request) -> None: ...
+
+    def ended(self, lanes: Int32, tokens: Int32, by_length: Bool) -> None: ...

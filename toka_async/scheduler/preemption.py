@@ -29,11 +29,9 @@ class Preemption:
     def preempt_youngest(self) -> None:
         """Make the work that is last in order give back its pages."""
         running = self._running
-        idle = self._youngest_idle()
-        held = np.flatnonzero(running.lanes.holds).astype(np.int32)
-        lane = max(held.tolist(), key=self._order, default=-1)
+        idle, lane = self._youngest_idle(), running.lanes.youngest()
         assert lane >= 0 or idle is not None, "nothing to preempt"
-        if idle is not None and (lane < 0 or idle.job.order > self._order(lane)):
+        if idle is not None and (lane < 0 or idle.job.order > running.lanes.order(lane)):
             self._requeue_idle(idle)
         else:
             self._preempt(lane)
@@ -55,14 +53,8 @@ class Preemption:
         for lane in [lane for lane in self.draining if tables.last_step[lane] <= step_id]:
             self._requeue_lane(lane, self.draining.pop(lane))
 
-    def _order(self, lane: int) -> Order:
-        tables = self._running.lanes
-        request = self._requests[int(tables.request[lane])]
-        return (request.submit.priority, request.arrival, int(tables.sample[lane]))
-
     def _youngest_idle(self) -> PromptRun | None:
-        idle = [run for run in self._running.forking if run.num_lanes == 0]
-        return max(idle, key=lambda run: run.job.order, default=None)
+        return next((run for run in reversed(self._running.forking) if run.num_lanes == 0), None)
 
     def _requeue_idle(self, run: PromptRun) -> None:
         self._running.close(run)

@@ -28,6 +28,9 @@ class Node:
     last_used: int = 0
 
 
+Offer = tuple[int, int, Node]  # last use, serial number, a leaf that nobody owned then
+
+
 class PrefixTree:
     """Pages by the tokens they hold. Counts: owned pages and cached (unowned) pages."""
 
@@ -36,15 +39,16 @@ class PrefixTree:
         self._root = Node(page=-1, key=b"", parent=None, num_owners=1)
         self._clock = 0
         self._serial = 0
-        self._evictable: list[tuple[int, int, Node]] = []
+        self._evictable: list[Offer] = []
         self.num_owned = 0
         self.num_cached = 0
 
     def match(self, tokens: Int32, max_pages: int) -> list[Node]:
         """The longest chain of nodes that holds the first tokens, at most `max_pages` long. Not yet acquired."""
-        node, nodes, size = self._root, [], self._page_size
-        for i in range(min(max_pages, tokens.size // size)):
-            child = node.children.get(tokens[i * size : (i + 1) * size].tobytes())
+        node, nodes, width = self._root, [], 4 * self._page_size
+        data = tokens.tobytes()
+        for i in range(min(max_pages, tokens.size // self._page_size)):
+            child = node.children.get(data[i * width : (i + 1) * width])
             if child is None:
                 break
             nodes.append(child)
@@ -72,34 +76,32 @@ class PrefixTree:
                 if not node.children:
                     self._offer(node)
 
-    def insert(self, parent: Node | None, tokens: Int32, page: int) -> tuple[Node, bool]:
-        """Own the node of `tokens` (one page) below `parent` (None: the root).
+    def insert(self, parent: Node | None, tokens: Int32, page: int) -> Node | None:
+        """A new node of `tokens` (one page) below `parent` (None: the root), which the caller owns.
 
-        Returns the node and whether `page` became its page; if the tree had such a node already, `page` stays the
-        caller's, and the caller owns the node all the same.
+        None if the tree has such a node already: `page` stays the caller's.
         """
         above = parent or self._root
         assert above.num_owners > 0
         key = tokens.tobytes()
-        node = above.children.get(key)
-        if node is not None:
-            self.acquire([node])
-            return node, False
-        node = Node(page=page, key=key, parent=above, num_owners=1)
-        above.children[key] = node
+        if key in above.children:
+            return None
+        node = above.children[key] = Node(page=page, key=key, parent=above, num_owners=1)
         self.num_owned += 1
-        return node, True
+        return node
 
     def evict(self, count: int) -> Int32:
         """Remove `count` unowned pages, least recently used first, leaves before their parents."""
         assert count <= self.num_cached
         pages: list[int] = []
         while len(pages) < count:
-            last_used, _, node = heapq.heappop(self._evictable)
-            if node.num_owners or node.children or node.parent is None or node.last_used != last_used:
-                continue  # used again, or removed, since it was offered
+            entry = heapq.heappop(self._evictable)
+            if not _valid(entry):
+                continue
+            node = entry[2]
             pages.append(node.page)
             parent, node.parent = node.parent, None
+            assert parent is not None
             del parent.children[node.key]
             if parent.num_owners == 0 and not parent.children:
                 self._offer(parent)
@@ -107,6 +109,9 @@ class PrefixTree:
         return np.asarray(pages, dtype=np.int32)
 
     def _offer(self, node: Node) -> None:
+        if len(self._evictable) > 2 * self.num_cached + 64:  # most were used again since they were offered
+            self._evictable = [entry for entry in self._evictable if _valid(entry)]
+            heapq.heapify(self._evictable)
         self._serial += 1
         heapq.heappush(self._evictable, (node.last_used, self._serial, node))
 
@@ -123,10 +128,16 @@ class PrefixTree:
         assert len({node.page for node in nodes}) == len(nodes)
         assert sum(node.num_owners > 0 for node in nodes) == self.num_owned
         assert sum(node.num_owners == 0 for node in nodes) == self.num_cached
-        offered = {id(node) for last_used, _, node in self._evictable if last_used == node.last_used}
+        offered = {id(entry[2]) for entry in self._evictable if _valid(entry)}
         for node in nodes:
             assert node.parent is not None
             assert node.parent.children[node.key] is node
             assert node.num_owners == 0 or node.parent.num_owners > 0
             assert len(node.key) == 4 * self._page_size
             assert node.num_owners or node.children or id(node) in offered
+
+
+def _valid(offer: Offer) -> bool:
+    """The node is still a leaf that nobody owns, and was not used since it was offered."""
+    last_used, _, node = offer
+    return not node.num_owners and not node.children and node.parent is not None and node.last_used == last_used

@@ -8,12 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from toka_async.arrays import Float32, Int32, Int64
 from toka_async.messages import Submit
 from toka_async.scheduler.prefix_tree import Node
 
 Top = tuple[Int32, Float32]  # the likeliest ids at a place and their log-probs, both [k]
+
+UInt64 = npt.NDArray[np.uint64]
+MASK = 2**64 - 1
 
 
 @dataclass(slots=True)
@@ -37,6 +41,10 @@ class Request:
     next_sample: int = 0  # for n > 1: samples below it have started
     prefilled: bool = False  # Prefilled was sent
     scores: PromptScores | None = None
+    num_found: int = -1  # prompt tokens found in the prefix tree at first; -1 until the prompt is opened
+    shared_run: PromptRun | None = None  # for n > 1: the prompt on the ranks, while samples are to start from it
+    waiting: dict[int, Job] = field(default_factory=dict)  # jobs in the queue, by sample
+    group: int = 0  # of the stopping predictor
 
     @property
     def request_id(self) -> int:
@@ -45,6 +53,11 @@ class Request:
     @property
     def max_tokens(self) -> int:
         return self.submit.max_tokens
+
+    @property
+    def can_stop(self) -> bool:
+        """A sample may end before max_tokens."""
+        return bool(self.submit.sampling.end_ids) or self.stop_row >= 0
 
     @property
     def prompt_only(self) -> bool:
@@ -97,9 +110,8 @@ class PromptRun:
     num_to_compute: int
     num_found: int  # tokens found in the prefix tree
     num_computed: int  # those, and tokens built into steps
-    nodes: list[Node]  # of the prefix tree, a chain from the root: pages found, then pages computed
+    nodes: list[Node]  # of the prefix tree, a chain from the root: pages found, then pages inserted
     pages: Int32  # the shared full pages in order; those past `nodes` are the run's own
-    private: list[int] = field(default_factory=list)  # pages before that which the tree had twin nodes for
     tail_page: int = -1
     lane: int = -1  # computes the prompt; -1 when there is nothing (left) to compute
     num_lanes: int = 0  # lanes that hold pages of the run, the computing one included
@@ -124,14 +136,19 @@ class PromptRun:
 
     def own_pages(self) -> Int32:
         """Pages that are the run's and not in the prefix tree."""
-        tail = [self.tail_page] if self.tail_page >= 0 else []
-        return np.concatenate([self.pages[len(self.nodes) :], np.asarray(self.private + tail, dtype=np.int32)])
+        pages = self.pages[len(self.nodes) :]
+        return np.append(pages, np.int32(self.tail_page)) if self.tail_page >= 0 else pages
 
 
-def sample_seeds(seed: int, samples: Int32) -> Int64:
-    """Seeds of samples' random streams: the splitmix64 output function (Steele et al. 2014) of (seed, sample)."""
+def sample_seeds(seed: int | UInt64, samples: Int32) -> Int64:
+    """Seeds of samples' random streams: the splitmix64 output function (Steele et al. 2014) of (seed, sample).
+
+    `seed` is of all `samples`, or an array [samples].
+    """
     with np.errstate(over="ignore"):
-        x = np.uint64(seed & (2**64 - 1)) + (samples.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        x = (np.uint64(seed & MASK) if isinstance(seed, int) else seed) + (
+            samples.astype(np.uint64) + np.uint64(1)
+        ) * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return (x ^ (x >> np.uint64(31))).view(np.int64)

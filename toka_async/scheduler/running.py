@@ -6,14 +6,20 @@ nothing: who runs is the builder's choice.
 
 from __future__ import annotations
 
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable
+
 import numpy as np
 
-from toka_async.arrays import Int32, as_i32
+from toka_async.arrays import Float64, Int32, as_i32
 from toka_async.messages import Ready
 from toka_async.scheduler.cache import PageCache
-from toka_async.scheduler.lanes import Lanes
+from toka_async.scheduler.lanes import Lanes, index
 from toka_async.scheduler.requests import Job, PromptRun, Top
 from toka_async.scheduler.token_log import TokenLog
+
+GOLDEN_RATIO = 0.6180339887498949
 
 
 class RunningSet:
@@ -37,7 +43,9 @@ class RunningSet:
         self.dropped: list[int] = []
         self._max_seqs = ready.max_seqs
         self._slots = np.arange(ready.max_seqs - 1, -1, -1, dtype=np.int32)
+        self._free_keys: list[int] = []
         self._next_key = 0
+        self._num_started = 0
 
     @property
     def num_free_slots(self) -> int:
@@ -50,26 +58,27 @@ class RunningSet:
 
     # ---- prompt runs
 
-    def open(self, job: Job, available: int) -> PromptRun | None:
-        """Put a job's prompt on the ranks with all of its pages, or None if it needs more than `available` new ones.
+    def open(self, job: Job, fits: Callable[[Job, int], bool]) -> PromptRun | None:
+        """Put a job's prompt on the ranks with all of its pages, or None if they are not to be had.
 
-        `available` counts reclaimable pages, of which cached pages found for this prompt take their share.
+        `fits` is asked about the job and the number of pages that it takes from those that are free or that nobody
+        owns: new ones, and cached ones found for this prompt.
         """
         cache, tokens = self.cache, job.token_ids
         cached_before = cache.tree.num_cached
         wants_scores = job.request.scores is not None
         nodes = [] if wants_scores else cache.lookup(tokens)
-        available -= cached_before - cache.tree.num_cached
+        num_revived = cached_before - cache.tree.num_cached
         to_compute = tokens.size - (job.sample < 0)
         num_full, num_tail = to_compute // cache.page_size, int(to_compute % cache.page_size > 0)
         needed = num_full - len(nodes) + num_tail
-        if needed > available:
+        if needed > cache.num_reclaimable or not fits(job, needed + num_revived):
             cache.release(nodes)
             return None
         new = cache.take(needed)
         found = np.asarray([node.page for node in nodes], dtype=np.int32)
         run = PromptRun(
-            key=self._next_key,
+            key=self._take_key(),
             job=job,
             num_to_compute=to_compute,
             num_found=len(nodes) * cache.page_size,
@@ -78,14 +87,28 @@ class RunningSet:
             pages=np.concatenate([found, new[: num_full - len(nodes)]]),
             tail_page=int(new[-1]) if num_tail else -1,
         )
-        self._next_key = (self._next_key + 1) % 2**31
         self.runs[run.key] = run
+        if run.forks:
+            job.request.shared_run = run
         return run
+
+    def _take_key(self) -> int:
+        """Keys are small numbers, so that they index arrays."""
+        if self._free_keys:
+            return self._free_keys.pop()
+        self._next_key += 1
+        return self._next_key - 1
+
+    def take_dropped(self) -> list[int]:
+        """Keys of runs closed since the last call; they may be given to runs that the same step tells of."""
+        dropped, self.dropped = self.dropped, []
+        self._free_keys.extend(dropped)
+        return dropped
 
     def start_computing(self, run: PromptRun) -> int:
         """Give a run the lane that computes its prompt. A sample's own lane takes over the tail page."""
         job = run.job
-        lane = self._start(run, np.asarray([max(job.sample, 0)], np.int32), run.num_computed)
+        lane = self._start(run, np.asarray([job.sample], np.int32), run.num_computed)
         index = int(lane[0])
         run.lane = index
         if job.sample >= 0:
@@ -102,7 +125,11 @@ class RunningSet:
         return index
 
     def advance(self, run: PromptRun, count: int) -> None:
-        """`count` more prompt tokens are built into a step: full pages enter the prefix tree at once."""
+        """`count` more prompt tokens are built into a step: full pages enter the prefix tree at once.
+
+        Where the tree has the page's tokens already, this page and those after it stay the run's own: to own the
+        twin too would take two pages for one.
+        """
         run.num_computed += count
         assert run.num_computed <= run.num_to_compute
         self.lanes.position[run.lane] += count
@@ -111,11 +138,10 @@ class RunningSet:
         size = self.cache.page_size
         for i in range(len(run.nodes), min(run.num_computed // size, run.pages.size)):
             parent = run.nodes[-1] if run.nodes else None
-            page = int(run.pages[i])
-            node, taken = self.cache.tree.insert(parent, run.job.token_ids[i * size : (i + 1) * size], page)
+            node = self.cache.tree.insert(parent, run.job.token_ids[i * size : (i + 1) * size], int(run.pages[i]))
+            if node is None:
+                return
             run.nodes.append(node)
-            if not taken:
-                run.private.append(page)
 
     def finish_computing(self, run: PromptRun) -> None:
         """The whole prompt is built into steps: the lane goes on as its sample's, or is done."""
@@ -131,8 +157,7 @@ class RunningSet:
 
     def add_forking(self, run: PromptRun) -> None:
         """Samples of a computed run can start."""
-        self.forking.append(run)
-        self.forking.sort(key=lambda r: r.job.order)
+        insort(self.forking, run, key=lambda r: r.job.order)
 
     def fork(self, run: PromptRun, count: int) -> tuple[Int32, Int32]:
         """Start `count` pending samples; returns their lanes and the pages onto which the tail page is to be copied.
@@ -160,10 +185,12 @@ class RunningSet:
         assert run.num_lanes == 0
         assert not run.closed
         run.closed = True
-        if run in self.forking:
-            self.forking.remove(run)
-        if run in self.prefilling:
+        if not run.computed:
             self.prefilling.remove(run)
+        elif run in self.forking:
+            self.forking.remove(run)
+        if run.request.shared_run is run:
+            run.request.shared_run = None
         self.cache.give(run.own_pages())
         self.cache.release(run.nodes)
         del self.runs[run.key]
@@ -176,21 +203,35 @@ class RunningSet:
         lanes = tables.take(count)
         if self.log.count.size < tables.capacity:
             self.log.resize(tables.capacity)
-        tables.slot[lanes] = self._slots[self._slots.size - count :]
+        where = index(lanes)
+        tables.slot[where] = self._slots[self._slots.size - count :]
         self._slots = self._slots[: self._slots.size - count]
         sampling = request.submit.sampling
-        tables.position[lanes] = position
-        tables.remaining[lanes] = request.max_tokens
-        tables.request[lanes] = request.request_id
-        tables.sample[lanes] = samples
-        tables.prompt_key[lanes] = run.key
-        tables.stream[lanes] = request.submit.stream
-        tables.num_logprobs[lanes] = sampling.num_logprobs
-        tables.stop_row[lanes] = request.stop_row
-        tables.min_tokens[lanes] = sampling.min_tokens
+        tables.position[where] = position
+        tables.remaining[where] = tables.max_tokens[where] = request.max_tokens
+        tables.request[where] = request.request_id
+        tables.sample[where] = samples
+        tables.priority[where] = request.submit.priority
+        tables.arrival[where] = request.arrival
+        tables.prompt_key[where] = run.key
+        tables.num_shared[where] = run.pages.size
+        tables.can_stop[where] = request.can_stop
+        tables.group[where] = request.group
+        tables.length_rank[where] = self._ranks(count)
+        tables.expected[where] = 0
+        tables.stream[where] = request.submit.stream
+        tables.num_logprobs[where] = sampling.num_logprobs
+        tables.stop_row[where] = request.stop_row
+        tables.min_tokens[where] = sampling.min_tokens
         tables.set_ends(lanes, as_i32(sampling.end_ids))
         run.num_lanes += count
         return lanes
+
+    def _ranks(self, count: int) -> Float64:
+        """Places in (0, 1), spread evenly however many are drawn: multiples of the golden ratio."""
+        first, self._num_started = self._num_started, self._num_started + count
+        ranks: Float64 = np.clip((np.arange(first, first + count) * GOLDEN_RATIO + 0.5) % 1.0, 1e-6, 1.0 - 1e-6)
+        return ranks
 
     def grow(self, lanes: Int32) -> Int32:
         """One more page for each of the lanes; returns the pages."""
@@ -211,8 +252,7 @@ class RunningSet:
         self.cache.give(self.cache.chains.collect(tables.head[lanes]))
         tables.head[lanes] = -1
         tables.holds[lanes] = False
-        keys, counts = np.unique(tables.prompt_key[lanes], return_counts=True)
-        for key, count in zip(keys.tolist(), counts.tolist(), strict=True):
+        for key, count in Counter(tables.prompt_key[lanes].tolist()).items():
             run = self.runs[key]
             run.num_lanes -= count
             if run.num_lanes == 0 and run.num_pending == 0:

@@ -11,9 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from toka_async.arrays import Int32
-
-Float64 = npt.NDArray[np.float64]
+from toka_async.arrays import Float64, Int32
 
 NUM_BINS = 256
 PRIOR_WEIGHT = 4.0  # how many observations the broader estimate counts for, in each bin

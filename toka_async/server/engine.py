@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 
+import numpy as np
+
 from toka_async.arrays import Int32, column
 from toka_async.messages import (
     Cancel,
@@ -30,7 +32,7 @@ from toka_async.messages import (
 )
 from toka_async.server.inflight import Batch, EngineStoppedError, InFlight, RequestFailedError
 from toka_async.server.metrics import Metrics
-from toka_async.server.rows import Rows, split
+from toka_async.server.rows import REASONS, Block, Rows, split, split_requests
 from toka_async.transport.base import Outbox
 
 
@@ -44,7 +46,7 @@ class OverloadedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One prompt to be submitted: token ids [p] and what to generate after it."""
+    """One prompt to be submitted: token ids [p] and what to generate after it. in_blocks: see InFlight."""
 
     prompt: Int32
     n: int
@@ -54,6 +56,7 @@ class Job:
     stream: bool
     priority: int
     stop_id: int = -1
+    in_blocks: bool = False
 
 
 class Engine:
@@ -176,7 +179,7 @@ class Engine:
 
     def _submit(self, job: Job, batch: Batch) -> None:
         request_id, self._next_id = self._next_id, (self._next_id + 1) % 2**31
-        flight = InFlight(batch, request_id, len(job.prompt), job.n, job.stream, self._clock())
+        flight = InFlight(batch, request_id, len(job.prompt), job.n, job.stream, self._clock(), job.in_blocks)
         self._inflight[request_id] = flight
         self.outbox.send(
             Submit(
@@ -218,15 +221,41 @@ class Engine:
                     self.ready = message
 
     def _on_tokens(self, message: Tokens) -> None:
-        now = self._clock()
+        now, others = self._clock(), False
+        if message.num_logprobs < 0:
+            for request_id, block in split_requests(message):
+                flight = self._inflight.get(request_id)
+                if flight is None or not flight.in_blocks:
+                    others = True
+                    continue
+                self._observe_block(flight, block, now)
+                flight.add_block(block)
+                if not flight.num_open:
+                    self._end(flight, None)
+        if others or message.num_logprobs >= 0:
+            self._on_rows(message, now)
+
+    def _on_rows(self, message: Tokens, now: float) -> None:
+        """The rows of flights that keep them sample by sample."""
         for request_id, sample, rows, reason in split(message):
             flight = self._inflight.get(request_id)
-            if flight is None:  # cancelled meanwhile
+            if flight is None or flight.in_blocks:  # None: cancelled meanwhile
                 continue
             self._observe(flight, sample, rows, reason, now)
             flight.add(sample, rows, reason)
             if not flight.num_open:
                 self._end(flight, None)
+
+    def _observe_block(self, flight: InFlight, block: Block, now: float) -> None:
+        """As `_observe`, for many samples."""
+        before = flight.last_arrivals[block.samples]
+        num_gaps = block.counts - (before == 0)
+        gaps = (now - np.where(before > 0, before, flight.first_token)) / np.maximum(num_gaps, 1)
+        self.metrics.token_gaps(gaps[num_gaps > 0])
+        flight.last_arrivals[block.samples] = now
+        reasons, counts = np.unique(block.reasons[block.reasons != 0], return_counts=True)
+        for reason, count in zip(reasons.tolist(), counts.tolist(), strict=True):
+            self.metrics.sample_ended(REASONS[reason], count)
 
     def _observe(self, flight: InFlight, index: int, rows: Rows, reason: Reason, now: float) -> None:
         """Latencies: a gap between arrivals counts once for all tokens that it brought."""
@@ -234,7 +263,7 @@ class Engine:
         before = sample.last_arrival or flight.first_token
         num_gaps = len(rows) - (sample.num_tokens == 0)
         if num_gaps > 0:
-            self.metrics.token_gap((now - before) / num_gaps)
+            self.metrics.token_gaps(np.array([(now - before) / num_gaps]))
         sample.last_arrival = now
         if reason is not Reason.NONE:
             self.metrics.sample_ended(reason)

@@ -34,6 +34,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), code="request_failed")
         case EngineStoppedError():
             return ApiError(500, str(error), code="engine_stopped")
+        case web.RequestPayloadError():
+            return ApiError(400, f"the body cannot be read: {error}")
         case web.HTTPException():
             return ApiError(error.status, framework_message(error))
     return ApiError(500, "internal error; the server's log has the details", code="internal_error")
@@ -69,4 +71,6 @@ async def json_errors(request: web.Request, handler: Handler) -> web.StreamRespo
         response = error_response(known)
         if isinstance(error, web.HTTPMethodNotAllowed):
             response.headers["Allow"] = error.headers["Allow"]
+        if isinstance(error, web.RequestPayloadError):  # where the next request begins is unknown
+            response.force_close()
         return response

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from toka_async.messages import Prefilled, Reason
-from toka_async.server.rows import Rows, join
+from toka_async.server.rows import Block, Rows, join, merged
 
 
 class RequestFailedError(Exception):
@@ -106,12 +108,17 @@ class InFlight:
         n: samples.
         stream: tokens are wanted as they come.
         now: seconds, when it was submitted.
+        in_blocks: nothing but token ids is wanted and no stop string ends a sample: what comes is kept in blocks of
+            many samples, and not in `samples`.
     """
 
     __slots__ = (
         "_batch",
+        "_blocks",
         "first_token",
+        "in_blocks",
         "index",
+        "last_arrivals",
         "num_open",
         "num_prompt",
         "prefilled",
@@ -121,13 +128,25 @@ class InFlight:
         "submitted",
     )
 
-    def __init__(self, batch: Batch, request_id: int, num_prompt: int, n: int, stream: bool, now: float) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        request_id: int,
+        num_prompt: int,
+        n: int,
+        stream: bool,
+        now: float,
+        in_blocks: bool = False,
+    ) -> None:
         self.request_id = request_id
         self.num_prompt = num_prompt
         self.stream = stream
         self.submitted = now
         self.first_token = now
-        self.samples = [Sample() for _ in range(n)]
+        self.in_blocks = in_blocks
+        self.samples = [] if in_blocks else [Sample() for _ in range(n)]
+        self.last_arrivals = np.zeros(n if in_blocks else 0)
+        self._blocks: list[Block] = []
         self.num_open = n
         self.prefilled: Prefilled | None = None
         self.index = len(batch.flights)
@@ -151,6 +170,19 @@ class InFlight:
             self.num_open -= 1
         if self.stream and not sample.muted:
             self._batch.note(self.index, index)
+
+    def add_block(self, block: Block) -> None:
+        """What the engine says of some samples of a flight `in_blocks`."""
+        self._blocks.append(block)
+        self.num_open -= int(np.count_nonzero(block.reasons))
+        if self.stream:
+            self._batch.note(self.index, 0)
+
+    def take_block(self) -> Block:
+        """All that has come and was not taken yet, something at least."""
+        block = merged(self._blocks)
+        self._blocks.clear()
+        return block
 
     def end(self, error: Exception | None) -> None:
         """Nothing more comes: all samples have ended, or `error` ends the whole batch."""

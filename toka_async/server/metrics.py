@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+import numpy as np
+import numpy.typing as npt
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from toka_async.messages import Reason, Stats
+
+Float64 = npt.NDArray[np.float64]
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960, 1920, 7680)
@@ -39,13 +44,18 @@ COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "steps": ("forward passes", lambda s: s.num_steps),
     "step_seconds": ("time in forward passes", lambda s: s.step_seconds),
 }
+QUANTILES: dict[str, tuple[str, Callable[[Stats], tuple[float, ...]]]] = {
+    "scheduler_microseconds": ("CPU time of the scheduler for a step, of the newest steps", lambda s: s.scheduler_us),
+    "forecast_microseconds": ("time of a forecast for admission, of the newest", lambda s: s.forecast_us),
+}
 
 
 class Metrics:
-    """All metrics of one server, in a registry of their own."""
+    """All metrics of one server, in a registry of their own; `process_…` are of the server's process."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         self._prompt_tokens = Counter("toka:prompt_tokens", "prompt tokens, cached ones too", registry=self.registry)
         self._success = Counter(
             "toka:request_success", "samples ended, by finish reason", ["finished_reason"], registry=self.registry
@@ -54,7 +64,8 @@ class Metrics:
         self._cancelled = Counter("toka:request_cancelled", "requests cancelled by clients", registry=self.registry)
         self._failed = Counter("toka:request_failed", "requests failed by the engine", registry=self.registry)
         self._first = self._histogram("time_to_first_token_seconds", "until the prompt was computed", SECONDS)
-        self._gap = self._histogram("inter_token_latency_seconds", "between tokens, mean of an arrival", SECONDS)
+        self._gaps = ArrayHistogram("inter_token_latency_seconds", "between tokens, mean of an arrival", SECONDS)
+        self.registry.register(self._gaps)
         self._whole = self._histogram("e2e_request_latency_seconds", "until all samples had ended", REQUEST_SECONDS)
 
     def watch(self, stats: Callable[[], Stats]) -> None:
@@ -69,11 +80,12 @@ class Metrics:
         self._prompt_tokens.inc(num_prompt)
         self._first.observe(seconds)
 
-    def token_gap(self, seconds: float) -> None:
-        self._gap.observe(seconds)
+    def token_gaps(self, seconds: Float64) -> None:
+        """Of many samples at once, [s]."""
+        self._gaps.observe(seconds)
 
-    def sample_ended(self, reason: Reason) -> None:
-        self._ended[reason].inc()
+    def sample_ended(self, reason: Reason, count: int = 1) -> None:
+        self._ended[reason].inc(count)
 
     def request_ended(self, seconds: float) -> None:
         self._whole.observe(seconds)
@@ -88,6 +100,28 @@ class Metrics:
         return Histogram(f"toka:{name}", meaning, buckets=buckets, registry=self.registry)
 
 
+class ArrayHistogram(Collector):
+    """A histogram that many values are added to in one go."""
+
+    def __init__(self, name: str, meaning: str, buckets: tuple[float, ...]) -> None:
+        self._name = f"toka:{name}"
+        self._meaning = meaning
+        self._buckets = np.array(buckets)
+        self._counts = np.zeros(len(buckets) + 1, np.int64)
+        self._sum = 0.0
+
+    def observe(self, values: Float64) -> None:
+        places = np.searchsorted(self._buckets, values)
+        self._counts += np.bincount(places, minlength=self._counts.size)
+        self._sum += float(values.sum())
+
+    def collect(self) -> Iterator[Metric]:
+        names = [*map(floatToGoString, self._buckets.tolist()), "+Inf"]
+        counts = np.cumsum(self._counts).tolist()
+        buckets = [(name, float(count)) for name, count in zip(names, counts, strict=True)]
+        yield HistogramMetricFamily(self._name, self._meaning, buckets=buckets, sum_value=self._sum)
+
+
 class StatsCollector(Collector):
     """Turns the newest Stats into metrics."""
 
@@ -100,3 +134,8 @@ class StatsCollector(Collector):
             yield GaugeMetricFamily(f"toka:{name}", meaning, value=value(stats))
         for name, (meaning, value) in COUNTERS.items():
             yield CounterMetricFamily(f"toka:{name}", meaning, value=value(stats))
+        for name, (meaning, values) in QUANTILES.items():
+            family = GaugeMetricFamily(f"toka:{name}", meaning, labels=["quantile"])
+            for quantile, microseconds in zip(("0.5", "0.99", "1.0"), values(stats), strict=False):
+                family.add_metric([quantile], microseconds)
+            yield family

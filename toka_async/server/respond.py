@@ -6,25 +6,25 @@ Knows aiohttp; knows nothing of which API the answer belongs to.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from toka_async.messages import Reason
 from toka_async.openai.errors import ApiError
 from toka_async.openai.parse import parse_request
 from toka_async.server.answers import Answer, is_heavy, run_usage
 from toka_async.server.errors import as_api_error
+from toka_async.server.events import ENCODER, SampleEvents, event
 from toka_async.server.inflight import EngineStoppedError, InFlight, RequestFailedError
-from toka_async.server.sample_text import Piece, SampleStream
-from toka_async.server.service import Output, Run, Service, stop_token
+from toka_async.server.service import Output, Run, Service, in_blocks
+from toka_async.server.text_events import TextEvents
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
-ENCODER = msgspec.json.Encoder()
 LARGE = 1 << 20  # bytes of a body that is parsed in a thread
 DONE = b"data: [DONE]\n\n"
 
@@ -37,15 +37,14 @@ async def read_body(request: web.Request) -> bytes:
     """The whole body.
 
     Raises:
-        ApiError: 413 when it is too large, unread if its length says so; 400 when it is broken.
+        ApiError: 413 when it is too large, unread if its length says so.
+        RequestPayloadError: it is broken.
     """
     check_length(request)
     try:
         return await request.read()
     except web.HTTPRequestEntityTooLarge:
         raise too_large(request) from None
-    except web.RequestPayloadError as error:
-        raise ApiError(400, f"the body cannot be read: {error}") from None
 
 
 async def read_request(request: web.Request, kind: type[T]) -> T:
@@ -70,7 +69,7 @@ def too_large(request: web.Request) -> ApiError:
 async def respond(request: web.Request, run: Run, answer: Answer) -> web.StreamResponse:
     """Waits for the samples, or sends what they say as they say it."""
     if run.generation.stream:
-        return await Events(request, run, answer).send()
+        return await EventStream(request, run, answer).send()
     service = request.app[SERVICE]
     outputs = await service.outputs(run)
     if not is_heavy(run, outputs):
@@ -84,7 +83,23 @@ def encode_whole(run: Run, answer: Answer, outputs: list[list[Output]]) -> bytes
     return ENCODER.encode(answer.whole(run, outputs))
 
 
-class Events:
+class Events(Protocol):
+    """What the tokens of a streamed request become.
+
+    num_open: samples that have not ended. num_tokens: kept so far.
+    """
+
+    num_open: int
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def take(self, fresh: Sequence[tuple[InFlight, int]]) -> bytes:
+        """The events of all that is new of some samples."""
+        ...
+
+
+class EventStream:
     """The event stream of one request.
 
     Tokens are turned into text only when the client has taken what was sent before, so a slow reader costs what its
@@ -93,11 +108,11 @@ class Events:
 
     def __init__(self, request: web.Request, run: Run, answer: Answer) -> None:
         self._request = request
-        self._service = request.app[SERVICE]
         self._run = run
         self._answer = answer
-        self._streams: dict[tuple[int, int], SampleStream] = {}
-        self._num_open = len(run.prompts) * run.generation.n
+        service = request.app[SERVICE]
+        events = TextEvents if in_blocks(run.generation) else SampleEvents
+        self._events: Events = events(service, run, answer)
 
     async def send(self) -> web.StreamResponse:
         """Sends everything. An error before the first event is an ordinary error response, later one an event."""
@@ -105,53 +120,13 @@ class Events:
         fresh = await self._run.batch.news()
         await response.prepare(self._request)
         try:
-            await response.write(self._events(fresh))
-            while self._num_open:
-                await response.write(self._events(await self._run.batch.news()))
+            await response.write(self._events.take(fresh))
+            while self._events.num_open:
+                await response.write(self._events.take(await self._run.batch.news()))
             if self._run.generation.include_usage:
-                await response.write(event(self._answer.last(run_usage(self._run, self._num_tokens()))))
+                await response.write(event(self._answer.last(run_usage(self._run, self._events.num_tokens))))
             await response.write(DONE)
         except (RequestFailedError, EngineStoppedError) as error:
             await response.write(event(as_api_error(error).response()))
         await response.write_eof()
         return response
-
-    def _num_tokens(self) -> int:
-        return sum(stream.num_tokens for stream in self._streams.values())
-
-    def _events(self, fresh: list[tuple[InFlight, int]]) -> bytes:
-        chunks = [chunk for flight, sample in fresh for chunk in self._chunks(flight, sample)]
-        return b"".join(event(chunk) for chunk in chunks)
-
-    def _chunks(self, flight: InFlight, sample: int) -> list[msgspec.Struct]:
-        """What one sample has to say."""
-        state, chunks = flight.samples[sample], []
-        if state.muted:
-            return []
-        stream = self._streams.get((flight.index, sample))
-        if stream is None:
-            stream = SampleStream(self._service.tokenizer, self._run.options)
-            self._streams[flight.index, sample] = stream
-            first = self._answer.first(self._run, flight.index, sample)
-            chunks += [] if first is None else [first]
-        piece = stream.push(state.take(), state.reason)
-        reason = state.reason
-        stop: str | int | None = stop_token(self._run.generation, piece.rows, reason)
-        if piece.stop is not None:
-            self._service.engine.end_sample(flight, sample, stream.num_tokens)
-            reason, stop = Reason.STOP_STRING, piece.stop
-        self._num_open -= reason is not Reason.NONE
-        if reason is not Reason.NONE or self._has_news(piece):
-            chunks.append(self._answer.chunk(self._run, flight.index, sample, piece, reason, stop))
-        return chunks
-
-    def _has_news(self, piece: Piece) -> bool:
-        """Tokens whose text is held back are worth a chunk when the request wants to see tokens."""
-        generation = self._run.generation
-        wants_tokens = generation.return_token_ids or generation.sampling.num_logprobs >= 0
-        return bool(piece.text) or (wants_tokens and len(piece.rows) > 0)
-
-
-def event(data: msgspec.Struct) -> bytes:
-    """One server-sent event."""
-    return b"data: " + ENCODER.encode(data) + b"\n\n"

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from toka_async.arrays import Float32, Int32, as_f32, as_i32
 from toka_async.messages import Reason, Tokens
@@ -40,6 +42,11 @@ class Rows:
 NO_ROWS = Rows(np.empty(0, np.int32), np.empty(0, np.float32), np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
 
 
+def token_rows(token_ids: Int32) -> Rows:
+    """Tokens without log-probs."""
+    return Rows(token_ids, NO_ROWS.logprobs, NO_ROWS.top_ids, NO_ROWS.top_logprobs)
+
+
 def join(parts: Sequence[Rows]) -> Rows:
     """The parts, none of them empty, one after the other."""
     if len(parts) < 2:
@@ -50,6 +57,70 @@ def join(parts: Sequence[Rows]) -> Rows:
         np.concatenate([part.top_ids for part in parts]),
         np.concatenate([part.top_logprobs for part in parts]),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """New tokens of some samples of one request, each sample once.
+
+    samples: [s]. counts: [s], tokens of each. token_ids: [sum(counts)], sample by sample. reasons: [s], see Reason.
+    """
+
+    samples: Int32
+    counts: Int32
+    token_ids: Int32
+    reasons: Int32
+
+
+def split_requests(message: Tokens) -> Iterator[tuple[int, Block]]:
+    """The token ids of a message by request; a request's samples stay in their order."""
+    request_ids = as_i32(message.request_ids)
+    everything = Block(
+        as_i32(message.samples), as_i32(message.counts), as_i32(message.token_ids), as_i32(message.reasons)
+    )
+    if (request_ids[1:] < request_ids[:-1]).any():
+        order = np.argsort(request_ids, kind="stable")
+        request_ids, everything = request_ids[order], taken(everything, order)
+    cuts = [0, *(np.flatnonzero(np.diff(request_ids)) + 1).tolist(), request_ids.size]
+    ends = np.concatenate([[0], np.cumsum(everything.counts)])
+    for start, end in pairwise(cuts):
+        if end > start:
+            cut = slice(start, end)
+            token_ids = everything.token_ids[ends[start] : ends[end]]
+            block = Block(everything.samples[cut], everything.counts[cut], token_ids, everything.reasons[cut])
+            yield int(request_ids[start]), block
+
+
+def merged(blocks: Sequence[Block]) -> Block:
+    """One request's blocks, one or more, as one: samples in order, a sample's tokens in the order of their arrival."""
+    if len(blocks) == 1 and (blocks[0].samples[1:] > blocks[0].samples[:-1]).all():
+        return blocks[0]
+    everything = Block(
+        np.concatenate([block.samples for block in blocks]),
+        np.concatenate([block.counts for block in blocks]),
+        np.concatenate([block.token_ids for block in blocks]),
+        np.concatenate([block.reasons for block in blocks]),
+    )
+    everything = taken(everything, np.argsort(everything.samples, kind="stable"))
+    firsts = np.flatnonzero(np.diff(everything.samples, prepend=-1))
+    return Block(
+        everything.samples[firsts],
+        np.add.reduceat(everything.counts, firsts),
+        everything.token_ids,
+        np.maximum.reduceat(everything.reasons, firsts),
+    )
+
+
+def taken(block: Block, order: npt.NDArray[np.intp]) -> Block:
+    """The samples in another order, with their tokens."""
+    counts = block.counts[order]
+    if block.token_ids.size == block.counts.size and (block.counts == 1).all():
+        token_ids = block.token_ids[order]
+    else:
+        starts = (np.cumsum(block.counts) - block.counts)[order]
+        shifts = np.repeat(starts - (np.cumsum(counts) - counts), counts)
+        token_ids = block.token_ids[shifts + np.arange(shifts.size)]
+    return Block(block.samples[order], counts, token_ids, block.reasons[order])
 
 
 def split(message: Tokens) -> Iterator[tuple[int, int, Rows, Reason]]:

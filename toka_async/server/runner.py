@@ -38,6 +38,11 @@ class Connection(web.RequestHandler):
         response.force_close()
         return response
 
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        """As the framework's own, but not for a body that cannot be read: its sender has been told."""
+        if not isinstance(kwargs.get("exc_info"), web.RequestPayloadError):
+            super().log_exception(*args, **kwargs)
+
 
 class Server(web.Server):
     """Makes such connections."""

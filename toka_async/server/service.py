@@ -5,6 +5,7 @@ Turns prompts into token ids and checked requests into running ones. Knows no HT
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
@@ -22,12 +23,14 @@ from toka_async.openai.errors import bad_request, model_not_found
 from toka_async.openai.generation import Defaults, Generation, Limits, token_budget
 from toka_async.openai.prompts import Prompt, check_vocabulary
 from toka_async.server.batching import Batcher
+from toka_async.server.block_texts import MANY, BlockTexts
 from toka_async.server.engine import Engine, Job
 from toka_async.server.inflight import Batch
-from toka_async.server.rows import Rows
+from toka_async.server.json_texts import JsonTexts
+from toka_async.server.rows import REASONS, Block, Rows, token_rows
 from toka_async.server.sample_text import SampleText, TextOptions, sample_text
 from toka_async.server.stop_sets import StopSets
-from toka_async.text.chat import ChatTemplate, ChatTemplateError
+from toka_async.text.chat import ChatTemplate, ChatTemplateError, TemplateKwargsError
 from toka_async.text.stop import StopStrings
 from toka_async.text.tokenizer import Tokenizer
 
@@ -74,15 +77,19 @@ class Service:
     engine: Engine
     executor: Executor
     created: int = field(default_factory=lambda: int(time.time()))
+    json_texts: dict[bool, JsonTexts] = field(init=False)  # without and with special tokens skipped
     _encode: Batcher[tuple[str, bool], list[int]] = field(init=False)
     _render: Batcher[Chat, str] = field(init=False)
     _decode: Batcher[tuple[list[int], TextOptions], SampleText] = field(init=False)
+    _block_texts: BlockTexts = field(init=False)
     _stop_sets: StopSets = field(init=False)
 
     def __post_init__(self) -> None:
+        self.json_texts = {skip: JsonTexts(self.tokenizer, skip) for skip in (False, True)}
         self._encode = Batcher(self._encode_all, self.executor)
         self._render = Batcher(self._render_all, self.executor)
         self._decode = Batcher(self._decode_all, self.executor)
+        self._block_texts = BlockTexts(self.tokenizer)
         self._stop_sets = StopSets(self.engine, self.tokenizer, self.executor)
 
     def check_model(self, model: str | None) -> None:
@@ -124,6 +131,8 @@ class Service:
         """The prompt of a chat. Raises ApiError (400) when there is no template, or it refuses the messages."""
         try:
             return (await self._render.run([chat]))[0]
+        except TemplateKwargsError as error:
+            raise bad_request(str(error), param="chat_template_kwargs") from None
         except ChatTemplateError as error:
             raise bad_request(str(error), param="messages") from None
 
@@ -158,6 +167,12 @@ class Service:
             RequestFailedError, EngineStoppedError: a request ended otherwise.
         """
         await run.batch.finished()
+        if in_blocks(run.generation):
+            blocks = [flight.take_block() for flight in run.batch.flights]
+            if sum(block.token_ids.size for block in blocks) < MANY:
+                return self._block_outputs(run, blocks)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self.executor, self._block_outputs, run, blocks)
         samples = [sample for flight in run.batch.flights for sample in flight.samples]
         rows = [sample.take() for sample in samples]
         items = [
@@ -171,6 +186,20 @@ class Service:
         ]
         n = run.generation.n
         return [outputs[start : start + n] for start in range(0, len(outputs), n)]
+
+    def _block_outputs(self, run: Run, blocks: Sequence[Block]) -> list[list[Output]]:
+        """The samples of each prompt's block."""
+        generation, outputs = run.generation, []
+        for block in blocks:
+            ends = np.cumsum(block.counts)
+            columns = (ends - block.counts, ends, block.reasons)
+            rows = zip(self._block_texts.texts(block, run.options), *(each.tolist() for each in columns), strict=True)
+            samples = []
+            for text, start, end, number in rows:
+                reason, ids = REASONS[number], token_rows(block.token_ids[start:end])
+                samples.append(Output(text, ids, reason, stop_token(generation, ids, reason)))
+            outputs.append(samples)
+        return outputs
 
     def _encode_all(self, items: list[tuple[str, bool]]) -> list[list[int]]:
         ids: dict[int, list[int]] = {}
@@ -217,7 +246,14 @@ def job(generation: Generation, prompt: Int32, index: int, max_tokens: int, stop
         stream=generation.stream,
         priority=generation.priority,
         stop_id=stop_id,
+        in_blocks=in_blocks(generation),
     )
+
+
+def in_blocks(generation: Generation) -> bool:
+    """Whether the tokens of many samples can be looked at together: only their text is wanted, all of it."""
+    wants_tokens = generation.stream and generation.return_token_ids
+    return not generation.stops and generation.sampling.num_logprobs < 0 and not wants_tokens
 
 
 def prompt_seed(seed: int, index: int) -> int:
@@ -238,7 +274,7 @@ def output(generation: Generation, text: SampleText, rows: Rows, reason: Reason)
 
 def stop_token(generation: Generation, rows: Rows, reason: Reason) -> int | None:
     """The one of the request's `stop_token_ids` that ended the sample."""
-    if reason is not Reason.STOP or not len(rows):
+    if reason is not Reason.STOP or not generation.stop_token_ids or not len(rows):
         return None
     last = int(rows.token_ids[-1])
     return last if last in generation.stop_token_ids else None

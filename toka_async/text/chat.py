@@ -30,6 +30,10 @@ class ChatTemplateError(ValueError):
     """A template that cannot be compiled, or that refuses the messages; the message says why."""
 
 
+class TemplateKwargsError(ChatTemplateError):
+    """A name in `kwargs` is reserved."""
+
+
 class ChatTemplate:
     """A compiled chat template."""
 
@@ -66,12 +70,13 @@ class ChatTemplate:
             kwargs: further names that the template sees, such as `enable_thinking`.
 
         Raises:
-            ChatTemplateError: the template raised an error or exceeded a limit, a message is malformed, a name in
-                `kwargs` is reserved, or `continue_final_message` is impossible.
+            ChatTemplateError: the template raised an error or exceeded a limit, a message is malformed, or
+                `continue_final_message` is impossible.
+            TemplateKwargsError: a name in `kwargs` is reserved.
         """
         kwargs = dict(kwargs or {})
         if taken := sorted(kwargs.keys() & (RESERVED | self._special_tokens.keys())):
-            raise ChatTemplateError(f"chat_template_kwargs must not set {taken[0]!r}")
+            raise TemplateKwargsError(f"chat_template_kwargs must not set {taken[0]!r}")
         if continue_final_message and add_generation_prompt:
             raise ChatTemplateError("continue_final_message needs add_generation_prompt to be false")
         chat = [_message(message) for message in messages]

@@ -31,6 +31,11 @@ class Detokenizer:
         raw, self._at_start = self._pieces.join(ids, self._skip_special, self._at_start)
         return self._stripped(self._utf8.decode(raw))
 
+    @property
+    def holds(self) -> bool:
+        """Whether a character is incomplete so far."""
+        return bool(self._utf8.getstate()[0])
+
     def finish(self) -> str:
         """The rest: U+FFFD for a character that was never completed."""
         return self._stripped(self._utf8.decode(b"", final=True))

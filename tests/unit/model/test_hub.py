@@ -34,6 +34,8 @@ def test_a_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve_model("Some-Org/some_model-1.5B") == tmp_path
     assert "*.safetensors" in asked["Some-Org/some_model-1.5B"]
+    assert resolve_model("simulated/model", weights=False) == tmp_path
+    assert "*.safetensors" not in asked["simulated/model"]
     assert resolve_tokenizer("some-tokenizer", Path("/model")) == tmp_path
     assert "*.safetensors" not in asked["some-tokenizer"]
 

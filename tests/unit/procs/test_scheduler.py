@@ -17,6 +17,7 @@ from toka_async.messages import (
     ToServer,
 )
 from toka_async.procs.scheduler import turn
+from toka_async.procs.step_times import StepTimes
 from toka_async.scheduler.core import Core
 from toka_async.transport.codec import Codec
 from toka_async.transport.local import LocalChannel
@@ -29,19 +30,20 @@ def test_a_request_goes_through() -> None:
     results: LocalChannel[FromRank] = LocalChannel(Codec(FromRank))
     server: LocalChannel[ToServer] = LocalChannel(Codec(ToServer))
     ranks: LocalChannel[ToRank] = LocalChannel(Codec(ToRank))
+    times = StepTimes()
 
-    turn(core, requests, results, server, ranks)
+    turn(core, requests, results, server, ranks, times)
     assert ranks.drain() == []
 
     prompt = i32_column([1, 2, 3])
     requests.send(Submit(request_id=7, prompt=prompt, max_tokens=1, seed=0, sampling=Sampling()))
-    turn(core, requests, results, server, ranks)
+    turn(core, requests, results, server, ranks, times)
     (step,) = ranks.drain()
     assert as_i32(step.prompts[0].token_ids).tolist() == [1, 2, 3]
     assert not [message for message in server.drain() if isinstance(message, Tokens)]
 
     results.send(StepDone(step_id=step.step_id, token_ids=i32_column([5])))
-    turn(core, requests, results, server, ranks)
+    turn(core, requests, results, server, ranks, times)
     answered = server.drain()
     (prefilled,) = [message for message in answered if isinstance(message, Prefilled)]
     (tokens,) = [message for message in answered if isinstance(message, Tokens)]

@@ -26,8 +26,8 @@ async def server() -> AsyncIterator[WebServer]:
     [
         ("{", None),
         ("", None),
-        ('{"prompt": "x", "temperature": NaN}', None),
-        ('{"prompt": "\\ud800"}', None),
+        ('{"prompt": "x", "temperature": NaN}', "temperature"),
+        ('{"prompt": "\\ud800"}', "prompt"),
         (b'{"prompt": "\xff\xfe"}', None),
         ("[1]", None),
         ({"max_tokens": 1}, "prompt"),
@@ -98,7 +98,7 @@ async def test_completions(server: WebServer, body: Any, param: str | None) -> N
             {"messages": MESSAGES, "add_generation_prompt": True, "continue_final_message": True},
             "continue_final_message",
         ),
-        ({"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, "messages"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"messages": MESSAGES, "chat_template_kwargs": []}, "chat_template_kwargs"),
         ({"messages": MESSAGES, "echo": True}, "echo"),
     ],
@@ -206,11 +206,17 @@ async def test_a_large_body_is_parsed_too(server: WebServer) -> None:
 
 
 @pytest.mark.parametrize(("encoding", "data"), [("gzip", b"no gzip"), ("deflate", b"\xff\xff"), ("br", b"{}")])
-async def test_a_broken_encoding(server: WebServer, encoding: str, data: bytes) -> None:
+async def test_a_broken_encoding(
+    server: WebServer, encoding: str, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client cannot fill the log with it."""
     headers = {"Content-Encoding": encoding}
     async with server.http.post(server.url + "/v1/completions", data=data, headers=headers) as response:
         assert response.status == 400
         checked_error(await response.json())
+    await server.ok("/v1/completions", {"prompt": "x", "max_tokens": 1})  # on a new connection
+    server.scheduler.log.clear()
+    assert not caplog.records
 
 
 async def test_a_bomb(server: WebServer) -> None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
-from toka_async.arrays import f32_column, i32_column
+from toka_async.arrays import EMPTY, f32_column, i32_column
 from toka_async.messages import Reason, Tokens
-from toka_async.server.rows import join, split
+from toka_async.server.rows import Block, join, merged, split, split_requests
 
 
 def tokens(num_logprobs: int) -> Tokens:
@@ -48,3 +50,47 @@ def test_join_and_part() -> None:
     assert joined.part(1, 3).logprobs.tolist() == [-1.0, -2.0]
     assert join([third]) is third
     assert len(join([])) == 0
+
+
+def whole(block: Block) -> dict[int, tuple[list[int], int]]:
+    """Tokens and reason by sample."""
+    rows = np.split(block.token_ids, np.cumsum(block.counts)[:-1])
+    return {
+        int(sample): (row.tolist(), int(reason))
+        for sample, row, reason in zip(block.samples, rows, block.reasons, strict=True)
+    }
+
+
+def test_blocks_of_requests() -> None:
+    blocks = dict(split_requests(tokens(-1)))
+    assert whole(blocks[7]) == {0: ([10, 11], 0), 1: ([12, 13, 14], 1)}
+    assert whole(blocks[8]) == {5: ([], 2)}
+    nothing = Tokens(request_ids=EMPTY, samples=EMPTY, counts=EMPTY, reasons=EMPTY, token_ids=EMPTY)
+    assert not list(split_requests(nothing))
+
+
+@given(
+    arrivals=st.lists(
+        st.dictionaries(st.integers(0, 4), st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=5),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_merged_blocks_have_all_tokens_in_order(arrivals: list[dict[int, list[int]]]) -> None:
+    expected: dict[int, list[int]] = {}
+    blocks = []
+    for arrival in arrivals:
+        for sample, ids in arrival.items():
+            expected.setdefault(sample, []).extend(ids)
+        blocks.append(
+            Block(
+                np.array(list(arrival), np.int32),
+                np.array([len(ids) for ids in arrival.values()], np.int32),
+                np.array([i for ids in arrival.values() for i in ids], np.int32),
+                np.full(len(arrival), 2 if arrival is arrivals[-1] else 0, np.int32),
+            )
+        )
+    one = merged(blocks)
+    assert one.samples.tolist() == sorted(expected)
+    last = arrivals[-1]
+    assert whole(one) == {sample: (ids, 2 if sample in last else 0) for sample, ids in expected.items()}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from toka_async.text.chat import ChatTemplate, ChatTemplateError
+from toka_async.text.chat import ChatTemplate, ChatTemplateError, TemplateKwargsError
 
 CHATML = (
     "{% for message in messages %}\n"
@@ -117,7 +117,7 @@ def test_a_prompt_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "bos_token", "range"])
 def test_reserved_names(name: str) -> None:
-    with pytest.raises(ChatTemplateError, match=f"must not set '{name}'"):
+    with pytest.raises(TemplateKwargsError, match=f"must not set '{name}'"):
         render(CHATML, kwargs={name: "x"})
 
 

@@ -1,0 +1,85 @@
+"""A model without weights: its logits are a hash of all tokens that a row's pages hold.
+
+So any slip in page tables, positions, copies or order changes what is sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toka_async.attention.base import AttentionBackend, AttentionBatch
+from toka_async.model.streams import uniforms
+
+_PRIME = 1_000_003
+_MODULUS = 2**40
+
+
+def hash_of(tokens: Sequence[int]) -> int:
+    value = 7
+    for token in tokens:
+        value = (value * _PRIME + token + 1) % _MODULUS
+    return value
+
+
+def logits_of(tokens: Sequence[int], vocab_size: int) -> Tensor:
+    """float32 [1, vocab]."""
+    return _logits(torch.tensor([[float(hash_of(tokens))]], dtype=torch.float64), vocab_size)
+
+
+def _logits(hidden: Tensor, vocab_size: int) -> Tensor:
+    seeds = np.repeat(hidden[:, 0].numpy().astype(np.int64), vocab_size)
+    indices = np.tile(np.arange(vocab_size), len(hidden))
+    return torch.from_numpy(6 * uniforms(seeds, indices).reshape(-1, vocab_size)).float()
+
+
+class FakeCache:
+    """Holds the token of each cache entry in place of keys and values."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.tokens = np.full((num_pages, page_size), -1, dtype=np.int64)
+
+    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
+        self.tokens[targets.numpy()] = self.tokens[sources.numpy()]
+
+
+class FakeAttention:
+    """Keeps the step's batch, for the model to look at."""
+
+    batch: AttentionBatch
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self.batch = batch
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG002
+        raise AssertionError(f"the fake model has no layer {layer}")
+
+
+class FakeModel:
+    """Reads a row's tokens through its page table, as attention would."""
+
+    def __init__(self, vocab_size: int, cache: FakeCache) -> None:
+        self.vocab_size = vocab_size
+        self.cache = cache
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        assert isinstance(attention, FakeAttention)
+        batch = attention.batch
+        self.cache.tokens.reshape(-1)[batch.write_indices.numpy()] = token_ids.numpy()
+        hashes: list[int] = []
+        expected: list[int] = []
+        for pages, length, context in zip(
+            batch.page_table.numpy(), batch.query_lengths.tolist(), batch.context_lengths.tolist(), strict=True
+        ):
+            tokens = self.cache.tokens[pages].reshape(-1)[:context].tolist()
+            ends = range(context - length + 1, context + 1)
+            expected += [end - 1 for end in ends]
+            hashes += [hash_of(tokens[:end]) for end in ends]
+        assert positions.tolist() == expected
+        return torch.tensor(hashes, dtype=torch.float64)[:, None]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return _logits(hidden, self.vocab_size)

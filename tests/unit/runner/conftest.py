@@ -1,0 +1,41 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models import make_checkpoint
+from toka_async.config import AttentionConfig, CacheConfig, ModelConfig, ScheduleConfig
+from toka_async.model.spec import read_spec
+from toka_async.runner.build import build_runner
+from toka_async.runner.runner import Runner
+
+Reference = Callable[[list[int]], Tensor]
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("runner"), "llama")
+
+
+@pytest.fixture(scope="session")
+def reference(model_dir: Path) -> Reference:
+    """The log-probs that transformers computes: token ids to float64 [t, vocab]."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+
+    def logprobs(token_ids: list[int]) -> Tensor:
+        with torch.inference_mode():
+            logits: Tensor = model(torch.tensor([token_ids])).logits[0]
+            return logits.double().log_softmax(-1)
+
+    return logprobs
+
+
+@pytest.fixture
+def runner(model_dir: Path) -> Runner:
+    cache = CacheConfig(page_size=5, num_tokens=400)
+    schedule = ScheduleConfig(max_seqs=8)
+    return build_runner(model_dir, read_spec(model_dir), ModelConfig(), cache, schedule, AttentionConfig())

@@ -1,0 +1,78 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models import make_checkpoint
+from toka_async.config import AttentionConfig, CacheConfig, ModelConfig, ScheduleConfig
+from toka_async.messages import Ready
+from toka_async.model.spec import ModelError, read_spec
+from toka_async.runner.build import build_runner, resolve_device, resolve_dtype
+from toka_async.runner.runner import Runner
+
+
+def _build(
+    folder: Path,
+    model: ModelConfig | None = None,
+    cache: CacheConfig | None = None,
+    attention: AttentionConfig | None = None,
+) -> Runner:
+    return build_runner(
+        folder,
+        read_spec(folder),
+        model or ModelConfig(device="cpu"),
+        cache or CacheConfig(),
+        ScheduleConfig(max_seqs=4, max_tokens=64),
+        attention or AttentionConfig(),
+    )
+
+
+def test_ready_says_what_fits(model_dir: Path) -> None:
+    ready = _build(model_dir).ready
+    num_pages = 4 * 512 // 16
+    assert ready == Ready(num_pages=num_pages, page_size=16, max_seqs=4, max_context=512, vocab_size=261, max_tokens=64)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 5, 100])
+def test_a_sequence_is_no_longer_than_the_cache(model_dir: Path, num_tokens: int) -> None:
+    ready = _build(model_dir, cache=CacheConfig(page_size=1, num_tokens=num_tokens)).ready
+    assert (ready.num_pages, ready.max_context) == (num_tokens, num_tokens)
+
+
+def test_a_cache_that_memory_cannot_hold(model_dir: Path) -> None:
+    with pytest.raises(ModelError, match=r"cache.num_tokens=10000000000000: .*use at most \d+"):
+        _build(model_dir, cache=CacheConfig(num_tokens=10**13))
+
+
+def test_random_weights_need_no_files(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "qwen3")
+    (folder / "model.safetensors").unlink()
+    assert _build(folder, ModelConfig(load="random", device="cpu")).ready.vocab_size == 261
+    with pytest.raises(ModelError, match="safetensors"):
+        _build(folder)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there() -> None:
+    with pytest.raises(ModelError, match=r"model\.device=cuda"):
+        resolve_device(ModelConfig(device="cuda"))
+    assert resolve_device(ModelConfig()) == torch.device("cpu")
+
+
+def test_dtypes(tmp_path: Path) -> None:
+    spec = read_spec(make_checkpoint(tmp_path / "model", "llama", torch_dtype="bfloat16"))
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert resolve_dtype(ModelConfig(), spec, cpu) == torch.float32
+    assert resolve_dtype(ModelConfig(), spec, cuda) == torch.bfloat16
+    assert resolve_dtype(ModelConfig(dtype="float16"), spec, cpu) == torch.float16
+
+
+def test_threads(model_dir: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        _build(model_dir, attention=AttentionConfig(num_threads=2))
+        assert torch.get_num_threads() == 2
+        _build(model_dir)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,81 @@
+import weakref
+
+import numpy as np
+import torch
+
+from toka_async.arrays import column, i32_column
+from toka_async.messages import Prompt, Sampling, Step
+from toka_async.runner.rows import Rows
+
+
+def _rows(max_seqs: int) -> Rows:
+    return Rows(max_seqs, page_size=4, vocab_size=50, device=torch.device("cpu"))
+
+
+def _prompt(key: int, num_tokens: int, pages: list[int]) -> Prompt:
+    ids = i32_column(range(num_tokens))
+    return Prompt(key=key, token_ids=ids, num_prompt=num_tokens, pages=i32_column(pages), sampling=Sampling(top_p=0.5))
+
+
+def _admission(slots: list[int], keys: list[int], starts: list[int]) -> dict[str, memoryview]:
+    return {
+        "admit_slots": i32_column(slots),
+        "admit_keys": i32_column(keys),
+        "admit_starts": i32_column(starts),
+        "admit_seeds": column(np.array([100 + slot for slot in slots], dtype=np.int64)),
+    }
+
+
+def test_thousands_of_forks_at_once() -> None:
+    rows = _rows(5000)
+    shared = [9, 8, 7]
+    rows.apply(
+        Step(
+            step_id=0,
+            prompts=(_prompt(3, 14, shared),),
+            **_admission([*range(5000)], [3] * 5000, [13] * 5000),
+            page_slots=i32_column(range(5000)),
+            page_ids=i32_column(range(1000, 6000)),
+            joined=i32_column(range(5000)),
+        )
+    )
+    assert rows.page_table[:, :3].tolist() == [shared] * 5000
+    assert rows.page_table[:, 3].tolist() == [*range(1000, 6000)]
+    assert set(rows.num_pages.tolist()) == {4}
+    assert set(rows.last_tokens.tolist()) == {13}
+    assert rows.seeds.tolist() == [*range(100, 5100)]
+    assert rows.order.tolist() == [*range(5000)]
+    assert len({id(prompt) for prompt in rows.prompts}) == 1
+
+
+def test_the_page_table_is_as_wide_as_its_longest_row() -> None:
+    rows = _rows(3)
+    rows.apply(Step(step_id=0, prompts=(_prompt(1, 9, [1, 2]),), **_admission([2], [1], [0])))
+    width = rows.page_table.shape[1]
+    rows.apply(Step(step_id=1, page_slots=i32_column([2] * 98), page_ids=i32_column(range(3, 101))))
+    assert width < 16 < rows.page_table.shape[1] <= 128
+    assert rows.page_table[2, :100].tolist() == [*range(1, 101)]
+    assert rows.page_table[:2].count_nonzero() == 0
+
+
+def test_a_freed_slot_can_be_taken_in_the_same_step() -> None:
+    rows = _rows(3)
+    first = {"prompts": (_prompt(1, 9, [1, 2]),), **_admission([0, 1], [1, 1], [8, 8])}
+    rows.apply(Step(step_id=0, **first, joined=i32_column([0, 1])))  # type: ignore[arg-type]
+    second = {"prompts": (_prompt(2, 5, [6]),), **_admission([0], [2], [3])}
+    rows.apply(
+        Step(step_id=1, freed=i32_column([0]), dropped_prompts=i32_column([1]), **second, joined=i32_column([0]))  # type: ignore[arg-type]
+    )
+    assert rows.order.tolist() == [1, 0]
+    assert rows.page_table[0, 0] == 6
+    assert (rows.num_pages[0], rows.positions[0], rows.num_prompt[0], int(rows.last_tokens[0])) == (1, 3, 5, 3)
+
+
+def test_a_prompt_lives_as_long_as_a_row_or_its_key() -> None:
+    rows = _rows(2)
+    rows.apply(Step(step_id=0, prompts=(_prompt(1, 9, [1]),), **_admission([0, 1], [1, 1], [0, 0])))
+    alive = weakref.ref(rows.prompts[0].token_ids)
+    rows.apply(Step(step_id=1, dropped_prompts=i32_column([1]), freed=i32_column([0])))
+    assert alive() is not None
+    rows.apply(Step(step_id=2, freed=i32_column([1])))
+    assert alive() is None

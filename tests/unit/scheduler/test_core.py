@@ -1,0 +1,402 @@
+"""The core: what a request gets, whatever happens to it, and that all of it comes back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from tests.page_rank import submit
+from tests.small_core import VOCAB, SmallCore, got, wanted
+from toka_async.arrays import EMPTY, as_f32, column, i32_column
+from toka_async.messages import (
+    Cancel,
+    DropStop,
+    Ready,
+    Reason,
+    Sampling,
+    StepDone,
+    StopMask,
+    Submit,
+)
+from toka_async.scheduler.core import Core
+from toka_async.scheduler.lanes import NUM_ENDS
+
+PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+
+
+def stop_mask(tokens: list[int], window: int) -> StopMask:
+    mask = np.zeros(VOCAB, np.bool_)
+    mask[tokens] = True
+    return StopMask(stop_id=1, mask=column(mask), window=window)
+
+
+def test_importing_the_core_loads_no_torch_sockets_or_web_server() -> None:
+    code = (
+        "import sys, toka_async.scheduler.core\n"
+        "print([name for name in ('torch', 'zmq', 'aiohttp', 'uvloop', 'asyncio') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+# ---- requests that end by themselves
+
+
+def test_a_request_is_sent_whole_when_it_ends() -> None:
+    core = SmallCore()
+    received = core.submit(submit(0, PROMPT, max_tokens=5))
+    core.drain()
+    (sample,) = received.samples
+    assert got(received) == wanted(received)
+    assert (sample.reason, sample.num_rows) == (Reason.LENGTH, 1)
+    assert sample.logprobs == []
+
+
+def test_a_streamed_request_is_sent_token_by_token() -> None:
+    core = SmallCore()
+    received = core.submit(submit(0, PROMPT, n=2, max_tokens=5, stream=True, sampling=Sampling(num_logprobs=0)))
+    core.drain()
+    assert got(received) == wanted(received)
+    for sample in received.samples:
+        assert (sample.reason, sample.num_rows) == (Reason.LENGTH, 5)
+        assert sample.logprobs == pytest.approx([-token / 7 for token in sample.token_ids])
+
+
+@pytest.mark.parametrize("num_ends", [1, NUM_ENDS, NUM_ENDS + 5])
+def test_an_end_token_is_the_last_one(num_ends: int) -> None:
+    core = SmallCore()
+    sampling = Sampling(end_ids=i32_column(range(VOCAB - num_ends, VOCAB)))
+    received = core.submit(submit(0, PROMPT, n=8, max_tokens=60, sampling=sampling))
+    core.drain()
+    assert got(received) == wanted(received)
+    stopped = [sample for sample in received.samples if sample.reason == Reason.STOP]
+    assert stopped
+    assert all(sample.token_ids[-1] >= VOCAB - num_ends for sample in stopped)
+
+
+@pytest.mark.parametrize("steps_ahead", [1, 2, 5])
+def test_an_end_found_late_wastes_a_token_a_queued_step(steps_ahead: int) -> None:
+    core = SmallCore(steps_ahead=steps_ahead)
+    sampling = Sampling(end_ids=i32_column(range(VOCAB)))  # the first token ends every sample
+    received = core.submit(submit(0, PROMPT, n=8, max_tokens=50, sampling=sampling))
+    core.drain()
+    assert [sample.reason for sample in received.samples] == [Reason.STOP] * 8
+    assert core.stats.generated_tokens == 8
+    assert core.stats.wasted_tokens == 8 * (steps_ahead - 1)
+
+
+def test_an_end_by_length_wastes_nothing() -> None:
+    core = SmallCore(steps_ahead=5)
+    core.submit(submit(0, PROMPT, n=8, max_tokens=7))
+    core.drain()
+    assert (core.stats.generated_tokens, core.stats.wasted_tokens) == (56, 0)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_no_tokens_wanted_computes_the_prompt_only(n: int) -> None:
+    core = SmallCore()
+    scored = Sampling(num_prompt_logprobs=0)
+    received = core.submit(submit(0, PROMPT, n=n, max_tokens=0, sampling=scored))
+    core.drain()
+    assert [(sample.token_ids, sample.reason) for sample in received.samples] == [([], Reason.LENGTH)] * n
+    assert received.prefilled is not None
+    assert len(as_f32(received.prefilled.logprobs)) == len(PROMPT) - 1
+    assert core.pages.num_computed == len(PROMPT) - 1
+
+
+@pytest.mark.parametrize("fields", [{}, {"sampling": Sampling(num_prompt_logprobs=1)}])
+def test_a_prompt_of_a_token_and_no_tokens_wanted_needs_no_step(fields: dict[str, object]) -> None:
+    core = SmallCore()
+    received = core.submit(submit(0, [3], max_tokens=0, **fields))
+    assert received.ended
+    assert received.prefilled is not None
+    assert core.core.num_requests == 0
+    assert not core.turn()
+
+
+def test_requests_of_other_kinds_do_not_change_a_requests_tokens() -> None:
+    core = SmallCore(num_pages=40, steps_ahead=3)
+    received = [
+        core.submit(submit(0, PROMPT, max_tokens=9, stream=True, sampling=Sampling(num_logprobs=3))),
+        core.submit(submit(1, PROMPT, n=20, max_tokens=3)),
+        core.submit(submit(2, PROMPT[:5], max_tokens=0, sampling=Sampling(num_prompt_logprobs=2))),
+        core.submit(submit(3, [1], n=2, max_tokens=30, sampling=Sampling(end_ids=i32_column([5])))),
+    ]
+    core.drain()
+    for entry in received:
+        assert got(entry) == wanted(entry)
+
+
+# ---- requests that cannot run
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 4090}, "prompt and max_tokens are 4100 tokens, the context has 4096"),
+        ({"max_tokens": 247}, "the KV cache holds 256; raise cache.num_tokens or lower max_tokens"),
+        ({"max_tokens": 243, "n": 2}, "the KV cache holds 256; raise cache.num_tokens or lower max_tokens"),
+        ({"n": 0}, "n of 1 or more"),
+        ({"max_tokens": -1}, "max_tokens of 0 or more"),
+        ({"prompt": EMPTY}, "a prompt token"),
+    ],
+)
+def test_a_request_that_can_never_run_fails_at_once(fields: dict[str, object], message: str) -> None:
+    core = SmallCore()
+    received = core.submit(raw_submit(fields))
+    assert received.failed is not None
+    assert message in received.failed
+    assert core.core.num_requests == 0
+    assert not core.turn()
+
+
+def raw_submit(fields: dict[str, object]) -> Submit:
+    values: dict[str, object] = {"request_id": 0, "prompt": i32_column(PROMPT), "max_tokens": 4, "seed": 0}
+    return Submit(**values | {"sampling": Sampling()} | fields)  # type: ignore[arg-type]
+
+
+def test_a_request_that_fills_the_cache_runs() -> None:
+    core = SmallCore(num_pages=16)
+    one = core.submit(submit(0, PROMPT, max_tokens=54))
+    many = core.submit(submit(1, PROMPT, max_tokens=50, n=2))
+    core.drain()
+    assert got(one) == wanted(one)
+    assert got(many) == wanted(many)
+
+
+def test_an_id_in_use_fails() -> None:
+    core = SmallCore()
+    core.submit(submit(0, PROMPT))
+    core.core.receive(submit(0, PROMPT))
+    core.collect()
+    assert core.received[0].failed == "request id 0 is in use"
+
+
+# ---- cancels
+
+
+@pytest.mark.parametrize("turns", range(7))
+@pytest.mark.parametrize("fields", [{}, {"n": 20}, {"n": 4, "max_tokens": 1}, {"priority": -1, "stream": True}])
+def test_a_cancel_at_any_time_gives_everything_back(turns: int, fields: dict[str, object]) -> None:
+    core = SmallCore(max_tokens=9, steps_ahead=3, num_pages=20)
+    other = core.submit(submit(0, PROMPT, max_tokens=12))
+    core.submit(submit(1, [*PROMPT, *PROMPT], **{"max_tokens": 30} | fields))
+    for _ in range(turns):
+        core.turn()
+    core.build()
+    core.cancel(1)
+    core.core.check()
+    core.drain()
+    assert core.core.num_requests == 0
+    assert (core.stats.pages_used, core.stats.num_running, core.stats.num_waiting) == (0, 0, 0)
+    assert got(other) == wanted(other)
+
+
+def test_cancelling_everything_leaves_no_page_in_use() -> None:
+    core = SmallCore(num_pages=30, steps_ahead=3)
+    for i in range(30):
+        core.submit(submit(i, [i % 5, *PROMPT], n=1 + i % 4, max_tokens=15))
+    for _ in range(6):
+        core.turn()
+    assert core.core.num_in_flight > 0
+    for i in range(30):
+        core.cancel(i)
+    core.core.check()
+    core.drain()
+    assert (core.stats.pages_used, core.stats.num_running, core.stats.num_waiting) == (0, 0, 0)
+    again = core.submit(submit(99, PROMPT, n=8, max_tokens=3))
+    core.drain()
+    assert got(again) == wanted(again)
+
+
+def test_a_cancelled_id_can_be_used_again_while_its_steps_are_on_their_way() -> None:
+    core = SmallCore(steps_ahead=4)
+    core.submit(submit(0, PROMPT, max_tokens=30))
+    core.build()
+    core.core.cancel(0)
+    again = core.submit(submit(0, PROMPT[::-1], max_tokens=5))
+    core.drain()
+    assert got(again) == wanted(again)
+
+
+def test_a_cancel_of_what_has_ended_is_nothing() -> None:
+    core = SmallCore()
+    received = core.submit(submit(0, PROMPT))
+    core.drain()
+    core.core.receive(Cancel(request_id=0))
+    core.core.receive(Cancel(request_id=12345))
+    core.collect()
+    assert received.ended
+    core.core.check()
+
+
+def test_many_cancels_among_many_requests_are_quick() -> None:
+    ready = Ready(num_pages=100_000, page_size=16, max_seqs=512, max_context=4096, vocab_size=VOCAB)
+    core = Core(ready, max_tokens=8192, steps_ahead=1)
+    for i in range(8192):
+        core.submit(submit(i, [i % VOCAB] * 20, max_tokens=100))
+    steps = core.next_steps(0.0)
+    assert len(steps) == 1
+    order = np.random.default_rng(0).permutation(8192)[:2000].tolist()
+    start = time.perf_counter()
+    for request_id in order:
+        core.cancel(request_id)
+    assert time.perf_counter() - start < 1.0
+    assert core.num_requests == 6192
+    core.check()
+
+
+# ---- ends found by the server
+
+
+def test_stop_checks_show_the_last_tokens_of_rows_that_may_have_stopped() -> None:
+    core = SmallCore()
+    core.core.receive(stop_mask([3, 4], window=5))
+    received = core.submit(submit(0, PROMPT, n=3, max_tokens=40, stop_id=1))
+    other = core.submit(submit(1, PROMPT, max_tokens=40))
+    core.drain()
+    expected = set()
+    for index, tokens in enumerate(wanted(received)):
+        for end, token in enumerate(tokens[:-1], start=1):  # the last one ends it anyway
+            if token in (3, 4):
+                expected.add((0, index, end, tuple(tokens[max(0, end - 5) : end])))
+    assert expected
+    assert {(*check[:3], tuple(check[3])) for check in core.stop_checks} == expected
+    assert got(received) == wanted(received)
+    assert got(other) == wanted(other)
+
+
+def test_stop_checks_begin_with_min_tokens() -> None:
+    core = SmallCore()
+    core.core.receive(stop_mask(list(range(VOCAB)), window=2))
+    core.submit(submit(0, PROMPT, max_tokens=9, stop_id=1, sampling=Sampling(min_tokens=5)))
+    core.drain()
+    assert [check[2] for check in core.stop_checks] == [5, 6, 7, 8]
+
+
+def test_streamed_rows_are_not_asked_about() -> None:
+    core = SmallCore()
+    core.core.receive(stop_mask(list(range(VOCAB)), window=2))
+    core.submit(submit(0, PROMPT, max_tokens=9, stop_id=1, stream=True))
+    core.drain()
+    assert core.stop_checks == []
+
+
+def test_a_dropped_set_can_be_registered_anew() -> None:
+    core = SmallCore()
+    core.core.receive(stop_mask([3], window=2))
+    core.core.receive(DropStop(stop_id=1))
+    core.core.receive(stop_mask([], window=2))
+    core.submit(submit(0, PROMPT, max_tokens=30, stop_id=1))
+    core.drain()
+    assert core.stop_checks == []
+
+
+def test_a_stop_string_ends_a_running_sample() -> None:
+    core = SmallCore(steps_ahead=3)
+    core.core.receive(stop_mask(list(range(VOCAB)), window=2))
+    received = core.submit(submit(0, PROMPT, n=3, max_tokens=40, stop_id=1, sampling=Sampling(num_logprobs=1)))
+    core.turn_until(lambda: any(check[1:3] == (1, 6) for check in core.stop_checks))
+    core.end(0, 1, 4)
+    sample = received.samples[1]
+    assert sample.reason == Reason.STOP_STRING
+    assert sample.token_ids == wanted(received)[1][:4]
+    assert [top[0] for top in sample.top_ids] == sample.token_ids
+    core.end(0, 1, 4)  # again: it has ended
+    core.drain()
+    assert [s.reason for s in received.samples] == [Reason.LENGTH, Reason.STOP_STRING, Reason.LENGTH]
+    assert got(received)[0] == wanted(received)[0]
+    assert core.stats.wasted_tokens > 0
+
+
+def test_a_streamed_sample_ends_without_further_tokens() -> None:
+    core = SmallCore()
+    received = core.submit(submit(0, PROMPT, max_tokens=40, stream=True))
+    core.turn_until(lambda: len(received.samples[0].token_ids) >= 5)
+    seen = list(received.samples[0].token_ids)
+    core.end(0, 0, 3)
+    core.drain()
+    assert received.samples[0].token_ids == seen
+    assert received.samples[0].reason == Reason.STOP_STRING
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_preempted_sample_that_waits_ends_from_the_queue(stream: bool) -> None:
+    core = SmallCore(num_pages=8, steps_ahead=1)
+    old = core.submit(submit(0, PROMPT[:5], max_tokens=20))
+    young = core.submit(submit(1, PROMPT[1:5], max_tokens=20, stream=stream))
+    core.turn_until(lambda: core.core._preemption.num_preemptions)
+    assert core.core._requests[1].waiting
+    core.end(1, 0, 2)
+    (sample,) = young.samples
+    assert sample.reason == Reason.STOP_STRING
+    assert sample.token_ids[:2] == wanted(young)[0][:2]
+    assert stream or len(sample.token_ids) == 2
+    core.drain()
+    assert got(old) == wanted(old)
+
+
+def test_the_end_of_a_sample_that_never_started_or_is_unknown_is_nothing() -> None:
+    core = SmallCore(max_seqs=1, max_tokens=5, steps_ahead=1)
+    received = core.submit(submit(0, PROMPT, n=3, max_tokens=4))
+    for request_id, sample in [(0, 0), (0, 2), (9, 0)]:  # the prompt is being computed, in a lane that is no sample
+        core.build()
+        core.end(request_id, sample, 1)
+    assert not any(sample.reason for sample in received.samples)
+    core.drain()
+    assert got(received) == wanted(received)
+
+
+def test_the_end_of_a_sample_that_waits_for_its_first_slot_is_nothing() -> None:
+    core = SmallCore(max_seqs=1, max_tokens=16)
+    core.submit(submit(0, PROMPT, max_tokens=30))
+    waiting = core.submit(submit(1, PROMPT, max_tokens=4))
+    core.turn()
+    core.end(1, 0, 1)
+    assert not waiting.ended
+    core.drain()
+    assert got(waiting) == wanted(waiting)
+
+
+# ---- the steps, and what is told of them
+
+
+def test_steps_are_queued_up_to_the_depth_and_no_further() -> None:
+    core = SmallCore(steps_ahead=3)
+    core.submit(submit(0, PROMPT, max_tokens=20))
+    core.build()
+    assert len(core.queued) == core.core.num_in_flight == 3
+    core.build()
+    assert len(core.queued) == 3
+    core.complete()
+    core.build()
+    assert len(core.queued) == 3
+
+
+def test_nothing_to_do_is_no_step() -> None:
+    core = SmallCore()
+    assert core.core.next_steps(0.0) == []
+    core.submit(submit(0, PROMPT))
+    core.drain()
+    assert core.core.next_steps(0.0) == []
+    assert core.core.take_messages(0.0) == []
+
+
+def test_results_out_of_order_are_a_defect() -> None:
+    core = SmallCore()
+    core.submit(submit(0, PROMPT))
+    core.build()
+    with pytest.raises(AssertionError, match="in order"):
+        core.core.complete(StepDone(step_id=1, token_ids=EMPTY), 0.0)
+
+
+def test_the_prompt_is_announced_once_and_before_the_tokens() -> None:
+    core = SmallCore()
+    received = core.submit(submit(0, PROMPT, n=3, max_tokens=5, stream=True))
+    core.turn_until(lambda: received.prefilled or any(sample.token_ids for sample in received.samples))
+    assert received.prefilled is not None
+    core.drain()  # the driver refuses a second one

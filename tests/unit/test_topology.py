@@ -1,0 +1,23 @@
+"""Addresses of one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from toka_async.topology import Topology, local_topology
+
+
+def test_every_process_has_its_own_socket_in_the_folder(tmp_path: Path) -> None:
+    topology = local_topology(tmp_path, dp=2, ranks=3)
+    ranks = [address for replica in topology.ranks for address in replica]
+    addresses = [topology.server, *topology.schedulers, *topology.scheduler_ranks, *ranks]
+    assert len(set(addresses)) == len(addresses) == 1 + 2 + 2 + 6
+    assert [len(replica) for replica in topology.ranks] == [3, 3]
+    assert all(address.startswith(f"ipc://{tmp_path}/") for address in addresses)
+
+
+def test_addresses_are_data(tmp_path: Path) -> None:
+    topology = local_topology(tmp_path)
+    assert msgspec.json.decode(msgspec.json.encode(topology), type=Topology) == topology

@@ -1,0 +1,173 @@
+"""Messages to bytes and back."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from toka_async.arrays import as_bool, as_i32, as_i64, column, f32_column, i32_column
+from toka_async.messages import (
+    Cancel,
+    ChunkLogprobs,
+    DropStop,
+    EndSample,
+    Failed,
+    FromRank,
+    Prefilled,
+    Prompt,
+    Ready,
+    Reason,
+    Sampling,
+    Stats,
+    Step,
+    StepDone,
+    StopChecks,
+    StopMask,
+    Submit,
+    Tokens,
+    ToRank,
+    ToScheduler,
+    ToServer,
+)
+from toka_async.transport.codec import Codec
+
+IDS = i32_column([1, 2, 3])
+FLOATS = f32_column([-0.5, 0.25, 1.5])
+FLAGS = column(np.asarray([True, False, True]))
+SAMPLING = Sampling(
+    temperature=0.5,
+    top_p=0.9,
+    top_k=7,
+    min_p=0.1,
+    presence_penalty=0.2,
+    frequency_penalty=-0.3,
+    repetition_penalty=1.2,
+    min_tokens=3,
+    end_ids=IDS,
+    bias_ids=IDS,
+    bias_values=FLOATS,
+    num_logprobs=2,
+    num_prompt_logprobs=0,
+)
+READY = Ready(num_pages=10, page_size=16, max_seqs=4, max_context=100, vocab_size=50)
+PROMPT = Prompt(key=3, token_ids=IDS, num_prompt=2, pages=IDS, sampling=SAMPLING)
+STEP = Step(
+    step_id=2**40,
+    dropped_prompts=IDS,
+    freed=IDS,
+    prompts=(PROMPT, PROMPT),
+    admit_slots=IDS,
+    admit_keys=IDS,
+    admit_starts=IDS,
+    admit_seeds=column(np.asarray([1, -(2**63), 2**63 - 1])),
+    copy_sources=IDS,
+    copy_targets=IDS,
+    page_slots=IDS,
+    page_ids=IDS,
+    joined=IDS,
+    order=IDS,
+    group_starts=IDS,
+    group_rows=IDS,
+    group_pages=IDS,
+    chunk_slots=IDS,
+    chunk_lengths=IDS,
+    chunk_samples=FLAGS,
+)
+CHUNK = ChunkLogprobs(slot=1, start=4, logprobs=FLOATS, num_top=1, top_ids=IDS, top_logprobs=FLOATS)
+TO_SCHEDULER: list[ToScheduler] = [
+    Submit(
+        request_id=1,
+        prompt=IDS,
+        n=4,
+        max_tokens=5,
+        seed=2**64 - 1,
+        sampling=SAMPLING,
+        stream=True,
+        priority=-3,
+        stop_id=2,
+    ),
+    Cancel(request_id=2**31 - 1),
+    StopMask(stop_id=1, mask=FLAGS, window=9),
+    DropStop(stop_id=1),
+    EndSample(request_id=1, sample=2, num_tokens=3),
+]
+TO_SERVER: list[ToServer] = [
+    READY,
+    Tokens(
+        request_ids=IDS,
+        samples=IDS,
+        counts=IDS,
+        reasons=i32_column([Reason.NONE, Reason.STOP, Reason.LENGTH]),
+        token_ids=IDS,
+        num_logprobs=1,
+        logprobs=FLOATS,
+        top_ids=IDS,
+        top_logprobs=FLOATS,
+    ),
+    Prefilled(request_id=1, cached_tokens=16, logprobs=FLOATS, top_ids=IDS, top_logprobs=FLOATS),
+    StopChecks(request_ids=IDS, samples=IDS, num_tokens=IDS, counts=IDS, token_ids=IDS),
+    Failed(request_id=1, message="zu groß"),
+    Stats(num_running=1, num_pages=2**40, step_seconds=0.5),
+]
+FROM_RANK: list[FromRank] = [
+    READY,
+    StepDone(
+        step_id=7,
+        token_ids=IDS,
+        logprobs=FLOATS,
+        top_rows=IDS,
+        top_counts=IDS,
+        top_ids=IDS,
+        top_logprobs=FLOATS,
+        prompts=(CHUNK, CHUNK),
+        seconds=0.04,
+    ),
+]
+CHANNELS = [
+    *((ToScheduler, message) for message in TO_SCHEDULER),
+    *((ToServer, message) for message in TO_SERVER),
+    *((FromRank, message) for message in FROM_RANK),
+    (ToRank, STEP),
+]
+
+
+@pytest.mark.parametrize(("union", "message"), CHANNELS, ids=lambda value: type(value).__name__)
+def test_every_message_comes_back_equal(union: object, message: object) -> None:
+    codec: Codec[object] = Codec(union)
+    back = codec.decode(codec.encode(message))
+    assert type(back) is type(message)
+    assert back == message
+
+
+def test_every_message_of_every_channel_is_tested() -> None:
+    for union, messages in ((ToScheduler, TO_SCHEDULER), (ToServer, TO_SERVER), (FromRank, FROM_RANK)):
+        assert {type(message) for message in messages} == set(union.__args__)
+
+
+def test_columns_of_a_decoded_message_are_views_of_the_received_bytes() -> None:
+    codec: Codec[ToRank] = Codec(ToRank)
+    data = bytearray(codec.encode(STEP))
+    back = codec.decode(memoryview(data))
+    place = bytes(data).index(IDS.tobytes())
+    data[place] = 99  # of the first column, dropped_prompts
+    assert as_i32(back.dropped_prompts).tolist() == [99, 2, 3]
+    assert np.shares_memory(as_i32(back.freed), np.frombuffer(data, np.uint8))
+    assert as_i64(back.admit_seeds).tolist() == [1, -(2**63), 2**63 - 1]
+    assert as_bool(back.chunk_samples).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode(["Step", 1]),
+        msgspec.msgpack.encode(["Cancel", "one"]),
+        msgspec.msgpack.encode({"request_id": 1}),
+    ],
+)
+def test_what_is_no_message_of_the_channel_is_an_error(data: bytes) -> None:
+    codec: Codec[ToScheduler] = Codec(ToScheduler)
+    with pytest.raises(msgspec.DecodeError):
+        codec.decode(data)

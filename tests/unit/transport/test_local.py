@@ -1,0 +1,29 @@
+"""The channel within one process."""
+
+from __future__ import annotations
+
+from toka_async.arrays import i32_column
+from toka_async.messages import Cancel, Sampling, Submit, ToScheduler
+from toka_async.transport.base import Inbox, Outbox
+from toka_async.transport.codec import Codec
+from toka_async.transport.local import LocalChannel
+
+
+def test_messages_arrive_once_in_order_and_as_copies() -> None:
+    channel: LocalChannel[ToScheduler] = LocalChannel(Codec(ToScheduler))
+    outbox: Outbox[ToScheduler] = channel
+    inbox: Inbox[ToScheduler] = channel
+    first = Submit(request_id=1, prompt=i32_column([1, 2]), max_tokens=3, seed=4, sampling=Sampling())
+    outbox.send(first)
+    outbox.send(Cancel(request_id=1))
+    received = inbox.drain()
+    assert received == [first, Cancel(request_id=1)]
+    assert received[0] is not first  # it went through the codec
+    assert inbox.drain() == []
+
+
+def test_a_closed_channel_holds_nothing() -> None:
+    channel: LocalChannel[ToScheduler] = LocalChannel(Codec(ToScheduler))
+    channel.send(Cancel(request_id=1))
+    channel.close()
+    assert channel.drain() == []

@@ -1,0 +1,180 @@
+"""Look-ahead admission: new work starts only if the forecast of page use stays below the size of the cache.
+
+Joins the stopping predictor (how long) with the block forecast (how many pages, when). Every running sequence has a
+fixed rank in the distribution of lengths, spread evenly, so that many sequences together follow the whole distribution.
+A safety margin grows with every preemption and fades while there are none. Knows the running set; decides counts, not
+order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from toka_async.arrays import Bool, Float64, Int32, Int64
+from toka_async.scheduler.forecast import UsageCurve, last_use, own_pages, shared_pages
+from toka_async.scheduler.requests import Job, PromptRun, Request
+from toka_async.scheduler.running import RunningSet
+from toka_async.scheduler.stopping import StoppingPredictor
+
+SMALLEST_MARGIN, LARGEST_MARGIN = 0.002, 0.2  # share of the cache
+MARGIN_GROWTH = 0.004  # by a preemption
+MARGIN_FADES = 2000.0  # steps without preemption after which it has faded to 1/e
+SMALLEST_GROUP = 16  # samples
+FAR = 1 << 20  # steps: a prompt whose samples have not all started is held for longer than any forecast looks
+PARTS = 8  # of the running sequences, whose expected lengths are looked up again in turn
+
+
+@dataclass(slots=True)
+class Growth:
+    """Pages of one new sequence at each step to come, in expectation: `alive` is the share that gets there."""
+
+    alive: Float64
+    pages: Int64  # beyond those of its prompt
+
+    def profile(self, num_prompt_pages: int) -> Float64:
+        return self.alive * (num_prompt_pages + self.pages)
+
+
+@dataclass(slots=True)
+class LookAhead:
+    """The forecast of one build at a time, kept while candidates are added to it."""
+
+    running: RunningSet
+    predictor: StoppingPredictor = field(default_factory=StoppingPredictor)
+    margin: float = 0.01
+    num_forecasts: int = 0
+    _curve: UsageCurve | None = None
+    _growths: dict[tuple[int, int, int, int, bool], Growth] = field(default_factory=dict)
+    _turn: int = 0
+
+    def begin(self, num_preemptions: int) -> None:
+        """A new step is built; `num_preemptions` happened since the last."""
+        self._curve = None
+        self._growths.clear()
+        self.margin = SMALLEST_MARGIN + (self.margin - SMALLEST_MARGIN) * math.exp(-1.0 / MARGIN_FADES)
+        self.margin = min(LARGEST_MARGIN, self.margin + MARGIN_GROWTH * num_preemptions)
+
+    def opened(self, request: Request) -> None:
+        """The samples of one prompt inform each other, where there are enough of them."""
+        if request.can_stop and request.submit.n >= SMALLEST_GROUP:
+            request.group = self.predictor.open_group()
+
+    def closed(self, request: Request) -> None:
+        self.predictor.close_group(request.group)
+
+    def ended(self, lanes: Int32, tokens: Int32, by_length: Bool) -> None:
+        """Sequences ended; those that could not have stopped earlier say nothing."""
+        tables = self.running.lanes
+        chosen = tables.can_stop[lanes]
+        if chosen.any():
+            lanes = lanes[chosen]
+            self.predictor.observe(tables.group[lanes], tokens[chosen], tables.max_tokens[lanes], by_length[chosen])
+
+    def samples_that_fit(self, run: PromptRun) -> int:
+        """How many more samples of a computed prompt the forecast has room for."""
+        return self._usage().room(self._sample_profile(run), self._limit())
+
+    def add_samples(self, run: PromptRun, count: int) -> None:
+        """So many of them start."""
+        self._usage().add(self._sample_profile(run), count)
+
+    def prompt_fits(self, job: Job, num_new_pages: int) -> bool:
+        """Whether there is room for a prompt that takes so many new pages, and for (the first of) its samples."""
+        return self._usage().room(self._job_profile(job, num_new_pages), self._limit()) > 0
+
+    def add_prompt(self, job: Job, num_new_pages: int) -> None:
+        """It starts; of several samples, only the prompt is counted yet."""
+        profile = self._job_profile(job, num_new_pages)
+        self._usage().add(np.full(profile.size, float(num_new_pages)) if job.sample < 0 else profile)
+
+    def _limit(self) -> int:
+        return int(self.running.cache.num_pages * (1.0 - self.margin))
+
+    # ---- candidates
+
+    def _sample_profile(self, run: PromptRun) -> Float64:
+        request = run.request
+        start = request.prompt.size - 1
+        tail = -(-start // self.running.cache.page_size) - run.pages.size
+        return self._growth(request, 0, start).profile(tail)
+
+    def _job_profile(self, job: Job, num_new_pages: int) -> Float64:
+        generated = 0 if job.generated is None else job.generated.tokens.size
+        return self._growth(job.request, generated, job.token_ids.size).profile(num_new_pages)
+
+    def _growth(self, request: Request, generated: int, start: int) -> Growth:
+        size = self.running.cache.page_size
+        key = (request.group, request.max_tokens, generated, start % size, request.can_stop)
+        growth = self._growths.get(key)
+        if growth is None:
+            steps = np.arange(max(1, request.max_tokens - generated))
+            alive = np.ones(steps.size)
+            if request.can_stop and not request.prompt_only:
+                survival = self.predictor.survival(request.group, request.max_tokens)[generated:]
+                alive = survival / max(float(survival[0]), 1e-9)
+            pages = (start % size + steps + size) // size - -(-(start % size) // size)
+            growth = self._growths[key] = Growth(alive, pages)
+        return growth
+
+    # ---- what runs
+
+    def _usage(self) -> UsageCurve:
+        if self._curve is None:
+            self._curve = self._forecast()
+            self.num_forecasts += 1
+        return self._curve
+
+    def _forecast(self) -> UsageCurve:
+        """Pages in use at each step from the one being built on, if everything ends when expected."""
+        running, tables = self.running, self.running.lanes
+        size = running.cache.page_size
+        computing = [run for run in running.prefilling if run.job.sample >= 0]
+        lanes = np.concatenate([running.rows, np.asarray([run.lane for run in computing], dtype=np.int32)])
+        remaining = self._expect(lanes)
+        position = tables.position[lanes]
+        for i, run in enumerate(computing, start=running.rows.size):
+            position[i] = run.num_to_compute  # all of its pages are taken; it decodes soon
+        held = -(-position // size) - tables.num_shared[lanes]
+        horizon = int(remaining.max(initial=1))
+        ends, counts = self._shared(lanes, remaining)
+        curve = own_pages(position, remaining, held, size, horizon) + shared_pages(ends, counts, horizon)
+        return UsageCurve(curve.astype(np.float64))
+
+    def _expect(self, lanes: Int32) -> Int32:
+        """Steps until each of the lanes is expected to end, at least 1."""
+        tables = self.running.lanes
+        limit = tables.max_tokens[lanes]
+        built = limit - tables.remaining[lanes]
+        free = tables.can_stop[lanes]
+        if free.any():
+            some, groups = lanes[free], tables.group[lanes[free]]
+            self.predictor.update(groups, built[free], limit[free])
+            self._turn = (self._turn + 1) % PARTS
+            due = (tables.expected[some] <= built[free]) | (some % PARTS == self._turn)
+            some, groups = some[due], groups[due]
+            tables.expected[some] = self.predictor.lengths(
+                groups, built[free][due], limit[free][due], tables.length_rank[some]
+            )
+        expected = np.where(free, tables.expected[lanes], limit) - built
+        remaining: Int32 = np.maximum(expected, 1).astype(np.int32)
+        return remaining
+
+    def _shared(self, lanes: Int32, remaining: Int32) -> tuple[Int32, Int32]:
+        """Ends of prompts' pages, each page counted once, and the number of pages for each end."""
+        running = self.running
+        runs = list(running.runs.values())
+        if not runs:
+            return np.empty(0, np.int32), np.empty(0, np.int32)
+        keys = np.asarray([run.key for run in runs], dtype=np.int32)
+        by_key = np.zeros(int(keys.max()) + 1, np.int32)
+        np.maximum.at(by_key, running.lanes.prompt_key[lanes], remaining)
+        ends = by_key[keys]
+        ends[[i for i, run in enumerate(runs) if run.num_pending or not run.computed]] = FAR
+        order = np.argsort(ends, kind="stable")
+        pages = [runs[i].pages for i in order.tolist()]
+        tails = np.asarray([run.tail_page for run in runs if run.tail_page >= 0], dtype=np.int32)
+        until = np.concatenate([np.repeat(ends[order], [part.size for part in pages]), np.full(tails.size, FAR)])
+        return last_use(np.concatenate([*pages, tails]), until.astype(np.int32), running.cache.num_pages)

@@ -1,0 +1,70 @@
+"""Server-sent events of a streamed request, sample by sample: for requests that want more than text.
+
+Knows no HTTP; knows nothing of which API the answer belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from toka_async.messages import Reason
+from toka_async.server.answers import Answer
+from toka_async.server.inflight import InFlight
+from toka_async.server.sample_text import Piece, SampleStream
+from toka_async.server.service import Run, Service, stop_token
+
+ENCODER = msgspec.json.Encoder()
+
+
+def event(data: msgspec.Struct) -> bytes:
+    """One server-sent event."""
+    return b"data: " + ENCODER.encode(data) + b"\n\n"
+
+
+class SampleEvents:
+    """The events of one request."""
+
+    def __init__(self, service: Service, run: Run, answer: Answer) -> None:
+        self.num_open = len(run.prompts) * run.generation.n
+        self._service = service
+        self._run = run
+        self._answer = answer
+        self._streams: dict[tuple[int, int], SampleStream] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(stream.num_tokens for stream in self._streams.values())
+
+    def take(self, fresh: Sequence[tuple[InFlight, int]]) -> bytes:
+        chunks = [chunk for flight, sample in fresh for chunk in self._chunks(flight, sample)]
+        return b"".join(event(chunk) for chunk in chunks)
+
+    def _chunks(self, flight: InFlight, sample: int) -> list[msgspec.Struct]:
+        """What one sample has to say."""
+        state, chunks = flight.samples[sample], []
+        if state.muted:
+            return []
+        stream = self._streams.get((flight.index, sample))
+        if stream is None:
+            stream = SampleStream(self._service.tokenizer, self._run.options)
+            self._streams[flight.index, sample] = stream
+            first = self._answer.first(self._run, flight.index, sample)
+            chunks += [] if first is None else [first]
+        piece = stream.push(state.take(), state.reason)
+        reason = state.reason
+        stop: str | int | None = stop_token(self._run.generation, piece.rows, reason)
+        if piece.stop is not None:
+            self._service.engine.end_sample(flight, sample, stream.num_tokens)
+            reason, stop = Reason.STOP_STRING, piece.stop
+        self.num_open -= reason is not Reason.NONE
+        if reason is not Reason.NONE or self._has_news(piece):
+            chunks.append(self._answer.chunk(self._run, flight.index, sample, piece, reason, stop))
+        return chunks
+
+    def _has_news(self, piece: Piece) -> bool:
+        """Tokens whose text is held back are worth a chunk when the request wants to see tokens."""
+        generation = self._run.generation
+        wants_tokens = generation.return_token_ids or generation.sampling.num_logprobs >= 0
+        return bool(piece.text) or (wants_tokens and len(piece.rows) > 0)
