@@ -159,3 +159,11 @@ def test_describe_shows_effective_values() -> None:
 def test_the_shipped_files_load(path: Path) -> None:
     assert load_config(path).model.path
     assert {"demo.toml", "qwen.toml", "llama-1b.toml"} <= {path.name for path in CONFIGS}
+
+
+def test_keys_of_the_simulated_device_need_it() -> None:
+    with pytest.raises(ConfigError, match=r"model\.device=simulated"):
+        load_config(None, ["simulated.step_ms=1"])
+    keys = ["model.device=simulated", "simulated.step_ms=1.5", "simulated.end_rate=0.01"]
+    simulated = load_config(None, keys).simulated
+    assert (simulated.step_ms, simulated.end_rate) == (1.5, 0.01)

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import numpy as np
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+
+from toka_async.messages import Stats
+from toka_async.server.metrics import SECONDS, ArrayHistogram, Metrics
+
+
+def test_a_histogram_of_arrays_is_one() -> None:
+    values = np.array([0.0, 0.25, 0.375, 0.001953125, 640.0, 1000.0])
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    histogram = ArrayHistogram("x_seconds", "meaning", SECONDS)
+    ours.register(histogram)
+    one_by_one = Histogram("toka:x_seconds", "meaning", buckets=SECONDS, registry=theirs)
+    for part in (values[:2], values[2:], values[:0]):
+        histogram.observe(part)
+    for value in values:
+        one_by_one.observe(value)
+    lines = [line for line in generate_latest(theirs).splitlines() if b"_created" not in line]
+    assert generate_latest(ours).splitlines() == lines
+
+
+def test_times_of_the_scheduler() -> None:
+    metrics, stats = Metrics(), Stats()
+    metrics.watch(lambda: stats)
+    assert b"toka:scheduler_microseconds{" not in metrics.text()
+    stats = Stats(scheduler_us=(1.0, 2.0, 3.5), forecast_us=(0.5, 0.7, 0.9))
+    lines = metrics.text().decode().splitlines()
+    assert 'toka:scheduler_microseconds{quantile="0.99"} 2.0' in lines
+    assert 'toka:scheduler_microseconds{quantile="1.0"} 3.5' in lines
+    assert 'toka:forecast_microseconds{quantile="0.5"} 0.5' in lines
+    assert any(line.startswith("process_cpu_seconds_total ") for line in lines)
