@@ -108,7 +108,7 @@ class CoreDriver:
         for step in self.core.next_steps(0.0):
             data = self._codec.encode(step)
             self.step_sizes.append(len(data))
-            self.queued.append(self._codec.decode(data))
+            self.queued.extend(self._codec.decode(data).passes())
         self.collect()
 
     def complete(self) -> None:

@@ -82,7 +82,10 @@ class ScheduleConfig(Section, frozen=True, kw_only=True):
     max_tokens: Annotated[Count | Auto, Meta(description="tokens of one step; auto: 2048 on a CPU, else 32768")] = (
         "auto"
     )
-    steps_ahead: Annotated[int, Meta(ge=1, le=16, description="steps queued on the ranks")] = 2
+    steps_ahead: Annotated[
+        Annotated[int, Meta(ge=1, le=16)] | Auto,
+        Meta(description="steps queued on the ranks; auto: as many as hide the scheduler's latency, 2 to 16"),
+    ] = "auto"
 
 
 class ParallelConfig(Section, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ rank -> scheduler (`FromRank`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import IntEnum
 
 import msgspec
@@ -185,6 +186,8 @@ class Stats(Tagged, frozen=True, kw_only=True):
     recomputed_tokens: int = 0  # computed again after a preemption
     num_steps: int = 0
     step_seconds: float = 0.0  # sum of the ranks' step times
+    idle_seconds: float = 0.0  # in which ranks had no step queued though there was work: the scheduler's doing
+    depths: tuple[int, ...] = ()  # how often a step came back with 0, 1, … steps still queued behind it
     # Percentiles (50, 99, 100) over the newest, in microseconds; empty: none yet.
     scheduler_us: tuple[float, ...] = ()  # CPU time of the scheduler for a step, from its results to the messages sent
     forecast_us: tuple[float, ...] = ()  # time of one forecast for admission
@@ -245,6 +248,19 @@ class Step(Tagged, frozen=True, kw_only=True):
     chunk_slots: memoryview = EMPTY  # int32 [k]
     chunk_lengths: memoryview = EMPTY  # int32 [k]: tokens of the prompt from the row's position on
     chunk_samples: memoryview = EMPTY  # bool [k]: sample from the chunk's last position
+    # Passes of the same decoding rows and groups, each with a StepDone of its own: step_id, step_id + 1, …
+    num_passes: int = 1
+
+    def passes(self) -> Iterator[Step]:
+        """The step as passes of one each: the events belong to the first."""
+        yield self if self.num_passes == 1 else msgspec.structs.replace(self, num_passes=1)
+        for i in range(1, self.num_passes):
+            yield Step(
+                step_id=self.step_id + i,
+                group_starts=self.group_starts,
+                group_rows=self.group_rows,
+                group_pages=self.group_pages,
+            )
 
 
 ToRank = Step

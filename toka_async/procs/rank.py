@@ -40,7 +40,8 @@ def run(link: ParentLink) -> None:
             wait()
             queued = [steps.receive()]
         for step in queued:
-            results.send(run_step(step))
+            for part in step.passes():
+                results.send(run_step(part))
 
 
 def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], StepDone], Callable[[], None]]:

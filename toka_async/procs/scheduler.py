@@ -65,6 +65,7 @@ def turn(
         core.receive(request)
     for step in core.next_steps(now):
         ranks.send(step)
+    core.sent(time.monotonic())
     for message in core.take_messages(now):
         server.send(times.fill(message) if isinstance(message, Stats) else message)
     times.add(time.thread_time() - began, len(completed))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import replace
 
-from toka_async.arrays import Int32, column, i32_column
+from toka_async.arrays import Bool, Int32, column, i32_column
 from toka_async.messages import Prompt, Step
 from toka_async.scheduler.policy import Admission
 from toka_async.scheduler.preemption import Preemption
@@ -48,6 +48,13 @@ class Plan:
     joined: list[Int32] = field(default_factory=list)
     chunks: list[tuple[PromptRun, int, int]] = field(default_factory=list)  # run, lane, tokens
 
+    def chunk_lanes(self) -> Int32:
+        return np.asarray([lane for _, lane, _ in self.chunks], dtype=np.int32)
+
+    def chunk_samples(self) -> Bool:
+        """Which chunks are the last of a sample's prompt."""
+        return np.asarray([run.job.sample >= 0 and run.computed for run, _, _ in self.chunks], dtype=np.bool_)
+
     def add_pages(self, slots: Int32, pages: Int32) -> None:
         self.page_slots.append(slots)
         self.page_ids.append(pages)
@@ -74,10 +81,11 @@ class StepBuilder:
         self.prefix_queries = 0
         self.prefix_hits = 0
 
-    def build(self, admit: bool = True) -> tuple[Step, StepRecord] | None:
-        """The next step, or None when there is nothing to compute until something arrives or completes.
+    def build(self, admit: bool = True, most: int = 1) -> tuple[Step, list[StepRecord]] | None:
+        """The next step, with a record for each of its passes; None when there is nothing to compute for now.
 
-        Without `admit` nothing new starts as long as something runs.
+        Without `admit` nothing new starts as long as something runs. Where the rows stay the same the step makes
+        up to `most` passes: one message instead of several.
         """
         running, tables, plan = self._running, self._running.lanes, Plan()
         running.rows = running.rows[tables.holds[running.rows]]
@@ -98,7 +106,32 @@ class StepBuilder:
         if not running.rows.size and not plan.chunks:
             assert not plan.joined
             return None
-        return self._assemble(plan)
+        num_passes = self._num_passes(plan, most) if most > 1 else 1
+        for ahead in range(1, num_passes):
+            self._grow_ahead(plan, ahead)
+        step = self._assemble(plan, num_passes)
+        return step, [self._commit(step.step_id, plan), *(self._repeat(step.step_id + i) for i in range(1, num_passes))]
+
+    def _num_passes(self, plan: Plan, most: int) -> int:
+        """Passes in which the same rows decode: none ends by length before the last, nothing waits, pages suffice."""
+        running, tables = self._running, self._running.lanes
+        if plan.chunks or len(self._queue) or running.forking or running.prefilling:
+            return 1
+        most = min(most, int(tables.remaining[running.rows].min()))
+        position, size, room = tables.position[running.rows], running.cache.page_size, running.cache.num_reclaimable
+        for ahead in range(1, most):
+            room -= int((((position + ahead) % size) == 0).sum())
+            if room < 0:
+                return ahead
+        return most
+
+    def _grow_ahead(self, plan: Plan, ahead: int) -> None:
+        """Pages for the rows that start one in a later pass."""
+        running, tables = self._running, self._running.lanes
+        rows = running.rows
+        crossing = rows[(tables.position[rows] + ahead) % running.cache.page_size == 0]
+        if crossing.size:
+            plan.add_pages(tables.slot[crossing], running.grow(crossing))
 
     # ---- rows that decode
 
@@ -228,11 +261,10 @@ class StepBuilder:
 
     # ---- the step
 
-    def _assemble(self, plan: Plan) -> tuple[Step, StepRecord]:
+    def _assemble(self, plan: Plan, num_passes: int) -> Step:
         running, tables = self._running, self._running.lanes
-        step_id, self._next_step = self._next_step, self._next_step + 1
-        samples = [run.job.sample >= 0 and run.computed for run, _, _ in plan.chunks]
-        chunk_lanes = np.asarray([lane for _, lane, _ in plan.chunks], dtype=np.int32)
+        step_id, self._next_step = self._next_step, self._next_step + num_passes
+        chunk_lanes, samples = plan.chunk_lanes(), plan.chunk_samples()
         admitted = np.concatenate([NO_LANES, *plan.admit_lanes])
         seeds = np.repeat(np.asarray(plan.seeds, np.uint64), [lanes.size for lanes in plan.admit_lanes])
         starts = tables.position[admitted]
@@ -256,20 +288,18 @@ class StepBuilder:
             joined=column(tables.slot[np.concatenate([NO_LANES, *plan.joined])]),
             chunk_slots=column(tables.slot[chunk_lanes]),
             chunk_lengths=i32_column([count for _, _, count in plan.chunks]),
-            chunk_samples=column(np.asarray(samples, dtype=np.bool_)),
+            chunk_samples=column(samples),
+            num_passes=num_passes,
         )
         running.freed, self._opened = [], []
-        return step, self._commit(step_id, plan, chunk_lanes, np.asarray(samples, dtype=np.bool_))
+        return step
 
-    def _commit(self, step_id: int, plan: Plan, chunk_lanes: Int32, samples: np.ndarray) -> StepRecord:
-        """Move the tables past the step; what ends with it frees its slot and pages for the next one."""
+    def _commit(self, step_id: int, plan: Plan) -> StepRecord:
+        """Move the tables past the first pass; what ends with it frees its slot and pages for the next step."""
         running, tables = self._running, self._running.lanes
-        rows = running.rows
-        sampling = chunk_lanes[samples]
-        lanes = np.concatenate([rows, sampling])
-        tables.position[rows] += 1
-        tables.remaining[lanes] -= 1
-        tables.last_step[lanes] = step_id
+        chunk_lanes = plan.chunk_lanes()
+        sampling = chunk_lanes[plan.chunk_samples()]
+        lanes = np.concatenate([running.rows, sampling])
         tables.last_step[chunk_lanes] = step_id
         slots = tables.slot[chunk_lanes].tolist()
         record = StepRecord(
@@ -282,11 +312,25 @@ class StepBuilder:
                 if run.request.scores is not None
             },
         )
+        self._joining = sampling
         for run in record.computed:
             running.finish_computing(run)
-        running.release(lanes[tables.remaining[lanes] == 0])
-        self._joining = sampling
+        self._pass(step_id, lanes)
         return record
+
+    def _repeat(self, step_id: int) -> StepRecord:
+        """Move the tables past a further pass of the decoding rows."""
+        rows = self._running.rows
+        self._pass(step_id, rows)
+        return StepRecord(step_id=step_id, lanes=rows, computed=[], scored={})
+
+    def _pass(self, step_id: int, lanes: Int32) -> None:
+        """The decoding rows are among the lanes, which all sample; the others' chunks have moved them already."""
+        running, tables = self._running, self._running.lanes
+        tables.position[running.rows] += 1
+        tables.remaining[lanes] -= 1
+        tables.last_step[lanes] = step_id
+        running.release(lanes[tables.remaining[lanes] == 0])
 
     @staticmethod
     def _prompt(run: PromptRun) -> Prompt:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from toka_async.messages import (
     ToServer,
 )
 from toka_async.scheduler.builder import StepBuilder, StepRecord
+from toka_async.scheduler.depth import StepDepth
 from toka_async.scheduler.lookahead import LookAhead
 from toka_async.scheduler.outbox import Outbox
 from toka_async.scheduler.policy import Admission
@@ -45,7 +47,7 @@ class Core:
     Args:
         ready: what the ranks can hold.
         max_tokens: tokens of one step, at least `ready.max_seqs`.
-        steps_ahead: steps queued on the ranks at once.
+        steps_ahead: steps queued on the ranks at once, at most or exactly (`StepDepth`).
         prefix: reuse cached pages of earlier prompts.
         admission: makes the policy that says how much may start.
     """
@@ -55,13 +57,13 @@ class Core:
         ready: Ready,
         *,
         max_tokens: int,
-        steps_ahead: int = 2,
+        steps_ahead: int | Literal["auto"] = 2,
         prefix: bool = True,
         admission: Callable[[RunningSet], Admission] = LookAhead,
     ) -> None:
         assert max_tokens >= ready.max_seqs
         self._ready = ready
-        self._steps_ahead = steps_ahead
+        self._depth = StepDepth() if steps_ahead == "auto" else StepDepth(steps_ahead, steps_ahead)
         self._requests: dict[int, Request] = {}
         self._queue = JobQueue()
         self._stops = StopTable(ready.vocab_size)
@@ -70,7 +72,7 @@ class Core:
         self._preemption = Preemption(self._running, self._queue, self._requests)
         self._admission = admission(self._running)
         self._builder = StepBuilder(self._running, self._queue, self._admission, self._preemption, max_tokens)
-        self._stats = StatsSource(self._running, self._builder, self._preemption)
+        self._stats = StatsSource(self._running, self._builder, self._preemption, self._depth)
         self._in_flight: deque[StepRecord] = deque()
         self._num_arrived = 0
 
@@ -175,22 +177,29 @@ class Core:
         """Steps to queue on the ranks now; empty when enough are queued or there is nothing to compute."""
         del now
         steps = []
-        while len(self._in_flight) < self._steps_ahead:
-            built = self._builder.build(admit=bool(self._in_flight) or self._steps_ahead == 1)
+        depth = self._depth.depth
+        while len(self._in_flight) < depth:
+            # With the ranks about to run dry, a step of what runs goes first; what may start is looked at for the next.
+            admit = bool(self._in_flight) or depth == 1
+            built = self._builder.build(admit, most=depth - len(self._in_flight) if admit else 1)
             for run in self._builder.ready:
                 self._finish_prompt(run.request)
             self._builder.ready = []
             if built is None:
                 break
-            step, record = built
+            step, records = built
             steps.append(step)
-            self._in_flight.append(record)
+            self._in_flight.extend(records)
         return steps
+
+    def sent(self, now: float) -> None:
+        """The steps that `next_steps` gave are on their way to the ranks."""
+        self._depth.sent(now, bool(self._in_flight))
 
     def complete(self, done: StepDone, now: float) -> None:
         """Take the results of the oldest queued step."""
-        del now
         record = self._in_flight.popleft()
+        self._depth.completed(now, done.seconds, len(self._in_flight))
         assert done.step_id == record.step_id, "steps come back in order"
         self._stats.num_steps += 1
         self._stats.step_seconds += done.seconds
@@ -226,6 +235,7 @@ class Core:
         alive = tables.alive[record.lanes]
         lanes, tokens = record.lanes[alive], token_ids[alive]
         self._stats.wasted_tokens += token_ids.size - lanes.size
+        self._depth.computed(token_ids.size, token_ids.size - lanes.size)
         self._stats.generated_tokens += lanes.size
         if not lanes.size:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from toka_async.messages import Stats
 from toka_async.scheduler.builder import StepBuilder
+from toka_async.scheduler.depth import StepDepth
 from toka_async.scheduler.preemption import Preemption
 from toka_async.scheduler.running import RunningSet
 
@@ -13,10 +14,11 @@ INTERVAL = 0.25  # seconds between two messages while work goes on
 class StatsSource:
     """Counts what the core sees, reads the rest off the components."""
 
-    def __init__(self, running: RunningSet, builder: StepBuilder, preemption: Preemption) -> None:
+    def __init__(self, running: RunningSet, builder: StepBuilder, preemption: Preemption, depth: StepDepth) -> None:
         self._running = running
         self._builder = builder
         self._preemption = preemption
+        self._depth = depth
         self._sent: Stats | None = None
         self._sent_at = float("-inf")
         self.num_open = 0  # samples of open requests that have not ended
@@ -53,4 +55,6 @@ class StatsSource:
             recomputed_tokens=builder.recomputed_tokens,
             num_steps=self.num_steps,
             step_seconds=self.step_seconds,
+            idle_seconds=self._depth.idle_seconds,
+            depths=tuple(self._depth.histogram),
         )

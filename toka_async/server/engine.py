@@ -221,19 +221,21 @@ class Engine:
                     self.ready = message
 
     def _on_tokens(self, message: Tokens) -> None:
-        now, others = self._clock(), False
+        now, num_rows = self._clock(), len(message.counts) // 4
         if message.num_logprobs < 0:
-            for request_id, block in split_requests(message):
-                flight = self._inflight.get(request_id)
-                if flight is None or not flight.in_blocks:
-                    others = True
-                    continue
+            for request_id, block in split_requests(message, self._is_in_blocks):
+                flight = self._inflight[request_id]
+                num_rows -= block.counts.size
                 self._observe_block(flight, block, now)
                 flight.add_block(block)
                 if not flight.num_open:
                     self._end(flight, None)
-        if others or message.num_logprobs >= 0:
+        if num_rows:
             self._on_rows(message, now)
+
+    def _is_in_blocks(self, request_id: int) -> bool:
+        flight = self._inflight.get(request_id)
+        return flight is not None and flight.in_blocks
 
     def _on_rows(self, message: Tokens, now: float) -> None:
         """The rows of flights that keep them sample by sample."""

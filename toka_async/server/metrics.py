@@ -43,6 +43,7 @@ COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "recomputed_tokens": ("tokens computed again after a preemption", lambda s: s.recomputed_tokens),
     "steps": ("forward passes", lambda s: s.num_steps),
     "step_seconds": ("time in forward passes", lambda s: s.step_seconds),
+    "rank_idle_seconds": ("time in which ranks waited for the scheduler", lambda s: s.idle_seconds),
 }
 QUANTILES: dict[str, tuple[str, Callable[[Stats], tuple[float, ...]]]] = {
     "scheduler_microseconds": ("CPU time of the scheduler for a step, of the newest steps", lambda s: s.scheduler_us),
@@ -134,8 +135,19 @@ class StatsCollector(Collector):
             yield GaugeMetricFamily(f"toka:{name}", meaning, value=value(stats))
         for name, (meaning, value) in COUNTERS.items():
             yield CounterMetricFamily(f"toka:{name}", meaning, value=value(stats))
+        yield self._depths(stats)
         for name, (meaning, values) in QUANTILES.items():
             family = GaugeMetricFamily(f"toka:{name}", meaning, labels=["quantile"])
             for quantile, microseconds in zip(("0.5", "0.99", "1.0"), values(stats), strict=False):
                 family.add_metric([quantile], microseconds)
             yield family
+
+    @staticmethod
+    def _depths(stats: Stats) -> Metric:
+        """Steps still queued behind one that comes back: 0 means that ranks may have waited."""
+        buckets = [(str(depth), float(count)) for depth, count in enumerate(np.cumsum(stats.depths).tolist())]
+        total = sum(depth * count for depth, count in enumerate(stats.depths))
+        buckets.append(("+Inf", float(sum(stats.depths))))
+        return HistogramMetricFamily(
+            "toka:steps_queued", "steps queued behind one that comes back", buckets=buckets, sum_value=total
+        )

@@ -5,7 +5,7 @@ Knows nothing of requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -72,8 +72,8 @@ class Block:
     reasons: Int32
 
 
-def split_requests(message: Tokens) -> Iterator[tuple[int, Block]]:
-    """The token ids of a message by request; a request's samples stay in their order."""
+def split_requests(message: Tokens, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Block]]:
+    """The token ids of a message by request, of those wanted; a request's samples stay in their order."""
     request_ids = as_i32(message.request_ids)
     everything = Block(
         as_i32(message.samples), as_i32(message.counts), as_i32(message.token_ids), as_i32(message.reasons)
@@ -81,14 +81,14 @@ def split_requests(message: Tokens) -> Iterator[tuple[int, Block]]:
     if (request_ids[1:] < request_ids[:-1]).any():
         order = np.argsort(request_ids, kind="stable")
         request_ids, everything = request_ids[order], taken(everything, order)
-    cuts = [0, *(np.flatnonzero(np.diff(request_ids)) + 1).tolist(), request_ids.size]
+    cuts = np.flatnonzero(np.diff(request_ids, prepend=-1))
     ends = np.concatenate([[0], np.cumsum(everything.counts)])
-    for start, end in pairwise(cuts):
-        if end > start:
+    bounds = pairwise([*cuts.tolist(), request_ids.size])
+    for request_id, (start, end) in zip(request_ids[cuts].tolist(), bounds, strict=True):
+        if wanted(request_id):
             cut = slice(start, end)
             token_ids = everything.token_ids[ends[start] : ends[end]]
-            block = Block(everything.samples[cut], everything.counts[cut], token_ids, everything.reasons[cut])
-            yield int(request_ids[start]), block
+            yield request_id, Block(everything.samples[cut], everything.counts[cut], token_ids, everything.reasons[cut])
 
 
 def merged(blocks: Sequence[Block]) -> Block:

@@ -35,6 +35,9 @@ from toka_async.text.stop import StopStrings
 from toka_async.text.tokenizer import Tokenizer
 
 
+MIN_SAMPLES = 4  # of a request, for which looking at them together is faster
+
+
 @dataclass(frozen=True, slots=True)
 class Chat:
     """Messages, and how the template is to write them."""
@@ -251,9 +254,14 @@ def job(generation: Generation, prompt: Int32, index: int, max_tokens: int, stop
 
 
 def in_blocks(generation: Generation) -> bool:
-    """Whether the tokens of many samples can be looked at together: only their text is wanted, all of it."""
+    """Whether the tokens of many samples are looked at together: there are many, and all that is wanted is their text."""
     wants_tokens = generation.stream and generation.return_token_ids
-    return not generation.stops and generation.sampling.num_logprobs < 0 and not wants_tokens
+    return (
+        generation.n >= MIN_SAMPLES
+        and not generation.stops
+        and generation.sampling.num_logprobs < 0
+        and not wants_tokens
+    )
 
 
 def prompt_seed(seed: int, index: int) -> int:

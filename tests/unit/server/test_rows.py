@@ -62,11 +62,12 @@ def whole(block: Block) -> dict[int, tuple[list[int], int]]:
 
 
 def test_blocks_of_requests() -> None:
-    blocks = dict(split_requests(tokens(-1)))
+    blocks = dict(split_requests(tokens(-1), lambda _: True))
     assert whole(blocks[7]) == {0: ([10, 11], 0), 1: ([12, 13, 14], 1)}
     assert whole(blocks[8]) == {5: ([], 2)}
     nothing = Tokens(request_ids=EMPTY, samples=EMPTY, counts=EMPTY, reasons=EMPTY, token_ids=EMPTY)
-    assert not list(split_requests(nothing))
+    assert not list(split_requests(nothing, lambda _: True))
+    assert [request_id for request_id, _ in split_requests(tokens(-1), lambda request_id: request_id == 8)] == [8]
 
 
 @given(

@@ -31,7 +31,7 @@ from toka_async.text.tokenizer import Tokenizer
 from toka_async.transport.codec import Codec
 from toka_async.transport.local import LocalChannel
 
-N = 3
+N = 4
 BUILDERS = [small.byte_level, small.byte_fallback, small.metaspace]
 Answer = CompletionAnswer | ChatAnswer
 

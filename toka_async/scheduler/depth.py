@@ -1,0 +1,80 @@
+"""How many steps are queued on the ranks: as many as hide the control latency, and no more than waste allows.
+
+A step that comes back must find the next one queued, so the depth is the latency of control in steps, plus one. Every
+further step computes one more token for each sequence whose end is found late. Knows times and counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import numpy as np
+
+MOST = 16
+LEAST = 2  # one runs while the next one waits
+WINDOW = 256  # steps that times are remembered of
+EVERY = 32  # steps between two looks at them
+TRANSPORT = 0.0005  # seconds that messages to the ranks and back take, on top of what is measured here
+WASTE = 0.02  # share of computed tokens that may be wasted for depth beyond the least
+
+
+class StepDepth:
+    """The depth between `least` and `most`; fixed where they are equal.
+
+    Attributes:
+        depth: steps to have queued.
+        idle_seconds: in which the ranks had nothing queued although there was work.
+        histogram: how often a step came back with 0, 1, … steps still queued.
+    """
+
+    def __init__(self, least: int = LEAST, most: int = MOST) -> None:
+        self.depth = least
+        self.idle_seconds = 0.0
+        self.histogram = [0] * (most + 1)
+        self._least, self._most = least, most
+        self._waste_limit = most
+        self._steps: deque[float] = deque(maxlen=WINDOW)
+        self._latencies: deque[float] = deque(maxlen=WINDOW)
+        self._completed_at: float | None = None
+        self._dry = False
+        self._num_steps = 0
+        self._num_computed = self._num_wasted = 0
+
+    def completed(self, now: float, seconds: float, num_queued: int) -> None:
+        """A step came back, which took the ranks so long, with so many still queued."""
+        self.histogram[min(num_queued, self._most)] += 1
+        self._steps.append(seconds)
+        if self._completed_at is None:
+            self._completed_at = now
+        self._dry = num_queued == 0
+        self._num_steps += 1
+        if self._num_steps % EVERY == 0 and self._least < self._most:
+            self._adapt()
+
+    def sent(self, now: float, has_work: bool) -> None:
+        """What follows from the steps that came back is on its way to the ranks."""
+        if self._completed_at is None:
+            return
+        latency, self._completed_at = now - self._completed_at, None
+        self._latencies.append(latency)
+        if self._dry and has_work:
+            self.idle_seconds += latency
+        self._dry = False
+
+    def computed(self, num_tokens: int, num_wasted: int) -> None:
+        """Tokens of a step, and those of them that belonged to sequences that had ended."""
+        self._num_computed += num_tokens
+        self._num_wasted += num_wasted
+
+    def _adapt(self) -> None:
+        step = max(float(np.median(self._steps)), 1e-6)
+        latency = float(np.percentile(self._latencies, 99)) + TRANSPORT if self._latencies else TRANSPORT
+        wanted = math.ceil(latency / step) + 1
+        share = self._num_wasted / max(1, self._num_computed)
+        if share > WASTE:
+            self._waste_limit = max(self._least, self.depth - 1)
+        elif share < WASTE / 2:
+            self._waste_limit = min(self._most, self._waste_limit + 1)
+        self._num_computed = self._num_wasted = 0
+        self.depth = max(self._least, min(wanted, self._most, self._waste_limit))
