@@ -269,11 +269,7 @@ class Core:
             return
         lanes = lanes[chosen]
         values = np.zeros(lanes.size, np.float32) if logprobs is None else logprobs[chosen]
-        tops = (
-            {lane: self._running.tops.pop(lane) for lane in lanes.tolist() if lane in self._running.tops}
-            if self._running.tops
-            else {}
-        )
+        tops = self._running.take_tops(lanes)
         self._outbox.rows(lanes, np.ones(lanes.size, np.int32), tokens[chosen], values, reasons[chosen], tops)
 
     def _finish(self, lanes: Int32, reasons: Int32) -> None:
@@ -285,12 +281,9 @@ class Core:
         whole = ~tables.stream[lanes]
         if whole.any():
             rows = lanes[whole]
-            counts, tokens, logprobs = self._running.log.take(rows)
-            tops = (
-                {lane: self._running.tops.pop(lane) for lane in rows.tolist() if lane in self._running.tops}
-                if self._running.tops
-                else {}
-            )
+            scored = bool((tables.num_logprobs[rows] >= 0).any())
+            counts, tokens, logprobs = self._running.log.take(rows, scored)
+            tops = self._running.take_tops(rows)
             self._outbox.rows(rows, counts, tokens, logprobs, reasons[whole], tops)
         requests = tables.request[lanes]
         self._end_lanes(lanes)
@@ -301,12 +294,11 @@ class Core:
         if not lanes.size:
             return
         running = self._running
-        running.log.take(lanes)
+        running.log.drop(lanes)
+        running.take_tops(lanes)
         running.lanes.alive[lanes] = False
         running.release(lanes)
         running.retire(lanes, self._preemption.completed)
-        for lane in lanes.tolist() if self._running.tops else ():
-            self._running.tops.pop(lane, None)
 
     def _close_samples(self, requests: Int32) -> None:
         """One sample of each of `requests` (ids, with repeats) has ended."""

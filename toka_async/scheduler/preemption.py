@@ -77,7 +77,7 @@ class Preemption:
                 self.draining[lane] = request
             return
         running.lanes.alive[lane] = False  # it was computing its prompt, which starts anew
-        running.log.take(lanes)
+        running.log.drop(lanes)
         self._running.tops.pop(lane, None)
         running.release(lanes)
         if not run.closed:

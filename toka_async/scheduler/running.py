@@ -198,6 +198,12 @@ class RunningSet:
 
     # ---- lanes
 
+    def take_tops(self, lanes: Int32) -> dict[int, list[Top]]:
+        """The likeliest tokens kept for those of the lanes that want them."""
+        if not self.tops:
+            return {}
+        return {lane: self.tops.pop(lane) for lane in lanes.tolist() if lane in self.tops}
+
     def _start(self, run: PromptRun, samples: Int32, position: int) -> Int32:
         tables, request, count = self.lanes, run.request, samples.size
         lanes = tables.take(count)

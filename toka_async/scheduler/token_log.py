@@ -6,11 +6,16 @@ of the scheduler's tables) and nothing else of a sequence.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from toka_async.arrays import Float32, Int32
 
 BLOCK = 64
+
+Column = npt.NDArray[Any]
 
 
 class TokenLog:
@@ -55,29 +60,53 @@ class TokenLog:
             self._head[lane] = block
         self.count[lane] = tokens.size
 
-    def take(self, lanes: Int32) -> tuple[Int32, Int32, Float32]:
-        """The logs of the lanes, which are emptied: counts [lanes], tokens [sum], log-probs [sum], lane after lane."""
+    def take(self, lanes: Int32, scored: bool = True) -> tuple[Int32, Int32, Float32]:
+        """The logs of the lanes, which are emptied: counts [lanes], tokens [sum], log-probs [sum], lane after lane.
+
+        Without `scored` there are no log-probs [0].
+        """
         counts = self.count[lanes]
-        ends = np.cumsum(counts)
-        total = int(ends[-1]) if ends.size else 0
-        tokens, logprobs = np.empty(total, np.int32), np.empty(total, np.float32)
-        first = ends - counts
+        total = int(counts.sum())
+        tokens, logprobs = np.empty(total, np.int32), np.empty(total if scored else 0, np.float32)
+        same = counts.size > 1 and bool((counts == counts[0]).all())
+        gather = self._gather_same if same else self._gather
+        gather(lanes, counts, self._tokens, tokens)
+        if scored:
+            gather(lanes, counts, self._logprobs, logprobs)
+        self.drop(lanes)
+        return counts, tokens, logprobs
+
+    def drop(self, lanes: Int32) -> None:
+        """Empty the logs of the lanes."""
+        blocks = self._head[lanes]
+        blocks = blocks[blocks >= 0]
+        while blocks.size:
+            self._free.extend(blocks.tolist())
+            blocks = self._previous[blocks]
+            blocks = blocks[blocks >= 0]
+        self.count[lanes] = 0
+        self._head[lanes] = -1
+
+    def _gather_same(self, lanes: Int32, counts: Int32, table: Column, out: Column) -> None:
+        """Copy logs of the same length, whole blocks at a time: what many samples that end together have."""
+        rows, blocks, end = out.reshape(counts.size, -1), self._head[lanes], int(counts[0])
+        while end > 0:
+            base = (end - 1) // BLOCK * BLOCK
+            rows[:, base:end] = table[blocks, : end - base]
+            blocks, end = self._previous[blocks], base
+
+    def _gather(self, lanes: Int32, counts: Int32, table: Column, out: Column) -> None:
+        """Copy logs of any lengths: the newest block of every lane, then the one before it, …"""
+        first = np.cumsum(counts) - counts
         blocks, base = self._head[lanes], (counts - 1) // BLOCK * BLOCK
-        column = np.arange(BLOCK)
         rows = np.flatnonzero(counts > 0)
-        while rows.size:  # the newest block of every lane, then the one before it, …
-            index = base[rows, None] + column
+        while rows.size:
+            index = base[rows, None] + np.arange(BLOCK)
             filled = index < counts[rows, None]
-            target = (first[rows, None] + index)[filled]
-            tokens[target] = self._tokens[blocks[rows]][filled]
-            logprobs[target] = self._logprobs[blocks[rows]][filled]
-            self._free.extend(blocks[rows].tolist())
+            out[(first[rows, None] + index)[filled]] = table[blocks[rows]][filled]
             blocks[rows] = self._previous[blocks[rows]]
             base[rows] -= BLOCK
             rows = rows[base[rows] >= 0]
-        self.count[lanes] = 0
-        self._head[lanes] = -1
-        return counts, tokens, logprobs
 
     def tail(self, lane: int, count: int) -> Int32:
         """The last `count` tokens of a lane, or all of them if there are fewer."""
