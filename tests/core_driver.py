@@ -74,10 +74,20 @@ class CoreDriver:
         prefix: bool = True,
         rank: Rank | None = None,
         until_full: bool = False,
+        group_min_seqs: int = 0,
+        group_min_tokens: int = 0,
     ) -> None:
         """`until_full` admits while pages are free, so that preemption is common."""
         admission = UntilFull if until_full else LookAhead
-        self.core = Core(ready, max_tokens=max_tokens, steps_ahead=steps_ahead, prefix=prefix, admission=admission)
+        self.core = Core(
+            ready,
+            max_tokens=max_tokens,
+            steps_ahead=steps_ahead,
+            prefix=prefix,
+            admission=admission,
+            group_min_seqs=group_min_seqs,
+            group_min_tokens=group_min_tokens,
+        )
         self.rank: Rank = rank or PageRank(ready)
         self.queued: deque[Step] = deque()
         self.received: dict[int, Received] = {}

@@ -1,4 +1,4 @@
-"""The engine in one process for parity tests: the real core and a real runner, without sockets. Knows token ids only."""
+"""The engine in one process for parity tests: the real core and runner, without sockets. Knows token ids only."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ class Engine:
         steps_ahead: int = 2,
         prefix: bool = True,
         until_full: bool = False,
+        group_min_seqs: int = 0,
+        group_min_tokens: int = 0,
         device: str = "cpu",
         dtype: str = "float32",
     ) -> None:
@@ -48,6 +50,8 @@ class Engine:
             prefix=prefix,
             rank=runner,
             until_full=until_full,
+            group_min_seqs=group_min_seqs,
+            group_min_tokens=group_min_tokens,
         )
 
     def run(self, prompts: Sequence[Sequence[int]], **fields: object) -> list[Received]:

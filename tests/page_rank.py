@@ -60,6 +60,7 @@ class PageRank:
         self.order: Int32 = np.empty(0, np.int32)
         self.prompts: dict[int, Prompt] = {}
         self.num_computed = 0
+        self.num_grouped = 0  # rows of all steps that were in a group
 
     def run(self, step: Step) -> StepDone:
         self._apply(step)
@@ -123,6 +124,26 @@ class PageRank:
             self.rows[slot].pages.append(page)
         self.order = next_rows(self.order, freed, as_i32(step.joined))
         assert np.unique(self.order).size == self.order.size
+        if step.order:
+            assert set(as_i32(step.order).tolist()) == set(self.order.tolist())
+            assert len(as_i32(step.order)) == self.order.size
+            self.order = as_i32(step.order)
+        self._check_groups(step)
+
+    def _check_groups(self, step: Step) -> None:
+        """Groups do not overlap; each of their rows has the group's pages first, and its newest token elsewhere."""
+        columns = (as_i32(column).tolist() for column in (step.group_starts, step.group_rows, step.group_pages))
+        end = 0
+        for start, count, num_pages in zip(*columns, strict=True):
+            assert start >= end
+            assert count >= 2
+            assert num_pages >= 1
+            end = start + count
+            assert end <= self.order.size
+            rows = [self.rows[slot] for slot in self.order[start:end].tolist()]
+            assert len({tuple(row.pages[:num_pages]) for row in rows}) == 1
+            assert all(num_pages * self.ready.page_size <= row.position for row in rows)
+            self.num_grouped += count
 
     def _write(self, slot: int, tokens: Int32, length: int) -> None:
         row = self.rows[slot]

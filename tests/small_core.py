@@ -24,11 +24,20 @@ class SmallCore(CoreDriver):
         steps_ahead: int = 2,
         prefix: bool = True,
         until_full: bool = True,
+        group_min_seqs: int = 0,
+        group_min_tokens: int = 0,
     ) -> None:
         ready = Ready(num_pages=num_pages, page_size=page_size, max_seqs=max_seqs, max_context=4096, vocab_size=VOCAB)
         self.pages = PageRank(ready)
         super().__init__(
-            ready, max_tokens=max_tokens, steps_ahead=steps_ahead, prefix=prefix, rank=self.pages, until_full=until_full
+            ready,
+            max_tokens=max_tokens,
+            steps_ahead=steps_ahead,
+            prefix=prefix,
+            rank=self.pages,
+            until_full=until_full,
+            group_min_seqs=group_min_seqs,
+            group_min_tokens=group_min_tokens,
         )
 
     def turn_until(self, reached: Callable[[], object]) -> None:

@@ -86,6 +86,13 @@ class ScheduleConfig(Section, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, le=16)] | Auto,
         Meta(description="steps queued on the ranks; auto: as many as hide the scheduler's latency, 2 to 16"),
     ] = "auto"
+    group_min_seqs: Annotated[
+        Annotated[int, Meta(ge=0, le=2**31 - 1)] | Auto,
+        Meta(description="sequences of the smallest group whose shared prefix is read once; 0: none; auto: the rank's"),
+    ] = "auto"
+    group_min_tokens: Annotated[
+        Count | Auto, Meta(description="tokens of the shortest such prefix; auto: the rank's")
+    ] = "auto"
 
 
 class ParallelConfig(Section, frozen=True, kw_only=True):
@@ -234,6 +241,8 @@ def _check(config: Config) -> None:
     seqs, step = config.schedule.max_seqs, config.schedule.max_tokens
     if seqs != "auto" and step != "auto" and step < seqs:
         raise ConfigError(f"schedule.max_tokens: expected at least schedule.max_seqs ({seqs}), got {step}")
+    if config.schedule.group_min_seqs == 1:
+        raise ConfigError("schedule.group_min_seqs: expected 0 for none, or at least 2, got 1")
     if config.model.device != "simulated" and config.simulated != SimulatedConfig():
         raise ConfigError("simulated: its keys need model.device=simulated")
     if not config.model.path:

@@ -120,6 +120,9 @@ class Ready(Tagged, frozen=True, kw_only=True):
     max_context: int  # tokens, prompt and completion
     vocab_size: int  # of the model: ids below it are valid
     max_tokens: int = 2048  # of one step
+    # The smallest shared prefix that is worth a group of its own, as the rank measured it; 0: none is.
+    group_min_seqs: int = 0
+    group_min_tokens: int = 0
 
 
 class Tokens(Tagged, frozen=True, kw_only=True):

@@ -7,18 +7,22 @@ so small that sequences are preempted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.core_driver import Received
 from tests.engine import Engine
 from tests.models import make_checkpoint
 from toka_async.arrays import as_f32
+from toka_async.attention.blocks import Limits, Plan
+from toka_async.attention.reference import ReferenceAttention
 from toka_async.messages import Sampling
 
 NUM_TOKENS = 64
@@ -164,3 +168,23 @@ def test_logprobs_of_prompt_and_output(reference: Reference) -> None:
         np.testing.assert_allclose(ours, chosen, atol=1e-4)
         best = exact.amax(-1).numpy()[: len(prompt) - 1]
         np.testing.assert_allclose(as_f32(result.prefilled.top_logprobs), best, atol=1e-4)
+
+
+def test_groups_with_a_shared_prefix_change_nothing(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of one prompt, and prompts with a common prefix, are attended to in two parts, however small."""
+    merged: list[int] = []
+    in_two_parts = ReferenceAttention._merged
+
+    def counting(self: ReferenceAttention, plan: Plan, rows: Tensor, layer: int, query: Tensor) -> Tensor:
+        merged.append(rows.numel())
+        return in_two_parts(self, plan, rows, layer, query)
+
+    monkeypatch.setattr(ReferenceAttention, "_merged", counting)
+    monkeypatch.setattr("toka_async.attention.reference.Limits", partial(Limits, shared_bytes=0))
+    engine = Engine(reference.folder, page_size=4, group_min_seqs=2, group_min_tokens=8, max_tokens=256)
+    prompts = prompts_of_mixed_lengths()
+    engine.run(prompts[4:], max_tokens=1)
+    together = [[*prompt, 9, i] for prompt in prompts[4:] for i in range(3)]
+    verify(reference, together, engine.run(together))
+    verify(reference, prompts[3:], engine.run(prompts[3:], n=4))
+    assert merged or reference.model.config.sliding_window, "no rows were grouped"

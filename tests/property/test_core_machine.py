@@ -26,6 +26,8 @@ class CoreMachine(RuleBasedStateMachine):
         steps_ahead=st.integers(1, 4),
         prefix=st.booleans(),
         until_full=st.booleans(),
+        group_min_seqs=st.sampled_from([0, 2, 2, 3]),
+        group_min_tokens=st.integers(1, 7),
     )
     def start(
         self,
@@ -36,6 +38,8 @@ class CoreMachine(RuleBasedStateMachine):
         steps_ahead: int,
         prefix: bool,
         until_full: bool,
+        group_min_seqs: int,
+        group_min_tokens: int,
     ) -> None:
         ready = Ready(
             num_pages=num_tokens // page_size,
@@ -51,6 +55,8 @@ class CoreMachine(RuleBasedStateMachine):
             steps_ahead=steps_ahead,
             prefix=prefix,
             until_full=until_full,
+            group_min_seqs=group_min_seqs,
+            group_min_tokens=group_min_tokens,
         )
         self.ends_asked: dict[tuple[int, int], int] = {}
 

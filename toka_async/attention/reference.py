@@ -17,6 +17,7 @@ from toka_async.attention.blocks import Block, Limits, Plan, Planner
 from toka_async.attention.kv_cache import KVCache
 
 GPU_SLAB_BYTES = 1 << 28
+SMALLEST_GROUP = 16  # rows
 
 
 class ReferenceAttention:
@@ -44,6 +45,12 @@ class ReferenceAttention:
         self.write_slots = self.planner.heads
         # Gathered into the same memory every time: the page faults of fresh memory cost more than the copy.
         self.key_scratch = self.value_scratch = cache.keys[0].new_empty(0)
+
+    def smallest_group(self) -> tuple[int, int]:
+        """Rows of a group that is worth its merge, and the tokens that as few must share for it."""
+        planner = self.planner
+        num_pages = planner.limits.shared_bytes // ((SMALLEST_GROUP - 1) * planner.page_bytes) + 1
+        return SMALLEST_GROUP, num_pages * planner.page_size
 
     def plan(self, batch: AttentionBatch) -> None:
         self.write_slots = self.planner.write_slots(batch)

@@ -154,7 +154,9 @@ def _sample_filtered(logits: Tensor, params: Params, uniform: Float64) -> Tensor
         total = weights[rows].sum(-1, dtype=torch.float64) if width < vocab else None
         num_kept, decided = _kept(candidates, total, *(f[rows] for f in filters))
         kept = torch.where(torch.arange(width, device=rows.device) < num_kept[:, None], candidates, 0)
-        tokens[rows] = ids.gather(1, invert(kept, target[rows])[:, None])[:, 0]
+        # In the order of ids: rounding that swaps two almost equal weights then moves the draw by next to nothing.
+        ids, by_id = ids.sort(dim=1)
+        tokens[rows] = ids.gather(1, invert(kept.gather(1, by_id), target[rows])[:, None])[:, 0]
         if bool(decided.all()):
             break
         rows = rows[~decided]

@@ -31,11 +31,14 @@ def run(link: ParentLink) -> None:
     assert isinstance(ready, Ready), "a rank's first message is Ready"
     if ready.max_tokens < ready.max_seqs:
         link.fatal(f"schedule.max_tokens: expected at least schedule.max_seqs ({ready.max_seqs})", user=True)
+    schedule = spec.config.schedule
     core = Core(
         ready,
         max_tokens=ready.max_tokens,
-        steps_ahead=spec.config.schedule.steps_ahead,
+        steps_ahead=schedule.steps_ahead,
         prefix=spec.config.cache.prefix,
+        group_min_seqs=ready.group_min_seqs if schedule.group_min_seqs == "auto" else schedule.group_min_seqs,
+        group_min_tokens=ready.group_min_tokens if schedule.group_min_tokens == "auto" else schedule.group_min_tokens,
     )
     server.send(ready)
     gc.collect()

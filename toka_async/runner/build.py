@@ -51,6 +51,8 @@ def build_runner(
     if kind == "cpu":
         torch.set_num_threads(resolve_num_threads(attention, decoder))
     kv_cache = build_cache(spec, cache, limits, dtype, device)
+    backend = ReferenceAttention(kv_cache, spec.num_heads, spec.windows)
+    group_min_seqs, group_min_tokens = backend.smallest_group()
     ready = Ready(
         num_pages=kv_cache.num_pages,
         page_size=cache.page_size,
@@ -58,8 +60,10 @@ def build_runner(
         max_context=min(limits.max_context, kv_cache.num_pages * cache.page_size),
         vocab_size=spec.vocab_size,
         max_tokens=limits.max_tokens,
+        group_min_seqs=group_min_seqs,
+        group_min_tokens=group_min_tokens,
     )
-    runner = Runner(decoder, kv_cache, ReferenceAttention(kv_cache, spec.num_heads, spec.windows), ready, device)
+    runner = Runner(decoder, kv_cache, backend, ready, device)
     warm_up(runner)
     return runner
 

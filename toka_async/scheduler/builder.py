@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import replace
 
-from toka_async.arrays import Bool, Int32, column, i32_column
+from toka_async.arrays import EMPTY, Bool, Int32, column, i32_column
 from toka_async.messages import Prompt, Step
+from toka_async.scheduler.grouping import NO_GROUPS, Grouping
+from toka_async.scheduler.output_pages import cache_outputs
 from toka_async.scheduler.policy import Admission
 from toka_async.scheduler.preemption import Preemption
 from toka_async.scheduler.queues import JobQueue
@@ -64,14 +66,22 @@ class StepBuilder:
     """Makes the next step from the running set and the queue."""
 
     def __init__(
-        self, running: RunningSet, queue: JobQueue, admission: Admission, preemption: Preemption, max_tokens: int
+        self,
+        running: RunningSet,
+        queue: JobQueue,
+        admission: Admission,
+        preemption: Preemption,
+        max_tokens: int,
+        grouping: Grouping | None = None,
     ) -> None:
         self._running = running
         self._queue = queue
         self._admission = admission
         self._seen_preemptions = 0
+        self._has_time = True
         self._preemption = preemption
         self._max_tokens = max_tokens
+        self._grouping = grouping
         self._next_step = 0
         self._joining = NO_LANES  # lanes that sampled from their prompt's last chunk in the step before
         self._opened: list[PromptRun] = []  # runs that the ranks do not know yet
@@ -88,6 +98,7 @@ class StepBuilder:
         up to `most` passes: one message instead of several.
         """
         running, tables, plan = self._running, self._running.lanes, Plan()
+        self._has_time = admit
         running.rows = running.rows[tables.holds[running.rows]]
         joined = self._joining[tables.holds[self._joining]]
         num_old = running.rows.size
@@ -109,7 +120,8 @@ class StepBuilder:
         num_passes = self._num_passes(plan, most) if most > 1 else 1
         for ahead in range(1, num_passes):
             self._grow_ahead(plan, ahead)
-        step = self._assemble(plan, num_passes)
+        order = EMPTY if self._grouping is None else self._group_rows(self._grouping, plan, reorder=admit)
+        step = self._assemble(plan, num_passes, order)
         return step, [self._commit(step.step_id, plan), *(self._repeat(step.step_id + i) for i in range(1, num_passes))]
 
     def _num_passes(self, plan: Plan, most: int) -> int:
@@ -202,7 +214,7 @@ class StepBuilder:
             self._preemption.drop_idle_runs(run.job.order, 1)
         count = min(run.num_pending, running.num_free_slots, budget, running.cache.num_reclaimable)
         if count > 0:
-            count = min(count, max(self._admission.samples_that_fit(run), not running.num_running))
+            count = min(count, max(self._admission.samples_that_fit(run), int(not running.num_running)))
         if count <= 0:
             return 0
         self._admission.add_samples(run, count)
@@ -261,7 +273,18 @@ class StepBuilder:
 
     # ---- the step
 
-    def _assemble(self, plan: Plan, num_passes: int) -> Step:
+    def _group_rows(self, grouping: Grouping, plan: Plan, reorder: bool) -> memoryview:
+        """Bring the groups up to date with the rows; the new row order as slots, if it takes one."""
+        running, tables = self._running, self._running.lanes
+        if not (running.freed or plan.joined or (grouping.wants_order and reorder)):
+            return EMPTY
+        order = grouping.update(tables.prompt_key[running.rows], running.runs, reorder)
+        if order is None:
+            return EMPTY
+        running.rows = running.rows[order]
+        return column(tables.slot[running.rows])
+
+    def _assemble(self, plan: Plan, num_passes: int, order: memoryview) -> Step:
         running, tables = self._running, self._running.lanes
         step_id, self._next_step = self._next_step, self._next_step + num_passes
         chunk_lanes, samples = plan.chunk_lanes(), plan.chunk_samples()
@@ -272,6 +295,7 @@ class StepBuilder:
         if in_chunk:  # a chunk admitted with this step has moved its position already
             starts = starts - np.asarray([in_chunk.get(lane, 0) for lane in admitted.tolist()], dtype=np.int32)
         unsent = {run.key for run in self._opened if run.closed}
+        groups = NO_GROUPS if self._grouping is None else self._grouping.columns
         step = Step(
             step_id=step_id,
             dropped_prompts=i32_column(key for key in running.take_dropped() if key not in unsent),
@@ -286,6 +310,10 @@ class StepBuilder:
             page_slots=column(np.concatenate([NO_LANES, *plan.page_slots])),
             page_ids=column(np.concatenate([NO_LANES, *plan.page_ids])),
             joined=column(tables.slot[np.concatenate([NO_LANES, *plan.joined])]),
+            order=order,
+            group_starts=groups.starts,
+            group_rows=groups.rows,
+            group_pages=groups.pages,
             chunk_slots=column(tables.slot[chunk_lanes]),
             chunk_lengths=i32_column([count for _, _, count in plan.chunks]),
             chunk_samples=column(samples),
@@ -330,7 +358,10 @@ class StepBuilder:
         tables.position[running.rows] += 1
         tables.remaining[lanes] -= 1
         tables.last_step[lanes] = step_id
-        running.release(lanes[tables.remaining[lanes] == 0])
+        ended = lanes[tables.remaining[lanes] == 0]
+        if self._has_time:
+            cache_outputs(running, ended)
+        running.release(ended)
 
     @staticmethod
     def _prompt(run: PromptRun) -> Prompt:

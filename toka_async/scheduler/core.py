@@ -28,8 +28,10 @@ from toka_async.messages import (
 )
 from toka_async.scheduler.builder import StepBuilder, StepRecord
 from toka_async.scheduler.depth import StepDepth
+from toka_async.scheduler.grouping import Grouping
 from toka_async.scheduler.lookahead import LookAhead
 from toka_async.scheduler.outbox import Outbox
+from toka_async.scheduler.output_pages import cache_outputs
 from toka_async.scheduler.policy import Admission
 from toka_async.scheduler.preemption import Preemption
 from toka_async.scheduler.queues import JobQueue
@@ -50,6 +52,8 @@ class Core:
         steps_ahead: steps queued on the ranks at once, at most or exactly (`StepDepth`).
         prefix: reuse cached pages of earlier prompts.
         admission: makes the policy that says how much may start.
+        group_min_seqs: decoding rows of the smallest group with a shared prefix, at least 2; 0: no groups.
+        group_min_tokens: of the shortest such prefix.
     """
 
     def __init__(
@@ -60,6 +64,8 @@ class Core:
         steps_ahead: int | Literal["auto"] = 2,
         prefix: bool = True,
         admission: Callable[[RunningSet], Admission] = LookAhead,
+        group_min_seqs: int = 0,
+        group_min_tokens: int = 0,
     ) -> None:
         assert max_tokens >= ready.max_seqs
         self._ready = ready
@@ -71,7 +77,11 @@ class Core:
         self._outbox = Outbox(self._running.lanes)
         self._preemption = Preemption(self._running, self._queue, self._requests)
         self._admission = admission(self._running)
-        self._builder = StepBuilder(self._running, self._queue, self._admission, self._preemption, max_tokens)
+        group_min_pages = max(1, -(-group_min_tokens // ready.page_size))
+        self._grouping = Grouping(group_min_seqs, group_min_pages) if group_min_seqs else None
+        self._builder = StepBuilder(
+            self._running, self._queue, self._admission, self._preemption, max_tokens, self._grouping
+        )
         self._stats = StatsSource(self._running, self._builder, self._preemption, self._depth)
         self._in_flight: deque[StepRecord] = deque()
         self._num_arrived = 0
@@ -277,6 +287,8 @@ class Core:
         if not lanes.size:
             return
         tables = self._running.lanes
+        if self._in_flight:  # the ranks have work queued, so there is time for it
+            cache_outputs(self._running, lanes)
         self._admission.ended(lanes, self._running.log.count[lanes], reasons == int(Reason.LENGTH))
         whole = ~tables.stream[lanes]
         if whole.any():
@@ -365,6 +377,8 @@ class Core:
         running = self._running
         running.check()
         self._queue.check()
+        if self._grouping is not None:
+            self._grouping.check()
         tables = running.lanes
         assert self._stats.num_open == sum(request.num_open for request in self._requests.values())
         living = np.flatnonzero(tables.alive)

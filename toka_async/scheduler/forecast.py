@@ -67,15 +67,16 @@ def last_use(pages: Int32, ends: Int32, num_pages: int) -> tuple[Int32, Int32]:
 class UsageCurve:
     """A kept forecast to which candidates are added one after the other.
 
-    curve: float64 [horizon]: pages in use at each future step, in expectation; nothing is in use beyond the horizon.
+    curve: float64 [horizon]: pages in use at each future step, in expectation. rest: in use ever after.
     """
 
-    def __init__(self, curve: Float64) -> None:
+    def __init__(self, curve: Float64, rest: float = 0.0) -> None:
         self.curve = curve
+        self.rest = rest
 
     @property
     def peak(self) -> float:
-        return float(self.curve.max(initial=0.0))
+        return max(self.rest, float(self.curve.max(initial=0.0)))
 
     def room(self, profile: Float64, limit: int) -> int:
         """How many copies of `profile` (pages of one sample at each future step) fit below `limit` pages."""
@@ -84,11 +85,16 @@ class UsageCurve:
         room = float(((limit - base) / one).min(initial=float(limit) * 1e9))
         beyond = float(profile[length:].max(initial=0.0))
         if beyond > 0:
-            room = min(room, limit / beyond)
+            room = min(room, (limit - self.rest) / beyond)
         return max(0, int(min(room + 1e-6, 2**31)))
 
     def add(self, profile: Float64, count: int = 1) -> None:
         """Reserve for `count` copies of `profile`."""
         if profile.size > self.curve.size:
-            self.curve = np.concatenate([self.curve, np.zeros(profile.size - self.curve.size)])
+            self.curve = np.concatenate([self.curve, np.full(profile.size - self.curve.size, self.rest)])
         self.curve[: profile.size] += count * profile
+
+    def hold(self, num_pages: float) -> None:
+        """Reserve pages for as long as there are steps."""
+        self.curve += num_pages
+        self.rest += num_pages

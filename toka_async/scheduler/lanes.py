@@ -24,9 +24,9 @@ class Lanes:
     head: newest own page (chains). holds: slot and pages are still its own. alive: its tokens are wanted.
     last_step: newest step that computes it. priority, arrival, sample: its place in the order of work; sample is -1
     for a lane that computes a prompt for several samples. ends: its first end token ids, -1 elsewhere.
-    num_shared: leading pages that are its prompt's. max_tokens: of its request. For the forecast: can_stop: it may end
-    before max_tokens; group: of the stopping predictor; length_rank: its place in the distribution of lengths, in
-    (0, 1); expected: tokens it is expected to generate, 0 at first.
+    single: it is its request's only sample. num_shared: leading pages that are its prompt's. max_tokens: of its
+    request. For the forecast: can_stop: it may end before max_tokens; group: of the stopping predictor; length_rank:
+    its place in the distribution of lengths, in (0, 1); expected: tokens it is expected to generate, 0 at first.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -50,6 +50,7 @@ class Lanes:
         self.alive: Bool = np.zeros(capacity, np.bool_)
         self.holds: Bool = np.zeros(capacity, np.bool_)
         self.stream: Bool = np.zeros(capacity, np.bool_)
+        self.single: Bool = np.zeros(capacity, np.bool_)
         self.num_logprobs = np.full(capacity, -1, np.int32)
         self.stop_row = np.full(capacity, -1, np.int32)
         self.min_tokens = np.zeros(capacity, np.int32)

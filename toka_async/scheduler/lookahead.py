@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from toka_async.arrays import Bool, Float64, Int32, Int64
-from toka_async.scheduler.forecast import UsageCurve, last_use, own_pages, shared_pages
+from toka_async.scheduler.forecast import UsageCurve
 from toka_async.scheduler.requests import Job, PromptRun, Request
 from toka_async.scheduler.running import RunningSet
+from toka_async.scheduler.running_usage import running_usage, sequence_lanes
 from toka_async.scheduler.stopping import StoppingPredictor
 
 SMALLEST_MARGIN, LARGEST_MARGIN = 0.002, 0.2  # share of the cache
 MARGIN_GROWTH = 0.004  # by a preemption
 MARGIN_FADES = 2000.0  # steps without preemption after which it has faded to 1/e
 SMALLEST_GROUP = 16  # samples
-FAR = 1 << 20  # steps: a prompt whose samples have not all started is held for longer than any forecast looks
 PARTS = 8  # of the running sequences, whose expected lengths are looked up again in turn
 
 
@@ -87,8 +87,10 @@ class LookAhead:
 
     def add_prompt(self, job: Job, num_new_pages: int) -> None:
         """It starts; of several samples, only the prompt is counted yet."""
-        profile = self._job_profile(job, num_new_pages)
-        self._usage().add(np.full(profile.size, float(num_new_pages)) if job.sample < 0 else profile)
+        if job.sample < 0:
+            self._usage().hold(num_new_pages)
+        else:
+            self._usage().add(self._job_profile(job, num_new_pages))
 
     def _limit(self) -> int:
         return int(self.running.cache.num_pages * (1.0 - self.margin))
@@ -129,19 +131,8 @@ class LookAhead:
 
     def _forecast(self) -> UsageCurve:
         """Pages in use at each step from the one being built on, if everything ends when expected."""
-        running, tables = self.running, self.running.lanes
-        size = running.cache.page_size
-        computing = [run for run in running.prefilling if run.job.sample >= 0]
-        lanes = np.concatenate([running.rows, np.asarray([run.lane for run in computing], dtype=np.int32)])
-        remaining = self._expect(lanes)
-        position = tables.position[lanes]
-        for i, run in enumerate(computing, start=running.rows.size):
-            position[i] = run.num_to_compute  # all of its pages are taken; it decodes soon
-        held = -(-position // size) - tables.num_shared[lanes]
-        horizon = int(remaining.max(initial=1))
-        ends, counts = self._shared(lanes, remaining)
-        curve = own_pages(position, remaining, held, size, horizon) + shared_pages(ends, counts, horizon)
-        return UsageCurve(curve.astype(np.float64))
+        lanes = sequence_lanes(self.running)
+        return running_usage(self.running, lanes, self._expect(lanes))
 
     def _expect(self, lanes: Int32) -> Int32:
         """Steps until each of the lanes is expected to end, at least 1."""
@@ -161,20 +152,3 @@ class LookAhead:
         expected = np.where(free, tables.expected[lanes], limit) - built
         remaining: Int32 = np.maximum(expected, 1).astype(np.int32)
         return remaining
-
-    def _shared(self, lanes: Int32, remaining: Int32) -> tuple[Int32, Int32]:
-        """Ends of prompts' pages, each page counted once, and the number of pages for each end."""
-        running = self.running
-        runs = list(running.runs.values())
-        if not runs:
-            return np.empty(0, np.int32), np.empty(0, np.int32)
-        keys = np.asarray([run.key for run in runs], dtype=np.int32)
-        by_key = np.zeros(int(keys.max()) + 1, np.int32)
-        np.maximum.at(by_key, running.lanes.prompt_key[lanes], remaining)
-        ends = by_key[keys]
-        ends[[i for i, run in enumerate(runs) if run.num_pending or not run.computed]] = FAR
-        order = np.argsort(ends, kind="stable")
-        pages = [runs[i].pages for i in order.tolist()]
-        tails = np.asarray([run.tail_page for run in runs if run.tail_page >= 0], dtype=np.int32)
-        until = np.concatenate([np.repeat(ends[order], [part.size for part in pages]), np.full(tails.size, FAR)])
-        return last_use(np.concatenate([*pages, tails]), until.astype(np.int32), running.cache.num_pages)

@@ -60,6 +60,11 @@ class PageChains:
         """Put pages[i] in front of the chain heads[i] (-1: a new chain). The pages are the new heads."""
         self._previous[pages] = heads
 
+    def cut(self, pages: Int32, count: int) -> None:
+        """Take the first `count` off a chain, given all of its pages, oldest first."""
+        if count < pages.size:
+            self._previous[pages[count]] = -1
+
     def collect(self, heads: Int32) -> Int32:
         """All pages of the chains, each chain's newest before its older ones."""
         parts = [np.empty(0, np.int32)]

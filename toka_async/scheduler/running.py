@@ -226,6 +226,7 @@ class RunningSet:
         tables.length_rank[where] = self._ranks(count)
         tables.expected[where] = 0
         tables.stream[where] = request.submit.stream
+        tables.single[where] = request.submit.n == 1
         tables.num_logprobs[where] = sampling.num_logprobs
         tables.stop_row[where] = request.stop_row
         tables.min_tokens[where] = sampling.min_tokens

@@ -34,7 +34,6 @@ from toka_async.text.chat import ChatTemplate, ChatTemplateError, TemplateKwargs
 from toka_async.text.stop import StopStrings
 from toka_async.text.tokenizer import Tokenizer
 
-
 MIN_SAMPLES = 4  # of a request, for which looking at them together is faster
 
 
@@ -254,14 +253,9 @@ def job(generation: Generation, prompt: Int32, index: int, max_tokens: int, stop
 
 
 def in_blocks(generation: Generation) -> bool:
-    """Whether the tokens of many samples are looked at together: there are many, and all that is wanted is their text."""
-    wants_tokens = generation.stream and generation.return_token_ids
-    return (
-        generation.n >= MIN_SAMPLES
-        and not generation.stops
-        and generation.sampling.num_logprobs < 0
-        and not wants_tokens
-    )
+    """Whether the tokens of many samples are looked at together: there are many, and only their text is wanted."""
+    wants_more = generation.sampling.num_logprobs >= 0 or (generation.stream and generation.return_token_ids)
+    return generation.n >= MIN_SAMPLES and not generation.stops and not wants_more
 
 
 def prompt_seed(seed: int, index: int) -> int:

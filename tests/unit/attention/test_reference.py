@@ -135,6 +135,17 @@ def test_a_small_group_is_not_worth_a_merge() -> None:
     assert backend.plans[0].grouped is None
 
 
+def test_the_smallest_group_is_worth_it_and_no_smaller_one() -> None:
+    for less in (0, 1):
+        case = Case(0, 4, 1, 1, [(16, 70)], [], [])
+        page_bytes = 2 * case.cache.keys[0][0].numel() * 4
+        backend = ReferenceAttention(case.cache, 1, (0,), limits=Limits(shared_bytes=15 * 70 * page_bytes - 1))
+        assert backend.smallest_group() == (16, 70 * 4)
+        smaller = replace(case.batch, groups=(PrefixGroup(0, 16, 70 - less),))
+        backend.plan(smaller)
+        assert (backend.plans[0].grouped is None) == bool(less)
+
+
 def test_a_group_must_leave_each_row_its_newest_token() -> None:
     case = Case(0, 4, 1, 1, [(2, 2)], [], [])
     wrong = replace(case.batch, groups=(PrefixGroup(0, 2, 6),))

@@ -30,7 +30,16 @@ def _build(
 def test_ready_says_what_fits(model_dir: Path) -> None:
     ready = _build(model_dir).ready
     num_pages = 4 * 512 // 16
-    assert ready == Ready(num_pages=num_pages, page_size=16, max_seqs=4, max_context=512, vocab_size=261, max_tokens=64)
+    assert ready == Ready(
+        num_pages=num_pages,
+        page_size=16,
+        max_seqs=4,
+        max_context=512,
+        vocab_size=261,
+        max_tokens=64,
+        group_min_seqs=16,
+        group_min_tokens=137 * 16,  # 2 KiB a page: 15 times as much is spared, 4 MiB in all
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 5, 100])
