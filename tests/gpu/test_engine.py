@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def test_greedy_tokens_equal_the_reference(shape: str, num_tokens: int, tmp_path
     """With 200 tokens of cache, sequences are preempted."""
     family, overrides = SHAPES[shape]
     folder = make_checkpoint(tmp_path, family, seed=1, **overrides)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model = model.to("cuda").eval()
     engine = Engine(folder, page_size=5, num_tokens=num_tokens, device="cuda", until_full=num_tokens < 1000)
     prompts = prompts_of_mixed_lengths()

@@ -99,7 +99,7 @@ class Reference:
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     family, overrides = SHAPES[request.param]
     folder = make_checkpoint(tmp_path_factory.mktemp(request.param), family, seed=1, **overrides)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model.eval()
     return Reference(folder, model)
 

@@ -6,13 +6,13 @@ and no event loop; knows token ids, not text.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 
-from toka_async.arrays import Bool, Float32, Int32, as_f32, as_i32
+from toka_async.arrays import Float32, Int32, as_i32
 from toka_async.messages import (
     Cancel,
     DropStop,
@@ -31,11 +31,11 @@ from toka_async.scheduler.depth import StepDepth
 from toka_async.scheduler.grouping import Grouping
 from toka_async.scheduler.lookahead import LookAhead
 from toka_async.scheduler.outbox import Outbox
-from toka_async.scheduler.output_pages import cache_outputs
 from toka_async.scheduler.policy import Admission
 from toka_async.scheduler.preemption import Preemption
 from toka_async.scheduler.queues import JobQueue
 from toka_async.scheduler.requests import Job, PromptScores, Request, Top
+from toka_async.scheduler.results import Results
 from toka_async.scheduler.running import RunningSet
 from toka_async.scheduler.statistics import StatsSource
 from toka_async.scheduler.stops import StopTable
@@ -83,6 +83,15 @@ class Core:
             self._running, self._queue, self._admission, self._preemption, max_tokens, self._grouping
         )
         self._stats = StatsSource(self._running, self._builder, self._preemption, self._depth)
+        self._results = Results(
+            self._running,
+            self._requests,
+            self._outbox,
+            self._stops,
+            self._admission,
+            self._preemption,
+            self._stats,
+        )
         self._in_flight: deque[StepRecord] = deque()
         self._num_arrived = 0
 
@@ -155,7 +164,7 @@ class Core:
         if request.num_found < 0:
             return  # nothing of it has started
         request.next_sample = request.submit.n
-        self._end_lanes(self._running.lanes.of_request(request_id))
+        self._results.end_lanes(self._running.lanes.of_request(request_id))
         if request.shared_run is not None:  # no lane held it
             self._running.close(request.shared_run)
 
@@ -170,16 +179,18 @@ class Core:
         sample = np.asarray([message.sample], np.int32)
         if lanes.size:
             lane = int(lanes[0])
+            length = np.asarray([message.num_tokens], np.int32)
+            self._admission.ended(lanes, length, np.zeros(1, np.bool_))
             _, tokens, logprobs = self._running.log.take(lanes)
             tops = {lane: self._running.tops.pop(lane, [])[: message.num_tokens]}
             if not request.submit.stream:
                 self._send_end(lanes, tokens[: message.num_tokens], logprobs[: message.num_tokens], tops)
-            self._end_lanes(lanes)
+            self._results.end_lanes(lanes)
         elif not self._end_waiting(request, message):
             return
         if request.submit.stream:
             self._outbox.ends(request, sample, Reason.STOP_STRING)
-        self._close_samples(np.asarray([request.request_id], np.int32))
+        self._results.close_samples(np.asarray([request.request_id], np.int32))
 
     # ---- to and from the ranks
 
@@ -213,11 +224,12 @@ class Core:
         assert done.step_id == record.step_id, "steps come back in order"
         self._stats.num_steps += 1
         self._stats.step_seconds += done.seconds
-        self._take_scores(done, record)
+        self._results.take_scores(done, record)
         for run in record.computed:
             if self._requests.get(run.request.request_id) is run.request:
                 self._finish_prompt(run.request)
-        self._take_tokens(done, record)
+        # With steps queued on the ranks there is time for optional work.
+        self._results.take_tokens(done, record, has_time=bool(self._in_flight))
         self._preemption.requeue_drained(record.step_id)
         self._running.lanes.complete(record.step_id)
 
@@ -237,92 +249,6 @@ class Core:
         """Open requests, running and queued."""
         return len(self._requests)
 
-    def _take_tokens(self, done: StepDone, record: StepRecord) -> None:
-        """Log the tokens of rows that still live, end those that end, send what is to be sent now."""
-        tables, log = self._running.lanes, self._running.log
-        token_ids = as_i32(done.token_ids)
-        assert token_ids.size == record.lanes.size
-        alive = tables.alive[record.lanes]
-        lanes, tokens = record.lanes[alive], token_ids[alive]
-        self._stats.wasted_tokens += token_ids.size - lanes.size
-        self._depth.computed(token_ids.size, token_ids.size - lanes.size)
-        self._stats.generated_tokens += lanes.size
-        if not lanes.size:
-            return
-        logprobs = as_f32(done.logprobs)[alive] if done.logprobs else None
-        log.append(lanes, tokens, logprobs)
-        self._take_tops(done, record)
-        stopped = tables.ended(lanes, tokens)
-        full = (tables.remaining[lanes] == 0) & (tables.last_step[lanes] == record.step_id)
-        reasons = np.where(stopped, np.int32(Reason.STOP), np.where(full, np.int32(Reason.LENGTH), np.int32(0)))
-        self._check_stops(lanes, tokens, reasons == 0)
-        self._stream(lanes, tokens, logprobs, reasons.astype(np.int32))
-        self._finish(lanes[reasons != 0], reasons[reasons != 0].astype(np.int32))
-
-    def _check_stops(self, lanes: Int32, tokens: Int32, running: Bool) -> None:
-        """Streamed rows are looked at by the server anyway."""
-        tables = self._running.lanes
-        looked_at = running & (tables.stop_row[lanes] >= 0) & ~tables.stream[lanes]
-        if not looked_at.any():
-            return
-        lanes, tokens = lanes[looked_at], tokens[looked_at]
-        late_enough = self._running.log.count[lanes] >= tables.min_tokens[lanes]
-        hits = lanes[late_enough & self._stops.hits(tables.stop_row[lanes], tokens)]
-        if hits.size:
-            windows = [self._stops.window(row) for row in tables.stop_row[hits].tolist()]
-            self._outbox.stop_checks(hits, windows, self._running.log)
-
-    def _stream(self, lanes: Int32, tokens: Int32, logprobs: Float32 | None, reasons: Int32) -> None:
-        tables = self._running.lanes
-        chosen = tables.stream[lanes]
-        if not chosen.any():
-            return
-        lanes = lanes[chosen]
-        values = np.zeros(lanes.size, np.float32) if logprobs is None else logprobs[chosen]
-        tops = self._running.take_tops(lanes)
-        self._outbox.rows(lanes, np.ones(lanes.size, np.int32), tokens[chosen], values, reasons[chosen], tops)
-
-    def _finish(self, lanes: Int32, reasons: Int32) -> None:
-        """Lanes end by themselves: those not streamed are sent whole."""
-        if not lanes.size:
-            return
-        tables = self._running.lanes
-        if self._in_flight:  # the ranks have work queued, so there is time for it
-            cache_outputs(self._running, lanes)
-        self._admission.ended(lanes, self._running.log.count[lanes], reasons == int(Reason.LENGTH))
-        whole = ~tables.stream[lanes]
-        if whole.any():
-            rows = lanes[whole]
-            scored = bool((tables.num_logprobs[rows] >= 0).any())
-            counts, tokens, logprobs = self._running.log.take(rows, scored)
-            tops = self._running.take_tops(rows)
-            self._outbox.rows(rows, counts, tokens, logprobs, reasons[whole], tops)
-        requests = tables.request[lanes]
-        self._end_lanes(lanes)
-        self._close_samples(requests)
-
-    def _end_lanes(self, lanes: Int32) -> None:
-        """The lanes' tokens are no longer wanted; what they hold goes back at once."""
-        if not lanes.size:
-            return
-        running = self._running
-        running.log.drop(lanes)
-        running.take_tops(lanes)
-        running.lanes.alive[lanes] = False
-        running.release(lanes)
-        running.retire(lanes, self._preemption.completed)
-
-    def _close_samples(self, requests: Int32) -> None:
-        """One sample of each of `requests` (ids, with repeats) has ended."""
-        self._stats.num_open -= requests.size
-        for request_id, count in Counter(requests.tolist()).items():
-            request = self._requests[request_id]
-            request.num_open -= count
-            assert request.num_open >= 0
-            if request.num_open == 0:
-                self._admission.closed(request)
-                del self._requests[request_id]
-
     # ---- prompts
 
     def _finish_prompt(self, request: Request) -> None:
@@ -330,31 +256,7 @@ class Core:
             self._outbox.prefilled(request)
             if request.prompt_only:
                 self._outbox.ends(request, np.arange(request.submit.n, dtype=np.int32), Reason.LENGTH)
-                self._close_samples(np.full(request.submit.n, request.request_id, np.int32))
-
-    def _take_scores(self, done: StepDone, record: StepRecord) -> None:
-        for chunk in done.prompts:
-            request = record.scored.get(chunk.slot)
-            scores = request.scores if request else None
-            if scores is None:
-                continue  # sent already: this is the prompt of a request that was preempted
-            values = as_f32(chunk.logprobs)
-            part = slice(chunk.start, chunk.start + values.size)
-            scores.logprobs[part] = values
-            if chunk.num_top:
-                scores.top_ids[part] = as_i32(chunk.top_ids).reshape(-1, chunk.num_top)
-                scores.top_logprobs[part] = as_f32(chunk.top_logprobs).reshape(-1, chunk.num_top)
-
-    def _take_tops(self, done: StepDone, record: StepRecord) -> None:
-        if not done.top_rows:
-            return
-        counts = as_i32(done.top_counts)
-        cuts = np.cumsum(counts)[:-1]
-        ids, values = np.split(as_i32(done.top_ids), cuts), np.split(as_f32(done.top_logprobs), cuts)
-        alive = self._running.lanes.alive
-        for lane, top in zip(record.lanes[as_i32(done.top_rows)].tolist(), zip(ids, values, strict=True), strict=True):
-            if alive[lane]:
-                self._running.tops.setdefault(lane, []).append(top)
+                self._results.close_samples(np.full(request.submit.n, request.request_id, np.int32))
 
     # ---- ends found by the server
 

@@ -21,8 +21,8 @@ from toka_async.scheduler.running_usage import running_usage, sequence_lanes
 from toka_async.scheduler.stopping import StoppingPredictor
 
 SMALLEST_MARGIN, LARGEST_MARGIN = 0.002, 0.2  # share of the cache
-MARGIN_GROWTH = 0.004  # by a preemption
-MARGIN_FADES = 2000.0  # steps without preemption after which it has faded to 1/e
+MARGIN_GROWTH = 0.25  # by preempting as many sequences as run
+MARGIN_FADES = 300.0  # steps without preemption after which it has faded to 1/e
 SMALLEST_GROUP = 16  # samples
 PARTS = 8  # of the running sequences, whose expected lengths are looked up again in turn
 
@@ -54,8 +54,9 @@ class LookAhead:
         """A new step is built; `num_preemptions` happened since the last."""
         self._curve = None
         self._growths.clear()
+        share = num_preemptions / max(1, self.running.rows.size)
         self.margin = SMALLEST_MARGIN + (self.margin - SMALLEST_MARGIN) * math.exp(-1.0 / MARGIN_FADES)
-        self.margin = min(LARGEST_MARGIN, self.margin + MARGIN_GROWTH * num_preemptions)
+        self.margin = min(LARGEST_MARGIN, self.margin + MARGIN_GROWTH * share)
 
     def opened(self, request: Request) -> None:
         """The samples of one prompt inform each other, where there are enough of them."""
@@ -139,16 +140,18 @@ class LookAhead:
         tables = self.running.lanes
         limit = tables.max_tokens[lanes]
         built = limit - tables.remaining[lanes]
+        known = self.running.log.count[lanes]
         free = tables.can_stop[lanes]
         if free.any():
             some, groups = lanes[free], tables.group[lanes[free]]
-            self.predictor.update(groups, built[free], limit[free])
+            self.predictor.update(groups, known[free], limit[free])
             self._turn = (self._turn + 1) % PARTS
-            due = (tables.expected[some] <= built[free]) | (some % PARTS == self._turn)
+            due = (tables.expected[some] <= known[free]) | (some % PARTS == self._turn)
             some, groups = some[due], groups[due]
             tables.expected[some] = self.predictor.lengths(
-                groups, built[free][due], limit[free][due], tables.length_rank[some]
+                groups, known[free][due], limit[free][due], tables.length_rank[some]
             )
-        expected = np.where(free, tables.expected[lanes], limit) - built
-        remaining: Int32 = np.maximum(expected, 1).astype(np.int32)
+        # An end is known when its token has come back: until then steps are built as before.
+        until = np.where(free, np.minimum(tables.expected[lanes] - known, limit - built), limit - built)
+        remaining: Int32 = np.maximum(until, 1).astype(np.int32)
         return remaining

@@ -27,6 +27,12 @@ class StatsSource:
         self.num_steps = 0
         self.step_seconds = 0.0
 
+    def computed(self, num_tokens: int, num_wasted: int) -> None:
+        """A step's tokens, and those of them that belonged to sequences that had ended."""
+        self.wasted_tokens += num_wasted
+        self.generated_tokens += num_tokens - num_wasted
+        self._depth.computed(num_tokens, num_wasted)
+
     def due(self, now: float, idle: bool) -> Stats | None:
         """A message if something changed and the last one is old, or the scheduler falls idle."""
         if not idle and now - self._sent_at < INTERVAL:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from toka_async.arrays import Float64, Int32
 
 NUM_BINS = 256
+PRIOR_HAZARD = 4.0 / NUM_BINS
 PRIOR_WEIGHT = 4.0  # how many observations the broader estimate counts for, in each bin
 MEMORY = 4096.0  # ended sequences after which the evidence about all requests has faded to 1/e
 EVERYONE = 0  # the group of all sequences
@@ -75,7 +76,8 @@ class StoppingPredictor:
         counts = _count(groups, bins, len(self._ends))
         counts[EVERYONE] = counts.sum(axis=0)
         survived = counts[:, ::-1].cumsum(axis=1)[:, ::-1][:, 1:]
-        everyone = self._ends[EVERYONE] / (self._exposed[EVERYONE] + survived[EVERYONE] + PRIOR_WEIGHT)
+        known = self._exposed[EVERYONE] + survived[EVERYONE]
+        everyone = (self._ends[EVERYONE] + PRIOR_WEIGHT * PRIOR_HAZARD) / (known + PRIOR_WEIGHT)
         hazards = (self._ends + PRIOR_WEIGHT * everyone) / (self._exposed + survived + PRIOR_WEIGHT)
         hazards[EVERYONE] = everyone
         self.curves = np.concatenate([np.ones((len(hazards), 1)), np.cumprod(1.0 - hazards, axis=1)], axis=1)

@@ -1,4 +1,5 @@
 import weakref
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ def _prompt(key: int, num_tokens: int, pages: list[int]) -> Prompt:
     return Prompt(key=key, token_ids=ids, num_prompt=num_tokens, pages=i32_column(pages), sampling=Sampling(top_p=0.5))
 
 
-def _admission(slots: list[int], keys: list[int], starts: list[int]) -> dict[str, memoryview]:
+def _admission(slots: list[int], keys: list[int], starts: list[int]) -> dict[str, Any]:
     return {
         "admit_slots": i32_column(slots),
         "admit_keys": i32_column(keys),
@@ -61,10 +62,10 @@ def test_the_page_table_is_as_wide_as_its_longest_row() -> None:
 def test_a_freed_slot_can_be_taken_in_the_same_step() -> None:
     rows = _rows(3)
     first = {"prompts": (_prompt(1, 9, [1, 2]),), **_admission([0, 1], [1, 1], [8, 8])}
-    rows.apply(Step(step_id=0, **first, joined=i32_column([0, 1])))  # type: ignore[arg-type]
+    rows.apply(Step(step_id=0, **first, joined=i32_column([0, 1])))
     second = {"prompts": (_prompt(2, 5, [6]),), **_admission([0], [2], [3])}
     rows.apply(
-        Step(step_id=1, freed=i32_column([0]), dropped_prompts=i32_column([1]), **second, joined=i32_column([0]))  # type: ignore[arg-type]
+        Step(step_id=1, freed=i32_column([0]), dropped_prompts=i32_column([1]), **second, joined=i32_column([0]))
     )
     assert rows.order.tolist() == [1, 0]
     assert rows.page_table[0, 0] == 6

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toka_async.arrays import Int32, Int64
+from toka_async.arrays import Int32
 from toka_async.scheduler.forecast import UsageCurve, last_use, own_pages, shared_pages
 
 SEQUENCES = st.lists(st.tuples(st.integers(1, 100), st.integers(1, 90), st.integers(0, 6)), min_size=1, max_size=20)
@@ -60,8 +60,8 @@ def test_a_page_of_several_prompts_counts_once_until_the_last_ends(prompts: list
 def test_room_is_the_largest_count_that_fits(
     rows: list[tuple[int, int, int]], new: tuple[int, int], limit: int
 ) -> None:
-    curve = UsageCurve(own_pages(*columns(rows), page_size=4, horizon=40))
-    profile: Int64 = own_pages(*columns([(new[0], new[1], 1)]), page_size=4, horizon=new[1])
+    curve = UsageCurve(own_pages(*columns(rows), page_size=4, horizon=40).astype(np.float64))
+    profile = own_pages(*columns([(new[0], new[1], 1)]), page_size=4, horizon=new[1]).astype(np.float64)
     room = curve.room(profile, limit)
     if room > 0:
         fits = UsageCurve(curve.curve.copy())

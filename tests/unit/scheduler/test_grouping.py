@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.core_driver import Received
 from tests.page_rank import submit
 from tests.small_core import SmallCore, got, wanted
 from tests.unit.scheduler.test_run_tree import naive_groups, pages_of
@@ -148,6 +149,40 @@ def test_prompts_with_a_common_prefix_are_a_group() -> None:
     core.drain()
     assert [got(entry) for entry in received] == [wanted(entry) for entry in received]
     assert core.pages.num_grouped == 6 * 19  # all but each one's first token
+
+
+def alternating(core: SmallCore, count: int) -> list[Received]:
+    """Requests whose prompts begin with one of two prefixes in turn; all that follow the first two are cached."""
+    return [core.submit(submit(i, [*LONG[:: 1 - 2 * (i % 2)], i], max_tokens=12)) for i in range(count)]
+
+
+@pytest.mark.parametrize("steps_ahead", [1, 3])
+def test_rows_change_places_and_keep_their_tokens(steps_ahead: int) -> None:
+    core = SmallCore(num_pages=200, steps_ahead=steps_ahead, group_min_seqs=3, group_min_tokens=20)
+    received = alternating(core, 8)
+    num_orders = 0
+    while core.turn():
+        num_orders += sum(bool(step.order) for step in core.queued)
+        core.core.check()
+    assert [got(entry) for entry in received] == [wanted(entry) for entry in received]
+    assert core.pages.num_grouped > 50
+    assert (num_orders > 0) == (steps_ahead > 1)  # of queued steps that have run already none is looked at
+
+
+def test_a_new_order_waits_until_the_ranks_have_work() -> None:
+    core = SmallCore(num_pages=200, steps_ahead=2, group_min_seqs=3, group_min_tokens=20)
+    received = alternating(core, 6)
+    core.build()
+    core.complete()
+    core.complete()
+    core.build()
+    urgent, next_one = core.queued
+    assert not urgent.order
+    assert not urgent.group_starts
+    assert sorted(as_i32(urgent.joined).tolist()) == sorted(as_i32(next_one.order).tolist())[1:]
+    assert as_i32(next_one.group_rows).tolist() == [3, 3]
+    core.drain()
+    assert [got(entry) for entry in received] == [wanted(entry) for entry in received]
 
 
 def test_preempted_samples_come_back_to_their_group() -> None:

@@ -1,0 +1,155 @@
+"""Takes what steps sampled: logs tokens, finds ends, and says what is to be sent to the server.
+
+Knows the running set and open requests; not how steps are built, nor what waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from toka_async.arrays import Bool, Float32, Int32, as_f32, as_i32
+from toka_async.messages import Reason, StepDone
+from toka_async.scheduler.builder import StepRecord
+from toka_async.scheduler.outbox import Outbox
+from toka_async.scheduler.output_pages import cache_outputs
+from toka_async.scheduler.policy import Admission
+from toka_async.scheduler.preemption import Preemption
+from toka_async.scheduler.requests import Request
+from toka_async.scheduler.running import RunningSet
+from toka_async.scheduler.statistics import StatsSource
+from toka_async.scheduler.stops import StopTable
+
+
+class Results:
+    """Samples from their tokens to their ends."""
+
+    def __init__(
+        self,
+        running: RunningSet,
+        requests: dict[int, Request],
+        outbox: Outbox,
+        stops: StopTable,
+        admission: Admission,
+        preemption: Preemption,
+        stats: StatsSource,
+    ) -> None:
+        self._running = running
+        self._requests = requests
+        self._outbox = outbox
+        self._stops = stops
+        self._admission = admission
+        self._preemption = preemption
+        self._stats = stats
+
+    def take_tokens(self, done: StepDone, record: StepRecord, has_time: bool) -> None:
+        """Log the tokens of rows that still live, end those that end, send what is to be sent now.
+
+        With time, optional work is done too.
+        """
+        tables, log = self._running.lanes, self._running.log
+        token_ids = as_i32(done.token_ids)
+        assert token_ids.size == record.lanes.size
+        alive = tables.alive[record.lanes]
+        lanes, tokens = record.lanes[alive], token_ids[alive]
+        self._stats.computed(token_ids.size, token_ids.size - lanes.size)
+        if not lanes.size:
+            return
+        logprobs = as_f32(done.logprobs)[alive] if done.logprobs else None
+        log.append(lanes, tokens, logprobs)
+        self._take_tops(done, record)
+        stopped = tables.ended(lanes, tokens)
+        full = (tables.remaining[lanes] == 0) & (tables.last_step[lanes] == record.step_id)
+        reasons = np.where(stopped, np.int32(Reason.STOP), np.where(full, np.int32(Reason.LENGTH), np.int32(0)))
+        self._check_stops(lanes, tokens, reasons == 0)
+        self._stream(lanes, tokens, logprobs, reasons.astype(np.int32))
+        self._finish(lanes[reasons != 0], reasons[reasons != 0].astype(np.int32), has_time)
+
+    def _check_stops(self, lanes: Int32, tokens: Int32, running: Bool) -> None:
+        """Streamed rows are looked at by the server anyway."""
+        tables = self._running.lanes
+        looked_at = running & (tables.stop_row[lanes] >= 0) & ~tables.stream[lanes]
+        if not looked_at.any():
+            return
+        lanes, tokens = lanes[looked_at], tokens[looked_at]
+        late_enough = self._running.log.count[lanes] >= tables.min_tokens[lanes]
+        hits = lanes[late_enough & self._stops.hits(tables.stop_row[lanes], tokens)]
+        if hits.size:
+            windows = [self._stops.window(row) for row in tables.stop_row[hits].tolist()]
+            self._outbox.stop_checks(hits, windows, self._running.log)
+
+    def _stream(self, lanes: Int32, tokens: Int32, logprobs: Float32 | None, reasons: Int32) -> None:
+        tables = self._running.lanes
+        chosen = tables.stream[lanes]
+        if not chosen.any():
+            return
+        lanes = lanes[chosen]
+        values = np.zeros(lanes.size, np.float32) if logprobs is None else logprobs[chosen]
+        tops = self._running.take_tops(lanes)
+        self._outbox.rows(lanes, np.ones(lanes.size, np.int32), tokens[chosen], values, reasons[chosen], tops)
+
+    def _finish(self, lanes: Int32, reasons: Int32, has_time: bool) -> None:
+        """Lanes end by themselves: those not streamed are sent whole."""
+        if not lanes.size:
+            return
+        tables = self._running.lanes
+        if has_time:  # the ranks have work queued, so there is time for it
+            cache_outputs(self._running, lanes)
+        self._admission.ended(lanes, self._running.log.count[lanes], reasons == int(Reason.LENGTH))
+        whole = ~tables.stream[lanes]
+        if whole.any():
+            rows = lanes[whole]
+            scored = bool((tables.num_logprobs[rows] >= 0).any())
+            counts, tokens, logprobs = self._running.log.take(rows, scored)
+            tops = self._running.take_tops(rows)
+            self._outbox.rows(rows, counts, tokens, logprobs, reasons[whole], tops)
+        requests = tables.request[lanes]
+        self.end_lanes(lanes)
+        self.close_samples(requests)
+
+    def end_lanes(self, lanes: Int32) -> None:
+        """The lanes' tokens are no longer wanted; what they hold goes back at once."""
+        if not lanes.size:
+            return
+        running = self._running
+        running.log.drop(lanes)
+        running.take_tops(lanes)
+        running.lanes.alive[lanes] = False
+        running.release(lanes)
+        running.retire(lanes, self._preemption.completed)
+
+    def close_samples(self, requests: Int32) -> None:
+        """One sample of each of `requests` (ids, with repeats) has ended."""
+        self._stats.num_open -= requests.size
+        for request_id, count in Counter(requests.tolist()).items():
+            request = self._requests[request_id]
+            request.num_open -= count
+            assert request.num_open >= 0
+            if request.num_open == 0:
+                self._admission.closed(request)
+                del self._requests[request_id]
+
+    def take_scores(self, done: StepDone, record: StepRecord) -> None:
+        for chunk in done.prompts:
+            request = record.scored.get(chunk.slot)
+            scores = request.scores if request else None
+            if scores is None:
+                continue  # sent already: this is the prompt of a request that was preempted
+            values = as_f32(chunk.logprobs)
+            part = slice(chunk.start, chunk.start + values.size)
+            scores.logprobs[part] = values
+            if chunk.num_top:
+                scores.top_ids[part] = as_i32(chunk.top_ids).reshape(-1, chunk.num_top)
+                scores.top_logprobs[part] = as_f32(chunk.top_logprobs).reshape(-1, chunk.num_top)
+
+    def _take_tops(self, done: StepDone, record: StepRecord) -> None:
+        if not done.top_rows:
+            return
+        counts = as_i32(done.top_counts)
+        cuts = np.cumsum(counts)[:-1]
+        ids, values = np.split(as_i32(done.top_ids), cuts), np.split(as_f32(done.top_logprobs), cuts)
+        alive = self._running.lanes.alive
+        for lane, top in zip(record.lanes[as_i32(done.top_rows)].tolist(), zip(ids, values, strict=True), strict=True):
+            if alive[lane]:
+                self._running.tops.setdefault(lane, []).append(top)
