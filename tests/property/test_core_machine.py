@@ -21,7 +21,7 @@ class CoreMachine(RuleBasedStateMachine):
     @initialize(
         page_size=st.sampled_from([1, 2, 3, 5]),
         num_tokens=st.integers(24, 90),
-        max_seqs=st.integers(1, 6),
+        max_seqs=st.integers(1, 8),
         extra_tokens=st.integers(0, 12),
         steps_ahead=st.integers(1, 4),
         prefix=st.booleans(),
@@ -84,6 +84,14 @@ class CoreMachine(RuleBasedStateMachine):
         )
         fields = {"n": n, "max_tokens": max_tokens, "stream": stream, "priority": priority, "sampling": sampling}
         self.driver.submit(submit(len(self.driver.received), prompt, **fields))
+
+    @rule(firsts=st.lists(st.integers(0, 1), min_size=3, max_size=8), max_tokens=st.integers(3, 12))
+    def submit_several(self, firsts: list[int], max_tokens: int) -> None:
+        """Prompts that begin alike, in any order: their rows take a new order to be together."""
+        sampling = Sampling(end_ids=i32_column(ENDS))
+        for i, first in enumerate(firsts):
+            fields = {"max_tokens": max_tokens, "sampling": sampling}
+            self.driver.submit(submit(len(self.driver.received), [*(7 * [first]), i % 3], **fields))
 
     @rule(data=st.data())
     @precondition(lambda self: self.open_ids())

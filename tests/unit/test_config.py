@@ -137,6 +137,12 @@ def test_a_step_must_have_room_for_every_sequence() -> None:
     assert load_config(None, ["schedule.max_seqs=64", "schedule.max_tokens=64"]).schedule.max_tokens == 64
 
 
+def test_a_group_has_two_sequences() -> None:
+    with pytest.raises(ConfigError, match=r"^schedule\.group_min_seqs: expected 0 for none, or at least 2, got 1"):
+        load_config(None, ["schedule.group_min_seqs=1"])
+    assert load_config(None, ["schedule.group_min_seqs=0"]).schedule.group_min_seqs == 0
+
+
 def test_describe_has_every_field_with_type_default_and_meaning() -> None:
     fields = {field.key: field for field in describe()}
     config = Config()

@@ -24,9 +24,9 @@ class Limits:
 
     slab_bytes: of keys and values gathered at once; a CPU wants them to stay in its cache. small_bytes: of a span's
     keys and values, below which padding costs less than another block. shared_bytes: that a group must spare the
-    reading of to be worth its merge: measured on a CPU, 4 to 64 rows and 64 to 1024 shared tokens break even between
-    2 and 4 MB for float32 and 3 head shapes. mask_cells: query heads times keys of one mask. kept_cells: masks up to this
-    size are kept for all layers, larger ones are made in each.
+    reading of to be worth its merge; measured on a CPU, 4 to 64 rows that share 64 to 1024 tokens break even between
+    2 and 4 MB. mask_cells: query heads times keys of one mask. kept_cells: masks up to this size are kept for all
+    layers, larger ones are made in each.
     """
 
     slab_bytes: int = 1 << 23

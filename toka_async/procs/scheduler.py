@@ -10,6 +10,7 @@ import time
 
 import zmq
 
+from toka_async.config import Config
 from toka_async.messages import FromRank, Ready, Stats, ToRank, ToScheduler, ToServer
 from toka_async.procs.child import ParentLink, Started
 from toka_async.procs.step_times import StepTimes
@@ -31,15 +32,7 @@ def run(link: ParentLink) -> None:
     assert isinstance(ready, Ready), "a rank's first message is Ready"
     if ready.max_tokens < ready.max_seqs:
         link.fatal(f"schedule.max_tokens: expected at least schedule.max_seqs ({ready.max_seqs})", user=True)
-    schedule = spec.config.schedule
-    core = Core(
-        ready,
-        max_tokens=ready.max_tokens,
-        steps_ahead=schedule.steps_ahead,
-        prefix=spec.config.cache.prefix,
-        group_min_seqs=ready.group_min_seqs if schedule.group_min_seqs == "auto" else schedule.group_min_seqs,
-        group_min_tokens=ready.group_min_tokens if schedule.group_min_tokens == "auto" else schedule.group_min_tokens,
-    )
+    core = make_core(ready, spec.config)
     server.send(ready)
     gc.collect()
     gc.freeze()
@@ -48,6 +41,19 @@ def run(link: ParentLink) -> None:
     while True:
         poll.wait()
         turn(core, requests, results, server, ranks, times)
+
+
+def make_core(ready: Ready, config: Config) -> Core:
+    """The core for what the ranks can hold; they know what `auto` is."""
+    schedule = config.schedule
+    return Core(
+        ready,
+        max_tokens=ready.max_tokens,
+        steps_ahead=schedule.steps_ahead,
+        prefix=config.cache.prefix,
+        group_min_seqs=ready.group_min_seqs if schedule.group_min_seqs == "auto" else schedule.group_min_seqs,
+        group_min_tokens=ready.group_min_tokens if schedule.group_min_tokens == "auto" else schedule.group_min_tokens,
+    )
 
 
 def turn(

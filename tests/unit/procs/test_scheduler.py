@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from tests.page_rank import PageRank, submit
 from toka_async.arrays import as_i32, i32_column
+from toka_async.config import load_config
 from toka_async.messages import (
     FromRank,
     Prefilled,
@@ -16,7 +20,7 @@ from toka_async.messages import (
     ToScheduler,
     ToServer,
 )
-from toka_async.procs.scheduler import turn
+from toka_async.procs.scheduler import make_core, turn
 from toka_async.procs.step_times import StepTimes
 from toka_async.scheduler.core import Core
 from toka_async.transport.codec import Codec
@@ -51,3 +55,38 @@ def test_a_request_goes_through() -> None:
     assert as_i32(tokens.request_ids).tolist() == [7]
     assert as_i32(tokens.token_ids).tolist() == [5]
     assert as_i32(tokens.reasons).tolist() == [Reason.LENGTH]
+
+
+@pytest.mark.parametrize(
+    ("of_rank", "overrides", "grouped"),
+    [
+        ((0, 0), [], False),
+        ((3, 8), [], True),
+        ((4, 8), [], False),
+        ((3, 12), [], False),
+        ((3, 8), ["schedule.group_min_seqs=0"], False),
+        ((3, 8), ["schedule.group_min_tokens=12"], False),
+        ((0, 0), ["schedule.group_min_seqs=3"], True),
+        ((9, 99), ["schedule.group_min_seqs=3", "schedule.group_min_tokens=8"], True),
+    ],
+)
+def test_groups_are_as_small_as_the_rank_or_the_user_says(
+    of_rank: tuple[int, int], overrides: list[str], grouped: bool
+) -> None:
+    """Three samples that share two pages of four tokens."""
+    ready = Ready(
+        num_pages=32,
+        page_size=4,
+        max_seqs=4,
+        max_context=64,
+        vocab_size=23,
+        max_tokens=32,
+        group_min_seqs=of_rank[0],
+        group_min_tokens=of_rank[1],
+    )
+    core, rank = make_core(ready, load_config(None, overrides)), PageRank(ready)
+    core.receive(submit(0, list(range(11)), n=3, max_tokens=5))
+    while steps := core.next_steps(0.0):
+        for done in [rank.run(part) for step in steps for part in step.passes()]:
+            core.complete(done, 0.0)
+    assert (rank.num_grouped > 0) == grouped
