@@ -55,13 +55,14 @@ def last_use(pages: Int32, ends: Int32, num_pages: int) -> tuple[Int32, Int32]:
     Returns:
         Distinct ends and the number of pages for each, both int32.
     """
-    until = np.zeros(num_pages, np.int32)
     order = np.argsort(ends, kind="stable")
-    until[pages[order]] = ends[order]  # of repeats the last assignment stays, which is the latest end
-    counts = np.bincount(until) if num_pages else np.zeros(0, np.int64)
-    counts[:1] = 0
-    distinct = np.flatnonzero(counts)
-    return distinct.astype(np.int32), counts[distinct].astype(np.int32)
+    pages, ends = pages[order], ends[order]
+    places = np.arange(pages.size, dtype=np.int32)
+    last = np.empty(num_pages, np.int32)  # only entries of `pages` are written and read
+    last[pages] = places  # of repeats the last assignment stays, which is the latest end
+    ends = ends[last[pages] == places]
+    first = np.flatnonzero(np.diff(ends, prepend=-1))
+    return ends[first], np.diff(first, append=ends.size).astype(np.int32)
 
 
 class UsageCurve:
