@@ -55,7 +55,9 @@ class Reserving:
         """A prompt's, with those of its one sample."""
         if job.sample < 0:
             return num_new_pages
-        return num_new_pages + self._pages(job.token_ids.size + job.request.max_tokens) - self._pages(job.token_ids.size)
+        return (
+            num_new_pages + self._pages(job.token_ids.size + job.request.max_tokens) - self._pages(job.token_ids.size)
+        )
 
     def _pages_reserved(self) -> int:
         if self._reserved < 0:
@@ -92,7 +94,12 @@ class Oracle:
         self._curve = None
 
     def prompt_fits(self, job: Job, num_new_pages: int) -> bool:
-        return self._usage().room(self._job_profile(job, num_new_pages), self.running.cache.num_pages) > 0
+        usage, waiting = self._usage(), [run for run in self.running.prefilling if run.num_pending]
+        if waiting:  # their samples come first
+            usage = usage.copy()
+            for run in waiting:
+                usage.add(self._samples_profile(run, run.num_pending))
+        return usage.room(self._job_profile(job, num_new_pages), self.running.cache.num_pages) > 0
 
     def add_prompt(self, job: Job, num_new_pages: int) -> None:
         if job.sample < 0:
@@ -119,7 +126,8 @@ class Oracle:
     def ended(self, lanes: Int32, tokens: Int32, by_length: Bool) -> None: ...
 
     def _lengths(self, requests: Int32, samples: Int32) -> Int32:
-        return self.workload.output_tokens[self.starts[requests] + samples]
+        lengths: Int32 = self.workload.output_tokens[self.starts[requests] + samples]
+        return lengths
 
     def _steps(self, lengths: Int32, built: Int32, limit: Int32) -> Int32:
         """Steps that compute sequences of these lengths, which have `built` tokens in steps so far."""

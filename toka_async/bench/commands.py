@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 Add = Callable[[str, str], argparse.ArgumentParser]  # a benchmark's name and meaning -> its parser
 
@@ -12,6 +13,7 @@ Add = Callable[[str, str], argparse.ArgumentParser]  # a benchmark's name and me
 def add_benchmarks(add: Add) -> None:
     """Defines every benchmark and its options."""
     _add_control_plane(add("control-plane", "measure the processes around the model, with a simulated one"))
+    _add_policy(add("policy", "compare ways to share the KV cache on given lengths, in simulated time"))
 
 
 def run_benchmark(options: argparse.Namespace) -> int:
@@ -21,6 +23,10 @@ def run_benchmark(options: argparse.Namespace) -> int:
             from toka_async.bench import control_plane
 
             return control_plane.main(options)
+        case "policy":
+            from toka_async.bench import policy
+
+            return policy.main(options)
         case _:
             raise AssertionError(f"no benchmark {options.benchmark}")
 
@@ -44,6 +50,26 @@ def _add_control_plane(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="configuration of the server, beside what is measured"
+    )
+
+
+def _add_policy(parser: argparse.ArgumentParser) -> None:
+    columns = "prompt_tokens,output_tokens,max_tokens,group"
+    parser.add_argument("--trace", type=Path, metavar="FILE.csv", help=f"lengths: {columns}; default: drawn")
+    parser.add_argument("--kind", choices=["gsm8k", "chat"], default="gsm8k", help="what is drawn; default: gsm8k")
+    parser.add_argument("--requests", type=_count, metavar="N", help="drawn; default: 32, chat: 16384")
+    parser.add_argument("--samples", type=_count, metavar="N", help="of each request drawn; default: 512, chat: 1")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn; default: 0")
+    parser.add_argument("--cache-tokens", type=_count, default=400_000, metavar="N", help="default: 400000")
+    parser.add_argument("--page-size", type=_count, default=16, metavar="N", help="tokens of a page; default: 16")
+    parser.add_argument("--max-seqs", type=_count, default=8192, metavar="N", help="rows of a step; default: 8192")
+    parser.add_argument("--steps-ahead", type=_count, default=2, metavar="N", help="queued steps; default: 2")
+    parser.add_argument("--base-us", type=_duration, default=2000.0, metavar="US", help="of a step; default: 2000")
+    parser.add_argument("--row-us", type=_duration, default=4.5, metavar="US", help="of a row in it; default: 4.5")
+    parser.add_argument("--prompt-token-us", type=_duration, default=5.0, metavar="US", help="likewise; default: 5")
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="forecast and actual use (needs toka-async[plot])"
     )
 
 

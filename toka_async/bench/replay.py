@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from toka_async.arrays import Float64, Int32, as_bool, as_i32, as_i64, column, i32_column, next_rows
+from toka_async.arrays import Float64, as_bool, as_i32, as_i64, column, i32_column, next_rows
 from toka_async.bench.lengths import Workload
 from toka_async.bench.served import BenchError
 from toka_async.messages import Failed, Ready, Sampling, Stats, Step, StepDone, Submit, Tokens
@@ -155,7 +155,7 @@ class Replay:
         work, rng = self._workload, np.random.default_rng(0)
         sampling = Sampling(end_ids=i32_column([END]))
         columns = (work.prompt_tokens, work.max_tokens, work.samples)
-        for i, (prompt, limit, n) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        for i, (prompt, limit, n) in enumerate(zip(*(values.tolist() for values in columns), strict=True)):
             tokens = column(rng.integers(0, VOCAB, prompt, dtype=np.int32))
             self._core.submit(Submit(request_id=i, prompt=tokens, n=n, max_tokens=limit, seed=i, sampling=sampling))
         self._receive(0.0)

@@ -95,6 +95,9 @@ class UsageCurve:
             self.curve = np.concatenate([self.curve, np.full(profile.size - self.curve.size, self.rest)])
         self.curve[: profile.size] += count * profile
 
+    def copy(self) -> UsageCurve:
+        return UsageCurve(self.curve.copy(), self.rest)
+
     def hold(self, num_pages: float) -> None:
         """Reserve pages for as long as there are steps."""
         self.curve += num_pages

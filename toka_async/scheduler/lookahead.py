@@ -2,8 +2,8 @@
 
 Joins the stopping predictor (how long) with the block forecast (how many pages, when). Every running sequence has a
 fixed rank in the distribution of lengths, spread evenly, so that many sequences together follow the whole distribution.
-A safety margin grows with every preemption and fades while there are none. Knows the running set; decides counts, not
-order.
+The safety margin is the smaller the more sequences there are to average over; it grows with every preemption and fades
+while there are none. Knows the running set; decides counts, not order.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from toka_async.scheduler.forecast import UsageCurve
 from toka_async.scheduler.requests import Job, PromptRun, Request
 from toka_async.scheduler.running import RunningSet
 from toka_async.scheduler.running_usage import running_usage, sequence_lanes
-from toka_async.scheduler.stopping import StoppingPredictor
+from toka_async.scheduler.stopping import EVERYONE, StoppingPredictor
 
-SMALLEST_MARGIN, LARGEST_MARGIN = 0.002, 0.2  # share of the cache
+LARGEST_MARGIN = 0.2  # share of the cache
+SPREAD = 0.15  # of one sequence's use of pages, over its mean: that of many is as much less as there are more
+PROMPT_SPREAD = 0.03  # likewise, of all samples of one prompt, as far as it is not learned in time
 MARGIN_GROWTH = 0.25  # by preempting as many sequences as run
 MARGIN_FADES = 300.0  # steps without preemption after which it has faded to 1/e
 SMALLEST_GROUP = 16  # samples
+UPDATE_EVERY = 4  # forecasts: what runs moves on by less than a bin, or little more
 PARTS = 8  # of the running sequences, whose expected lengths are looked up again in turn
 
 
@@ -49,19 +52,20 @@ class LookAhead:
     _curve: UsageCurve | None = None
     _growths: dict[tuple[int, int, int, int, bool], Growth] = field(default_factory=dict)
     _turn: int = 0
+    _grown: float = 0.0  # the part of the margin that preemptions made
 
     def begin(self, num_preemptions: int) -> None:
         """A new step is built; `num_preemptions` happened since the last."""
         self._curve = None
         self._growths.clear()
-        share = num_preemptions / max(1, self.running.rows.size)
-        self.margin = SMALLEST_MARGIN + (self.margin - SMALLEST_MARGIN) * math.exp(-1.0 / MARGIN_FADES)
-        self.margin = min(LARGEST_MARGIN, self.margin + MARGIN_GROWTH * share)
+        rows = max(1, self.running.rows.size)
+        uncertain = np.count_nonzero(self.running.lanes.can_stop[self.running.rows]) / rows
+        least = math.sqrt(uncertain * (SPREAD**2 / rows + PROMPT_SPREAD**2 / max(1, len(self.running.runs))))
+        self._grown *= math.exp(-1.0 / MARGIN_FADES)
+        self._grown = min(LARGEST_MARGIN, self._grown + MARGIN_GROWTH * num_preemptions / rows)
+        self.margin = min(LARGEST_MARGIN, least + self._grown)
 
-    def opened(self, request: Request) -> None:
-        """The samples of one prompt inform each other, where there are enough of them."""
-        if request.can_stop and request.submit.n >= SMALLEST_GROUP:
-            request.group = self.predictor.open_group()
+    def opened(self, request: Request) -> None: ...
 
     def closed(self, request: Request) -> None:
         self.predictor.close_group(request.group)
@@ -84,10 +88,18 @@ class LookAhead:
 
     def prompt_fits(self, job: Job, num_new_pages: int) -> bool:
         """Whether there is room for a prompt that takes so many new pages, and for (the first of) its samples."""
-        return self._usage().room(self._job_profile(job, num_new_pages), self._limit()) > 0
+        usage, waiting = self._usage(), [run for run in self.running.prefilling if run.num_pending]
+        if waiting:  # their samples come first: a prompt computed long before its own only takes pages
+            usage = usage.copy()
+            for run in waiting:
+                usage.add(self._sample_profile(run), run.num_pending)
+        return usage.room(self._job_profile(job, num_new_pages), self._limit()) > 0
 
     def add_prompt(self, job: Job, num_new_pages: int) -> None:
-        """It starts; of several samples, only the prompt is counted yet."""
+        """It starts; of several samples, only the prompt is counted yet. They inform each other, if they are many."""
+        request = job.request
+        if request.can_stop and request.submit.n >= SMALLEST_GROUP and request.group == EVERYONE:
+            request.group = self.predictor.open_group()
         if job.sample < 0:
             self._usage().hold(num_new_pages)
         else:
@@ -105,6 +117,7 @@ class LookAhead:
         return self._growth(request, 0, start).profile(tail)
 
     def _job_profile(self, job: Job, num_new_pages: int) -> Float64:
+        """A prompt's pages and those of its sample, or of the first of them."""
         generated = 0 if job.generated is None else job.generated.tokens.size
         return self._growth(job.request, generated, job.token_ids.size).profile(num_new_pages)
 
@@ -124,6 +137,10 @@ class LookAhead:
 
     # ---- what runs
 
+    def forecast(self) -> Float64:
+        """Pages in use at each step to come, what was admitted to the step being built included."""
+        return self._usage().curve.copy()
+
     def _usage(self) -> UsageCurve:
         if self._curve is None:
             self._curve = self._forecast()
@@ -136,22 +153,32 @@ class LookAhead:
         return running_usage(self.running, lanes, self._expect(lanes))
 
     def _expect(self, lanes: Int32) -> Int32:
-        """Steps until each of the lanes is expected to end, at least 1."""
+        """Steps until each of the lanes is expected to end, at least 1.
+
+        An end is known when its token has come back: until then steps are built as before.
+        """
         tables = self.running.lanes
-        limit = tables.max_tokens[lanes]
-        built = limit - tables.remaining[lanes]
-        known = self.running.log.count[lanes]
-        free = tables.can_stop[lanes]
-        if free.any():
-            some, groups = lanes[free], tables.group[lanes[free]]
-            self.predictor.update(groups, known[free], limit[free])
-            self._turn = (self._turn + 1) % PARTS
-            due = (tables.expected[some] <= known[free]) | (some % PARTS == self._turn)
-            some, groups = some[due], groups[due]
-            tables.expected[some] = self.predictor.lengths(
-                groups, known[free][due], limit[free][due], tables.length_rank[some]
-            )
-        # An end is known when its token has come back: until then steps are built as before.
-        until = np.where(free, np.minimum(tables.expected[lanes] - known, limit - built), limit - built)
-        remaining: Int32 = np.maximum(until, 1).astype(np.int32)
+        left, known = tables.remaining[lanes], self.running.log.count[lanes]
+        free = np.flatnonzero(tables.can_stop[lanes])
+        if free.size == lanes.size:  # without copies of every column
+            left = np.minimum(left, self._expected(lanes, known) - known)
+        elif free.size:
+            known = known[free]
+            left[free] = np.minimum(left[free], self._expected(lanes[free], known) - known)
+        remaining: Int32 = np.maximum(left, 1)
         return remaining
+
+    def _expected(self, lanes: Int32, known: Int32) -> Int32:
+        """Lengths of lanes that may stop, with so many tokens known; looked up anew in turn, and where passed."""
+        tables = self.running.lanes
+        if self._turn % UPDATE_EVERY == 0:
+            self.predictor.update(tables.group[lanes], known, tables.max_tokens[lanes])
+        self._turn = (self._turn + 1) % PARTS
+        expected: Int32 = tables.expected[lanes]
+        due = np.flatnonzero((expected <= known) | (lanes % PARTS == self._turn))
+        some = lanes[due]
+        lengths = self.predictor.lengths(
+            tables.group[some], known[due], tables.max_tokens[some], tables.length_rank[some]
+        )
+        tables.expected[some] = expected[due] = lengths
+        return expected

@@ -2,7 +2,8 @@
 
 Lengths are fractions of max_tokens, in bins. The estimate is Kaplan and Meier's (1958) product of per-bin survival,
 since running sequences say as much as ended ones: counting ends alone would favour short ones. Old evidence decays, so
-that the estimate follows the workload; samples of one prompt (a group) inform each other beyond what all requests say.
+that the estimate follows the workload; samples of one prompt (a group) inform each other beyond what all requests say:
+bin by bin, and by ending faster or slower than all (gamma frailty, Vaupel et al. 1979), which shows early.
 Knows numbers of tokens only: no pages, no steps.
 """
 
@@ -14,8 +15,9 @@ import numpy.typing as npt
 from toka_async.arrays import Float64, Int32
 
 NUM_BINS = 256
-PRIOR_HAZARD = 4.0 / NUM_BINS
+PRIOR_HAZARD = 4.0 / NUM_BINS  # in each bin, without any evidence: a quarter of max_tokens, on average
 PRIOR_WEIGHT = 4.0  # how many observations the broader estimate counts for, in each bin
+FRAILTY = 16.0  # how many ends it takes to believe half of a group's being slower or faster than everyone
 MEMORY = 4096.0  # ended sequences after which the evidence about all requests has faded to 1/e
 EVERYONE = 0  # the group of all sequences
 MAX_GROUPS = 128
@@ -37,13 +39,16 @@ class StoppingPredictor:
         self._ends: Float64 = np.zeros((1, NUM_BINS))
         self._exposed: Float64 = np.zeros((1, NUM_BINS))
         self._free: list[int] = []
-        self.curves: Float64 = np.ones((1, NUM_BINS + 1))
+        self.curves: Float64 = (1.0 - PRIOR_HAZARD) ** np.arange(NUM_BINS + 1.0)[None, :]
         self._keys = _search_keys(self.curves)
 
     def open_group(self) -> int:
         """A group for the samples of one prompt; everyone's, when there are too many groups."""
         if self._free:
-            return self._free.pop()
+            group = self._free.pop()
+            self.curves[group] = self.curves[EVERYONE]
+            self._keys = _search_keys(self.curves)
+            return group
         if len(self._ends) == MAX_GROUPS:
             return EVERYONE
         blank = np.zeros((1, NUM_BINS))
@@ -78,7 +83,10 @@ class StoppingPredictor:
         survived = counts[:, ::-1].cumsum(axis=1)[:, ::-1][:, 1:]
         known = self._exposed[EVERYONE] + survived[EVERYONE]
         everyone = (self._ends[EVERYONE] + PRIOR_WEIGHT * PRIOR_HAZARD) / (known + PRIOR_WEIGHT)
-        hazards = (self._ends + PRIOR_WEIGHT * everyone) / (self._exposed + survived + PRIOR_WEIGHT)
+        exposed = self._exposed + survived
+        frailty = (self._ends.sum(axis=1) + FRAILTY) / (exposed @ everyone + FRAILTY)
+        broader = -np.expm1(frailty[:, None] * np.log1p(-np.minimum(everyone, 1.0 - 1e-9)))
+        hazards = (self._ends + PRIOR_WEIGHT * broader) / (exposed + PRIOR_WEIGHT)
         hazards[EVERYONE] = everyone
         self.curves = np.concatenate([np.ones((len(hazards), 1)), np.cumprod(1.0 - hazards, axis=1)], axis=1)
         self._keys = _search_keys(self.curves)

@@ -36,8 +36,30 @@ def guesses(predictor: StoppingPredictor, generated: int = 0, group: int = EVERY
     return predictor.lengths(filled(group, size), filled(generated, size), filled(MAX_TOKENS, size), RANKS)
 
 
-def test_without_evidence_everything_reaches_max_tokens() -> None:
-    assert (guesses(StoppingPredictor(), 5) == MAX_TOKENS).all()
+def test_without_evidence_most_end_in_the_first_half() -> None:
+    """Else the first sequences would have the cache to themselves; before and after an update alike."""
+    fresh, updated = StoppingPredictor(), StoppingPredictor()
+    updated.update(NONE, NONE, NONE)
+    for predictor in (fresh, updated):
+        guessed = guesses(predictor)
+        assert guessed.mean() == pytest.approx(MAX_TOKENS / 4, rel=0.05)
+        assert 0.01 < (guessed == MAX_TOKENS).mean() < 0.03
+
+
+def test_running_sequences_alone_correct_the_first_guess() -> None:
+    predictor = StoppingPredictor()
+    predictor.update(filled(EVERYONE, 500), filled(600, 500), filled(MAX_TOKENS, 500))
+    assert np.quantile(guesses(predictor), 0.05) > 550
+
+
+def test_a_group_that_ends_late_is_expected_to_go_on() -> None:
+    """All of its samples are beyond where half of the others ended: what is to come is slower, too."""
+    rng = np.random.default_rng(1)
+    predictor = learned(np.clip(rng.exponential(200, 4000), 1, MAX_TOKENS).astype(np.int32))
+    group = predictor.open_group()
+    predictor.update(filled(group, 200), filled(200, 200), filled(MAX_TOKENS, 200))
+    slow = guesses(predictor, generated=200, group=group).mean()
+    assert slow > 1.3 * guesses(predictor, generated=200).mean()
 
 
 def test_quantiles_follow_the_lengths_seen() -> None:
