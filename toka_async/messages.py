@@ -172,6 +172,9 @@ class Failed(Tagged, frozen=True, kw_only=True):
     message: str
 
 
+SCHEDULER_STAGES = ("results", "requests", "steps", "messages")  # taking, taking, building and sending them
+
+
 class Stats(Tagged, frozen=True, kw_only=True):
     """The scheduler's state and counters since start; sent when they changed, a few times a second at most."""
 
@@ -194,6 +197,7 @@ class Stats(Tagged, frozen=True, kw_only=True):
     # Percentiles (50, 99, 100) over the newest, in microseconds; empty: none yet.
     scheduler_us: tuple[float, ...] = ()  # CPU time of the scheduler for a step, from its results to the messages sent
     forecast_us: tuple[float, ...] = ()  # time of one forecast for admission
+    stage_seconds: tuple[float, ...] = ()  # CPU time of the scheduler in all, by SCHEDULER_STAGES
 
 
 ToServer = Ready | Tokens | Prefilled | StopChecks | Failed | Stats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,6 +39,9 @@ class Reserving:
 
     def add_samples(self, run: PromptRun, count: int) -> None:
         self._reserved = self._pages_reserved() + count * self._sample_pages(run)
+
+    def forecast_times(self) -> Sequence[float]:
+        return ()
 
     def opened(self, request: Request) -> None: ...
 
@@ -118,6 +122,9 @@ class Oracle:
 
     def add_samples(self, run: PromptRun, count: int) -> None:
         self._usage().add(self._samples_profile(run, count))
+
+    def forecast_times(self) -> Sequence[float]:
+        return ()
 
     def opened(self, request: Request) -> None: ...
 

@@ -65,16 +65,21 @@ def turn(
     times: StepTimes,
 ) -> None:
     """Take all that has arrived, queue the steps that follow from it, then tell the server: ranks must not wait."""
-    now, began = time.monotonic(), time.thread_time()
+    now = time.monotonic()
+    times.begin()
     completed = results.drain()
     for result in completed:
         assert not isinstance(result, Ready), "a rank is ready once"
         core.complete(result, now)
+    times.lap("results")
     for request in requests.drain():
         core.receive(request)
+    times.lap("requests")
     for step in core.next_steps(now):
         ranks.send(step)
     core.sent(time.monotonic())
+    times.lap("steps")
     for message in core.take_messages(now):
         server.send(times.fill(message) if isinstance(message, Stats) else message)
-    times.add(time.thread_time() - began, len(completed))
+    times.lap("messages")
+    times.end(len(completed))

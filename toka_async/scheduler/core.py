@@ -82,7 +82,7 @@ class Core:
         self._builder = StepBuilder(
             self._running, self._queue, self._admission, self._preemption, max_tokens, self._grouping
         )
-        self._stats = StatsSource(self._running, self._builder, self._preemption, self._depth)
+        self._stats = StatsSource(self._running, self._builder, self._preemption, self._depth, self._admission)
         self._results = Results(
             self._running,
             self._requests,

@@ -9,6 +9,9 @@ while there are none. Knows the running set; decides counts, not order.
 from __future__ import annotations
 
 import math
+import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,6 +23,7 @@ from toka_async.scheduler.running import RunningSet
 from toka_async.scheduler.running_usage import running_usage, sequence_lanes
 from toka_async.scheduler.stopping import EVERYONE, StoppingPredictor
 
+WINDOW = 1024  # forecasts whose times are kept
 LARGEST_MARGIN = 0.2  # share of the cache
 SPREAD = 0.15  # of one sequence's use of pages, over its mean: that of many is as much less as there are more
 PROMPT_SPREAD = 0.03  # likewise, of all samples of one prompt, as far as it is not learned in time
@@ -48,11 +52,14 @@ class LookAhead:
     running: RunningSet
     predictor: StoppingPredictor = field(default_factory=StoppingPredictor)
     margin: float = 0.01
-    num_forecasts: int = 0
+    _times: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _curve: UsageCurve | None = None
     _growths: dict[tuple[int, int, int, int, bool], Growth] = field(default_factory=dict)
     _turn: int = 0
     _grown: float = 0.0  # the part of the margin that preemptions made
+
+    def forecast_times(self) -> Sequence[float]:
+        return self._times
 
     def begin(self, num_preemptions: int) -> None:
         """A new step is built; `num_preemptions` happened since the last."""
@@ -143,8 +150,9 @@ class LookAhead:
 
     def _usage(self) -> UsageCurve:
         if self._curve is None:
+            began = time.thread_time()
             self._curve = self._forecast()
-            self.num_forecasts += 1
+            self._times.append((time.thread_time() - began) * 1e6)
         return self._curve
 
     def _forecast(self) -> UsageCurve:

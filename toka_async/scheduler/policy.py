@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +14,10 @@ from toka_async.scheduler.running import RunningSet
 
 class Admission(Protocol):
     """Decides how much new work may start; order is the queue's. Free pages are checked by the caller."""
+
+    def forecast_times(self) -> Sequence[float]:
+        """Microseconds that each of the newest forecasts took."""
+        ...
 
     def begin(self, num_preemptions: int) -> None:
         """A new step is built; so many preemptions happened since the last."""
@@ -52,6 +57,9 @@ class UntilFull:
 
     def __init__(self, running: RunningSet) -> None:
         del running
+
+    def forecast_times(self) -> Sequence[float]:
+        return ()
 
     def begin(self, num_preemptions: int) -> None: ...
 

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
 from toka_async.messages import Stats
 from toka_async.scheduler.builder import StepBuilder
 from toka_async.scheduler.depth import StepDepth
+from toka_async.scheduler.policy import Admission
 from toka_async.scheduler.preemption import Preemption
 from toka_async.scheduler.running import RunningSet
 
+PERCENTILES = (50, 99, 100)
 INTERVAL = 0.25  # seconds between two messages while work goes on
 
 
 class StatsSource:
     """Counts what the core sees, reads the rest off the components."""
 
-    def __init__(self, running: RunningSet, builder: StepBuilder, preemption: Preemption, depth: StepDepth) -> None:
+    def __init__(
+        self, running: RunningSet, builder: StepBuilder, preemption: Preemption, depth: StepDepth, admission: Admission
+    ) -> None:
         self._running = running
         self._builder = builder
         self._preemption = preemption
         self._depth = depth
+        self._admission = admission
         self._sent: Stats | None = None
         self._sent_at = float("-inf")
         self.num_open = 0  # samples of open requests that have not ended
@@ -63,4 +73,10 @@ class StatsSource:
             step_seconds=self.step_seconds,
             idle_seconds=self._depth.idle_seconds,
             depths=tuple(self._depth.histogram),
+            forecast_us=percentiles(self._admission.forecast_times()),
         )
+
+
+def percentiles(values: Sequence[float] | npt.NDArray[np.float32]) -> tuple[float, ...]:
+    """The 50th, 99th and 100th, rounded to tenths; none of nothing."""
+    return tuple(np.percentile(values, PERCENTILES).round(1).tolist()) if len(values) else ()

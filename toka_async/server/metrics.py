@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from toka_async.messages import Reason, Stats
+from toka_async.messages import SCHEDULER_STAGES, Reason, Stats
 
 Float64 = npt.NDArray[np.float64]
 
@@ -136,6 +136,12 @@ class StatsCollector(Collector):
         for name, (meaning, value) in COUNTERS.items():
             yield CounterMetricFamily(f"toka:{name}", meaning, value=value(stats))
         yield self._depths(stats)
+        stages = CounterMetricFamily(
+            "toka:scheduler_stage_seconds", "CPU time of the scheduler, by what it does", labels=["stage"]
+        )
+        for stage, seconds in zip(SCHEDULER_STAGES, stats.stage_seconds, strict=False):
+            stages.add_metric([stage], seconds)
+        yield stages
         for name, (meaning, values) in QUANTILES.items():
             family = GaugeMetricFamily(f"toka:{name}", meaning, labels=["quantile"])
             for quantile, microseconds in zip(("0.5", "0.99", "1.0"), values(stats), strict=False):
