@@ -40,16 +40,16 @@ def running_usage(running: RunningSet, lanes: Int32, remaining: Int32) -> UsageC
 
 def _shared(running: RunningSet, lanes: Int32, remaining: Int32) -> tuple[Int32, Int32]:
     """Ends of prompts' pages, each page counted once, and the number of pages for each end."""
-    runs = list(running.runs.values())
-    if not runs:
+    if not running.runs:
         return np.empty(0, np.int32), np.empty(0, np.int32)
-    keys = np.asarray([run.key for run in runs], dtype=np.int32)
+    keys = np.fromiter(running.runs, dtype=np.int32, count=len(running.runs))
     by_key = np.zeros(int(keys.max()) + 1, np.int32)
     np.maximum.at(by_key, running.lanes.prompt_key[lanes], remaining)
+    by_key[[run.key for run in (*running.forking, *running.prefilling)]] = FAR
     ends = by_key[keys]
-    ends[[i for i, run in enumerate(runs) if run.num_pending or not run.computed]] = FAR
-    order = np.argsort(ends, kind="stable")
-    pages = [runs[i].pages for i in order.tolist()]
+    runs = list(running.runs.values())
+    pages = [runs[i].pages for i in np.argsort(ends, kind="stable").tolist()]
+    sizes = np.fromiter(map(len, pages), dtype=np.int32, count=len(pages))
     tails = np.asarray([run.tail_page for run in runs if run.tail_page >= 0], dtype=np.int32)
-    until = np.concatenate([np.repeat(ends[order], [part.size for part in pages]), np.full(tails.size, FAR)])
+    until = np.concatenate([np.repeat(np.sort(ends), sizes), np.full(tails.size, FAR)])
     return last_use(np.concatenate([*pages, tails]), until.astype(np.int32), running.cache.num_pages)
