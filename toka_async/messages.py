@@ -197,6 +197,7 @@ class Stats(Tagged, frozen=True, kw_only=True):
     # Percentiles (50, 99, 100) over the newest, in microseconds; empty: none yet.
     scheduler_us: tuple[float, ...] = ()  # CPU time of the scheduler for a step, from its results to the messages sent
     forecast_us: tuple[float, ...] = ()  # time of one forecast for admission
+    expected_length: tuple[float, float] | None = None  # mean and spread of new sequences', as shares of max_tokens
     stage_seconds: tuple[float, ...] = ()  # CPU time of the scheduler in all, by SCHEDULER_STAGES
 
 

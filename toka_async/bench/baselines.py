@@ -43,6 +43,9 @@ class Reserving:
     def forecast_times(self) -> Sequence[float]:
         return ()
 
+    def expected_length(self) -> tuple[float, float] | None:
+        return None
+
     def opened(self, request: Request) -> None: ...
 
     def closed(self, request: Request) -> None: ...
@@ -125,6 +128,9 @@ class Oracle:
 
     def forecast_times(self) -> Sequence[float]:
         return ()
+
+    def expected_length(self) -> tuple[float, float] | None:
+        return None
 
     def opened(self, request: Request) -> None: ...
 

@@ -75,10 +75,6 @@ class UsageCurve:
         self.curve = curve
         self.rest = rest
 
-    @property
-    def peak(self) -> float:
-        return max(self.rest, float(self.curve.max(initial=0.0)))
-
     def room(self, profile: Float64, limit: int) -> int:
         """How many copies of `profile` (pages of one sample at each future step) fit below `limit` pages."""
         length = min(profile.size, self.curve.size)

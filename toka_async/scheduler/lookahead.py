@@ -61,6 +61,9 @@ class LookAhead:
     def forecast_times(self) -> Sequence[float]:
         return self._times
 
+    def expected_length(self) -> tuple[float, float] | None:
+        return self.predictor.mean_and_spread(EVERYONE)
+
     def begin(self, num_preemptions: int) -> None:
         """A new step is built; `num_preemptions` happened since the last."""
         self._curve = None

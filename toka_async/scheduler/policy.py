@@ -19,6 +19,10 @@ class Admission(Protocol):
         """Microseconds that each of the newest forecasts took."""
         ...
 
+    def expected_length(self) -> tuple[float, float] | None:
+        """Mean and spread of new sequences' lengths, as shares of max_tokens; None: it does not guess."""
+        ...
+
     def begin(self, num_preemptions: int) -> None:
         """A new step is built; so many preemptions happened since the last."""
         ...
@@ -60,6 +64,9 @@ class UntilFull:
 
     def forecast_times(self) -> Sequence[float]:
         return ()
+
+    def expected_length(self) -> tuple[float, float] | None:
+        return None
 
     def begin(self, num_preemptions: int) -> None: ...
 

@@ -74,6 +74,7 @@ class StatsSource:
             idle_seconds=self._depth.idle_seconds,
             depths=tuple(self._depth.histogram),
             forecast_us=percentiles(self._admission.forecast_times()),
+            expected_length=self._admission.expected_length(),
         )
 
 

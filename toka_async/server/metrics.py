@@ -22,6 +22,7 @@ Float64 = npt.NDArray[np.float64]
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960, 1920, 7680)
 LABELS = {Reason.STOP: "stop", Reason.STOP_STRING: "stop", Reason.LENGTH: "length"}
+NO_GUESS = (0.0, 0.0)
 
 
 def usage(stats: Stats) -> float:
@@ -33,6 +34,11 @@ GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "num_requests_running": ("sequences that run", lambda s: s.num_running),
     "num_requests_waiting": ("sequences that wait", lambda s: s.num_waiting),
     "kv_cache_usage_perc": ("share of the KV cache's pages in use, 1 is all", usage),
+    "expected_length_mean": (
+        "of new sequences, as a share of max_tokens",
+        lambda s: (s.expected_length or NO_GUESS)[0],
+    ),
+    "expected_length_spread": ("its standard deviation", lambda s: (s.expected_length or NO_GUESS)[1]),
 }
 COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "prefix_cache_queries": ("prompt tokens looked up in the prefix tree", lambda s: s.prefix_queries),

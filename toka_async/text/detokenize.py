@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from toka_async.text.pieces import strip_start
 from toka_async.text.tokenizer import Tokenizer
@@ -44,15 +44,3 @@ class Detokenizer:
         if self._strip and text:
             text, self._strip = strip_start(text, self._pieces.strip[0], self._strip)
         return text
-
-
-def token_texts(tokenizer: Tokenizer, ids: Sequence[int], start: int = 0) -> tuple[list[str], list[int]]:
-    """The texts of single tokens, and where each begins, as `logprobs.tokens` and `logprobs.text_offset` of
-    completions have them: the first at `start`, each next one after the text of the one before.
-    """
-    texts = [tokenizer.token_text(i) for i in ids]
-    offsets = []
-    for text in texts:
-        offsets.append(start)
-        start += len(text)
-    return texts, offsets

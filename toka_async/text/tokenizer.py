@@ -96,12 +96,6 @@ class Tokenizer:
         text = raw.decode("utf-8", "replace")
         return text if continues else strip_start(text, *self.pieces.strip)[0]
 
-    def decode_batch(
-        self, rows: Iterable[Iterable[int]], skip_special_tokens: bool = True, continues: bool = False
-    ) -> list[str]:
-        """As `decode` for each row."""
-        return [self.decode(ids, skip_special_tokens, continues) for ids in rows]
-
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes that a token adds to a text, special tokens included; may be a part of a character."""
         return self.pieces.rest[token_id]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import tokenizers_small as small
-from toka_async.text.detokenize import Detokenizer, token_texts
+from toka_async.text.detokenize import Detokenizer
 from toka_async.text.tokenizer import Tokenizer
 
 Builder = Callable[[], Tokenizer]
@@ -61,12 +61,3 @@ def test_a_continued_text_keeps_its_leading_space() -> None:
     ids = tokenizer.encode("the answer", add_special_tokens=False)
     assert "".join(stream(Detokenizer(tokenizer), ids)) == "the answer"
     assert "".join(stream(Detokenizer(tokenizer, continues=True), ids)) == " the answer"
-
-
-def test_token_texts_and_offsets() -> None:
-    tokenizer = small.byte_level()
-    ids = tokenizer.encode("the answer", add_special_tokens=False)
-    texts, offsets = token_texts(tokenizer, ids, start=5)
-    assert "".join(texts) == "the answer"
-    assert offsets == [5 + len("".join(texts[:i])) for i in range(len(ids))]
-    assert token_texts(tokenizer, []) == ([], [])
