@@ -6,7 +6,6 @@ Loads no torch and knows nothing of HTTP or of models beyond their files.
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import tempfile
@@ -46,7 +45,6 @@ def serve(config: Config) -> int:
             tokenizer_dir=str(tokenizer_dir),
             served_name=config.model.served_name or config.model.path,
             folder=str(folder),
-            parent=os.getpid(),
             listen_fd=listener.fileno(),
         )
 

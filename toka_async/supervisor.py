@@ -19,7 +19,7 @@ from typing import Self
 
 import msgspec
 
-from toka_async.procs.child import SIGNALS, Drain, Drained, Fail, Fatal, Order, Started, Status
+from toka_async.procs.child import SIGNALS, Drain, Drained, Fail, Fatal, Order, Started, Status, Stop
 
 ECHO = 1.0  # seconds in which a further signal is the same one (sent to the parent and to its group)
 FAIL_TIMEOUT = 2.0  # seconds for the server to tell its clients that the engine is gone
@@ -66,6 +66,7 @@ class Child:
 
     def stop(self) -> None:
         """Tell it to exit; kill it when it has not after a while. Returns when it is gone."""
+        self.order(Stop())
         with contextlib.suppress(OSError):
             self._orders.close()
         try:

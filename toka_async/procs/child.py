@@ -1,8 +1,8 @@
 """What every child process shares: its spec, the pipes to its parent, and how it ends.
 
 Standard input is a child's lifeline and order channel: the first line is its spec, later lines are orders, and the end
-of it means that the parent is gone or wants the child gone, so the child exits at once, whatever its main thread does.
-Standard output carries statuses to the parent. Everything is one JSON line. Knows nothing of what a child does.
+of it means that the parent was killed (it says Stop otherwise), so the child exits at once, whatever its main thread
+does. Standard output carries statuses to the parent. Everything is one JSON line. Knows nothing of what a child does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer_dir: str
     served_name: str
     folder: str  # holds the sockets; whoever outlives the parent removes it
-    parent: int  # process id
     listen_fd: int = -1  # the server's listening socket
 
     @property
@@ -80,8 +79,12 @@ class Fail(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Parent -> child: exit now. The pipe's end without it means that the parent was killed."""
+
+
 Status = Started | Fatal | Drained
-Order = Drain | Fail
+Order = Drain | Fail | Stop
 
 _ORDERS: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
 
@@ -114,20 +117,23 @@ class ParentLink:
         os._exit(code)
 
     def _watch(self) -> None:
+        told = False
         try:
             rest = self._rest
             while True:
                 *lines, rest = rest.split(b"\n")
                 for line in lines:
-                    if self.on_order is None:
+                    order = _ORDERS.decode(line)
+                    if isinstance(order, Stop) or self.on_order is None:
+                        told = True
                         return
-                    self.on_order(_ORDERS.decode(line))
+                    self.on_order(order)
                 chunk = os.read(self._orders_fd, 65536)
                 if not chunk:
                     return
                 rest += chunk
         finally:
-            if os.getppid() != self.spec.parent:  # it was killed, so this is left to its children
+            if not told:  # the parent was killed, so this is left to its children
                 shutil.rmtree(self.spec.folder, ignore_errors=True)
             self.exit(0)
 

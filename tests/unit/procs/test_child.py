@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import msgspec
 import pytest
 
 from toka_async.config import Config
-from toka_async.procs.child import ChildSpec, Drain, Order
+from toka_async.procs.child import ChildSpec, Drain, Order, Stop
 from toka_async.topology import local_topology
 
 CHILD = """
@@ -24,7 +23,7 @@ link = connect_parent()
 """
 
 
-def spec(folder: Path, parent: int) -> bytes:
+def spec(folder: Path) -> bytes:
     child = ChildSpec(
         role="rank",
         replica=1,
@@ -35,15 +34,14 @@ def spec(folder: Path, parent: int) -> bytes:
         tokenizer_dir="t",
         served_name="s",
         folder=str(folder),
-        parent=parent,
     )
     return msgspec.json.encode(child) + b"\n"
 
 
 class Running:
-    """A child running a program, this process being its parent (or, with `orphan`, not)."""
+    """A child running a program, this process being its parent."""
 
-    def __init__(self, program: str, folder: Path, *, orphan: bool = False, rest: bytes = b"") -> None:
+    def __init__(self, program: str, folder: Path, *, rest: bytes = b"") -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", CHILD + program],
             stdin=subprocess.PIPE,
@@ -51,7 +49,7 @@ class Running:
             stderr=subprocess.PIPE,
             bufsize=0,
         )
-        self.send(spec(folder, -1 if orphan else os.getpid()) + rest)
+        self.send(spec(folder) + rest)
 
     def send(self, data: bytes) -> None:
         assert self.process.stdin is not None
@@ -79,30 +77,33 @@ def order(order: Order) -> bytes:
 
 
 def test_names(tmp_path: Path) -> None:
-    child = msgspec.json.decode(spec(tmp_path, 1), type=ChildSpec)
+    child = msgspec.json.decode(spec(tmp_path), type=ChildSpec)
     assert child.name == "rank-1-2"
     assert msgspec.structs.replace(child, role="scheduler").name == "scheduler-1"
     assert msgspec.structs.replace(child, role="server").name == "server"
 
 
-def test_the_end_of_standard_input_ends_the_child(tmp_path: Path) -> None:
+def test_a_child_that_is_told_to_stop_leaves_the_folder_to_its_parent(tmp_path: Path) -> None:
     child = Running("link.report(Started()); time.sleep(60)", tmp_path)
     assert child.status() == {"type": "Started"}
-    assert child.process.stdin is not None
-    child.process.stdin.close()
+    child.send(order(Stop()))
     begin = time.monotonic()
     assert child.end() == (0, "")
     assert time.monotonic() - begin < 1
     assert tmp_path.exists()
 
 
-def test_who_outlives_the_parent_removes_the_folder(tmp_path: Path) -> None:
+def test_the_end_of_standard_input_is_the_parents_end(tmp_path: Path) -> None:
+    """The child ends too, and removes the folder, since nobody else will."""
     folder = tmp_path / "sockets"
     folder.mkdir()
-    child = Running("time.sleep(60)", folder, orphan=True)
+    child = Running("link.report(Started()); time.sleep(60)", folder)
+    child.status()
     assert child.process.stdin is not None
     child.process.stdin.close()
-    assert child.end()[0] == 0
+    begin = time.monotonic()
+    assert child.end() == (0, "")
+    assert time.monotonic() - begin < 1
     assert not folder.exists()
 
 
