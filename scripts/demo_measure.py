@@ -196,6 +196,7 @@ With the stored, rounded weights, run in float32 by transformers, on {problems:.
 
 The pass@k are the unbiased estimates. The held-out problems are told in the same words as the training problems, so
 these numbers say how well the model does sums inside stories that it knows, and not how it would do on GSM8K.
+The difficulty, the number of steps and the temperature were chosen while looking at problems of this generator.
 
 ## Chat
 
@@ -206,9 +207,9 @@ turns solved examples. System messages are dropped, since the model was never tr
 
     {command}
 
-took {seconds:.0f} s of processor time, training and measuring together, on two cores that share the work evenly.
-The same processor type and library versions give the same weights; another processor may round differently, which
-moves the numbers above a little.
+took {seconds:.0f} s of processor time, training and measuring together, on two cores that had other work too.
+The run is seeded. Six steps, repeated, gave identical weights; the whole run was not repeated, and another processor
+may round differently.
 """
 
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from toka_async.bench.served import children_of
+
 SMALL = ("server.port=0", "cache.num_tokens=32768")
 STOP_TIMEOUT = 15.0
 
@@ -110,32 +112,12 @@ def serving(folder: Path, *overrides: str) -> Iterator[Serving]:
         server.kill()
 
 
-def children_of(pid: int) -> dict[str, int]:
-    """Process ids of a server's children by name, such as `rank-0-0`."""
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            command = (stat.parent / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-        except OSError:  # gone meanwhile
-            continue
-        if parent == pid:
-            found[command[-1].decode()] = int(stat.parent.name)
-    return found
-
-
 def is_alive(pid: int) -> bool:
     """False for a zombie too."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def wait_until_gone(pids: list[int], timeout: float) -> None:

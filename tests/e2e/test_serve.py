@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.serving import Serving, cpu_seconds, serving
+from tests.serving import Serving, serving
+from toka_async.bench.served import cpu_seconds
 
 QUESTION = "Question: Wei has 26 apples. Ivan has 2 times as many. How many do they have together?\nAnswer:"
 

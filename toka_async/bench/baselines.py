@@ -46,8 +46,6 @@ class Reserving:
     def expected_length(self) -> tuple[float, float] | None:
         return None
 
-    def opened(self, request: Request) -> None: ...
-
     def closed(self, request: Request) -> None: ...
 
     def ended(self, lanes: Int32, tokens: Int32, by_length: Bool) -> None: ...
@@ -131,8 +129,6 @@ class Oracle:
 
     def expected_length(self) -> tuple[float, float] | None:
         return None
-
-    def opened(self, request: Request) -> None: ...
 
     def closed(self, request: Request) -> None: ...
 

@@ -128,7 +128,6 @@ class Core:
         )
         self._num_arrived += 1
         self._requests[request.request_id] = request
-        self._admission.opened(request)
         self._stats.num_open += submit.n
         if request.prompt_only and (prompt.size == 1 or request.scores is None):
             self._finish_prompt(request)

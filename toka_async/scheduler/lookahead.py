@@ -75,8 +75,6 @@ class LookAhead:
         self._grown = min(LARGEST_MARGIN, self._grown + MARGIN_GROWTH * num_preemptions / rows)
         self.margin = min(LARGEST_MARGIN, least + self._grown)
 
-    def opened(self, request: Request) -> None: ...
-
     def closed(self, request: Request) -> None:
         self.predictor.close_group(request.group)
 

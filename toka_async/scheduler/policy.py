@@ -43,10 +43,6 @@ class Admission(Protocol):
         """So many of them start."""
         ...
 
-    def opened(self, request: Request) -> None:
-        """A request was queued."""
-        ...
-
     def closed(self, request: Request) -> None:
         """All of its samples have ended."""
         ...
@@ -81,8 +77,6 @@ class UntilFull:
         return int(np.iinfo(np.int32).max)
 
     def add_samples(self, run: PromptRun, count: int) -> None: ...
-
-    def opened(self, request: Request) -> None: ...
 
     def closed(self, request: Request) -> None: ...
 
