@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.core_driver import CoreDriver, Received
 from tests.page_rank import submit
-from toka_async.config import AttentionConfig, CacheConfig, ModelConfig, ScheduleConfig
+from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
 from toka_async.messages import Sampling
 from toka_async.model.spec import read_spec
 from toka_async.runner.build import build_runner
@@ -33,6 +33,8 @@ class Engine:
         group_min_tokens: int = 0,
         device: str = "cpu",
         dtype: str = "float32",
+        backend: str = "auto",
+        compiling: CompileConfig | None = None,
     ) -> None:
         runner = build_runner(
             model_dir,
@@ -40,7 +42,8 @@ class Engine:
             ModelConfig(path=str(model_dir), device=device, dtype=dtype),  # type: ignore[arg-type]
             CacheConfig(page_size=page_size, num_tokens=num_tokens),
             ScheduleConfig(max_seqs=max_seqs, max_tokens=max_tokens),
-            AttentionConfig(),
+            AttentionConfig(backend=backend),  # type: ignore[arg-type]
+            compiling or CompileConfig(),
             progress=False,
         )
         self.driver = CoreDriver(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toka_async.attention.base import AttentionBackend, AttentionBatch
+from toka_async.attention.base import AttentionBackend, AttentionBatch, QueryKeyNorm
 from toka_async.model.streams import uniforms
 
 _PRIME = 1_000_003
@@ -54,7 +54,13 @@ class FakeAttention:
     def plan(self, batch: AttentionBatch) -> None:
         self.batch = batch
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ARG002
+    def attend(
+        self,
+        layer: int,
+        heads: Tensor,  # noqa: ARG002
+        rotation: tuple[Tensor, Tensor],  # noqa: ARG002
+        norm: QueryKeyNorm | None = None,  # noqa: ARG002
+    ) -> Tensor:
         raise AssertionError(f"the fake model has no layer {layer}")
 
 
@@ -72,7 +78,10 @@ class FakeModel:
         hashes: list[int] = []
         expected: list[int] = []
         for pages, length, context in zip(
-            batch.page_table.numpy(), batch.query_lengths.tolist(), batch.context_lengths.tolist(), strict=True
+            batch.page_table[batch.slots].numpy(),
+            batch.query_lengths.tolist(),
+            batch.context_lengths.tolist(),
+            strict=True,
         ):
             tokens = self.cache.tokens[pages].reshape(-1)[:context].tolist()
             ends = range(context - length + 1, context + 1)

@@ -36,9 +36,12 @@ def make_batch(
     groups: tuple[PrefixGroup, ...] = (),
     device: torch.device | None = None,
 ) -> AttentionBatch:
-    """A batch of rows, each (pages, context length, query length)."""
-    width = max(len(pages) for pages, _, _ in rows)
-    table = torch.tensor([pages + [0] * (width - len(pages)) for pages, _, _ in rows], dtype=torch.int32)
+    """A batch of rows, each (pages, context length, query length), scattered over a page table larger than needed."""
+    width = max(len(pages) for pages, _, _ in rows) + 2
+    slots = torch.randperm(len(rows) + 3, generator=torch.Generator().manual_seed(len(rows)))[: len(rows)]
+    table = torch.zeros((len(rows) + 3, width), dtype=torch.int32)
+    table[slots] = torch.tensor([pages + [0] * (width - len(pages)) for pages, _, _ in rows], dtype=torch.int32)
+    contexts = np.array([context for _, context, _ in rows], dtype=np.int32)
     writes = [
         pages[position // page_size] * page_size + position % page_size
         for pages, context, count in rows
@@ -47,7 +50,9 @@ def make_batch(
     return AttentionBatch(
         num_decode=num_decode,
         query_lengths=np.array([count for _, _, count in rows], dtype=np.int32),
-        context_lengths=np.array([context for _, context, _ in rows], dtype=np.int32),
+        context_lengths=contexts,
+        contexts=torch.from_numpy(contexts).to(device),
+        slots=slots.to(device),
         page_table=table.to(device),
         write_indices=torch.tensor(writes, dtype=torch.int64, device=device),
         groups=groups,

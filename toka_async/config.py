@@ -102,12 +102,17 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
 
 
 class AttentionConfig(Section, frozen=True, kw_only=True):
-    backend: Annotated[Literal["auto", "reference"], Meta(description="attention implementation")] = "auto"
+    backend: Annotated[
+        Literal["auto", "reference", "triton", "flashinfer"],
+        Meta(description="auto: on a GPU the fastest for each batch, as measured at the start, else reference"),
+    ] = "auto"
     num_threads: Annotated[Count | Auto, Meta(description="CPU threads of a rank; auto: by the model's size")] = "auto"
 
 
 class CompileConfig(Section, frozen=True, kw_only=True):
-    enabled: Annotated[bool, Meta(description="torch.compile the model")] = False
+    enabled: Annotated[bool, Meta(description="torch.compile the model, on a GPU")] = False
+    graphs: Annotated[bool, Meta(description="capture decoding steps in CUDA graphs")] = True
+    max_graph_seqs: Annotated[int, Meta(ge=1, le=8192, description="rows of the largest captured step")] = 512
 
 
 class SimulatedConfig(Section, frozen=True, kw_only=True):
@@ -233,8 +238,6 @@ def _check(config: Config) -> None:
     for key, size in msgspec.structs.asdict(config.parallel).items():
         if size != 1:
             raise ConfigError(f"parallel.{key}: only 1 is available in this version, got {size}")
-    if config.compile.enabled:
-        raise ConfigError("compile.enabled: only false is available in this version")
     tokens, page = config.cache.num_tokens, config.cache.page_size
     if tokens != "auto" and tokens < page:
         raise ConfigError(f"cache.num_tokens: expected at least cache.page_size ({page}), got {tokens}")
@@ -245,6 +248,11 @@ def _check(config: Config) -> None:
         raise ConfigError("schedule.group_min_seqs: expected 0 for none, or at least 2, got 1")
     if config.model.device != "simulated" and config.simulated != SimulatedConfig():
         raise ConfigError("simulated: its keys need model.device=simulated")
+    backend = config.attention.backend
+    if backend in ("triton", "flashinfer") and config.model.device in ("cpu", "simulated"):
+        raise ConfigError(f"attention.backend={backend}: needs model.device=cuda, got {config.model.device}; use auto")
+    if backend == "flashinfer" and config.model.dtype == "float32":
+        raise ConfigError("attention.backend=flashinfer: expected model.dtype bfloat16 or float16; use auto or triton")
     if not config.model.path:
         raise ConfigError("model.path: expected a model directory, a hub id, or demo, got ''")
 

@@ -193,6 +193,8 @@ class Stats(Tagged, frozen=True, kw_only=True):
     num_steps: int = 0
     step_seconds: float = 0.0  # sum of the ranks' step times
     idle_seconds: float = 0.0  # in which ranks had no step queued though there was work: the scheduler's doing
+    device_idle_seconds: float = 0.0  # between steps that were queued in time
+    num_compiles: int = 0  # after the ranks were ready; 0, or a rank was not warm
     depths: tuple[int, ...] = ()  # how often a step came back with 0, 1, … steps still queued behind it
     # Percentiles (50, 99, 100) over the newest, in microseconds; empty: none yet.
     scheduler_us: tuple[float, ...] = ()  # CPU time of the scheduler for a step, from its results to the messages sent
@@ -299,7 +301,9 @@ class StepDone(Tagged, frozen=True, kw_only=True):
     top_ids: memoryview = EMPTY  # int32 [sum(top_counts)]
     top_logprobs: memoryview = EMPTY  # float32 [sum(top_counts)]
     prompts: tuple[ChunkLogprobs, ...] = ()
-    seconds: float = 0.0
+    seconds: float = 0.0  # on the device
+    waited: float = 0.0  # seconds that the device had nothing to do since the step before
+    num_compiles: int = 0  # kernels and graphs compiled since the rank was ready: 0, or it was not warm
 
 
 FromRank = Ready | StepDone

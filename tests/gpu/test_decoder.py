@@ -15,6 +15,8 @@ from toka_async.attention.base import PrefixGroup
 from toka_async.attention.blocks import Limits
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
+from toka_async.model.compiled import compile_forward
+from toka_async.model.ops import Ops, TorchOps
 from toka_async.model.spec import read_spec
 from toka_async.model.weights import build_decoder, load_weights, random_weights
 
@@ -28,9 +30,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 PAGE_SIZE = 16
 
 
-def logits_on(folder: Path, device: torch.device, dtype: torch.dtype) -> Tensor:
+def logits_on(folder: Path, device: torch.device, dtype: torch.dtype, ops: Ops | None = None) -> Tensor:
     spec = read_spec(folder)
-    decoder = build_decoder(spec, dtype, device)
+    decoder = build_decoder(spec, dtype, device, ops=ops)
     load_weights(decoder, folder, progress=False)
     cache = KVCache(spec.num_layers, 30, spec.num_kv_heads, PAGE_SIZE, spec.head_dim, dtype, device)
     attention = ReferenceAttention(cache, spec.num_heads, spec.windows)
@@ -44,8 +46,31 @@ def logits_on(folder: Path, device: torch.device, dtype: torch.dtype) -> Tensor:
 def test_logits(tmp_path: Path, family: str, overrides: dict[str, Any], dtype: torch.dtype, error: float) -> None:
     folder = make_checkpoint(tmp_path, family, **overrides)
     exact = logits_on(folder, torch.device("cpu"), torch.float32)
-    ours = logits_on(folder, torch.device("cuda"), dtype)
-    assert (ours - exact).norm() / exact.norm() < error
+    fused = pytest.importorskip("toka_async.kernels.fused")
+    for ops in (TorchOps(), fused.FusedOps()):
+        ours = logits_on(folder, torch.device("cuda"), dtype, ops)
+        assert (ours - exact).norm() / exact.norm() < error
+
+
+@pytest.mark.parametrize(("family", "overrides"), CASES)
+@torch.inference_mode()
+def test_compiled(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
+    device = torch.device("cuda")
+    spec = read_spec(make_checkpoint(tmp_path, family, **overrides))
+    decoder = build_decoder(spec, torch.float32, device)
+    load_weights(decoder, tmp_path, progress=False)
+    cache = KVCache(spec.num_layers, 30, spec.num_kv_heads, PAGE_SIZE, spec.head_dim, torch.float32, device)
+    attention = ReferenceAttention(cache, spec.num_heads, spec.windows)
+    forward = compile_forward(decoder, attention)
+    warm_up = (1, 2, 480)
+    for index, num_tokens in enumerate((*warm_up, 1, 3, 16, 33, 128, 400)):
+        if index == len(warm_up):
+            forward.freeze()
+        attention.plan(make_batch([(list(range(30)), num_tokens, num_tokens)], 0, PAGE_SIZE, device=device))
+        token_ids, positions = (torch.arange(num_tokens, device=device) + start for start in (1, 0))
+        compiled, eager = forward(token_ids % 256, positions), decoder(token_ids % 256, positions, attention)
+        torch.testing.assert_close(compiled, eager, atol=1e-4, rtol=1e-4)
+    assert forward.num_eager == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -57,14 +82,14 @@ def test_grouped_rows(dtype: torch.dtype) -> None:
         tensor.normal_(generator=generator)
     rows = [([0, 1, 2, 3, 10 + row], 64 + 1 + row, 1) for row in range(8)] + [([20, 21, 22], 40, 1), ([30, 31], 30, 20)]
     batch = make_batch(rows, 9, PAGE_SIZE, (PrefixGroup(0, 8, 4),), device)
-    shapes = ((29, 6, 32), (29, 2, 32), (29, 2, 32))
-    query, key, value = (torch.randn(shape, generator=generator, device=device).to(dtype) for shape in shapes)
+    heads = torch.randn((29, 10, 32), generator=generator, device=device).to(dtype)
+    rotation = torch.ones(29, 1, 32, device=device, dtype=dtype), torch.zeros(29, 1, 32, device=device, dtype=dtype)
     outputs = []
     for limits in (Limits(shared_bytes=0), Limits(shared_bytes=1 << 60)):
         attention = ReferenceAttention(cache, 6, (0,), limits=limits)
         attention.plan(batch)
         assert (attention.plans[0].grouped is None) == (limits.shared_bytes > 0)
-        outputs.append(attention.attend(0, query, key, value).float())
+        outputs.append(attention.attend(0, heads, rotation).float())
     torch.testing.assert_close(*outputs, atol=1e-5 if dtype == torch.float32 else 1e-2, rtol=0)
 
 

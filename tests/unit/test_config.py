@@ -91,7 +91,7 @@ def test_a_wrong_override_is_one_line_that_names_it(override: str, parts: list[s
         assert part in message
 
 
-@pytest.mark.parametrize("override", ["parallel.dp=2", "parallel.pp=2", "parallel.tp=2", "compile.enabled=true"])
+@pytest.mark.parametrize("override", ["parallel.dp=2", "parallel.pp=2", "parallel.tp=2"])
 def test_what_cannot_be_served_is_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=r"available in this version") as caught:
         load_config(None, [override])
@@ -135,6 +135,20 @@ def test_a_step_must_have_room_for_every_sequence() -> None:
     with pytest.raises(ConfigError, match=r"^schedule\.max_tokens: expected at least schedule\.max_seqs \(64\)"):
         load_config(None, ["schedule.max_seqs=64", "schedule.max_tokens=63"])
     assert load_config(None, ["schedule.max_seqs=64", "schedule.max_tokens=64"]).schedule.max_tokens == 64
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["attention.backend=triton", "model.device=cpu"], "=triton: needs model.device=cuda, got cpu; use auto"),
+        (["attention.backend=flashinfer", "model.device=simulated"], "=flashinfer: needs model.device=cuda"),
+        (["attention.backend=flashinfer", "model.dtype=float32"], "=flashinfer: expected model.dtype bfloat16"),
+    ],
+)
+def test_attention_on_a_gpu_needs_one(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^attention.backend{message}"):
+        load_config(None, overrides)
+    assert load_config(None, overrides[:1]).attention.backend in message
 
 
 def test_a_group_has_two_sequences() -> None:

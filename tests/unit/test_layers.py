@@ -20,14 +20,19 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "scheduler": set(),
     "transport": set(),
     "listening": set(),
-    "model": {"attention"},
-    "attention": {"model"},
+    "kernels": set(),
+    "model": {"attention", "kernels"},
+    "attention": {"model", "kernels"},
     "server": {"openai", "text", "transport", "model.spec", "model.generation"},
-    "runner": {"model", "attention"},
+    "runner": {"model", "attention", "kernels"},
 }
 FAMILIES["procs"] = set(FAMILIES)
 TOP = {"cli", "__main__", "launch", "supervisor", "ping", "bench"}  # L4
-EXTERNAL = {"": {"msgspec", "numpy"}, "scheduler": {"msgspec", "numpy"}}  # all that these may import from elsewhere
+EXTERNAL = {  # all that these may import from elsewhere
+    "": {"msgspec", "numpy"},
+    "scheduler": {"msgspec", "numpy"},
+    "kernels": {"torch", "triton"},
+}
 
 
 def part_of(path: Path) -> str:

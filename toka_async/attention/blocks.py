@@ -6,7 +6,7 @@ and values lie in a `KVCache`, never their values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -80,6 +80,7 @@ class Planner:
     def plans(self, batch: AttentionBatch, windows: set[int]) -> dict[int, Plan]:
         """A plan for each window; windows that no row outgrows share the plan without one."""
         longest = int(batch.context_lengths.max(initial=0))
+        batch = self._with_own_table(batch, -(-longest // self.page_size))
         effective = {window: window if window < longest else 0 for window in windows}
         made = {window: self._plan(batch, window) for window in set(effective.values())}
         return {window: made[effective[window]] for window in windows}
@@ -99,6 +100,11 @@ class Planner:
             hidden |= keys < ends[..., None] - window
         bias = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
         return bias.repeat_interleave(self.group_size, dim=1)[:, None]
+
+    def _with_own_table(self, batch: AttentionBatch, width: int) -> AttentionBatch:
+        """The same batch with a page table of its rows alone, in their order, as wide as the longest needs."""
+        pages = batch.page_table[:, :width].index_select(0, batch.slots)
+        return replace(batch, page_table=pages, slots=torch.arange(len(pages), device=pages.device))
 
     def _plan(self, batch: AttentionBatch, window: int) -> Plan:
         cells = self.limits.mask_cells // self.group_size

@@ -1,7 +1,8 @@
 """Paged attention in plain torch, for any device: what other backends are checked against, and the one for CPUs.
 
 A block gathers its pages and is one dense attention. Rows of a group with a shared prefix (Hydragen,
-arXiv:2402.05099) are computed in two parts, prefix and own, merged by their log-sum-exp in float32. Knows no model.
+arXiv:2402.05099) are computed in two parts, prefix and own, merged by their log-sum-exp in float32. Knows no weights
+but those of norms that it is handed.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toka_async.attention.base import AttentionBatch
+from toka_async.attention.base import AttentionBatch, QueryKeyNorm
 from toka_async.attention.blocks import Block, Limits, Plan, Planner
 from toka_async.attention.kv_cache import KVCache
+from toka_async.model.rope import rotate
 
 GPU_SLAB_BYTES = 1 << 28
 SMALLEST_GROUP = 16  # rows
@@ -56,10 +58,20 @@ class ReferenceAttention:
         self.write_slots = self.planner.write_slots(batch)
         self.plans = self.planner.plans(batch, set(self.windows))
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, heads: Tensor, rotation: tuple[Tensor, Tensor], norm: QueryKeyNorm | None = None
+    ) -> Tensor:
+        num_kv_heads = self.cache.num_kv_heads
+        query_key, value = torch.split(heads, [self.num_heads + num_kv_heads, num_kv_heads], dim=1)
+        if norm is not None:
+            query_key = F.rms_norm(query_key, query_key.shape[-1:], None, norm.eps) * norm.weight
+        query, key = torch.split(rotate(query_key, rotation), [self.num_heads, num_kv_heads], dim=1)
         self._write(self.cache.keys[layer], key)
         self._write(self.cache.values[layer], value)
-        plan = self.plans[self.windows[layer]]
+        return self._attend(self.plans[self.windows[layer]], layer, query)
+
+    def _attend(self, plan: Plan, layer: int, query: Tensor) -> Tensor:
+        """Attention of rotated queries over what the cache holds: [tokens, heads, dim]."""
         if len(plan.whole) == 1 and plan.whole[0].tokens is None:
             return self._dense(plan, plan.whole[0], layer, query)
         output = torch.empty_like(query)

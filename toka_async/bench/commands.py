@@ -13,6 +13,8 @@ Add = Callable[[str, str], argparse.ArgumentParser]  # a benchmark's name and me
 def add_benchmarks(add: Add) -> None:
     """Defines every benchmark and its options."""
     _add_control_plane(add("control-plane", "measure the processes around the model, with a simulated one"))
+    _add_serve_load(add("serve-load", "measure a running server, of this or another engine, under a load"))
+    _add_step(add("step", "time a rank's steps, without a server"))
     _add_policy(add("policy", "compare ways to share the KV cache on given lengths, in simulated time"))
 
 
@@ -23,6 +25,14 @@ def run_benchmark(options: argparse.Namespace) -> int:
             from toka_async.bench import control_plane
 
             return control_plane.main(options)
+        case "serve-load":
+            from toka_async.bench import serve_load
+
+            return serve_load.main(options)
+        case "step":
+            from toka_async.bench import step
+
+            return step.main(options)
         case "policy":
             from toka_async.bench import policy
 
@@ -37,6 +47,10 @@ def _add_control_plane(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=_count, default=700, metavar="N", help="default: 700")
     parser.add_argument("--output-tokens", type=_count, default=192, metavar="N", help="at most; default: 192")
     parser.add_argument("--stream", action="store_true", help="ask for server-sent events")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="a stop string; may be repeated")
+    parser.add_argument(
+        "--logprobs", type=_logprobs, metavar="N", help="0: the chosen token's, N: of the likeliest too"
+    )
     parser.add_argument(
         "--step-ms", type=_duration, default=0.0, metavar="MS", help="of the simulated model; default: 0"
     )
@@ -51,6 +65,45 @@ def _add_control_plane(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="configuration of the server, beside what is measured"
     )
+
+
+def _add_serve_load(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:10210", help="default: http://127.0.0.1:10210")
+    parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
+    parser.add_argument(
+        "--load",
+        choices=["samples", "trace", "ends", "single"],
+        default="samples",
+        help="many samples of one length (default); requests of a trace's lengths; samples that end by themselves; "
+        "one user who streams",
+    )
+    parser.add_argument(
+        "--questions", type=Path, metavar="FILE.jsonl", help="with question and answer; default: made up"
+    )
+    parser.add_argument("--shots-file", type=Path, metavar="FILE.jsonl", help="worked examples; default: --questions")
+    parser.add_argument("--shots", type=_count, default=4, metavar="N", help="worked examples of a prompt; default: 4")
+    parser.add_argument("--prompts", type=_count, default=16, metavar="N", help="of the samples loads; default: 16")
+    parser.add_argument("--samples", type=_count, default=1024, metavar="N", help="of each prompt; default: 1024")
+    parser.add_argument(
+        "--output-tokens", type=_count, metavar="N", help="default: 192; at most, where they end by themselves: 1024"
+    )
+    parser.add_argument("--mean-tokens", type=_count, default=200, metavar="N", help="of --load ends; default: 200")
+    parser.add_argument("--trace", type=Path, metavar="FILE.csv", help="ContextTokens,GeneratedTokens; default: drawn")
+    parser.add_argument("--requests", type=_count, metavar="N", help="of the trace: 4096; of the single user: 8")
+    parser.add_argument("--vocab", type=_count, metavar="N", help="token ids there are; default: as the server says")
+    parser.add_argument("--temperature", type=float, default=0.6, metavar="T", help="default: 0.6")
+    parser.add_argument("--top-p", type=_rate, metavar="P", help="default: 1, of a trace the model's own")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="a stop string; may be repeated")
+    parser.add_argument(
+        "--logprobs", type=_logprobs, nargs="?", const=0, metavar="N", help="the chosen token's, or N likeliest too"
+    )
+    parser.add_argument("--stream", action="store_true", help="ask for server-sent events")
+    parser.add_argument("--concurrency", type=_count, metavar="N", help="requests at once; default: all")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn; default: 0")
+    parser.add_argument("--warm", action="store_true", help="a small load first, not measured")
+    parser.add_argument("--repeat", type=_count, default=1, metavar="N", help="runs, the median counts; default: 1")
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="tokens/s over time (needs toka-async[plot])")
 
 
 def _add_policy(parser: argparse.ArgumentParser) -> None:
@@ -73,10 +126,42 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=_counts, default="1,64,512,4096,8192", metavar="N,…", help="decoding sequences")
+    parser.add_argument("--context", type=_counts, default="128,1024", metavar="N,…", help="tokens of each sequence")
+    parser.add_argument(
+        "--shared-prefix", type=_whole_numbers, default="0", metavar="N,…", help="of these tokens, shared in a group"
+    )
+    parser.add_argument("--groups", type=_count, default=16, metavar="N", help="at most, of such rows; default: 16")
+    parser.add_argument("--prompt", type=_counts, default=[], metavar="N,…", help="tokens of a prompt, in one step")
+    parser.add_argument("--steps", type=_count, default=20, metavar="N", help="timed, the median counts; default: 20")
+    parser.add_argument("--temperature", type=float, default=0.6, metavar="T", help="default: 0.6")
+    parser.add_argument("--top-p", type=_rate, default=1.0, metavar="P", help="default: 1")
+    parser.add_argument("--logprobs", action="store_true", help="the chosen tokens' log-probs too")
+    parser.add_argument("--json", action="store_true", help="one line of JSON a case")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="ms a step by rows (needs toka-async[plot])")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration of the rank")
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+def _whole_numbers(text: str) -> list[int]:
+    return [0 if part.strip() == "0" else _count(part) for part in text.split(",")]
+
+
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+    return value
+
+
+def _logprobs(text: str) -> int:
+    value = int(text)
+    if not 0 <= value <= 20:
+        raise argparse.ArgumentTypeError(f"expected 0 to 20, got {text}")
     return value
 
 

@@ -60,6 +60,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     output_tokens: int
     stream: bool
+    stop: list[str]
+    logprobs: int | None
     step_ms: float
     end_rate: float
 
@@ -95,11 +97,13 @@ def measure(options: argparse.Namespace) -> Result:
             output_tokens=options.output_tokens,
             vocab_size=read_spec(resolve_model(config.model.path, weights=False)).vocab_size,
             stream=options.stream,
+            stop=options.stop,
+            logprobs=options.logprobs,
         )
         before = served.cpu_seconds()
         done = run_apart(load)
         cpu = {name: seconds - before[name] for name, seconds in served.cpu_seconds().items()}
-        metrics = settled(served, done.num_tokens)
+        metrics = settled(served, done.num_tokens, exact=not options.stop)
     return result_of(options, load, done, cpu | {"client": done.cpu_seconds}, metrics, load_average)
 
 
@@ -122,8 +126,8 @@ def server_overrides(options: argparse.Namespace, connections: int) -> Sequence[
     ]
 
 
-def settled(served: Served, num_tokens: int) -> dict[str, float]:
-    """The metrics once the scheduler's counters have all tokens.
+def settled(served: Served, num_tokens: int, exact: bool) -> dict[str, float]:
+    """The metrics once the scheduler's counters have all tokens, and not `exact` perhaps some after a stop string.
 
     Raises:
         BenchError: they never have as many as the client was told of.
@@ -132,7 +136,7 @@ def settled(served: Served, num_tokens: int) -> dict[str, float]:
     while True:
         metrics = served.metrics()
         counted = metrics["toka:generation_tokens_total"]
-        if counted == num_tokens and not metrics["toka:num_requests_running"]:
+        if (counted == num_tokens or (counted > num_tokens and not exact)) and not metrics["toka:num_requests_running"]:
             return metrics
         if time.monotonic() > deadline:
             raise BenchError(f"the client received {num_tokens} tokens, the scheduler counted {counted:.0f}")
@@ -168,6 +172,8 @@ def result_of(
         prompt_tokens=load.prompt_tokens,
         output_tokens=load.output_tokens,
         stream=load.stream,
+        stop=load.stop,
+        logprobs=load.logprobs,
         step_ms=options.step_ms,
         end_rate=options.end_rate,
     )

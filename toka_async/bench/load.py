@@ -34,6 +34,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int
     vocab_size: int
     stream: bool
+    stop: list[str] = []
+    logprobs: int | None = None
 
 
 class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,7 +146,7 @@ def request_body(load: Load, number: int) -> bytes:
     for _ in range(load.prompt_tokens):
         state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
         ids.append(1 + (state >> 33) % (load.vocab_size - 1))
-    body = {
+    body: dict[str, object] = {
         "model": load.model,
         "prompt": ids,
         "n": load.samples,
@@ -152,6 +154,10 @@ def request_body(load: Load, number: int) -> bytes:
         "seed": number,
         "stream": load.stream,
     }
+    if load.stop:
+        body["stop"] = load.stop
+    if load.logprobs is not None:
+        body["logprobs"] = load.logprobs
     return msgspec.json.encode(body | ({"stream_options": {"include_usage": True}} if load.stream else {}))
 
 

@@ -1,19 +1,20 @@
 """The decoder of all families: token ids and positions in, hidden states and logits out.
 
 Shapes: t tokens of all rows of a step, one after the other. Which tokens see which is the attention backend's
-business. Knows no rows, no pages, no checkpoint; families differ only by their `ModelSpec`.
+business. Each half of a layer adds its input to the residual as it norms it, and returns what the next one adds.
+Knows no rows, no pages, no checkpoint; families differ only by their `ModelSpec`.
 """
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toka_async.attention.base import AttentionBackend
 from toka_async.model.comm import Comm, share_of
-from toka_async.model.layers import ACTIVATIONS, ColumnLinear, HeadNorm, RMSNorm, RowLinear, unset
-from toka_async.model.rope import Rope, rotate
+from toka_async.model.layers import ColumnLinear, HeadNorm, RMSNorm, RowLinear, unset
+from toka_async.model.ops import Ops
+from toka_async.model.rope import Rope
 from toka_async.model.spec import ModelSpec
 
 Rotation = tuple[Tensor, Tensor]
@@ -22,21 +23,23 @@ Rotation = tuple[Tensor, Tensor]
 class Decoder(nn.Module):
     """A decoder-only transformer. Its parameters are unset: see `toka_async.model.weights`."""
 
-    def __init__(self, spec: ModelSpec, comm: Comm) -> None:
+    def __init__(self, spec: ModelSpec, comm: Comm, ops: Ops) -> None:
         super().__init__()
+        self.num_heads = share_of(spec.num_heads, comm).size  # the rank's query heads
         self.embedding = unset(spec.vocab_size, spec.hidden_size)
         self.rope = Rope(spec.rope, spec.head_dim)
-        self.layers = nn.ModuleList(Layer(spec, index, comm) for index in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.layers = nn.ModuleList(Layer(spec, index, comm, ops) for index in range(spec.num_layers))
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops)
         self.head = self.embedding if spec.tie_embeddings else unset(spec.vocab_size, spec.hidden_size)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         """token_ids, positions: int64 [t]. Returns the normalised hidden states [t, hidden]."""
         hidden = F.embedding(token_ids, self.embedding)  # [t, hidden]
         rotation = self.rope(positions, hidden.dtype)  # cos, sin: [t, 1, dim]
+        residual: Tensor | None = None
         for layer in self.layers:
-            hidden = layer(hidden, rotation, attention)
-        normed: Tensor = self.norm(hidden)
+            hidden, residual = layer(hidden, residual, rotation, attention)
+        normed: Tensor = self.norm(hidden, residual)[0]
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -47,17 +50,20 @@ class Decoder(nn.Module):
 class Layer(nn.Module):
     """Attention and a gated MLP, each with a norm before and a residual around."""
 
-    def __init__(self, spec: ModelSpec, index: int, comm: Comm) -> None:
+    def __init__(self, spec: ModelSpec, index: int, comm: Comm, ops: Ops) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops)
         self.attention = Attention(spec, index, comm)
-        self.mlp_norm = RMSNorm(spec.hidden_size, spec.norm_eps)
-        self.mlp = MLP(spec, comm)
+        self.mlp_norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops)
+        self.mlp = MLP(spec, comm, ops)
 
-    def forward(self, hidden: Tensor, rotation: Rotation, backend: AttentionBackend) -> Tensor:
-        hidden = hidden + self.attention(self.attention_norm(hidden), rotation, backend)
-        after: Tensor = hidden + self.mlp(self.mlp_norm(hidden))
-        return after
+    def forward(
+        self, hidden: Tensor, residual: Tensor | None, rotation: Rotation, backend: AttentionBackend
+    ) -> tuple[Tensor, Tensor]:
+        """[t, hidden] each: what is to be added to the residual, and the residual."""
+        normed, residual = self.attention_norm(hidden, residual)
+        normed, residual = self.mlp_norm(self.attention(normed, rotation, backend), residual)
+        return self.mlp(normed), residual
 
 
 class Attention(nn.Module):
@@ -67,20 +73,18 @@ class Attention(nn.Module):
         super().__init__()
         self.index = index
         self.dim = spec.head_dim
-        self.num_heads = share_of(spec.num_heads, comm).size
-        self.num_kv_heads = share_of(spec.num_kv_heads, comm).size
         wide, narrow = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.qkv = ColumnLinear(spec.hidden_size, (wide, narrow, narrow), spec.attention_bias, comm)
-        self.head_norm = HeadNorm(self.num_heads, self.num_kv_heads, self.dim, spec.norm_eps) if spec.qk_norm else None
+        self.head_norm: HeadNorm | None = None
+        if spec.qk_norm:
+            num_heads, num_kv_heads = (share_of(count, comm).size for count in (spec.num_heads, spec.num_kv_heads))
+            self.head_norm = HeadNorm(num_heads, num_kv_heads, spec.head_dim, spec.norm_eps)
         self.output = RowLinear(wide, spec.hidden_size, spec.output_bias, comm)
 
     def forward(self, hidden: Tensor, rotation: Rotation, backend: AttentionBackend) -> Tensor:
         heads = self.qkv(hidden).view(len(hidden), -1, self.dim)  # [t, heads + 2 kv_heads, dim]
-        query_key, value = torch.split(heads, [self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
-        if self.head_norm is not None:
-            query_key = self.head_norm(query_key)
-        query, key = torch.split(rotate(query_key, rotation), [self.num_heads, self.num_kv_heads], dim=1)
-        mixed = backend.attend(self.index, query, key, value)  # [t, heads, dim]
+        norm = self.head_norm() if self.head_norm is not None else None
+        mixed = backend.attend(self.index, heads, rotation, norm)  # [t, heads, dim]
         output: Tensor = self.output(mixed.flatten(1))
         return output
 
@@ -88,14 +92,14 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """The gated feed-forward network (arXiv:2002.05202)."""
 
-    def __init__(self, spec: ModelSpec, comm: Comm) -> None:
+    def __init__(self, spec: ModelSpec, comm: Comm, ops: Ops) -> None:
         super().__init__()
         inner = spec.intermediate_size
-        self.activation = ACTIVATIONS[spec.activation]
+        self.activation = spec.activation
+        self.ops = ops
         self.gate_up = ColumnLinear(spec.hidden_size, (inner, inner), spec.mlp_bias, comm)
         self.down = RowLinear(inner, spec.hidden_size, spec.mlp_bias, comm)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        gate, up = self.gate_up(hidden).chunk(2, dim=-1)  # [t, inner] each
-        output: Tensor = self.down(self.activation(gate) * up)
+        output: Tensor = self.down(self.ops.gate(self.gate_up(hidden), self.activation))
         return output

@@ -6,21 +6,16 @@ weights and tensor parallelism share one description. Knows no file names and no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from toka_async.attention.base import QueryKeyNorm
 from toka_async.model.comm import Comm, Share, share_of
-
-
-def gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": gelu_tanh}
+from toka_async.model.ops import Ops
 
 
 @dataclass(slots=True, frozen=True)
@@ -86,23 +81,24 @@ class RowLinear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (arXiv:1910.07467), accumulated in float32."""
+    """Adds to the residual and norms it."""
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, dim: int, eps: float, ops: Ops) -> None:
         super().__init__()
         self.weight = unset(dim)
-        self.shape = (dim,)
         self.eps = eps
+        self.ops = ops
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[t, dim] each: the norm of residual + x, and residual + x. A residual of None counts as zeros."""
+        return self.ops.add_norm(x, residual, self.weight, self.eps)
 
     def part(self) -> Part:
-        return Part(self.weight.data, self.shape)
+        return Part(self.weight.data, tuple(self.weight.shape))
 
 
 class HeadNorm(nn.Module):
-    """RMSNorm of every query and key head, in one pass: a row of weights for each head."""
+    """RMSNorm of every query and key head, which the attention backend applies: a row of weights for each head."""
 
     def __init__(self, num_heads: int, num_kv_heads: int, dim: int, eps: float) -> None:
         super().__init__()
@@ -111,9 +107,8 @@ class HeadNorm(nn.Module):
         self.shape = (dim,)
         self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[t, heads + kv_heads, dim], the same shape returned."""
-        return F.rms_norm(x, self.shape, None, self.eps) * self.weight
+    def forward(self) -> QueryKeyNorm:
+        return QueryKeyNorm(self.weight, self.eps)
 
     def parts(self) -> tuple[Part, Part]:
         """The one weight of all query heads, and that of all key heads."""

@@ -21,16 +21,19 @@ from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.decoder import Decoder, Layer
 from toka_async.model.json_file import JsonFile, ModelError
 from toka_async.model.layers import HeadNorm, Part, RMSNorm
+from toka_async.model.ops import Ops, TorchOps
 from toka_async.model.progress import Progress
 from toka_async.model.spec import ModelSpec
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def build_decoder(spec: ModelSpec, dtype: torch.dtype, device: torch.device, comm: Comm | None = None) -> Decoder:
-    """A decoder with unset parameters of `dtype`, made on `device` (`meta` included)."""
+def build_decoder(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, comm: Comm | None = None, ops: Ops | None = None
+) -> Decoder:
+    """A decoder with unset parameters of `dtype`, made on `device` (`meta` included); `ops` default to plain torch."""
     with _default_dtype(dtype), torch.device(device):
-        return Decoder(spec, comm or LocalComm()).eval()
+        return Decoder(spec, comm or LocalComm(), ops or TorchOps()).eval()
 
 
 @contextmanager

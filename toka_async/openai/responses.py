@@ -49,7 +49,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     text: str
-    logprobs: CompletionLogprobs | None = None
+    logprobs: CompletionLogprobs | msgspec.Raw | None = None  # Raw: the same, as JSON already
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
     token_ids: list[int] | UnsetType = UNSET
@@ -139,6 +139,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     owned_by: str = "toka-async"
     max_model_len: int | None = None
+    vocab_size: int | None = None
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

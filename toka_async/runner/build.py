@@ -5,25 +5,30 @@ Knows how the parts fit together; knows no processes and no sockets.
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from toka_async.attention.kv_cache import KVCache, bytes_per_token
-from toka_async.attention.reference import ReferenceAttention
-from toka_async.config import AttentionConfig, CacheConfig, ModelConfig, ScheduleConfig
+from toka_async.attention.build import NOT_MEASURED, build_attention
+from toka_async.attention.kv_cache import KVCache
+from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
 from toka_async.messages import Ready
 from toka_async.model.decoder import Decoder
+from toka_async.model.ops import Ops, TorchOps
 from toka_async.model.spec import ModelError, ModelSpec
 from toka_async.model.weights import build_decoder, load_weights, random_weights
+from toka_async.runner.cache_size import check_largest_step, memory_for_cache, page_bytes_of, pages_of_largest_step
 from toka_async.runner.limits import DeviceKind, Limits, resolve_limits, resolve_num_pages
-from toka_async.runner.memory import available_memory, free_cuda_memory
+from toka_async.runner.memory import available_memory
 from toka_async.runner.runner import Runner
-from toka_async.runner.sampler import SLAB_BYTES
-from toka_async.runner.warmup import warm_up
+from toka_async.runner.stages import Stages
+from toka_async.runner.warmup import largest_load, warm_up
 
-_HISTORY_BYTES = 4  # per token: its id
 _AUTO_CPU_SHARE = 0.25
 _MOST_CPU_SHARE = 0.9
 _SMALL_PARAMETERS = 10_000_000
@@ -36,6 +41,7 @@ def build_runner(
     cache: CacheConfig,
     schedule: ScheduleConfig,
     attention: AttentionConfig,
+    compiling: CompileConfig,
     progress: bool = True,
 ) -> Runner:
     """A runner that is ready for its first step. Raises ModelError, which names the field and the fix."""
@@ -43,29 +49,128 @@ def build_runner(
     kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
     limits = resolve_limits(model, schedule, spec, kind)
     dtype = resolve_dtype(model, spec, device)
-    decoder = build_decoder(spec, dtype, device)
-    if model.load == "random":
-        random_weights(decoder, seed=0)
-    else:
-        load_weights(decoder, model_dir, progress)
+    stages = Stages(sys.stderr, progress and kind == "cuda")
+    with stages.stage("weights"):
+        decoder = build_decoder(spec, dtype, device, ops=_ops(device, compiling))
+        if model.load == "random":
+            random_weights(decoder, seed=0)
+        else:
+            load_weights(decoder, model_dir, progress)
     if kind == "cpu":
         torch.set_num_threads(resolve_num_threads(attention, decoder))
-    kv_cache = build_cache(spec, cache, limits, dtype, device)
-    backend = ReferenceAttention(kv_cache, spec.num_heads, spec.windows)
-    group_min_seqs, group_min_tokens = backend.smallest_group()
-    ready = Ready(
-        num_pages=kv_cache.num_pages,
-        page_size=cache.page_size,
-        max_seqs=limits.max_seqs,
-        max_context=min(limits.max_context, kv_cache.num_pages * cache.page_size),
-        vocab_size=spec.vocab_size,
-        max_tokens=limits.max_tokens,
-        group_min_seqs=group_min_seqs,
-        group_min_tokens=group_min_tokens,
-    )
-    runner = Runner(decoder, kv_cache, backend, ready, device)
-    warm_up(runner)
+    parts = Parts(decoder, spec, limits, cache, attention, compiling, dtype, device)
+    with stages.stage("memory"):
+        num_pages = parts.num_pages()
+    with stages.stage("attention"):
+        runner = parts.runner(num_pages)
+    grouped = runner.ready.group_min_seqs if schedule.group_min_seqs == "auto" else schedule.group_min_seqs
+    warm_up(runner, stages, compiling.max_graph_seqs if compiling.graphs else 0, grouped > 0)
+    stages.report()
     return runner
+
+
+def _ops(device: torch.device, compiling: CompileConfig) -> Ops:
+    """Fused kernels on a GPU, unless a compiler fuses."""
+    if device.type == "cpu" or compiling.enabled or not has_kernels(device):
+        return TorchOps()
+    from toka_async.kernels.fused import FusedOps
+
+    return FusedOps()
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether our kernels run there."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+@dataclass(slots=True, frozen=True)
+class Parts:
+    """What a runner is made of, but for the size of its cache."""
+
+    decoder: Decoder
+    spec: ModelSpec
+    limits: Limits
+    cache: CacheConfig
+    attention: AttentionConfig
+    compiling: CompileConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    def num_pages(self) -> int:
+        """Of the cache, as configured or as memory allows once the largest step has what it needs."""
+        page_bytes = page_bytes_of(self.spec, self.cache, self.dtype)
+        if self.device.type == "cuda":
+            most = self._memory_for_cache(page_bytes)
+            return resolve_num_pages(self.cache, self.limits, page_bytes, most, most)
+        available = available_memory()
+        auto, most = int(_AUTO_CPU_SHARE * available), int(_MOST_CPU_SHARE * available)
+        return resolve_num_pages(self.cache, self.limits, page_bytes, auto, most)
+
+    def _memory_for_cache(self, page_bytes: int) -> int:
+        """Bytes: what the largest step leaves, which is computed once to find out."""
+        fraction = self.cache.memory_fraction
+        check_largest_step(self.spec, self.limits, self.dtype, self.device, fraction)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        num_pages = pages_of_largest_step(self.limits, self.cache.page_size)
+        runner = self.runner(num_pages, trial=True)
+        largest_load(runner.ready)(runner)
+        torch.cuda.synchronize(self.device)
+        peak = torch.cuda.max_memory_allocated(self.device) - (num_pages + 1) * page_bytes
+        del runner
+        gc.collect()
+        torch.cuda.empty_cache()
+        return memory_for_cache(self.device, fraction, peak)
+
+    def runner(self, num_pages: int, trial: bool = False) -> Runner:
+        """A runner over a new cache; `trial`: nothing is measured or compiled for it."""
+        spec, limits = self.spec, self.limits
+        # One page more, for rows that only fill up a batch.
+        kv_cache = KVCache(
+            spec.num_layers, num_pages + 1, spec.num_kv_heads, self.cache.page_size, spec.head_dim, self.dtype,
+            self.device,
+        )  # fmt: skip
+        built = build_attention(
+            self.attention.backend,
+            kv_cache,
+            spec.num_heads,
+            spec.windows,
+            max_seqs=limits.max_seqs,
+            max_tokens=limits.max_tokens,
+            table=NOT_MEASURED if trial else None,
+        )
+        group_min_seqs, group_min_tokens = built.smallest_group
+        room = num_pages * self.cache.page_size
+        ready = Ready(
+            num_pages=num_pages,
+            page_size=self.cache.page_size,
+            max_seqs=limits.max_seqs,
+            max_context=limits.max_context if trial else min(limits.max_context, room),
+            vocab_size=spec.vocab_size,
+            max_tokens=limits.max_tokens,
+            group_min_seqs=group_min_seqs,
+            group_min_tokens=group_min_tokens,
+        )
+        compiled, num_compiles = None, None
+        if self.compiling.enabled and not trial:
+            from toka_async.model.compiled import compile_forward
+
+            compiled = compile_forward(self.decoder, built.backend)
+        if has_kernels(self.device):
+            from toka_async.runner.compiles import CompileCounter
+
+            num_compiles = CompileCounter().count
+        return Runner(
+            self.decoder,
+            kv_cache,
+            built.backend,
+            ready,
+            self.device,
+            forward=compiled,
+            num_compiles=num_compiles,
+            freeze=compiled.freeze if compiled else None,
+            use_kernels=has_kernels(self.device),
+            graphs=built.graphs,
+        )
 
 
 def resolve_device(model: ModelConfig) -> torch.device:
@@ -98,25 +203,3 @@ def resolve_num_threads(attention: AttentionConfig, decoder: Decoder) -> int:
         return attention.num_threads
     small = sum(parameter.numel() for parameter in decoder.parameters()) < _SMALL_PARAMETERS
     return 1 if small else len(os.sched_getaffinity(0))
-
-
-def build_cache(
-    spec: ModelSpec, cache: CacheConfig, limits: Limits, dtype: torch.dtype, device: torch.device
-) -> KVCache:
-    """The KV cache, as large as configured or as memory allows, once the weights are in memory."""
-    page_bytes = cache.page_size * (bytes_per_token(spec, dtype) + _HISTORY_BYTES)
-    if device.type == "cuda":
-        most = free_cuda_memory(device, cache.memory_fraction) - activation_bytes(spec, limits, dtype)
-        auto = most
-    else:
-        available = available_memory()
-        auto, most = int(_AUTO_CPU_SHARE * available), int(_MOST_CPU_SHARE * available)
-    num_pages = resolve_num_pages(cache, limits, page_bytes, auto, most)
-    return KVCache(spec.num_layers, num_pages, spec.num_kv_heads, cache.page_size, spec.head_dim, dtype, device)
-
-
-def activation_bytes(spec: ModelSpec, limits: Limits, dtype: torch.dtype) -> int:
-    """Of the largest step: a layer's widest moment (residual, norm, gate, up and their product) and sampling."""
-    projections = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    a_token = 4 * spec.hidden_size + 3 * spec.intermediate_size + 2 * projections
-    return limits.max_tokens * a_token * dtype.itemsize + 4 * SLAB_BYTES["cuda"]

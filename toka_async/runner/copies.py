@@ -1,4 +1,4 @@
-"""Host to device and back: several columns in one copy.
+"""Host to device and back: several columns in one copy, which nobody waits for until its values are needed.
 
 Knows nothing of what a column means.
 """
@@ -23,17 +23,39 @@ def upload(columns: Sequence[npt.NDArray[np.integer]], device: torch.device) -> 
     return list(torch.split(tensor, sizes))
 
 
-def download(tensors: Sequence[Tensor]) -> list[npt.NDArray[Any]]:
-    """Tensors of one device, int32 or float32 of any shapes, as arrays of the same shapes."""
-    if not tensors:
-        return []
-    if len(tensors) == 1:
-        return [tensors[0].cpu().numpy()]
-    packed = torch.cat([tensor.reshape(-1).view(torch.int32) for tensor in tensors]).cpu().numpy()
-    arrays = []
-    first = 0
-    for tensor in tensors:
-        part = packed[first : first + tensor.numel()]
-        first += part.size
-        arrays.append(part.view(np.float32 if tensor.dtype == torch.float32 else np.int32).reshape(tensor.shape))
-    return arrays
+class Download:
+    """Tensors of one device, int32 or float32 of any shapes, on their way to the host.
+
+    On a GPU they are packed into one tensor, so that theirs can be written again, and copied on a stream beside the
+    one that computes.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None = None) -> None:
+        self._shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self._event: torch.cuda.Event | None = None
+        if not tensors:
+            return
+        packed = torch.cat([tensor.reshape(-1).view(torch.int32) for tensor in tensors])
+        if stream is None:
+            self._host = packed.cpu()
+            return
+        self._packed = packed  # until the copy is done
+        self._host = torch.empty(packed.numel(), dtype=torch.int32, pin_memory=True)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._host.copy_(packed, non_blocking=True)
+            self._event = torch.cuda.Event(blocking=True)
+            self._event.record(stream)
+
+    def arrays(self) -> list[npt.NDArray[Any]]:
+        """Waits for the values: arrays of the tensors' shapes, in order."""
+        if not self._shapes:
+            return []
+        if self._event is not None:
+            self._event.synchronize()
+        packed, first, arrays = self._host.numpy(), 0, []
+        for shape, dtype in self._shapes:
+            part = packed[first : first + shape.numel()]
+            first += part.size
+            arrays.append(part.view(np.float32 if dtype == torch.float32 else np.int32).reshape(shape))
+        return arrays

@@ -60,7 +60,7 @@ def _penalise(logits: Tensor, rows: Rows, history: History, slots: Int32, params
     width = -(-int(lengths.max()) // rows.page_size)
     floats = np.stack([params[name] for name in ("presence", "frequency", "repetition")])
     seen = Penalties(
-        history.of(rows.page_table[:, :width].index_select(0, slots_at)),
+        history.of(rows.on_device.page_table[:, :width].index_select(0, slots_at)),
         lengths_at,
         num_prompt,
         *torch.from_numpy(floats).to(logits.device),

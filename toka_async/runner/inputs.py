@@ -1,6 +1,7 @@
 """A step's tensors: what the model and attention read, and which positions are sampled.
 
-Built on the host in NumPy and copied to the device at once. Knows no model and no sampling.
+Decoding rows come from the device's own tables; only chunks of prompts are built on the host, in NumPy, and copied to
+the device at once. Knows no model and no sampling.
 """
 
 from __future__ import annotations
@@ -33,13 +34,17 @@ class StepRows:
     firsts: Int64
     samples: Bool
 
+    def sampled(self) -> tuple[Int32, Int64]:
+        """Slots and contexts of the rows that sample."""
+        return self.slots[self.samples], self.contexts[self.samples]
+
 
 @dataclass(slots=True, frozen=True)
 class StepInputs:
     """A step's tensors on the device.
 
     token_ids, positions: int64 [t]. sampled: int64 [s], the tokens whose hidden states are sampled; None: all.
-    sample_slots: int64 [s], the slots that sample.
+    sample_slots: int64 [s], the slots that sample; sample_contexts: int32 [s], theirs.
     """
 
     token_ids: Tensor
@@ -47,13 +52,19 @@ class StepInputs:
     attention: AttentionBatch
     sampled: Tensor | None
     sample_slots: Tensor
+    sample_contexts: Tensor
 
 
 def rows_of(rows: Rows, step: Step) -> StepRows:
     """The rows of a step whose events `rows` have applied."""
     num_decode = rows.order.size
-    slots = np.concatenate([rows.order, as_i32(step.chunk_slots)])
-    lengths = np.concatenate([np.ones(num_decode, dtype=np.int32), as_i32(step.chunk_lengths)])
+    if not step.chunk_slots:
+        slots, lengths = rows.order, np.ones(num_decode, dtype=np.int32)
+        samples = np.ones(num_decode, dtype=np.bool_)
+    else:
+        slots = np.concatenate([rows.order, as_i32(step.chunk_slots)])
+        lengths = np.concatenate([np.ones(num_decode, dtype=np.int32), as_i32(step.chunk_lengths)])
+        samples = np.concatenate([np.ones(num_decode, dtype=np.bool_), as_bool(step.chunk_samples)])
     contexts = rows.positions[slots] + lengths
     assert (contexts <= rows.num_pages[slots] * rows.page_size).all(), "a row's pages do not hold its tokens"
     return StepRows(
@@ -62,51 +73,85 @@ def rows_of(rows: Rows, step: Step) -> StepRows:
         lengths=lengths,
         contexts=contexts,
         firsts=np.cumsum(lengths, dtype=np.int64) - lengths,
-        samples=np.concatenate([np.ones(num_decode, dtype=np.bool_), as_bool(step.chunk_samples)]),
+        samples=samples,
     )
 
 
 def build_inputs(rows: Rows, step: Step, step_rows: StepRows) -> StepInputs:
     """The tensors of a step with at least one token."""
-    layout = _layout(rows, step_rows)
-    slots, sample_slots, positions, cells, offsets, sampled, chunk_ids = upload(
-        (step_rows.slots, step_rows.slots[step_rows.samples], *layout, _chunk_ids(rows, step_rows)), rows.device
+    decode = rows.on_device.decode_inputs(step_rows.num_decode)
+    groups = groups_of(step)
+    if step_rows.slots.size == step_rows.num_decode:
+        attention = attention_batch(rows, step_rows, decode.slots, decode.contexts, decode.write_indices, groups)
+        return StepInputs(decode.token_ids, decode.positions, attention, None, decode.slots, decode.contexts)
+    token_ids, positions, cells, offsets, slots, contexts, sampled, sample_slots, sample_contexts = upload(
+        (_chunk_ids(rows, step_rows), *_chunk_layout(rows, step_rows), *_chunk_rows(step_rows)), rows.device
     )
-    decoding = rows.last_tokens.index_select(0, slots[: step_rows.num_decode])
-    width = -(-int(step_rows.contexts.max()) // rows.page_size)
-    attention = AttentionBatch(
+    table = rows.on_device.page_table
+    write_indices = table.view(-1).index_select(0, cells).long() * rows.page_size + offsets
+    contexts = torch.cat([decode.contexts, contexts.to(torch.int32)])
+    slots = torch.cat([decode.slots, slots])
+    attention = attention_batch(
+        rows, step_rows, slots, contexts, torch.cat([decode.write_indices, write_indices]), groups
+    )
+    return StepInputs(
+        token_ids=torch.cat([decode.token_ids, token_ids]),
+        positions=torch.cat([decode.positions, positions]),
+        attention=attention,
+        sampled=None if sampled.numel() == write_indices.numel() + step_rows.num_decode else sampled,
+        sample_slots=sample_slots,
+        sample_contexts=sample_contexts.to(torch.int32),
+    )
+
+
+def attention_batch(
+    rows: Rows,
+    step_rows: StepRows,
+    slots: Tensor,
+    contexts: Tensor,
+    write_indices: Tensor,
+    groups: tuple[PrefixGroup, ...],
+) -> AttentionBatch:
+    return AttentionBatch(
         num_decode=step_rows.num_decode,
         query_lengths=step_rows.lengths,
         context_lengths=step_rows.contexts.astype(np.int32),
-        page_table=rows.page_table[:, :width].index_select(0, slots),
-        write_indices=rows.page_table.view(-1).index_select(0, cells) * rows.page_size + offsets,
-        groups=_groups(step) if step.group_starts else (),
-    )
-    return StepInputs(
-        token_ids=torch.cat([decoding, chunk_ids]) if chunk_ids.numel() else decoding,
-        positions=positions,
-        attention=attention,
-        sampled=None if sampled.numel() == positions.numel() else sampled,
-        sample_slots=sample_slots,
+        contexts=contexts,
+        slots=slots,
+        page_table=rows.on_device.page_table,
+        write_indices=write_indices,
+        groups=groups,
     )
 
 
-def _layout(rows: Rows, step_rows: StepRows) -> tuple[Int64, Int64, Int64, Int64]:
-    """Per token: position, cell of its page in the flat page table, offset in the page; and which are sampled."""
-    slots, lengths, firsts = step_rows.slots.astype(np.int64), step_rows.lengths, step_rows.firsts
-    positions = step_rows.contexts - lengths
-    if slots.size > step_rows.num_decode:
-        slots = np.repeat(slots, lengths)
-        positions = np.repeat(positions - firsts, lengths) + np.arange(slots.size)
+def groups_of(step: Step) -> tuple[PrefixGroup, ...]:
+    if not step.group_starts:
+        return ()
+    columns = (as_i32(step.group_starts), as_i32(step.group_rows), as_i32(step.group_pages))
+    return tuple(PrefixGroup(*group) for group in zip(*(c.tolist() for c in columns), strict=True))
+
+
+def _chunk_rows(step_rows: StepRows) -> tuple[Int32, Int64, Int64, Int32, Int64]:
+    """Slots and contexts of the chunks, then of all rows that sample: their last tokens, slots and contexts."""
+    chunks = slice(step_rows.num_decode, None)
+    last = (step_rows.firsts + step_rows.lengths - 1)[step_rows.samples]
+    return step_rows.slots[chunks], step_rows.contexts[chunks], last, *step_rows.sampled()
+
+
+def _chunk_layout(rows: Rows, step_rows: StepRows) -> tuple[Int64, Int64, Int64]:
+    """Per token of the chunks: position, cell of its page in the flat page table, offset in the page."""
+    chunks = slice(step_rows.num_decode, None)
+    lengths = step_rows.lengths[chunks]
+    firsts = step_rows.firsts[chunks] - step_rows.num_decode
+    starts = step_rows.contexts[chunks] - lengths
+    positions = np.repeat(starts - firsts, lengths) + np.arange(lengths.sum())
     places = positions // rows.page_size
-    cells = slots * rows.page_table.shape[1] + places
-    return positions, cells, positions - places * rows.page_size, (firsts + lengths - 1)[step_rows.samples]
+    slots = np.repeat(step_rows.slots[chunks].astype(np.int64), lengths)
+    return positions, slots * rows.on_device.page_table.shape[1] + places, positions - places * rows.page_size
 
 
 def _chunk_ids(rows: Rows, step_rows: StepRows) -> Int32:
     """The tokens of all chunks, one after the other."""
-    if step_rows.slots.size == step_rows.num_decode:
-        return step_rows.slots[:0]
     chunks = slice(step_rows.num_decode, None)
     ends = step_rows.contexts[chunks].tolist()
     lengths = step_rows.lengths[chunks].tolist()
@@ -115,8 +160,3 @@ def _chunk_ids(rows: Rows, step_rows: StepRows) -> Int32:
     ids: Int32 = np.concatenate(parts)
     assert ids.size == sum(lengths), "a chunk goes beyond its prompt"
     return ids
-
-
-def _groups(step: Step) -> tuple[PrefixGroup, ...]:
-    columns = (as_i32(step.group_starts), as_i32(step.group_rows), as_i32(step.group_pages))
-    return tuple(PrefixGroup(*group) for group in zip(*(c.tolist() for c in columns), strict=True))

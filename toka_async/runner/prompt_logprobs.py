@@ -17,7 +17,7 @@ from toka_async.model.sampling import clean
 from toka_async.runner.copies import upload
 from toka_async.runner.inputs import StepRows
 from toka_async.runner.rows import Rows
-from toka_async.runner.sampler import Head, slabs
+from toka_async.runner.slab_sampler import Head, slabs
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,4 +1,4 @@
-"""A step's results as one message: all tensors come to the host in one copy.
+"""A step's results as one message: all tensors come to the host in one copy, which nobody waits for before it is due.
 
 Knows messages and log-probs; knows no model.
 """
@@ -15,46 +15,70 @@ from torch import Tensor
 from toka_async.arrays import EMPTY, Float32, Int32, column
 from toka_async.messages import ChunkLogprobs, StepDone
 from toka_async.model.logprobs import Logprobs
-from toka_async.runner.copies import download
+from toka_async.runner.clock import StepClock, StepSpan
+from toka_async.runner.copies import Download
 from toka_async.runner.prompt_logprobs import AskedChunk
-from toka_async.runner.sampler import Samples
+from toka_async.runner.samples import Samples, TopLogprobs
 
 
-def step_done(
-    step_id: int, samples: Samples | None, asked: Sequence[AskedChunk], of_chunks: Logprobs | None
-) -> StepDone:
-    """What a step sampled, and the log-probs of the `asked` chunks' following tokens; `seconds` is left at 0."""
-    tensors = [] if samples is None else [samples.token_ids.to(torch.int32), *_tensors(samples.logprobs)]
-    arrays = download([*tensors, *_tensors(of_chunks)])
-    prompts = () if of_chunks is None else _chunks(asked, *arrays[len(tensors) :])
-    if samples is None:
-        return StepDone(step_id=step_id, token_ids=EMPTY, prompts=prompts)
-    done = StepDone(step_id=step_id, token_ids=column(arrays[0]), prompts=prompts)
-    if samples.logprobs is None:
-        return done
-    return _with_logprobs(done, samples, arrays[0].size, *arrays[1:4])
+class Launched:
+    """A step that the device has been told to compute; `collect` waits for it, in the order of launching."""
+
+    def __init__(
+        self,
+        step_id: int,
+        samples: Samples | None,
+        asked: Sequence[AskedChunk],
+        of_chunks: Logprobs | None,
+        clock: StepClock,
+        span: StepSpan,
+        num_compiles: int,
+    ) -> None:
+        self._step_id = step_id
+        self._samples = samples
+        self._asked = asked
+        self._clock = clock
+        self._num_compiles = num_compiles
+        tensors = [] if samples is None else samples.tensors()
+        self._num_own = len(tensors)
+        self._span = clock.end(span)
+        self._download = Download([*tensors, *_tensors(of_chunks)], clock.copies)
+
+    def collect(self) -> StepDone:
+        """What the step sampled, and the log-probs of prompts."""
+        arrays = self._download.arrays()
+        seconds, waited = self._clock.seconds(self._span)
+        own, of_chunks = arrays[: self._num_own], arrays[self._num_own :]
+        done = StepDone(
+            step_id=self._step_id,
+            token_ids=column(own[0]) if own else EMPTY,
+            prompts=_chunks(self._asked, *of_chunks) if of_chunks else (),
+            seconds=seconds,
+            waited=waited,
+            num_compiles=self._num_compiles,
+        )
+        if len(own) < 2:
+            return done
+        assert self._samples is not None
+        done = msgspec.structs.replace(done, logprobs=column(own[1]))
+        return done if self._samples.top is None else _with_top(done, self._samples.top, own[2], own[3])
 
 
 def _tensors(logprobs: Logprobs | None) -> list[Tensor]:
     return [] if logprobs is None else [logprobs.chosen, logprobs.top_ids.to(torch.int32), logprobs.top]
 
 
-def _with_logprobs(
-    done: StepDone, samples: Samples, num_rows: int, chosen: Float32, top_ids: Int32, top: Float32
-) -> StepDone:
-    """Arrays of the rows that ask, [m] and [m, k]; rows that do not ask get 0."""
-    logprobs = np.zeros(num_rows, dtype=np.float32)
-    logprobs[samples.asked] = chosen
-    counts = np.minimum(samples.num_top, top.shape[1])
-    wanted = np.arange(top.shape[1]) < counts[:, None]
+def _with_top(done: StepDone, top: TopLogprobs, ids: Int32, values: Float32) -> StepDone:
+    """Arrays of the rows that ask for likeliest tokens, [m, k]."""
+    counts = np.minimum(top.counts, values.shape[1])
+    wanted = np.arange(values.shape[1]) < counts[:, None]
     has_top = counts > 0
     return msgspec.structs.replace(
         done,
-        logprobs=column(logprobs),
-        top_rows=column(samples.asked[has_top].astype(np.int32)),
+        top_rows=column(top.rows[has_top].astype(np.int32)),
         top_counts=column(counts[has_top]),
-        top_ids=column(top_ids[wanted]),
-        top_logprobs=column(top[wanted]),
+        top_ids=column(ids[wanted]),
+        top_logprobs=column(values[wanted]),
     )
 
 

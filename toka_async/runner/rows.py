@@ -1,7 +1,7 @@
 """The rows of a rank: tables over slots, changed by the events of steps and by nothing else.
 
-Host columns are NumPy, what the device reads every step (page table, last tokens) stays there. Work is per event:
-steady decoding touches no Python object per row. Knows no requests, no model and no attention.
+Host columns are NumPy; what the device reads every step is in `DeviceRows`. Work is per event: steady decoding touches
+no Python object per row. Knows no requests, no model and no attention.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import numpy.typing as npt
 import torch
 
 from toka_async.arrays import Int32, Int64, as_i32, as_i64, next_rows
-from toka_async.messages import Step
+from toka_async.messages import Ready, Step
 from toka_async.model.sampling import PARAMS
 from toka_async.runner.copies import upload
+from toka_async.runner.device_rows import DeviceRows
 from toka_async.runner.prompts import RowPrompt, read_prompt
 
 
@@ -33,13 +34,13 @@ class Rows:
 
     order: int32 [rows], the decoding slots. positions: int64, tokens of a slot whose keys and values are computed.
     num_pages: int64. num_prompt: int64, tokens of the user's prompt. seeds: int64. params: PARAMS.
-    prompts: RowPrompt or None. page_table: int32 [max_seqs, width] on the device; entries past a slot's pages are
-    any pages. last_tokens: int64 [max_seqs] on the device, the next token of a decoding slot.
+    prompts: RowPrompt or None. on_device: the rest.
     """
 
-    def __init__(self, max_seqs: int, page_size: int, vocab_size: int, device: torch.device) -> None:
-        self.page_size = page_size
-        self.vocab_size = vocab_size
+    def __init__(self, ready: Ready, device: torch.device) -> None:
+        max_seqs = ready.max_seqs
+        self.page_size = ready.page_size
+        self.vocab_size = ready.vocab_size
         self.device = device
         self.order: Int32 = np.empty(0, dtype=np.int32)
         self.positions: Int64 = np.zeros(max_seqs, dtype=np.int64)
@@ -48,40 +49,50 @@ class Rows:
         self.seeds: Int64 = np.zeros(max_seqs, dtype=np.int64)
         self.params: npt.NDArray[np.void] = np.zeros(max_seqs, dtype=PARAMS)
         self.prompts: npt.NDArray[np.object_] = np.full(max_seqs, None, dtype=object)
-        self.page_table = torch.zeros(max_seqs, 8, dtype=torch.int32, device=device)
-        self.last_tokens = torch.zeros(max_seqs, dtype=torch.int64, device=device)
+        # A GPU's kernels find the table where it was when they were captured: as wide as a row can ever be.
+        most = -(-ready.max_context // ready.page_size) + 1
+        width = 8 if device.type == "cpu" else most
+        self.on_device = DeviceRows(max_seqs, ready.page_size, width, ready.num_pages, device)
         self._known: dict[int, RowPrompt] = {}
 
-    def apply(self, step: Step) -> None:
-        """The step's events on rows, in the order of its fields; copies of pages are the caller's."""
+    def apply(self, step: Step) -> Int32:
+        """The step's events on rows, in the order of its fields; copies of pages are the caller's.
+
+        Returns the admitted slots, whose sampling parameters are new.
+        """
         for key in as_i32(step.dropped_prompts).tolist():
             del self._known[key]
-        freed = as_i32(step.freed)
+        freed, admitted = as_i32(step.freed), as_i32(step.admit_slots)
         self.prompts[freed] = None
         for prompt in step.prompts:
             self._known[prompt.key] = read_prompt(prompt, self.vocab_size)
-        if step.admit_slots or step.page_slots:
-            self._admit_and_append(step)
-        self.order = next_rows(self.order, freed, as_i32(step.joined))
+        if admitted.size or step.page_slots:
+            self._admit_and_append(step, admitted)
         if step.order:
             self.order = as_i32(step.order).copy()
+        elif freed.size or step.joined:
+            self.order = next_rows(self.order, freed, as_i32(step.joined))
+        return admitted
 
     def advance(self, slots: Int32, lengths: Int32) -> None:
         """The slots' next `lengths` tokens are computed."""
         self.positions[slots] += lengths
 
-    def _admit_and_append(self, step: Step) -> None:
-        slots = as_i32(step.admit_slots)
+    def _admit_and_append(self, step: Step, slots: Int32) -> None:
         tokens, cells = self._admit(step, slots)
         cells.append(self._append(step))
         at_slots, places, pages = (np.concatenate([getattr(c, name) for c in cells]) for name in _Cells.__slots__)
+        rows = self.on_device
         if places.size:
-            self._widen(int(places.max()) + 1)
-        at = at_slots.astype(np.int64) * self.page_table.shape[1] + places
+            rows.widen(int(places.max()) + 1)
+        at = at_slots.astype(np.int64) * rows.page_table.shape[1] + places
         # No cell is written twice: slots are admitted once a step, and their own pages follow the shared ones.
-        cells_at, page_ids, slots_at, token_ids = upload((at, pages, slots, tokens), self.device)
-        self.page_table.view(-1).index_put_((cells_at,), page_ids.to(torch.int32))
-        self.last_tokens.index_put_((slots_at,), token_ids)
+        columns = (at, pages, slots, tokens, self.positions[slots])
+        cells_at, page_ids, slots_at, token_ids, positions = upload(columns, self.device)
+        rows.page_table.view(-1).index_put_((cells_at,), page_ids.to(torch.int32))
+        if slots.size:
+            rows.last_tokens.index_copy_(0, slots_at, token_ids)
+            rows.positions.index_copy_(0, slots_at, positions)
 
     def _admit(self, step: Step, slots: Int32) -> tuple[Int32, list[_Cells]]:
         """Fills the host columns of admitted rows; returns their next tokens [a] and the cells of their pages."""
@@ -90,7 +101,7 @@ class Rows:
         self.seeds[slots] = as_i64(step.admit_seeds)
         tokens = np.empty(slots.size, dtype=np.int32)
         cells = []
-        for indices in _indices_by_key(keys):
+        for indices in indices_by_key(keys):
             prompt = self._known[int(keys[indices[0]])]
             same = slots[indices]
             tokens[indices] = prompt.token_ids[starts[indices]]
@@ -114,16 +125,8 @@ class Rows:
         self.num_pages[ordered] = places + 1
         return _Cells(ordered, places, pages[by_slot])
 
-    def _widen(self, width: int) -> None:
-        """Room for `width` pages in every row; grows by doubling."""
-        old = self.page_table
-        if width <= old.shape[1]:
-            return
-        self.page_table = old.new_zeros(old.shape[0], 1 << (width - 1).bit_length())
-        self.page_table[:, : old.shape[1]] = old
 
-
-def _indices_by_key(keys: Int32) -> list[npt.NDArray[np.intp]]:
+def indices_by_key(keys: Int32 | Int64) -> list[npt.NDArray[np.intp]]:
     """The indices of each distinct key."""
     if not keys.size:
         return []

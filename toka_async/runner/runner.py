@@ -1,27 +1,29 @@
-"""One rank's forward passes: takes steps in order, answers each with what it sampled.
+"""One rank's forward passes: takes steps in order, launches them ahead of the device, answers what each sampled.
 
 Knows no requests, no text and no sockets.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from typing import Protocol
 
-import msgspec
 import torch
 from torch import Tensor
 
-from toka_async.arrays import as_i32
-from toka_async.attention.base import AttentionBackend
+from toka_async.arrays import Int32, as_i32
+from toka_async.attention.base import AttentionBackend, GraphAttention
 from toka_async.messages import Ready, Step, StepDone
+from toka_async.runner.clock import StepClock
 from toka_async.runner.copies import upload
+from toka_async.runner.decode import DecodePass
 from toka_async.runner.history import History
-from toka_async.runner.inputs import StepInputs, StepRows, build_inputs, rows_of
+from toka_async.runner.inputs import StepInputs, StepRows, build_inputs, groups_of, rows_of
 from toka_async.runner.prompt_logprobs import asked_chunks, prompt_logprobs
-from toka_async.runner.results import step_done
+from toka_async.runner.results import Launched
 from toka_async.runner.rows import Rows
-from toka_async.runner.sampler import Sampler, Samples
+from toka_async.runner.samples import Samples
+from toka_async.runner.slab_sampler import SlabSampler
 
 
 class Model(Protocol):
@@ -38,65 +40,115 @@ class Cache(Protocol):
     def copy_pages(self, src: Tensor, dst: Tensor) -> None: ...
 
 
+def no_compiles() -> int:
+    return 0
+
+
 class Runner:
     """Runs steps on one device.
 
-    ready: what fits, for the scheduler.
+    ready: what fits, for the scheduler. decode: passes of decoding rows alone, on a GPU with `use_kernels`.
+
+    Args:
+        forward: the model's forward pass, if it is not to be called itself (compiled).
+        num_compiles: how often something was compiled up to now.
+        freeze: called when the runner is warm.
+        use_kernels: sample with kernels; a GPU's.
+        graphs: the attention, if its decoding can be captured.
     """
 
     def __init__(
-        self, model: Model, cache: Cache, attention: AttentionBackend, ready: Ready, device: torch.device
+        self,
+        model: Model,
+        cache: Cache,
+        attention: AttentionBackend,
+        ready: Ready,
+        device: torch.device,
+        forward: Callable[[Tensor, Tensor], Tensor] | None = None,
+        num_compiles: Callable[[], int] | None = None,
+        freeze: Callable[[], None] | None = None,
+        use_kernels: bool = False,
+        graphs: GraphAttention | None = None,
     ) -> None:
         self.ready = ready
+        self.device = device
         self._model = model
         self._cache = cache
         self._attention = attention
-        self._rows = Rows(ready.max_seqs, ready.page_size, ready.vocab_size, device)
-        self._history = History(ready.num_pages, ready.page_size, device)
-        self._sampler = Sampler(model.logits, self._rows, self._history)
+        self._forward = forward or (lambda token_ids, positions: model.forward(token_ids, positions, attention))
+        self._num_compiles = num_compiles or no_compiles
+        self._compiles_before = 0
+        self._freeze = freeze
+        self._rows = Rows(ready, device)
+        self._history = History(ready.num_pages + 1, ready.page_size, device)
+        self._clock = StepClock(device)
+        self.decode: DecodePass | None = None
+        if use_kernels:
+            self.decode = DecodePass(self._forward, model.logits, graphs, self._rows, self._history)
+        self._sampler = self.decode.sampler if self.decode else SlabSampler(model.logits, self._rows, self._history)
+
+    def warmed(self) -> None:
+        """From now on, a compilation counts."""
+        self._compiles_before = self._num_compiles()
+        if self._freeze is not None:
+            self._freeze()
 
     def run(self, step: Step) -> StepDone:
         """One forward pass; a step of events alone computes nothing and samples nothing."""
-        started = time.perf_counter()
+        return self.launch(step).collect()
+
+    def launch(self, step: Step) -> Launched:
+        """Tell the device to compute a step of one pass. A GPU does so later; what it samples stays there, too."""
         with torch.inference_mode():
-            done = self._run(step)
-        return msgspec.structs.replace(done, seconds=time.perf_counter() - started)
+            return self._launch(step)
 
-    def _run(self, step: Step) -> StepDone:
+    def _launch(self, step: Step) -> Launched:
+        span = self._clock.begin()
         rows = self._rows
-        rows.apply(step)
-        self._copy_pages(step)
+        self._apply(step)
         step_rows = rows_of(rows, step)
-        if not step_rows.slots.size:
-            return step_done(step.step_id, None, (), None)
-        inputs = build_inputs(rows, step, step_rows)
-        hidden = self._forward(inputs)
-        rows.advance(step_rows.slots, step_rows.lengths)
-        samples = self._sample(hidden, inputs, step_rows)
         asked = asked_chunks(rows, step_rows)
-        of_chunks = prompt_logprobs(hidden, asked, self._model.logits, rows.vocab_size) if asked else None
-        return step_done(step.step_id, samples, asked, of_chunks)
+        samples, of_chunks = None, None
+        if not step_rows.slots.size:
+            pass
+        elif self.decode is not None and self.decode.can_replay(step_rows, bool(step.group_starts)):
+            samples = self.decode.replay(step_rows, groups_of(step))
+        else:
+            samples, hidden = self._compute(build_inputs(rows, step, step_rows), step_rows)
+            if asked:
+                of_chunks = prompt_logprobs(hidden, asked, self._model.logits, rows.vocab_size)
+        rows.advance(step_rows.slots, step_rows.lengths)
+        num_compiles = self._num_compiles() - self._compiles_before
+        return Launched(step.step_id, samples, asked, of_chunks, self._clock, span, num_compiles)
 
-    def _copy_pages(self, step: Step) -> None:
-        if not step.copy_sources:
-            return
-        sources, targets = upload((as_i32(step.copy_sources), as_i32(step.copy_targets)), self._rows.device)
-        self._cache.copy_pages(sources, targets)
-        self._history.copy_pages(sources, targets)
+    def _apply(self, step: Step) -> None:
+        """The step's events, on the host's tables and the device's."""
+        rows, before = self._rows, self._rows.order
+        admitted = rows.apply(step)
+        if self.decode is not None and admitted.size:
+            self.decode.sampler.admit(admitted)
+        if rows.order is not before:
+            self._set_order(rows.order)
+        if step.copy_sources:
+            sources, targets = upload((as_i32(step.copy_sources), as_i32(step.copy_targets)), rows.device)
+            self._cache.copy_pages(sources, targets)
+            self._history.copy_pages(sources, targets)
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
-        """Hidden states [t, hidden]; afterwards the cache holds the step's tokens."""
-        self._history.write(inputs.attention.write_indices, inputs.token_ids)
-        self._attention.plan(inputs.attention)
-        return self._model.forward(inputs.token_ids, inputs.positions, self._attention)
+    def _set_order(self, order: Int32) -> None:
+        padded = self.decode.padded(order) if self.decode is not None else order.size
+        self._rows.on_device.set_order(order, padded)
 
-    def _sample(self, hidden: Tensor, inputs: StepInputs, step_rows: StepRows) -> Samples | None:
-        """The rows' new tokens, which become their last ones; None when no row samples."""
-        samples = step_rows.samples
-        if not inputs.sample_slots.numel():
-            return None
-        if inputs.sampled is not None:
-            hidden = hidden.index_select(0, inputs.sampled)
-        drawn = self._sampler.sample(hidden, step_rows.slots[samples], step_rows.contexts[samples])
-        self._rows.last_tokens.index_copy_(0, inputs.sample_slots, drawn.token_ids)
-        return drawn
+    def _compute(self, inputs: StepInputs, step_rows: StepRows) -> tuple[Samples | None, Tensor]:
+        """The rows' next tokens and the hidden states [t, hidden]; afterwards the cache holds the step's tokens."""
+        rows, batch = self._rows.on_device, inputs.attention
+        self._history.write(batch.write_indices, inputs.token_ids)
+        self._attention.plan(batch)
+        hidden = self._forward(inputs.token_ids, inputs.positions)
+        rows.advance(batch.slots, batch.contexts)
+        slots, contexts = step_rows.sampled()
+        if not slots.size:
+            return None, hidden
+        last = hidden if inputs.sampled is None else hidden.index_select(0, inputs.sampled)
+        samples = self._sampler.sample(last, slots, contexts, inputs.sample_slots, inputs.sample_contexts)
+        rows.sampled(inputs.sample_slots, samples.token_ids)
+        return samples, hidden

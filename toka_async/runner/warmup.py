@@ -1,48 +1,122 @@
-"""First steps, so that the first request does not pay for what a process does once (thread pools, kernels, caches).
+"""First steps, so that no request pays for what happens once: thread pools, kernels, captured graphs.
 
-Knows messages; leaves the runner without rows.
+Every kind of step is computed: one row and all rows, one token and many, with and without shared prefixes, all ways to
+sample. Afterwards nothing is compiled any more. Knows messages; leaves the runner without rows.
 """
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from toka_async.arrays import column, i32_column
-from toka_async.messages import Prompt, Sampling, Step
+from toka_async.messages import Ready, Sampling
 from toka_async.runner.runner import Runner
+from toka_async.runner.stages import Stages
+from toka_async.runner.synthetic import GREEDY, SyntheticRows
 
-_PROMPT_TOKENS = 8
 _DECODE_STEPS = 3
+_PROMPT_TOKENS = 8
+# What kernels sample, and what needs plain torch.
+FAST = (
+    GREEDY,
+    Sampling(temperature=0.6),
+    Sampling(temperature=0.6, top_p=0.9),
+    Sampling(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05),
+    Sampling(min_p=0.1, num_logprobs=0),
+)
+SLOW = (
+    Sampling(presence_penalty=0.5, frequency_penalty=0.5, num_logprobs=5, num_prompt_logprobs=5),
+    Sampling(top_k=100, top_p=0.9, repetition_penalty=1.1),
+    Sampling(
+        bias_ids=i32_column([0]),
+        bias_values=column(np.ones(1, np.float32)),
+        min_tokens=2,
+        end_ids=i32_column([0]),
+    ),
+)
 
 
-def warm_up(runner: Runner) -> None:
-    """A prompt and some tokens after it, in the first pages; what they held is lost."""
-    ready = runner.ready
-    room = min(ready.num_pages * ready.page_size, ready.max_context)
-    num_tokens = min(_PROMPT_TOKENS, room - _DECODE_STEPS)
-    if num_tokens < 1:
-        return
-    num_pages = -(-(num_tokens + _DECODE_STEPS) // ready.page_size)
-    slot = i32_column([0])
-    prompt = Prompt(
-        key=0,
-        token_ids=column(np.zeros(num_tokens, dtype=np.int32)),
-        num_prompt=num_tokens,
-        pages=i32_column(range(num_pages)),
-        sampling=Sampling(top_p=0.9),
-    )
-    first = Step(
-        step_id=0,
-        prompts=(prompt,),
-        admit_slots=slot,
-        admit_keys=i32_column([0]),
-        admit_starts=i32_column([0]),
-        admit_seeds=column(np.zeros(1, dtype=np.int64)),
-        chunk_slots=slot,
-        chunk_lengths=i32_column([num_tokens]),
-        chunk_samples=column(np.ones(1, dtype=np.bool_)),
-    )
-    runner.run(first)
-    for index in range(_DECODE_STEPS):
-        runner.run(Step(step_id=0, joined=slot if index == 0 else i32_column([])))
-    runner.run(Step(step_id=0, freed=slot, dropped_prompts=i32_column([0])))
+def warm_up(runner: Runner, stages: Stages, max_graph_seqs: int = 0, grouped: bool = False) -> None:
+    """Compute, and on a GPU capture, all that steps can be made of; `grouped`: steps may have shared prefixes."""
+    on_gpu = runner.decode is not None
+    with stages.stage("warm-up"):
+        loads = gpu_loads(runner.ready) if on_gpu else cpu_loads(runner.ready)
+        for number, load in enumerate(loads):
+            load(runner)
+            stages.show(number + 1, len(loads))
+    if runner.decode is not None and max_graph_seqs:
+        most = min(max_graph_seqs, runner.ready.max_seqs)
+        with stages.stage("graphs"):
+            for done, total in runner.decode.capture(most, grouped):
+                stages.show(done, total)
+            for load in loads:  # replayed once: a graph's first launch takes longer
+                load(runner)
+    gc.collect()
+    runner.warmed()
+
+
+Load = Callable[[Runner], None]
+
+
+def cpu_loads(ready: Ready) -> list[Load]:
+    """A prompt and some tokens after it."""
+    length = min(_PROMPT_TOKENS, SyntheticRows(ready).room(_DECODE_STEPS))
+    return [rows_load([length], (Sampling(top_p=0.9),))] if length > 0 else []
+
+
+def gpu_loads(ready: Ready) -> list[Load]:
+    """Few rows and many, short and long, alone and grouped."""
+    size = ready.page_size
+    pages = -(-(_PROMPT_TOKENS + _DECODE_STEPS + 2) // size)
+    most = min(ready.max_seqs, ready.num_pages // pages - 1, ready.max_tokens // _PROMPT_TOKENS)
+    room = min(SyntheticRows(ready).room(_DECODE_STEPS + 2), ready.max_tokens)
+    loads: list[Load] = []
+    for count in dict.fromkeys((1, 2, 3, 17, 64, 300, 1100, most)):
+        if 0 < count <= most:
+            loads.append(rows_load([_PROMPT_TOKENS] * count, FAST))
+            if count in (1, 17, most):
+                loads.append(rows_load([_PROMPT_TOKENS] * min(count, 300), (*SLOW, GREEDY)))
+    if room > 0:
+        loads.append(rows_load([1], (GREEDY,)))
+        loads += [rows_load([room // part], (GREEDY,)) for part in (1, 2, 16) if room // part]
+    for count, shared in ((2, 1), (64, 4), (most, 32)):
+        fits = shared + count * pages <= ready.num_pages and 1 < count <= ready.max_seqs
+        if fits and (shared + pages) * size <= ready.max_context and count * 2 <= ready.max_tokens:
+            loads.append(rows_load([shared * size + 2] * count, FAST, shared, count))
+    return loads
+
+
+def largest_load(ready: Ready) -> Load:
+    """As many tokens in one step as there may be, of as many rows as there may be, that sample in every way."""
+    each = max(1, min(ready.max_tokens // ready.max_seqs, ready.max_context - 2))
+    lengths = np.full(ready.max_seqs, each)
+    more = np.full(ready.max_seqs, ready.max_context - 2 - each).cumsum()
+    spare = ready.max_tokens - int(lengths.sum())
+    lengths += np.diff(np.minimum(more, spare), prepend=0)
+    return rows_load(lengths.tolist(), (*FAST, SLOW[0]), num_decode=1)
+
+
+def rows_load(
+    lengths: Sequence[int],
+    sampling: Sequence[Sampling],
+    num_shared: int = 0,
+    num_grouped: int = 0,
+    num_decode: int = _DECODE_STEPS,
+) -> Load:
+    """Prompts, then tokens after them, then one prompt more beside them."""
+
+    def load(runner: Runner) -> None:
+        rows = SyntheticRows(runner.ready, num_shared)
+        runner.run(rows.step(lengths, sampling))
+        for _ in range(num_decode):
+            runner.run(rows.step(num_grouped=num_grouped))
+        if len(lengths) < runner.ready.max_seqs and len(lengths) + lengths[0] <= runner.ready.max_tokens:
+            another = min(lengths[0], num_shared * runner.ready.page_size + 3)
+            if rows.has_room(another):
+                runner.run(rows.step([another], (GREEDY,), num_grouped))
+        runner.run(rows.end())
+
+    return load

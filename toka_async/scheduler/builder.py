@@ -28,13 +28,15 @@ class StepRecord:
     """What a queued step computes, to make sense of its results.
 
     lanes: in the order of its sampled tokens. computed: runs whose prompt is complete with this step.
-    scored: slot -> request, for chunks whose prompt tokens' log-probs come back.
+    scored: slot -> request, for chunks whose prompt tokens' log-probs come back. was_queued: before the step ahead of
+    it came back.
     """
 
     step_id: int
     lanes: Int32
     computed: list[PromptRun]
     scored: dict[int, Request]
+    was_queued: bool = False
 
 
 @dataclass(slots=True)

@@ -221,8 +221,9 @@ class Core:
         record = self._in_flight.popleft()
         self._depth.completed(now, done.seconds, len(self._in_flight))
         assert done.step_id == record.step_id, "steps come back in order"
-        self._stats.num_steps += 1
-        self._stats.step_seconds += done.seconds
+        self._stats.stepped(done, was_queued=record.was_queued)
+        if self._in_flight:
+            self._in_flight[0].was_queued = True
         self._results.take_scores(done, record)
         for run in record.computed:
             if self._requests.get(run.request.request_id) is run.request:

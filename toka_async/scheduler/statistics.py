@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from toka_async.messages import Stats
+from toka_async.messages import Stats, StepDone
 from toka_async.scheduler.builder import StepBuilder
 from toka_async.scheduler.depth import StepDepth
 from toka_async.scheduler.policy import Admission
@@ -36,6 +36,15 @@ class StatsSource:
         self.wasted_tokens = 0
         self.num_steps = 0
         self.step_seconds = 0.0
+        self.device_idle_seconds = 0.0
+        self.num_compiles = 0
+
+    def stepped(self, done: StepDone, was_queued: bool) -> None:
+        """A step came back; it was queued, or not, when the one before it did."""
+        self.num_steps += 1
+        self.step_seconds += done.seconds
+        self.device_idle_seconds += done.waited if was_queued else 0.0
+        self.num_compiles = done.num_compiles
 
     def computed(self, num_tokens: int, num_wasted: int) -> None:
         """A step's tokens, and those of them that belonged to sequences that had ended."""
@@ -72,6 +81,8 @@ class StatsSource:
             num_steps=self.num_steps,
             step_seconds=self.step_seconds,
             idle_seconds=self._depth.idle_seconds,
+            device_idle_seconds=self.device_idle_seconds,
+            num_compiles=self.num_compiles,
             depths=tuple(self._depth.histogram),
             forecast_us=percentiles(self._admission.forecast_times()),
             expected_length=self._admission.expected_length(),

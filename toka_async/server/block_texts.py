@@ -1,4 +1,4 @@
-"""The texts of whole samples, of many at once: for requests that want text and have no stop strings.
+"""The texts of whole samples, of many at once, cut at their stop strings.
 
 Knows token ids and text; knows no requests.
 """
@@ -10,7 +10,7 @@ import numpy as np
 from toka_async.arrays import Int32
 from toka_async.messages import Reason
 from toka_async.server.rows import Block
-from toka_async.server.sample_text import TextOptions
+from toka_async.server.sample_text import SampleText, TextOptions, sample_text
 from toka_async.text.byte_table import ByteTable
 from toka_async.text.tokenizer import Tokenizer
 
@@ -24,14 +24,19 @@ class BlockTexts:
         self._tokenizer = tokenizer
         self._tables: dict[bool, ByteTable] = {}  # without and with special tokens skipped
 
-    def texts(self, block: Block, options: TextOptions) -> list[str]:
+    def texts(self, block: Block, options: TextOptions) -> list[SampleText]:
         """The text of each sample, end tokens left out as `options` say."""
-        skip, (token_ids, counts) = options.skip_special_tokens, without_ends(block, options.kept_end_ids)
+        token_ids, counts = without_ends(block, options.kept_end_ids)
+        ends = np.cumsum(counts)
         if token_ids.size < MANY:
-            ends = np.cumsum(counts)
             rows = np.split(token_ids, ends[:-1])
-            return [self._tokenizer.decode(row.tolist(), skip, continues=True) for row in rows]
-        return [raw.decode("utf-8", "replace") for raw in self._table(skip).split(token_ids, counts)]
+            return [sample_text(self._tokenizer, row.tolist(), options) for row in rows]
+        texts, stops = self._table(options.skip_special_tokens).split(token_ids, counts), options.stops
+        whole = [SampleText(raw.decode("utf-8", "replace")) for raw in texts]
+        for i in [] if stops is None else [i for i, raw in enumerate(texts) if stops.may_be_in(raw)]:
+            row = token_ids[ends[i] - counts[i] : ends[i]]
+            whole[i] = sample_text(self._tokenizer, row.tolist(), options)
+        return whole
 
     def _table(self, skip_special_tokens: bool) -> ByteTable:
         table = self._tables.get(skip_special_tokens)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
 from toka_async.config import ServerConfig
 from toka_async.messages import Reason
@@ -16,6 +16,7 @@ from toka_async.openai.prompts import Prompt, parse_prompts
 from toka_async.openai.requests import CompletionRequest
 from toka_async.openai.responses import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage
 from toka_async.server.answers import FINISH, Header, new_header, num_kept, run_usage
+from toka_async.server.block_texts import MANY
 from toka_async.server.logprobs import (
     concatenated,
     echoed_logprobs,
@@ -73,8 +74,9 @@ class CompletionAnswer:
         for prompt, samples in enumerate(outputs):
             echo = self.echo(run, prompt)
             of_prompt = self.prompt_logprobs(run, prompt)
-            for sample, output in enumerate(samples):
-                choices.append(self.choice(run, prompt, sample, output, echo, of_prompt))
+            logprobs = self.sample_logprobs(run, samples, echo)
+            for sample, (output, own) in enumerate(zip(samples, logprobs, strict=True)):
+                choices.append(self.choice(run, prompt, sample, output, echo[0], own, of_prompt))
         return self.completion(choices, run_usage(run, num_kept(outputs)))
 
     def choice(
@@ -83,24 +85,37 @@ class CompletionAnswer:
         prompt: int,
         sample: int,
         output: Output,
-        echo: tuple[str, CompletionLogprobs | None],
+        echo: str,
+        logprobs: CompletionLogprobs | Raw | None,
         of_prompt: PromptLogprobs | UnsetType,
     ) -> CompletionChoice:
-        text, logprobs = echo
-        if run.generation.sampling.num_logprobs >= 0:
-            skip = run.generation.skip_special_tokens
-            offsets = text_offsets(self.service.tokenizer, output.rows.token_ids.tolist(), skip, True, len(text))
-            own = self.logprobs(run, output.rows, offsets)
-            logprobs = own if logprobs is None else concatenated(logprobs, own)
         return CompletionChoice(
             index=prompt * run.generation.n + sample,
-            text=text + output.text,
+            text=echo + output.text,
             logprobs=logprobs,
             finish_reason=FINISH[output.reason],
             stop_reason=output.stop,
             token_ids=output.rows.token_ids.tolist() if run.generation.return_token_ids else UNSET,
             prompt_logprobs=of_prompt,
         )
+
+    def sample_logprobs(
+        self, run: Run, samples: Sequence[Output], echo: tuple[str, CompletionLogprobs | None]
+    ) -> Sequence[CompletionLogprobs | Raw | None]:
+        """The log-probs of each sample of a prompt, an echoed prompt's before them."""
+        num_logprobs, skip = run.generation.sampling.num_logprobs, run.generation.skip_special_tokens
+        if num_logprobs < 0:
+            return [None] * len(samples)
+        text, of_echo = echo
+        rows = [output.rows for output in samples]
+        if num_logprobs == 0 and of_echo is None and sum(map(len, rows)) >= MANY:
+            return self.service.logprob_columns.encode(rows, skip, start=len(text))
+        logprobs = []
+        for each in rows:
+            offsets = text_offsets(self.service.tokenizer, each.token_ids.tolist(), skip, True, len(text))
+            own = self.logprobs(run, each, offsets)
+            logprobs.append(own if of_echo is None else concatenated(of_echo, own))
+        return logprobs
 
     def first(self, run: Run, prompt: int, sample: int) -> Completion | None:
         if not run.generation.echo:

@@ -167,11 +167,9 @@ class Engine:
 
         Of a streamed sample later tokens are dropped; of another the scheduler sends `num_tokens`, or a few more.
         """
-        state = flight.samples[sample]
-        if state.reason is Reason.NONE and not state.ending and flight.request_id in self._inflight:
+        if not flight.is_closed(sample) and flight.request_id in self._inflight:
             self.outbox.send(EndSample(request_id=flight.request_id, sample=sample, num_tokens=num_tokens))
-        state.ending = True
-        state.muted = flight.stream
+        flight.close(sample)
 
     def find(self, request_id: int) -> InFlight | None:
         """The request of that number, while it is held."""
@@ -222,7 +220,7 @@ class Engine:
 
     def _on_tokens(self, message: Tokens) -> None:
         now, num_rows = self._clock(), len(message.counts) // 4
-        if message.num_logprobs < 0:
+        if message.num_logprobs <= 0:
             for request_id, block in split_requests(message, self._is_in_blocks):
                 flight = self._inflight[request_id]
                 num_rows -= block.counts.size

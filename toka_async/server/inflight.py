@@ -108,13 +108,14 @@ class InFlight:
         n: samples.
         stream: tokens are wanted as they come.
         now: seconds, when it was submitted.
-        in_blocks: nothing but token ids is wanted and no stop string ends a sample: what comes is kept in blocks of
-            many samples, and not in `samples`.
+        in_blocks: the likeliest tokens are not wanted, and if it streams, nothing but text that no stop string ends:
+            what comes is kept in blocks of many samples, and not in `samples`.
     """
 
     __slots__ = (
         "_batch",
         "_blocks",
+        "_closed",
         "first_token",
         "in_blocks",
         "index",
@@ -147,6 +148,7 @@ class InFlight:
         self.samples = [] if in_blocks else [Sample() for _ in range(n)]
         self.last_arrivals = np.zeros(n if in_blocks else 0)
         self._blocks: list[Block] = []
+        self._closed = np.zeros(n if in_blocks else 0, np.bool_)  # samples that have ended or are ending
         self.num_open = n
         self.prefilled: Prefilled | None = None
         self.index = len(batch.flights)
@@ -174,9 +176,26 @@ class InFlight:
     def add_block(self, block: Block) -> None:
         """What the engine says of some samples of a flight `in_blocks`."""
         self._blocks.append(block)
-        self.num_open -= int(np.count_nonzero(block.reasons))
+        ended = block.samples[block.reasons != 0]
+        self._closed[ended] = True
+        self.num_open -= ended.size
         if self.stream:
             self._batch.note(self.index, 0)
+
+    def is_closed(self, index: int) -> bool:
+        """Whether the sample has ended, or the scheduler was told of its end."""
+        if self.in_blocks:
+            return bool(self._closed[index])
+        sample = self.samples[index]
+        return sample.ending or sample.reason is not Reason.NONE
+
+    def close(self, index: int) -> None:
+        """The scheduler is told of the sample's end; of a streamed one later tokens are dropped."""
+        if self.in_blocks:
+            self._closed[index] = True
+        else:
+            self.samples[index].ending = True
+            self.samples[index].muted = self.stream
 
     def take_block(self) -> Block:
         """All that has come and was not taken yet, something at least."""

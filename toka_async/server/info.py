@@ -28,8 +28,11 @@ async def model(request: web.Request) -> web.Response:
 
 
 def served_model(service: Service) -> Model:
-    ready = service.engine.ready
-    return Model(id=service.name, created=service.created, max_model_len=ready.max_context if ready else None)
+    """503 until the engine is ready: clients wait for this route to answer."""
+    limits = service.limits()
+    return Model(
+        id=service.name, created=service.created, max_model_len=limits.max_context, vocab_size=limits.vocab_size
+    )
 
 
 async def health(request: web.Request) -> web.Response:

@@ -6,7 +6,7 @@ Knows nothing of requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -64,19 +64,31 @@ class Block:
     """New tokens of some samples of one request, each sample once.
 
     samples: [s]. counts: [s], tokens of each. token_ids: [sum(counts)], sample by sample. reasons: [s], see Reason.
+    logprobs: as token_ids, or [0] when none were asked for.
     """
 
     samples: Int32
     counts: Int32
     token_ids: Int32
     reasons: Int32
+    logprobs: Float32 = field(default_factory=lambda: NO_ROWS.logprobs)
+
+    @property
+    def tokens(self) -> Rows:
+        """The tokens of all samples."""
+        width_0 = np.empty((self.token_ids.size, 0), np.int32)
+        return Rows(self.token_ids, self.logprobs, width_0, width_0.view(np.float32))
 
 
 def split_requests(message: Tokens, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Block]]:
-    """The token ids of a message by request, of those wanted; a request's samples stay in their order."""
+    """The tokens of a message by request, of those wanted; a request's samples stay in their order."""
     request_ids = as_i32(message.request_ids)
     everything = Block(
-        as_i32(message.samples), as_i32(message.counts), as_i32(message.token_ids), as_i32(message.reasons)
+        as_i32(message.samples),
+        as_i32(message.counts),
+        as_i32(message.token_ids),
+        as_i32(message.reasons),
+        as_f32(message.logprobs),
     )
     if (request_ids[1:] < request_ids[:-1]).any():
         order = np.argsort(request_ids, kind="stable")
@@ -86,9 +98,17 @@ def split_requests(message: Tokens, wanted: Callable[[int], bool]) -> Iterator[t
     bounds = pairwise([*cuts.tolist(), request_ids.size])
     for request_id, (start, end) in zip(request_ids[cuts].tolist(), bounds, strict=True):
         if wanted(request_id):
-            cut = slice(start, end)
-            token_ids = everything.token_ids[ends[start] : ends[end]]
-            yield request_id, Block(everything.samples[cut], everything.counts[cut], token_ids, everything.reasons[cut])
+            cut, tokens = slice(start, end), slice(ends[start], ends[end])
+            yield (
+                request_id,
+                Block(
+                    everything.samples[cut],
+                    everything.counts[cut],
+                    everything.token_ids[tokens],
+                    everything.reasons[cut],
+                    everything.logprobs[tokens],
+                ),
+            )
 
 
 def merged(blocks: Sequence[Block]) -> Block:
@@ -100,6 +120,7 @@ def merged(blocks: Sequence[Block]) -> Block:
         np.concatenate([block.counts for block in blocks]),
         np.concatenate([block.token_ids for block in blocks]),
         np.concatenate([block.reasons for block in blocks]),
+        np.concatenate([block.logprobs for block in blocks]),
     )
     everything = taken(everything, np.argsort(everything.samples, kind="stable"))
     firsts = np.flatnonzero(np.diff(everything.samples, prepend=-1))
@@ -108,6 +129,7 @@ def merged(blocks: Sequence[Block]) -> Block:
         np.add.reduceat(everything.counts, firsts),
         everything.token_ids,
         np.maximum.reduceat(everything.reasons, firsts),
+        everything.logprobs,
     )
 
 
@@ -115,12 +137,13 @@ def taken(block: Block, order: npt.NDArray[np.intp]) -> Block:
     """The samples in another order, with their tokens."""
     counts = block.counts[order]
     if block.token_ids.size == block.counts.size and (block.counts == 1).all():
-        token_ids = block.token_ids[order]
+        places = order
     else:
         starts = (np.cumsum(block.counts) - block.counts)[order]
         shifts = np.repeat(starts - (np.cumsum(counts) - counts), counts)
-        token_ids = block.token_ids[shifts + np.arange(shifts.size)]
-    return Block(block.samples[order], counts, token_ids, block.reasons[order])
+        places = shifts + np.arange(shifts.size)
+    logprobs = block.logprobs[places] if block.logprobs.size else block.logprobs
+    return Block(block.samples[order], counts, block.token_ids[places], block.reasons[order], logprobs)
 
 
 def split(message: Tokens) -> Iterator[tuple[int, int, Rows, Reason]]:

@@ -27,7 +27,8 @@ from toka_async.server.block_texts import MANY, BlockTexts
 from toka_async.server.engine import Engine, Job
 from toka_async.server.inflight import Batch
 from toka_async.server.json_texts import JsonTexts
-from toka_async.server.rows import REASONS, Block, Rows, token_rows
+from toka_async.server.logprob_columns import LogprobColumns
+from toka_async.server.rows import REASONS, Block, Rows
 from toka_async.server.sample_text import SampleText, TextOptions, sample_text
 from toka_async.server.stop_sets import StopSets
 from toka_async.text.chat import ChatTemplate, ChatTemplateError, TemplateKwargsError
@@ -80,6 +81,7 @@ class Service:
     executor: Executor
     created: int = field(default_factory=lambda: int(time.time()))
     json_texts: dict[bool, JsonTexts] = field(init=False)  # without and with special tokens skipped
+    logprob_columns: LogprobColumns = field(init=False)
     _encode: Batcher[tuple[str, bool], list[int]] = field(init=False)
     _render: Batcher[Chat, str] = field(init=False)
     _decode: Batcher[tuple[list[int], TextOptions], SampleText] = field(init=False)
@@ -88,6 +90,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.json_texts = {skip: JsonTexts(self.tokenizer, skip) for skip in (False, True)}
+        self.logprob_columns = LogprobColumns(self.tokenizer)
         self._encode = Batcher(self._encode_all, self.executor)
         self._render = Batcher(self._render_all, self.executor)
         self._decode = Batcher(self._decode_all, self.executor)
@@ -193,14 +196,15 @@ class Service:
         """The samples of each prompt's block."""
         generation, outputs = run.generation, []
         for block in blocks:
-            ends = np.cumsum(block.counts)
+            ends, tokens = np.cumsum(block.counts), block.tokens
             columns = (ends - block.counts, ends, block.reasons)
             rows = zip(self._block_texts.texts(block, run.options), *(each.tolist() for each in columns), strict=True)
-            samples = []
-            for text, start, end, number in rows:
-                reason, ids = REASONS[number], token_rows(block.token_ids[start:end])
-                samples.append(Output(text, ids, reason, stop_token(generation, ids, reason)))
-            outputs.append(samples)
+            outputs.append(
+                [
+                    output(generation, text, tokens.part(start, end), REASONS[number])
+                    for text, start, end, number in rows
+                ]
+            )
         return outputs
 
     def _encode_all(self, items: list[tuple[str, bool]]) -> list[list[int]]:
@@ -253,9 +257,14 @@ def job(generation: Generation, prompt: Int32, index: int, max_tokens: int, stop
 
 
 def in_blocks(generation: Generation) -> bool:
-    """Whether the tokens of many samples are looked at together: there are many, and only their text is wanted."""
-    wants_more = generation.sampling.num_logprobs >= 0 or (generation.stream and generation.return_token_ids)
-    return generation.n >= MIN_SAMPLES and not generation.stops and not wants_more
+    """Whether the tokens of many samples are looked at together: there are many, and no likeliest tokens are wanted.
+
+    Of streamed ones only the text may be wanted, and no stop string may end it.
+    """
+    num_logprobs = generation.sampling.num_logprobs
+    if generation.stream and (num_logprobs >= 0 or generation.stops or generation.return_token_ids):
+        return False
+    return generation.n >= MIN_SAMPLES and num_logprobs <= 0
 
 
 def prompt_seed(seed: int, index: int) -> int:

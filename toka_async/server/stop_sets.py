@@ -118,7 +118,7 @@ class StopSets:
 
     def _check(self, request_id: int, sample: int, num_tokens: int, window: list[int]) -> None:
         flight, options = self._engine.find(request_id), self._watched.get(request_id)
-        if flight is None or options is None or flight.samples[sample].ending:
+        if flight is None or options is None or flight.is_closed(sample):
             return
         assert options.stops is not None
         found = window_stop(

@@ -5,43 +5,67 @@ Knows bytes only; what they spell is the caller's business.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain, zip_longest
 
 import numpy as np
 import numpy.typing as npt
 
 from toka_async.arrays import Int32
 
+Bytes = npt.NDArray[np.uint8]
+
 WIDTH = 16  # bytes; tokens that are longer are rare
 PAD = 0xFF  # in no UTF-8 text
-STAND_IN = 0xFE  # for a token's own 0xFF: neither is ever a part of a character, each becomes one U+FFFD
+LONG = 0xFD  # stands for the bytes of a token that is longer than the table is wide; in no UTF-8 text either
+STAND_IN = 0xFE  # for a token's own 0xFF or 0xFD: none of them is ever a part of a character, each becomes one U+FFFD
 
 
 class ByteTable:
-    """Bytes by token id; ids outside of `pieces` have none. A token's byte 0xFF comes out as 0xFE."""
+    """Bytes by token id; ids outside of `pieces` have none. A token's bytes 0xFF and 0xFD come out as 0xFE."""
 
-    def __init__(self, pieces: Mapping[int, bytes]) -> None:
-        self._pieces = pieces
-        width = min(WIDTH, max(map(len, pieces.values()), default=1) or 1)
+    def __init__(self, pieces: Mapping[int, bytes], width: int = WIDTH) -> None:
+        self._long = {i: piece for i, piece in pieces.items() if len(piece) > width}
+        width = min(width, max(map(len, pieces.values()), default=1) or 1)
         size = max(pieces, default=-1) + 2  # the last row stands for all ids beyond
         self._lengths: Int32 = np.zeros(size, np.int32)
-        self._rows: npt.NDArray[np.uint8] = np.full((size, width), PAD, np.uint8)
+        self._rows: Bytes = np.full((size, width), PAD, np.uint8)
         ids, lengths = np.array(list(pieces), np.int64), np.array(list(map(len, pieces.values())), np.int64)
         self._lengths[ids] = lengths
         flat = np.frombuffer(b"".join(pieces.values()), np.uint8)
         places = np.arange(flat.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        fits = places < width
-        flat = np.where(flat == PAD, np.uint8(STAND_IN), flat)
+        fits = np.repeat(lengths <= width, lengths)
+        flat = np.where((flat == PAD) | (flat == LONG), np.uint8(STAND_IN), flat)
         self._rows[np.repeat(ids, lengths)[fits], places[fits]] = flat[fits]
+        self._rows[list(self._long), 0] = LONG
+
+    def rows(self, token_ids: Int32) -> tuple[Bytes, Int32, list[bytes]]:
+        """Of each token: its bytes, padded [t, width], and how many they are [t]; the bytes of the long ones, in order.
+
+        A long one's row is LONG; `packed` puts the bytes there.
+        """
+        known = np.minimum(token_ids, len(self._rows) - 1)
+        lengths = self._lengths.take(known)
+        rows = self._rows.take(known, axis=0)
+        long = np.flatnonzero(lengths > self._rows.shape[1])
+        return rows, lengths, [self._long[i] for i in token_ids[long].tolist()]
 
     def split(self, token_ids: Int32, counts: Int32) -> list[bytes]:
         """The bytes of `counts` tokens each, one row after the other in `token_ids`."""
-        known = np.minimum(token_ids, len(self._rows) - 1)
-        lengths = self._lengths.take(known)
-        if lengths.size and lengths.max() > self._rows.shape[1]:
-            raw = b"".join(self._pieces.get(i, b"") for i in token_ids.tolist())
-        else:
-            raw = self._rows.take(known, axis=0).tobytes().translate(None, bytes([PAD]))
-        sums = np.concatenate([[0], np.cumsum(lengths)])
-        ends = sums[np.cumsum(counts)].tolist()
-        return [raw[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        rows, lengths, long = self.rows(token_ids)
+        return cut(packed(rows, long), lengths, counts)
+
+
+def packed(rows: Bytes, long: Sequence[bytes]) -> bytes:
+    """The bytes of the rows without their padding, the next of `long` in place of each LONG."""
+    raw: bytes = rows[rows != PAD].tobytes()  # without the interpreter's lock, as `bytes.translate` is not
+    if not long:
+        return raw
+    return b"".join(chain.from_iterable(zip_longest(raw.split(bytes([LONG])), long, fillvalue=b"")))
+
+
+def cut(raw: bytes, lengths: Int32, counts: Int32) -> list[bytes]:
+    """The bytes by row: `lengths` of each token [t], `counts` tokens of each row."""
+    sums = np.concatenate([[0], np.cumsum(lengths)])
+    ends = sums[np.cumsum(counts)].tolist()
+    return [raw[start:end] for start, end in zip([0, *ends], ends, strict=False)]

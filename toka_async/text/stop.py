@@ -95,6 +95,10 @@ class StopStrings:
         end, begin, string = best
         return StopMatch(string, begin, end, end if self.include else begin)
 
+    def may_be_in(self, raw: bytes) -> bool:
+        """Whether one of the strings can be in the text of these bytes."""
+        return self._replaces or any(string in raw for string in self._encoded)
+
     def num_held(self, text: str) -> int:
         """How many characters at the end of `text` can be the beginning of a stop string: its proper prefix."""
         return max(_num_held(text, string) for string in self.strings)
@@ -193,6 +197,9 @@ def window_stop(
     """
     assert len(ids) == min(stops.window, num_tokens)
     skipped = num_tokens - len(ids)
+    raw, _ = tokenizer.pieces.join(ids, skip_special_tokens, at_start=not (continues or skipped))
+    if not stops.may_be_in(raw):
+        return None
     found = first_stop_token(
         stops,
         tokenizer,

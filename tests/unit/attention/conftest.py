@@ -1,4 +1,4 @@
-"""Tiny models are faster on one thread, far so when processes share the cores."""
+"""One thread: tiny models are faster so. Kernels run in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests.triton_interpreter import interpret_kernels
+
+interpret_kernels()
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from tests.paged_rows import make_batch
-from toka_async.attention.base import AttentionBatch, PrefixGroup
+from toka_async.attention.base import AttentionBatch, PrefixGroup, QueryKeyNorm
 from toka_async.attention.blocks import Limits
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
@@ -59,8 +59,10 @@ class Case:
         self.cache.keys[0].copy_(self._normal(*self.cache.keys[0].shape))
         self.cache.values[0].copy_(self._normal(*self.cache.values[0].shape))
         tokens = len(self.batch.write_indices)
-        self.query = 2 * self._normal(tokens, self.heads, DIM)
-        self.key, self.value = self._normal(tokens, kv_heads, DIM), self._normal(tokens, kv_heads, DIM)
+        self.projected = 2 * self._normal(tokens, self.heads + 2 * kv_heads, DIM)
+        angles = 3 * self._normal(tokens, 1, DIM // 2)
+        self.rotation = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
+        self.norm = QueryKeyNorm(self._normal(self.heads + kv_heads, DIM), 1e-6) if seed % 2 else None
 
     def _new_pages(self, count: int) -> list[int]:
         self.num_pages += count
@@ -71,12 +73,30 @@ class Case:
 
     def attend(self, window: int, limits: Limits | None) -> Tensor:
         backend = ReferenceAttention(self.cache, self.heads, (window,), limits=limits)
+        return self.attend_with(backend)
+
+    def attend_with(self, backend: ReferenceAttention) -> Tensor:
         backend.plan(self.batch)
-        return backend.attend(0, self.query, self.key, self.value)
+        return backend.attend(0, self.projected, self.rotation, self.norm)
+
+    def rotated(self) -> Tensor:
+        """Queries and keys, normed and turned as complex numbers: [tokens, heads + kv_heads, dim]."""
+        heads = self.projected[:, : self.heads + self.kv_heads]
+        if self.norm is not None:
+            rms = (heads.square().mean(-1, keepdim=True) + self.norm.eps).sqrt()
+            heads = heads / rms * self.norm.weight
+        cos, sin = (factor[..., DIM // 2 :] for factor in self.rotation)
+        turned = torch.complex(*torch.split(heads, DIM // 2, -1)) * torch.complex(cos, sin)
+        return torch.cat([turned.real, turned.imag], -1)
+
+    def flat_cache(self, cache: Tensor) -> Tensor:
+        """Keys or values in the order of write indices: [pages * page_size, kv_heads, dim]."""
+        return cache.transpose(1, 2).flatten(0, 1)
 
     def expected(self, window: int) -> Tensor:
         """Softmax attention of every query over the keys that it may see, read from the cache one by one."""
         outputs = []
+        queries = self.rotated()[:, : self.heads]
         token = 0
         for pages, context, count in self.rows:
             places = [(pages[p // self.page_size], p % self.page_size) for p in range(context)]
@@ -85,7 +105,7 @@ class Case:
             keys, values = (x.repeat_interleave(self.heads // self.kv_heads, dim=1) for x in (keys, values))
             for position in range(context - count, context):
                 seen = slice(max(0, position + 1 - window) if window else 0, position + 1)
-                scores = torch.einsum("hd,lhd->hl", self.query[token], keys[seen]) * DIM**-0.5
+                scores = torch.einsum("hd,lhd->hl", queries[token], keys[seen]) * DIM**-0.5
                 outputs.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), values[seen]))
                 token += 1
         return torch.stack(outputs)
@@ -108,6 +128,18 @@ cases = st.builds(
 def test_equals_the_definition(case: Case, window: int, limits: Limits | None) -> None:
     output = case.attend(window, limits)
     torch.testing.assert_close(output, case.expected(window), atol=2e-5, rtol=1e-5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(case=cases)
+def test_writes_rotated_keys_and_plain_values(case: Case) -> None:
+    keys, values = case.cache.keys[0], case.cache.values[0]
+    expected_keys, expected_values = case.flat_cache(keys).clone(), case.flat_cache(values).clone()
+    expected_keys[case.batch.write_indices] = case.rotated()[:, case.heads :]
+    expected_values[case.batch.write_indices] = case.projected[:, case.heads + case.kv_heads :]
+    case.attend(0, None)
+    torch.testing.assert_close(case.flat_cache(keys), expected_keys)
+    assert torch.equal(case.flat_cache(values), expected_values)
 
 
 @settings(max_examples=30, deadline=None)
@@ -167,7 +199,7 @@ def test_rows_of_one_length_need_no_mask() -> None:
     backend.plan(case.batch)
     (block,) = backend.plans[0].whole
     assert (block.ends, block.bias, block.first, block.last) == (None, None, 0, 37)
-    torch.testing.assert_close(backend.attend(0, case.query, case.key, case.value), case.expected(0))
+    torch.testing.assert_close(case.attend_with(backend), case.expected(0), atol=2e-5, rtol=1e-5)
 
 
 def test_rows_of_very_different_length_are_not_padded_to_the_longest() -> None:
@@ -183,7 +215,7 @@ def test_slabs_bound_what_is_gathered() -> None:
     backend = ReferenceAttention(case.cache, 1, (0,), limits=Limits(slab_bytes=40 * page_bytes))
     backend.plan(case.batch)
     assert [block.size for block in backend.plans[0].whole] == [4, 4, 1]
-    torch.testing.assert_close(backend.attend(0, case.query, case.key, case.value), case.expected(0))
+    torch.testing.assert_close(case.attend_with(backend), case.expected(0), atol=2e-5, rtol=1e-5)
 
 
 def test_a_long_chunk_is_cut() -> None:
@@ -191,34 +223,32 @@ def test_a_long_chunk_is_cut() -> None:
     backend = ReferenceAttention(case.cache, 2, (0,), limits=Limits(mask_cells=2 * 100 * 20, slab_bytes=1))
     backend.plan(case.batch)
     assert sorted(block.last for block in backend.plans[0].whole) == [32, 64, 80, 96, 112]
-    torch.testing.assert_close(backend.attend(0, case.query, case.key, case.value), case.expected(0))
+    torch.testing.assert_close(case.attend_with(backend), case.expected(0), atol=2e-5, rtol=1e-5)
 
 
 def test_a_chunk_reads_what_another_row_writes_in_the_same_step() -> None:
     case = Case(0, 4, 1, 1, [], [], [(0, 8), (8, 3)])
-    pages = case.batch.page_table.clone()
-    pages[1, :2] = pages[0, :2]
-    case.rows[1] = (pages[1].tolist(), *case.rows[1][1:])
-    case.batch = replace(case.batch, page_table=pages)
+    table, (first, second) = case.batch.page_table, case.batch.slots
+    table[second, :2] = table[first, :2]
+    case.rows[1] = (table[second].tolist(), *case.rows[1][1:])
     output = case.attend(0, None)
     torch.testing.assert_close(output, case.expected(0), atol=1e-5, rtol=1e-5)
 
 
 def test_no_rows() -> None:
     case = Case(0, 4, 1, 1, [], [3], [])
-    empty = AttentionBatch(
-        0, np.zeros(0, np.int32), np.zeros(0, np.int32), torch.zeros((0, 1), dtype=torch.int32), torch.zeros(0).long()
-    )
+    none = torch.zeros(0, dtype=torch.int64)
+    no_lengths = np.zeros(0, np.int32)
+    case.batch = AttentionBatch(0, no_lengths, no_lengths, none.int(), none, case.batch.page_table, none)
+    case.projected, case.rotation = case.projected[:0], (case.rotation[0][:0], case.rotation[1][:0])
     backend = ReferenceAttention(case.cache, 1, (0,))
-    backend.plan(empty)
-    assert backend.attend(0, case.query[:0], case.key[:0], case.value[:0]).shape == (0, 1, DIM)
+    assert case.attend_with(backend).shape == (0, 1, DIM)
 
 
 def test_scale() -> None:
     case = Case(0, 4, 1, 1, [], [9], [])
     backend = ReferenceAttention(case.cache, 1, (0,), scale=0.0)
-    backend.plan(case.batch)
-    output = backend.attend(0, case.query, case.key, case.value)
-    pages = case.batch.page_table[0].long()
+    output = case.attend_with(backend)
+    pages = torch.tensor(case.rows[0][0])
     values = case.cache.values[0][pages, 0].reshape(-1, DIM)[:9]
     torch.testing.assert_close(output[0, 0], values.mean(0))

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.models import make_checkpoint
-from toka_async.attention.base import AttentionBatch
+from toka_async.attention.base import AttentionBatch, QueryKeyNorm
 from toka_async.model.comm import Comm, LocalComm, share_of
 from toka_async.model.decoder import Decoder
+from toka_async.model.rope import rotate
 from toka_async.model.spec import read_spec
 from toka_async.model.weights import build_decoder, load_weights
 
@@ -43,11 +44,21 @@ class ThreadComm:
 class MeanAttention:
     """A stand-in for attention: a head's output is its values and query, shifted by a token."""
 
+    def __init__(self, num_kv_heads: int) -> None:
+        self.num_kv_heads = num_kv_heads
+
     def plan(self, batch: AttentionBatch) -> None:
         raise AssertionError(f"the model does not plan {batch}")
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        repeat = query.shape[1] // key.shape[1]
+    def attend(
+        self, layer: int, heads: Tensor, rotation: tuple[Tensor, Tensor], norm: QueryKeyNorm | None = None
+    ) -> Tensor:
+        num_queries = heads.shape[1] - 2 * self.num_kv_heads
+        query_key, value = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
+        if norm is not None:
+            query_key = query_key * norm.weight + norm.eps
+        query, key = torch.split(rotate(query_key, rotation), [num_queries, self.num_kv_heads], dim=1)
+        repeat = num_queries // self.num_kv_heads
         return query.roll(1, 0) + (key * value + layer).repeat_interleave(repeat, dim=1)
 
 
@@ -58,8 +69,8 @@ def load(folder: Path, comm: Comm) -> Decoder:
 
 
 @torch.inference_mode()
-def run(decoder: Decoder) -> Tensor:
-    hidden = decoder(torch.arange(TOKENS), torch.arange(TOKENS) + 3, MeanAttention())
+def run(decoder: Decoder, num_kv_heads: int = 1) -> Tensor:
+    hidden = decoder(torch.arange(TOKENS), torch.arange(TOKENS) + 3, MeanAttention(num_kv_heads))
     return decoder.logits(hidden)
 
 
@@ -72,7 +83,7 @@ def test_ranks_together_equal_one(tmp_path: Path, family: str, size: int) -> Non
         attention_bias=family in ("llama", "qwen3"),
         mlp_bias=family == "llama",
     )
-    alone = run(load(folder, LocalComm()))
+    alone = run(load(folder, LocalComm()), num_kv_heads=size)
     assert alone.shape == (TOKENS, 261)
     slots, barrier = [torch.empty(0)] * size, Barrier(size, timeout=30)
     decoders = [load(folder, ThreadComm(rank, slots, barrier)) for rank in range(size)]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.models import make_checkpoint
-from toka_async.config import AttentionConfig, CacheConfig, ModelConfig, ScheduleConfig
+from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
 from toka_async.model.spec import read_spec
 from toka_async.runner.build import build_runner
 from toka_async.runner.runner import Runner
@@ -38,4 +38,4 @@ def reference(model_dir: Path) -> Reference:
 def runner(model_dir: Path) -> Runner:
     cache = CacheConfig(page_size=5, num_tokens=400)
     schedule = ScheduleConfig(max_seqs=8)
-    return build_runner(model_dir, read_spec(model_dir), ModelConfig(), cache, schedule, AttentionConfig())
+    return build_runner(model_dir, read_spec(model_dir), ModelConfig(), cache, schedule, AttentionConfig(), CompileConfig())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.models import make_checkpoint
-from toka_async.config import AttentionConfig, CacheConfig, ModelConfig, ScheduleConfig
+from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
 from toka_async.messages import Ready
 from toka_async.model.spec import ModelError, read_spec
 from toka_async.runner.build import build_runner, resolve_device, resolve_dtype
@@ -24,6 +24,7 @@ def _build(
         cache or CacheConfig(),
         ScheduleConfig(max_seqs=4, max_tokens=64),
         attention or AttentionConfig(),
+        CompileConfig(),
     )
 
 

@@ -5,12 +5,13 @@ import numpy as np
 import torch
 
 from toka_async.arrays import column, i32_column
-from toka_async.messages import Prompt, Sampling, Step
+from toka_async.messages import Prompt, Ready, Sampling, Step
 from toka_async.runner.rows import Rows
 
 
 def _rows(max_seqs: int) -> Rows:
-    return Rows(max_seqs, page_size=4, vocab_size=50, device=torch.device("cpu"))
+    ready = Ready(num_pages=10_000, page_size=4, max_seqs=max_seqs, max_context=1000, vocab_size=50)
+    return Rows(ready, torch.device("cpu"))
 
 
 def _prompt(key: int, num_tokens: int, pages: list[int]) -> Prompt:
@@ -40,10 +41,10 @@ def test_thousands_of_forks_at_once() -> None:
             joined=i32_column(range(5000)),
         )
     )
-    assert rows.page_table[:, :3].tolist() == [shared] * 5000
-    assert rows.page_table[:, 3].tolist() == [*range(1000, 6000)]
+    assert rows.on_device.page_table[:-1, :3].tolist() == [shared] * 5000
+    assert rows.on_device.page_table[:-1, 3].tolist() == [*range(1000, 6000)]
     assert set(rows.num_pages.tolist()) == {4}
-    assert set(rows.last_tokens.tolist()) == {13}
+    assert set(rows.on_device.last_tokens[:-1].tolist()) == {13}
     assert rows.seeds.tolist() == [*range(100, 5100)]
     assert rows.order.tolist() == [*range(5000)]
     assert len({id(prompt) for prompt in rows.prompts}) == 1
@@ -52,11 +53,11 @@ def test_thousands_of_forks_at_once() -> None:
 def test_the_page_table_is_as_wide_as_its_longest_row() -> None:
     rows = _rows(3)
     rows.apply(Step(step_id=0, prompts=(_prompt(1, 9, [1, 2]),), **_admission([2], [1], [0])))
-    width = rows.page_table.shape[1]
+    width = rows.on_device.page_table.shape[1]
     rows.apply(Step(step_id=1, page_slots=i32_column([2] * 98), page_ids=i32_column(range(3, 101))))
-    assert width < 16 < rows.page_table.shape[1] <= 128
-    assert rows.page_table[2, :100].tolist() == [*range(1, 101)]
-    assert rows.page_table[:2].count_nonzero() == 0
+    assert width < 16 < rows.on_device.page_table.shape[1] <= 128
+    assert rows.on_device.page_table[2, :100].tolist() == [*range(1, 101)]
+    assert rows.on_device.page_table[:2].count_nonzero() == 0
 
 
 def test_a_freed_slot_can_be_taken_in_the_same_step() -> None:
@@ -68,8 +69,8 @@ def test_a_freed_slot_can_be_taken_in_the_same_step() -> None:
         Step(step_id=1, freed=i32_column([0]), dropped_prompts=i32_column([1]), **second, joined=i32_column([0]))
     )
     assert rows.order.tolist() == [1, 0]
-    assert rows.page_table[0, 0] == 6
-    assert (rows.num_pages[0], rows.positions[0], rows.num_prompt[0], int(rows.last_tokens[0])) == (1, 3, 5, 3)
+    assert rows.on_device.page_table[0, 0] == 6
+    assert (rows.num_pages[0], rows.positions[0], rows.num_prompt[0], int(rows.on_device.last_tokens[0])) == (1, 3, 5, 3)
 
 
 def test_a_prompt_lives_as_long_as_a_row_or_its_key() -> None:

@@ -11,7 +11,7 @@ import torch
 from tests.unit.runner.conftest import Reference
 from toka_async.arrays import as_f32, as_i32, column, i32_column
 from toka_async.messages import ChunkLogprobs, Prompt, Sampling, Step, StepDone
-from toka_async.runner import sampler
+from toka_async.runner import slab_sampler
 from toka_async.runner.runner import Runner
 
 PROMPTS = [[5, 9, 200, 31, 7, 7, 80], [1], [*range(40, 63)]]
@@ -68,7 +68,7 @@ def test_logprobs_are_of_the_raw_distribution(
     runner: Runner, reference: Reference, monkeypatch: pytest.MonkeyPatch, slab_rows: int
 ) -> None:
     """Rows with none, one, three and seven likeliest tokens; penalties and temperature change the draw only."""
-    monkeypatch.setitem(sampler.SLAB_BYTES, "cpu", slab_rows * 4 * runner.ready.vocab_size)
+    monkeypatch.setitem(slab_sampler.SLAB_BYTES, "cpu", slab_rows * 4 * runner.ready.vocab_size)
     prompts = [*PROMPTS, [3, 3, 3]]
     samplings = [
         Sampling(num_logprobs=3, temperature=0.3, repetition_penalty=2.0),
@@ -108,7 +108,7 @@ def test_prompt_logprobs_of_chunks(
     runner: Runner, reference: Reference, monkeypatch: pytest.MonkeyPatch, slab_rows: int
 ) -> None:
     """Each chunk gives those of the prompt tokens that follow its own; the last prompt token has none after it."""
-    monkeypatch.setitem(sampler.SLAB_BYTES, "cpu", slab_rows * 4 * runner.ready.vocab_size)
+    monkeypatch.setitem(slab_sampler.SLAB_BYTES, "cpu", slab_rows * 4 * runner.ready.vocab_size)
     samplings = [Sampling(num_prompt_logprobs=0), Sampling(num_prompt_logprobs=2), Sampling(num_prompt_logprobs=4)]
     first = runner.run(_admit(PROMPTS, samplings, [7, 1, 10]))
     steps = [first, runner.run(_chunk(2, 1, False)), runner.run(_chunk(2, 12, True))]

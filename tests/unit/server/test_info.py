@@ -42,9 +42,10 @@ async def test_health_follows_the_engine() -> None:
             assert status == 503
             assert "starting" in checked_error(answer)["message"]
         assert (await server.get("/ping"))[0] == 200
-        assert (await server.get("/v1/models"))[0] == 200
+        assert (await server.get("/v1/models"))[0] == 503
         server.engine.on_messages([READY])
         assert (await server.get("/health"))[0] == 200
+        assert (await server.get("/v1/models"))[0] == 200
         server.engine.begin_drain()
         status, answer = await server.get("/health")
         assert (status, checked_error(answer)["type"]) == (503, "server_error")

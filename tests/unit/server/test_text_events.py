@@ -27,6 +27,7 @@ from toka_async.server.rows import Block, token_rows
 from toka_async.server.sample_text import TextOptions, sample_text
 from toka_async.server.service import Run, Service, in_blocks, text_options
 from toka_async.server.text_events import TextEvents
+from toka_async.text.stop import StopStrings
 from toka_async.text.tokenizer import Tokenizer
 from toka_async.transport.codec import Codec
 from toka_async.transport.local import LocalChannel
@@ -112,12 +113,14 @@ def block(arrivals: list[tuple[int, list[int], Reason]]) -> Block:
 @pytest.mark.parametrize("build", BUILDERS)
 @pytest.mark.parametrize("num_tokens", [5, MANY])
 @pytest.mark.parametrize("skip", [False, True])
-def test_whole_texts(build: Callable[[], Tokenizer], num_tokens: int, skip: bool) -> None:
+@pytest.mark.parametrize("stops", [None, StopStrings(["answer", "é"]), StopStrings(["\ufffd", "an"], include=True)])
+def test_whole_texts(build: Callable[[], Tokenizer], num_tokens: int, skip: bool, stops: StopStrings | None) -> None:
     tokenizer, random = build(), np.random.default_rng(num_tokens)
     rows = [random.integers(0, tokenizer.vocab_size + 3, count).tolist() for count in (num_tokens, 1, 0, 7, 7)]
     reasons = [Reason.STOP, Reason.STOP, Reason.LENGTH, Reason.LENGTH, Reason.STOP]
-    options = TextOptions(skip_special_tokens=skip, kept_end_ids=frozenset([rows[4][-1]]))
+    options = TextOptions(skip_special_tokens=skip, stops=stops, min_tokens=3, kept_end_ids=frozenset([rows[4][-1]]))
     texts = BlockTexts(tokenizer).texts(block(list(zip(range(5), rows, reasons, strict=True))), options)
     for text, row, reason in zip(texts, rows, reasons, strict=True):
         count = options.num_text_tokens(token_rows(np.array(row, np.int32)), reason)
-        assert text == sample_text(tokenizer, row[:count], options).text
+        assert text == sample_text(tokenizer, row[:count], options)
+    assert any(text.stop for text in texts) or stops is None or num_tokens == 5

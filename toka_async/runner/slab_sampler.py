@@ -1,4 +1,4 @@
-"""Samples the rows of a step from their hidden states, and takes the log-probs that rows ask for.
+"""Samples with plain torch, on any device and with every parameter: the sampler of CPUs, and of rare rows elsewhere.
 
 Works in slabs of rows, so that a bounded part of rows x vocabulary is in memory at once. Knows slots and sampling;
 knows no requests and no attention.
@@ -21,32 +21,18 @@ from toka_async.runner.copies import upload
 from toka_async.runner.edits import edit
 from toka_async.runner.history import History
 from toka_async.runner.rows import Rows
+from toka_async.runner.samples import NO_ROWS, Samples, samples_of
 
 # Float32 logits of one slab; sampling needs a few times as much.
 SLAB_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
 
 Head = Callable[[Tensor], Tensor]
-_NO_ROWS: Int64 = np.empty(0, dtype=np.int64)
 
 
 def slabs(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[slice]:
     """Parts of `num_rows` rows whose logits fit."""
     size = max(1, SLAB_BYTES[device.type] // (4 * vocab_size))
     return (slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size))
-
-
-@dataclass(slots=True, frozen=True)
-class Samples:
-    """One draw for each of s rows.
-
-    token_ids: int64 [s] on the device. asked: int64 [m] on the host, which rows want log-probs; num_top: int32 [m] on
-    the host, of how many likeliest ids. logprobs: of the asked, on the device; None when m is 0.
-    """
-
-    token_ids: Tensor
-    asked: Int64
-    num_top: Int32
-    logprobs: Logprobs | None
 
 
 @dataclass(slots=True, frozen=True)
@@ -60,22 +46,16 @@ class SampledRows:
     needed: int
 
 
-class Sampler:
-    """Samples with the vocabulary's head, over the tables of `rows` and `history`."""
+class SlabSampler:
+    """`Sampler` with the vocabulary's head, over the tables of `rows` and `history`."""
 
     def __init__(self, head: Head, rows: Rows, history: History) -> None:
         self._head = head
         self._rows = rows
         self._history = history
 
-    def sample(self, hidden: Tensor, slots: Int32, lengths: Int64) -> Samples:
-        """Draw one token for each row.
-
-        Args:
-            hidden: [s, hidden], s >= 1, the rows' last positions.
-            slots: int32 [s].
-            lengths: int64 [s], tokens of the row so far.
-        """
+    def sample(self, hidden: Tensor, slots: Int32, lengths: Int64, slots_at: Tensor, lengths_at: Tensor) -> Samples:  # noqa: ARG002
+        """See `Sampler`; the columns on the device are not needed."""
         table = self._rows
         params = table.params[slots]
         needed = int(np.bitwise_or.reduce(params["flags"]))
@@ -84,20 +64,16 @@ class Sampler:
         rows = SampledRows(slots, lengths, params, np.zeros(slots.size) if uniform is None else uniform, needed)
         parts = slabs(slots.size, table.vocab_size, hidden.device)
         tokens, logprobs = zip(*(self._sample_slab(hidden, rows, part) for part in parts), strict=True)
-        asked = np.flatnonzero(params["flags"] & Flag.LOGPROBS) if needed & Flag.LOGPROBS else _NO_ROWS
+        asked = np.flatnonzero(params["flags"] & Flag.LOGPROBS) if needed & Flag.LOGPROBS else NO_ROWS
         values = [part for part in logprobs if part is not None]
-        return Samples(
-            token_ids=torch.cat(tokens) if len(tokens) > 1 else tokens[0],
-            asked=asked,
-            num_top=params["num_logprobs"][asked],
-            logprobs=concatenate(values) if values else None,
-        )
+        token_ids = torch.cat(tokens) if len(tokens) > 1 else tokens[0]
+        return samples_of(token_ids, asked, params["num_logprobs"][asked], concatenate(values) if values else None)
 
     def _sample_slab(self, hidden: Tensor, rows: SampledRows, part: slice) -> tuple[Tensor, Logprobs | None]:
         """Token ids int64 of some rows, and the log-probs of those of them that ask."""
         logits = clean(self._head(hidden if part == slice(0, rows.slots.size) else hidden[part]))
         params = rows.params[part]
-        asked = np.flatnonzero(params["flags"] & Flag.LOGPROBS) if rows.needed & Flag.LOGPROBS else _NO_ROWS
+        asked = np.flatnonzero(params["flags"] & Flag.LOGPROBS) if rows.needed & Flag.LOGPROBS else NO_ROWS
         (asked_at,) = upload((asked,), logits.device)
         raw = distribution(logits[asked_at]) if asked.size else None  # before any edit
         if rows.needed & EDITS:

@@ -1,0 +1,198 @@
+"""Which backend a configuration gets where, with messages that say why not another, and which parts it is made of."""
+
+from __future__ import annotations
+
+import logging
+from typing import get_args
+
+import pytest
+import torch
+
+from tests import fake_flashinfer
+from tests.attention_cases import make_case
+from toka_async.attention import build, flashinfer
+from toka_async.attention.build import NOT_MEASURED, Backend, build_attention, resolve_backend
+from toka_async.attention.choice import AutoChunks, AutoDecode, Table, only
+from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.measure import Bench
+from toka_async.attention.reference import ReferenceAttention
+from toka_async.config import describe
+from toka_async.model.spec import ModelError
+
+BF16 = torch.bfloat16
+
+
+class OnCuda:
+    """A tensor on a GPU, as far as it is looked at."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+
+def cache_of(dim: int = 64, dtype: torch.dtype = BF16, on_cuda: bool = True) -> KVCache:
+    cache = KVCache(1, 20, 1, 4, dim, dtype, torch.device("cpu"))
+    if on_cuda:
+        cache.keys = [OnCuda(dtype)]  # type: ignore[list-item]
+    return cache
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Those that are installed."""
+    names = {"triton", "flashinfer"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in names else None)
+    return names
+
+
+def test_the_configuration_knows_the_same_backends() -> None:
+    (field,) = [field for field in describe() if field.key == "attention.backend"]
+    assert field.type.split(" or ") == sorted(get_args(Backend))
+
+
+@pytest.mark.usefixtures("packages")
+def test_what_is_asked_for_on_a_gpu() -> None:
+    assert [resolve_backend(backend, cache_of()) for backend in get_args(Backend)] == list(get_args(Backend))
+    assert resolve_backend("auto", cache_of(80, torch.float32)) == "auto"
+    assert resolve_backend("triton", cache_of(80, torch.float32)) == "triton"
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_the_reference_on_a_cpu(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
+    cache = cache_of(on_cuda=False)
+    built = build_attention(backend, cache, 2, (0, 7), max_seqs=8, max_tokens=8, scale=0.3)
+    assert isinstance(built.backend, ReferenceAttention)
+    assert (built.backend.windows, built.backend.scale) == ((0, 7), 0.3)
+    assert built.smallest_group == built.backend.smallest_group()
+    assert (built.graphs, built.table) == (None, None)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("backend", "cache", "message"),
+    [
+        ("triton", cache_of(on_cuda=False), "expected a CUDA device, got cpu; use auto"),
+        ("flashinfer", cache_of(on_cuda=False), "expected a CUDA device, got cpu; use auto"),
+        ("triton", cache_of(512), "expected heads of at most 256 dimensions, the model has 512; use reference"),
+        ("flashinfer", cache_of(80), "expected heads of 64, 128 or 256 dimensions, the model has 80; use auto"),
+        (
+            "flashinfer",
+            cache_of(dtype=torch.float32),
+            "expected model.dtype bfloat16 or float16, got float32; use auto",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("packages")
+def test_what_cannot_be_had(backend: Backend, cache: KVCache, message: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        resolve_backend(backend, cache)
+    assert str(caught.value).startswith(f"attention.backend={backend}: {message}")
+
+
+def test_packages_that_are_not_there(packages: set[str], caplog: pytest.LogCaptureFixture) -> None:
+    packages.remove("flashinfer")
+    with pytest.raises(ModelError) as caught:
+        resolve_backend("flashinfer", cache_of())
+    assert str(caught.value) == (
+        "attention.backend=flashinfer: the package flashinfer-python is not installed; "
+        "pip install 'toka-async[cuda]', or use auto"
+    )
+    assert resolve_backend("auto", cache_of()) == "auto"
+    packages.remove("triton")
+    with pytest.raises(ModelError, match="=triton: the package triton is not installed"):
+        resolve_backend("triton", cache_of())
+    assert not caplog.messages
+    assert resolve_backend("auto", cache_of()) == "reference"
+    assert "the package triton is not installed" in caplog.text
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is there, and there is nothing to compile."""
+    pytest.importorskip("triton")
+    fake_flashinfer.install(monkeypatch)
+    monkeypatch.setattr(build, "resolve_backend", lambda backend, _: backend)
+    monkeypatch.setattr(flashinfer, "why_not", lambda _: "")
+    monkeypatch.setattr(flashinfer, "compile_kernels", lambda *_: None)
+    monkeypatch.setattr(build, "try_decode", lambda *_: None)
+    monkeypatch.setattr(build, "try_chunks", lambda *_: None)
+
+
+def parts_of(built: build.Attention, window: int) -> tuple[AutoDecode, AutoChunks]:
+    from toka_async.attention.parts import PartsAttention
+
+    assert isinstance(built.backend, PartsAttention)
+    decode, chunks = built.backend.decodes[window], built.backend.chunks[window]
+    assert isinstance(decode, AutoDecode)
+    assert isinstance(chunks, AutoChunks)
+    return decode, chunks
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    ("backend", "decode_names", "chunk_names"),
+    [
+        ("triton", ["triton"], ["triton"]),
+        ("flashinfer", ["flashinfer"], ["flashinfer"]),
+        ("auto", ["triton", "flashinfer", "mixed"], ["triton", "flashinfer"]),
+    ],
+)
+def test_parts(backend: Backend, decode_names: list[str], chunk_names: list[str]) -> None:
+    cache = cache_of(on_cuda=False)
+    built = build_attention(backend, cache, 2, (0, 7), max_seqs=8, max_tokens=8, table=NOT_MEASURED)
+    for window in (0, 7):
+        decode, chunks = parts_of(built, window)
+        assert (list(decode.parts), list(chunks.parts)) == (decode_names, chunk_names)
+        assert (decode.captured is not None) == ("triton" in decode_names)
+    assert built.graphs is (built.backend if "triton" in decode_names else None)
+    assert parts_of(built, 0)[0].parts[decode_names[0]] is not parts_of(built, 7)[0].parts[decode_names[0]]
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_the_measured_table_is_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    measured = only("flashinfer", (4, 64))
+    benches: list[Bench] = []
+
+    def table(bench: Bench) -> Table:
+        benches.append(bench)
+        return measured
+
+    monkeypatch.setattr(Bench, "table", table)
+    caplog.set_level(logging.INFO)
+    built = build_attention("auto", cache_of(on_cuda=False), 2, (0,), max_seqs=8, max_tokens=9)
+    assert built.smallest_group == (4, 64)
+    assert built.table is measured
+    assert (benches[0].max_seqs, benches[0].max_tokens, benches[0].num_heads) == (8, 9, 2)
+    assert list(benches[0].decode) == ["triton", "flashinfer", "mixed"]
+    assert "groups from 4 rows and 64 tokens" in caplog.text
+    decode, chunks = parts_of(built, 0)
+    assert decode.table is chunks.table is measured
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_without_a_compiler_auto_goes_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("Could not find nvcc\nand more")
+
+    monkeypatch.setattr(flashinfer, "compile_kernels", fail)
+    cache = cache_of(on_cuda=False)
+    built = build_attention("auto", cache, 2, (0,), max_seqs=8, max_tokens=8, table=NOT_MEASURED)
+    assert list(parts_of(built, 0)[0].parts) == ["triton"]
+    assert caplog.messages == [
+        "attention.backend=auto: FlashInfer does not work here, so it is not used: Could not find nvcc"
+    ]
+    with pytest.raises(ModelError, match="backend=flashinfer: it does not work here: Could not find nvcc; use auto"):
+        build_attention("flashinfer", cache, 2, (0,), max_seqs=8, max_tokens=8, table=NOT_MEASURED)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_every_window_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[str, int]] = []
+    monkeypatch.setattr(build, "try_decode", lambda _, __, part, window: tried.append((type(part).__name__, window)))
+    monkeypatch.setattr(Bench, "table", lambda _: only("triton"))
+    build_attention("auto", make_case(0, 4, 1, 2, 16, contexts=[5]).cache, 2, (7, 7), max_seqs=8, max_tokens=8)
+    names = ("TritonDecode", "FlashInferDecode", "MixedDecode")
+    assert sorted(tried) == sorted((name, window) for name in names for window in (0, 7))

@@ -1,0 +1,119 @@
+"""What the table chooses, and from where on groups are worth sharing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.attention_cases import AttentionCase, make_case
+from toka_async.attention.base import AttentionBatch, PrefixGroup
+from toka_async.attention.choice import AutoChunks, AutoDecode, Point, nearest, only, smallest_group
+
+PAGE = 4
+
+
+@dataclass(slots=True)
+class Part:
+    """Remembers its calls; is of every kind."""
+
+    calls: list[object] = field(default_factory=list)
+
+    def plan(self, batch: AttentionBatch, *more: object) -> None:
+        self.calls.append((batch, *more))
+
+    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
+        self.calls.append((layer, query, output))
+
+    def plan_graph(self, batch: AttentionBatch, grouped: bool, window: int) -> None:
+        self.calls.append((batch, grouped, window))
+
+    def set_groups(self, groups: tuple[PrefixGroup, ...]) -> None:
+        self.calls.append(groups)
+
+
+def case_of(groups: list[tuple[int, int]], contexts: list[int], chunks: list[tuple[int, int]]) -> AttentionCase:
+    return make_case(0, PAGE, 1, 1, 4, groups, contexts, chunks)
+
+
+def test_the_nearest_point_is_so_by_factors() -> None:
+    points = [Point(1, 100, "a"), Point(100, 100, "b"), Point(100, 10_000, "c")]
+    assert [nearest(points, size, 100) for size in (0, 1, 9, 11, 5000)] == ["a", "a", "a", "b", "b"]
+    assert [nearest(points, 100, tokens) for tokens in (1, 100, 999, 1001, 1e6)] == ["b", "b", "b", "c", "c"]
+
+
+@pytest.mark.parametrize(
+    ("worth", "expected"),
+    [
+        ({}, (0, 0)),
+        ({(2, 10): False, (4, 10): False}, (0, 0)),
+        ({(2, 10): True, (4, 10): True}, (2, 10)),
+        ({(2, 10): False, (4, 10): True, (2, 20): True, (4, 20): True}, (2, 20)),  # as many as (4, 10), fewer rows
+        ({(2, 10): True, (4, 10): True, (2, 20): True, (4, 20): False}, (0, 0)),  # large groups must gain, too
+        ({(2, 10): False, (2, 20): False, (4, 10): False, (4, 20): True, (8, 10): True, (8, 20): True}, (4, 20)),
+    ],
+)
+def test_the_smallest_group(worth: dict[tuple[int, int], bool], expected: tuple[int, int]) -> None:
+    assert smallest_group(worth) == expected
+
+
+def test_decoding_is_chosen_by_rows_and_mean_context() -> None:
+    parts = {"a": Part(), "b": Part()}
+    points = (Point(2, 10, "a"), Point(2, 100, "b"))
+    auto = AutoDecode(parts, replace(only("a"), decode=points), PAGE)
+    for contexts, expected in (([5, 20], "a"), ([5, 90], "b")):
+        case = case_of([], contexts, [(500, 9)])  # chunks do not count
+        auto.plan(case.batch, (), 7)
+        auto.run(3, case.query, case.query)
+        assert parts[expected].calls == [(case.batch, (), 7), (3, case.query, case.query)]
+
+
+def test_groups_are_chosen_by_mean_rows_and_prefix() -> None:
+    parts = {"a": Part(), "b": Part()}
+    points = (Point(2, 8, "a"), Point(8, 8, "b"), Point(2, 40, "b"))
+    auto = AutoDecode(parts, replace(only("none"), grouped=points), PAGE)
+    for groups, expected in (([(2, 2), (3, 2)], "a"), ([(8, 2), (5, 2)], "b"), ([(2, 9)], "b")):
+        batch = case_of(groups, [], []).batch
+        auto.plan(batch, batch.groups, 0)
+        assert parts[expected].calls.pop() == (batch, batch.groups, 0)
+
+
+def test_chunks_are_chosen_by_tokens_and_mean_context() -> None:
+    parts = {"a": Part(), "b": Part()}
+    points = (Point(10, 10, "a"), Point(100, 10, "b"), Point(10, 100, "b"))
+    auto = AutoChunks(parts, replace(only("a"), chunks=points))
+    for chunks, expected in (([(0, 9)], "a"), ([(0, 9)] * 8, "b"), ([(90, 9)], "b")):
+        case = case_of([], [200], chunks)  # decoding rows do not count
+        auto.plan(case.batch, 5)
+        auto.run(1, case.query, case.query)
+        assert parts[expected].calls == [(case.batch, 5), (1, case.query, case.query)]
+        parts[expected].calls.clear()
+
+
+def test_a_single_part_needs_no_table() -> None:
+    part = Part()
+    case = case_of([(2, 2)], [3], [(0, 9)])
+    AutoDecode({"b": part}, only("a"), PAGE).plan(case.batch, case.batch.groups, 0)
+    AutoChunks({"b": part}, only("a")).plan(case.batch, 0)
+    assert part.calls == [(case.batch, case.batch.groups, 0), (case.batch, 0)]
+
+
+def test_graphs_are_of_the_part_that_can_be_captured() -> None:
+    part, captured = Part(), Part()
+    auto = AutoDecode({"a": part}, only("a"), PAGE, captured)
+    batch, query = case_of([(2, 2)], [], []).batch, torch.zeros(1)
+    auto.plan_graph(batch, True, 6)
+    auto.run(0, query, query)
+    auto.set_groups(batch.groups)
+    assert (part.calls, captured.calls) == ([], [(batch, True, 6), (0, query, query), batch.groups])
+    auto.plan(batch, (), 0)
+    auto.run(1, query, query)
+    assert part.calls == [(batch, (), 0), (1, query, query)]
+
+
+def test_a_summary() -> None:
+    assert only("a", (4, 64)).summary() == "decode a 1; grouped a 1; chunks a 1; groups from 4 rows and 64 tokens"
+    two = replace(only("a"), decode=(Point(1, 1, "a"), Point(1, 2, "b"), Point(1, 3, "b")))
+    assert two.summary() == "decode b 2, a 1; grouped a 1; chunks a 1; no groups"

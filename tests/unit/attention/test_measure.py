@@ -1,0 +1,142 @@
+"""The table follows the times, and what is measured fits the limits and leaves the cache as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from toka_async.attention.base import AttentionBatch, PrefixGroup
+from toka_async.attention.choice import Table, nearest
+from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.measure import Bench, Shape, synthetic, try_chunks, try_decode
+
+PAGE = 16
+Cost = Callable[[AttentionBatch, tuple[PrefixGroup, ...]], float]
+
+
+@dataclass(slots=True)
+class Part:
+    """Both kinds of part; `cost` says what a step would take."""
+
+    cost: Cost
+    spent: list[float]
+    batches: list[AttentionBatch] = field(default_factory=list)
+    groups: tuple[PrefixGroup, ...] = ()
+
+    def plan(self, batch: AttentionBatch, *more: tuple[PrefixGroup, ...] | int) -> None:
+        groups = more[0] if len(more) == 2 else ()
+        assert isinstance(groups, tuple)
+        self.groups = groups
+        self.batches.append(batch)
+
+    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
+        assert layer == 0
+        assert query.shape == output.shape == (self.batches[-1].query_lengths.sum(), 4, 8)
+        self.spent.append(self.cost(self.batches[-1], self.groups))
+
+
+def measured(
+    costs: dict[str, Cost], num_pages: int = 1 << 14, max_seqs: int = 8192, max_tokens: int = 32768
+) -> tuple[Table, dict[str, Part]]:
+    spent: list[float] = []
+
+    def clock(plan: Callable[[], None], run: Callable[[], None]) -> float:
+        plan()
+        run()
+        return spent.pop()
+
+    cache = KVCache(2, num_pages, 1, PAGE, 8, torch.bfloat16, torch.device("meta"))
+    cache.keys = [torch.zeros(1, dtype=torch.bfloat16)] * 2  # only the device and the type are looked at
+    parts = {name: Part(cost, spent) for name, cost in costs.items()}
+    return Bench(cache, 4, max_seqs, max_tokens, parts, parts, clock).table(), parts
+
+
+def unshared(batch: AttentionBatch, groups: tuple[PrefixGroup, ...]) -> float:
+    """Tokens to read, those of a prefix once for its group."""
+    return float(batch.context_lengths.sum()) - sum((group.num_rows - 1) * group.num_pages * PAGE for group in groups)
+
+
+def planned(batch: AttentionBatch, groups: tuple[PrefixGroup, ...]) -> float:
+    """Twice as fast, but for 300 tokens' time a row."""
+    return unshared(batch, groups) / 2 + 300 * len(batch.query_lengths)
+
+
+def test_the_fastest_part_is_chosen_for_each_shape() -> None:
+    table, _ = measured({"own": unshared, "planned": planned})
+    assert [nearest(table.decode, 16, context) for context in (128, 1024, 8192)] == ["own", "planned", "planned"]
+    assert [nearest(table.chunks, *shape) for shape in ((512, 512), (4096, 4096))] == ["own", "planned"]
+    assert [nearest(table.grouped, *shape) for shape in ((128, 64), (2, 4096))] == ["own", "planned"]
+
+
+def test_groups_from_where_sharing_pays() -> None:
+    def with_merge(batch: AttentionBatch, groups: tuple[PrefixGroup, ...]) -> float:
+        return unshared(batch, groups) + 300 * len(groups)
+
+    table, _ = measured({"own": with_merge})
+    assert table.smallest_group == (8, 64)  # 7 * 64 tokens spared are more than 300, 3 * 64 are not
+
+
+def test_no_groups_where_sharing_never_pays() -> None:
+    def nearly_equal(_: AttentionBatch, groups: tuple[PrefixGroup, ...]) -> float:
+        return 1 - 0.02 * bool(groups)  # as much as times differ by chance
+
+    table, _ = measured({"own": nearly_equal})
+    assert table.smallest_group == (0, 0)
+
+
+def test_rows_that_are_compared_share_pages_whether_the_parts_know_or_not() -> None:
+    _, parts = measured({"own": unshared})
+    grouped, alone = parts["own"].batches[-2:]
+    assert grouped.groups
+    assert not alone.groups
+    assert torch.equal(grouped.page_table, alone.page_table)
+
+
+def test_a_single_part_is_measured_for_its_groups_only() -> None:
+    _, parts = measured({"own": unshared})
+    assert all(batch.num_decode == len(batch.query_lengths) for batch in parts["own"].batches)
+    assert len(parts["own"].batches) == 2 * 6 * 4
+
+
+def test_what_is_measured_fits() -> None:
+    table, parts = measured({"own": unshared, "planned": planned}, num_pages=20, max_seqs=12, max_tokens=600)
+    for batch in parts["own"].batches:
+        assert len(batch.query_lengths) <= 12
+        assert batch.query_lengths.sum() <= 600
+        assert batch.context_lengths.max() <= 320
+        assert batch.page_table.max() < 20
+        assert batch.page_table.shape[1] * PAGE >= batch.context_lengths.max()
+    assert [(point.size, point.tokens) for point in table.decode] == [(1, 128)]
+
+
+def test_nothing_fits() -> None:
+    table, _ = measured({"own": unshared, "planned": planned}, num_pages=1, max_seqs=1, max_tokens=1)
+    assert table.smallest_group == (0, 0)
+    assert [points[0].choice for points in (table.decode, table.grouped, table.chunks)] == ["own"] * 3
+
+
+def test_a_synthetic_batch() -> None:
+    cache = KVCache(1, 100, 1, PAGE, 8, torch.float32, torch.device("cpu"))
+    group = PrefixGroup(1, 2, 3)
+    batch = synthetic(cache, Shape(((40, 1), (70, 1), (80, 1), (33, 20)), 3, (group,)), (group,))
+    assert (batch.num_decode, batch.groups) == (3, (group,))
+    assert batch.context_lengths.tolist() == batch.contexts.tolist() == [40, 70, 80, 33]
+    assert batch.query_lengths.tolist() == [1, 1, 1, 20]
+    assert batch.page_table.shape == (4, 5)
+    assert torch.equal(batch.page_table[1, :3], batch.page_table[2, :3])
+    assert not torch.equal(batch.page_table[1, 3:], batch.page_table[2, 3:])
+    assert len(set(batch.page_table.flatten().tolist())) > 10
+
+
+def test_trying_out_takes_every_path() -> None:
+    cache = KVCache(1, 2, 2, PAGE, 8, torch.float32, torch.device("cpu"))
+    spent: list[float] = []
+    part = Part(lambda _, groups: float(len(groups)), spent)
+    try_decode(cache, 4, part)
+    assert spent == [0.0, 1.0, 1.0] * 2
+    assert {int(batch.context_lengths.max()) for batch in part.batches} == {17, 4112}
+    try_chunks(cache, 4, part)
+    assert [batch.num_decode for batch in part.batches[6:]] == [0, 0]

@@ -1,0 +1,78 @@
+"""The append kernel equals norm, rotation and scattered writes in plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from toka_async.kernels.append import append
+
+EPS = 1e-3  # large, so that leaving it out shows
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+class Case:
+    def __init__(
+        self, heads: int, kv_heads: int, dim: int, page_size: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        self.device, self.dtype = device, dtype
+        self.num_heads, self.kv_heads, self.page_size = heads, kv_heads, page_size
+        self.heads = self.normal(5, heads + 2 * kv_heads, dim)
+        angles = 3 * torch.randn((5, 1, dim // 2), generator=self.generator)
+        cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
+        self.rotation = cos.to(device, dtype), sin.to(device, dtype)
+        self.weight = self.normal(heads + kv_heads, dim)
+        self.keys = self.normal(8, kv_heads, page_size, dim)
+        self.values = self.normal(8, kv_heads, page_size, dim)
+        self.indices = torch.randperm(8 * page_size, generator=self.generator)[:5].to(device)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
+
+    def expected(self, norm: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys, values after the append, float32."""
+        heads, value = self.heads.float().split([self.num_heads + self.kv_heads, self.kv_heads], dim=1)
+        if norm:
+            heads = F.rms_norm(heads, heads.shape[-1:], eps=EPS) * self.weight.float()
+        cos, sin = (factor.float() for factor in self.rotation)
+        heads = heads * cos + heads.roll(heads.shape[-1] // 2, -1) * sin
+        query, key = heads.split([self.num_heads, self.kv_heads], dim=1)
+        pages, offsets = self.indices // self.page_size, self.indices % self.page_size
+        keys, values = self.keys.float(), self.values.float()
+        keys[pages, :, offsets], values[pages, :, offsets] = key, value
+        return query, keys, values
+
+    def check(self, norm: bool) -> None:
+        expected = self.expected(norm)
+        weight = self.weight if norm else None
+        query = append(self.heads, self.rotation, self.keys, self.values, self.indices, weight, EPS)
+        tolerance = TOLERANCE[self.dtype]
+        for actual, exact in zip((query, self.keys, self.values), expected, strict=True):
+            assert actual.dtype == self.dtype
+            torch.testing.assert_close(actual.float(), exact, atol=tolerance, rtol=tolerance)
+        assert torch.equal(self.values.float(), expected[2])  # moved, not computed with
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 8, 1), (6, 2, 16, 5), (4, 1, 80, 16), (14, 2, 64, 64)], ids=str)
+def test_equals_plain_torch(device: torch.device, shape: tuple[int, int, int, int], norm: bool) -> None:
+    Case(*shape, device, torch.float32).check(norm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(device: torch.device, dtype: torch.dtype) -> None:
+    Case(8, 2, 64, 16, device, dtype).check(norm=True)
+
+
+def test_no_tokens(device: torch.device) -> None:
+    case = Case(4, 2, 16, 4, device, torch.float32)
+    before = case.keys.clone()
+    rotation = case.rotation[0][:0], case.rotation[1][:0]
+    query = append(case.heads[:0], rotation, case.keys, case.values, case.indices[:0])
+    assert query.shape == (0, 4, 16)
+    assert torch.equal(case.keys, before)

@@ -1,0 +1,201 @@
+"""The decode kernel equals attention from its definition, whatever is skipped, split, windowed or started from."""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tests.paged_case import PagedCase
+from toka_async.kernels.decode import (
+    DecodeConfig,
+    Partial,
+    decode_attention,
+    decode_config,
+    merge,
+    num_splits,
+)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+EXAMPLES = 60 if DEVICE.type == "cuda" else 3  # the interpreter is slow
+SCALE = 0.4
+TOLERANCE = {torch.float16: 3e-3, torch.bfloat16: 2e-2}
+
+
+def room(parts: int, query: Tensor) -> Partial:
+    """Memory of partial results, of which none may be read before it is written."""
+    output = torch.full((parts, *query.shape), torch.nan, device=query.device)
+    return Partial(output, torch.full((parts, *query.shape[:2]), torch.nan, device=query.device))
+
+
+def run(
+    case: PagedCase,
+    query: Tensor,
+    window: int = 0,
+    splits: int = 1,
+    skip: Tensor | None = None,
+    prefix: Partial | None = None,
+    config: DecodeConfig | None = None,
+) -> Tensor:
+    output = torch.full_like(query, torch.nan)
+    decode_attention(
+        query,
+        case.keys,
+        case.values,
+        case.page_table,
+        case.slots,
+        case.contexts,
+        output,
+        SCALE,
+        window,
+        skip,
+        prefix,
+        room(splits, query) if splits > 1 else None,
+        config,
+    )
+    return output
+
+
+def expected(case: PagedCase, query: Tensor, window: int = 0) -> Tensor:
+    firsts = [max(0, length - window) if window else 0 for length in case.lengths]
+    rows = [
+        case.attend(query[row], row, first, length, SCALE)[0]
+        for row, (first, length) in enumerate(zip(firsts, case.lengths, strict=True))
+    ]
+    return torch.stack(rows).to(query.dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8), (2, 3, 16), (1, 4, 64), (1, 7, 80)], ids=str)
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=2),
+    page_size=st.sampled_from([1, 5, 16, 64]),
+    window=st.sampled_from([0, 0, 1, 30]),
+    splits=st.sampled_from([1, 3]),
+)
+def test_equals_the_definition(
+    shape: tuple[int, int, int], seed: int, lengths: list[int], page_size: int, window: int, splits: int
+) -> None:
+    case = PagedCase(seed, lengths, page_size, *shape, DEVICE)
+    query = case.normal(len(lengths), case.heads, case.dim)
+    torch.testing.assert_close(run(case, query, window, splits), expected(case, query, window), atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    own=st.lists(st.integers(1, 40), min_size=2, max_size=3),
+    page_size=st.sampled_from([1, 5, 16]),
+    num_shared=st.integers(1, 4),
+    window=st.sampled_from([0, 50]),
+    splits=st.sampled_from([1, 3]),
+    parts=st.sampled_from([1, 2]),
+)
+def test_goes_on_from_the_attention_of_a_prefix(
+    seed: int, own: list[int], page_size: int, num_shared: int, window: int, splits: int, parts: int
+) -> None:
+    """All rows but the first start after a prefix; of two parts, the second has no keys."""
+    prefix_keys = num_shared * page_size
+    case = PagedCase(seed, [prefix_keys + n for n in own], page_size, 1, 3, 16, DEVICE, num_shared=num_shared)
+    query = case.normal(len(own), case.heads, case.dim)
+    skip = torch.full((len(own),), prefix_keys, dtype=torch.int32, device=DEVICE)
+    skip[0] = 0
+    prefix = room(parts, query)
+    for row in range(1, len(own)):
+        prefix.output[0, row], prefix.lse[0, row] = case.attend(query[row], row, 0, prefix_keys, SCALE)
+    prefix.output[1:, 1:], prefix.lse[1:, 1:] = 0.0, -math.inf
+    output = run(case, query, window, splits, skip, prefix)
+    torch.testing.assert_close(output, expected(case, query, window), atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_skipped_is_not_read() -> None:
+    case = PagedCase(0, [40, 35], 16, 1, 2, 16, DEVICE, num_shared=2)
+    query = case.normal(2, case.heads, case.dim)
+    skip = torch.full((2,), 32, dtype=torch.int32, device=DEVICE)
+    partials = [case.attend(query[row], row, 0, 32, SCALE) for row in range(2)]
+    outputs, lse = (torch.stack(column)[None].float() for column in zip(*partials, strict=True))
+    prefix = Partial(outputs, lse)
+    before = expected(case, query)
+    case.keys[case.pages[0][:2]] = torch.nan
+    torch.testing.assert_close(run(case, query, skip=skip, prefix=prefix), before, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    case = PagedCase(0, [70, 3], 16, 2, 4, 64, DEVICE, dtype)
+    query = case.normal(2, case.heads, case.dim)
+    output = run(case, query)
+    assert output.dtype == dtype
+    torch.testing.assert_close(output, expected(case, query), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_a_partial_result_may_lie_where_the_output_goes() -> None:
+    case = PagedCase(0, [40, 35], 16, 1, 2, 16, DEVICE, num_shared=2)
+    query = case.normal(2, case.heads, case.dim)
+    for splits in (1, 2):
+        output = torch.empty_like(query)
+        lse = torch.empty(1, 2, case.heads, device=DEVICE)
+        for row in range(2):
+            output[row], lse[0, row] = case.attend(query[row], row, 0, 32, SCALE)
+        skip = torch.full((2,), 32, dtype=torch.int32, device=DEVICE)
+        decode_attention(
+            query,
+            case.keys,
+            case.values,
+            case.page_table,
+            case.slots,
+            case.contexts,
+            output,
+            SCALE,
+            skip=skip,
+            prefix=Partial(output[None], lse),
+            splits=room(2, query) if splits > 1 else None,
+        )
+        torch.testing.assert_close(output, expected(case, query), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("block", [16, 64, 128])
+def test_any_block(block: int) -> None:
+    case = PagedCase(0, [100], 16, 1, 2, 16, DEVICE)
+    query = case.normal(1, case.heads, case.dim)
+    output = run(case, query, config=DecodeConfig(block, num_warps=4, num_stages=1))
+    torch.testing.assert_close(output, expected(case, query), atol=1e-5, rtol=1e-5)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    case = PagedCase(0, [40], 16, 1, 1, 16, DEVICE)
+    query = 1e4 * case.normal(1, case.heads, case.dim)
+    torch.testing.assert_close(run(case, query), expected(case, query), atol=1e-3, rtol=1e-3)
+
+
+def test_merge() -> None:
+    generator = torch.Generator().manual_seed(0)
+    outputs, lse = torch.randn((3, 5, 2, 20), generator=generator), 9 * torch.randn((3, 5, 2), generator=generator)
+    lse[0, 0] = -math.inf
+    merged = torch.empty((5, 2, 20), device=DEVICE)
+    merge(Partial(outputs.to(DEVICE), lse.to(DEVICE)), merged)
+    weights = (lse * math.log(2)).softmax(0)
+    torch.testing.assert_close(merged.cpu(), (outputs * weights[..., None]).sum(0), atol=1e-5, rtol=1e-5)
+
+
+def test_splits_fill_the_chip_and_no_more() -> None:
+    assert num_splits(8192, 8, 132) == 1
+    assert num_splits(1, 8, 132) == 32
+    assert num_splits(1, 8, 132, longest=300) == 3
+    assert num_splits(16, 8, 132) == 8
+    assert num_splits(1, 1, 1, longest=0) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("head_dim", [8, 64, 128, 256])
+def test_configurations_fit(head_dim: int, dtype: torch.dtype) -> None:
+    config = decode_config(head_dim, dtype)
+    assert config.block >= 16  # the smallest inner size of a matrix product
+    assert 2 * config.num_stages * config.block * head_dim * dtype.itemsize <= 64 << 10  # three programs a multiprocessor

@@ -1,0 +1,71 @@
+"""The fused kernels equal plain torch, within the dtype's rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from toka_async.kernels.fused import FusedOps
+from toka_async.model.ops import TorchOps
+from toka_async.model.spec import ACTIVATIONS
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+DTYPES = list(TOLERANCE)
+
+
+def normal(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (2 * torch.randn(shape, generator=generator)).to(device, dtype)
+
+
+def check(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.float(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (5, 48), (33, 64), (70, 40), (3, 2048), (2, 3000)], ids=str)
+def test_add_norm(device: torch.device, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, residual = normal(device, dtype, *shape), normal(device, dtype, *shape).flip(0)
+    weight = normal(device, dtype, shape[1])
+    normed, added = FusedOps().add_norm(x, residual, weight, 1e-5)
+    check(added, residual.float() + x.float(), dtype)  # not equal: the interpreter truncates to bfloat16
+    exact, _ = TorchOps().add_norm(added.float(), None, weight.float(), 1e-5)
+    check(normed, exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_first_norm_has_no_residual(device: torch.device, dtype: torch.dtype) -> None:
+    x, weight = normal(device, dtype, 5, 96), normal(device, dtype, 96)
+    before = x.clone()
+    normed, added = FusedOps().add_norm(x, None, weight, 0.5)
+    assert added is x
+    assert torch.equal(x, before)
+    check(normed, TorchOps().add_norm(x.float(), None, weight.float(), 0.5)[0], dtype)
+
+
+def test_inputs_stay_as_they_are(device: torch.device) -> None:
+    x, residual = normal(device, torch.float32, 4, 32), normal(device, torch.float32, 4, 32) + 1
+    before = x.clone(), residual.clone()
+    FusedOps().add_norm(x, residual, torch.ones(32, device=device), 1e-6)
+    assert torch.equal(x, before[0])
+    assert torch.equal(residual, before[1])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 16), (5, 48), (3, 2048), (2, 3000)], ids=str)
+def test_gate(device: torch.device, shape: tuple[int, int], dtype: torch.dtype, activation: str) -> None:
+    gate_up = normal(device, dtype, shape[0], 2 * shape[1])
+    exact = TorchOps().gate(gate_up.float(), activation)
+    check(FusedOps().gate(gate_up, activation), exact, dtype)
+
+
+def test_no_rows(device: torch.device) -> None:
+    empty = torch.empty(0, 32, device=device)
+    normed, added = FusedOps().add_norm(empty, empty, torch.ones(32, device=device), 1e-6)
+    assert normed.shape == added.shape == (0, 32)
+    assert FusedOps().gate(empty, "silu").shape == (0, 16)

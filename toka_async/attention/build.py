@@ -1,0 +1,206 @@
+"""Builds the attention backend that the configuration asks for, and measures what there is to choose.
+
+Knows what each implementation needs of device, numbers and shapes; knows no model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from toka_async.attention import flashinfer
+from toka_async.attention.base import AttentionBackend, GraphAttention
+from toka_async.attention.choice import AutoChunks, AutoDecode, Table, only
+from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.measure import Bench, CudaClock, try_chunks, try_decode
+from toka_async.attention.reference import ReferenceAttention
+from toka_async.model.spec import ModelError
+
+if TYPE_CHECKING:  # these need Triton, which is not everywhere
+    from toka_async.attention.parts import ChunkPart, DecodePart, GraphDecodePart, PartsAttention
+
+logger = logging.getLogger(__name__)
+
+Backend = Literal["auto", "reference", "triton", "flashinfer"]
+LARGEST_HEAD = 256
+NOT_MEASURED = only("triton")  # a table to build with before there is something to measure on
+
+
+@dataclass(slots=True, frozen=True)
+class Attention:
+    """A backend. graphs: the same, if its decoding can be captured in CUDA graphs.
+
+    smallest_group: rows of the smallest group and tokens of the shortest prefix that are worth sharing; (0, 0): none.
+    table: what was measured; None: there was nothing to measure.
+    """
+
+    backend: AttentionBackend
+    graphs: GraphAttention | None
+    smallest_group: tuple[int, int]
+    table: Table | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Limits:
+    """What a backend is built for. windows: of the layers, 0: none. max_seqs, max_tokens: of a step."""
+
+    cache: KVCache
+    num_heads: int
+    windows: tuple[int, ...]
+    scale: float
+    max_seqs: int
+    max_tokens: int
+
+
+@dataclass(slots=True)
+class Sources:
+    """Makers of the parts to choose from, by name. captured: of the decode part in graphs."""
+
+    decode: dict[str, Callable[[], DecodePart]] = field(default_factory=dict)
+    chunks: dict[str, Callable[[], ChunkPart]] = field(default_factory=dict)
+    captured: Callable[[], GraphDecodePart] | None = None
+
+
+def build_attention(
+    backend: Backend,
+    cache: KVCache,
+    num_heads: int,
+    windows: Sequence[int],
+    max_seqs: int,
+    max_tokens: int,
+    scale: float | None = None,
+    table: Table | None = None,
+) -> Attention:
+    """The backend over `cache`, with a sliding window per layer, for steps of up to max_seqs rows and max_tokens.
+
+    table: what to choose by; None: measured now, on the cache as it is, without writing to it.
+    Raises ModelError: the backend cannot attend over this cache; the message says why, and what can.
+    """
+    chosen = resolve_backend(backend, cache)
+    if chosen == "reference":
+        reference = ReferenceAttention(cache, num_heads, windows, scale)
+        return Attention(reference, None, reference.smallest_group())
+    scale = scale if scale is not None else cache.head_dim**-0.5
+    limits = Limits(cache, num_heads, tuple(windows), scale, max_seqs, max_tokens)
+    sources = Sources()
+    if chosen != "flashinfer":
+        _add_triton(sources, limits)
+        if table is None:
+            _try_out(sources, limits)
+    if chosen == "flashinfer" or (chosen == "auto" and not flashinfer.why_not(cache)):
+        sources = _with_flashinfer(sources, limits, must=chosen == "flashinfer")
+    table = table or _measure(sources, limits)
+    parts = _assemble(sources, limits, table)
+    return Attention(parts, parts if sources.captured else None, table.smallest_group, table)
+
+
+def resolve_backend(backend: Backend, cache: KVCache) -> Backend:
+    """`auto` is the reference where there is no GPU or no Triton. Raises ModelError for what cannot be had."""
+    if backend == "reference":
+        return backend
+    reason = flashinfer.why_not(cache) if backend == "flashinfer" else why_not_triton(cache)
+    if not reason and importlib.util.find_spec("triton") is None:
+        reason = "the package triton is not installed; pip install triton, or use reference"
+    if not reason:
+        return backend
+    if backend != "auto":
+        raise ModelError(f"attention.backend={backend}: {reason}")
+    if cache.keys[0].device.type == "cuda":
+        logger.warning("attention.backend=auto: %s; until then attention is the reference, slow on a GPU", reason)
+    return "reference"
+
+
+def why_not_triton(cache: KVCache) -> str:
+    """Why our own kernels cannot attend over the cache, and the fix; empty if they can."""
+    device = cache.keys[0].device.type
+    if device != "cuda":
+        return f"expected a CUDA device, got {device}; use auto"
+    if cache.head_dim > LARGEST_HEAD:
+        return f"expected heads of at most {LARGEST_HEAD} dimensions, the model has {cache.head_dim}; use reference"
+    return ""
+
+
+def _add_triton(sources: Sources, limits: Limits) -> None:
+    from toka_async.attention.own import TritonChunks, TritonDecode
+
+    cache, num_heads, scale = limits.cache, limits.num_heads, limits.scale
+    sources.captured = lambda: TritonDecode(cache, num_heads, scale)
+    sources.decode["triton"] = sources.captured
+    sources.chunks["triton"] = lambda: TritonChunks(cache, num_heads, scale)
+
+
+def _add_flashinfer(sources: Sources, limits: Limits) -> None:
+    shape = flashinfer.Shape(
+        limits.cache,
+        limits.num_heads,
+        limits.scale,
+        limits.max_seqs,
+        limits.max_tokens,
+        flashinfer.make_workspace(limits.cache, limits.num_heads),
+    )
+    flashinfer.compile_kernels(shape, limits.windows)
+    sources.decode["flashinfer"] = lambda: flashinfer.FlashInferDecode(shape)
+    sources.chunks["flashinfer"] = lambda: flashinfer.FlashInferChunks(shape)
+    if "triton" in sources.decode:
+        from toka_async.attention.mixed import MixedDecode
+
+        sources.decode["mixed"] = lambda: MixedDecode(shape)
+
+
+def _with_flashinfer(sources: Sources, limits: Limits, must: bool) -> Sources:
+    """The same and FlashInfer's parts, if they work here: they are compiled at first use, which takes a compiler.
+
+    Raises ModelError: they do not, and they must.
+    """
+    more = Sources(dict(sources.decode), dict(sources.chunks), sources.captured)
+    try:
+        _add_flashinfer(more, limits)
+        added = {name: make for name, make in more.decode.items() if name not in sources.decode}
+        _try_out(Sources(added, {"flashinfer": more.chunks["flashinfer"]}), limits)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        if must:
+            raise ModelError(f"attention.backend=flashinfer: it does not work here: {reason}; use auto") from error
+        logger.warning("attention.backend=auto: FlashInfer does not work here, so it is not used: %s", reason)
+        return sources
+    return more
+
+
+def _try_out(sources: Sources, limits: Limits) -> None:
+    """Parts run with every window of the model, which is compiled into them."""
+    for window in sorted({0, *limits.windows}):
+        for make_decode in sources.decode.values():
+            try_decode(limits.cache, limits.num_heads, make_decode(), window)
+        for make_chunks in sources.chunks.values():
+            try_chunks(limits.cache, limits.num_heads, make_chunks(), window)
+
+
+def _measure(sources: Sources, limits: Limits) -> Table:
+    table = Bench(
+        limits.cache,
+        limits.num_heads,
+        limits.max_seqs,
+        limits.max_tokens,
+        {name: make() for name, make in sources.decode.items()},
+        {name: make() for name, make in sources.chunks.items()},
+        CudaClock(len(limits.cache.keys)),
+    ).table()
+    logger.info("attention: %s", table.summary())
+    return table
+
+
+def _assemble(sources: Sources, limits: Limits, table: Table) -> PartsAttention:
+    from toka_async.attention.parts import PartsAttention
+
+    def decode() -> AutoDecode:
+        parts = {name: make() for name, make in sources.decode.items()}
+        captured = sources.captured() if sources.captured else None
+        return AutoDecode(parts, table, limits.cache.page_size, captured)
+
+    def chunks() -> AutoChunks:
+        return AutoChunks({name: make() for name, make in sources.chunks.items()}, table)
+
+    return PartsAttention(limits.cache, limits.num_heads, limits.windows, decode, chunks)

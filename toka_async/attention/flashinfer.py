@@ -1,0 +1,227 @@
+"""Attention by FlashInfer (arXiv:2501.01005): decoding rows, chunks of prompts, and prefixes that rows share.
+
+Plans are made on the host, from lengths known there. A group's prefix is attended once for all of its rows, without a
+mask, and merged with their own parts by log-sum-exp in float32 (Hydragen, arXiv:2402.05099). The package is imported
+when a part is built. Knows the cache and rows, no model and no kernels of ours.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toka_async.attention.base import AttentionBatch, PrefixGroup
+from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.spans import Spans, chunk_spans, decode_spans, prefix_spans
+from toka_async.attention.wrappers import WrapperRing, paged_keys, query_bounds
+
+HEAD_DIMS = (64, 128, 256)
+WHOLE = 1 << 62  # cells of a span: it is not cut
+_TENSOR_CORE_GROUP = 4  # query heads of a key head from which decoding is a matrix product
+_MOST_TILE = 128  # queries of a tile that FlashInfer may split over keys
+_WORK_BYTES = 28  # of FlashAttention 3's schedule, for each tile and head
+_MOST_WORKS = 4096  # tiles beyond which all heads share one schedule
+_DEFAULT_SCHEDULE = 8 << 20  # bytes, what a wrapper comes with
+
+
+def why_not(cache: KVCache) -> str:
+    """Why FlashInfer cannot attend over the cache, and the fix; empty if it can."""
+    keys = cache.keys[0]
+    if importlib.util.find_spec("flashinfer") is None:
+        return "the package flashinfer-python is not installed; pip install 'toka-async[cuda]', or use auto"
+    if keys.device.type != "cuda":
+        return f"expected a CUDA device, got {keys.device.type}; use auto"
+    if keys.dtype not in (torch.bfloat16, torch.float16):
+        name = str(keys.dtype).removeprefix("torch.")
+        return f"expected model.dtype bfloat16 or float16, got {name}; use auto or triton"
+    if cache.head_dim not in HEAD_DIMS:
+        return f"expected heads of 64, 128 or 256 dimensions, the model has {cache.head_dim}; use auto or triton"
+    return ""
+
+
+@dataclass(slots=True, frozen=True)
+class Shape:
+    """What all plans have in common. workspace: shared by the parts of one stream. max_seqs, max_tokens: of a batch."""
+
+    cache: KVCache
+    num_heads: int
+    scale: float
+    max_seqs: int
+    max_tokens: int
+    workspace: Tensor
+
+    @property
+    def backend(self) -> str:
+        """Of prefill: FlashAttention 3 (arXiv:2407.08608) where there is one, that is, on compute capability 9."""
+        device = self.cache.keys[0].device
+        hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+        return "fa3" if hopper else "fa2"
+
+    @property
+    def uses_tensor_cores(self) -> bool:
+        """In decoding, whose matrix products are as tall as the query heads of a key head are many."""
+        return self.num_heads // self.cache.num_kv_heads >= _TENSOR_CORE_GROUP
+
+    def plan(self, wrapper: Any, inputs: tuple[Tensor, ...], window: int, **settings: object) -> None:
+        dtype = self.cache.keys[0].dtype
+        wrapper.plan(
+            *inputs,
+            self.num_heads,
+            self.cache.num_kv_heads,
+            self.cache.head_dim,
+            self.cache.page_size,
+            sm_scale=self.scale,
+            window_left=window - 1,  # tokens before the newest; -1: all
+            q_data_type=dtype,
+            kv_data_type=dtype,
+            **settings,
+        )
+
+
+def make_workspace(cache: KVCache, num_heads: int) -> Tensor:
+    """Room for partial results of queries whose keys are split: at most two tiles a multiprocessor and key head."""
+    device = cache.keys[0].device
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    tiles = 2 * num_processors * (num_heads // cache.num_kv_heads)
+    size = tiles * _MOST_TILE * (cache.head_dim + 1) * torch.float32.itemsize
+    return torch.zeros(size + (16 << 20), dtype=torch.uint8, device=device)
+
+
+def compile_kernels(shape: Shape, windows: Sequence[int]) -> None:
+    """Builds what the parts will load and is not there yet, all at once: a minute instead of one for each.
+
+    Raises RuntimeError: there is no compiler, or it failed.
+    """
+    from flashinfer.jit import build_jit_specs
+    from flashinfer.jit.attention import gen_batch_decode_module, gen_batch_prefill_module
+    from flashinfer.jit.cascade import gen_cascade_module
+
+    dtype, dim = shape.cache.keys[0].dtype, shape.cache.head_dim
+    numbers = (dtype, dtype, dtype, torch.int32, dim, dim, 0)
+    specs = {spec.name: spec for spec in [gen_cascade_module()]}
+    for is_windowed in sorted({False, *(window > 0 for window in windows)}):
+        options = (is_windowed, False)
+        wanted = [gen_batch_prefill_module(shape.backend, *numbers, *options, False)]
+        if shape.uses_tensor_cores:
+            wanted.append(gen_batch_prefill_module("fa2", *numbers, *options, False))
+        else:
+            wanted.append(gen_batch_decode_module(*numbers, *options))
+        specs |= {spec.name: spec for spec in wanted}
+    build_jit_specs([spec for spec in specs.values() if not spec.is_compiled])
+
+
+class Prefill:
+    """Runs of queries over paged keys: chunks of prompts, or the rows of a group over their prefix."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.ring = WrapperRing(self._make, shape.max_seqs, shape.workspace.device)
+
+    def plan(self, batch: AttentionBatch, spans: Spans, window: int) -> Any:
+        """A wrapper that is ready to run."""
+        wrapper, inputs = self.ring.take()
+        columns = (query_bounds(inputs, spans), *paged_keys(inputs, batch, spans, self.shape.cache.page_size))
+        most = int(spans.counts.max())  # given, FlashInfer need not look for it, one row at a time
+        self.shape.plan(wrapper, columns, window, causal=spans.causal, max_token_per_sequence=most)
+        inputs.seal()
+        return wrapper
+
+    def _make(self) -> Any:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        shape = self.shape
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(shape.workspace, "HND", backend=shape.backend)
+        works = min(_MOST_WORKS, -(-shape.max_tokens // _MOST_TILE) + shape.max_seqs) * shape.num_heads
+        if works * _WORK_BYTES > _DEFAULT_SCHEDULE - (1 << 16):
+            size = works * _WORK_BYTES + (1 << 16)
+            schedule = torch.empty(size, dtype=torch.uint8, device=shape.workspace.device)
+            wrapper.reset_workspace_buffer(shape.workspace, schedule)
+        return wrapper
+
+
+class FlashInferChunks:
+    """`ChunkPart`: chunks of prompts, causal."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.cache = shape.cache
+        self.prefill = Prefill(shape)
+        self.wrapper: Any = None
+
+    def plan(self, batch: AttentionBatch, window: int) -> None:
+        spans = chunk_spans(batch, self.cache.page_size, window, WHOLE)
+        self.wrapper = self.prefill.plan(batch, spans, window)
+
+    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
+        self.wrapper.run(query, (self.cache.keys[layer], self.cache.values[layer]), out=output)
+
+
+@dataclass(slots=True, frozen=True)
+class _DecodePlan:
+    """own: every row over its own keys. prefix: `grouped` rows over their groups' keys; None: there are no groups."""
+
+    own: Any
+    prefix: Any
+    grouped: slice | Tensor
+
+
+class FlashInferDecode:
+    """`DecodePart`; groups whose prefix is not in every row's window are attended row by row."""
+
+    def __init__(self, shape: Shape) -> None:
+        from flashinfer import merge_state_in_place
+
+        self.shape = shape
+        self.cache = shape.cache
+        self.merge = merge_state_in_place
+        self.prefill = Prefill(shape)
+        self.ring = WrapperRing(self._make, shape.max_seqs, shape.workspace.device)
+        self.planned = _DecodePlan(None, None, slice(0))
+
+    def plan(self, batch: AttentionBatch, groups: tuple[PrefixGroup, ...], window: int) -> None:
+        groups = tuple(group for group in groups if is_seen(batch, group, window))
+        skip = np.zeros(batch.num_decode, dtype=np.int64)
+        for group in groups:
+            skip[group.first_row : group.first_row + group.num_rows] = group.num_pages
+        page_size = self.cache.page_size
+        wrapper, inputs = self.ring.take()
+        own = decode_spans(batch, skip, np.arange(batch.num_decode), page_size, window)
+        self.shape.plan(wrapper, paged_keys(inputs, batch, own, page_size), window)
+        grouped: slice | Tensor = slice(0)
+        if groups:
+            rows = np.flatnonzero(skip)
+            is_run = len(rows) == rows[-1] - rows[0] + 1
+            grouped = slice(int(rows[0]), int(rows[-1]) + 1) if is_run else inputs.upload(rows)[0]
+        inputs.seal()
+        prefix = self.prefill.plan(batch, prefix_spans(groups, page_size, WHOLE), 0) if groups else None
+        self.planned = _DecodePlan(wrapper, prefix, grouped)
+
+    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
+        plan, pages = self.planned, (self.cache.keys[layer], self.cache.values[layer])
+        if plan.prefix is None:
+            plan.own.run(query, pages, out=output)
+            return
+        _, lse = plan.own.run(query, pages, out=output, return_lse=True)  # base 2, as in all of FlashInfer
+        shared = query[plan.grouped]
+        prefix, prefix_lse = plan.prefix.run(shared, pages, out=torch.empty_like(shared), return_lse=True)
+        own = output[plan.grouped]  # a view, if the rows are a run
+        self.merge(own, lse[plan.grouped], prefix, prefix_lse)
+        if isinstance(plan.grouped, Tensor):
+            output.index_copy_(0, plan.grouped.long(), own)
+
+    def _make(self) -> Any:
+        from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+        shape = self.shape
+        return BatchDecodeWithPagedKVCacheWrapper(shape.workspace, "HND", use_tensor_cores=shape.uses_tensor_cores)
+
+
+def is_seen(batch: AttentionBatch, group: PrefixGroup, window: int) -> bool:
+    """The whole prefix is in every row's window."""
+    contexts = batch.context_lengths[group.first_row : group.first_row + group.num_rows]
+    return not 0 < window < contexts.max()

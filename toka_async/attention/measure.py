@@ -1,0 +1,235 @@
+"""Times parts on the chip at a handful of shapes, and makes the table that chooses between them.
+
+A part is timed as a step uses it: planned once on the host, run once for each layer. Pages are random, what is in them
+does not matter, and nothing is written to the cache. Knows parts by name only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toka_async.attention.base import AttentionBatch, PrefixGroup
+from toka_async.attention.choice import MARGIN, Point, Table, only, smallest_group
+from toka_async.attention.kv_cache import KVCache
+
+if TYPE_CHECKING:  # these need Triton, which is not everywhere
+    from toka_async.attention.parts import ChunkPart, DecodePart
+
+ROWS = (1, 16, 128, 1024, 8192)
+CONTEXTS = (128, 1024, 8192, 32768)
+CHUNKS = ((1, 512, 0), (1, 4096, 0), (8, 512, 0), (32, 1024, 0), (1, 512, 8192), (32, 256, 1024), (128, 64, 1024))
+GROUP_ROWS = (2, 4, 8, 16, 32, 128)
+GROUP_TOKENS = (64, 256, 1024, 4096)
+GROUPED_ROWS = 1024  # of all groups together
+OWN_TOKENS = 64  # of a grouped row
+LONG_TOKENS = 4096  # of a row that several programs share
+MOST_TOKENS = 1 << 22  # of all rows of a measured batch: some milliseconds to read
+_REPEATS = 3
+
+
+class Clock(Protocol):
+    def __call__(self, plan: Callable[[], None], run: Callable[[], None]) -> float:
+        """Seconds that a step takes: one plan, and a run for each layer."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class CudaClock:
+    """Host time of planning and device time of running; the first round, which may compile, is not counted."""
+
+    num_layers: int
+
+    def __call__(self, plan: Callable[[], None], run: Callable[[], None]) -> float:
+        plan()
+        run()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        plan()
+        planned = time.perf_counter() - begin
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        first.record()
+        for _ in range(_REPEATS):
+            run()
+        last.record()
+        last.synchronize()
+        return planned + self.num_layers * float(first.elapsed_time(last)) / 1000 / _REPEATS
+
+
+@dataclass(slots=True, frozen=True)
+class Shape:
+    """A batch to measure: (context, queries) of each row, decoding rows first."""
+
+    rows: Sequence[tuple[int, int]]
+    num_decode: int
+    groups: tuple[PrefixGroup, ...] = ()
+
+
+@dataclass(slots=True, frozen=True)
+class Bench:
+    """The parts to choose from, by name, the cache that they read, and the limits of a step."""
+
+    cache: KVCache
+    num_heads: int
+    max_seqs: int
+    max_tokens: int
+    decode: Mapping[str, DecodePart]
+    chunks: Mapping[str, ChunkPart]
+    clock: Clock
+
+    def table(self) -> Table:
+        """Measures; a single part is measured for its groups alone."""
+        grouped, smallest = self._groups()
+        table = only(next(iter(self.decode)), smallest)
+        if len(self.decode) == 1 and len(self.chunks) == 1:
+            return table
+        return Table(
+            decode=self._decode_points() or table.decode,
+            grouped=grouped or table.grouped,
+            chunks=self._chunk_points() or table.chunks,
+            smallest_group=smallest,
+        )
+
+    def _decode_points(self) -> tuple[Point, ...]:
+        most_tokens = min(MOST_TOKENS, self.cache.num_pages * self.cache.page_size)
+        return tuple(
+            Point(rows, context, _fastest(self._decode_times(Shape(((context, 1),) * rows, rows))))
+            for rows in ROWS
+            for context in CONTEXTS
+            if rows <= self.max_seqs and rows * context <= most_tokens
+        )
+
+    def _chunk_points(self) -> tuple[Point, ...]:
+        most_tokens = self.cache.num_pages * self.cache.page_size
+        return tuple(
+            Point(rows * length, before + length, _fastest(self._chunk_times(rows, length, before)))
+            for rows, length, before in CHUNKS
+            if rows <= self.max_seqs and rows * length <= self.max_tokens and rows * (before + length) <= most_tokens
+        )
+
+    def _groups(self) -> tuple[tuple[Point, ...], tuple[int, int]]:
+        """The fastest part with groups, and which groups are faster than the fastest part without."""
+        points: list[Point] = []
+        worth: dict[tuple[int, int], bool] = {}
+        for num_rows in GROUP_ROWS:
+            for num_tokens in GROUP_TOKENS:
+                groups = self._same_groups(num_rows, num_tokens)
+                if not groups:
+                    continue
+                context = groups[0].num_pages * self.cache.page_size + OWN_TOKENS
+                num_decode = num_rows * len(groups)
+                rows = ((context, 1),) * num_decode
+                shared = self._decode_times(Shape(rows, num_decode, groups))
+                alone = self._decode_times(Shape(rows, num_decode), groups)
+                points.append(Point(num_rows, num_tokens, _fastest(shared)))
+                worth[num_rows, num_tokens] = min(shared.values()) < MARGIN * min(alone.values())
+        return tuple(points), smallest_group(worth)
+
+    def _same_groups(self, num_rows: int, num_tokens: int) -> tuple[PrefixGroup, ...]:
+        """Groups of `num_rows` that share `num_tokens`: as many as a full step has; none if the cache is too small."""
+        num_pages = -(-num_tokens // self.cache.page_size)
+        context = num_pages * self.cache.page_size + OWN_TOKENS
+        if context > self.cache.num_pages * self.cache.page_size:
+            return ()
+        num_groups = min(self.max_seqs, GROUPED_ROWS, MOST_TOKENS // context) // num_rows
+        return tuple(PrefixGroup(i * num_rows, num_rows, num_pages) for i in range(num_groups))
+
+    def _decode_times(self, shape: Shape, alike: tuple[PrefixGroup, ...] = ()) -> dict[str, float]:
+        """Seconds of each part; rows of `alike` share pages, too, but the parts are not told."""
+        batch = synthetic(self.cache, shape, shape.groups or alike)
+        query = self._queries(shape.num_decode)
+        output = torch.empty_like(query)
+        return {
+            name: self.clock(partial(part.plan, batch, shape.groups, 0), partial(part.run, 0, query, output))
+            for name, part in self.decode.items()
+        }
+
+    def _chunk_times(self, num_rows: int, length: int, before: int) -> dict[str, float]:
+        batch = synthetic(self.cache, Shape(((before + length, length),) * num_rows, 0))
+        query = self._queries(num_rows * length)
+        output = torch.empty_like(query)
+        return {
+            name: self.clock(partial(part.plan, batch, 0), partial(part.run, 0, query, output))
+            for name, part in self.chunks.items()
+        }
+
+    def _queries(self, num_tokens: int) -> Tensor:
+        keys = self.cache.keys[0]
+        return torch.randn((num_tokens, self.num_heads, self.cache.head_dim), device=keys.device).to(keys.dtype)
+
+
+def synthetic(cache: KVCache, shape: Shape, alike: Sequence[PrefixGroup] = ()) -> AttentionBatch:
+    """A batch over random pages, the first of which are the same in all rows of a group of `alike`."""
+    device = cache.keys[0].device
+    contexts, queries = np.asarray(shape.rows, dtype=np.int32).T.copy()
+    width = -(-int(contexts.max()) // cache.page_size)
+    pages = np.random.default_rng(0).integers(cache.num_pages, size=(len(contexts), width), dtype=np.int32)
+    for group in alike:
+        rows = slice(group.first_row, group.first_row + group.num_rows)
+        pages[rows, : group.num_pages] = pages[group.first_row, : group.num_pages]
+    return AttentionBatch(
+        num_decode=shape.num_decode,
+        query_lengths=queries,
+        context_lengths=contexts,
+        contexts=torch.from_numpy(contexts).to(device),
+        slots=torch.arange(len(contexts), device=device),
+        page_table=torch.from_numpy(pages).to(device),
+        write_indices=torch.empty(0, dtype=torch.int64, device=device),
+        groups=shape.groups,
+    )
+
+
+def try_decode(cache: KVCache, num_heads: int, part: DecodePart, window: int = 0) -> None:
+    """Runs a part at shapes that take each of its paths, so that what it compiles at first use is there, and works.
+
+    Paths: keys of a row read by one or several programs, no groups, one group, as many as fill the chip.
+    """
+    device = cache.keys[0].device
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    for context in _contexts(cache, window):
+        for num_groups in (0, 1, num_processors // cache.num_kv_heads + 1):
+            num_rows = 2 * max(1, num_groups)
+            groups = tuple(PrefixGroup(2 * i, 2, 1) for i in range(num_groups))
+            batch = synthetic(cache, Shape(((context, 1),) * num_rows, num_rows, groups), groups)
+            query = _zeros(cache, num_rows, num_heads)
+            part.plan(batch, groups, window)
+            part.run(0, query, torch.empty_like(query))
+    _wait(device)
+
+
+def try_chunks(cache: KVCache, num_heads: int, part: ChunkPart, window: int = 0) -> None:
+    """The same for chunks."""
+    query = _zeros(cache, 2, num_heads)
+    for context in _contexts(cache, window):
+        part.plan(synthetic(cache, Shape(((context, 1),) * 2, 0)), window)
+        part.run(0, query, torch.empty_like(query))
+    _wait(cache.keys[0].device)
+
+
+def _contexts(cache: KVCache, window: int) -> tuple[int, int]:
+    """A short and a long one, of a page and some tokens more, and within the window if they can be."""
+    short, long = cache.page_size + 1, cache.page_size + LONG_TOKENS
+    return short, min(long, max(window, short)) if window else long
+
+
+def _zeros(cache: KVCache, num_tokens: int, num_heads: int) -> Tensor:
+    keys = cache.keys[0]
+    return torch.zeros((num_tokens, num_heads, cache.head_dim), dtype=keys.dtype, device=keys.device)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _fastest(times: Mapping[str, float]) -> str:
+    """The first that is as fast as the fastest, but for chance."""
+    best = min(times.values())
+    return next(name for name, seconds in times.items() if seconds * MARGIN <= best)

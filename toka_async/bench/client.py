@@ -1,0 +1,162 @@
+"""A client of any OpenAI-compatible server: sends completion requests at once and times their answers.
+
+While the clock runs, bodies are kept as bytes and streamed events counted by time; they are decoded afterwards, so
+that a client on the server's machine takes little of it. Knows no loads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import aiohttp
+import msgspec
+
+from toka_async.bench.loads import Body
+from toka_async.bench.served import BenchError
+
+HEADERS = {"Content-Type": "application/json"}
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Choice(msgspec.Struct, frozen=True):
+    index: int
+    finish_reason: str | None = None
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A response, or an event of a streamed one; what is not counted is skipped."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: object = None
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    id: str
+    vocab_size: int | None = None
+
+
+class ServedModels(msgspec.Struct, frozen=True):
+    data: list[ServedModel]
+
+
+DECODER = msgspec.json.Decoder(Answer)
+
+
+@dataclass(slots=True)
+class Reply:
+    """How one request went. Times are seconds since it was sent; `first` and `last` are of streamed text.
+
+    error: what went wrong, or empty.
+    """
+
+    n: int
+    seconds: float = 0.0
+    first: float | None = None
+    last: float | None = None
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    error: str = ""
+    bodies: list[bytes] = field(default_factory=list)
+
+    def decode(self) -> None:
+        """Read the counts out of the bodies; a wrong one becomes the error."""
+        ended: set[int] = set()
+        try:
+            for body in self.bodies:
+                answer = DECODER.decode(body)
+                if answer.error:
+                    raise BenchError(f"an error instead of an answer: {str(answer.error)[:200]}")
+                ended |= {choice.index for choice in answer.choices if choice.finish_reason is not None}
+                if answer.usage is not None:
+                    self.prompt_tokens = answer.usage.prompt_tokens
+                    self.output_tokens = answer.usage.completion_tokens
+        except (BenchError, msgspec.DecodeError) as error:
+            self.error = str(error)
+        else:
+            if len(ended) != self.n:
+                self.error = f"{len(ended)} of {self.n} choices ended"
+            elif not self.output_tokens:
+                self.error = "the answer has no usage"
+        self.bodies.clear()
+
+
+def new_session() -> aiohttp.ClientSession:
+    """For as many connections as there are requests."""
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=60)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=1 << 20)
+
+
+async def served_models(session: aiohttp.ClientSession, url: str) -> list[ServedModel]:
+    """What /v1/models lists, one at least. Raises BenchError when no such server answers."""
+    try:
+        async with session.get(f"{url}/v1/models") as response:
+            models = msgspec.json.decode(await response.read(), type=ServedModels).data
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        raise BenchError(f"no OpenAI-compatible server at {url}: {error or type(error).__name__}") from None
+    if not models:
+        raise BenchError(f"{url} serves no model")
+    return models
+
+
+async def send_all(
+    session: aiohttp.ClientSession, url: str, asked: Sequence[Body], concurrency: int
+) -> tuple[float, list[Reply]]:
+    """Sends the requests, `concurrency` at once: seconds from the first byte to the last, and the replies in order."""
+    encoded = [msgspec.json.encode(body) for body in asked]
+    replies = [Reply(body["n"]) for body in asked]
+    slots = asyncio.Semaphore(concurrency)
+
+    async def send(number: int) -> None:
+        async with slots:
+            await exchange(session, url, encoded[number], bool(asked[number].get("stream")), replies[number])
+
+    began = time.perf_counter()
+    await asyncio.gather(*map(send, range(len(asked))))
+    seconds = time.perf_counter() - began
+    for reply in replies:
+        if not reply.error:
+            reply.decode()
+    return seconds, replies
+
+
+async def exchange(session: aiohttp.ClientSession, url: str, body: bytes, stream: bool, reply: Reply) -> None:
+    """One request and its answer; what fails is the reply's error."""
+    began = time.perf_counter()
+    try:
+        async with session.post(f"{url}/v1/completions", data=body, headers=HEADERS) as response:
+            if response.status != 200:
+                reply.error = f"status {response.status}: {(await response.text())[:300]}"
+            elif stream:
+                await read_events(response, reply, began)
+            else:
+                reply.bodies.append(await response.read())
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        reply.error = str(error) or type(error).__name__
+    reply.seconds = time.perf_counter() - began
+
+
+async def read_events(response: aiohttp.ClientResponse, reply: Reply, began: float) -> None:
+    """Server-sent events, kept without their prefix; the times of the first and last with a choice."""
+    rest, done = b"", False
+    async for data in response.content.iter_any():
+        *events, rest = (rest + data).split(b"\n\n")
+        now = time.perf_counter() - began
+        for event in events:
+            text = event.strip().removeprefix(b"data:").strip()
+            if text == b"[DONE]":
+                done = True
+            elif text.startswith(b"{"):
+                reply.bodies.append(text)
+                if b'"choices":[]' not in text:
+                    reply.first, reply.last = now if reply.first is None else reply.first, now
+    if not done:
+        reply.error = "the stream broke off"

@@ -1,0 +1,129 @@
+"""The least time that a step can take on a device: its matrices, and what it must read, at rates measured there.
+
+floor = the model's matrices at the step's number of tokens, as the device multiplies them (no less than reading them
+takes)
+      + attention: reading keys and values, a group's prefix once, or multiplying with them, whichever takes longer
+      + reading the logits once.
+Knows shapes; knows neither kernels of ours nor steps.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from toka_async.attention.kv_cache import bytes_per_token
+from toka_async.bench.step_load import Case
+from toka_async.model.spec import ModelSpec
+
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+LARGE = {"cuda": 8192, "cpu": 256}  # tokens
+LEAST_SECONDS = 0.01  # of one measurement
+REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class FloorParts:
+    """Seconds of a step."""
+
+    matrices: float
+    attention: float
+    sampling: float
+
+    @property
+    def total(self) -> float:
+        return self.matrices + self.attention + self.sampling
+
+
+class Floor:
+    """Measures a device and computes floors.
+
+    Attributes:
+        bandwidth: bytes per second, read and written, of a large copy.
+        flops: per second, of large matrices of the model.
+    """
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self._spec, self._dtype, self._device = spec, dtype, device
+        self._seconds: dict[tuple[int, int, int], float] = {}
+        source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        self.bandwidth = 2 * source.numel() / seconds_of(lambda: target.copy_(source), device)
+        size = (LARGE[device.type], 2 * spec.intermediate_size, spec.hidden_size)
+        self.flops = 2 * math.prod(size) / self._matrix(*size)
+
+    def of(self, case: Case, grouped: bool) -> FloorParts:
+        """grouped: each group's prefix is read once, not once a row."""
+        spec, num_sampled = self._spec, case.rows or 1
+        query, key_value = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim
+        shapes = (
+            (query + key_value, spec.hidden_size),
+            (spec.hidden_size, query),
+            (2 * spec.intermediate_size, spec.hidden_size),
+            (spec.hidden_size, spec.intermediate_size),
+        )
+        layer = sum(self._matrix(case.num_tokens, *shape) for shape in shapes)
+        head = self._matrix(num_sampled, spec.vocab_size, spec.hidden_size)
+        return FloorParts(
+            matrices=spec.num_layers * layer + head,
+            attention=sum(self._attention(case, grouped, window) for window in spec.windows),
+            sampling=num_sampled * spec.vocab_size * self._dtype.itemsize / self.bandwidth,
+        )
+
+    def _matrix(self, num_tokens: int, num_out: int, num_in: int) -> float:
+        """Seconds of [tokens, in] times [in, out], no less than reading the weights takes."""
+        key = (num_tokens, num_out, num_in)
+        if key not in self._seconds:
+            self._seconds[key] = max(self._measured(*key), num_out * num_in * self._dtype.itemsize / self.bandwidth)
+        return self._seconds[key]
+
+    def _measured(self, num_tokens: int, num_out: int, num_in: int) -> float:
+        inputs = torch.randn(num_tokens, num_in, dtype=self._dtype, device=self._device)
+        weight = torch.randn(num_out, num_in, dtype=self._dtype, device=self._device)
+        with torch.inference_mode():
+            return seconds_of(lambda: functional.linear(inputs, weight), self._device)
+
+    def _attention(self, case: Case, grouped: bool, window: int) -> float:
+        """Seconds of one layer; window 0: all tokens are seen."""
+        spec = self._spec
+        bytes_each = bytes_per_token(spec, self._dtype) / spec.num_layers
+        flops_each = 4 * spec.num_heads * spec.head_dim  # of a query and a key, both products
+        if case.prompt:
+            seen = min(case.prompt, window or case.prompt)
+            num_pairs = seen * (seen + 1) / 2 + (case.prompt - seen) * seen
+            return max(case.prompt * bytes_each / self.bandwidth, num_pairs * flops_each / self.flops)
+        seen = min(case.context, window or case.context)
+        own = min(seen, case.context - case.prefix) if grouped else seen
+        prefix = seen - own
+        own_bytes, prefix_bytes = case.rows * own * bytes_each, case.groups * prefix * bytes_each
+        prefix_flops = case.rows * prefix * flops_each
+        return own_bytes / self.bandwidth + max(prefix_bytes / self.bandwidth, prefix_flops / self.flops)
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """The median time of a call, of runs that are long enough to be timed."""
+    work()
+    count = 1
+    while (took := _timed(work, count, device)) < LEAST_SECONDS:
+        count = max(2 * count, int(1.2 * count * LEAST_SECONDS / max(took, 1e-6)))
+    return statistics.median(_timed(work, count, device) for _ in range(REPEATS)) / count
+
+
+def _timed(work: Callable[[], object], count: int, device: torch.device) -> float:
+    _wait(device)
+    began = time.perf_counter()
+    for _ in range(count):
+        work()
+    _wait(device)
+    return time.perf_counter() - began
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

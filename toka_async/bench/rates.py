@@ -1,0 +1,106 @@
+"""A server's counters while a load runs: read from /metrics of ours and of others that count tokens alike.
+
+Knows no loads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import aiohttp
+
+from toka_async.bench.served import BenchError
+
+TOKENS = ":generation_tokens_total"  # the end of the counter's name: vLLM's, SGLang's and ours
+OURS = "toka:"
+INTERVAL = 0.25  # seconds
+SETTLE = 5.0  # seconds for the last counts to arrive
+
+
+@dataclass(slots=True)
+class Rates:
+    """Tokens generated up to each time, in seconds since the first reading."""
+
+    times: list[float] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)
+
+    def per_second(self) -> Iterator[tuple[float, float]]:
+        """(middle of an interval, tokens/s in it); readings between which nothing was counted are one interval."""
+        seen = [0, *(i for i in range(1, len(self.tokens)) if self.tokens[i] != self.tokens[i - 1])]
+        for a, b in pairwise(seen):
+            length = self.times[b] - self.times[a]
+            yield (self.times[a] + self.times[b]) / 2, (self.tokens[b] - self.tokens[a]) / length
+
+
+async def counters(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """What /metrics counts, name to value, summed over labels; nothing when there is no such page."""
+    try:
+        async with session.get(f"{url}/metrics") as response:
+            text = await response.text() if response.status == 200 else ""
+    except (aiohttp.ClientError, OSError):
+        return {}
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        left, _, value = line.rpartition(" ")
+        name = left.partition("{")[0]
+        if name.endswith("_total") and not line.startswith("#"):
+            with suppress(ValueError):
+                found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+async def settled(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """The counters once they stand still, or after SETTLE seconds."""
+    deadline, last = time.monotonic() + SETTLE, await counters(session, url)
+    while last and time.monotonic() < deadline:
+        await asyncio.sleep(2 * INTERVAL)
+        now = await counters(session, url)
+        if ours(now) == ours(last):
+            break
+        last = now
+    return last
+
+
+def ours(found: dict[str, float]) -> dict[str, float]:
+    """This engine's own counters, without their prefix."""
+    return {name.removeprefix(OURS): value for name, value in found.items() if name.startswith(OURS)}
+
+
+def generated(found: dict[str, float]) -> float | None:
+    """Tokens generated since the server's start; None when it does not say."""
+    values = [value for name, value in found.items() if name.endswith(TOKENS)]
+    return sum(values) if values else None
+
+
+@asynccontextmanager
+async def watched(session: aiohttp.ClientSession, url: str) -> AsyncIterator[Rates]:
+    """Tokens over time while in it.
+
+    Raises:
+        BenchError: the server has no such counter.
+    """
+    if generated(await counters(session, url)) is None:
+        raise BenchError(f"--plot: {url}/metrics does not count generated tokens (a name that ends in {TOKENS!r})")
+    rates = Rates()
+    task = asyncio.create_task(_watch(session, url, rates))
+    try:
+        yield rates
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def _watch(session: aiohttp.ClientSession, url: str, rates: Rates) -> None:
+    began = time.perf_counter()
+    while True:
+        tokens = generated(await counters(session, url))
+        if tokens is not None:
+            rates.times.append(time.perf_counter() - began)
+            rates.tokens.append(tokens)
+        await asyncio.sleep(INTERVAL)

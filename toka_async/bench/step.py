@@ -1,0 +1,222 @@
+"""`toka-async bench step`: how long one rank's steps take by rows and context, and their share of the floor.
+
+The rank is the ordinary one, built from the configuration in this process, without scheduler and server. Steps are
+launched ahead as the scheduler does, so that a step's time is the time between results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from toka_async.bench.policy_plot import check_available
+from toka_async.bench.served import BenchError
+from toka_async.bench.step_load import Case, DecodeSteps, DoesNotFitError, PromptSteps
+from toka_async.config import Config, load_config
+from toka_async.messages import Ready, Sampling, Step, StepDone
+from toka_async.model.hub import resolve_model
+from toka_async.model.spec import ModelError, read_spec
+
+if TYPE_CHECKING:
+    from toka_async.bench.floor import Floor
+    from toka_async.runner.results import Launched
+    from toka_async.runner.runner import Runner
+
+AHEAD = 2  # steps queued behind the one that is waited for
+UNTIMED = 3  # first steps of a case, and after them the last AHEAD, which nothing is queued behind
+
+
+class StepTime(msgspec.Struct, frozen=True, kw_only=True):
+    """A case and its median step, in milliseconds.
+
+    ms: between results. device_ms: as the rank measures it. floor_ms: the sum of its three parts. share: floor_ms / ms.
+    """
+
+    rows: int
+    context: int
+    prefix: int
+    groups: int
+    prompt: int
+    ms: float
+    device_ms: float
+    tokens_per_second: float
+    floor_ms: float
+    matrices_ms: float
+    attention_ms: float
+    sampling_ms: float
+    share: float
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """bandwidth_gb_s: of a large copy, read and written. matrix_tflops: of the largest matrices. skipped: and why."""
+
+    model: str
+    device: str
+    dtype: str
+    cache_tokens: int
+    bandwidth_gb_s: float
+    matrix_tflops: float
+    steps: list[StepTime]
+    skipped: list[str]
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run and print; the exit code. Raises ConfigError for a wrong override."""
+    config = load_config(overrides=options.overrides)
+    try:
+        if options.plot is not None:
+            check_available()
+        result = measure(options, config)
+        if options.plot is not None:
+            from toka_async.bench.step_plot import plot
+
+            plot(result, options.plot)
+    except (BenchError, ModelError) as error:
+        print(f"toka-async: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(msgspec.json.encode(result).decode() if options.json else "\n".join(table(result)))
+    return 0
+
+
+def measure(options: argparse.Namespace, config: Config) -> Result:
+    """Raises ModelError when the rank cannot be built, BenchError when it is not one that computes."""
+    if config.model.device == "simulated":
+        raise BenchError("model.device=simulated: computes nothing; use cpu or cuda")
+    model_dir = resolve_model(config.model.path, weights=config.model.load == "weights")
+    spec = read_spec(model_dir)
+    # As a rank's process does, before torch loads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    from toka_async.bench.floor import Floor
+    from toka_async.runner.build import build_runner, resolve_dtype
+
+    runner = build_runner(
+        model_dir, spec, config.model, config.cache, config.schedule, config.attention, config.compile
+    )
+    dtype = resolve_dtype(config.model, spec, runner.device)
+    floor = Floor(spec, dtype, runner.device)
+    times, skipped = [], []
+    for case in cases(options, runner.ready):
+        try:
+            times.append(time_case(case, options, config, runner, floor))
+        except DoesNotFitError as error:
+            skipped.append(f"{described(case)}: {error}")
+    return Result(
+        model=config.model.path,
+        device=device_name(runner),
+        dtype=str(dtype).removeprefix("torch."),
+        cache_tokens=runner.ready.num_pages * runner.ready.page_size,
+        bandwidth_gb_s=round(floor.bandwidth / 1e9, 1),
+        matrix_tflops=round(floor.flops / 1e12, 2),
+        steps=times,
+        skipped=skipped,
+    )
+
+
+def cases(options: argparse.Namespace, ready: Ready) -> Iterator[Case]:
+    """Every combination of the options; a prefix is whole pages, and shorter than the context."""
+    prefixes = dict.fromkeys(prefix // ready.page_size * ready.page_size for prefix in options.shared_prefix)
+    for context, prefix, rows in itertools.product(options.context, prefixes, options.rows):
+        if prefix < context:
+            yield Case(rows, context, prefix, groups=min(options.groups, rows) if prefix else 0)
+    for length in options.prompt:
+        yield Case(prompt=length)
+
+
+def time_case(case: Case, options: argparse.Namespace, config: Config, runner: Runner, floor: Floor) -> StepTime:
+    """Raises DoesNotFitError."""
+    sampling = Sampling(
+        temperature=options.temperature, top_p=options.top_p, num_logprobs=0 if options.logprobs else -1
+    )
+    grouped = wants_groups(case, config, runner.ready)
+    load: DecodeSteps | PromptSteps
+    if case.prompt:
+        load = PromptSteps(case, runner.ready, sampling)
+    else:
+        load = DecodeSteps(case, runner.ready, sampling, UNTIMED + options.steps + AHEAD + 1, grouped)
+    for step in load.prepare():
+        runner.run(step)
+    ms, device_ms = timed(runner, (load.step() for _ in range(UNTIMED + options.steps + AHEAD)))
+    runner.run(load.end())
+    parts = floor.of(case, grouped)
+    return StepTime(
+        rows=case.rows,
+        context=case.context,
+        prefix=case.prefix,
+        groups=case.groups if grouped else 0,
+        prompt=case.prompt,
+        ms=round(ms, 4),
+        device_ms=round(device_ms, 4),
+        tokens_per_second=round(case.num_tokens / ms * 1000, 1),
+        floor_ms=round(parts.total * 1000, 4),
+        matrices_ms=round(parts.matrices * 1000, 4),
+        attention_ms=round(parts.attention * 1000, 4),
+        sampling_ms=round(parts.sampling * 1000, 4),
+        share=round(parts.total * 1000 / ms, 4),
+    )
+
+
+def timed(runner: Runner, steps: Iterable[Step]) -> tuple[float, float]:
+    """Medians in milliseconds: between results, and as the rank measures. The first and last steps do not count."""
+    launched, results, times = deque["Launched"](), list[StepDone](), list[float]()
+
+    def collect() -> None:
+        results.append(launched.popleft().collect())
+        times.append(time.perf_counter())
+
+    for step in steps:
+        launched.append(runner.launch(step))
+        if len(launched) > AHEAD:
+            collect()
+    while launched:
+        collect()
+    between = [after - before for before, after in itertools.pairwise(times[UNTIMED - 1 : -AHEAD])]
+    inside = [done.seconds for done in results[UNTIMED:-AHEAD]]
+    return statistics.median(between) * 1000, statistics.median(inside) * 1000
+
+
+def wants_groups(case: Case, config: Config, ready: Ready) -> bool:
+    """Whether the scheduler would make groups of the case's rows."""
+    if not case.groups:
+        return False
+    least = ready.group_min_seqs if config.schedule.group_min_seqs == "auto" else config.schedule.group_min_seqs
+    tokens = ready.group_min_tokens if config.schedule.group_min_tokens == "auto" else config.schedule.group_min_tokens
+    return 0 < least <= case.rows // case.groups and case.prefix >= tokens
+
+
+def described(case: Case) -> str:
+    if case.prompt:
+        return f"prompt {case.prompt}"
+    shared = f", {case.prefix} shared" if case.prefix else ""
+    return f"{case.rows} rows, context {case.context}{shared}"
+
+
+def device_name(runner: Runner) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else "cpu"
+
+
+def table(result: Result) -> Iterator[str]:
+    """Lines for people."""
+    yield (
+        f"{result.model} on {result.device}, {result.dtype}, cache of {result.cache_tokens} tokens; "
+        f"measured: {result.bandwidth_gb_s} GB/s, matrices {result.matrix_tflops} TFLOP/s"
+    )
+    names = ("rows", "context", "prefix", "groups", "prompt", "ms", "device_ms", "tokens/s", "floor_ms", "share")
+    yield "".join(f"{name:>11}" for name in names)
+    for each in result.steps:
+        values = (each.rows, each.context, each.prefix, each.groups, each.prompt)
+        measured = (f"{each.ms:.3f}", f"{each.device_ms:.3f}", f"{each.tokens_per_second:.0f}", f"{each.floor_ms:.3f}")
+        yield "".join(f"{value:>11}" for value in (*values, *measured, f"{each.share:.1%}"))
+    for line in result.skipped:
+        yield f"skipped: {line}"

@@ -1,0 +1,259 @@
+"""Attention of rows with one query each over their pages, straight from the page table.
+
+One program is a row, a KV head and a split of its keys; nothing is planned on the host. Rows may skip leading keys that
+were attended elsewhere and start from that partial result (arXiv:2402.05099): one pass merges and attends. Splits'
+results are merged by their log-sum-exp (arXiv:2311.01282). Knows no groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = 1.4426950408889634
+MOST_SPLITS = 32
+PROGRAMS_PER_SM = 8  # of one warp each: enough loads in flight to fill the memory's latency
+SMALLEST_SPLIT = 128  # keys; the merge of smaller ones costs more than they save
+
+
+@dataclass(slots=True, frozen=True)
+class DecodeConfig:
+    """block: keys of one iteration."""
+
+    block: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(slots=True, frozen=True)
+class Partial:
+    """Attention over a part of the keys, p times: output [p, rows, heads, dim], lse float32 [p, rows, heads].
+
+    lse is the base-2 logarithm of the sum of 2 ** (score * log2(e)); -inf: of no keys.
+    """
+
+    output: Tensor
+    lse: Tensor
+
+
+def decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
+    """A program's accumulator and its blocks of keys and values stay in the registers of few warps."""
+    if dtype == torch.float32:
+        return DecodeConfig(block=16, num_warps=2, num_stages=2)
+    if head_dim <= 64:
+        return DecodeConfig(block=32, num_warps=1, num_stages=3)
+    if head_dim <= 128:
+        return DecodeConfig(block=32, num_warps=2, num_stages=2)
+    return DecodeConfig(block=32, num_warps=4, num_stages=2)
+
+
+def num_splits(num_rows: int, kv_heads: int, num_sms: int, longest: int | None = None) -> int:
+    """Programs that share a row's keys, so that the chip is full; `longest`: keys of the longest row, if known."""
+    wanted = max(1, PROGRAMS_PER_SM * num_sms // max(1, num_rows * kv_heads))
+    if longest is not None:
+        wanted = min(wanted, triton.cdiv(max(longest, 1), SMALLEST_SPLIT))
+    return min(wanted, MOST_SPLITS)
+
+
+def decode_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    contexts: Tensor,
+    output: Tensor,
+    scale: float,
+    window: int = 0,
+    skip: Tensor | None = None,
+    prefix: Partial | None = None,
+    splits: Partial | None = None,
+    config: DecodeConfig | None = None,
+) -> None:
+    """Writes attention of query [rows, heads, dim] to output; both contiguous, as is all else.
+
+    keys, values [pages, kv_heads, page_size, dim]; page_table int32 [slots, width]; slots int64, contexts int32 [rows],
+    further entries are ignored. A row sees its last `window` keys, 0: all of them.
+    skip int32 [rows], prefix: keys that a row leaves out, and attention over them (unread where skip is 0); a row
+    whose window begins after its first key takes no part in either. prefix.output may be `output`, of one partial.
+    splits: float32 memory for partial results, one for each program that shares a row's keys; None: one does all.
+    """
+    num_rows, num_heads, dim = query.shape
+    kv_heads, page_size = keys.shape[1:3]
+    assert query.is_contiguous()
+    assert output.is_contiguous()
+    assert (skip is None) == (prefix is None)
+    if not num_rows:
+        return
+    config = config or decode_config(dim, keys.dtype)
+    shares = 1 if splits is None else splits.lse.shape[0]
+    _decode[num_rows, kv_heads, shares](
+        query,
+        keys,
+        values,
+        page_table,
+        slots,
+        contexts,
+        skip,
+        None if prefix is None else prefix.output,
+        None if prefix is None else prefix.lse,
+        output if splits is None else splits.output,
+        None if splits is None else splits.lse,
+        scale * LOG2E,
+        page_table.stride(0),
+        0 if prefix is None else prefix.lse.shape[0],
+        KV_HEADS=kv_heads,
+        GROUP=num_heads // kv_heads,
+        GROUP_PAD=max(16, triton.next_power_of_2(num_heads // kv_heads)),
+        DIM=dim,
+        DIM_PAD=max(16, triton.next_power_of_2(dim)),
+        PAGE=page_size,
+        WINDOW=window,
+        PREFIX=prefix is not None,
+        SPLIT=splits is not None,
+        BLOCK=config.block,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    if splits is not None:
+        merge(splits, output)
+
+
+def merge(parts: Partial, output: Tensor) -> None:
+    """Merges partial results of queries [rows, heads] into output [rows, heads, dim]."""
+    num_parts, num_rows, num_heads = parts.lse.shape
+    assert num_parts <= MOST_SPLITS
+    dim = output.shape[-1]
+    _merge[num_rows * num_heads,](
+        parts.output,
+        parts.lse,
+        output,
+        num_parts,
+        PARTS_PAD=MOST_SPLITS,
+        DIM=dim,
+        DIM_PAD=triton.next_power_of_2(dim),
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_prefixes"])
+def _decode(
+    query,
+    keys,
+    values,
+    page_table,
+    slots,
+    contexts,
+    skip,
+    prefix_output,
+    prefix_lse,
+    output,
+    lse,
+    scale,
+    table_stride,
+    num_prefixes,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PREFIX: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    num_rows = tl.num_programs(0)
+    table = page_table + tl.load(slots + row) * table_stride
+    length = tl.load(contexts + row)
+
+    in_group = tl.arange(0, GROUP_PAD)
+    dims = tl.arange(0, DIM_PAD)
+    is_head = in_group < GROUP
+    is_query = is_head[:, None] & (dims < DIM)[None, :]
+    head = row * HEADS + kv_head * GROUP + in_group
+    place = head[:, None] * DIM + dims[None, :]
+    queries = tl.load(query + place, mask=is_query, other=0.0)
+
+    top = tl.full([GROUP_PAD], -float("inf"), tl.float32)  # of the scores so far, base 2
+    total = tl.zeros([GROUP_PAD], tl.float32)
+    mixed = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    first = length * 0
+    if PREFIX:
+        first = tl.load(skip + row)
+        if WINDOW > 0:
+            first = tl.where(length > WINDOW, 0, first)
+        taken = (first > 0) & (split == 0)
+        for number in range(num_prefixes):
+            before = tl.cast(number, tl.int64) * num_rows * HEADS
+            part_lse = tl.load(prefix_lse + before + head, mask=is_head & taken, other=-float("inf"))
+            part = tl.load(prefix_output + before * DIM + place, mask=is_query & taken, other=0.0).to(tl.float32)
+            new_top = tl.maximum(top, part_lse)
+            base = tl.where(new_top == -float("inf"), 0.0, new_top)
+            old_weight, weight = tl.exp2(top - base), tl.exp2(part_lse - base)
+            mixed = mixed * old_weight[:, None] + part * weight[:, None]
+            total = total * old_weight + weight
+            top = new_top
+    if WINDOW > 0:
+        first = tl.maximum(first, length - WINDOW)
+    last = length
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(length - first, tl.num_programs(2)), BLOCK) * BLOCK
+        first = first + split * share
+        last = tl.minimum(first + share, length)
+
+    for start in range(first, last, BLOCK):
+        position = start + tl.arange(0, BLOCK)
+        is_key = position < last
+        page = tl.load(table + position // PAGE, mask=is_key, other=0).to(tl.int64)
+        offset = ((page * KV_HEADS + kv_head) * PAGE + position % PAGE) * DIM
+        inside = is_key[:, None] & (dims < DIM)[None, :]
+        key = tl.load(keys + offset[:, None] + dims[None, :], mask=inside, other=0.0)
+        scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
+        scores = tl.where(is_key[None, :], scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp2(top - new_top)
+        weights = tl.exp2(scores - new_top[:, None])
+        value = tl.load(values + offset[:, None] + dims[None, :], mask=inside, other=0.0)
+        total = total * shrink + tl.sum(weights, 1)
+        mixed = tl.dot(weights.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
+        top = new_top
+
+    total = tl.where(total > 0.0, total, 1.0)  # of no keys: 0, and a log-sum-exp of -inf
+    result = mixed / total[:, None]
+    if SPLIT:
+        before = split.to(tl.int64) * num_rows * HEADS
+        tl.store(output + before * DIM + place, result, mask=is_query)
+        tl.store(lse + before + head, top + tl.log2(total), mask=is_head)
+    else:
+        tl.store(output + place, result.to(output.dtype.element_ty), mask=is_query)
+
+
+@triton.jit(do_not_specialize=["num_parts"])
+def _merge(
+    parts,
+    lse,
+    output,
+    num_parts,
+    PARTS_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, PARTS_PAD)
+    dims = tl.arange(0, DIM_PAD)
+    place = number * tl.num_programs(0) + head
+    part_lse = tl.load(lse + place, mask=number < num_parts, other=-float("inf"))
+    weight = tl.exp2(part_lse - tl.max(part_lse, 0))
+    inside = (number < num_parts)[:, None] & (dims < DIM)[None, :]
+    part = tl.load(parts + place[:, None] * DIM + dims[None, :], mask=inside, other=0.0).to(tl.float32)
+    result = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
+    tl.store(output + head * DIM + dims, result.to(output.dtype.element_ty), mask=dims < DIM)

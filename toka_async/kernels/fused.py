@@ -1,0 +1,113 @@
+"""What lies between a decoder's matrices and its attention, each as one Triton kernel: `FusedOps`.
+
+Both are bound by memory: every value is read once and written once, arithmetic is in float32. Knows no layers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+_NORM_CELLS = 2048  # of a program that norms several short rows
+_GATE_BLOCK = 2048
+
+
+class FusedOps:
+    """RMSNorm with its residual, and a gated activation, of contiguous [t, n] tensors on one GPU; t may be 0.
+
+    A kernel is built once per width and dtype, whatever t.
+    """
+
+    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """rms_norm(residual + x) * weight and residual + x; the sum is rounded to x's dtype before it is normed.
+
+        x, residual: [t, hidden]; weight: [hidden]. Without a residual, the sum returned is `x` itself.
+        """
+        num_rows, hidden = x.shape
+        assert x.is_contiguous()
+        assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
+        normed = torch.empty_like(x)
+        added = x if residual is None else torch.empty_like(x)
+        block = triton.next_power_of_2(hidden)
+        rows = max(1, _NORM_CELLS // block)
+        if num_rows:
+            _add_norm[(triton.cdiv(num_rows, rows),)](
+                x,
+                x if residual is None else residual,
+                weight,
+                normed,
+                added,
+                num_rows,
+                eps,
+                hidden=hidden,
+                has_residual=residual is not None,
+                rows=rows,
+                block=block,
+                num_warps=min(16, max(4, block // 1024)),
+            )
+        return normed, added
+
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        """[t, 2 * inner] to [t, inner]: the activation of the first half, times the second half."""
+        assert gate_up.is_contiguous()
+        assert activation in _ACTIVATIONS, activation
+        num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+        output = gate_up.new_empty(num_rows, inner)
+        block = min(_GATE_BLOCK, triton.next_power_of_2(inner))
+        if num_rows:
+            _gate[(num_rows, triton.cdiv(inner, block))](
+                gate_up, output, inner=inner, activation=activation, block=block, num_warps=4
+            )
+        return output
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_norm(
+    x_at,
+    residual_at,
+    weight_at,
+    normed_at,
+    added_at,
+    num_rows,
+    eps,
+    hidden: tl.constexpr,
+    has_residual: tl.constexpr,
+    rows: tl.constexpr,
+    block: tl.constexpr,
+):
+    """One program: `rows` rows of `hidden` values, padded to `block`."""
+    row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+    column = tl.arange(0, block)
+    within = (row < num_rows)[:, None] & (column < hidden)[None, :]
+    cells = row[:, None] * hidden + column[None, :]
+    x = tl.load(x_at + cells, mask=within, other=0.0)
+    if has_residual:
+        x = (x.to(tl.float32) + tl.load(residual_at + cells, mask=within, other=0.0).to(tl.float32)).to(x.dtype)
+        tl.store(added_at + cells, x, mask=within)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / hidden + eps)
+    weight = tl.load(weight_at + column, mask=column < hidden, other=0.0).to(tl.float32)
+    normed = wide * scale[:, None] * weight[None, :]
+    tl.store(normed_at + cells, normed.to(x.dtype), mask=within)
+
+
+@triton.jit
+def _gate(gate_up_at, output_at, inner: tl.constexpr, activation: tl.constexpr, block: tl.constexpr):
+    """One program: `block` values of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    within = column < inner
+    gate_at = gate_up_at + row * (2 * inner) + column
+    gate = tl.load(gate_at, mask=within, other=0.0)
+    up = tl.load(gate_at + inner, mask=within, other=0.0).to(tl.float32)
+    x = gate.to(tl.float32)
+    if activation == "silu":
+        share = tl.sigmoid(x)
+    elif activation == "gelu":
+        share = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+    else:  # (1 + tanh(z)) / 2 = sigmoid(2 z)
+        share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    tl.store(output_at + row * inner + column, (x * share * up).to(gate.dtype), mask=within)

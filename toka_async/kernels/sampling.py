@@ -1,0 +1,229 @@
+"""Exact sampling of many rows on one GPU that reads the logits once.
+
+Five kernels: `pilot` and `chunk_sums` (sampling_stats.py), `gather`, `draw` and `reject` (files of like names). Plain
+and greedy rows need the pass of `chunk_sums` and one line again; filtered rows are settled by their likeliest tokens,
+or, where the distribution is flat, by bounds that the pilot guessed; the few others pass over their row again. Nothing
+waits for the host or depends on its values: a draw can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from toka_async.kernels.sampling_candidates import gather
+from toka_async.kernels.sampling_draw import draw
+from toka_async.kernels.sampling_reject import reject
+from toka_async.kernels.sampling_row import LINE, NUM_STATS
+from toka_async.kernels.sampling_stats import chunk_sums, pilot
+
+_PILOT_LINES = 64
+_PART_LINES = 32  # read at once by a pass of `reject`
+
+
+@dataclass(slots=True, frozen=True)
+class RowTable:
+    """Sampling parameters by slot, on the device, all contiguous.
+
+    temperature, top_p, min_p, repetition: float32 [num_slots]; 1, 0 and 1 turn the last three off. top_k, flags,
+    num_prompt: int32 [num_slots]; top_k 0 is off; flags: 1 draws at random (else the row is greedy), 2 has a filter,
+    16 penalises repetition, 64 wants log-probs; num_prompt: tokens of the prompt. seeds: int64 [num_slots].
+    seen: int32 [num_slots, ceil(vocab / 32)], a bit for each token id of the prompt and the output, lowest first; read
+    and written for rows that penalise repetition only.
+    """
+
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition: Tensor
+    top_k: Tensor
+    flags: Tensor
+    num_prompt: Tensor
+    seeds: Tensor
+    seen: Tensor
+
+
+class SamplingKernels:
+    """Draws tokens of a vocabulary for up to `max_rows` rows at once; owns about 18 KiB of workspace a row.
+
+    Filters (repetition penalty, temperature, min_p, top_k, top_p, in this order, each on what the one before left) keep
+    exactly the tokens that they keep in `model.sampling`, and so do ties. The token drawn for a number is the same too,
+    save where a row's filters keep more than `num_candidates` tokens: there it is another one of the same distribution.
+
+    Args:
+        chunk: ids whose weights are summed together, a power of two of at least 64.
+        num_candidates: how many of the likeliest tokens filters look at first, a power of two.
+    """
+
+    def __init__(
+        self, vocab_size: int, max_rows: int, device: torch.device, *, chunk: int = 4096, num_candidates: int = 64
+    ) -> None:
+        line = int(LINE.value)
+        assert chunk % line == 0
+        self.max_rows = max_rows
+        self._vocab = vocab_size
+        self._chunk_lines = chunk // line
+        self._part_lines = min(_PART_LINES, self._chunk_lines)
+        self._num_lines = triton.cdiv(vocab_size, line)
+        self._num_chunks = triton.cdiv(vocab_size, chunk)
+        self._num_candidates = num_candidates
+
+        def floats(*shape: int) -> Tensor:
+            return torch.zeros(max_rows, *shape, dtype=torch.float32, device=device)
+
+        def integers(*shape: int) -> Tensor:
+            return torch.zeros(max_rows, *shape, dtype=torch.int32, device=device)
+
+        self.bounds = floats(2)
+        self._stats = floats(int(NUM_STATS.value), self._num_chunks)
+        self._maxima = floats(self._num_lines)
+        self._sums = floats(self._num_lines)
+        self._picks = integers(num_candidates)
+        self._num_sure = integers()
+        self._candidates = integers(2 * num_candidates), floats(2 * num_candidates)
+        self._proposals = integers()
+
+    def draw(self, logits: Tensor, slots: Tensor, contexts: Tensor, table: RowTable) -> tuple[Tensor, Tensor]:
+        """One token for each row, and its bit set in `table.seen` for rows that penalise repetition.
+
+        NaN logits count as -inf, +inf as the largest finite number; a row without any finite logit gives id 0.
+
+        Args:
+            logits: [s, vocab], bfloat16, float16 or float32, contiguous in rows; not changed.
+            slots: int64 [s], rows of the table; those that penalise repetition are distinct.
+            contexts: int32 [s], tokens of the row so far, at least num_prompt: the draw has number
+                contexts - num_prompt of the row's random stream (`model.streams`).
+
+        Returns:
+            Token ids, int64 [s], and their log-probs in the raw distribution, float32 [s], of rows that want them;
+            0 for others.
+        """
+        num_rows = logits.shape[0]
+        assert num_rows <= self.max_rows
+        assert logits.shape[1] == self._vocab and logits.stride(1) == 1
+        assert slots.shape == contexts.shape == (num_rows,)
+        token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+        logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+        if num_rows:
+            shape = self._shape(logits, table)
+            self._pass_over(logits, slots, table, shape)
+            self._choose(logits, slots, contexts, table, (token_ids, logprobs), shape)
+        return token_ids, logprobs
+
+    def _pass_over(self, logits: Tensor, slots: Tensor, table: RowTable, shape: dict[str, int | float]) -> None:
+        """The row's sums and maxima, and its likeliest tokens."""
+        num_rows = logits.shape[0]
+        filters = (table.flags, table.temperature, table.top_p, table.min_p, table.top_k, table.repetition, table.seen)
+        pilot[(num_rows,)](
+            logits,
+            slots,
+            *filters,
+            self.bounds,
+            num_lines=self._num_lines,
+            pilot_lines=_PILOT_LINES,
+            num_candidates=self._num_candidates,
+            num_warps=4,
+            **shape,
+        )
+        chunk_sums[(num_rows * self._num_chunks,)](
+            logits,
+            slots,
+            table.flags,
+            table.temperature,
+            table.repetition,
+            table.seen,
+            self.bounds,
+            self._stats,
+            self._maxima,
+            self._sums,
+            num_lines=self._num_lines,
+            num_chunks=self._num_chunks,
+            chunk_lines=self._chunk_lines,
+            num_warps=4,
+            **shape,
+        )
+        gather[(num_rows,)](
+            logits,
+            slots,
+            *filters,
+            self._stats,
+            self._maxima,
+            self._picks,
+            self._num_sure,
+            *self._candidates,
+            num_lines=self._num_lines,
+            padded_lines=triton.next_power_of_2(self._num_lines),
+            num_chunks=self._num_chunks,
+            padded_chunks=triton.next_power_of_2(self._num_chunks),
+            num_candidates=self._num_candidates,
+            num_warps=4,
+            **shape,
+        )
+
+    def _choose(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        contexts: Tensor,
+        table: RowTable,
+        output: tuple[Tensor, Tensor],
+        shape: dict[str, int | float],
+    ) -> None:
+        num_rows = logits.shape[0]
+        row = (
+            logits,
+            slots,
+            contexts,
+            table.flags,
+            table.temperature,
+            table.top_p,
+            table.min_p,
+            table.top_k,
+            table.repetition,
+            table.num_prompt,
+            table.seeds,
+            table.seen,
+        )
+        chunks = {"num_chunks": self._num_chunks, "padded_chunks": triton.next_power_of_2(self._num_chunks)}
+        draw[(num_rows,)](
+            *row,
+            self.bounds,
+            self._stats,
+            self._maxima,
+            self._sums,
+            self._num_sure,
+            *self._candidates,
+            self._proposals,
+            *output,
+            num_lines=self._num_lines,
+            chunk_lines=self._chunk_lines,
+            num_candidates=self._num_candidates,
+            num_warps=1,
+            **chunks,
+            **shape,
+        )
+        num_parts = triton.cdiv(self._num_lines, self._part_lines)
+        reject[(num_rows,)](
+            *row,
+            self._stats,
+            self._proposals,
+            *output,
+            part_lines=self._part_lines,
+            num_parts=num_parts,
+            padded_parts=triton.next_power_of_2(num_parts),
+            num_warps=4,
+            **chunks,
+            **shape,
+        )
+
+    def _shape(self, logits: Tensor, table: RowTable) -> dict[str, int | float]:
+        """Constants of all kernels: a kernel is built once for each dtype and row stride of the logits."""
+        return {
+            "vocab": self._vocab,
+            "stride": logits.stride(0),
+            "seen_stride": table.seen.stride(0),
+            "largest": torch.finfo(logits.dtype).max,
+        }

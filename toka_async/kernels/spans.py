@@ -1,0 +1,279 @@
+"""Attention of tiles of queries over the pages of one row each: prompts' chunks, and prefixes that rows share.
+
+FlashAttention-2 (arXiv:2307.08691) with keys gathered through the page table, and the query heads of a KV head side by
+side in a tile (arXiv:2305.13245). Knows no batches: a tile says which row it reads and which queries are its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from toka_async.kernels.decode import LOG2E, Partial
+
+
+@dataclass(slots=True, frozen=True)
+class SpanConfig:
+    """block_queries: query heads of a tile, of all queries together. block_keys: keys of one iteration."""
+
+    block_queries: int
+    block_keys: int
+    num_warps: int
+    num_stages: int
+
+    def queries(self, group_size: int) -> int:
+        """Queries that fit a tile, when a KV head has `group_size` query heads."""
+        return max(1, self.block_queries // group_size)
+
+
+def span_config(head_dim: int, group_size: int, dtype: torch.dtype) -> SpanConfig:
+    """Tiles as large as registers and shared memory of a Hopper chip allow."""
+    least = triton.next_power_of_2(group_size)
+    if dtype == torch.float32:
+        return SpanConfig(max(16, least), 32 if head_dim <= 128 else 16, num_warps=4, num_stages=1)
+    if head_dim <= 64:
+        return SpanConfig(max(128, least), 64, num_warps=8, num_stages=3)
+    if head_dim <= 128:
+        return SpanConfig(max(128, least), 64, num_warps=8, num_stages=3)
+    return SpanConfig(max(128, least), 64, num_warps=8, num_stages=2)
+
+
+def attend_chunks(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    tiles: Tensor,
+    num_programs: int,
+    output: Tensor,
+    scale: float,
+    window: int,
+    config: SpanConfig,
+) -> None:
+    """Causal attention of the tiles' queries, from query into output, [tokens, heads, dim] each and contiguous.
+
+    keys, values [pages, kv_heads, page_size, dim]; page_table int32 [slots, width]; slots int64 [rows].
+    tiles int32 [1 + n, 4]: first (n, -, -, -); then for each tile its row, its first query, its number of queries (at
+    most `config.queries`) and the keys that the first query sees; each further query sees one more. A query sees the
+    last `window` of them, 0: all. num_programs: that go through the tiles, best one each.
+    """
+    _launch(query, keys, values, page_table, slots, tiles, num_programs, output, None, scale, window, True, config)
+
+
+def attend_prefixes(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    tiles: Tensor,
+    num_programs: int,
+    result: Partial,
+    scale: float,
+    config: SpanConfig,
+) -> None:
+    """As `attend_chunks`, but all queries of a tile see the same keys, and the keys are split over result's partials."""
+    _launch(
+        query, keys, values, page_table, slots, tiles, num_programs, result.output, result.lse, scale, 0, False, config
+    )
+
+
+def _launch(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    tiles: Tensor,
+    num_programs: int,
+    output: Tensor,
+    lse: Tensor | None,
+    scale: float,
+    window: int,
+    causal: bool,
+    config: SpanConfig,
+) -> None:
+    num_queries, num_heads, dim = query.shape
+    kv_heads, page_size = keys.shape[1:3]
+    group = num_heads // kv_heads
+    assert query.is_contiguous()
+    assert output.is_contiguous()
+    assert group <= config.block_queries
+    splits = 1 if lse is None else lse.shape[0]
+    _spans[num_programs, kv_heads, splits](
+        query,
+        keys,
+        values,
+        page_table,
+        slots,
+        tiles,
+        output,
+        lse,
+        scale * LOG2E,
+        page_table.stride(0),
+        num_queries,
+        CAUSAL=causal,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        DIM=dim,
+        DIM_PAD=max(16, triton.next_power_of_2(dim)),
+        PAGE=page_size,
+        WINDOW=window,
+        BLOCK_M=config.block_queries,
+        BLOCK_N=config.block_keys,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_queries"])
+def _spans(
+    query,
+    keys,
+    values,
+    page_table,
+    slots,
+    tiles,
+    output,
+    lse,
+    scale,
+    table_stride,
+    num_queries,
+    CAUSAL: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    in_tile = tl.arange(0, BLOCK_M)
+    step = in_tile // GROUP  # query of the tile
+    dims = tl.arange(0, DIM_PAD)
+    head_keys, head_values = keys + kv_head * PAGE * DIM, values + kv_head * PAGE * DIM
+
+    num_tiles = tl.load(tiles)
+    for tile in range(tl.program_id(0) + 1, num_tiles + 1, tl.num_programs(0)):
+        row = tl.load(tiles + tile * 4)
+        first_query = tl.load(tiles + tile * 4 + 1)
+        count = tl.load(tiles + tile * 4 + 2)
+        seen = tl.load(tiles + tile * 4 + 3)
+        table = page_table + tl.load(slots + row) * table_stride
+
+        is_query = step < count
+        head = (first_query + step).to(tl.int64) * HEADS + kv_head * GROUP + in_tile % GROUP
+        place = head[:, None] * DIM + dims[None, :]
+        inside = is_query[:, None] & (dims < DIM)[None, :]
+        queries = tl.load(query + place, mask=inside, other=0.0)
+
+        low, high, ends = seen * 0, seen, seen + step * 0
+        if CAUSAL:
+            high = seen + count - 1
+            ends = seen + step
+        if WINDOW > 0:
+            low = tl.maximum(seen - WINDOW, 0)
+        if not CAUSAL:
+            share = tl.cdiv(tl.cdiv(seen, tl.num_programs(2)), BLOCK_N) * BLOCK_N
+            low = split * share
+            high = tl.minimum(low + share, seen)
+        # Whole blocks that every query sees need no mask: from `middle` to `full`.
+        full = low + tl.maximum(tl.minimum(seen, high) - low, 0) // BLOCK_N * BLOCK_N
+        middle = low
+        top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        mixed = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
+        if WINDOW > 0:
+            left_out = tl.maximum(seen + count - 1 - WINDOW, 0) - low
+            middle = tl.minimum(low + tl.cdiv(left_out, BLOCK_N) * BLOCK_N, high)
+            top, total, mixed = _attend(
+                top, total, mixed, queries, head_keys, head_values, table, low, middle, high, ends, scale,
+                True, KV_HEADS, DIM, DIM_PAD, PAGE, WINDOW, BLOCK_N,
+            )  # fmt: skip
+        full = tl.maximum(full, middle)
+        top, total, mixed = _attend(
+            top, total, mixed, queries, head_keys, head_values, table, middle, full, high, ends, scale,
+            False, KV_HEADS, DIM, DIM_PAD, PAGE, WINDOW, BLOCK_N,
+        )  # fmt: skip
+        top, total, mixed = _attend(
+            top, total, mixed, queries, head_keys, head_values, table, full, high, high, ends, scale,
+            True, KV_HEADS, DIM, DIM_PAD, PAGE, WINDOW, BLOCK_N,
+        )  # fmt: skip
+
+        total = tl.where(total > 0.0, total, 1.0)  # of no keys: 0, and a log-sum-exp of -inf
+        result = mixed / total[:, None]
+        before = split.to(tl.int64) * num_queries * HEADS
+        tl.store(output + before * DIM + place, result.to(output.dtype.element_ty), mask=inside)
+        if not CAUSAL:
+            tl.store(lse + before + head, top + tl.log2(total), mask=is_query & (in_tile < BLOCK_M // GROUP * GROUP))
+
+
+@triton.jit
+def _attend(
+    top,
+    total,
+    mixed,
+    queries,
+    head_keys,
+    head_values,
+    table,
+    first,
+    last,
+    high,
+    ends,
+    scale,
+    MASKED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Goes on with the online softmax over keys first to last, of which those below `high` exist."""
+    dims = tl.arange(0, DIM_PAD)
+    for start in range(first, last, BLOCK_N):
+        position = start + tl.arange(0, BLOCK_N)
+        if MASKED:
+            page = tl.load(table + position // PAGE, mask=position < high, other=0).to(tl.int64)
+            inside = (position < high)[:, None] & (dims < DIM)[None, :]
+        else:
+            page = tl.load(table + position // PAGE).to(tl.int64)
+            inside = (dims < DIM)[None, :]
+        offset = (page * (KV_HEADS * PAGE) + position % PAGE) * DIM
+        place = offset[:, None] + dims[None, :]
+        if MASKED or DIM < DIM_PAD:
+            key = tl.load(head_keys + place, mask=inside, other=0.0)
+        else:
+            key = tl.load(head_keys + place)
+        scores = tl.dot(queries, tl.trans(key), input_precision="ieee")
+        if MASKED:
+            seen = position[None, :] < ends[:, None]
+            if WINDOW > 0:
+                seen &= position[None, :] >= ends[:, None] - WINDOW
+            scores = tl.where(seen, scores * scale, -float("inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a query may see nothing of the block
+            weights = tl.exp2(scores - base[:, None])
+        else:
+            new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+            base = new_top
+            weights = tl.exp2(scores * scale - base[:, None])
+        shrink = tl.exp2(top - base)
+        if MASKED or DIM < DIM_PAD:
+            value = tl.load(head_values + place, mask=inside, other=0.0)
+        else:
+            value = tl.load(head_values + place)
+        total = total * shrink + tl.sum(weights, 1)
+        mixed = tl.dot(weights.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
+        top = new_top
+    return top, total, mixed

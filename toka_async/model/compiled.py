@@ -1,0 +1,116 @@
+"""torch.compile of a decoder's forward pass, end to end: one graph for any number of tokens, attention an opaque call.
+
+The decoder should be built with `TorchOps`, which the compiler fuses itself. Knows no rows and no step; who calls
+warms up each kind of shape (a single token, which torch specialises; the most tokens) and then freezes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from toka_async.attention.base import AttentionBackend, AttentionBatch, QueryKeyNorm
+from toka_async.model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from torch._dynamo.types import GuardFilterEntry
+
+_NAMESPACE = "toka_async"
+
+
+class CompiledForward:
+    """`Decoder.forward` over one attention backend, compiled; what is not compiled by the freeze runs eagerly."""
+
+    def __init__(self, decoder: Decoder, attention: AttentionBackend, compiler: str = "inductor") -> None:
+        """compiler: torch.compile's backend; others than inductor are of use to tests."""
+        self.num_eager = 0  # calls that ran uncompiled: none of the shapes of before the freeze fitted
+        self.frozen = False
+        op = OpAttention(attention, decoder.num_heads)
+
+        def forward(token_ids: Tensor, positions: Tensor) -> Tensor:
+            if not torch.compiler.is_compiling():
+                self.num_eager += 1
+            hidden: Tensor = decoder(token_ids, positions, op)
+            return hidden
+
+        # Graphs are kept with the code: code of its own, or other models of this process would run this one's.
+        forward.__code__ = forward.__code__.replace(co_name=f"forward_{op.name}")
+        self.forward: Callable[[Tensor, Tensor], Tensor] = torch.compile(
+            forward, backend=compiler, dynamic=True, fullgraph=True, options={"guard_filter_fn": _keep_argument_guards}
+        )
+
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """token_ids, positions: int64 [t], t > 0. Returns the normalised hidden states [t, hidden]."""
+        if not self.frozen:
+            return self.forward(token_ids, positions)
+        with torch.compiler.set_stance("eager_on_recompile"):
+            return self.forward(token_ids, positions)
+
+    def freeze(self) -> None:
+        """Compile nothing from here on."""
+        self.frozen = True
+
+
+def compile_forward(decoder: Decoder, attention: AttentionBackend) -> CompiledForward:
+    """The decoder's forward pass as one compiled call; compilation happens in the first calls."""
+    return CompiledForward(decoder, attention)
+
+
+def _keep_argument_guards(guards: Sequence[GuardFilterEntry]) -> list[bool]:
+    """Which guards each call checks: those of its tensors and of torch's modes, which have no name.
+
+    The decoder stays as it is once it is compiled; to check each of its parameters in every call would take a millisecond.
+    """
+    return [not guard.name or "token_ids" in guard.name or "positions" in guard.name for guard in guards]
+
+
+def num_compiles() -> int:
+    """Graphs that torch.compile has made in this process, recompilations among them."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and its import takes a second
+        return 0
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+class OpAttention:
+    """An attention backend as one operator for all layers, which compilers do not look into.
+
+    Names are numbered, not random: they are part of the key of what the compiler keeps on disk.
+    """
+
+    def __init__(self, attention: AttentionBackend, num_heads: int) -> None:
+        def attend(heads: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, layer: int) -> Tensor:
+            norm = None if weight is None else QueryKeyNorm(weight, eps)
+            return attention.attend(layer, heads, (cos, sin), norm)
+
+        def shape_only(heads: Tensor, *_: object) -> Tensor:
+            return heads.new_empty(heads.shape[0], num_heads, heads.shape[2])
+
+        ops = getattr(torch.ops, _NAMESPACE)
+        self.name = name = next(name for name in map("attend_{}".format, count()) if not hasattr(ops, name))
+        # The operator lives as long as this.
+        library: Any = torch.library.Library
+        self.library = library(_NAMESPACE, "FRAGMENT")
+        self.library.define(
+            f"{name}(Tensor heads, Tensor cos, Tensor sin, Tensor? weight, float eps, int layer) -> Tensor",
+            tags=(torch.Tag.needs_exact_strides,),
+        )
+        self.library.impl(name, attend, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{_NAMESPACE}::{name}", shape_only, lib=self.library)
+        self.op = getattr(ops, name).default
+        self.backend = attention
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self.backend.plan(batch)
+
+    def attend(
+        self, layer: int, heads: Tensor, rotation: tuple[Tensor, Tensor], norm: QueryKeyNorm | None = None
+    ) -> Tensor:
+        cos, sin = rotation
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        output: Tensor = self.op(heads, cos, sin, weight, eps, layer)
+        return output

@@ -1,0 +1,48 @@
+"""What lies between a decoder's matrices and its attention, as a seam: a GPU fuses each of these into one kernel.
+
+`TorchOps` is plain torch: for CPUs, and for torch.compile, which fuses it itself. Knows no layers and no parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Ops(Protocol):
+    """Pointwise and row-wise operations on [t, n] activations of any floating dtype; nothing is written in place."""
+
+    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """RMSNorm (arXiv:1910.07467) of the residual after `x` is added to it.
+
+        x, residual: [t, hidden]; a residual of None counts as zeros. weight: [hidden]. Returns both in x's dtype:
+        rms_norm(sum) * weight, accumulated in float32, and the sum, which is rounded to the dtype first.
+        """
+        ...
+
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        """[t, 2 * inner] to [t, inner]: the first half's activation (`ACTIVATIONS`) times the second half."""
+        ...
+
+
+class TorchOps:
+    """`Ops` in plain torch."""
+
+    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if residual is not None:
+            x = residual + x
+        return F.rms_norm(x, weight.shape, weight, eps), x
+
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return ACTIVATIONS[activation](gate) * up
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": _gelu_tanh}

@@ -1,0 +1,66 @@
+"""How long steps take on the device, and how long it waited between them.
+
+Steps are launched ahead of the device, so the host's clock says little: events on the device's stream mark where a
+step begins and ends. On a CPU, where steps are computed as they are launched, the host's clock does. Knows no steps'
+contents.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True)
+class StepSpan:
+    """Begin and end of a step, as times or as events on the device."""
+
+    begin: torch.cuda.Event | float
+    end: torch.cuda.Event | float | None = None
+
+
+class StepClock:
+    """Times the steps of one device. copies: a stream beside the one that computes; None on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self.copies: torch.cuda.Stream | None = torch.cuda.Stream(device) if self._on_gpu else None
+        self._last: StepSpan | None = None
+
+    def begin(self) -> StepSpan:
+        return StepSpan(self._now())
+
+    def end(self, span: StepSpan) -> StepSpan:
+        span.end = self._now()
+        return span
+
+    def seconds(self, span: StepSpan) -> tuple[float, float]:
+        """Of a step that has ended: how long it took, and how long the device had waited for it.
+
+        Spans must be given in order.
+        """
+        assert span.end is not None
+        seconds, waited = _between(span.begin, span.end), 0.0
+        if self._last is not None and self._last.end is not None:
+            waited = max(0.0, _between(self._last.end, span.end) - seconds)
+        self._last = span
+        return seconds, waited
+
+    def _now(self) -> torch.cuda.Event | float:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _between(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    """Seconds; an event's `elapsed_time` needs both to have happened."""
+    if isinstance(begin, float):
+        assert isinstance(end, float)
+        return end - begin
+    assert not isinstance(end, float)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000.0

@@ -1,0 +1,90 @@
+"""The rows of a rank on its device: what a decoding step reads and leaves behind, changed by small uploads only.
+
+A decoding row's next token, its position, its pages: with these a step of decoding rows needs nothing from the host.
+Knows no prompts and no sampling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toka_async.arrays import Int32
+from toka_async.runner.copies import upload
+
+
+@dataclass(slots=True, frozen=True)
+class DecodeInputs:
+    """Of decoding rows, one token each, [n]: int64, but contexts int32."""
+
+    slots: Tensor
+    token_ids: Tensor
+    positions: Tensor
+    write_indices: Tensor
+    contexts: Tensor
+
+
+class DeviceRows:
+    """Tables over `max_seqs` slots and one more, `padding`, for rows that only fill up a batch.
+
+    page_table: int32 [max_seqs + 1, width]; entries past a slot's pages are any pages; those of the padding slot are
+    `scratch_page`, which no row owns. last_tokens, positions: int64 [max_seqs + 1]: the next token of a decoding slot,
+    and the number of its tokens whose keys and values are computed. order: int64, the decoding slots, then padding.
+
+    Args:
+        width: pages of a row that there is room for; more than that makes the table grow.
+    """
+
+    def __init__(self, max_seqs: int, page_size: int, width: int, scratch_page: int, device: torch.device) -> None:
+        self.padding = max_seqs
+        self.page_size = page_size
+        self.device = device
+        self.scratch_page = scratch_page
+        self.page_table = torch.zeros(max_seqs + 1, width, dtype=torch.int32, device=device)
+        self.page_table[self.padding] = scratch_page
+        self.last_tokens = torch.zeros(max_seqs + 1, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(max_seqs + 1, dtype=torch.int64, device=device)
+        self.order = torch.full((max_seqs,), self.padding, dtype=torch.int64, device=device)
+
+    def widen(self, width: int) -> None:
+        """Room for `width` pages in every row; grows by doubling."""
+        old = self.page_table
+        if width <= old.shape[1]:
+            return
+        self.page_table = old.new_zeros(old.shape[0], 1 << (width - 1).bit_length())
+        self.page_table[:, : old.shape[1]] = old
+        self.page_table[self.padding] = self.scratch_page
+
+    def set_order(self, order: Int32, num_padded: int) -> None:
+        """The decoding slots, in row order, and padding up to `num_padded` rows."""
+        padded = np.full(max(num_padded, order.size), self.padding, dtype=np.int64)
+        padded[: order.size] = order
+        (uploaded,) = upload((padded,), self.device)
+        self.order[: padded.size].copy_(uploaded)
+
+    def decode_inputs(self, num_rows: int) -> DecodeInputs:
+        """Of the first rows in order. Everything is computed on the device, from tables that stay where they are."""
+        slots = self.order[:num_rows]
+        positions = self.positions.index_select(0, slots)
+        places = torch.div(positions, self.page_size, rounding_mode="floor")
+        cells = torch.add(places, slots, alpha=self.page_table.shape[1])
+        pages = self.page_table.view(-1).index_select(0, cells).long()
+        return DecodeInputs(
+            slots=slots,
+            token_ids=self.last_tokens.index_select(0, slots),
+            positions=positions,
+            write_indices=torch.add(positions, pages - places, alpha=self.page_size),
+            contexts=(positions + 1).to(torch.int32),
+        )
+
+    def advance(self, slots: Tensor, contexts: Tensor) -> None:
+        """The slots' tokens up to `contexts` [n] are computed; padding stays where it is."""
+        self.positions.index_copy_(0, slots, contexts.long())
+        self.positions[self.padding :].zero_()
+
+    def sampled(self, slots: Tensor, token_ids: Tensor) -> None:
+        """The slots' next tokens, int64 [n] each."""
+        self.last_tokens.index_copy_(0, slots, token_ids)

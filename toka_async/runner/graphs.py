@@ -1,0 +1,89 @@
+"""CUDA graphs of decoding steps: everything from the rows' tables to their next tokens, replayed as one launch.
+
+A graph is of a number of rows, filled up with padding, with or without shared prefixes. It reads and writes the tables
+of `DeviceRows` where they are, so that a replay needs no inputs. Knows no requests and no messages.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from toka_async.attention.base import GraphAttention, PrefixGroup
+
+# What a captured step computes: from (rows, grouped) to token ids int64 [rows] and log-probs float32 [rows].
+DecodeStep = Callable[[int, bool], tuple[Tensor, Tensor]]
+
+
+@dataclass(slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    token_ids: Tensor
+    logprobs: Tensor
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Rows of the graphs up to `most`: every power of two and the middle between two, so that padding is under half."""
+    sizes = [1, 2, 4, 8]
+    while sizes[-1] < most:
+        sizes += [sizes[-1] * 3 // 2, sizes[-1] * 2]
+    return sorted({min(size, most) for size in sizes})
+
+
+class DecodeGraphs:
+    """Graphs by number of rows, largest captured first, so that they share its memory."""
+
+    def __init__(self, decode: DecodeStep, attention: GraphAttention, sizes: Sequence[int], grouped: bool) -> None:
+        self._attention = attention
+        self._sizes = sorted(sizes)
+        self._graphs: dict[tuple[int, bool], _Captured] = {}
+        self._decode = decode
+        self._kinds = (False, True) if grouped else (False,)
+
+    def capture(self) -> Iterator[tuple[int, int]]:
+        """Captures one graph after the other; gives (captured, all) after each."""
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        todo = [(size, grouped) for size in reversed(self._sizes) for grouped in self._kinds]
+        for number, (size, grouped) in enumerate(todo, 1):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._decode(size, grouped)  # what happens once (kernels, libraries' handles) is not captured
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with _no_collection(), torch.cuda.graph(graph, pool=pool, stream=stream):
+                token_ids, logprobs = self._decode(size, grouped)
+            self._graphs[size, grouped] = _Captured(graph, token_ids, logprobs)
+            yield number, len(todo)
+
+    def size_for(self, num_rows: int) -> int:
+        """Rows of the smallest graph that holds them; 0: there is none."""
+        return next((size for size in self._sizes if size >= num_rows), 0) if self._graphs else 0
+
+    def has(self, num_rows: int, grouped: bool) -> bool:
+        """Whether so many rows, with groups or without, can be replayed."""
+        return (self.size_for(num_rows), grouped) in self._graphs
+
+    def replay(self, num_rows: int, groups: tuple[PrefixGroup, ...]) -> tuple[Tensor, Tensor]:
+        """Token ids and log-probs of the rows, until the next replay; the order's padding fills the graph's size."""
+        size = self.size_for(num_rows)
+        captured = self._graphs[size, bool(groups)]
+        if groups:
+            self._attention.set_groups(groups)
+        captured.graph.replay()
+        return captured.token_ids[:num_rows], captured.logprobs[:num_rows]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A collection during a capture could free memory of another stream."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

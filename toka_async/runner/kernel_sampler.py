@@ -1,0 +1,139 @@
+"""Samples on a GPU with kernels that read the logits once; rows that ask for more go through plain torch.
+
+The parameters of running rows stay on the device, by slot. Knows slots and sampling; knows no requests and no
+attention.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toka_async.arrays import Bool, Int32, Int64
+from toka_async.kernels.sampling import RowTable, SamplingKernels
+from toka_async.model.sampling import Flag, Params
+from toka_async.runner.copies import upload
+from toka_async.runner.history import History
+from toka_async.runner.prompts import RowPrompt
+from toka_async.runner.rows import Rows, indices_by_key
+from toka_async.runner.samples import Samples, TopLogprobs
+from toka_async.runner.slab_sampler import Head, SlabSampler
+
+MOST_CANDIDATES = 64  # top_k above it is for plain torch
+_FLOATS = ("temperature", "top_p", "min_p", "repetition")
+_SLOW = Flag.BIASED | Flag.MIN_TOKENS | Flag.COUNTED
+
+
+class KernelSampler:
+    """`Sampler` over the tables of `rows` and `history`."""
+
+    def __init__(self, head: Head, rows: Rows, history: History) -> None:
+        self._head = head
+        self._rows = rows
+        self._by_torch = SlabSampler(head, rows, history)
+        max_seqs, vocab = rows.params.size, rows.vocab_size
+        self._kernels = SamplingKernels(vocab, max_seqs, rows.device)
+        self._table = _empty_table(max_seqs + 1, vocab, rows.device)
+        self._slow: Bool = np.zeros(max_seqs, dtype=np.bool_)
+
+    def admit(self, slots: Int32) -> None:
+        """The slots have new parameters, in `rows`."""
+        rows, table = self._rows, self._table
+        params = rows.params[slots]
+        self._slow[slots] = _is_slow(params)
+        flags = np.where(self._slow[slots], 0, params["flags"])
+        floats = np.stack([params[name] for name in _FLOATS])
+        bits_of = floats.view(np.int32).ravel()
+        columns = (slots, flags, params["top_k"], rows.num_prompt[slots], rows.seeds[slots], bits_of)
+        at, flags_at, top_k, num_prompt, seeds, bits = upload(columns, rows.device)
+        table.flags.index_copy_(0, at, flags_at.to(torch.int32))
+        table.top_k.index_copy_(0, at, top_k.to(torch.int32))
+        table.num_prompt.index_copy_(0, at, num_prompt.to(torch.int32))
+        table.seeds.index_copy_(0, at, seeds)
+        values = bits.to(torch.int32).view(torch.float32).view(len(_FLOATS), -1)
+        for name, column in zip(_FLOATS, values, strict=True):
+            getattr(table, name).index_copy_(0, at, column)
+        self._mark_seen(slots[(flags & Flag.REPETITION) != 0])
+
+    def draw(self, hidden: Tensor, slots: Tensor, contexts: Tensor) -> tuple[Tensor, Tensor]:
+        """Token ids int64 [s] and their log-probs float32 [s] for rows that are not slow; nothing touches the host."""
+        return self._kernels.draw(self._head(hidden), slots, contexts, self._table)
+
+    def all_fast(self, slots: Int32) -> bool:
+        """Whether `draw` alone will do."""
+        return not self._slow[slots].any()
+
+    def wants_logprobs(self, slots: Int32) -> bool:
+        return bool((self._rows.params["flags"][slots] & Flag.LOGPROBS).any())
+
+    def sample(self, hidden: Tensor, slots: Int32, lengths: Int64, slots_at: Tensor, lengths_at: Tensor) -> Samples:
+        slow = np.flatnonzero(self._slow[slots])
+        if slow.size == slots.size:
+            return self._by_torch.sample(hidden, slots, lengths, slots_at, lengths_at)
+        token_ids, chosen = self.draw(hidden, slots_at, lengths_at)
+        if slow.size:
+            return self._with_slow(hidden, slots, lengths, slots_at, lengths_at, slow, token_ids, chosen)
+        return Samples(token_ids, chosen if self.wants_logprobs(slots) else None)
+
+    def _with_slow(
+        self,
+        hidden: Tensor,
+        slots: Int32,
+        lengths: Int64,
+        slots_at: Tensor,
+        lengths_at: Tensor,
+        slow: Int64,
+        token_ids: Tensor,
+        chosen: Tensor,
+    ) -> Samples:
+        (at,) = upload((slow,), hidden.device)
+        part = self._by_torch.sample(hidden[at], slots[slow], lengths[slow], slots_at[at], lengths_at[at])
+        token_ids.index_copy_(0, at, part.token_ids)
+        top = part.top
+        if part.chosen is not None:
+            chosen.index_copy_(0, at, part.chosen)
+        if top is not None:
+            top = TopLogprobs(slow[top.rows], top.counts, top.ids, top.values)
+        return Samples(token_ids, chosen if self.wants_logprobs(slots) else None, top)
+
+    def _mark_seen(self, slots: Int32) -> None:
+        """The ids of the slots' prompts, and only those, are seen."""
+        prompts = self._rows.prompts[slots]
+        keys = np.fromiter((id(prompt) for prompt in prompts), dtype=np.int64, count=slots.size)
+        for indices in indices_by_key(keys):
+            (at,) = upload((slots[indices],), self._rows.device)
+            mask = _seen_bits(prompts[indices[0]], self._rows.vocab_size)
+            bits = torch.from_numpy(mask).pin_memory().to(self._rows.device, non_blocking=True)
+            self._table.seen.index_copy_(0, at, bits.expand(len(indices), -1))
+
+
+def _is_slow(params: Params) -> Bool:
+    flags, top_k = params["flags"], params["top_k"]
+    slow: Bool = ((flags & _SLOW) != 0) | (params["num_logprobs"] > 0)
+    slow |= ((flags & Flag.FILTERED) != 0) & (top_k > MOST_CANDIDATES)
+    return slow
+
+
+def _seen_bits(prompt: RowPrompt, vocab_size: int) -> Int32:
+    """A bit for each id of the vocabulary, lowest first: int32 [ceil(vocab / 32)]."""
+    seen = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
+    seen[prompt.token_ids] = True
+    return np.packbits(seen, bitorder="little").view(np.int32)
+
+
+def _empty_table(num_slots: int, vocab_size: int, device: torch.device) -> RowTable:
+    def column(dtype: torch.dtype) -> Tensor:
+        return torch.zeros(num_slots, dtype=dtype, device=device)
+
+    return RowTable(
+        temperature=column(torch.float32),
+        top_p=column(torch.float32),
+        min_p=column(torch.float32),
+        repetition=column(torch.float32),
+        top_k=column(torch.int32),
+        flags=column(torch.int32),
+        num_prompt=column(torch.int32),
+        seeds=column(torch.int64),
+        seen=torch.zeros(num_slots, -(-vocab_size // 32), dtype=torch.int32, device=device),
+    )
