@@ -1,4 +1,7 @@
-"""The engine in one process for parity tests: the real core and runner, without sockets. Knows token ids only."""
+"""The engine in one process for parity tests: the real core and runner, without sockets. Knows token ids only.
+
+On a GPU it captures few graphs, so that it starts in a second or so.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from toka_async.model.spec import read_spec
 from toka_async.runner.build import build_runner
 
 GREEDY = Sampling(temperature=0.0)
+FEW_GRAPHS = CompileConfig(max_graph_seqs=16)
 
 
 class Engine:
@@ -36,22 +40,22 @@ class Engine:
         backend: str = "auto",
         compiling: CompileConfig | None = None,
     ) -> None:
-        runner = build_runner(
+        self.runner = build_runner(
             model_dir,
             read_spec(model_dir),
             ModelConfig(path=str(model_dir), device=device, dtype=dtype),  # type: ignore[arg-type]
             CacheConfig(page_size=page_size, num_tokens=num_tokens),
-            ScheduleConfig(max_seqs=max_seqs, max_tokens=max_tokens),
+            ScheduleConfig(max_seqs=max_seqs, max_tokens=max_tokens, group_min_seqs=group_min_seqs),
             AttentionConfig(backend=backend),  # type: ignore[arg-type]
-            compiling or CompileConfig(),
+            compiling or FEW_GRAPHS,
             progress=False,
         )
         self.driver = CoreDriver(
-            runner.ready,
+            self.runner.ready,
             max_tokens=max_tokens,
             steps_ahead=steps_ahead,
             prefix=prefix,
-            rank=runner,
+            rank=self.runner,
             until_full=until_full,
             group_min_seqs=group_min_seqs,
             group_min_tokens=group_min_tokens,

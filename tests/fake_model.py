@@ -5,13 +5,14 @@ So any slip in page tables, positions, copies or order changes what is sampled.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from toka_async.attention.base import AttentionBackend, AttentionBatch, QueryKeyNorm
+from toka_async.attention.base import AttentionBackend, AttentionBatch, PrefixGroup, QueryKeyNorm
 from toka_async.model.streams import uniforms
 
 _PRIME = 1_000_003
@@ -47,12 +48,22 @@ class FakeCache:
 
 
 class FakeAttention:
-    """Keeps the step's batch, for the model to look at."""
+    """Keeps the step's batch, for the model to look at. groups: set before the replays of graphs."""
 
     batch: AttentionBatch
 
+    def __init__(self) -> None:
+        self.groups: list[tuple[PrefixGroup, ...]] = []
+
     def plan(self, batch: AttentionBatch) -> None:
         self.batch = batch
+
+    def plan_graph(self, batch: AttentionBatch, grouped: bool) -> None:  # noqa: ARG002
+        assert batch.num_decode == len(batch.slots)
+        self.batch = dataclasses.replace(batch, context_lengths=batch.contexts.numpy())
+
+    def set_groups(self, groups: tuple[PrefixGroup, ...]) -> None:
+        self.groups.append(groups)
 
     def attend(
         self,

@@ -67,9 +67,14 @@ def next_token(row_tokens: Sequence[int], request: Request, seed: int) -> int:
 
 
 class Driver:
-    """Builds steps, runs them, compares what comes back."""
+    """Builds steps, runs them, compares what comes back.
 
-    def __init__(self, page_size: int, max_seqs: int = 8, num_pages: int = 200) -> None:
+    use_kernels: the runner samples by kernels, and its steps of decoding rows can be captured.
+    """
+
+    def __init__(
+        self, page_size: int, max_seqs: int = 8, num_pages: int = 200, *, use_kernels: bool = False
+    ) -> None:
         self.page_size = page_size
         self.free_pages = list(range(num_pages))[::-1]
         self.free_slots = list(range(max_seqs))[::-1]
@@ -78,9 +83,12 @@ class Driver:
         self.order: list[Row] = []
         self.keys = 0
         self.step_id = 0
-        cache = FakeCache(num_pages, page_size)
+        cache, attention = FakeCache(num_pages + 1, page_size), FakeAttention()
         ready = Ready(num_pages=num_pages, page_size=page_size, max_seqs=max_seqs, max_context=10_000, vocab_size=VOCAB)
-        self.runner = Runner(FakeModel(VOCAB, cache), cache, FakeAttention(), ready, torch.device("cpu"))
+        self.runner = Runner(
+            FakeModel(VOCAB, cache), cache, attention, ready, torch.device("cpu"), use_kernels=use_kernels,
+            graphs=attention,
+        )  # fmt: skip
         self._reset()
 
     def _reset(self) -> None:

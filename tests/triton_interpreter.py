@@ -16,7 +16,7 @@ def interpret_kernels() -> None:
     if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return
     os.environ["TRITON_INTERPRET"] = "1"
-    interpreter = importlib.import_module("triton.runtime.interpreter")
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     patch_tensor, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
 
     def patched(tensor: Any, scope: Any) -> None:

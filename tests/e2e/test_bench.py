@@ -33,7 +33,45 @@ def test_one_line_of_json(stream: bool) -> None:
     assert set(result["cpu_seconds"]) == {"server", "scheduler-0", "rank-0-0", "client"}
 
 
+def test_stop_strings_and_log_probs() -> None:
+    done = bench("--json", "--stop", "on", "--logprobs", "0")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["stop"], result["logprobs"]) == (["on"], 0)
+    assert result["bytes_per_token"] > 30  # each token has a name twice, a log-prob twice and an offset
+
+
 def test_a_wrong_override() -> None:
     done = bench("schedule.max_seq=8")
     assert (done.returncode, done.stdout) == (2, "")
     assert "did you mean schedule.max_seqs?" in done.stderr.splitlines()[-1]
+
+
+def test_steps_of_the_built_in_model() -> None:
+    command = [sys.executable, "-m", "toka_async.cli", "bench", "step", "--json", "--steps", "2", "model.device=cpu"]
+    sizes = ["--rows", "1,4,9", "--context", "40", "--shared-prefix", "0,32", "--groups", "2", "--prompt", "20"]
+    limits = [
+        "schedule.max_seqs=8",
+        "cache.num_tokens=4096",
+        "schedule.group_min_seqs=2",
+        "schedule.group_min_tokens=1",
+    ]
+    done = subprocess.run([*command, *sizes, *limits], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert [(each["rows"], each["prefix"], each["groups"], each["prompt"]) for each in result["steps"]] == [
+        (1, 0, 0, 0),
+        (4, 0, 0, 0),
+        (1, 32, 0, 0),
+        (4, 32, 2, 0),
+        (0, 0, 0, 20),
+    ]
+    for each in result["steps"]:
+        assert each["ms"] > 0
+        parts = [each[f"{part}_ms"] for part in ("matrices", "attention", "sampling")]
+        assert each["floor_ms"] == pytest.approx(sum(parts), abs=2e-4)
+        assert each["tokens_per_second"] == pytest.approx((each["rows"] or 20) / each["ms"] * 1000, rel=0.01)
+    assert result["skipped"] == [
+        f"9 rows, context 40{shared}: schedule.max_seqs is 8" for shared in ("", ", 32 shared")
+    ]
+    assert result["cache_tokens"] == 4096

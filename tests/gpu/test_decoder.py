@@ -52,6 +52,7 @@ def test_logits(tmp_path: Path, family: str, overrides: dict[str, Any], dtype: t
         assert (ours - exact).norm() / exact.norm() < error
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of the compiler's own imports
 @pytest.mark.parametrize(("family", "overrides"), CASES)
 @torch.inference_mode()
 def test_compiled(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:

@@ -71,17 +71,17 @@ def nearest(points: Sequence[Point], size: float, tokens: float) -> str:
     return min(points, key=distance).choice
 
 
-def smallest_group(worth: Mapping[tuple[int, int], bool]) -> tuple[int, int]:
-    """(rows, tokens) from which on every measured group is worth its merge, for as many of them as possible.
+def smallest_group(saved: Mapping[tuple[int, int], float]) -> tuple[int, int]:
+    """(rows, tokens) from which on every measured group is worth its merge, such that they save the most together.
 
-    worth: by rows of a group and tokens of its prefix. (0, 0): there is no such corner.
+    saved: by rows of a group and tokens of its prefix; 0 or less: not worth it. (0, 0): there is no such corner.
     """
-    best, most = (0, 0), 0
-    for num_rows in sorted({rows for rows, _ in worth}):
-        for num_tokens in sorted({tokens for _, tokens in worth}):
-            corner = [pays for (rows, tokens), pays in worth.items() if rows >= num_rows and tokens >= num_tokens]
-            if corner and all(corner) and len(corner) > most:
-                best, most = (num_rows, num_tokens), len(corner)
+    best, most = (0, 0), 0.0
+    for num_rows in sorted({rows for rows, _ in saved}):
+        for num_tokens in sorted({tokens for _, tokens in saved}):
+            corner = [value for (rows, tokens), value in saved.items() if rows >= num_rows and tokens >= num_tokens]
+            if corner and min(corner) > 0 and sum(corner) > most:
+                best, most = (num_rows, num_tokens), sum(corner)
     return best
 
 

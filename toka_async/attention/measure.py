@@ -26,9 +26,9 @@ if TYPE_CHECKING:  # these need Triton, which is not everywhere
 ROWS = (1, 16, 128, 1024, 8192)
 CONTEXTS = (128, 1024, 8192, 32768)
 CHUNKS = ((1, 512, 0), (1, 4096, 0), (8, 512, 0), (32, 1024, 0), (1, 512, 8192), (32, 256, 1024), (128, 64, 1024))
-GROUP_ROWS = (2, 4, 8, 16, 32, 128)
+GROUP_ROWS = (4, 8, 16, 64, 512)
 GROUP_TOKENS = (64, 256, 1024, 4096)
-GROUPED_ROWS = 1024  # of all groups together
+GROUPED_ROWS = 4096  # of all groups together
 OWN_TOKENS = 64  # of a grouped row
 LONG_TOKENS = 4096  # of a row that several programs share
 MOST_TOKENS = 1 << 22  # of all rows of a measured batch: some milliseconds to read
@@ -117,7 +117,7 @@ class Bench:
     def _groups(self) -> tuple[tuple[Point, ...], tuple[int, int]]:
         """The fastest part with groups, and which groups are faster than the fastest part without."""
         points: list[Point] = []
-        worth: dict[tuple[int, int], bool] = {}
+        saved: dict[tuple[int, int], float] = {}
         for num_rows in GROUP_ROWS:
             for num_tokens in GROUP_TOKENS:
                 groups = self._same_groups(num_rows, num_tokens)
@@ -129,8 +129,10 @@ class Bench:
                 shared = self._decode_times(Shape(rows, num_decode, groups))
                 alone = self._decode_times(Shape(rows, num_decode), groups)
                 points.append(Point(num_rows, num_tokens, _fastest(shared)))
-                worth[num_rows, num_tokens] = min(shared.values()) < MARGIN * min(alone.values())
-        return tuple(points), smallest_group(worth)
+                fastest = min(shared.values())
+                without = min(alone.values())
+                saved[num_rows, num_tokens] = without - fastest if fastest < MARGIN * without else 0.0
+        return tuple(points), smallest_group(saved)
 
     def _same_groups(self, num_rows: int, num_tokens: int) -> tuple[PrefixGroup, ...]:
         """Groups of `num_rows` that share `num_tokens`: as many as a full step has; none if the cache is too small."""

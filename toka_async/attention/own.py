@@ -46,7 +46,6 @@ class TritonDecode:
 
     def __init__(self, cache: KVCache, num_heads: int, scale: float | None = None) -> None:
         self.cache = cache
-        self.num_heads = num_heads
         self.scale = scale if scale is not None else cache.head_dim**-0.5
         self.device = cache.keys[0].device
         self.num_sms = count_sms(self.device)

@@ -77,7 +77,6 @@ class PartsAttention:
     ) -> None:
         assert num_heads % cache.num_kv_heads == 0
         self.cache = cache
-        self.num_heads = num_heads
         self.windows = tuple(windows)
         self.decodes = {window: decode() for window in sorted({0, *windows})}
         self.chunks = {window: chunks() for window in sorted({0, *windows})}

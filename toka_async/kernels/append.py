@@ -52,19 +52,19 @@ def append(
         write_indices,
         norm_weight,
         norm_eps,
-        NORM=norm_weight is not None,
-        HEADS=num_heads,
-        KV_HEADS=kv_heads,
-        HALF=dim // 2,
-        HALF_PAD=half_pad,
-        PAGE=page_size,
-        BLOCK=block,
+        has_norm=norm_weight is not None,
+        num_heads=num_heads,
+        kv_heads=kv_heads,
+        half=dim // 2,
+        half_pad=half_pad,
+        page_size=page_size,
+        block=block,
         num_warps=2 if block * half_pad >= 256 else 1,
     )
     return query
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["write_indices"])
 def _append(
     heads,
     cos,
@@ -75,57 +75,57 @@ def _append(
     write_indices,
     norm_weight,
     norm_eps,
-    NORM: tl.constexpr,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
-    HALF_PAD: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    has_norm: tl.constexpr,
+    num_heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    half: tl.constexpr,
+    half_pad: tl.constexpr,
+    page_size: tl.constexpr,
+    block: tl.constexpr,
 ):
-    ALL: tl.constexpr = HEADS + 2 * KV_HEADS
-    DIM: tl.constexpr = 2 * HALF
+    num_all: tl.constexpr = num_heads + 2 * kv_heads
+    dim: tl.constexpr = 2 * half
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    dims = tl.arange(0, HALF_PAD)
-    inside = (head < ALL)[:, None] & (dims < HALF)[None, :]
-    source = heads + (token * ALL + head)[:, None] * DIM + dims[None, :]
+    head = tl.program_id(1) * block + tl.arange(0, block)
+    column = tl.arange(0, half_pad)
+    inside = (head < num_all)[:, None] & (column < half)[None, :]
+    source = heads + (token * num_all + head)[:, None] * dim + column[None, :]
     dtype = heads.dtype.element_ty
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
-    rotated = head < HEADS + KV_HEADS
+    high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    rotated = head < num_heads + kv_heads
     turn_low, turn_high = low, high
-    if NORM:
+    if has_norm:
         squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
-        factor = tl.rsqrt(squares / DIM + norm_eps)[:, None]
-        weighted = rotated[:, None] & (dims < HALF)[None, :]
-        weights = norm_weight + head[:, None] * DIM + dims[None, :]
+        factor = tl.rsqrt(squares / dim + norm_eps)[:, None]
+        weighted = rotated[:, None] & (column < half)[None, :]
+        weights = norm_weight + head[:, None] * dim + column[None, :]
         weight_low = tl.load(weights, mask=weighted, other=0.0).to(tl.float32)
-        weight_high = tl.load(weights + HALF, mask=weighted, other=0.0).to(tl.float32)
+        weight_high = tl.load(weights + half, mask=weighted, other=0.0).to(tl.float32)
         # Rounded before and after the weight, as a model in this dtype computes it.
         turn_low = ((low * factor).to(dtype).to(tl.float32) * weight_low).to(dtype).to(tl.float32)
         turn_high = ((high * factor).to(dtype).to(tl.float32) * weight_high).to(dtype).to(tl.float32)
-    angle = token * DIM + dims
-    cos_low = tl.load(cos + angle, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
-    cos_high = tl.load(cos + angle + HALF, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
-    sin_low = tl.load(sin + angle, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
-    sin_high = tl.load(sin + angle + HALF, mask=dims < HALF, other=0.0).to(tl.float32)[None, :]
+    angle = token * dim + column
+    cos_low = tl.load(cos + angle, mask=column < half, other=0.0).to(tl.float32)[None, :]
+    cos_high = tl.load(cos + angle + half, mask=column < half, other=0.0).to(tl.float32)[None, :]
+    sin_low = tl.load(sin + angle, mask=column < half, other=0.0).to(tl.float32)[None, :]
+    sin_high = tl.load(sin + angle + half, mask=column < half, other=0.0).to(tl.float32)[None, :]
     new_low = (turn_low * cos_low + turn_high * sin_low).to(dtype)
     new_high = (turn_high * cos_high + turn_low * sin_high).to(dtype)
 
-    is_query = (head < HEADS)[:, None] & (dims < HALF)[None, :]
-    target = query + (token * HEADS + head)[:, None] * DIM + dims[None, :]
+    is_query = (head < num_heads)[:, None] & (column < half)[None, :]
+    target = query + (token * num_heads + head)[:, None] * dim + column[None, :]
     tl.store(target, new_low, mask=is_query)
-    tl.store(target + HALF, new_high, mask=is_query)
+    tl.store(target + half, new_high, mask=is_query)
 
     index = tl.load(write_indices + token)
-    page, offset = index // PAGE, index % PAGE
-    key_head = head - HEADS
-    place = ((page * KV_HEADS + key_head) * PAGE + offset)[:, None] * DIM + dims[None, :]
-    is_key = ((head >= HEADS) & rotated)[:, None] & (dims < HALF)[None, :]
+    page, offset = index // page_size, index % page_size
+    key_head = head - num_heads
+    place = ((page * kv_heads + key_head) * page_size + offset)[:, None] * dim + column[None, :]
+    is_key = ((head >= num_heads) & rotated)[:, None] & (column < half)[None, :]
     tl.store(keys + place, new_low, mask=is_key)
-    tl.store(keys + place + HALF, new_high, mask=is_key)
-    place -= KV_HEADS * PAGE * DIM
-    is_value = inside & (head >= HEADS + KV_HEADS)[:, None]
+    tl.store(keys + place + half, new_high, mask=is_key)
+    place -= kv_heads * page_size * dim
+    is_value = inside & (head >= num_heads + kv_heads)[:, None]
     tl.store(values + place, low.to(dtype), mask=is_value)
-    tl.store(values + place + HALF, high.to(dtype), mask=is_value)
+    tl.store(values + place + half, high.to(dtype), mask=is_value)

@@ -106,16 +106,16 @@ def decode_attention(
         scale * LOG2E,
         page_table.stride(0),
         0 if prefix is None else prefix.lse.shape[0],
-        KV_HEADS=kv_heads,
-        GROUP=num_heads // kv_heads,
-        GROUP_PAD=max(16, triton.next_power_of_2(num_heads // kv_heads)),
-        DIM=dim,
-        DIM_PAD=max(16, triton.next_power_of_2(dim)),
-        PAGE=page_size,
-        WINDOW=window,
-        PREFIX=prefix is not None,
-        SPLIT=splits is not None,
-        BLOCK=config.block,
+        kv_heads=kv_heads,
+        group=num_heads // kv_heads,
+        group_pad=max(16, triton.next_power_of_2(num_heads // kv_heads)),
+        dim=dim,
+        dim_pad=max(16, triton.next_power_of_2(dim)),
+        page_size=page_size,
+        window=window,
+        has_prefix=prefix is not None,
+        is_split=splits is not None,
+        block=config.block,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -133,14 +133,17 @@ def merge(parts: Partial, output: Tensor) -> None:
         parts.lse,
         output,
         num_parts,
-        PARTS_PAD=MOST_SPLITS,
-        DIM=dim,
-        DIM_PAD=triton.next_power_of_2(dim),
+        parts_pad=MOST_SPLITS,
+        dim=dim,
+        dim_pad=triton.next_power_of_2(dim),
         num_warps=4,
     )
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_prefixes"])
+@triton.jit(
+    do_not_specialize=["table_stride", "num_prefixes"],
+    do_not_specialize_on_alignment=["page_table", "slots", "contexts", "skip"],
+)
 def _decode(
     query,
     keys,
@@ -156,18 +159,18 @@ def _decode(
     scale,
     table_stride,
     num_prefixes,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    PREFIX: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    group_pad: tl.constexpr,
+    dim: tl.constexpr,
+    dim_pad: tl.constexpr,
+    page_size: tl.constexpr,
+    window: tl.constexpr,
+    has_prefix: tl.constexpr,
+    is_split: tl.constexpr,
+    block: tl.constexpr,
 ):
-    HEADS: tl.constexpr = KV_HEADS * GROUP
+    num_heads: tl.constexpr = kv_heads * group
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -175,63 +178,63 @@ def _decode(
     table = page_table + tl.load(slots + row) * table_stride
     length = tl.load(contexts + row)
 
-    in_group = tl.arange(0, GROUP_PAD)
-    dims = tl.arange(0, DIM_PAD)
-    is_head = in_group < GROUP
-    is_query = is_head[:, None] & (dims < DIM)[None, :]
-    head = row * HEADS + kv_head * GROUP + in_group
-    place = head[:, None] * DIM + dims[None, :]
+    in_group = tl.arange(0, group_pad)
+    column = tl.arange(0, dim_pad)
+    is_head = in_group < group
+    is_query = is_head[:, None] & (column < dim)[None, :]
+    head = row * num_heads + kv_head * group + in_group
+    place = head[:, None] * dim + column[None, :]
     queries = tl.load(query + place, mask=is_query, other=0.0)
 
-    top = tl.full([GROUP_PAD], -float("inf"), tl.float32)  # of the scores so far, base 2
-    total = tl.zeros([GROUP_PAD], tl.float32)
-    mixed = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
+    top = tl.full([group_pad], -float("inf"), tl.float32)  # of the scores so far, base 2
+    total = tl.zeros([group_pad], tl.float32)
+    mixed = tl.zeros([group_pad, dim_pad], tl.float32)
     first = length * 0
-    if PREFIX:
+    if has_prefix:
         first = tl.load(skip + row)
-        if WINDOW > 0:
-            first = tl.where(length > WINDOW, 0, first)
+        if window > 0:
+            first = tl.where(length > window, 0, first)
         taken = (first > 0) & (split == 0)
         for number in range(num_prefixes):
-            before = tl.cast(number, tl.int64) * num_rows * HEADS
+            before = tl.cast(number, tl.int64) * num_rows * num_heads
             part_lse = tl.load(prefix_lse + before + head, mask=is_head & taken, other=-float("inf"))
-            part = tl.load(prefix_output + before * DIM + place, mask=is_query & taken, other=0.0).to(tl.float32)
+            part = tl.load(prefix_output + before * dim + place, mask=is_query & taken, other=0.0).to(tl.float32)
             new_top = tl.maximum(top, part_lse)
             base = tl.where(new_top == -float("inf"), 0.0, new_top)
             old_weight, weight = tl.exp2(top - base), tl.exp2(part_lse - base)
             mixed = mixed * old_weight[:, None] + part * weight[:, None]
             total = total * old_weight + weight
             top = new_top
-    if WINDOW > 0:
-        first = tl.maximum(first, length - WINDOW)
+    if window > 0:
+        first = tl.maximum(first, length - window)
     last = length
-    if SPLIT:
-        share = tl.cdiv(tl.cdiv(length - first, tl.num_programs(2)), BLOCK) * BLOCK
+    if is_split:
+        share = tl.cdiv(tl.cdiv(length - first, tl.num_programs(2)), block) * block
         first = first + split * share
         last = tl.minimum(first + share, length)
 
-    for start in range(first, last, BLOCK):
-        position = start + tl.arange(0, BLOCK)
+    for start in range(first, last, block):
+        position = start + tl.arange(0, block)
         is_key = position < last
-        page = tl.load(table + position // PAGE, mask=is_key, other=0).to(tl.int64)
-        offset = ((page * KV_HEADS + kv_head) * PAGE + position % PAGE) * DIM
-        inside = is_key[:, None] & (dims < DIM)[None, :]
-        key = tl.load(keys + offset[:, None] + dims[None, :], mask=inside, other=0.0)
+        page = tl.load(table + position // page_size, mask=is_key, other=0).to(tl.int64)
+        offset = ((page * kv_heads + kv_head) * page_size + position % page_size) * dim
+        inside = is_key[:, None] & (column < dim)[None, :]
+        key = tl.load(keys + offset[:, None] + column[None, :], mask=inside, other=0.0)
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
         scores = tl.where(is_key[None, :], scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         shrink = tl.exp2(top - new_top)
         weights = tl.exp2(scores - new_top[:, None])
-        value = tl.load(values + offset[:, None] + dims[None, :], mask=inside, other=0.0)
+        value = tl.load(values + offset[:, None] + column[None, :], mask=inside, other=0.0)
         total = total * shrink + tl.sum(weights, 1)
         mixed = tl.dot(weights.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
         top = new_top
 
     total = tl.where(total > 0.0, total, 1.0)  # of no keys: 0, and a log-sum-exp of -inf
     result = mixed / total[:, None]
-    if SPLIT:
-        before = split.to(tl.int64) * num_rows * HEADS
-        tl.store(output + before * DIM + place, result, mask=is_query)
+    if is_split:
+        before = split.to(tl.int64) * num_rows * num_heads
+        tl.store(output + before * dim + place, result, mask=is_query)
         tl.store(lse + before + head, top + tl.log2(total), mask=is_head)
     else:
         tl.store(output + place, result.to(output.dtype.element_ty), mask=is_query)
@@ -243,17 +246,17 @@ def _merge(
     lse,
     output,
     num_parts,
-    PARTS_PAD: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
+    parts_pad: tl.constexpr,
+    dim: tl.constexpr,
+    dim_pad: tl.constexpr,
 ):
     head = tl.program_id(0).to(tl.int64)
-    number = tl.arange(0, PARTS_PAD)
-    dims = tl.arange(0, DIM_PAD)
+    number = tl.arange(0, parts_pad)
+    column = tl.arange(0, dim_pad)
     place = number * tl.num_programs(0) + head
     part_lse = tl.load(lse + place, mask=number < num_parts, other=-float("inf"))
     weight = tl.exp2(part_lse - tl.max(part_lse, 0))
-    inside = (number < num_parts)[:, None] & (dims < DIM)[None, :]
-    part = tl.load(parts + place[:, None] * DIM + dims[None, :], mask=inside, other=0.0).to(tl.float32)
+    inside = (number < num_parts)[:, None] & (column < dim)[None, :]
+    part = tl.load(parts + place[:, None] * dim + column[None, :], mask=inside, other=0.0).to(tl.float32)
     result = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
-    tl.store(output + head * DIM + dims, result.to(output.dtype.element_ty), mask=dims < DIM)
+    tl.store(output + head * dim + column, result.to(output.dtype.element_ty), mask=column < dim)

@@ -1,9 +1,9 @@
 """Exact sampling of many rows on one GPU that reads the logits once.
 
-Five kernels: `pilot` and `chunk_sums` (sampling_stats.py), `gather`, `draw` and `reject` (files of like names). Plain
-and greedy rows need the pass of `chunk_sums` and one line again; filtered rows are settled by their likeliest tokens,
-or, where the distribution is flat, by bounds that the pilot guessed; the few others pass over their row again. Nothing
-waits for the host or depends on its values: a draw can be captured in a CUDA graph.
+Six kernels: `pilot`, `chunk_sums` and `repair` (sampling_stats.py), `gather`, `draw` and `reject` (files of like
+names). Plain and greedy rows need the pass of `chunk_sums` and one line again; filtered rows are settled by their
+likeliest tokens, or, where the distribution is flat, by bounds that the pilot guessed; the few others pass over their
+row again. Nothing waits for the host or depends on its values: a draw can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from toka_async.kernels.sampling_candidates import gather
 from toka_async.kernels.sampling_draw import draw
 from toka_async.kernels.sampling_reject import reject
 from toka_async.kernels.sampling_row import LINE, NUM_STATS
-from toka_async.kernels.sampling_stats import chunk_sums, pilot
+from toka_async.kernels.sampling_stats import chunk_sums, pilot, repair
 
 _PILOT_LINES = 64
 _PART_LINES = 32  # read at once by a pass of `reject`
+# More registers a thread leave too few programs on a processor to wait for memory.
+_SUMS: dict[str, int] = {"num_warps": 4, "maxnreg": 96}
+_GATHER: dict[str, int] = {"num_warps": 4, "maxnreg": 96}
 
 
 @dataclass(slots=True, frozen=True)
@@ -92,7 +95,8 @@ class SamplingKernels:
         NaN logits count as -inf, +inf as the largest finite number; a row without any finite logit gives id 0.
 
         Args:
-            logits: [s, vocab], bfloat16, float16 or float32, contiguous in rows; not changed.
+            logits: [s, vocab], bfloat16, float16 or float32, contiguous in rows, from an address that is a multiple
+                of 16; not changed.
             slots: int64 [s], rows of the table; those that penalise repetition are distinct.
             contexts: int32 [s], tokens of the row so far, at least num_prompt: the draw has number
                 contexts - num_prompt of the row's random stream (`model.streams`).
@@ -103,7 +107,9 @@ class SamplingKernels:
         """
         num_rows = logits.shape[0]
         assert num_rows <= self.max_rows
-        assert logits.shape[1] == self._vocab and logits.stride(1) == 1
+        assert logits.shape[1] == self._vocab
+        assert logits.stride(1) == 1
+        assert logits.data_ptr() % 16 == 0  # other addresses would build the kernels again
         assert slots.shape == contexts.shape == (num_rows,)
         token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -128,7 +134,9 @@ class SamplingKernels:
             num_warps=4,
             **shape,
         )
-        chunk_sums[(num_rows * self._num_chunks,)](
+        chunks = {"num_chunks": self._num_chunks, "chunk_lines": self._chunk_lines, "num_lines": self._num_lines}
+        padded_chunks = triton.next_power_of_2(self._num_chunks)
+        summed = (
             logits,
             slots,
             table.flags,
@@ -139,12 +147,9 @@ class SamplingKernels:
             self._stats,
             self._maxima,
             self._sums,
-            num_lines=self._num_lines,
-            num_chunks=self._num_chunks,
-            chunk_lines=self._chunk_lines,
-            num_warps=4,
-            **shape,
         )
+        chunk_sums[(num_rows * self._num_chunks,)](*summed, **_SUMS, **chunks, **shape)
+        repair[(num_rows,)](*summed, padded_chunks=padded_chunks, num_warps=4, **chunks, **shape)
         gather[(num_rows,)](
             logits,
             slots,
@@ -157,9 +162,9 @@ class SamplingKernels:
             num_lines=self._num_lines,
             padded_lines=triton.next_power_of_2(self._num_lines),
             num_chunks=self._num_chunks,
-            padded_chunks=triton.next_power_of_2(self._num_chunks),
+            padded_chunks=padded_chunks,
             num_candidates=self._num_candidates,
-            num_warps=4,
+            **_GATHER,
             **shape,
         )
 

@@ -116,9 +116,7 @@ def gather(
 
 
 @triton.jit
-def _pick_lines(
-    maxima_at, picks_at, num_picks, top, num_lines: tl.constexpr, padded_lines: tl.constexpr
-):
+def _pick_lines(maxima_at, picks_at, num_picks, top, num_lines: tl.constexpr, padded_lines: tl.constexpr):
     """Store the numbers of the lines of the largest maxima, ascending; returns a key that at least so many reach."""
     line = tl.arange(0, padded_lines)
     inside = line < num_lines
@@ -269,7 +267,10 @@ def draw_candidate(
 
 @triton.jit
 def _kept(keys, weights, num_sure, whole, top, scale, total, top_p, min_p, top_k):
-    """Which of the candidates [n] are kept, and whether that is all that the row keeps; whole: all its tokens are here."""
+    """Which of the candidates [n] are kept, and whether these are all that the row keeps.
+
+    num_sure: so many of the likeliest tokens are among them; whole: all tokens are. total: the row's weight.
+    """
     high = key_of(top) + 1
     bound = nth_largest(keys, num_sure, tl.min(tl.where(keys == NO_KEY, LAST_KEY, keys), 0), high)
     least = tl.min(tl.where((weights >= min_p) & (keys != NO_KEY), keys, LAST_KEY), 0)

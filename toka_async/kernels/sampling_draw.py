@@ -146,15 +146,15 @@ def draw(
         token = tl.where(top > -INF, tl.min(tl.where(x == top, ids, vocab - 1), 0), 0)
     tl.store(proposals_at + row, tl.where(stands, -1, token))
     if stands:
-        finish(row, flags, logits_at, seen_at, stats_at, token, chosen_at, logprobs_at, num_chunks, padded_chunks, largest)
+        finish(
+            row, flags, logits_at, seen_at, stats_at, token, chosen_at, logprobs_at, num_chunks, padded_chunks, largest
+        )
 
 
 @triton.jit
 def _line(logits_at, seen_at, start, penalised, repetition, vocab: tl.constexpr, largest: tl.constexpr):
     """Ids and logits of a line, [LINE]."""
-    ids, x = read_lines(
-        logits_at, seen_at, tl.full((1,), 0, tl.int32) + start, penalised, repetition, vocab, largest
-    )
+    ids, x = read_lines(logits_at, seen_at, tl.full((1,), 0, tl.int32) + start, penalised, repetition, vocab, largest)
     return tl.reshape(ids, (LINE,)), tl.reshape(x, (LINE,))
 
 
@@ -184,9 +184,7 @@ def finish(
 
 
 @triton.jit
-def _logprob(
-    logits_at, stats_at, token, num_chunks: tl.constexpr, padded_chunks: tl.constexpr, largest: tl.constexpr
-):
+def _logprob(logits_at, stats_at, token, num_chunks: tl.constexpr, padded_chunks: tl.constexpr, largest: tl.constexpr):
     """Of a token, in the softmax of the raw logits; the smallest finite number for -inf and where there is none."""
     maxima = chunk_stats(stats_at, RAW_MAX, -INF, num_chunks, padded_chunks)
     top = tl.maximum(tl.max(maxima, 0), SMALLEST)

@@ -138,7 +138,9 @@ def reject(
                     largest,
                 )
         token = tl.minimum(token, vocab - 1)
-        finish(row, flags, logits_at, seen_at, stats_at, token, chosen_at, logprobs_at, num_chunks, padded_chunks, largest)
+        finish(
+            row, flags, logits_at, seen_at, stats_at, token, chosen_at, logprobs_at, num_chunks, padded_chunks, largest
+        )
 
 
 @triton.jit

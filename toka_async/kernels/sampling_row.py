@@ -90,9 +90,7 @@ def chunk_stats(stats_at, field: tl.constexpr, other, num_chunks: tl.constexpr, 
 
 
 @triton.jit
-def chunk_masses(
-    stats_at, field: tl.constexpr, maxima, top, scale, num_chunks: tl.constexpr, padded: tl.constexpr
-):
+def chunk_masses(stats_at, field: tl.constexpr, maxima, top, scale, num_chunks: tl.constexpr, padded: tl.constexpr):
     """A sum of the chunks in weights of the row, whose largest logit is `top`: float64 [padded]."""
     sums = chunk_stats(stats_at, field, 0.0, num_chunks, padded)
     return (sums * weigh(maxima, top, scale)).to(tl.float64)

@@ -13,6 +13,7 @@ import triton.language as tl
 from toka_async.kernels.sampling_row import (
     FILTERED,
     INF,
+    LARGEST,
     LINE,
     LOG2E,
     LOGPROBS,
@@ -22,9 +23,11 @@ from toka_async.kernels.sampling_row import (
     RAW_MAX,
     RAW_SUM,
     REPETITION,
+    SMALLEST,
     SUM,
     SUM_ABOVE,
     SUM_WITHIN,
+    chunk_stats,
     clean,
     penalise,
     read_lines,
@@ -32,11 +35,14 @@ from toka_async.kernels.sampling_row import (
     weigh,
 )
 
-# The bounds lie this share of top_p * (1 - top_p) above and below top_p: four standard deviations of the estimate for
-# normal logits (standard deviation 1.5 after temperature) from 4,096 of them.
-_MARGIN = tl.constexpr(0.2)
+# The share of weight that an estimated bound cuts off is wrong by about top_p * (1 - top_p) / sqrt(n), where n is the
+# effective number of tokens in the pilot, (sum of weights)**2 / sum of squares: the bounds lie four times that apart
+# from top_p. With fewer tokens than these they would settle little.
+_MARGIN = tl.constexpr(4.0)
+_FEWEST = tl.constexpr(32.0)
 _REACH = tl.constexpr(30.0)  # bounds are looked for down to exp(-30) of the largest weight
-_STEPS = tl.constexpr(13)
+_STEPS = tl.constexpr(12)
+_MOST_SHIFT = tl.constexpr(4096.0)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_at"])
@@ -86,18 +92,17 @@ def pilot(
         total = tl.sum(weights)
         # Where few tokens weigh enough, the candidates will do.
         share: tl.constexpr = max(1.0, num_lines / pilot_lines)
-        if num_candidates < top_p * total * share:
-            upper, lower = _bounds(x, weights, top, scale, top_p, total)
+        num_tokens = total * total / tl.maximum(tl.sum(weights * weights), 1e-30)
+        if (num_candidates < top_p * total * share) & (num_tokens >= _FEWEST):
+            margin = _MARGIN / tl.sqrt(num_tokens) * top_p * (1 - top_p)
+            upper, lower = _bounds(x, weights, top, scale, (top_p - margin) * total, (top_p + margin) * total)
     tl.store(bounds_at + row * 2, upper)
     tl.store(bounds_at + row * 2 + 1, lower)
 
 
 @triton.jit
-def _bounds(x, weights, top, scale, top_p, total):
-    """Logits with a little less and a little more than top_p of the total at and above them."""
-    margin = _MARGIN * top_p * (1 - top_p)
-    less = (top_p - margin) * total
-    more = (top_p + margin) * total
+def _bounds(x, weights, top, scale, less, more):
+    """Logits with at most `less` and at least `more` of weight at and above them, where there are such."""
     lowest = top - _REACH * LOG2E / scale
     upper_low = lowest
     upper = top
@@ -138,50 +143,176 @@ def chunk_sums(
     """One program a row and chunk: its `stats`, and what the row needs of its lines, float32 [row, num_lines].
 
     maxima: for greedy and for filtered rows. sums: of weights of the chunk's largest logit, for random rows; of those
-    of logits >= the lower bound where the row has one.
+    of logits >= the lower bound where the row has one. Logits are taken as they are; see `repair`.
     """
     row = tl.program_id(0).to(tl.int64) // num_chunks
     chunk = tl.program_id(0) % num_chunks
+    _sum_chunk(
+        row,
+        chunk,
+        logits_at + row * stride,
+        slots_at,
+        flags_at,
+        temperature_at,
+        repetition_at,
+        seen_at,
+        bounds_at + row * 2,
+        stats_at + row * (NUM_STATS * num_chunks),
+        maxima_at + row * num_lines,
+        sums_at + row * num_lines,
+        vocab,
+        seen_stride,
+        num_lines,
+        num_chunks,
+        chunk_lines,
+        False,
+        largest,
+    )
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots_at"])
+def repair(
+    logits_at,
+    slots_at,
+    flags_at,
+    temperature_at,
+    repetition_at,
+    seen_at,
+    bounds_at,
+    stats_at,
+    maxima_at,
+    sums_at,
+    vocab: tl.constexpr,
+    stride: tl.constexpr,
+    seen_stride: tl.constexpr,
+    num_lines: tl.constexpr,
+    num_chunks: tl.constexpr,
+    padded_chunks: tl.constexpr,
+    chunk_lines: tl.constexpr,
+    largest: tl.constexpr,
+):
+    """One program a row: what `chunk_sums` does, with cleaned logits, for rows whose sums show NaN or infinity.
+
+    To clean all logits would cost `chunk_sums` a third of its time.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    flags = tl.load(flags_at + tl.load(slots_at + row))
+    row_stats_at = stats_at + row * (NUM_STATS * num_chunks)
+    top = chunk_stats(row_stats_at, MAX, 0.0, num_chunks, padded_chunks)
+    odd = (top >= LARGEST) | (top != top)
+    if (flags & RANDOM) != 0:
+        total = chunk_stats(row_stats_at, SUM, 0.0, num_chunks, padded_chunks)
+        odd = odd | (total != total)
+    if (flags & LOGPROBS) != 0:
+        top = chunk_stats(row_stats_at, RAW_MAX, 0.0, num_chunks, padded_chunks)
+        total = chunk_stats(row_stats_at, RAW_SUM, 0.0, num_chunks, padded_chunks)
+        odd = odd | (top >= LARGEST) | (total != total)
+    if tl.max(odd.to(tl.int32), 0) > 0:
+        for chunk in range(num_chunks):
+            _sum_chunk(
+                row,
+                chunk,
+                logits_at + row * stride,
+                slots_at,
+                flags_at,
+                temperature_at,
+                repetition_at,
+                seen_at,
+                bounds_at + row * 2,
+                row_stats_at,
+                maxima_at + row * num_lines,
+                sums_at + row * num_lines,
+                vocab,
+                seen_stride,
+                num_lines,
+                num_chunks,
+                chunk_lines,
+                True,
+                largest,
+            )
+
+
+@triton.jit
+def _sum_chunk(
+    row,
+    chunk,
+    logits_at,
+    slots_at,
+    flags_at,
+    temperature_at,
+    repetition_at,
+    seen_at,
+    bounds_at,
+    stats_at,
+    maxima_at,
+    sums_at,
+    vocab: tl.constexpr,
+    seen_stride: tl.constexpr,
+    num_lines: tl.constexpr,
+    num_chunks: tl.constexpr,
+    chunk_lines: tl.constexpr,
+    cleaned: tl.constexpr,
+    largest: tl.constexpr,
+):
     line = chunk * chunk_lines + tl.arange(0, chunk_lines)
     column = tl.arange(0, LINE)[None, :]
     ids = (line * LINE)[:, None] + column
     # The logits are asked for first, so that the row's parameters arrive meanwhile.
-    loaded = tl.load(logits_at + row * stride + ids, mask=ids < vocab, other=-INF)
+    loaded = tl.load(logits_at + ids, mask=ids < vocab, other=-INF)
     slot = tl.load(slots_at + row)
     flags = tl.load(flags_at + slot)
     temperature = tl.load(temperature_at + slot)
-    x = clean(loaded.to(tl.float32), largest)
-    at = stats_at + row * (NUM_STATS * num_chunks) + chunk
+    lower = tl.load(bounds_at + 1)
+    stats_at += chunk
+    x = loaded.to(tl.float32)
+    if cleaned:
+        x = clean(x, largest)
     as_it_is = ((flags & RANDOM) != 0) & ((flags & REPETITION) == 0) & (temperature == 1.0)
     if ((flags & LOGPROBS) != 0) & (as_it_is == 0):
         raw_top = tl.max(x)
-        tl.store(at + RAW_MAX * num_chunks, raw_top)
-        tl.store(at + RAW_SUM * num_chunks, tl.sum(weigh(x, raw_top, LOG2E)))
+        weights, correction = _weigh(x, raw_top, LOG2E)
+        tl.store(stats_at + RAW_MAX * num_chunks, raw_top)
+        tl.store(stats_at + RAW_SUM * num_chunks, tl.sum(weights) * correction)
     if (flags & REPETITION) != 0:
         words_at = seen_at + slot * seen_stride + line * (LINE // 32)
         low = tl.load(words_at, mask=line * LINE < vocab, other=0)
         high = tl.load(words_at + 1, mask=line * LINE + 32 < vocab, other=0)
         words = tl.where(column < 32, low[:, None], high[:, None])
         x = penalise(x, (words >> (column & 31)) & 1, tl.load(repetition_at + slot))
-    maxima = tl.max(x, axis=1)
-    top = tl.max(maxima, axis=0)
-    tl.store(at + MAX * num_chunks, top)
     if ((flags & FILTERED) != 0) | ((flags & RANDOM) == 0):
-        tl.store(maxima_at + row * num_lines + line, maxima, mask=line < num_lines)
+        maxima = tl.max(x, axis=1)
+        top = tl.max(maxima, axis=0)
+        tl.store(maxima_at + line, maxima, mask=line < num_lines)
+    else:
+        top = tl.max(x)
+    tl.store(stats_at + MAX * num_chunks, top)
     if (flags & RANDOM) != 0:
-        weights = weigh(x, top, scale_of(temperature))
-        lower = tl.load(bounds_at + row * 2 + 1)
+        weights, correction = _weigh(x, top, scale_of(temperature))
         if lower < INF:
-            total = tl.sum(weights)
-            upper = tl.load(bounds_at + row * 2)
-            tl.store(at + SUM_ABOVE * num_chunks, tl.sum(tl.where(x >= upper, weights, 0.0)))
-            sums = tl.sum(tl.where(x >= lower, weights, 0.0), axis=1)
-            tl.store(at + SUM_WITHIN * num_chunks, tl.sum(sums, axis=0))
+            total = tl.sum(weights) * correction
+            # As products: the chip compares to 1.0 or 0.0, and multiplies and adds, in one instruction each.
+            above = tl.sum(tl.where(x >= tl.load(bounds_at), 1.0, 0.0) * weights) * correction
+            sums = tl.sum(tl.where(x >= lower, 1.0, 0.0) * weights, axis=1)
+            tl.store(stats_at + SUM_ABOVE * num_chunks, above)
+            tl.store(stats_at + SUM_WITHIN * num_chunks, tl.sum(sums, axis=0) * correction)
         else:
             sums = tl.sum(weights, axis=1)
-            total = tl.sum(sums, axis=0)
-        tl.store(sums_at + row * num_lines + line, sums, mask=line < num_lines)
-        tl.store(at + SUM * num_chunks, total)
+            total = tl.sum(sums, axis=0) * correction
+        tl.store(sums_at + line, sums, mask=line < num_lines)
+        tl.store(stats_at + SUM * num_chunks, total)
         if ((flags & LOGPROBS) != 0) & as_it_is:
-            tl.store(at + RAW_MAX * num_chunks, top)
-            tl.store(at + RAW_SUM * num_chunks, total)
+            tl.store(stats_at + RAW_MAX * num_chunks, top)
+            tl.store(stats_at + RAW_SUM * num_chunks, total)
+
+
+@triton.jit
+def _weigh(x, top, scale):
+    """exp2((x - top) * scale) in one multiply-add each where that is accurate, and what to correct sums of it by."""
+    shift = tl.maximum(top, SMALLEST) * scale
+    correction = tl.full((), 1.0, tl.float32)
+    if tl.abs(shift) < _MOST_SHIFT:
+        weights = tl.exp2(tl.fma(x, scale, -shift))
+        correction = tl.exp2(-tl.fma(top, scale, -shift))  # what rounding the product took
+    else:
+        weights = weigh(x, top, scale)
+    return weights, correction

@@ -35,11 +35,9 @@ def span_config(head_dim: int, group_size: int, dtype: torch.dtype) -> SpanConfi
     least = triton.next_power_of_2(group_size)
     if dtype == torch.float32:
         return SpanConfig(max(16, least), 32 if head_dim <= 128 else 16, num_warps=4, num_stages=1)
-    if head_dim <= 64:
-        return SpanConfig(max(128, least), 64, num_warps=8, num_stages=3)
     if head_dim <= 128:
         return SpanConfig(max(128, least), 64, num_warps=8, num_stages=3)
-    return SpanConfig(max(128, least), 64, num_warps=8, num_stages=2)
+    return SpanConfig(max(128, least), 32, num_warps=8, num_stages=2)
 
 
 def attend_chunks(
@@ -77,7 +75,7 @@ def attend_prefixes(
     scale: float,
     config: SpanConfig,
 ) -> None:
-    """As `attend_chunks`, but all queries of a tile see the same keys, and the keys are split over result's partials."""
+    """As `attend_chunks`, but a tile's queries see the same keys, which are split over result's partials."""
     _launch(
         query, keys, values, page_table, slots, tiles, num_programs, result.output, result.lse, scale, 0, False, config
     )
@@ -117,21 +115,24 @@ def _launch(
         scale * LOG2E,
         page_table.stride(0),
         num_queries,
-        CAUSAL=causal,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        DIM=dim,
-        DIM_PAD=max(16, triton.next_power_of_2(dim)),
-        PAGE=page_size,
-        WINDOW=window,
-        BLOCK_M=config.block_queries,
-        BLOCK_N=config.block_keys,
+        causal=causal,
+        kv_heads=kv_heads,
+        group=group,
+        dim=dim,
+        dim_pad=max(16, triton.next_power_of_2(dim)),
+        page_size=page_size,
+        window=window,
+        block_queries=config.block_queries,
+        block_keys=config.block_keys,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_queries"])
+@triton.jit(
+    do_not_specialize=["table_stride", "num_queries"],
+    do_not_specialize_on_alignment=["page_table", "slots", "tiles"],
+)
 def _spans(
     query,
     keys,
@@ -144,23 +145,23 @@ def _spans(
     scale,
     table_stride,
     num_queries,
-    CAUSAL: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    causal: tl.constexpr,
+    kv_heads: tl.constexpr,
+    group: tl.constexpr,
+    dim: tl.constexpr,
+    dim_pad: tl.constexpr,
+    page_size: tl.constexpr,
+    window: tl.constexpr,
+    block_queries: tl.constexpr,
+    block_keys: tl.constexpr,
 ):
-    HEADS: tl.constexpr = KV_HEADS * GROUP
+    num_heads: tl.constexpr = kv_heads * group
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
-    in_tile = tl.arange(0, BLOCK_M)
-    step = in_tile // GROUP  # query of the tile
-    dims = tl.arange(0, DIM_PAD)
-    head_keys, head_values = keys + kv_head * PAGE * DIM, values + kv_head * PAGE * DIM
+    in_tile = tl.arange(0, block_queries)
+    step = in_tile // group  # query of the tile
+    column = tl.arange(0, dim_pad)
+    head_keys, head_values = keys + kv_head * page_size * dim, values + kv_head * page_size * dim
 
     num_tiles = tl.load(tiles)
     for tile in range(tl.program_id(0) + 1, num_tiles + 1, tl.num_programs(0)):
@@ -171,50 +172,52 @@ def _spans(
         table = page_table + tl.load(slots + row) * table_stride
 
         is_query = step < count
-        head = (first_query + step).to(tl.int64) * HEADS + kv_head * GROUP + in_tile % GROUP
-        place = head[:, None] * DIM + dims[None, :]
-        inside = is_query[:, None] & (dims < DIM)[None, :]
+        head = (first_query + step).to(tl.int64) * num_heads + kv_head * group + in_tile % group
+        place = head[:, None] * dim + column[None, :]
+        inside = is_query[:, None] & (column < dim)[None, :]
         queries = tl.load(query + place, mask=inside, other=0.0)
 
         low, high, ends = seen * 0, seen, seen + step * 0
-        if CAUSAL:
+        if causal:
             high = seen + count - 1
             ends = seen + step
-        if WINDOW > 0:
-            low = tl.maximum(seen - WINDOW, 0)
-        if not CAUSAL:
-            share = tl.cdiv(tl.cdiv(seen, tl.num_programs(2)), BLOCK_N) * BLOCK_N
+        if window > 0:
+            low = tl.maximum(seen - window, 0)
+        if not causal:
+            share = tl.cdiv(tl.cdiv(seen, tl.num_programs(2)), block_keys) * block_keys
             low = split * share
             high = tl.minimum(low + share, seen)
         # Whole blocks that every query sees need no mask: from `middle` to `full`.
-        full = low + tl.maximum(tl.minimum(seen, high) - low, 0) // BLOCK_N * BLOCK_N
+        full = low + tl.maximum(tl.minimum(seen, high) - low, 0) // block_keys * block_keys
         middle = low
-        top = tl.full([BLOCK_M], -float("inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        mixed = tl.zeros([BLOCK_M, DIM_PAD], tl.float32)
-        if WINDOW > 0:
-            left_out = tl.maximum(seen + count - 1 - WINDOW, 0) - low
-            middle = tl.minimum(low + tl.cdiv(left_out, BLOCK_N) * BLOCK_N, high)
+        top = tl.full([block_queries], -float("inf"), tl.float32)
+        total = tl.zeros([block_queries], tl.float32)
+        mixed = tl.zeros([block_queries, dim_pad], tl.float32)
+        if window > 0:
+            left_out = tl.maximum(seen + count - 1 - window, 0) - low
+            middle = tl.minimum(low + tl.cdiv(left_out, block_keys) * block_keys, high)
             top, total, mixed = _attend(
                 top, total, mixed, queries, head_keys, head_values, table, low, middle, high, ends, scale,
-                True, KV_HEADS, DIM, DIM_PAD, PAGE, WINDOW, BLOCK_N,
+                True, kv_heads, dim, dim_pad, page_size, window, block_keys,
             )  # fmt: skip
         full = tl.maximum(full, middle)
         top, total, mixed = _attend(
             top, total, mixed, queries, head_keys, head_values, table, middle, full, high, ends, scale,
-            False, KV_HEADS, DIM, DIM_PAD, PAGE, WINDOW, BLOCK_N,
+            False, kv_heads, dim, dim_pad, page_size, window, block_keys,
         )  # fmt: skip
         top, total, mixed = _attend(
             top, total, mixed, queries, head_keys, head_values, table, full, high, high, ends, scale,
-            True, KV_HEADS, DIM, DIM_PAD, PAGE, WINDOW, BLOCK_N,
+            True, kv_heads, dim, dim_pad, page_size, window, block_keys,
         )  # fmt: skip
 
         total = tl.where(total > 0.0, total, 1.0)  # of no keys: 0, and a log-sum-exp of -inf
         result = mixed / total[:, None]
-        before = split.to(tl.int64) * num_queries * HEADS
-        tl.store(output + before * DIM + place, result.to(output.dtype.element_ty), mask=inside)
-        if not CAUSAL:
-            tl.store(lse + before + head, top + tl.log2(total), mask=is_query & (in_tile < BLOCK_M // GROUP * GROUP))
+        before = split.to(tl.int64) * num_queries * num_heads
+        tl.store(output + before * dim + place, result.to(output.dtype.element_ty), mask=inside)
+        if not causal:
+            tl.store(
+                lse + before + head, top + tl.log2(total), mask=is_query & (in_tile < block_queries // group * group)
+            )
 
 
 @triton.jit
@@ -231,35 +234,35 @@ def _attend(
     high,
     ends,
     scale,
-    MASKED: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    masked: tl.constexpr,
+    kv_heads: tl.constexpr,
+    dim: tl.constexpr,
+    dim_pad: tl.constexpr,
+    page_size: tl.constexpr,
+    window: tl.constexpr,
+    block_keys: tl.constexpr,
 ):
     """Goes on with the online softmax over keys first to last, of which those below `high` exist."""
-    dims = tl.arange(0, DIM_PAD)
-    for start in range(first, last, BLOCK_N):
-        position = start + tl.arange(0, BLOCK_N)
-        if MASKED:
-            page = tl.load(table + position // PAGE, mask=position < high, other=0).to(tl.int64)
-            inside = (position < high)[:, None] & (dims < DIM)[None, :]
+    column = tl.arange(0, dim_pad)
+    for start in range(first, last, block_keys):
+        position = start + tl.arange(0, block_keys)
+        if masked:
+            page = tl.load(table + position // page_size, mask=position < high, other=0).to(tl.int64)
+            inside = (position < high)[:, None] & (column < dim)[None, :]
         else:
-            page = tl.load(table + position // PAGE).to(tl.int64)
-            inside = (dims < DIM)[None, :]
-        offset = (page * (KV_HEADS * PAGE) + position % PAGE) * DIM
-        place = offset[:, None] + dims[None, :]
-        if MASKED or DIM < DIM_PAD:
+            page = tl.load(table + position // page_size).to(tl.int64)
+            inside = (column < dim)[None, :]
+        offset = (page * (kv_heads * page_size) + position % page_size) * dim
+        place = offset[:, None] + column[None, :]
+        if masked or dim < dim_pad:
             key = tl.load(head_keys + place, mask=inside, other=0.0)
         else:
             key = tl.load(head_keys + place)
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee")
-        if MASKED:
+        if masked:
             seen = position[None, :] < ends[:, None]
-            if WINDOW > 0:
-                seen &= position[None, :] >= ends[:, None] - WINDOW
+            if window > 0:
+                seen &= position[None, :] >= ends[:, None] - window
             scores = tl.where(seen, scores * scale, -float("inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
             base = tl.where(new_top == -float("inf"), 0.0, new_top)  # a query may see nothing of the block
@@ -269,7 +272,7 @@ def _attend(
             base = new_top
             weights = tl.exp2(scores * scale - base[:, None])
         shrink = tl.exp2(top - base)
-        if MASKED or DIM < DIM_PAD:
+        if masked or dim < dim_pad:
             value = tl.load(head_values + place, mask=inside, other=0.0)
         else:
             value = tl.load(head_values + place)

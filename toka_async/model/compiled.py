@@ -44,8 +44,10 @@ class CompiledForward:
             forward, backend=compiler, dynamic=True, fullgraph=True, options={"guard_filter_fn": _keep_argument_guards}
         )
 
+    @torch.inference_mode()
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """token_ids, positions: int64 [t], t > 0. Returns the normalised hidden states [t, hidden]."""
+        """token_ids, positions: int64 [t], contiguous, t > 0. Returns the normalised hidden states [t, hidden]."""
+        token_ids, positions = _inference_tensor(token_ids), _inference_tensor(positions)
         if not self.frozen:
             return self.forward(token_ids, positions)
         with torch.compiler.set_stance("eager_on_recompile"):
@@ -61,10 +63,15 @@ def compile_forward(decoder: Decoder, attention: AttentionBackend) -> CompiledFo
     return CompiledForward(decoder, attention)
 
 
+def _inference_tensor(x: Tensor) -> Tensor:
+    """A copy of what was made outside of inference mode, which is a kind of its own to the compiler."""
+    return x if x.is_inference() else x.clone()
+
+
 def _keep_argument_guards(guards: Sequence[GuardFilterEntry]) -> list[bool]:
     """Which guards each call checks: those of its tensors and of torch's modes, which have no name.
 
-    The decoder stays as it is once it is compiled; to check each of its parameters in every call would take a millisecond.
+    The decoder stays as it is once compiled; to check each of its parameters in every call would take a millisecond.
     """
     return [not guard.name or "token_ids" in guard.name or "positions" in guard.name for guard in guards]
 

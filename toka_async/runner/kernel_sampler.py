@@ -102,10 +102,9 @@ class KernelSampler:
         prompts = self._rows.prompts[slots]
         keys = np.fromiter((id(prompt) for prompt in prompts), dtype=np.int64, count=slots.size)
         for indices in indices_by_key(keys):
-            (at,) = upload((slots[indices],), self._rows.device)
             mask = _seen_bits(prompts[indices[0]], self._rows.vocab_size)
-            bits = torch.from_numpy(mask).pin_memory().to(self._rows.device, non_blocking=True)
-            self._table.seen.index_copy_(0, at, bits.expand(len(indices), -1))
+            at, bits = upload((slots[indices], mask), self._rows.device)
+            self._table.seen.index_copy_(0, at, bits.to(torch.int32).expand(len(indices), -1))
 
 
 def _is_slow(params: Params) -> Bool:

@@ -6,7 +6,7 @@ Knows no requests, no text and no sockets.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from toka_async.attention.base import AttentionBackend, GraphAttention
 from toka_async.messages import Ready, Step, StepDone
 from toka_async.runner.clock import StepClock
 from toka_async.runner.copies import upload
-from toka_async.runner.decode import DecodePass
 from toka_async.runner.history import History
 from toka_async.runner.inputs import StepInputs, StepRows, build_inputs, groups_of, rows_of
 from toka_async.runner.prompt_logprobs import asked_chunks, prompt_logprobs
@@ -24,6 +23,9 @@ from toka_async.runner.results import Launched
 from toka_async.runner.rows import Rows
 from toka_async.runner.samples import Samples
 from toka_async.runner.slab_sampler import SlabSampler
+
+if TYPE_CHECKING:  # needs Triton, which is not everywhere
+    from toka_async.runner.decode import DecodePass
 
 
 class Model(Protocol):
@@ -84,6 +86,8 @@ class Runner:
         self._clock = StepClock(device)
         self.decode: DecodePass | None = None
         if use_kernels:
+            from toka_async.runner.decode import DecodePass
+
             self.decode = DecodePass(self._forward, model.logits, graphs, self._rows, self._history)
         self._sampler = self.decode.sampler if self.decode else SlabSampler(model.logits, self._rows, self._history)
 

@@ -23,7 +23,8 @@ class Lanes:
     slot: row on the ranks. position: of the next token to compute. remaining: tokens yet to be built into steps.
     head: newest own page (chains). holds: slot and pages are still its own. alive: its tokens are wanted.
     last_step: newest step that computes it. priority, arrival, sample: its place in the order of work; sample is -1
-    for a lane that computes a prompt for several samples. ends: its first end token ids, -1 elsewhere.
+    for a lane that computes a prompt for several samples. ends: its first end token ids, -1 elsewhere; end_set: number
+    of the set that the others are, or -1.
     single: it is its request's only sample. num_shared: leading pages that are its prompt's. max_tokens: of its
     request. For the forecast: can_stop: it may end before max_tokens; group: of the stopping predictor; length_rank:
     its place in the distribution of lengths, in (0, 1); expected: tokens it is expected to generate, 0 at first.
@@ -55,7 +56,10 @@ class Lanes:
         self.stop_row = np.full(capacity, -1, np.int32)
         self.min_tokens = np.zeros(capacity, np.int32)
         self.ends = np.full((capacity, NUM_ENDS), -1, np.int32)
-        self._more_ends: dict[int, frozenset[int]] = {}  # those for which the column has no room
+        self.end_set = np.full(capacity, -1, np.int32)
+        self._end_sets: dict[bytes, int] = {}  # the ids for which the column has no room -> their set's number
+        self._end_keys: Int64 = np.empty(0, np.int64)  # number << 32 | id of all sets, sorted
+        self._num_end_sets = 0  # up to now
         self._free = np.arange(capacity - 1, -1, -1, dtype=np.int32)
         self._retired: defaultdict[int, list[Int32]] = defaultdict(list)
 
@@ -75,8 +79,7 @@ class Lanes:
         self.alive[where] = True
         self.holds[where] = True
         self.ends[where] = -1
-        for lane in lanes.tolist() if self._more_ends else ():
-            self._more_ends.pop(lane, None)
+        self.end_set[where] = -1
         return lanes
 
     def retire(self, lanes: Int32, completed: int) -> None:
@@ -98,15 +101,31 @@ class Lanes:
         few = end_ids[:NUM_ENDS]
         self.ends[index(lanes), : few.size] = few
         if end_ids.size > NUM_ENDS:
-            self._more_ends.update(dict.fromkeys(lanes.tolist(), frozenset(end_ids[NUM_ENDS:].tolist())))
+            more = np.unique(end_ids[NUM_ENDS:])
+            number = self._end_sets.get(more.tobytes())
+            self.end_set[index(lanes)] = self._add_end_set(more) if number is None else number
 
     def ended(self, lanes: Int32, tokens: Int32) -> Bool:
         """Which of the tokens end their lane, both [r]."""
         ended: Bool = (self.ends[lanes] == tokens[:, None]).any(axis=1)
-        for i, lane in enumerate(lanes.tolist()) if self._more_ends else ():
-            if lane in self._more_ends and int(tokens[i]) in self._more_ends[lane]:
-                ended[i] = True
+        if self._end_keys.size:
+            sets = self.end_set[lanes]
+            rows = np.flatnonzero(sets >= 0)
+            keys = _end_keys(sets[rows], tokens[rows])
+            places = np.searchsorted(self._end_keys, keys)
+            ended[rows] |= self._end_keys[np.minimum(places, self._end_keys.size - 1)] == keys
         return ended
+
+    def _add_end_set(self, end_ids: Int32) -> int:
+        """Its number. Sets that no lane has are forgotten when they are the most."""
+        used = np.unique(self.end_set)
+        if len(self._end_sets) > 2 * used.size:
+            self._end_sets = {ids: number for ids, number in self._end_sets.items() if number in set(used.tolist())}
+            self._end_keys = self._end_keys[np.isin(self._end_keys >> 32, used)]
+        number, self._num_end_sets = self._num_end_sets, self._num_end_sets + 1
+        self._end_sets[end_ids.tobytes()] = number
+        self._end_keys = np.concatenate([self._end_keys, _end_keys(np.full_like(end_ids, number), end_ids)])
+        return number
 
     def of_request(self, request_id: int) -> Int32:
         """The living lanes of a request."""
@@ -127,7 +146,7 @@ class Lanes:
     def _grow(self) -> None:
         old = self.capacity
         for name, table in list(vars(self).items()):
-            if isinstance(table, np.ndarray) and name != "_free":
+            if isinstance(table, np.ndarray) and name not in ("_free", "_end_keys"):
                 setattr(self, name, _doubled(table))
         self.capacity = 2 * old
         self._free = np.concatenate([self._free, np.arange(2 * old - 1, old - 1, -1, dtype=np.int32)])
@@ -144,6 +163,10 @@ class Lanes:
 def index(lanes: Int32) -> Int32 | slice:
     """Indexes the columns; as a slice for a lane by itself, which costs a tenth."""
     return slice(int(lanes[0]), int(lanes[0]) + 1) if lanes.size == 1 else lanes
+
+
+def _end_keys(sets: Int32, end_ids: Int32) -> Int64:
+    return sets.astype(np.int64) << 32 | end_ids
 
 
 def _doubled(table: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -6,8 +6,11 @@ Knows the running set and open requests; not how steps are built, nor what waits
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from toka_async.arrays import Bool, Float32, Int32, as_f32, as_i32
 from toka_async.messages import Reason, StepDone
@@ -146,10 +149,16 @@ class Results:
     def _take_tops(self, done: StepDone, record: StepRecord) -> None:
         if not done.top_rows:
             return
-        counts = as_i32(done.top_counts)
-        cuts = np.cumsum(counts)[:-1]
-        ids, values = np.split(as_i32(done.top_ids), cuts), np.split(as_f32(done.top_logprobs), cuts)
-        alive = self._running.lanes.alive
-        for lane, top in zip(record.lanes[as_i32(done.top_rows)].tolist(), zip(ids, values, strict=True), strict=True):
-            if alive[lane]:
-                self._running.tops.setdefault(lane, []).append(top)
+        counts, lanes = as_i32(done.top_counts), record.lanes[as_i32(done.top_rows)]
+        ids, values = _rows(as_i32(done.top_ids), counts), _rows(as_f32(done.top_logprobs), counts)
+        alive, tops = self._running.lanes.alive[lanes].tolist(), self._running.tops
+        for lane, is_alive, top in zip(lanes.tolist(), alive, zip(ids, values, strict=True), strict=True):
+            if is_alive:
+                tops.setdefault(lane, []).append(top)
+
+
+def _rows(values: npt.NDArray[Any], counts: Int32) -> Iterable[npt.NDArray[Any]]:
+    """`values` cut into rows of `counts`; mostly all want the same number, and that is ten times as fast."""
+    if (counts == counts[0]).all():
+        return values.reshape(counts.size, -1)
+    return np.split(values, np.cumsum(counts)[:-1])

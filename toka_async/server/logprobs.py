@@ -49,9 +49,9 @@ def legacy_logprobs(tokenizer: Tokenizer, rows: Rows, offsets: Sequence[int], nu
     tokens = [legacy_name(tokenizer, token_id) for token_id in rows.token_ids.tolist()]
     logprobs = numbers(rows.logprobs)
     top: list[dict[str, float] | None] = []
-    for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+    for token, logprob, tops in zip(tokens, logprobs, likeliest(rows, num_top), strict=True):
         entry: dict[str, float] = {}
-        for token_id, value in likeliest(rows, place, num_top):
+        for token_id, value in tops:
             # Likeliest first, so that it keeps a name that tokens share.
             entry.setdefault(legacy_name(tokenizer, token_id), value)
         entry.setdefault(token, logprob)
@@ -59,12 +59,12 @@ def legacy_logprobs(tokenizer: Tokenizer, rows: Rows, offsets: Sequence[int], nu
     return CompletionLogprobs(tokens=tokens, token_logprobs=list(logprobs), top_logprobs=top, text_offset=list(offsets))
 
 
-def likeliest(rows: Rows, place: int, num_top: int) -> Iterator[tuple[int, float]]:
-    """The likeliest tokens at a place. The chosen one has exactly its own log-prob: clients compare the two."""
-    chosen, logprob = int(rows.token_ids[place]), numbers(rows.logprobs[place : place + 1])[0]
-    values = numbers(rows.top_logprobs[place, :num_top])
-    for token_id, value in zip(rows.top_ids[place, :num_top].tolist(), values, strict=True):
-        yield token_id, logprob if token_id == chosen else value
+def likeliest(rows: Rows, num_top: int) -> Iterator[list[tuple[int, float]]]:
+    """The likeliest tokens at each place. The chosen one has exactly its own log-prob: clients compare the two."""
+    top_ids, chosen = rows.top_ids[:, :num_top], rows.token_ids[:, None]
+    values = np.where(top_ids == chosen, rows.logprobs[:, None], rows.top_logprobs[:, :num_top])
+    for ids, logprobs in zip(top_ids.tolist(), np.maximum(values, np.float32(LEAST)).tolist(), strict=True):
+        yield list(zip(ids, logprobs, strict=True))
 
 
 def prompt_rows(prompt: Int32, prefilled: Prefilled, width: int) -> Rows:
@@ -117,10 +117,10 @@ def chat_logprobs(tokenizer: Tokenizer, rows: Rows, num_top: int) -> ChatLogprob
     """`logprobs` of a chat's tokens."""
     logprobs = numbers(rows.logprobs)
     content = []
-    for place, (token_id, logprob) in enumerate(zip(rows.token_ids.tolist(), logprobs, strict=True)):
+    for token_id, logprob, tops in zip(rows.token_ids.tolist(), logprobs, likeliest(rows, num_top), strict=True):
         top = [
             TopLogprob(token=tokenizer.token_text(top_id), logprob=value, bytes=list(tokenizer.token_bytes(top_id)))
-            for top_id, value in likeliest(rows, place, num_top)
+            for top_id, value in tops
         ]
         content.append(
             TokenLogprob(
@@ -140,9 +140,10 @@ def prompt_logprobs(tokenizer: Tokenizer, rows: Rows, num_top: int) -> PromptLog
         rows: the prompt's tokens but the first.
     """
     entries: PromptLogprobs = [None]
-    for place, (token_id, logprob) in enumerate(zip(rows.token_ids.tolist(), numbers(rows.logprobs), strict=True)):
+    columns = (rows.token_ids.tolist(), numbers(rows.logprobs), likeliest(rows, num_top))
+    for token_id, logprob, tops in zip(*columns, strict=True):
         entry: dict[str, PromptLogprob] = {}
-        for rank, (top_id, value) in enumerate(likeliest(rows, place, num_top), start=1):
+        for rank, (top_id, value) in enumerate(tops, start=1):
             entry[str(top_id)] = PromptLogprob(value, rank, tokenizer.token_text(top_id))
         entry.setdefault(str(token_id), PromptLogprob(logprob, None, tokenizer.token_text(token_id)))
         entries.append(entry)

@@ -45,18 +45,19 @@ def test_the_nearest_point_is_so_by_factors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("worth", "expected"),
+    ("saved", "expected"),
     [
         ({}, (0, 0)),
-        ({(2, 10): False, (4, 10): False}, (0, 0)),
-        ({(2, 10): True, (4, 10): True}, (2, 10)),
-        ({(2, 10): False, (4, 10): True, (2, 20): True, (4, 20): True}, (2, 20)),  # as many as (4, 10), fewer rows
-        ({(2, 10): True, (4, 10): True, (2, 20): True, (4, 20): False}, (0, 0)),  # large groups must gain, too
-        ({(2, 10): False, (2, 20): False, (4, 10): False, (4, 20): True, (8, 10): True, (8, 20): True}, (4, 20)),
+        ({(2, 10): 0.0, (4, 10): 0.0}, (0, 0)),
+        ({(2, 10): 1.0, (4, 10): 1.0}, (2, 10)),
+        ({(2, 10): 0.0, (4, 10): 1.0, (2, 20): 1.0, (4, 20): 1.0}, (2, 20)),  # as much as (4, 10), fewer rows
+        ({(2, 10): 0.0, (4, 10): 3.0, (2, 20): 1.0, (4, 20): 1.0}, (4, 10)),
+        ({(2, 10): 1.0, (4, 10): 1.0, (2, 20): 1.0, (4, 20): 0.0}, (0, 0)),  # large groups must gain, too
+        ({(2, 10): 0.0, (2, 20): 0.0, (4, 10): 0.0, (4, 20): 2.0, (8, 10): 1.0, (8, 20): 1.0}, (4, 20)),
     ],
 )
-def test_the_smallest_group(worth: dict[tuple[int, int], bool], expected: tuple[int, int]) -> None:
-    assert smallest_group(worth) == expected
+def test_the_smallest_group(saved: dict[tuple[int, int], float], expected: tuple[int, int]) -> None:
+    assert smallest_group(saved) == expected
 
 
 def test_decoding_is_chosen_by_rows_and_mean_context() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.choice import Table, nearest
 from toka_async.attention.kv_cache import KVCache
-from toka_async.attention.measure import Bench, Shape, synthetic, try_chunks, try_decode
+from toka_async.attention.measure import GROUP_ROWS, GROUP_TOKENS, Bench, Shape, synthetic, try_chunks, try_decode
 
 PAGE = 16
 Cost = Callable[[AttentionBatch, tuple[PrefixGroup, ...]], float]
@@ -76,7 +76,7 @@ def test_groups_from_where_sharing_pays() -> None:
         return unshared(batch, groups) + 300 * len(groups)
 
     table, _ = measured({"own": with_merge})
-    assert table.smallest_group == (8, 64)  # 7 * 64 tokens spared are more than 300, 3 * 64 are not
+    assert table.smallest_group == (4, 256)  # 3 * 64 tokens spared are less than 300, and large prefixes spare most
 
 
 def test_no_groups_where_sharing_never_pays() -> None:
@@ -98,7 +98,7 @@ def test_rows_that_are_compared_share_pages_whether_the_parts_know_or_not() -> N
 def test_a_single_part_is_measured_for_its_groups_only() -> None:
     _, parts = measured({"own": unshared})
     assert all(batch.num_decode == len(batch.query_lengths) for batch in parts["own"].batches)
-    assert len(parts["own"].batches) == 2 * 6 * 4
+    assert len(parts["own"].batches) == 2 * len(GROUP_ROWS) * len(GROUP_TOKENS)
 
 
 def test_what_is_measured_fits() -> None:

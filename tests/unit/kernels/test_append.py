@@ -36,12 +36,12 @@ class Case:
 
     def expected(self, norm: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys, values after the append, float32."""
-        heads, value = self.heads.float().split([self.num_heads + self.kv_heads, self.kv_heads], dim=1)
+        heads, value = torch.split(self.heads.float(), [self.num_heads + self.kv_heads, self.kv_heads], 1)
         if norm:
             heads = F.rms_norm(heads, heads.shape[-1:], eps=EPS) * self.weight.float()
         cos, sin = (factor.float() for factor in self.rotation)
         heads = heads * cos + heads.roll(heads.shape[-1] // 2, -1) * sin
-        query, key = heads.split([self.num_heads, self.kv_heads], dim=1)
+        query, key = torch.split(heads, [self.num_heads, self.kv_heads], 1)
         pages, offsets = self.indices // self.page_size, self.indices % self.page_size
         keys, values = self.keys.float(), self.values.float()
         keys[pages, :, offsets], values[pages, :, offsets] = key, value

@@ -198,4 +198,6 @@ def test_splits_fill_the_chip_and_no_more() -> None:
 def test_configurations_fit(head_dim: int, dtype: torch.dtype) -> None:
     config = decode_config(head_dim, dtype)
     assert config.block >= 16  # the smallest inner size of a matrix product
-    assert 2 * config.num_stages * config.block * head_dim * dtype.itemsize <= 64 << 10  # three programs a multiprocessor
+    assert (
+        2 * config.num_stages * config.block * head_dim * dtype.itemsize <= 64 << 10
+    )  # three programs a multiprocessor

@@ -83,18 +83,17 @@ def test_likely_tokens_side_by_side(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "tied"),
     [
-        {"top_p": 0.8, "min_p": 0.02},
-        {"min_p": 0.05, "temperature": 1.3},
-        {"top_k": 40},
-        {"top_k": 200, "top_p": 0.6},
-        {"top_k": 30, "top_p": 0.9, "min_p": 0.05},
-        {"top_k": 5000, "top_p": 0.3},
+        ({"top_p": 0.8, "min_p": 0.02}, False),
+        ({"min_p": 0.05, "temperature": 1.3}, True),
+        ({"top_k": 40}, True),
+        ({"top_k": 200, "top_p": 0.6}, False),
+        ({"top_k": 30, "top_p": 0.9, "min_p": 0.05}, False),
+        ({"top_k": 5000, "top_p": 0.3}, True),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("tied", [False, True])
 def test_rejection_proposes_until_the_filters_keep(fields: dict[str, Any], tied: bool, device: torch.device) -> None:
     """Where candidates settle nothing: every proposal is the one that the algorithm makes."""
     shape = SHAPES[1]
@@ -109,11 +108,10 @@ def test_rejection_proposes_until_the_filters_keep(fields: dict[str, Any], tied:
         assert int(tokens[row]) == rejected_until_kept(weights, params[row], row, covered)[0]
 
 
-@pytest.mark.parametrize("top_p", [0.95, 0.6, 0.2])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_flat_rows_are_drawn_within_the_bounds(
-    shape: tuple[int, int, int], top_p: float, device: torch.device
-) -> None:
+@pytest.mark.parametrize(
+    ("shape", "top_p"), [(SHAPES[0], 0.6), (SHAPES[1], 0.95), (SHAPES[1], 0.6), (SHAPES[1], 0.2)], ids=str
+)
+def test_flat_rows_are_drawn_within_the_bounds(shape: tuple[int, int, int], top_p: float, device: torch.device) -> None:
     """The first proposal comes from the tokens above the lower bound, and nearly all of them stand."""
     kernels = make(shape, device)
     logits = normal(4, shape[0], 0.5)
@@ -148,38 +146,35 @@ def test_wrong_bounds_change_no_distribution(device: torch.device) -> None:
     params, table = table_of([Sampling(top_p=0.6)] * 4, unseen(4, vocab), device)
     tokens, _ = draw(kernels, logits, table)
     lower = kernels.bounds[:4, 1].cpu()
+    assert lower.isfinite().all()
     for row in range(4):
         weights = weights_of(logits[row], params[row])
         covered = (logits[row] >= lower[row]).numpy()
         enough = weights[covered].sum() >= 0.6 * weights.sum()
+        assert enough == (row < 2)
         assert int(tokens[row]) == rejected_until_kept(weights, params[row], row, covered if enough else None)[0]
 
 
 @given(data=st.data())
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_draw_passes_the_filters(device: torch.device, data: st.DataObject) -> None:
-    vocab = 300
+    vocab = SHAPES[0][0]
     sampling = Sampling(
         temperature=data.draw(st.sampled_from([0.3, 1.0, 2.5])),
         top_p=data.draw(st.sampled_from([0.01, 0.5, 0.9, 0.999, 1.0])),
-        top_k=data.draw(st.sampled_from([0, 1, 3, 8, 9, 100, 400])),
-        min_p=data.draw(st.sampled_from([0.0, 0.01, 0.3, 1.0])),
+        top_k=data.draw(st.sampled_from([0, 0, 3, 8, 9, 100, 400])),
+        min_p=data.draw(st.sampled_from([0.0, 0.0, 0.01, 0.3, 1.0])),
         repetition_penalty=data.draw(st.sampled_from([1.0, 0.7, 1.5])),
     )
     seed = data.draw(st.integers(0, 1000))
-    logits = normal(4, vocab, data.draw(st.sampled_from([0.2, 1.0, 5.0])), seed)
+    logits = normal(1, vocab, data.draw(st.sampled_from([0.2, 1.0, 5.0])), seed)
     if data.draw(st.booleans()):
         logits = logits.round()
-    seen = np.random.default_rng(seed).random((4, vocab)) < 0.5
-    params, table = table_of([sampling] * 4, seen, device)
-    tokens, _ = draw(make(SHAPES[0], device), logits.to(data.draw(st.sampled_from([torch.float32]))), table)
-    changed = penalised(logits, params, seen)
-    for row in range(4):
-        if sampling.top_k == 1:
-            assert int(tokens[row]) == int(changed[row].argmax())
-            continue
-        # One unit of rounding at the bound: a little more is kept.
-        lenient = params[row].copy()
-        lenient["top_p"] += 1e-6
-        lenient["min_p"] *= 1 - 1e-6
-        assert kept_by(weights_of(changed[row], lenient), lenient)[int(tokens[row])]
+    seen = np.random.default_rng(seed).random((1, vocab)) < 0.5
+    params, table = table_of([sampling], seen, device)
+    tokens, _ = draw(make(SHAPES[0], device), logits, table)
+    # One unit of rounding at the bound: a little more is kept.
+    lenient = params[0].copy()
+    lenient["top_p"] += 1e-6
+    lenient["min_p"] *= 1 - 1e-6
+    assert kept_by(weights_of(penalised(logits, params, seen)[0], lenient), lenient)[int(tokens[0])]

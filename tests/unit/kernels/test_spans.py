@@ -72,7 +72,7 @@ def test_chunks(shape: tuple[int, int, int], seed: int, lengths: list[int], page
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_chunks_as_configured(dim: int, dtype: torch.dtype) -> None:
-    case = PagedCase(0, [140] if dtype != torch.float32 else [50], 16, 1, 4, dim, DEVICE, dtype)
+    case = PagedCase(0, [140] if dtype == torch.bfloat16 else [40], 16, 1, 4, dim, DEVICE, dtype)
     check_chunks(case, 0, span_config(dim, 4, dtype))
 
 
@@ -85,9 +85,9 @@ def test_few_programs_go_through_all_tiles(window: int) -> None:
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
     seed=st.integers(0, 1000),
-    counts=st.lists(st.integers(1, 20), min_size=1, max_size=2),
+    counts=st.lists(st.integers(1, 9), min_size=1, max_size=2),
     page_size=st.sampled_from([1, 5, 16]),
-    num_pages=st.integers(1, 4),
+    num_pages=st.integers(1, 3),
     splits=st.sampled_from([1, 3]),
 )
 def test_prefixes(

@@ -43,7 +43,8 @@ class Model:
     @torch.inference_mode()
     def both(self, num_tokens: int) -> tuple[Tensor, Tensor]:
         """Hidden states of a prompt, compiled and eager."""
-        token_ids, positions = torch.arange(num_tokens) + 5, torch.arange(num_tokens)
+        with torch.inference_mode(num_tokens % 3 > 0):
+            token_ids, positions = torch.arange(num_tokens) + 5, torch.arange(num_tokens)
         pages = list(range(-(-num_tokens // PAGE_SIZE)))
         self.attention.plan(make_batch([(pages, num_tokens, num_tokens)], 0, PAGE_SIZE))
         compiled = self.forward(token_ids, positions)
@@ -83,9 +84,8 @@ def test_after_the_freeze_nothing_is_compiled(tmp_path: Path) -> None:
 
 def test_models_of_one_process_do_not_share_graphs(tmp_path: Path) -> None:
     models = [Model(tmp_path / family, family, "eager") for family in ("llama", "llama", "qwen3")]
-    for index, (num_tokens, model) in enumerate(zip((7, 6, 5, 4, 3, 2), 2 * models, strict=True)):
-        compiled, eager = model.both(num_tokens)
-        torch.testing.assert_close(compiled, eager, msg=lambda text, index=index: f"call {index}: {text}")
+    for num_tokens, model in zip((7, 6, 5, 4, 3, 2), 2 * models, strict=True):
+        torch.testing.assert_close(*model.both(num_tokens))
 
 
 def test_each_backend_has_an_operator_of_its_own(tmp_path: Path) -> None:

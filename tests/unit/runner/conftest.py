@@ -1,15 +1,21 @@
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.fake_graphs import FakeGraphs
 from tests.models import make_checkpoint
+from tests.plain_kernels import PlainKernels
+from tests.triton_interpreter import interpret_kernels
 from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
 from toka_async.model.spec import read_spec
 from toka_async.runner.build import build_runner
 from toka_async.runner.runner import Runner
+
+interpret_kernels()
 
 Reference = Callable[[list[int]], Tensor]
 
@@ -39,3 +45,26 @@ def runner(model_dir: Path) -> Runner:
     cache = CacheConfig(page_size=5, num_tokens=400)
     schedule = ScheduleConfig(max_seqs=8)
     return build_runner(model_dir, read_spec(model_dir), ModelConfig(), cache, schedule, AttentionConfig(), CompileConfig())
+
+
+@pytest.fixture
+def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runners that sample by kernels do so on the CPU, without an interpreter."""
+    pytest.importorskip("triton")
+    from toka_async.runner import kernel_sampler
+
+    monkeypatch.setattr(kernel_sampler, "SamplingKernels", PlainKernels)
+
+
+@pytest.fixture
+def fake_graphs(monkeypatch: pytest.MonkeyPatch, plain_kernels: None) -> FakeGraphs:  # noqa: ARG001
+    """Decoding steps of such runners can be captured."""
+    from toka_async.runner.decode import DecodePass
+
+    graphs, decode = FakeGraphs(monkeypatch), DecodePass._decode
+    monkeypatch.setattr(
+        DecodePass,
+        "_decode",
+        lambda self, num_rows, grouped: graphs.capturable(partial(decode, self))(num_rows, grouped),
+    )
+    return graphs

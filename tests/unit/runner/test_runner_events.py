@@ -1,10 +1,12 @@
-"""Steps of random events against sequences that are lists of tokens."""
+"""Steps of random events against sequences that are lists of tokens: sampled by torch, by kernels, in graphs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.row_driver import VOCAB, Driver, Request
@@ -38,10 +40,30 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=25, deadline=None)
+NewDriver = Callable[[int, int], Driver]
+
+
+@pytest.fixture(params=["torch", "kernels", "graphs"])
+def new_driver(request: pytest.FixtureRequest) -> NewDriver:
+    """Of a page size and a number of pages. Graphs are of up to 4 rows, so that more rows go without."""
+    if request.param == "torch":
+        return lambda page_size, num_pages: Driver(page_size, num_pages=num_pages)
+    request.getfixturevalue("fake_graphs" if request.param == "graphs" else "plain_kernels")
+
+    def new(page_size: int, num_pages: int) -> Driver:
+        driver = Driver(page_size, num_pages=num_pages, use_kernels=True)
+        assert driver.runner.decode is not None
+        if request.param == "graphs":
+            list(driver.runner.decode.capture(4, grouped=False))
+        return driver
+
+    return new
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(page_size=st.sampled_from([1, 3, 5, 16]), events=st.lists(EVENTS, max_size=40))
-def test_random_events(page_size: int, events: list[tuple]) -> None:  # type: ignore[type-arg]
-    driver = Driver(page_size, num_pages=1500)
+def test_random_events(new_driver: NewDriver, page_size: int, events: list[tuple]) -> None:  # type: ignore[type-arg]
+    driver = new_driver(page_size, 1500)
     for event in events:
         match event:
             case ("start", prompt, sampling, seed, own_pages):
@@ -62,9 +84,9 @@ def test_random_events(page_size: int, events: list[tuple]) -> None:  # type: ig
 
 @pytest.mark.parametrize("page_size", [1, 3, 5, 16])
 @pytest.mark.parametrize("prompt_length", [1, 15, 16, 17])
-def test_forks_and_resumed_rows(page_size: int, prompt_length: int) -> None:
+def test_forks_and_resumed_rows(new_driver: NewDriver, page_size: int, prompt_length: int) -> None:
     """Two requests at once: chunks beside decoding rows, forks with a copied tail, a preemption, slots used again."""
-    driver = Driver(page_size)
+    driver = new_driver(page_size, 200)
     prompt = np.arange(prompt_length) % VOCAB
     first = driver.start(Request(prompt.tolist(), SAMPLINGS[1]), seed=11)
     assert first is not None
@@ -82,7 +104,7 @@ def test_forks_and_resumed_rows(page_size: int, prompt_length: int) -> None:
     resumed = [driver.start(row.request, row.seed, row.tokens) for row in rows]
     for _ in range(4):
         driver.step([8] * 4)
-    continued = Driver(page_size)
+    continued = new_driver(page_size, 200)
     whole = continued.start(rows[0].request, rows[0].seed)
     assert whole is not None
     assert resumed[0] is not None
@@ -91,10 +113,10 @@ def test_forks_and_resumed_rows(page_size: int, prompt_length: int) -> None:
     assert whole.tokens == resumed[0].tokens
 
 
-def test_penalties_of_forks_and_resumed_rows() -> None:
+def test_penalties_of_forks_and_resumed_rows(new_driver: NewDriver) -> None:
     """Each row's counts are of its own tokens: forks copy the ids of a half-filled page, and nothing after it."""
     for sampling in (SAMPLINGS[3], SAMPLINGS[5], SAMPLINGS[6]):
-        driver = Driver(page_size=5)
+        driver = new_driver(5, 200)
         leader = driver.start(Request([1, 2, 3, 4, 5, 6, 7], sampling), seed=1)
         assert leader is not None
         for _ in range(9):

@@ -80,6 +80,29 @@ def test_a_lane_forgets_the_end_tokens_of_its_last_use() -> None:
         assert not lanes.ended(again, ids(token)).any()
 
 
+def test_sets_of_many_end_tokens() -> None:
+    """Lanes come and go, each with a set of its own or another's; sets of none are forgotten."""
+    random = np.random.default_rng(1)
+    lanes = Lanes(8)
+    sets: dict[int, set[int]] = {}
+    for step in range(200):
+        for lane in [lane for lane in sets if random.random() < 0.3]:
+            end(lanes, ids(lane), last_step=step, completed=step)
+            del sets[lane]
+        while len(sets) < 8:
+            new = lanes.take(1)
+            number = random.integers(0, 40 + step)
+            of_lane = np.random.default_rng(number).permutation(300)[: 2 * NUM_ENDS].astype(np.int32)
+            lanes.set_ends(new, of_lane)
+            sets[int(new[0])] = set(of_lane.tolist())
+        rows = random.permutation(np.array(list(sets), np.int32))
+        tokens = [random.choice([*sets[lane], *range(300)]) for lane in rows.tolist()]
+        expected = [token in sets[lane] for lane, token in zip(rows.tolist(), tokens, strict=True)]
+        assert lanes.ended(rows, np.array(tokens, np.int32)).tolist() == expected
+    assert len(lanes._end_sets) <= 2 * 9 + 1
+    assert lanes._end_keys.size == len(lanes._end_sets) * NUM_ENDS
+
+
 def test_the_youngest_is_last_by_priority_then_arrival_then_sample() -> None:
     lanes = Lanes(4)
     assert lanes.youngest() == -1

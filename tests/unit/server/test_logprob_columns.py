@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,14 +50,14 @@ def test_many_are_as_each(data: st.DataObject, build: Callable[[], Tokenizer], s
 
 
 def test_a_name_that_is_longer_than_the_table() -> None:
-    tokenizer = small.byte_level()
-    backend_text = "x" * (2 * WIDTH)
-    tokenizer.backend.add_tokens([backend_text])
-    longer = Tokenizer(tokenizer.backend)
+    backend = tokenizers.Tokenizer.from_str(small.byte_level().backend.to_str())
+    text = "x" * (2 * WIDTH)
+    backend.add_tokens([text])
+    longer = Tokenizer(backend)
     last = longer.vocab_size - 1
-    assert longer.token_text(last) == backend_text
+    assert longer.token_text(last) == text
     (raw,) = LogprobColumns(longer).encode([tokens([last, 70, last], [-1, -2, -3])], True, 0)
     found = msgspec.json.decode(raw, type=CompletionLogprobs)
-    assert found.tokens == [backend_text, longer.token_text(70), backend_text]
-    assert found.top_logprobs[2] == {backend_text: -3.0}
+    assert found.tokens == [text, longer.token_text(70), text]
+    assert found.top_logprobs[2] == {text: -3.0}
     assert found.text_offset == [0, 2 * WIDTH, 2 * WIDTH + 1]

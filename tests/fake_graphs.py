@@ -1,0 +1,84 @@
+"""CUDA graphs on a CPU: what is captured is not computed until it is replayed, into tensors that stay where they are."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+from toka_async.runner.graphs import DecodeStep
+
+
+class FakeStream:
+    def wait_stream(self, stream: FakeStream) -> None:
+        assert isinstance(stream, FakeStream)
+
+
+class FakeGraph:
+    """Replays what was called while it was the graph being captured."""
+
+    def __init__(self) -> None:
+        self.body: Callable[[], None] | None = None
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        assert self.body is not None, "nothing was captured"
+        self.num_replays += 1
+        self.body()
+
+
+class FakeGraphs:
+    """Takes the place of `torch.cuda`'s graphs. graphs: all captured, in order. num_collections: of garbage, not done."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.graphs: list[FakeGraph] = []
+        self.num_collections = 0
+        patch.setattr(gc, "collect", self._collect)
+        self._capturing: FakeGraph | None = None
+        for name, value in {
+            "graph_pool_handle": lambda: (0, 0),
+            "Stream": FakeStream,
+            "current_stream": FakeStream,
+            "stream": lambda _: nullcontext(),
+            "CUDAGraph": FakeGraph,
+            "graph": self._capture,
+        }.items():
+            patch.setattr(torch.cuda, name, value)
+
+    def num_replays(self) -> int:
+        return sum(graph.num_replays for graph in self.graphs)
+
+    def _collect(self) -> int:
+        self.num_collections += 1
+        return 0
+
+    @contextmanager
+    def _capture(self, graph: FakeGraph, pool: object, stream: FakeStream) -> Iterator[None]:
+        assert pool == (0, 0)
+        assert isinstance(stream, FakeStream)
+        self._capturing = graph
+        yield
+        self._capturing = None
+        assert graph.body is not None
+        self.graphs.append(graph)
+
+    def capturable(self, decode: DecodeStep) -> DecodeStep:
+        """The same step, and one that a capture keeps for later."""
+
+        def step(num_rows: int, grouped: bool) -> tuple[Tensor, Tensor]:
+            if self._capturing is None:
+                return decode(num_rows, grouped)
+            outputs = torch.full((num_rows,), -1), torch.full((num_rows,), torch.nan)
+
+            def body() -> None:
+                for output, value in zip(outputs, decode(num_rows, grouped), strict=True):
+                    output.copy_(value)
+
+            self._capturing.body = body
+            return outputs
+
+        return step

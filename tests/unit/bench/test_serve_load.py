@@ -1,0 +1,193 @@
+"""The loads against the web application with a scheduler that makes tokens up."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from tests.fake_scheduler import READY, FakeScheduler
+from tests.unit.bench.conftest import Parse
+from tests.web_server import NAME, web_server
+from toka_async.bench import serve_load
+from toka_async.bench.client import Reply
+from toka_async.bench.rates import Rates, counters, generated, watched
+from toka_async.bench.serve_load import Result, measure, percentiles, stream_rate
+from toka_async.bench.served import BenchError
+from toka_async.cli import main
+
+LARGE = msgspec.structs.replace(READY, num_pages=8192, max_context=20000)
+
+
+async def run(options: argparse.Namespace) -> list[Result]:
+    async with web_server(FakeScheduler(ready=LARGE)) as server:
+        options.url = server.url
+        return (await measure(options))[0]
+
+
+async def test_samples(parse: Parse) -> None:
+    options = parse(
+        "serve-load",
+        "--prompts",
+        "2",
+        "--shots",
+        "1",
+        "--samples",
+        "5",
+        "--output-tokens",
+        "6",
+        "--repeat",
+        "2",
+        "--warm",
+    )
+    results = await run(options)
+    assert len(results) == 2
+    for result in results:
+        assert (result.requests, result.sequences, result.output_tokens, result.errors) == (2, 10, 60, 0)
+        assert result.tokens_per_second == pytest.approx(60 / result.seconds, rel=0.1)
+        assert result.latency is not None
+        assert 0 < result.latency.p50 <= result.latency.max <= result.seconds
+        assert result.first_token is None
+        assert (result.model, result.wasted_share) == (NAME, 0.0)
+        assert result.server["generation_tokens_total"] == 60  # those of other runs are not counted
+    assert json.loads(msgspec.json.encode(results[0]))["options"]["samples"] == 5
+
+
+async def test_a_trace_and_log_probs(parse: Parse, tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("ContextTokens,GeneratedTokens\n30,4\n10,7\n20,1\n")
+    options = parse("serve-load", "--load", "trace", "--trace", str(path), "--requests", "3", "--logprobs", "1")
+    (result,) = await run(options)
+    assert (result.requests, result.prompt_tokens, result.output_tokens, result.errors) == (3, 60, 12, 0)
+
+
+async def test_one_user(parse: Parse) -> None:
+    options = parse("serve-load", "--load", "single", "--requests", "3", "--output-tokens", "5", "--shots", "1")
+    (result,) = await run(options)
+    assert (result.output_tokens, result.errors) == (15, 0)
+    assert result.first_token is not None
+    assert result.first_token.p50 > 0
+    assert result.stream_tokens_per_second is not None
+
+
+async def test_samples_that_end_by_themselves(parse: Parse) -> None:
+    arguments = ["--load", "ends", "--prompts", "2", "--samples", "40", "--shots", "1", "--mean-tokens", "20"]
+    (result,) = await run(parse("serve-load", *arguments))
+    assert result.errors == 0
+    assert 80 * 5 < result.output_tokens < 80 * 80
+
+
+async def test_errors_are_counted(parse: Parse) -> None:
+    (result,) = await run(parse("serve-load", "--model", "another", "--prompts", "3", "--shots", "1"))
+    assert (result.errors, result.output_tokens) == (3, 0)
+    assert "404" in result.first_error
+
+
+async def test_the_servers_counters() -> None:
+    scheduler = FakeScheduler(ready=LARGE)
+    async with web_server(scheduler) as server, aiohttp.ClientSession() as session:
+        await server.ok("/v1/completions", {"prompt": "x", "max_tokens": 9})
+        assert generated(await counters(session, server.url)) == scheduler.generated == 9
+        async with watched(session, server.url) as rates:
+            await server.ok("/v1/completions", {"prompt": "x", "max_tokens": 9})
+        assert rates.tokens[0] >= 9
+
+
+async def test_a_server_without_counters() -> None:
+    async def models(_request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "x"}]})
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        async with aiohttp.ClientSession() as session:
+            assert await counters(session, url) == {}
+            with pytest.raises(BenchError, match="--plot"):
+                async with watched(session, url):
+                    pass
+    finally:
+        await runner.cleanup()
+
+
+def test_tokens_over_time() -> None:
+    rates = Rates(times=[0.0, 0.5, 1.0, 1.5, 2.0], tokens=[10, 10, 30, 30, 40])
+    assert list(rates.per_second()) == [(0.5, 20.0), (1.5, 10.0)]
+
+
+@pytest.mark.parametrize(
+    ("bodies", "error"),
+    [
+        (
+            [b'{"choices":[{"index":0,"finish_reason":"stop"}],"usage":{"prompt_tokens":1,"completion_tokens":2}}'],
+            "1 of 2",
+        ),
+        ([b'{"choices":[{"index":0,"finish_reason":"stop"},{"index":1,"finish_reason":"stop"}]}'], "no usage"),
+        ([b'{"error":{"message":"sorry"}}'], "sorry"),
+        ([b"{"], "truncated"),
+    ],
+)
+def test_an_answer_that_lacks_something(bodies: list[bytes], error: str) -> None:
+    reply = Reply(2, bodies=bodies)
+    reply.decode()
+    assert error in reply.error
+
+
+def test_numbers() -> None:
+    assert percentiles([]) is None
+    found = percentiles(range(1, 201))
+    assert found is not None
+    assert (found.p50, found.p90, found.p99, found.max) == (101, 181, 199, 200)
+    assert stream_rate(Reply(1, first=1.0, last=3.0, output_tokens=101)) == 50
+    assert stream_rate(Reply(2, first=1.0, last=3.0, output_tokens=101)) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--url", "http://127.0.0.1:9"], "no OpenAI-compatible server"),
+        (["--load", "what"], "--load"),
+        (["--samples", "0"], "--samples"),
+        (["--plot", "x.png"], "toka-async[plot]"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    monkeypatch.setattr("toka_async.bench.policy_plot.find_spec", {}.get)
+    try:
+        code = main(["bench", "serve-load", *arguments])
+    except SystemExit as stop:
+        code = int(str(stop.code))
+    error = capsys.readouterr().err
+    assert (code, error.count("\n")) == (2, 1)
+    assert words in error
+
+
+@pytest.mark.parametrize(("errors", "code"), [(0, 0), (1, 1)])
+def test_the_median_run_is_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, parse: Parse, errors: int, code: int
+) -> None:
+    async def measured(_options: argparse.Namespace) -> tuple[list[Result], list[Rates]]:
+        rates = (30.0, 10.0, 20.0)
+        return [
+            Result(
+                tokens_per_second=rate, seconds=1.0, output_tokens=1, prompt_tokens=1, requests=1, sequences=1,
+                errors=errors * (rate == 10.0), first_error="no" * errors * (rate == 10.0),
+            )
+            for rate in rates
+        ], []  # fmt: skip
+
+    monkeypatch.setattr(serve_load, "measure", measured)
+    assert serve_load.main(parse("serve-load", "--json", "--repeat", "3")) == code
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["tokens_per_second"], printed["runs"]) == (20.0, [30.0, 10.0, 20.0])
+    assert (printed["errors"], printed["first_error"]) == (errors, "no" * errors)

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.unit.bench.conftest import Parse
+from toka_async.bench.step import Result, StepTime, cases, table, wants_groups
+from toka_async.bench.step_load import Case
+from toka_async.cli import main
+from toka_async.config import load_config
+from toka_async.messages import Ready
+
+READY = Ready(
+    num_pages=64, page_size=16, max_seqs=8, max_context=2048, vocab_size=9, group_min_seqs=4, group_min_tokens=64
+)
+
+
+def test_every_combination(parse: Parse) -> None:
+    options = parse(
+        "step", "--rows", "1,8", "--context", "50,200", "--shared-prefix", "0,100", "--groups", "4", "--prompt", "7"
+    )
+    assert list(cases(options, READY)) == [
+        Case(1, 50),
+        Case(8, 50),
+        Case(1, 200),
+        Case(8, 200),
+        Case(1, 200, prefix=96, groups=1),
+        Case(8, 200, prefix=96, groups=4),
+        Case(prompt=7),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("case", "overrides", "expected"),
+    [
+        (Case(8, 200), [], False),
+        (Case(8, 200, prefix=96, groups=2), [], True),
+        (Case(7, 200, prefix=96, groups=2), [], False),
+        (Case(8, 200, prefix=48, groups=2), [], False),
+        (Case(7, 200, prefix=48, groups=2), ["schedule.group_min_seqs=2", "schedule.group_min_tokens=16"], True),
+        (Case(8, 200, prefix=96, groups=2), ["schedule.group_min_seqs=0"], False),
+    ],
+)
+def test_groups_are_those_that_the_scheduler_makes(case: Case, overrides: list[str], expected: bool) -> None:
+    assert wants_groups(case, load_config(overrides=overrides), READY) is expected
+
+
+def test_a_table_for_people() -> None:
+    numbers = dict.fromkeys(StepTime.__struct_fields__, 1) | {"share": 0.5, "rows": 64}
+    result = Result(
+        model="m", device="cpu", dtype="float32", cache_tokens=5, bandwidth_gb_s=1.0, matrix_tflops=2.0,
+        steps=[msgspec.convert(numbers, StepTime)], skipped=["9 rows, context 1: no"],
+    )  # fmt: skip
+    first, names, row, skipped = table(result)
+    assert first.startswith("m on cpu")
+    assert len(names) == len(row)
+    assert row.split()[0] == "64"
+    assert row.endswith("50.0%")
+    assert skipped == "skipped: 9 rows, context 1: no"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rows", "1,x"], "--rows"),
+        (["--rows", "0"], "--rows"),
+        (["model.device=simulated"], "model.device=simulated"),
+        (["model.path=/does/not/exist"], "/does/not/exist"),
+        (["schedule.max_seq=8"], "schedule.max_seqs"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    try:
+        code = main(["bench", "step", *arguments])
+    except SystemExit as stop:
+        code = int(str(stop.code))
+    error = capsys.readouterr().err
+    assert (code, error.count("\n")) == (2, 1)
+    assert words in error

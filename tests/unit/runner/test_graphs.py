@@ -1,0 +1,128 @@
+"""Graphs of decoding steps, with CUDA's part of it played on the CPU."""
+
+from __future__ import annotations
+
+import gc
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fake_graphs import FakeGraphs
+from tests.fake_model import FakeAttention
+from toka_async.attention.base import PrefixGroup
+from toka_async.runner.graphs import DecodeGraphs, graph_sizes
+
+GROUP = (PrefixGroup(0, 2, 1),)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 8, 9, 12, 13, 100, 512, 700, 8192])
+def test_sizes_leave_little_padding(most: int) -> None:
+    sizes = graph_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+    for num_rows in range(1, most + 1):
+        size = next(size for size in sizes if size >= num_rows)
+        assert size < 2 * num_rows
+    assert len(sizes) <= 2 * most.bit_length() + 1
+
+
+class Graphs:
+    """Captured graphs of a step that counts its calls; its tokens are their rows' numbers and the count's."""
+
+    def __init__(self, fake: FakeGraphs, sizes: list[int], grouped: bool) -> None:
+        self.fake = fake
+        self.calls: list[tuple[int, bool]] = []
+        self.attention = FakeAttention()
+        self.graphs = DecodeGraphs(fake.capturable(self.decode), self.attention, sizes, grouped)
+
+    def decode(self, num_rows: int, grouped: bool) -> tuple[Tensor, Tensor]:
+        self.calls.append((num_rows, grouped))
+        return torch.arange(num_rows) + 100 * len(self.calls), torch.full((num_rows,), -1.0)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
+    return FakeGraphs(monkeypatch)
+
+
+def test_nothing_can_be_replayed_before_the_capture(fake: FakeGraphs) -> None:
+    graphs = Graphs(fake, [1, 2, 4], grouped=False).graphs
+    assert graphs.size_for(1) == 0
+    assert not graphs.has(1, grouped=False)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_largest_is_captured_first_after_a_run_of_its_own(fake: FakeGraphs, grouped: bool) -> None:
+    graphs = Graphs(fake, [2, 1, 4], grouped)
+    kinds = (False, True) if grouped else (False,)
+    expected = [(size, kind) for size in (4, 2, 1) for kind in kinds]
+    assert [*graphs.graphs.capture()] == [(done, len(expected)) for done in range(1, len(expected) + 1)]
+    assert graphs.calls == expected  # once each: what is captured is not computed
+    assert len(fake.graphs) == fake.num_collections == len(expected)
+    assert gc.isenabled()
+
+
+def test_the_smallest_graph_that_holds_the_rows(fake: FakeGraphs) -> None:
+    graphs = Graphs(fake, [1, 2, 4], grouped=False).graphs
+    list(graphs.capture())
+    assert [graphs.size_for(num_rows) for num_rows in range(1, 6)] == [1, 2, 4, 4, 0]
+    assert [graphs.has(num_rows, grouped=False) for num_rows in range(1, 6)] == [True] * 4 + [False]
+    assert not any(graphs.has(num_rows, grouped=True) for num_rows in range(1, 6))
+
+
+def test_a_replay_gives_the_rows_without_padding(fake: FakeGraphs) -> None:
+    graphs = Graphs(fake, [1, 2, 4], grouped=True)
+    list(graphs.graphs.capture())
+    first, logprobs = graphs.graphs.replay(3, ())
+    assert (first.tolist(), logprobs.tolist()) == ([700, 701, 702], [-1.0] * 3)
+    kept = first.clone()
+    second, _ = graphs.graphs.replay(2, ())
+    assert second.tolist() == [800, 801]
+    assert torch.equal(first, kept)  # of another graph
+    third, _ = graphs.graphs.replay(4, ())
+    assert third.tolist() == [900, 901, 902, 903]
+    assert first.tolist() == [900, 901, 902]  # the same memory again
+    assert graphs.calls[6:] == [(4, False), (2, False), (4, False)]
+
+
+def test_groups_are_set_before_a_replay_that_has_any(fake: FakeGraphs) -> None:
+    graphs = Graphs(fake, [1, 2, 4], grouped=True)
+    list(graphs.graphs.capture())
+    assert graphs.graphs.has(3, grouped=True)
+    graphs.graphs.replay(3, GROUP)
+    assert graphs.attention.groups == [GROUP]
+    graphs.graphs.replay(3, ())
+    assert graphs.attention.groups == [GROUP]
+    assert graphs.calls[6:] == [(4, True), (4, False)]
+
+
+def test_collections_wait_for_the_capture(fake: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    collecting: list[bool] = []
+    graphs = Graphs(fake, [2], grouped=False)
+    capturable = fake.capturable(graphs.decode)
+
+    def decode(num_rows: int, grouped: bool) -> tuple[Tensor, Tensor]:
+        collecting.append(gc.isenabled())
+        return capturable(num_rows, grouped)
+
+    monkeypatch.setattr(graphs.graphs, "_decode", decode)
+    list(graphs.graphs.capture())
+    assert collecting == [True, False]
+    assert gc.isenabled()
+
+
+def test_a_failed_capture_lets_collections_go_on(fake: FakeGraphs) -> None:
+    def decode(num_rows: int, grouped: bool, calls: list[int]) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+        calls.append(num_rows)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return torch.from_numpy(np.zeros(num_rows)), torch.zeros(num_rows)
+
+    graphs = DecodeGraphs(partial(decode, calls=[]), FakeAttention(), [1], grouped=False)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(graphs.capture())
+    assert gc.isenabled()
+    assert not graphs.has(1, grouped=False)
