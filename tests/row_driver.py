@@ -72,9 +72,7 @@ class Driver:
     use_kernels: the runner samples by kernels, and its steps of decoding rows can be captured.
     """
 
-    def __init__(
-        self, page_size: int, max_seqs: int = 8, num_pages: int = 200, *, use_kernels: bool = False
-    ) -> None:
+    def __init__(self, page_size: int, max_seqs: int = 8, num_pages: int = 200, *, use_kernels: bool = False) -> None:
         self.page_size = page_size
         self.free_pages = list(range(num_pages))[::-1]
         self.free_slots = list(range(max_seqs))[::-1]
@@ -129,6 +127,8 @@ class Driver:
         """Another sample of a leader whose prompt is computed; it decodes from the next step on."""
         if not self.free_slots or not leader.decoding or leader.own_pages or leader.key in self.dropped:
             return None
+        if any(leader is admitted for admitted, _ in self.admitted):
+            return None  # a fork whose own copy is of this step
         num_prompt = leader.fed
         shared = leader.pages[: num_prompt // self.page_size]
         row = Row(

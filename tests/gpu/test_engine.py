@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from tests.engine import Engine
 from tests.models import make_checkpoint
 from tests.parity.test_engine import SHAPES, TIE, prompts_of_mixed_lengths
+from toka_async.bench.texts import word_problem
 from toka_async.messages import Sampling
 from toka_async.model.hub import resolve_model
 
@@ -40,13 +43,18 @@ def test_greedy_tokens_equal_the_reference(shape: str, num_tokens: int, tmp_path
 
 
 def test_the_built_in_model_answers_alike_on_cpu_and_gpu() -> None:
+    """The same text, of 64 tokens after 32 questions."""
     folder = resolve_model("demo")
-    prompts = [[40 + i, 50, 60, 70 + i] for i in range(8)]
-    tokens = []
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    draw = random.Random(0)
+    prompts = [f"Question: {word_problem(draw).question}\nAnswer:" for _ in range(32)]
+    texts = []
     for device in ("cpu", "cuda"):
-        received = Engine(folder, device=device).run(prompts, sampling=Sampling(temperature=0.0))
-        tokens.append([r.samples[0].token_ids for r in received])
-    assert tokens[0] == tokens[1]
+        engine = Engine(folder, device=device, max_seqs=32, max_tokens=256, num_tokens=16384)
+        received = engine.run([tokenizer.encode(prompt).ids for prompt in prompts], max_tokens=64)
+        texts.append([tokenizer.decode(r.samples[0].token_ids) for r in received])
+    assert len(set(texts[0])) > 16, "answers to different questions are the same"
+    assert texts[0] == texts[1]
 
 
 def test_seeded_samples_are_alike_on_cpu_and_gpu() -> None:

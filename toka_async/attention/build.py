@@ -33,13 +33,15 @@ NOT_MEASURED = only("triton")  # a table to build with before there is something
 class Attention:
     """A backend. graphs: the same, if its decoding can be captured in CUDA graphs.
 
-    smallest_group: rows of the smallest group and tokens of the shortest prefix that are worth sharing; (0, 0): none.
+    smallest_group: fewest rows of a group, and fewest tokens of a prefix, that can be worth sharing; (0, 0): none.
+    pays: whether a group of so many rows and tokens is.
     table: what was measured; None: there was nothing to measure.
     """
 
     backend: AttentionBackend
     graphs: GraphAttention | None
     smallest_group: tuple[int, int]
+    pays: Callable[[int, int], bool]
     table: Table | None = None
 
 
@@ -82,7 +84,7 @@ def build_attention(
     chosen = resolve_backend(backend, cache)
     if chosen == "reference":
         reference = ReferenceAttention(cache, num_heads, windows, scale)
-        return Attention(reference, None, reference.smallest_group())
+        return Attention(reference, None, reference.smallest_group(), always)
     scale = scale if scale is not None else cache.head_dim**-0.5
     limits = Limits(cache, num_heads, tuple(windows), scale, max_seqs, max_tokens)
     sources = Sources()
@@ -94,7 +96,12 @@ def build_attention(
         sources = _with_flashinfer(sources, limits, must=chosen == "flashinfer")
     table = table or _measure(sources, limits)
     parts = _assemble(sources, limits, table)
-    return Attention(parts, parts if sources.captured else None, table.smallest_group, table)
+    return Attention(parts, parts if sources.captured else None, table.smallest_group(), table.pays, table)
+
+
+def always(num_rows: int, num_tokens: int) -> bool:  # noqa: ARG001
+    """Every group: it is for someone else to choose."""
+    return True
 
 
 def resolve_backend(backend: Backend, cache: KVCache) -> Backend:

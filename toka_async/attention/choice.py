@@ -35,14 +35,24 @@ class Table:
     """What was fastest where.
 
     decode: by decoding rows and their mean context. grouped: by mean rows of a group and mean tokens of its prefix.
-    chunks: by tokens of all chunks and their mean context. smallest_group: rows of the smallest group and tokens of the
-    shortest prefix from which on sharing pays; (0, 0): it does not.
+    chunks: by tokens of all chunks and their mean context. groups: rows and tokens of the prefix of the smallest groups
+    for which sharing pays.
     """
 
     decode: tuple[Point, ...]
     grouped: tuple[Point, ...]
     chunks: tuple[Point, ...]
-    smallest_group: tuple[int, int]
+    groups: tuple[tuple[int, int], ...]
+
+    def pays(self, num_rows: int, num_tokens: int) -> bool:
+        """Whether a group of so many rows should read a prefix of so many tokens once."""
+        return any(num_rows >= rows and num_tokens >= tokens for rows, tokens in self.groups)
+
+    def smallest_group(self) -> tuple[int, int]:
+        """The fewest rows and the fewest tokens of a group that pays, each for itself; (0, 0): none does."""
+        if not self.groups:
+            return 0, 0
+        return min(rows for rows, _ in self.groups), min(tokens for _, tokens in self.groups)
 
     def summary(self) -> str:
         """For people: how often each part was fastest, and which groups share."""
@@ -50,15 +60,14 @@ class Table:
             f"{name} " + ", ".join(f"{choice} {n}" for choice, n in Counter(p.choice for p in points).most_common())
             for name, points in (("decode", self.decode), ("grouped", self.grouped), ("chunks", self.chunks))
         ]
-        rows, tokens = self.smallest_group
-        groups = f"groups from {rows} rows and {tokens} tokens" if rows else "no groups"
-        return "; ".join([*counts, groups])
+        groups = "groups of rows x tokens " + ", ".join(f"{rows}x{tokens}" for rows, tokens in self.groups)
+        return "; ".join([*counts, groups if self.groups else "no groups"])
 
 
-def only(choice: str, smallest_group: tuple[int, int] = (0, 0)) -> Table:
+def only(choice: str, groups: tuple[tuple[int, int], ...] = ()) -> Table:
     """A table of one part."""
     points = (Point(1, 1, choice),)
-    return Table(points, points, points, smallest_group)
+    return Table(points, points, points, groups)
 
 
 def nearest(points: Sequence[Point], size: float, tokens: float) -> str:
@@ -71,18 +80,21 @@ def nearest(points: Sequence[Point], size: float, tokens: float) -> str:
     return min(points, key=distance).choice
 
 
-def smallest_group(saved: Mapping[tuple[int, int], float]) -> tuple[int, int]:
-    """(rows, tokens) from which on every measured group is worth its merge, such that they save the most together.
+def smallest_groups(worth: Mapping[tuple[int, int], bool]) -> tuple[tuple[int, int], ...]:
+    """The smallest (rows, tokens) from which on every measured group is worth its merge; none of them within another.
 
-    saved: by rows of a group and tokens of its prefix; 0 or less: not worth it. (0, 0): there is no such corner.
+    worth: by rows of a group and tokens of its prefix.
     """
-    best, most = (0, 0), 0.0
-    for num_rows in sorted({rows for rows, _ in saved}):
-        for num_tokens in sorted({tokens for _, tokens in saved}):
-            corner = [value for (rows, tokens), value in saved.items() if rows >= num_rows and tokens >= num_tokens]
-            if corner and min(corner) > 0 and sum(corner) > most:
-                best, most = (num_rows, num_tokens), sum(corner)
-    return best
+    from_here = [
+        (rows, tokens)
+        for rows, tokens in sorted(worth)
+        if all(pays for (more, longer), pays in worth.items() if more >= rows and longer >= tokens)
+    ]
+    return tuple(
+        (rows, tokens)
+        for rows, tokens in from_here
+        if not any(r <= rows and t <= tokens and (r, t) != (rows, tokens) for r, t in from_here)
+    )
 
 
 class AutoDecode:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from toka_async.attention.base import AttentionBatch, PrefixGroup
-from toka_async.attention.choice import MARGIN, Point, Table, only, smallest_group
+from toka_async.attention.choice import MARGIN, Point, Table, only, smallest_groups
 from toka_async.attention.kv_cache import KVCache
 
 if TYPE_CHECKING:  # these need Triton, which is not everywhere
@@ -27,7 +27,7 @@ ROWS = (1, 16, 128, 1024, 8192)
 CONTEXTS = (128, 1024, 8192, 32768)
 CHUNKS = ((1, 512, 0), (1, 4096, 0), (8, 512, 0), (32, 1024, 0), (1, 512, 8192), (32, 256, 1024), (128, 64, 1024))
 GROUP_ROWS = (4, 8, 16, 64, 512)
-GROUP_TOKENS = (64, 256, 1024, 4096)
+GROUP_TOKENS = (64, 256, 512, 1024, 4096)
 GROUPED_ROWS = 4096  # of all groups together
 OWN_TOKENS = 64  # of a grouped row
 LONG_TOKENS = 4096  # of a row that several programs share
@@ -86,15 +86,15 @@ class Bench:
 
     def table(self) -> Table:
         """Measures; a single part is measured for its groups alone."""
-        grouped, smallest = self._groups()
-        table = only(next(iter(self.decode)), smallest)
+        grouped, groups = self._groups()
+        table = only(next(iter(self.decode)), groups)
         if len(self.decode) == 1 and len(self.chunks) == 1:
             return table
         return Table(
             decode=self._decode_points() or table.decode,
             grouped=grouped or table.grouped,
             chunks=self._chunk_points() or table.chunks,
-            smallest_group=smallest,
+            groups=groups,
         )
 
     def _decode_points(self) -> tuple[Point, ...]:
@@ -114,10 +114,10 @@ class Bench:
             if rows <= self.max_seqs and rows * length <= self.max_tokens and rows * (before + length) <= most_tokens
         )
 
-    def _groups(self) -> tuple[tuple[Point, ...], tuple[int, int]]:
+    def _groups(self) -> tuple[tuple[Point, ...], tuple[tuple[int, int], ...]]:
         """The fastest part with groups, and which groups are faster than the fastest part without."""
         points: list[Point] = []
-        saved: dict[tuple[int, int], float] = {}
+        worth: dict[tuple[int, int], bool] = {}
         for num_rows in GROUP_ROWS:
             for num_tokens in GROUP_TOKENS:
                 groups = self._same_groups(num_rows, num_tokens)
@@ -129,10 +129,8 @@ class Bench:
                 shared = self._decode_times(Shape(rows, num_decode, groups))
                 alone = self._decode_times(Shape(rows, num_decode), groups)
                 points.append(Point(num_rows, num_tokens, _fastest(shared)))
-                fastest = min(shared.values())
-                without = min(alone.values())
-                saved[num_rows, num_tokens] = without - fastest if fastest < MARGIN * without else 0.0
-        return tuple(points), smallest_group(saved)
+                worth[num_rows, num_tokens] = min(shared.values()) < MARGIN * min(alone.values())
+        return tuple(points), smallest_groups(worth)
 
     def _same_groups(self, num_rows: int, num_tokens: int) -> tuple[PrefixGroup, ...]:
         """Groups of `num_rows` that share `num_tokens`: as many as a full step has; none if the cache is too small."""

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.flashinfer import WHOLE, Prefill, Shape, is_seen
-from toka_async.attention.own import TritonDecode, count_sms, upload
+from toka_async.attention.own import TritonDecode, upload
 from toka_async.attention.spans import prefix_spans
-from toka_async.kernels.decode import Partial, decode_attention, num_splits
+from toka_async.kernels.decode import Partial, Splits, decode_attention
 
 
 @dataclass(slots=True, frozen=True)
@@ -29,7 +29,8 @@ class _Plan:
     skip: Tensor
     prefix: Any
     grouped: slice | Tensor
-    splits: int
+    splits: Splits
+    order: Tensor | None
 
 
 class MixedDecode:
@@ -40,7 +41,6 @@ class MixedDecode:
         self.cache = shape.cache
         self.own = TritonDecode(shape.cache, shape.num_heads, shape.scale)
         self.prefill = Prefill(shape)
-        self.num_sms = count_sms(shape.workspace.device)
         self.step: _Plan | None = None
 
     def plan(self, batch: AttentionBatch, groups: tuple[PrefixGroup, ...], window: int) -> None:
@@ -53,8 +53,8 @@ class MixedDecode:
         skip = np.zeros(batch.num_decode, dtype=np.int32)
         for group in groups:
             skip[group.first_row : group.first_row + group.num_rows] = group.num_pages * page_size
-        longest = int((batch.context_lengths[: batch.num_decode] - skip).max())
-        splits = num_splits(batch.num_decode, self.cache.num_kv_heads, self.num_sms, min(longest, window or longest))
+        lengths = batch.context_lengths[: batch.num_decode] - skip
+        splits, order = self.own.work_of(np.minimum(lengths, window) if window else lengths)
         rows = np.flatnonzero(skip)
         is_run = len(rows) == rows[-1] - rows[0] + 1
         device = self.shape.workspace.device
@@ -65,6 +65,7 @@ class MixedDecode:
             self.prefill.plan(batch, prefix_spans(groups, page_size, WHOLE), 0),
             slice(int(rows[0]), int(rows[-1]) + 1) if is_run else upload(rows.astype(np.int32), device),
             splits,
+            order,
         )
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
@@ -80,12 +81,14 @@ class MixedDecode:
             step.batch.page_table,
             step.batch.slots,
             step.batch.contexts,
+            self.own.memory.any_order(len(query)) if step.order is None else step.order,
             output,
             self.shape.scale,
             step.window,
             step.skip,
             self._attend_prefix(step, (keys, values), query, output),
-            _room(step.splits, query) if step.splits > 1 else None,
+            _room(step.splits.count, query) if step.splits.count > 1 else None,
+            step.splits.least,
         )
 
     def _attend_prefix(self, step: _Plan, pages: tuple[Tensor, Tensor], query: Tensor, output: Tensor) -> Partial:

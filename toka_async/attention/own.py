@@ -16,10 +16,11 @@ from torch import Tensor
 from toka_async.arrays import Int32, Int64
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.kv_cache import KVCache
-from toka_async.kernels.decode import Partial, decode_attention, num_splits
+from toka_async.kernels.decode import Partial, Splits, decode_attention, splits_of, splits_of_any
 from toka_async.kernels.spans import attend_chunks, attend_prefixes, span_config
 
 PREFIX_PROGRAMS_PER_SM = 2
+UNEVEN = 1.3  # times the mean that the longest row must have for the rows' order to matter
 MOST_PREFIX_SPLITS = 8
 
 
@@ -35,10 +36,13 @@ class _Shared:
 
 @dataclass(slots=True, frozen=True)
 class _DecodePlan:
+    """order: which rows start first; None: as they are."""
+
     batch: AttentionBatch
     window: int
-    splits: int
+    splits: Splits
     shared: _Shared | None
+    order: Tensor | None = None
 
 
 class TritonDecode:
@@ -47,6 +51,7 @@ class TritonDecode:
     def __init__(self, cache: KVCache, num_heads: int, scale: float | None = None) -> None:
         self.cache = cache
         self.scale = scale if scale is not None else cache.head_dim**-0.5
+        self.num_heads = num_heads
         self.device = cache.keys[0].device
         self.num_sms = count_sms(self.device)
         group_size = num_heads // cache.num_kv_heads
@@ -62,15 +67,15 @@ class TritonDecode:
     def plan(self, batch: AttentionBatch, groups: tuple[PrefixGroup, ...], window: int) -> None:
         contexts = batch.context_lengths[: batch.num_decode]
         spans = _usable(_group_columns(groups), contexts, self.cache.page_size, window)
-        shared, longest = None, int(contexts.max(initial=1))
+        shared, lengths = None, contexts
         if len(spans):
             data, skip, num_tiles = self._describe(spans, batch.num_decode)
-            longest = int((contexts - skip).max())
+            lengths = contexts - skip
             rows = _padded(batch.num_decode)
             tiles = upload(data, self.device)
             shared = _Shared(tiles[:rows], tiles[rows:].view(-1, 4), num_tiles, self._prefix_splits(num_tiles))
-        splits = num_splits(batch.num_decode, self.cache.num_kv_heads, self.num_sms, min(longest, window or longest))
-        self.step = _DecodePlan(batch, window, splits, shared)
+        splits, order = self.work_of(np.minimum(lengths, window) if window else lengths)
+        self.step = _DecodePlan(batch, window, splits, shared, order)
 
     def plan_graph(self, batch: AttentionBatch, grouped: bool, window: int) -> None:
         num_rows = len(batch.slots)
@@ -84,7 +89,7 @@ class TritonDecode:
             skip, tiles = self.graph_data[: self.graph_rows], self.graph_data[self.graph_rows :].view(-1, 4)
             num_programs = -(-num_rows // self.tile_rows) + -(-num_rows // 64)  # full tiles, and some of small groups
             shared = _Shared(skip, tiles, num_programs, self._prefix_splits(-(-num_rows // self.tile_rows)))
-        splits = num_splits(num_rows, self.cache.num_kv_heads, self.num_sms)
+        splits = splits_of_any(num_rows, self.cache.num_kv_heads, self.num_sms)
         self.step = _DecodePlan(batch, window, splits, shared)
 
     def set_groups(self, groups: tuple[PrefixGroup, ...]) -> None:
@@ -125,13 +130,24 @@ class TritonDecode:
             batch.page_table,
             batch.slots,
             batch.contexts,
+            self.memory.any_order(len(query)) if step.order is None else step.order,
             output,
             self.scale,
             step.window,
             None if shared is None else shared.skip,
             prefix,
-            self.memory.partial("splits", query, step.splits) if step.splits > 1 else None,
+            self.memory.partial("splits", query, step.splits.count) if step.splits.count > 1 else None,
+            step.splits.least,
         )
+
+    def work_of(self, lengths: Int32 | Int64) -> tuple[Splits, Tensor | None]:
+        """How rows that read so many keys each are split, and the longest first where they differ."""
+        num_rows, longest, total = len(lengths), int(lengths.max(initial=1)), int(lengths.sum())
+        kv_heads, dim = self.cache.num_kv_heads, self.cache.head_dim
+        splits = splits_of(longest, total, num_rows, self.num_heads, dim, kv_heads, self.num_sms)
+        if longest * num_rows <= UNEVEN * total:
+            return splits, None
+        return splits, upload(np.argsort(-lengths, kind="stable").astype(np.int32), self.device)
 
     def _describe(self, spans: Int64, num_rows: int) -> tuple[Int32, Int64, int]:
         """Spans [n, 3] of (first row, rows, keys) as device data: skips, padded, then tiles; also skips [num_rows]."""
@@ -190,6 +206,7 @@ class _Memory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.slabs: dict[str, list[Tensor]] = {}
+        self.orders: list[Tensor] = []
 
     def partial(self, name: str, query: Tensor, parts: int, output: Tensor | None = None) -> Partial:
         """Room for `parts` results of the queries [rows, heads, dim]; a single one in `output` if given."""
@@ -199,6 +216,12 @@ class _Memory:
         if output is not None:
             return Partial(output[None], lse)
         return Partial(self._take(name, size * dim).view(parts, num_rows, num_heads, dim), lse)
+
+    def any_order(self, num_rows: int) -> Tensor:
+        """Rows as they are, int32 [num_rows]."""
+        if not self.orders or len(self.orders[-1]) < num_rows:
+            self.orders.append(torch.arange(max(num_rows, 1024), dtype=torch.int32, device=self.device))
+        return self.orders[-1][:num_rows]
 
     def _take(self, name: str, size: int) -> Tensor:
         slabs = self.slabs.setdefault(name, [])

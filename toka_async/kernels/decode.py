@@ -16,8 +16,9 @@ from torch import Tensor
 
 LOG2E = 1.4426950408889634
 MOST_SPLITS = 32
-PROGRAMS_PER_SM = 8  # of one warp each: enough loads in flight to fill the memory's latency
+PROGRAMS_PER_SM = 12  # that run at once, about
 SMALLEST_SPLIT = 128  # keys; the merge of smaller ones costs more than they save
+MOST_PARTIALS = 1 << 26  # numbers of all partial results of a step
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,12 +52,33 @@ def decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
     return DecodeConfig(block=32, num_warps=4, num_stages=2)
 
 
-def num_splits(num_rows: int, kv_heads: int, num_sms: int, longest: int | None = None) -> int:
-    """Programs that share a row's keys, so that the chip is full; `longest`: keys of the longest row, if known."""
-    wanted = max(1, PROGRAMS_PER_SM * num_sms // max(1, num_rows * kv_heads))
-    if longest is not None:
-        wanted = min(wanted, triton.cdiv(max(longest, 1), SMALLEST_SPLIT))
-    return min(wanted, MOST_SPLITS)
+@dataclass(slots=True, frozen=True)
+class Splits:
+    """How many programs at most share a row's keys, and the fewest keys for which another one starts."""
+
+    count: int
+    least: int
+
+
+def splits_of_any(num_rows: int, kv_heads: int, num_sms: int) -> Splits:
+    """For rows of unknown lengths: enough programs to even out different ones; short rows leave most without keys."""
+    wanted = triton.cdiv(4 * PROGRAMS_PER_SM * num_sms, max(1, num_rows * kv_heads))
+    return Splits(min(wanted, MOST_SPLITS), SMALLEST_SPLIT)
+
+
+def splits_of(longest: int, total: int, num_rows: int, num_heads: int, dim: int, kv_heads: int, num_sms: int) -> Splits:
+    """For rows of `total` keys together, the longest of which start first.
+
+    A program that goes on alone when all others are done wastes the chip: none has more than half of an equal part of
+    the work, or all of it where rows are alike.
+    """
+    equal = total * kv_heads / (PROGRAMS_PER_SM * num_sms)
+    if longest <= equal / 2:
+        return Splits(1, longest)
+    is_even = longest * num_rows <= 1.3 * total
+    least = triton.cdiv(max(SMALLEST_SPLIT, int(equal if is_even else equal / 2)), 64) * 64
+    most = min(MOST_SPLITS, max(1, MOST_PARTIALS // (num_rows * num_heads * dim)))
+    return Splits(min(triton.cdiv(longest, least), most), least)
 
 
 def decode_attention(
@@ -66,21 +88,25 @@ def decode_attention(
     page_table: Tensor,
     slots: Tensor,
     contexts: Tensor,
+    order: Tensor,
     output: Tensor,
     scale: float,
     window: int = 0,
     skip: Tensor | None = None,
     prefix: Partial | None = None,
     splits: Partial | None = None,
+    least: int = SMALLEST_SPLIT,
     config: DecodeConfig | None = None,
 ) -> None:
     """Writes attention of query [rows, heads, dim] to output; both contiguous, as is all else.
 
     keys, values [pages, kv_heads, page_size, dim]; page_table int32 [slots, width]; slots int64, contexts int32 [rows],
-    further entries are ignored. A row sees its last `window` keys, 0: all of them.
+    further entries are ignored. order int32 [rows]: which rows start first, best those with the most keys.
+    A row sees its last `window` keys, 0: all of them.
     skip int32 [rows], prefix: keys that a row leaves out, and attention over them (unread where skip is 0); a row
     whose window begins after its first key takes no part in either. prefix.output may be `output`, of one partial.
     splits: float32 memory for partial results, one for each program that shares a row's keys; None: one does all.
+    least: keys of each of these programs but the last, or more.
     """
     num_rows, num_heads, dim = query.shape
     kv_heads, page_size = keys.shape[1:3]
@@ -91,13 +117,14 @@ def decode_attention(
         return
     config = config or decode_config(dim, keys.dtype)
     shares = 1 if splits is None else splits.lse.shape[0]
-    _decode[num_rows, kv_heads, shares](
+    _decode[num_rows * shares * kv_heads,](
         query,
         keys,
         values,
         page_table,
         slots,
         contexts,
+        order,
         skip,
         None if prefix is None else prefix.output,
         None if prefix is None else prefix.lse,
@@ -106,6 +133,9 @@ def decode_attention(
         scale * LOG2E,
         page_table.stride(0),
         0 if prefix is None else prefix.lse.shape[0],
+        num_rows,
+        shares,
+        least,
         kv_heads=kv_heads,
         group=num_heads // kv_heads,
         group_pad=max(16, triton.next_power_of_2(num_heads // kv_heads)),
@@ -141,8 +171,8 @@ def merge(parts: Partial, output: Tensor) -> None:
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "num_prefixes"],
-    do_not_specialize_on_alignment=["page_table", "slots", "contexts", "skip"],
+    do_not_specialize=["table_stride", "num_prefixes", "num_rows", "num_splits", "least"],
+    do_not_specialize_on_alignment=["page_table", "slots", "contexts", "order", "skip"],
 )
 def _decode(
     query,
@@ -151,6 +181,7 @@ def _decode(
     page_table,
     slots,
     contexts,
+    order,
     skip,
     prefix_output,
     prefix_lse,
@@ -159,6 +190,9 @@ def _decode(
     scale,
     table_stride,
     num_prefixes,
+    num_rows,
+    num_splits,
+    least,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     group_pad: tl.constexpr,
@@ -171,10 +205,10 @@ def _decode(
     block: tl.constexpr,
 ):
     num_heads: tl.constexpr = kv_heads * group
-    row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    num_rows = tl.num_programs(0)
+    number = tl.program_id(0)
+    kv_head = number % kv_heads  # the heads of a page lie side by side
+    split = number // kv_heads % num_splits
+    row = tl.load(order + number // kv_heads // num_splits).to(tl.int64)
     table = page_table + tl.load(slots + row) * table_stride
     length = tl.load(contexts + row)
 
@@ -195,8 +229,8 @@ def _decode(
         if window > 0:
             first = tl.where(length > window, 0, first)
         taken = (first > 0) & (split == 0)
-        for number in range(num_prefixes):
-            before = tl.cast(number, tl.int64) * num_rows * num_heads
+        for part_number in range(num_prefixes):
+            before = tl.cast(part_number, tl.int64) * num_rows * num_heads
             part_lse = tl.load(prefix_lse + before + head, mask=is_head & taken, other=-float("inf"))
             part = tl.load(prefix_output + before * dim + place, mask=is_query & taken, other=0.0).to(tl.float32)
             new_top = tl.maximum(top, part_lse)
@@ -209,7 +243,7 @@ def _decode(
         first = tl.maximum(first, length - window)
     last = length
     if is_split:
-        share = tl.cdiv(tl.cdiv(length - first, tl.num_programs(2)), block) * block
+        share = tl.cdiv(tl.maximum(tl.cdiv(length - first, num_splits), least), block) * block
         first = first + split * share
         last = tl.minimum(first + share, length)
 

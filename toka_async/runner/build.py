@@ -58,7 +58,7 @@ def build_runner(
             load_weights(decoder, model_dir, progress)
     if kind == "cpu":
         torch.set_num_threads(resolve_num_threads(attention, decoder))
-    parts = Parts(decoder, spec, limits, cache, attention, compiling, dtype, device)
+    parts = Parts(decoder, spec, limits, cache, schedule, attention, compiling, dtype, device)
     with stages.stage("memory"):
         num_pages = parts.num_pages()
     with stages.stage("attention"):
@@ -91,6 +91,7 @@ class Parts:
     spec: ModelSpec
     limits: Limits
     cache: CacheConfig
+    schedule: ScheduleConfig
     attention: AttentionConfig
     compiling: CompileConfig
     dtype: torch.dtype
@@ -170,6 +171,7 @@ class Parts:
             freeze=compiled.freeze if compiled else None,
             use_kernels=has_kernels(self.device),
             graphs=built.graphs,
+            pays=built.pays if self.schedule.group_min_seqs == self.schedule.group_min_tokens == "auto" else None,
         )
 
 

@@ -26,7 +26,7 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self.copies: torch.cuda.Stream | None = torch.cuda.Stream(device) if self._on_gpu else None
+        self.copies: torch.cuda.Stream | None = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
         self._last: StepSpan | None = None
 
     def begin(self) -> StepSpan:
@@ -51,7 +51,7 @@ class StepClock:
     def _now(self) -> torch.cuda.Event | float:
         if not self._on_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 

@@ -44,7 +44,7 @@ class Download:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._host.copy_(packed, non_blocking=True)
-            self._event = torch.cuda.Event(blocking=True)
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record(stream)
 
     def arrays(self) -> list[npt.NDArray[Any]]:

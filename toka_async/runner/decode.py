@@ -44,14 +44,16 @@ class DecodePass:
         self._fast: tuple[Int32, bool, bool] | None = None  # an order, whether it is fast, whether it wants log-probs
 
     def capture(self, most: int, grouped: bool) -> Iterator[tuple[int, int]]:
-        """Capture graphs of up to `most` rows; gives (captured, all) after each."""
+        """Capture graphs of up to `most` rows; gives (captured, all) after each. No row decodes meanwhile."""
         if self._attention is None:
             return
+        assert not self._rows.order.size
+        # What was there before has left: from here on it is padding that computes.
+        self._rows.on_device.set_order(self._rows.order, most)
         graphs = DecodeGraphs(self._decode, self._attention, graph_sizes(most), grouped)
         with torch.inference_mode():
             yield from graphs.capture()
         self._graphs = graphs
-        self._rows.on_device.set_order(self._rows.order, self.padded(self._rows.order))
 
     def padded(self, order: Int32) -> int:
         """Rows that a pass of these takes, padding included."""

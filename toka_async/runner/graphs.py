@@ -47,7 +47,8 @@ class DecodeGraphs:
 
     def capture(self) -> Iterator[tuple[int, int]]:
         """Captures one graph after the other; gives (captured, all) after each."""
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         todo = [(size, grouped) for size in reversed(self._sizes) for grouped in self._kinds]
         for number, (size, grouped) in enumerate(todo, 1):
             stream.wait_stream(torch.cuda.current_stream())

@@ -77,10 +77,9 @@ def rows_of(rows: Rows, step: Step) -> StepRows:
     )
 
 
-def build_inputs(rows: Rows, step: Step, step_rows: StepRows) -> StepInputs:
+def build_inputs(rows: Rows, step_rows: StepRows, groups: tuple[PrefixGroup, ...]) -> StepInputs:
     """The tensors of a step with at least one token."""
     decode = rows.on_device.decode_inputs(step_rows.num_decode)
-    groups = groups_of(step)
     if step_rows.slots.size == step_rows.num_decode:
         attention = attention_batch(rows, step_rows, decode.slots, decode.contexts, decode.write_indices, groups)
         return StepInputs(decode.token_ids, decode.positions, attention, None, decode.slots, decode.contexts)

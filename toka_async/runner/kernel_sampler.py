@@ -20,7 +20,6 @@ from toka_async.runner.rows import Rows, indices_by_key
 from toka_async.runner.samples import Samples, TopLogprobs
 from toka_async.runner.slab_sampler import Head, SlabSampler
 
-MOST_CANDIDATES = 64  # top_k above it is for plain torch
 _FLOATS = ("temperature", "top_p", "min_p", "repetition")
 _SLOW = Flag.BIASED | Flag.MIN_TOKENS | Flag.COUNTED
 
@@ -108,9 +107,7 @@ class KernelSampler:
 
 
 def _is_slow(params: Params) -> Bool:
-    flags, top_k = params["flags"], params["top_k"]
-    slow: Bool = ((flags & _SLOW) != 0) | (params["num_logprobs"] > 0)
-    slow |= ((flags & Flag.FILTERED) != 0) & (top_k > MOST_CANDIDATES)
+    slow: Bool = ((params["flags"] & _SLOW) != 0) | (params["num_logprobs"] > 0)
     return slow
 
 

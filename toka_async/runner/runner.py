@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from toka_async.arrays import Int32, as_i32
-from toka_async.attention.base import AttentionBackend, GraphAttention
+from toka_async.attention.base import AttentionBackend, GraphAttention, PrefixGroup
 from toka_async.messages import Ready, Step, StepDone
 from toka_async.runner.clock import StepClock
 from toka_async.runner.copies import upload
@@ -46,6 +46,10 @@ def no_compiles() -> int:
     return 0
 
 
+def every_group_pays(num_rows: int, num_tokens: int) -> bool:  # noqa: ARG001
+    return True
+
+
 class Runner:
     """Runs steps on one device.
 
@@ -57,6 +61,7 @@ class Runner:
         freeze: called when the runner is warm.
         use_kernels: sample with kernels; a GPU's.
         graphs: the attention, if its decoding can be captured.
+        pays: whether a group of so many rows should read a prefix of so many tokens once.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class Runner:
         freeze: Callable[[], None] | None = None,
         use_kernels: bool = False,
         graphs: GraphAttention | None = None,
+        pays: Callable[[int, int], bool] | None = None,
     ) -> None:
         self.ready = ready
         self.device = device
@@ -81,6 +87,7 @@ class Runner:
         self._num_compiles = num_compiles or no_compiles
         self._compiles_before = 0
         self._freeze = freeze
+        self._pays = pays or every_group_pays
         self._rows = Rows(ready, device)
         self._history = History(ready.num_pages + 1, ready.page_size, device)
         self._clock = StepClock(device)
@@ -110,15 +117,15 @@ class Runner:
         span = self._clock.begin()
         rows = self._rows
         self._apply(step)
-        step_rows = rows_of(rows, step)
+        step_rows, groups = rows_of(rows, step), self._groups(step)
         asked = asked_chunks(rows, step_rows)
         samples, of_chunks = None, None
         if not step_rows.slots.size:
             pass
-        elif self.decode is not None and self.decode.can_replay(step_rows, bool(step.group_starts)):
-            samples = self.decode.replay(step_rows, groups_of(step))
+        elif self.decode is not None and self.decode.can_replay(step_rows, bool(groups)):
+            samples = self.decode.replay(step_rows, groups)
         else:
-            samples, hidden = self._compute(build_inputs(rows, step, step_rows), step_rows)
+            samples, hidden = self._compute(build_inputs(rows, step_rows, groups), step_rows)
             if asked:
                 of_chunks = prompt_logprobs(hidden, asked, self._model.logits, rows.vocab_size)
         rows.advance(step_rows.slots, step_rows.lengths)
@@ -137,6 +144,11 @@ class Runner:
             sources, targets = upload((as_i32(step.copy_sources), as_i32(step.copy_targets)), rows.device)
             self._cache.copy_pages(sources, targets)
             self._history.copy_pages(sources, targets)
+
+    def _groups(self, step: Step) -> tuple[PrefixGroup, ...]:
+        """Those of the step's groups that pay here."""
+        size = self.ready.page_size
+        return tuple(group for group in groups_of(step) if self._pays(group.num_rows, group.num_pages * size))
 
     def _set_order(self, order: Int32) -> None:
         padded = self.decode.padded(order) if self.decode is not None else order.size

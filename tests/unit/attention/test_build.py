@@ -151,7 +151,7 @@ def test_parts(backend: Backend, decode_names: list[str], chunk_names: list[str]
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_the_measured_table_is_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    measured = only("flashinfer", (4, 64))
+    measured = only("flashinfer", ((4, 64),))
     benches: list[Bench] = []
 
     def table(bench: Bench) -> Table:
@@ -165,7 +165,7 @@ def test_the_measured_table_is_used(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     assert built.table is measured
     assert (benches[0].max_seqs, benches[0].max_tokens, benches[0].num_heads) == (8, 9, 2)
     assert list(benches[0].decode) == ["triton", "flashinfer", "mixed"]
-    assert "groups from 4 rows and 64 tokens" in caplog.text
+    assert "groups of rows x tokens 4x64" in caplog.text
     decode, chunks = parts_of(built, 0)
     assert decode.table is chunks.table is measured
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.attention_cases import AttentionCase, make_case
 from toka_async.attention.base import AttentionBatch, PrefixGroup
-from toka_async.attention.choice import AutoChunks, AutoDecode, Point, nearest, only, smallest_group
+from toka_async.attention.choice import AutoChunks, AutoDecode, Point, nearest, only, smallest_groups
 
 PAGE = 4
 
@@ -45,19 +45,33 @@ def test_the_nearest_point_is_so_by_factors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("saved", "expected"),
+    ("worth", "expected"),
     [
-        ({}, (0, 0)),
-        ({(2, 10): 0.0, (4, 10): 0.0}, (0, 0)),
-        ({(2, 10): 1.0, (4, 10): 1.0}, (2, 10)),
-        ({(2, 10): 0.0, (4, 10): 1.0, (2, 20): 1.0, (4, 20): 1.0}, (2, 20)),  # as much as (4, 10), fewer rows
-        ({(2, 10): 0.0, (4, 10): 3.0, (2, 20): 1.0, (4, 20): 1.0}, (4, 10)),
-        ({(2, 10): 1.0, (4, 10): 1.0, (2, 20): 1.0, (4, 20): 0.0}, (0, 0)),  # large groups must gain, too
-        ({(2, 10): 0.0, (2, 20): 0.0, (4, 10): 0.0, (4, 20): 2.0, (8, 10): 1.0, (8, 20): 1.0}, (4, 20)),
+        ({}, ()),
+        ({(2, 10): False, (4, 10): False}, ()),
+        ({(2, 10): True, (4, 10): True}, ((2, 10),)),
+        ({(2, 10): False, (4, 10): True, (2, 20): True, (4, 20): True}, ((2, 20), (4, 10))),
+        ({(2, 10): True, (4, 10): True, (2, 20): True, (4, 20): False}, ()),  # large groups must gain, too
+        (
+            {(2, 10): False, (2, 20): False, (4, 10): False, (4, 20): True, (8, 10): True, (8, 20): True},
+            ((4, 20), (8, 10)),
+        ),
     ],
 )
-def test_the_smallest_group(saved: dict[tuple[int, int], float], expected: tuple[int, int]) -> None:
-    assert smallest_group(saved) == expected
+def test_the_smallest_groups(worth: dict[tuple[int, int], bool], expected: tuple[tuple[int, int], ...]) -> None:
+    assert smallest_groups(worth) == expected
+
+
+def test_which_groups_pay() -> None:
+    table = only("a", ((4, 20), (8, 10)))
+    assert table.smallest_group() == (4, 10)
+    assert [table.pays(*group) for group in ((4, 20), (8, 10), (7, 19), (100, 9), (3, 100))] == [
+        True,
+        True,
+        *[False] * 3,
+    ]
+    assert only("a").smallest_group() == (0, 0)
+    assert not only("a").pays(1000, 1000)
 
 
 def test_decoding_is_chosen_by_rows_and_mean_context() -> None:
@@ -115,6 +129,6 @@ def test_graphs_are_of_the_part_that_can_be_captured() -> None:
 
 
 def test_a_summary() -> None:
-    assert only("a", (4, 64)).summary() == "decode a 1; grouped a 1; chunks a 1; groups from 4 rows and 64 tokens"
+    assert only("a", ((4, 64),)).summary().endswith("chunks a 1; groups of rows x tokens 4x64")
     two = replace(only("a"), decode=(Point(1, 1, "a"), Point(1, 2, "b"), Point(1, 3, "b")))
     assert two.summary() == "decode b 2, a 1; grouped a 1; chunks a 1; no groups"

@@ -76,7 +76,7 @@ def test_groups_from_where_sharing_pays() -> None:
         return unshared(batch, groups) + 300 * len(groups)
 
     table, _ = measured({"own": with_merge})
-    assert table.smallest_group == (4, 256)  # 3 * 64 tokens spared are less than 300, and large prefixes spare most
+    assert table.groups == ((4, 256), (8, 64))  # 7 * 64 tokens spared are more than 300, 3 * 64 are not
 
 
 def test_no_groups_where_sharing_never_pays() -> None:
@@ -84,7 +84,7 @@ def test_no_groups_where_sharing_never_pays() -> None:
         return 1 - 0.02 * bool(groups)  # as much as times differ by chance
 
     table, _ = measured({"own": nearly_equal})
-    assert table.smallest_group == (0, 0)
+    assert table.groups == ()
 
 
 def test_rows_that_are_compared_share_pages_whether_the_parts_know_or_not() -> None:
@@ -114,7 +114,7 @@ def test_what_is_measured_fits() -> None:
 
 def test_nothing_fits() -> None:
     table, _ = measured({"own": unshared, "planned": planned}, num_pages=1, max_seqs=1, max_tokens=1)
-    assert table.smallest_group == (0, 0)
+    assert table.groups == ()
     assert [points[0].choice for points in (table.decode, table.grouped, table.chunks)] == ["own"] * 3
 
 

@@ -14,12 +14,15 @@ pytest.importorskip("triton")
 
 from tests.paged_case import PagedCase
 from toka_async.kernels.decode import (
+    MOST_PARTIALS,
     DecodeConfig,
     Partial,
+    Splits,
     decode_attention,
     decode_config,
     merge,
-    num_splits,
+    splits_of,
+    splits_of_any,
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -51,13 +54,15 @@ def run(
         case.page_table,
         case.slots,
         case.contexts,
+        torch.randperm(len(query), dtype=torch.int32).to(DEVICE),
         output,
         SCALE,
         window,
         skip,
         prefix,
         room(splits, query) if splits > 1 else None,
-        config,
+        least=1,
+        config=config,
     )
     return output
 
@@ -152,6 +157,7 @@ def test_a_partial_result_may_lie_where_the_output_goes() -> None:
             case.page_table,
             case.slots,
             case.contexts,
+            torch.arange(2, dtype=torch.int32, device=DEVICE),
             output,
             SCALE,
             skip=skip,
@@ -186,11 +192,23 @@ def test_merge() -> None:
 
 
 def test_splits_fill_the_chip_and_no_more() -> None:
-    assert num_splits(8192, 8, 132) == 1
-    assert num_splits(1, 8, 132) == 32
-    assert num_splits(1, 8, 132, longest=300) == 3
-    assert num_splits(16, 8, 132) == 8
-    assert num_splits(1, 1, 1, longest=0) == 1
+    assert splits_of(96, 96 * 8192, 8192, 32, 64, 8, 132).count == 1
+    assert splits_of(8000, 8000, 1, 32, 64, 8, 132) == Splits(32, 128)
+    assert splits_of(300, 300, 1, 32, 64, 8, 132).count == 3
+    assert splits_of(1200, 1200 * 64, 64, 32, 64, 8, 132) == Splits(3, 448)  # 1,536 programs: as many as run at once
+    assert splits_of(8000, 8000 + 500 * 1000, 1001, 32, 64, 8, 132).count > 4  # a long row beside short ones
+    assert splits_of(0, 0, 1, 1, 64, 1, 1).count == 1
+
+
+def test_memory_of_partial_results_is_bounded() -> None:
+    splits = splits_of(100_000, 100_000 + 2000 * 500, 2001, 32, 128, 8, 132)
+    assert 1 < splits.count <= MOST_PARTIALS / (2001 * 32 * 128)
+
+
+def test_rows_of_any_length_are_split_by_their_number() -> None:
+    assert splits_of_any(1, 8, 132).count == 32
+    assert splits_of_any(512, 8, 132).count == 2
+    assert splits_of_any(8192, 8, 132).count == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -44,7 +44,9 @@ def reference(model_dir: Path) -> Reference:
 def runner(model_dir: Path) -> Runner:
     cache = CacheConfig(page_size=5, num_tokens=400)
     schedule = ScheduleConfig(max_seqs=8)
-    return build_runner(model_dir, read_spec(model_dir), ModelConfig(), cache, schedule, AttentionConfig(), CompileConfig())
+    return build_runner(
+        model_dir, read_spec(model_dir), ModelConfig(), cache, schedule, AttentionConfig(), CompileConfig()
+    )
 
 
 @pytest.fixture

@@ -4,16 +4,167 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from tests.fake_graphs import FakeGraphs
-from tests.fake_model import FakeAttention, FakeCache, FakeModel, hash_of
+from tests.fake_model import FakeAttention, FakeCache, FakeModel, logits_of
 from tests.row_driver import VOCAB, Driver, Request, Row
-from toka_async.arrays import as_f32, as_i32, column, i32_column
+from toka_async.arrays import as_f32, as_i32
 from toka_async.attention.base import PrefixGroup
-from toka_async.messages import Ready, Sampling
-from toka_async.runner.decode import DecodePass
+from toka_async.messages import Ready, Sampling, StepDone
 from toka_async.runner.runner import Runner
 from toka_async.runner.synthetic import SyntheticRows
 
-GREEDY, RANDOM, PENALISED = Sampling(temperature=0), Sampling(), Sampling(temperature=0.9, repetition_penalty=1.4)
+FAST = (Sampling(temperature=0), Sampling(), Sampling(temperature=0.9, repetition_penalty=1.4), Sampling(top_k=5))
 SLOW = Sampling(temperature=0.9, frequency_penalty=1.5)
+READY = Ready(num_pages=40, page_size=4, max_seqs=6, max_context=60, vocab_size=VOCAB, max_tokens=64)
+
+
+def start(driver: Driver, samplings: tuple[Sampling, ...], most: int, grouped: bool = False) -> list[Row]:
+    """Rows that decode from the next step on, and graphs of up to `most` rows."""
+    rows = [driver.start(Request([1, 2, 3, 4, 5], sampling), seed) for seed, sampling in enumerate(samplings)]
+    driver.step([100] * len(rows))
+    assert driver.runner.decode is not None
+    list(driver.runner.decode.capture(most, grouped))
+    return [row for row in rows if row is not None]
+
+
+def test_steps_of_decoding_rows_are_replayed(fake_graphs: FakeGraphs) -> None:
+    driver = Driver(4, use_kernels=True)
+    start(driver, FAST, 4)
+    for num_steps in range(1, 8):
+        driver.step()  # compares the tokens
+        assert fake_graphs.num_replays() == num_steps
+
+
+def test_steps_with_chunks_are_not(fake_graphs: FakeGraphs) -> None:
+    driver = Driver(4, use_kernels=True)
+    start(driver, FAST[:2], 4)
+    driver.start(Request([*range(9)], FAST[1]), 7)
+    replays = []
+    for lengths in ([], [4], [5], []):
+        driver.step(lengths)
+        replays.append(fake_graphs.num_replays())
+    assert replays == [1, 1, 1, 2]
+    assert len(driver.order) == 3
+
+
+def test_more_rows_than_the_largest_graph_are_not(fake_graphs: FakeGraphs) -> None:
+    driver = Driver(4, use_kernels=True)
+    first, *_ = start(driver, FAST, 3)
+    driver.step()
+    assert fake_graphs.num_replays() == 0
+    driver.free(first)
+    driver.step()
+    assert fake_graphs.num_replays() == 1
+
+
+def test_rows_that_kernels_cannot_sample_are_not(fake_graphs: FakeGraphs) -> None:
+    driver = Driver(4, use_kernels=True)
+    *_, slow = start(driver, (*FAST[:2], SLOW), 4)
+    for _ in range(3):
+        driver.step()
+    assert fake_graphs.num_replays() == 0
+    driver.free(slow)
+    for _ in range(3):
+        driver.step()
+    assert fake_graphs.num_replays() == 3
+    driver.start(Request([3, 1], FAST[1]), 5)  # in the slot of the slow one
+    driver.step([100])
+    driver.step()
+    assert fake_graphs.num_replays() == 4
+
+
+def test_nothing_is_replayed_without_graphs(fake_graphs: FakeGraphs) -> None:
+    driver = Driver(4, use_kernels=True)
+    driver.start(Request([1, 2, 3], FAST[0]), 0)
+    for _ in range(4):
+        driver.step([100])
+    assert driver.runner.decode is not None
+    assert driver.runner.decode.padded(np.arange(3, dtype=np.int32)) == 3
+    assert fake_graphs.graphs == []
+
+
+def test_padding_writes_no_page_of_a_row(fake_graphs: FakeGraphs) -> None:
+    """Three rows in a graph of four, for several pages of tokens."""
+    driver = Driver(2, use_kernels=True)
+    rows = start(driver, FAST[:3], 8)
+    for _ in range(9):
+        driver.step()
+    assert fake_graphs.num_replays() == 9
+    cache: FakeCache = driver.runner._cache  # type: ignore[assignment]
+    written = {int(page) for page in np.flatnonzero((cache.tokens >= 0).any(1))}
+    assert written - {page for row in rows for page in row.pages} == {200}  # the scratch page
+    assert (cache.tokens[200] >= 0).sum() == 1
+
+
+def make(use_kernels: bool) -> tuple[Runner, FakeAttention]:
+    cache, attention = FakeCache(READY.num_pages + 1, READY.page_size), FakeAttention()
+    model = FakeModel(VOCAB, cache)
+    graphs = attention if use_kernels else None
+    return Runner(
+        model, cache, attention, READY, torch.device("cpu"), use_kernels=use_kernels, graphs=graphs
+    ), attention
+
+
+def run(runner: Runner, samplings: tuple[Sampling, ...], num_shared: int = 0, num_grouped: int = 0) -> list[StepDone]:
+    """Rows of one step, then five steps of their tokens."""
+    rows = SyntheticRows(READY, num_shared)
+    lengths = [num_shared * READY.page_size + 3] * len(samplings)
+    steps = [rows.step(lengths, samplings), *(rows.step(num_grouped=num_grouped) for _ in range(5)), rows.end()]
+    return [runner.run(step) for step in steps][:-1]
+
+
+def test_log_probs_of_replays(fake_graphs: FakeGraphs) -> None:
+    asking = (Sampling(num_logprobs=0), Sampling(temperature=0), Sampling(temperature=0.5, num_logprobs=0))
+    replaying, plain = make(True)[0], make(False)[0]
+    assert replaying.decode is not None
+    list(replaying.decode.capture(4, grouped=False))
+    pairs = [*zip(run(replaying, asking), run(plain, asking), strict=True)]
+    assert fake_graphs.num_replays() == 5
+    for done, expected in pairs:
+        assert as_i32(done.token_ids).tolist() == as_i32(expected.token_ids).tolist()
+        np.testing.assert_allclose(as_f32(done.logprobs)[[0, 2]], as_f32(expected.logprobs)[[0, 2]], atol=1e-6)
+    assert not any(done.logprobs for done in run(replaying, FAST[:3]))
+    assert fake_graphs.num_replays() == 10
+
+
+def test_results_outlive_the_next_replay(fake_graphs: FakeGraphs) -> None:
+    """A launched step is collected after the next one was launched, which writes the same memory."""
+    runner = make(True)[0]
+    assert runner.decode is not None
+    list(runner.decode.capture(2, grouped=False))
+    rows = SyntheticRows(READY)
+    launched = [runner.launch(step) for step in (rows.step([3, 3], FAST[:2]), *(rows.step() for _ in range(4)))]
+    tokens = [as_i32(step.collect().token_ids)[0] for step in launched]
+    expected = [0, 0, 0]
+    for _ in tokens:
+        expected.append(int(logits_of(expected, VOCAB).argmax()))
+    assert tokens == expected[3:]
+    assert fake_graphs.num_replays() == 4
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_groups_need_graphs_of_their_own(fake_graphs: FakeGraphs, grouped: bool) -> None:
+    runner, attention = make(True)
+    assert runner.decode is not None
+    list(runner.decode.capture(4, grouped))
+    run(runner, FAST[:3], num_shared=2, num_grouped=2)
+    assert fake_graphs.num_replays() == (5 if grouped else 0)
+    assert attention.groups == [(PrefixGroup(0, 2, 2),)] * (5 if grouped else 0)
+    if not grouped:
+        assert attention.batch.groups == (PrefixGroup(0, 2, 2),)
+
+
+def test_a_capture_changes_nothing_but_padding(fake_graphs: FakeGraphs) -> None:
+    """Before it, rows were there that have left; their slots and pages are nobody's business any more."""
+    runner = make(True)[0]
+    assert runner.decode is not None
+    run(runner, FAST)
+    tables = runner._rows.on_device
+    before = [tables.positions.clone(), tables.last_tokens[:-1].clone(), runner._history.ids[:-1].clone()]
+    list(runner.decode.capture(4, grouped=True))
+    after = [tables.positions, tables.last_tokens[:-1], runner._history.ids[:-1]]
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old, new)
+    assert len(fake_graphs.graphs) == 2 * 3  # of 1, 2 and 4 rows

@@ -70,7 +70,12 @@ def test_a_freed_slot_can_be_taken_in_the_same_step() -> None:
     )
     assert rows.order.tolist() == [1, 0]
     assert rows.on_device.page_table[0, 0] == 6
-    assert (rows.num_pages[0], rows.positions[0], rows.num_prompt[0], int(rows.on_device.last_tokens[0])) == (1, 3, 5, 3)
+    assert (rows.num_pages[0], rows.positions[0], rows.num_prompt[0], int(rows.on_device.last_tokens[0])) == (
+        1,
+        3,
+        5,
+        3,
+    )
 
 
 def test_a_prompt_lives_as_long_as_a_row_or_its_key() -> None:

@@ -1,0 +1,236 @@
+"""Sampling by kernels against sampling by torch, over the same rows: on a GPU, or in Triton's interpreter."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from toka_async.arrays import column, f32_column, i32_column
+from toka_async.kernels.sampling import SamplingKernels
+from toka_async.messages import Prompt, Ready, Sampling, Step
+from toka_async.runner import kernel_sampler
+from toka_async.runner.history import History
+from toka_async.runner.kernel_sampler import KernelSampler
+from toka_async.runner.prompts import read_prompt
+from toka_async.runner.rows import Rows
+from toka_async.runner.samples import Samples
+from toka_async.runner.slab_sampler import SlabSampler
+
+VOCAB, PAGE_SIZE, NUM_PAGES = 90, 4, 64
+READY = Ready(num_pages=NUM_PAGES, page_size=PAGE_SIZE, max_seqs=8, max_context=100, vocab_size=VOCAB)
+PROMPT = [3, 70, 3, 89, 0]
+NUM_PAGES_EACH = 6
+
+GREEDY = Sampling(temperature=0)
+FAST = {
+    "greedy": (GREEDY, Sampling(top_k=1)),
+    "temperature": (Sampling(), Sampling(temperature=0.4)),
+    "filters": (Sampling(top_k=7), Sampling(temperature=0.8, top_p=0.6, top_k=MOST_CANDIDATES)),
+    "nucleus": (Sampling(temperature=0.3, top_p=0.7, min_p=0.01),),
+    "repetition": (Sampling(temperature=0, repetition_penalty=3.0), Sampling(repetition_penalty=0.7)),
+    "log-probs": (Sampling(num_logprobs=0, temperature=0.5), GREEDY),
+}
+SLOW = {
+    "bias": Sampling(bias_ids=i32_column([5, VOCAB + 1]), bias_values=f32_column([50.0, 1.0])),
+    "min_tokens": Sampling(temperature=0, min_tokens=9, end_ids=i32_column(range(60))),
+    "counts": Sampling(temperature=0, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=2.0),
+    "likeliest": Sampling(num_logprobs=4, temperature=0.7),
+}
+
+
+class Bench:
+    """Both samplers over the rows of one device; the logits are the hidden states."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.rows = Rows(READY, device)
+        self.history = History(NUM_PAGES + 1, PAGE_SIZE, device)
+        self.kernels = KernelSampler(lambda hidden: hidden, self.rows, self.history)
+        self.by_torch = SlabSampler(lambda hidden: hidden, self.rows, self.history)
+        self.num_keys = 0
+        self.tokens: dict[int, list[int]] = {}  # of each slot
+
+    def admit(self, rows: dict[int, Sampling], tokens: list[int] | None = None, num_prompt: int = len(PROMPT)) -> None:
+        """New rows by slot, with these tokens, in place of any that were there."""
+        tokens = tokens or PROMPT
+        slots, keys = [*rows], range(self.num_keys, self.num_keys + len(rows))
+        self.num_keys += len(rows)
+        prompts = (
+            Prompt(key=k, token_ids=i32_column(tokens), num_prompt=num_prompt, pages=i32_column([]), sampling=s)
+            for k, s in zip(keys, rows.values(), strict=True)
+        )
+        step = Step(
+            step_id=0,
+            prompts=tuple(prompts),
+            admit_slots=i32_column(slots),
+            admit_keys=i32_column(keys),
+            admit_starts=i32_column([0] * len(rows)),
+            admit_seeds=column(np.array([77 + slot for slot in slots], dtype=np.int64)),
+            page_slots=i32_column(slot for slot in slots for _ in range(NUM_PAGES_EACH)),
+            page_ids=i32_column(slot * NUM_PAGES_EACH + i for slot in slots for i in range(NUM_PAGES_EACH)),
+        )
+        self.kernels.admit(self.rows.apply(step))
+        for slot in slots:
+            self.tokens[slot] = []
+            for token in tokens:
+                self.append(slot, token)
+
+    def append(self, slot: int, token: int) -> None:
+        """The row's next token."""
+        at = slot * NUM_PAGES_EACH * PAGE_SIZE + len(self.tokens[slot])
+        self.history.ids.view(-1)[at] = token
+        self.tokens[slot].append(token)
+
+    def sample(self, slots: list[int], logits: Tensor | None = None) -> tuple[Samples, Samples]:
+        """What kernels and what torch alone draw after the slots' tokens; the kernels' is appended."""
+        if logits is None:
+            seed = sum(len(self.tokens[slot]) for slot in slots)
+            logits = 2 * torch.randn(len(slots), VOCAB, generator=torch.Generator().manual_seed(seed))
+        lengths = np.array([len(self.tokens[slot]) for slot in slots])
+        at = np.array(slots, dtype=np.int32)
+        args = (
+            at,
+            lengths,
+            torch.tensor(slots).to(self.device),
+            torch.from_numpy(lengths).to(self.device, torch.int32),
+        )
+        hidden = logits.to(self.device)
+        by_torch = self.by_torch.sample(hidden.clone(), *args)
+        by_kernels = self.kernels.sample(hidden.clone(), *args)
+        for slot, token in zip(slots, by_kernels.token_ids.tolist(), strict=True):
+            self.append(slot, token)
+        return by_kernels, by_torch
+
+    def seen(self, slot: int) -> set[int]:
+        """The ids whose bits are set."""
+        bits = self.kernels._table.seen[slot].cpu().numpy().view(np.uint8)
+        return set(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist())
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":  # the interpreter is slow: little of a line is there to be read
+        monkeypatch.setattr(kernel_sampler, "SamplingKernels", partial(SamplingKernels, chunk=64))
+    return Bench(device)
+
+
+def check_equal(pair: tuple[Samples, Samples]) -> None:
+    by_kernels, by_torch = pair
+    assert by_kernels.token_ids.tolist() == by_torch.token_ids.tolist()
+    assert (by_kernels.chosen is None) == (by_torch.chosen is None)
+    if by_kernels.chosen is not None and by_torch.chosen is not None:
+        torch.testing.assert_close(by_kernels.chosen, by_torch.chosen, atol=1e-5, rtol=1e-5)
+    tops, expected = likeliest(by_kernels), likeliest(by_torch)
+    assert {row: [*top] for row, top in tops.items()} == {row: [*top] for row, top in expected.items()}
+    for row, top in tops.items():
+        assert [*top.values()] == pytest.approx([*expected[row].values()], abs=1e-5)
+
+
+def likeliest(samples: Samples) -> dict[int, dict[int, float]]:
+    """Likeliest ids and their log-probs of each row that asks for any."""
+    top = samples.top
+    if top is None:
+        return {}
+    lines = zip(top.rows.tolist(), top.counts.tolist(), top.ids.tolist(), top.values.tolist(), strict=True)
+    return {row: dict(zip(ids[:n], values[:n], strict=True)) for row, n, ids, values in lines if n}
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_fast_rows_draw_what_torch_draws(bench: Bench, kind: str) -> None:
+    samplings = dict(enumerate(FAST[kind]))
+    bench.admit(samplings)
+    slots = [*samplings][::-1]
+    assert bench.kernels.all_fast(np.array(slots))
+    check_equal(bench.sample(slots))
+    check_equal(bench.sample(slots))
+
+
+@pytest.mark.parametrize("kind", SLOW)
+def test_slow_rows_draw_what_torch_draws(bench: Bench, kind: str) -> None:
+    """Alone, and between fast rows."""
+    bench.admit({6: SLOW[kind], 2: GREEDY, 0: Sampling(num_logprobs=0)})
+    assert not bench.kernels.all_fast(np.array([6]))
+    assert not bench.kernels.all_fast(np.array([2, 6]))
+    assert bench.kernels.all_fast(np.array([0, 2]))
+    check_equal(bench.sample([6]))
+    check_equal(bench.sample([2, 6]))
+    check_equal(bench.sample([0, 6]))
+
+
+def test_likeliest_tokens_of_several_slow_rows_between_fast_ones(bench: Bench) -> None:
+    bench.admit({0: GREEDY, 1: SLOW["likeliest"], 2: SLOW["counts"], 3: Sampling(num_logprobs=2)})
+    pair = bench.sample([3, 0, 1, 2])
+    check_equal(pair)
+    assert {row: len(top) for row, top in likeliest(pair[0]).items()} == {0: 2, 2: 4}
+
+
+def test_a_large_top_k_is_for_kernels_too(bench: Bench) -> None:
+    """Such a row may draw another token than torch, out of those that it keeps."""
+    bench.admit({4: Sampling(temperature=0, top_k=80), 5: Sampling(temperature=9.0, top_k=80)})
+    assert bench.kernels.all_fast(np.array([4, 5]))
+    logits = torch.arange(VOCAB).repeat(2, 1) / VOCAB
+    by_kernels, by_torch = bench.sample([4, 5], logits)
+    assert int(by_kernels.token_ids[0]) == int(by_torch.token_ids[0]) == VOCAB - 1
+    assert VOCAB - 80 <= int(by_kernels.token_ids[1]) < VOCAB
+
+
+def test_which_rows_want_log_probs(bench: Bench) -> None:
+    bench.admit({0: GREEDY, 1: Sampling(num_logprobs=0), 2: SLOW["likeliest"]})
+    wants = [bench.kernels.wants_logprobs(np.array(slots)) for slots in ([0], [1], [2], [0, 1])]
+    assert wants == [False, True, True, True]
+
+
+PENALISED = Sampling(temperature=0, repetition_penalty=1.5)
+
+
+def test_ids_of_the_prompt_are_seen_by_rows_that_penalise(bench: Bench) -> None:
+    bench.admit({1: PENALISED, 2: GREEDY, 3: PENALISED, 0: SLOW["counts"]})
+    assert [bench.seen(slot) for slot in range(4)] == [set(), set(PROMPT), set(), set(PROMPT)]
+
+
+def test_drawn_ids_are_seen(bench: Bench) -> None:
+    bench.admit({1: PENALISED, 2: PENALISED})
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [31, 32, 70, 64]] = torch.tensor([9.0, 8.0, 7.5, 7.0])  # 70 is in the prompt
+    drawn = [int(bench.sample([1], logits)[0].token_ids) for _ in range(3)]
+    assert drawn == [31, 32, 64]
+    assert bench.seen(1) == {*PROMPT, *drawn}
+    assert bench.seen(2) == {*PROMPT}
+
+
+def test_a_slot_used_again_has_seen_its_new_prompt_only(bench: Bench) -> None:
+    bench.admit({1: PENALISED})
+    bench.sample([1])
+    bench.admit({1: PENALISED}, tokens=[8, 88])
+    assert bench.seen(1) == {8, 88}
+    check_equal(bench.sample([1]))
+    bench.admit({1: SLOW["bias"]})
+    check_equal(bench.sample([1]))
+    bench.admit({1: Sampling(top_k=3)})
+    check_equal(bench.sample([1]))
+
+
+def test_a_row_goes_on_after_a_preemption(bench: Bench) -> None:
+    """Its tokens come back as a prompt: it has seen all of them, and goes on with its random stream."""
+    sampling = Sampling(temperature=1.2, repetition_penalty=1.3)
+    bench.admit({1: sampling})
+    drawn = [int(bench.sample([1])[0].token_ids) for _ in range(3)]
+    bench.admit({1: sampling}, tokens=[*PROMPT, *drawn[:2]], num_prompt=len(PROMPT))
+    assert bench.seen(1) == {*PROMPT, *drawn[:2]}
+    by_kernels, by_torch = bench.sample([1])
+    assert int(by_kernels.token_ids) == int(by_torch.token_ids) == drawn[2]
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 90])
+def test_seen_bits_are_those_of_the_ids(vocab: int) -> None:
+    prompt = Prompt(key=0, token_ids=i32_column([0, vocab - 1, 0]), num_prompt=3, pages=i32_column([]), sampling=GREEDY)
+    bits = kernel_sampler._seen_bits(read_prompt(prompt, vocab), vocab)
+    assert bits.shape == (-(-vocab // 32),)
+    assert {i for i in range(32 * bits.size) if int(bits[i // 32]) >> i % 32 & 1} == {0, vocab - 1}
