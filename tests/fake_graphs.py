@@ -1,4 +1,4 @@
-"""CUDA graphs on a CPU: what is captured is not computed until it is replayed, into tensors that stay where they are."""
+"""CUDA graphs on a CPU: a capture computes nothing, a replay writes into tensors that stay where they are."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FakeGraph:
 
 
 class FakeGraphs:
-    """Takes the place of `torch.cuda`'s graphs. graphs: all captured, in order. num_collections: of garbage, not done."""
+    """Takes the place of `torch.cuda`'s graphs. graphs: those captured. num_collections: of garbage, not done."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.graphs: list[FakeGraph] = []

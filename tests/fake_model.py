@@ -82,7 +82,9 @@ class FakeModel:
         self.vocab_size = vocab_size
         self.cache = cache
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
+    ) -> Tensor:
         assert isinstance(attention, FakeAttention)
         batch = attention.batch
         self.cache.tokens.reshape(-1)[batch.write_indices.numpy()] = token_ids.numpy()
@@ -99,7 +101,8 @@ class FakeModel:
             expected += [end - 1 for end in ends]
             hashes += [hash_of(tokens[:end]) for end in ends]
         assert positions.tolist() == expected
-        return torch.tensor(hashes, dtype=torch.float64)[:, None]
+        hidden = torch.tensor(hashes, dtype=torch.float64)[:, None]
+        return hidden if wanted is None else hidden[wanted]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return _logits(hidden, self.vocab_size)

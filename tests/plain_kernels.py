@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from toka_async.model.logprobs import distribution
-from toka_async.model.sampling import PARAMS, Flag, clean, sample
+from toka_async.model.sampling import PARAMS, Flag, Params, clean, sample
 from toka_async.model.streams import uniforms
 
 if TYPE_CHECKING:  # needs Triton
@@ -52,6 +52,6 @@ class PlainKernels:
         return torch.from_numpy(bits[:, : self.vocab_size].astype(np.bool_))
 
 
-def _penalised(logits: Tensor, params: np.ndarray) -> Tensor:  # type: ignore[type-arg]
+def _penalised(logits: Tensor, params: Params) -> Tensor:
     penalty = torch.from_numpy(params["repetition"].copy())[:, None]
     return torch.where(logits > 0, logits / penalty, logits * penalty)

@@ -45,10 +45,8 @@ def decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
     """A program's accumulator and its blocks of keys and values stay in the registers of few warps."""
     if dtype == torch.float32:
         return DecodeConfig(block=16, num_warps=2, num_stages=2)
-    if head_dim <= 64:
-        return DecodeConfig(block=32, num_warps=1, num_stages=3)
     if head_dim <= 128:
-        return DecodeConfig(block=32, num_warps=2, num_stages=2)
+        return DecodeConfig(block=32, num_warps=1, num_stages=3)
     return DecodeConfig(block=32, num_warps=4, num_stages=2)
 
 

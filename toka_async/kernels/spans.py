@@ -36,7 +36,7 @@ def span_config(head_dim: int, group_size: int, dtype: torch.dtype) -> SpanConfi
     if dtype == torch.float32:
         return SpanConfig(max(16, least), 32 if head_dim <= 128 else 16, num_warps=4, num_stages=1)
     if head_dim <= 128:
-        return SpanConfig(max(128, least), 64, num_warps=8, num_stages=3)
+        return SpanConfig(max(128, least), 64, num_warps=8 if head_dim <= 64 else 4, num_stages=3)
     return SpanConfig(max(128, least), 32, num_warps=8, num_stages=2)
 
 

@@ -32,13 +32,20 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops)
         self.head = self.embedding if spec.tie_embeddings else unset(spec.vocab_size, spec.hidden_size)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
-        """token_ids, positions: int64 [t]. Returns the normalised hidden states [t, hidden]."""
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
+    ) -> Tensor:
+        """Normalised hidden states [t, hidden] of all tokens, or [w, hidden] of the wanted ones.
+
+        token_ids, positions: int64 [t]. wanted: int64 [w], indices of tokens; the others leave their keys and values
+        in every layer, which is all that later tokens need of them, and skip the rest of the last one.
+        """
         hidden = F.embedding(token_ids, self.embedding)  # [t, hidden]
         rotation = self.rope(positions, hidden.dtype)  # cos, sin: [t, 1, dim]
         residual: Tensor | None = None
-        for layer in self.layers:
-            hidden, residual = layer(hidden, residual, rotation, attention)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
+            hidden, residual = layer(hidden, residual, rotation, attention, wanted if index == last else None)
         normed: Tensor = self.norm(hidden, residual)[0]
         return normed
 
@@ -58,11 +65,19 @@ class Layer(nn.Module):
         self.mlp = MLP(spec, comm, ops)
 
     def forward(
-        self, hidden: Tensor, residual: Tensor | None, rotation: Rotation, backend: AttentionBackend
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        rotation: Rotation,
+        backend: AttentionBackend,
+        wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """[t, hidden] each: what is to be added to the residual, and the residual."""
+        """What is to be added to the residual, and the residual: [t, hidden] each, or [w, hidden] of the wanted tokens."""
         normed, residual = self.attention_norm(hidden, residual)
-        normed, residual = self.mlp_norm(self.attention(normed, rotation, backend), residual)
+        mixed = self.attention(normed, rotation, backend)
+        if wanted is not None:
+            mixed, residual = mixed.index_select(0, wanted), residual.index_select(0, wanted)
+        normed, residual = self.mlp_norm(self.attention.output(mixed), residual)
         return self.mlp(normed), residual
 
 
@@ -82,11 +97,10 @@ class Attention(nn.Module):
         self.output = RowLinear(wide, spec.hidden_size, spec.output_bias, comm)
 
     def forward(self, hidden: Tensor, rotation: Rotation, backend: AttentionBackend) -> Tensor:
+        """Each token's mix of the values that it sees [t, heads * dim], for `output` to project."""
         heads = self.qkv(hidden).view(len(hidden), -1, self.dim)  # [t, heads + 2 kv_heads, dim]
         norm = self.head_norm() if self.head_norm is not None else None
-        mixed = backend.attend(self.index, heads, rotation, norm)  # [t, heads, dim]
-        output: Tensor = self.output(mixed.flatten(1))
-        return output
+        return backend.attend(self.index, heads, rotation, norm).flatten(1)
 
 
 class MLP(nn.Module):

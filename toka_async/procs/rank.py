@@ -89,6 +89,9 @@ def send_results(link: ParentLink, launched: SimpleQueue[Launched], results: Out
             results.send(launched.get().collect())
     except RuntimeError as error:
         device_failed(link, error)
+    except Exception as error:  # else this thread alone would end, and the scheduler wait for ever
+        logging.getLogger(__name__).exception("stopped by an error")
+        link.fatal(f"{type(error).__name__}: {error}")
 
 
 def device_failed(link: ParentLink, error: RuntimeError) -> NoReturn:

@@ -44,20 +44,40 @@ def check_largest_step(
 
     Raises ModelError, which names the setting that takes more, and a value that would fit.
     """
-    free = free_cuda_memory(device, fraction) - 4 * SLAB_BYTES["cuda"]
-    for_tokens = limits.max_tokens * token_bytes(spec, dtype)
-    for_rows = limits.max_seqs * row_bytes(spec, limits, dtype)
-    if for_tokens + for_rows <= free:
+    free = free_cuda_memory(device, fraction) - _slab_bytes(spec, limits)
+    token, row = token_bytes(spec, dtype), row_bytes(spec, limits, dtype)
+    needed = limits.max_tokens * token + limits.max_seqs * row
+    if needed <= free:
         return
-    if for_rows > for_tokens:
-        name, value, each, other = "schedule.max_seqs", limits.max_seqs, for_rows // limits.max_seqs, for_tokens
-    else:
-        name, value, each, other = "schedule.max_tokens", limits.max_tokens, for_tokens // limits.max_tokens, for_rows
-    fits = max(1, min(value // 2, (free - other) // each))
+    fits = _fitting(limits, token, row, free)
+    now = {"schedule.max_seqs": limits.max_seqs, "schedule.max_tokens": limits.max_tokens}
+    settings = ", ".join(f"{name}={value}" for name, value in now.items() if name in fits or not fits)
+    advice = " and ".join(map(str, fits.values()))
     raise ModelError(
-        f"{name}={value}: the largest step takes about {(for_tokens + for_rows) >> 20} MiB where {max(free, 0) >> 20} "
-        f"MiB are free; use at most {fits}"
+        f"{settings}: the largest step takes about {needed >> 20} MiB where {max(free, 0) >> 20} MiB are free; "
+        + (f"use at most {advice}" if fits else "use a smaller model, or raise cache.memory_fraction")
     )
+
+
+def _fitting(limits: Limits, token: int, row: int, free: int) -> dict[str, int]:
+    """Settings with which the largest step fits: half of what takes more, or less, else both in proportion."""
+    seqs, tokens = limits.max_seqs, limits.max_tokens
+    if seqs * row > tokens * token:
+        fewer = min(seqs // 2, (free - tokens * token) // row)
+        if fewer >= 1:
+            return {"schedule.max_seqs": fewer}
+    else:
+        fewer = min(tokens // 2, (free - seqs * row) // token)
+        if fewer >= seqs:  # each has a token of a step
+            return {"schedule.max_tokens": fewer}
+    share = max(free, 0) / (seqs * row + tokens * token)
+    both = {"schedule.max_seqs": int(seqs * share), "schedule.max_tokens": int(tokens * share)}
+    return both if both["schedule.max_seqs"] else {}
+
+
+def _slab_bytes(spec: ModelSpec, limits: Limits) -> int:
+    """Of what plain torch samples at once, and what it makes of that."""
+    return 4 * min(SLAB_BYTES["cuda"], limits.max_tokens * spec.vocab_size * 4)
 
 
 def token_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:

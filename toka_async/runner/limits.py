@@ -29,18 +29,23 @@ class Limits:
 def resolve_limits(model: ModelConfig, schedule: ScheduleConfig, spec: ModelSpec, device: DeviceKind) -> Limits:
     """The limits with every `auto` resolved. Raises ModelError for a context longer than the model's.
 
-    A simulated device has no positions, so that its context can be any.
+    A step has a token for each of its sequences: max_tokens is never less than max_seqs. A simulated device has no
+    positions, so that its context can be any.
     """
     max_seqs = MAX_SEQS[device] if schedule.max_seqs == "auto" else schedule.max_seqs
     max_tokens = max(MAX_TOKENS[device], max_seqs) if schedule.max_tokens == "auto" else schedule.max_tokens
+    if schedule.max_seqs == "auto":
+        max_seqs = min(max_seqs, max_tokens)
     max_context = spec.max_context if model.max_context == "auto" else model.max_context
     for name, value in (
-        ("schedule.max_seqs", max_seqs),
         ("schedule.max_tokens", max_tokens),
+        ("schedule.max_seqs", max_seqs),
         ("model.max_context", max_context),
     ):
         if value < 1:
             raise ModelError(f"{name}={value}: must be at least 1, or auto")
+    if max_tokens < max_seqs:
+        raise ModelError(f"schedule.max_tokens={max_tokens}: use at least schedule.max_seqs ({max_seqs}), or auto")
     if max_context > spec.max_context and device != "simulated":
         raise ModelError(
             f"model.max_context={max_context}: the model has {spec.max_context} positions; use at most that, or auto"

@@ -31,7 +31,9 @@ if TYPE_CHECKING:  # needs Triton, which is not everywhere
 class Model(Protocol):
     """What the runner calls of a decoder; `model.decoder` is one."""
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor: ...
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
+    ) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -83,7 +85,7 @@ class Runner:
         self._model = model
         self._cache = cache
         self._attention = attention
-        self._forward = forward or (lambda token_ids, positions: model.forward(token_ids, positions, attention))
+        self._forward = forward
         self._num_compiles = num_compiles or no_compiles
         self._compiles_before = 0
         self._freeze = freeze
@@ -95,7 +97,8 @@ class Runner:
         if use_kernels:
             from toka_async.runner.decode import DecodePass
 
-            self.decode = DecodePass(self._forward, model.logits, graphs, self._rows, self._history)
+            every = forward or (lambda token_ids, positions: model.forward(token_ids, positions, attention))
+            self.decode = DecodePass(every, model.logits, graphs, self._rows, self._history)
         self._sampler = self.decode.sampler if self.decode else SlabSampler(model.logits, self._rows, self._history)
 
     def warmed(self) -> None:
@@ -125,7 +128,7 @@ class Runner:
         elif self.decode is not None and self.decode.can_replay(step_rows, bool(groups)):
             samples = self.decode.replay(step_rows, groups)
         else:
-            samples, hidden = self._compute(build_inputs(rows, step_rows, groups), step_rows)
+            samples, hidden = self._compute(build_inputs(rows, step_rows, groups), step_rows, bool(asked))
             if asked:
                 of_chunks = prompt_logprobs(hidden, asked, self._model.logits, rows.vocab_size)
         rows.advance(step_rows.slots, step_rows.lengths)
@@ -154,17 +157,26 @@ class Runner:
         padded = self.decode.padded(order) if self.decode is not None else order.size
         self._rows.on_device.set_order(order, padded)
 
-    def _compute(self, inputs: StepInputs, step_rows: StepRows) -> tuple[Samples | None, Tensor]:
-        """The rows' next tokens and the hidden states [t, hidden]; afterwards the cache holds the step's tokens."""
+    def _compute(self, inputs: StepInputs, step_rows: StepRows, every_token: bool) -> tuple[Samples | None, Tensor]:
+        """The rows' next tokens, and hidden states: of every token, or of those that are sampled.
+
+        Afterwards the cache holds the step's tokens.
+        """
         rows, batch = self._rows.on_device, inputs.attention
         self._history.write(batch.write_indices, inputs.token_ids)
         self._attention.plan(batch)
-        hidden = self._forward(inputs.token_ids, inputs.positions)
+        hidden = self._hidden(inputs, None if every_token else inputs.sampled)
         rows.advance(batch.slots, batch.contexts)
         slots, contexts = step_rows.sampled()
         if not slots.size:
             return None, hidden
-        last = hidden if inputs.sampled is None else hidden.index_select(0, inputs.sampled)
+        last = hidden.index_select(0, inputs.sampled) if every_token and inputs.sampled is not None else hidden
         samples = self._sampler.sample(last, slots, contexts, inputs.sample_slots, inputs.sample_contexts)
         rows.sampled(inputs.sample_slots, samples.token_ids)
         return samples, hidden
+
+    def _hidden(self, inputs: StepInputs, wanted: Tensor | None) -> Tensor:
+        if self._forward is None:
+            return self._model.forward(inputs.token_ids, inputs.positions, self._attention, wanted)
+        hidden = self._forward(inputs.token_ids, inputs.positions)
+        return hidden if wanted is None else hidden.index_select(0, wanted)

@@ -32,11 +32,13 @@ class Stages:
         """What happens inside is this stage."""
         self._stage, self._began, self._drawn = name, time.monotonic(), 0.0
         self.show(0, 1)
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - self._began
-        if self._on_terminal:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - self._began
+            if self._on_terminal:
+                self._stream.write("\r\x1b[K")
+                self._stream.flush()
 
     def show(self, done: int, total: int) -> None:
         """So much of the stage is done."""

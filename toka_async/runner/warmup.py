@@ -63,25 +63,25 @@ Load = Callable[[Runner], None]
 
 def cpu_loads(ready: Ready) -> list[Load]:
     """A prompt and some tokens after it."""
-    length = min(_PROMPT_TOKENS, SyntheticRows(ready).room(_DECODE_STEPS))
-    return [rows_load([length], (Sampling(top_p=0.9),))] if length > 0 else []
+    length = max(1, min(_PROMPT_TOKENS, SyntheticRows(ready).room(_DECODE_STEPS), ready.max_tokens))
+    return [rows_load([length], (Sampling(top_p=0.9),))]
 
 
 def gpu_loads(ready: Ready) -> list[Load]:
     """Few rows and many, short and long, alone and grouped."""
     size = ready.page_size
-    pages = -(-(_PROMPT_TOKENS + _DECODE_STEPS + 2) // size)
-    most = min(ready.max_seqs, ready.num_pages // pages - 1, ready.max_tokens // _PROMPT_TOKENS)
-    room = min(SyntheticRows(ready).room(_DECODE_STEPS + 2), ready.max_tokens)
+    room = max(1, min(SyntheticRows(ready).room(_DECODE_STEPS + 2), ready.max_tokens))
+    length = min(_PROMPT_TOKENS, room)
+    pages = -(-(length + _DECODE_STEPS + 2) // size)
+    most = min(ready.max_seqs, max(1, ready.num_pages // pages - 1), ready.max_tokens // length)
     loads: list[Load] = []
     for count in dict.fromkeys((1, 2, 3, 17, 64, 300, 1100, most)):
         if 0 < count <= most:
-            loads.append(rows_load([_PROMPT_TOKENS] * count, FAST))
+            loads.append(rows_load([length] * count, FAST))
             if count in (1, 17, most):
-                loads.append(rows_load([_PROMPT_TOKENS] * min(count, 300), (*SLOW, GREEDY)))
-    if room > 0:
-        loads.append(rows_load([1], (GREEDY,)))
-        loads += [rows_load([room // part], (GREEDY,)) for part in (1, 2, 16) if room // part]
+                loads.append(rows_load([length] * min(count, 300), (*SLOW, GREEDY)))
+    loads.append(rows_load([1], (GREEDY,)))
+    loads += [rows_load([room // part], (GREEDY,)) for part in (1, 2, 16) if room // part]
     for count, shared in ((2, 1), (64, 4), (most, 32)):
         fits = shared + count * pages <= ready.num_pages and 1 < count <= ready.max_seqs
         if fits and (shared + pages) * size <= ready.max_context and count * 2 <= ready.max_tokens:
@@ -93,7 +93,7 @@ def largest_load(ready: Ready) -> Load:
     """As many tokens in one step as there may be, of as many rows as there may be, that sample in every way."""
     each = max(1, min(ready.max_tokens // ready.max_seqs, ready.max_context - 2))
     lengths = np.full(ready.max_seqs, each)
-    more = np.full(ready.max_seqs, ready.max_context - 2 - each).cumsum()
+    more = np.full(ready.max_seqs, max(0, ready.max_context - 2 - each)).cumsum()
     spare = ready.max_tokens - int(lengths.sum())
     lengths += np.diff(np.minimum(more, spare), prepend=0)
     return rows_load(lengths.tolist(), (*FAST, SLOW[0]), num_decode=1)
@@ -106,13 +106,14 @@ def rows_load(
     num_grouped: int = 0,
     num_decode: int = _DECODE_STEPS,
 ) -> Load:
-    """Prompts, then tokens after them, then one prompt more beside them."""
+    """Prompts, then tokens after them, then one prompt more beside them; as far as they fit."""
 
     def load(runner: Runner) -> None:
         rows = SyntheticRows(runner.ready, num_shared)
         runner.run(rows.step(lengths, sampling))
         for _ in range(num_decode):
-            runner.run(rows.step(num_grouped=num_grouped))
+            if rows.has_room(0):
+                runner.run(rows.step(num_grouped=num_grouped))
         if len(lengths) < runner.ready.max_seqs and len(lengths) + lengths[0] <= runner.ready.max_tokens:
             another = min(lengths[0], num_shared * runner.ready.page_size + 3)
             if rows.has_room(another):

@@ -1,8 +1,10 @@
+import ast
 from pathlib import Path
 
 import pytest
 import torch
 
+import toka_async
 from tests.models import make_checkpoint
 from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
 from toka_async.messages import Ready
@@ -60,6 +62,27 @@ def test_random_weights_need_no_files(tmp_path: Path) -> None:
     assert _build(folder, ModelConfig(load="random", device="cpu")).ready.vocab_size == 261
     with pytest.raises(ModelError, match="safetensors"):
         _build(folder)
+
+
+def test_a_rank_on_a_cpu_imports_no_kernels() -> None:
+    """Triton is not everywhere: no module that is always imported imports one that needs it."""
+    todo, done = {"toka_async.runner.build"}, set[str]()
+    while todo:
+        name = todo.pop()
+        done.add(name)
+        todo |= imported_at_once(name) - done
+    assert {"toka_async.runner.runner", "toka_async.attention.build"} <= done
+    assert not [name for name in done if name.startswith("toka_async.kernels")]
+    assert "toka_async.kernels.sampling" in imported_at_once("toka_async.runner.kernel_sampler")
+
+
+def imported_at_once(name: str) -> set[str]:
+    """Our modules that the module imports at its top, whatever happens."""
+    package = Path(toka_async.__file__).parent.parent
+    tree = ast.parse((package / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8"))
+    froms = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    names = {name for node in froms for name in (node.module, *(f"{node.module}.{a.name}" for a in node.names)) if name}
+    return {name for name in names if (package / f"{name.replace('.', '/')}.py").exists()}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+
+pytest.importorskip("triton")
 
 from tests.fake_graphs import FakeGraphs
 from tests.fake_model import FakeAttention, FakeCache, FakeModel, logits_of
 from tests.row_driver import VOCAB, Driver, Request, Row
 from toka_async.arrays import as_f32, as_i32
 from toka_async.attention.base import PrefixGroup
+from toka_async.kernels.sampling import SamplingKernels
 from toka_async.messages import Ready, Sampling, StepDone
+from toka_async.runner import kernel_sampler
 from toka_async.runner.runner import Runner
 from toka_async.runner.synthetic import SyntheticRows
 
@@ -35,6 +42,16 @@ def test_steps_of_decoding_rows_are_replayed(fake_graphs: FakeGraphs) -> None:
     for num_steps in range(1, 8):
         driver.step()  # compares the tokens
         assert fake_graphs.num_replays() == num_steps
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that are interpreted need a machine without a GPU")
+def test_real_kernels_sample_what_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_sampler, "SamplingKernels", partial(SamplingKernels, chunk=64))
+    driver = Driver(4, use_kernels=True)
+    for seed, sampling in enumerate((FAST[0], FAST[2], SLOW)):
+        driver.start(Request([1, 2, 3, 4, 5], sampling), seed)
+    driver.step([100] * 3)
+    driver.step()  # compares the tokens
 
 
 def test_steps_with_chunks_are_not(fake_graphs: FakeGraphs) -> None:
@@ -98,13 +115,19 @@ def test_padding_writes_no_page_of_a_row(fake_graphs: FakeGraphs) -> None:
     assert (cache.tokens[200] >= 0).sum() == 1
 
 
-def make(use_kernels: bool) -> tuple[Runner, FakeAttention]:
+def make(use_kernels: bool, pays: Callable[[int, int], bool] | None = None) -> tuple[Runner, FakeAttention]:
     cache, attention = FakeCache(READY.num_pages + 1, READY.page_size), FakeAttention()
-    model = FakeModel(VOCAB, cache)
-    graphs = attention if use_kernels else None
-    return Runner(
-        model, cache, attention, READY, torch.device("cpu"), use_kernels=use_kernels, graphs=graphs
-    ), attention
+    runner = Runner(
+        FakeModel(VOCAB, cache),
+        cache,
+        attention,
+        READY,
+        torch.device("cpu"),
+        use_kernels=use_kernels,
+        graphs=attention if use_kernels else None,
+        pays=pays,
+    )
+    return runner, attention
 
 
 def run(runner: Runner, samplings: tuple[Sampling, ...], num_shared: int = 0, num_grouped: int = 0) -> list[StepDone]:
@@ -154,6 +177,23 @@ def test_groups_need_graphs_of_their_own(fake_graphs: FakeGraphs, grouped: bool)
     assert attention.groups == [(PrefixGroup(0, 2, 2),)] * (5 if grouped else 0)
     if not grouped:
         assert attention.batch.groups == (PrefixGroup(0, 2, 2),)
+
+
+def test_groups_that_do_not_pay_are_computed_one_by_one(fake_graphs: FakeGraphs) -> None:
+    """What the rank measured decides about each group, by its rows and the tokens that they share."""
+    asked: list[tuple[int, int]] = []
+
+    def pays(num_rows: int, num_tokens: int) -> bool:
+        asked.append((num_rows, num_tokens))
+        return len(asked) > 2
+
+    runner, attention = make(True, pays)
+    assert runner.decode is not None
+    list(runner.decode.capture(4, grouped=True))
+    run(runner, FAST[:3], num_shared=2, num_grouped=2)
+    assert asked == [(2, 2 * READY.page_size)] * 5
+    assert attention.groups == [(PrefixGroup(0, 2, 2),)] * 3
+    assert fake_graphs.num_replays() == 5
 
 
 def test_a_capture_changes_nothing_but_padding(fake_graphs: FakeGraphs) -> None:

@@ -31,7 +31,7 @@ GREEDY = Sampling(temperature=0)
 FAST = {
     "greedy": (GREEDY, Sampling(top_k=1)),
     "temperature": (Sampling(), Sampling(temperature=0.4)),
-    "filters": (Sampling(top_k=7), Sampling(temperature=0.8, top_p=0.6, top_k=MOST_CANDIDATES)),
+    "filters": (Sampling(top_k=7), Sampling(temperature=0.8, top_p=0.6, top_k=64)),
     "nucleus": (Sampling(temperature=0.3, top_p=0.7, min_p=0.01),),
     "repetition": (Sampling(temperature=0, repetition_penalty=3.0), Sampling(repetition_penalty=0.7)),
     "log-probs": (Sampling(num_logprobs=0, temperature=0.5), GREEDY),
@@ -149,7 +149,7 @@ def test_fast_rows_draw_what_torch_draws(bench: Bench, kind: str) -> None:
     slots = [*samplings][::-1]
     assert bench.kernels.all_fast(np.array(slots))
     check_equal(bench.sample(slots))
-    check_equal(bench.sample(slots))
+    check_equal(bench.sample(slots[:1]))  # the next of its stream
 
 
 @pytest.mark.parametrize("kind", SLOW)

@@ -31,6 +31,17 @@ def test_explicit(spec: ModelSpec) -> None:
     assert limits == Limits(7, 50, 99)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda", "simulated"])
+def test_a_step_has_a_token_for_every_sequence(spec: ModelSpec, device: DeviceKind) -> None:
+    def resolve(**schedule: int) -> tuple[int, int]:
+        limits = resolve_limits(ModelConfig(), ScheduleConfig(**schedule), spec, device)
+        return limits.max_seqs, limits.max_tokens
+
+    assert resolve(max_tokens=9) == (9, 9)
+    assert resolve(max_seqs=10**6) == (10**6, 10**6)
+    assert resolve(max_seqs=4, max_tokens=4) == (4, 4)
+
+
 @pytest.mark.parametrize(
     ("model", "schedule", "name"),
     [
@@ -38,6 +49,8 @@ def test_explicit(spec: ModelSpec) -> None:
         (ModelConfig(max_context=0), ScheduleConfig(), "model.max_context=0"),
         (ModelConfig(), ScheduleConfig(max_seqs=0), "schedule.max_seqs=0"),
         (ModelConfig(), ScheduleConfig(max_tokens=-1), "schedule.max_tokens=-1"),
+        (ModelConfig(), ScheduleConfig(max_seqs=3, max_tokens=-1), "schedule.max_tokens=-1"),
+        (ModelConfig(), ScheduleConfig(max_seqs=5, max_tokens=4), r"schedule.max_tokens=4: .*max_seqs \(5\)"),
     ],
 )
 def test_impossible(spec: ModelSpec, model: ModelConfig, schedule: ScheduleConfig, name: str) -> None:

@@ -1,0 +1,234 @@
+"""A rank's results, as they are sent back, and how it ends when its device fails."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import NoReturn, cast
+
+import pytest
+
+from toka_async.arrays import i32_column
+from toka_async.messages import FromRank, Ready, Step, StepDone, ToRank
+from toka_async.model.spec import ModelError
+from toka_async.procs import rank
+from toka_async.procs.child import ChildSpec, Fatal, ParentLink, Started, Status
+from toka_async.procs.rank import Launched, announce, send_results, serve
+from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
+
+READY = Ready(num_pages=1, page_size=1, max_seqs=1, max_context=1, vocab_size=1)
+
+
+class Link(ParentLink):
+    """A child's link without a parent: keeps what would be said, and ends a thread in place of the process."""
+
+    def __init__(self) -> None:
+        self.spec = cast(ChildSpec, None)
+        self.statuses: list[Status] = []
+        self.code: int | None = None
+
+    def report(self, status: Status) -> None:
+        self.statuses.append(status)
+
+    def exit(self, code: int = 0) -> NoReturn:
+        self.code = code
+        raise SystemExit(code)
+
+
+class Results:
+    """An outbox that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[FromRank] = []
+        self.has_sent = threading.Condition()
+
+    def send(self, message: FromRank) -> None:
+        with self.has_sent:
+            self.sent.append(message)
+            self.has_sent.notify()
+
+    def wait_for(self, count: int) -> None:
+        with self.has_sent:
+            assert self.has_sent.wait_for(lambda: len(self.sent) >= count, timeout=5)
+
+    def close(self) -> None:
+        raise AssertionError("closed while in use")
+
+    @property
+    def step_ids(self) -> list[int]:
+        return [message.step_id for message in self.sent if isinstance(message, StepDone)]
+
+
+class Computed:
+    """A launched step: its id is all it samples, or an error."""
+
+    def __init__(self, step_id: int, error: Exception | None = None) -> None:
+        self.step_id = step_id
+        self.error = error
+
+    def collect(self) -> StepDone:
+        if self.error is not None:
+            raise self.error
+        return StepDone(step_id=self.step_id, token_ids=i32_column([self.step_id]))
+
+
+class Steps:
+    """An inbox; when it is empty, the parent ends the process."""
+
+    def __init__(self, steps: Sequence[Step], link: Link, results: Results, num_results: int) -> None:
+        self.steps = [*steps]
+        self.link = link
+        self.results = results
+        self.num_results = num_results
+
+    def receive(self) -> ToRank:
+        if not self.steps:
+            self.results.wait_for(self.num_results)
+            self.link.exit()
+        return self.steps.pop(0)
+
+
+def queue_of(*launched: Launched) -> SimpleQueue[Launched]:
+    queue: SimpleQueue[Launched] = SimpleQueue()
+    for step in launched:
+        queue.put(step)
+    return queue
+
+
+@pytest.fixture
+def link() -> Link:
+    return Link()
+
+
+@pytest.fixture
+def results() -> Results:
+    return Results()
+
+
+@pytest.fixture
+def frozen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is done with garbage, in place of doing it."""
+    calls: list[str] = []
+    monkeypatch.setattr(gc, "collect", lambda: calls.append("collect"))
+    monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
+    return calls
+
+
+def test_results_are_sent_in_order_until_one_fails(
+    link: Link, results: Results, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = Computed(8, RuntimeError("CUDA error: an illegal access\nCompile with `TORCH_USE_CUDA_DSA`"))
+    queue = queue_of(Computed(6), Computed(7), failing, Computed(9))
+    with pytest.raises(SystemExit):
+        send_results(link, queue, results)
+    assert results.step_ids == [6, 7]
+    message = "the device failed: CUDA error: an illegal access Compile with `TORCH_USE_CUDA_DSA`"
+    assert link.statuses == [Fatal(message, user=False)]
+    assert link.code == 1
+    assert [record.exc_info is not None for record in caplog.records] == [True]  # with its trace, in the log
+
+
+@pytest.mark.parametrize("error", [AssertionError("two\nlines"), ValueError("two\nlines")])
+def test_no_error_ends_the_thread_alone(
+    link: Link, results: Results, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(SystemExit):
+        send_results(link, queue_of(Computed(1, error)), results)
+    assert link.statuses == [Fatal(f"{type(error).__name__}: two lines", user=False)]
+    assert link.code == 1
+    assert caplog.records[0].levelno == logging.ERROR
+
+
+def test_announcing(link: Link, results: Results, frozen: list[str]) -> None:
+    announce(link, results, READY)
+    assert results.sent == [READY]
+    assert link.statuses == [Started()]
+    assert frozen == ["collect", "freeze"]
+
+
+def run_serve(
+    patch: pytest.MonkeyPatch, launch: Callable[[Step], Launched], link: Link, results: Results, steps: Steps
+) -> list[Status]:
+    """Serves until the process ends; what it said. Its thread then ends too."""
+    queue: SimpleQueue[Launched] = SimpleQueue()
+    patch.setattr(rank, "SimpleQueue", lambda: queue)
+    patch.setattr(rank, "build", lambda _: (READY, launch))
+    patch.setattr(threading, "excepthook", lambda _: None)
+    before = set(threading.enumerate())
+    with pytest.raises(SystemExit):
+        serve(link, cast("ZmqInbox[ToRank]", steps), cast("ZmqOutbox[FromRank]", results))
+    statuses = [*link.statuses]
+    queue.put(Computed(0, RuntimeError("the process has ended")))
+    for thread in set(threading.enumerate()) - before:
+        assert (thread.name, thread.daemon) == ("results", True)
+        thread.join(5)
+    assert set(threading.enumerate()) <= before
+    return statuses
+
+
+@pytest.mark.usefixtures("frozen")
+def test_every_pass_of_a_step_is_launched_and_sent(
+    link: Link, results: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[int] = []
+
+    def launch(step: Step) -> Computed:
+        launched.append(step.step_id)
+        return Computed(step.step_id)
+
+    steps = [Step(step_id=3), Step(step_id=4, num_passes=4), Step(step_id=8)]
+    statuses = run_serve(monkeypatch, launch, link, results, Steps(steps, link, results, 1 + 6))
+    assert launched == [3, 4, 5, 6, 7, 8]
+    assert results.sent[0] == READY
+    assert results.step_ids == [3, 4, 5, 6, 7, 8]
+    assert statuses == [Started()]
+
+
+@pytest.mark.usefixtures("frozen")
+def test_steps_are_launched_while_others_are_computed(
+    link: Link, results: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that takes long holds up its results, and those of the steps after it, but no launch."""
+    all_launched = threading.Event()
+
+    class Slow(Computed):
+        def collect(self) -> StepDone:
+            assert all_launched.wait(5)
+            return super().collect()
+
+    def launch(step: Step) -> Computed:
+        if step.step_id == 3:
+            all_launched.set()
+        return Slow(step.step_id)
+
+    steps = [Step(step_id=i) for i in (1, 2, 3)]
+    run_serve(monkeypatch, launch, link, results, Steps(steps, link, results, 1 + 3))
+    assert results.step_ids == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("frozen")
+def test_a_failing_launch_ends_the_process(
+    link: Link, results: Results, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def launch(_: Step) -> Computed:
+        raise RuntimeError("CUDA out of memory.\nTried to allocate")
+
+    statuses = run_serve(monkeypatch, launch, link, results, Steps([Step(step_id=2)], link, results, 0))
+    assert statuses == [Started(), Fatal("the device failed: CUDA out of memory. Tried to allocate", user=False)]
+    assert caplog.records
+
+
+def test_a_model_that_does_not_fit_is_never_ready(
+    link: Link, results: Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(_: ChildSpec) -> tuple[Ready, Callable[[Step], Launched]]:
+        raise ModelError("cache.num_tokens=9: too many")
+
+    monkeypatch.setattr(rank, "build", build)
+    with pytest.raises(ModelError, match="too many"):
+        serve(link, cast("ZmqInbox[ToRank]", None), cast("ZmqOutbox[FromRank]", results))
+    assert not results.sent
+    assert not link.statuses

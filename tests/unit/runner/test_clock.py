@@ -1,0 +1,56 @@
+import time
+
+import pytest
+import torch
+
+from toka_async.runner.clock import StepClock, StepSpan
+
+
+class Host:
+    """The host's clock."""
+
+    def __init__(self) -> None:
+        self.now = 50.0
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    host = Host()
+    monkeypatch.setattr(time, "perf_counter", lambda: host.now)
+    return host
+
+
+@pytest.fixture
+def clock() -> StepClock:
+    return StepClock(torch.device("cpu"))
+
+
+def step(clock: StepClock, host: Host, waits: float, takes: float) -> StepSpan:
+    host.now += waits
+    span = clock.begin()
+    host.now += takes
+    return clock.end(span)
+
+
+def test_steps_and_the_time_between_them(clock: StepClock, host: Host) -> None:
+    spans = [step(clock, host, 3.0, 0.5), step(clock, host, 0.25, 2.0), step(clock, host, 0.0, 1.0)]
+    assert [clock.seconds(span) for span in spans] == [(0.5, 0.0), (2.0, 0.25), (1.0, 0.0)]
+
+
+def test_a_step_that_began_before_the_last_ended_did_not_wait(clock: StepClock, host: Host) -> None:
+    """Launched ahead: both lie in one another."""
+    first, second = clock.begin(), clock.begin()
+    host.now += 1.0
+    clock.end(first)
+    host.now += 1.0
+    clock.end(second)
+    assert [clock.seconds(first), clock.seconds(second)] == [(1.0, 0.0), (2.0, 0.0)]
+
+
+def test_a_cpu_copies_on_no_stream(clock: StepClock) -> None:
+    assert clock.copies is None
+
+
+def test_a_step_must_have_ended(clock: StepClock) -> None:
+    with pytest.raises(AssertionError):
+        clock.seconds(clock.begin())

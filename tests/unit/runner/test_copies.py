@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as np_st
+
+from toka_async.runner.copies import Download, upload
+
+CPU = torch.device("cpu")
+
+
+@given(
+    columns=st.lists(
+        st.sampled_from([np.int32, np.int64]).flatmap(lambda dtype: np_st.arrays(dtype, st.integers(0, 5))),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_uploaded_columns_keep_their_values(columns: list[np.ndarray]) -> None:
+    uploaded = upload(columns, CPU)
+    assert {tensor.dtype for tensor in uploaded} == {torch.int64}
+    assert [tensor.tolist() for tensor in uploaded] == [column.tolist() for column in columns]
+
+
+def test_uploaded_columns_are_copies() -> None:
+    column = np.arange(3)
+    (uploaded,) = upload((column,), CPU)
+    column[:] = 9
+    assert uploaded.tolist() == [0, 1, 2]
+
+
+def test_numbers_that_are_not_whole_cannot_be_uploaded() -> None:
+    with pytest.raises(TypeError):
+        upload((np.ones(2, dtype=np.float32),), CPU)
+
+
+def test_downloaded_arrays_have_the_shapes_and_types_of_the_tensors() -> None:
+    tensors = [
+        torch.tensor([[1, -2, 3], [4, 5, 2**31 - 1]], dtype=torch.int32),
+        torch.tensor([0.5, torch.nan, -torch.inf]),
+        torch.empty((3, 0), dtype=torch.int32),
+        torch.arange(6, dtype=torch.float32).view(2, 3).T,  # not contiguous
+        torch.tensor(7, dtype=torch.int32),
+    ]
+    arrays = Download(tensors).arrays()
+    for array, tensor in zip(arrays, tensors, strict=True):
+        assert array.dtype == tensor.numpy().dtype
+        np.testing.assert_array_equal(array, tensor.numpy())
+
+
+def test_tensors_can_be_written_again_at_once() -> None:
+    for tensors in ([torch.ones(3)], [torch.ones(3), torch.ones(2)]):
+        download = Download(tensors)
+        for tensor in tensors:
+            tensor.zero_()
+        assert all((array == 1).all() for array in download.arrays())
+
+
+def test_nothing_to_download() -> None:
+    assert Download([]).arrays() == []
+    (array,) = Download([torch.empty(0)]).arrays()
+    assert array.shape == (0,)
