@@ -72,7 +72,7 @@ class Layer(nn.Module):
         backend: AttentionBackend,
         wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """What is to be added to the residual, and the residual: [t, hidden] each, or [w, hidden] of the wanted tokens."""
+        """What is to be added to the residual, and the residual; [t, hidden] each, or [w, hidden] of wanted tokens."""
         normed, residual = self.attention_norm(hidden, residual)
         mixed = self.attention(normed, rotation, backend)
         if wanted is not None:

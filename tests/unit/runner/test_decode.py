@@ -103,16 +103,21 @@ def test_nothing_is_replayed_without_graphs(fake_graphs: FakeGraphs) -> None:
 
 
 def test_padding_writes_no_page_of_a_row(fake_graphs: FakeGraphs) -> None:
-    """Three rows in a graph of four, for several pages of tokens."""
+    """Three rows in a graph of four, for several pages of tokens, after a fourth has left."""
     driver = Driver(2, use_kernels=True)
-    rows = start(driver, FAST[:3], 8)
+    *rows, fourth = start(driver, FAST, 4)
+    driver.step()
+    driver.free(fourth)
+    cache: FakeCache = driver.runner._cache  # type: ignore[assignment]
+    before = cache.tokens[fourth.pages].copy()
+    driver.free_pages = driver.free_pages[: -len(fourth.pages)]  # nobody else takes them
     for _ in range(9):
         driver.step()
-    assert fake_graphs.num_replays() == 9
-    cache: FakeCache = driver.runner._cache  # type: ignore[assignment]
+    assert fake_graphs.num_replays() == 10
     written = {int(page) for page in np.flatnonzero((cache.tokens >= 0).any(1))}
-    assert written - {page for row in rows for page in row.pages} == {200}  # the scratch page
+    assert written - {page for row in (*rows, fourth) for page in row.pages} == {200}  # the scratch page
     assert (cache.tokens[200] >= 0).sum() == 1
+    assert (cache.tokens[fourth.pages] == before).all()
 
 
 def make(use_kernels: bool, pays: Callable[[int, int], bool] | None = None) -> tuple[Runner, FakeAttention]:
