@@ -76,9 +76,10 @@ class CacheConfig(Section, frozen=True, kw_only=True):
 
 
 class ScheduleConfig(Section, frozen=True, kw_only=True):
-    max_seqs: Annotated[Count | Auto, Meta(description="sequences that run at once; auto: 256 on a CPU, else 8192")] = (
-        "auto"
-    )
+    max_seqs: Annotated[
+        Count | Auto,
+        Meta(description="sequences that run at once; auto: 256 on a CPU, else 8192, no more than max_tokens"),
+    ] = "auto"
     max_tokens: Annotated[Count | Auto, Meta(description="tokens of one step; auto: 2048 on a CPU, else 32768")] = (
         "auto"
     )

@@ -140,7 +140,7 @@ def test_bad_files_are_reported_by_the_process_that_reads_them(
 @pytest.mark.parametrize(
     ("overrides", "part"),
     [
-        (["schedule.max_tokens=100"], "schedule.max_tokens"),
+        (["schedule.max_seqs=64", "schedule.max_tokens=63"], "schedule.max_tokens"),
         (["model.max_context=10000000"], "model.max_context"),
         ([f"cache.num_tokens={2**31 - 1}"], "cache.num_tokens"),
     ],

@@ -27,6 +27,7 @@ _TENSOR_CORE_GROUP = 4  # query heads of a key head from which decoding is a mat
 _MOST_TILE = 128  # queries of a tile that FlashInfer may split over keys
 _WORK_BYTES = 28  # of FlashAttention 3's schedule, for each tile and head
 _MOST_WORKS = 4096  # tiles beyond which all heads share one schedule
+LEAST_ROWS = 512  # that plans have room for: trying out kernels takes more than small limits do
 _DEFAULT_SCHEDULE = 8 << 20  # bytes, what a wrapper comes with
 
 
@@ -121,7 +122,7 @@ class Prefill:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.ring = WrapperRing(self._make, shape.max_seqs, shape.workspace.device)
+        self.ring = WrapperRing(self._make, max(shape.max_seqs, LEAST_ROWS), shape.workspace.device)
 
     def plan(self, batch: AttentionBatch, spans: Spans, window: int) -> Any:
         """A wrapper that is ready to run."""
@@ -180,7 +181,7 @@ class FlashInferDecode:
         self.cache = shape.cache
         self.merge = merge_state_in_place
         self.prefill = Prefill(shape)
-        self.ring = WrapperRing(self._make, shape.max_seqs, shape.workspace.device)
+        self.ring = WrapperRing(self._make, max(shape.max_seqs, LEAST_ROWS), shape.workspace.device)
         self.planned = _DecodePlan(None, None, slice(0))
 
     def plan(self, batch: AttentionBatch, groups: tuple[PrefixGroup, ...], window: int) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from toka_async.arrays import Int32, Int64
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.kv_cache import KVCache
-from toka_async.kernels.decode import Partial, Splits, decode_attention, splits_of, splits_of_any
+from toka_async.kernels.decode import MOST_PARTIALS, Partial, Splits, decode_attention, splits_of, splits_of_any
 from toka_async.kernels.spans import attend_chunks, attend_prefixes, span_config
 
 PREFIX_PROGRAMS_PER_SM = 2
@@ -73,7 +73,9 @@ class TritonDecode:
             lengths = contexts - skip
             rows = _padded(batch.num_decode)
             tiles = upload(data, self.device)
-            shared = _Shared(tiles[:rows], tiles[rows:].view(-1, 4), num_tiles, self._prefix_splits(num_tiles))
+            shared = _Shared(
+                tiles[:rows], tiles[rows:].view(-1, 4), num_tiles, self._prefix_splits(num_tiles, batch.num_decode)
+            )
         splits, order = self.work_of(np.minimum(lengths, window) if window else lengths)
         self.step = _DecodePlan(batch, window, splits, shared, order)
 
@@ -88,7 +90,7 @@ class TritonDecode:
             assert num_rows <= self.graph_rows, "the first grouped plan is of the most rows"
             skip, tiles = self.graph_data[: self.graph_rows], self.graph_data[self.graph_rows :].view(-1, 4)
             num_programs = -(-num_rows // self.tile_rows) + -(-num_rows // 64)  # full tiles, and some of small groups
-            shared = _Shared(skip, tiles, num_programs, self._prefix_splits(-(-num_rows // self.tile_rows)))
+            shared = _Shared(skip, tiles, num_programs, self._prefix_splits(-(-num_rows // self.tile_rows), num_rows))
         splits = splits_of_any(num_rows, self.cache.num_kv_heads, self.num_sms)
         self.step = _DecodePlan(batch, window, splits, shared)
 
@@ -157,9 +159,10 @@ class TritonDecode:
         tiles = _tiles(first, first, count, keys, self.tile_rows, causal=False)
         return np.concatenate((skip, tiles.ravel())).astype(np.int32), skip[:num_rows], len(tiles) - 1
 
-    def _prefix_splits(self, num_tiles: int) -> int:
+    def _prefix_splits(self, num_tiles: int, num_rows: int) -> int:
         wanted = PREFIX_PROGRAMS_PER_SM * self.num_sms // (num_tiles * self.cache.num_kv_heads)
-        return min(max(wanted, 1), MOST_PREFIX_SPLITS)
+        most = MOST_PARTIALS // (num_rows * self.num_heads * self.cache.head_dim)
+        return max(min(wanted, most, MOST_PREFIX_SPLITS), 1)
 
 
 class TritonChunks:
@@ -226,7 +229,8 @@ class _Memory:
     def _take(self, name: str, size: int) -> Tensor:
         slabs = self.slabs.setdefault(name, [])
         if not slabs or len(slabs[-1]) < size:  # smaller ones stay for the graphs that were captured with them
-            slabs.append(torch.empty(size, dtype=torch.float32, device=self.device))
+            # Powers of two: all that were outgrown together take no more than the last.
+            slabs.append(torch.empty(1 << (size - 1).bit_length(), dtype=torch.float32, device=self.device))
         return slabs[-1][:size]
 
 

@@ -22,7 +22,13 @@ from toka_async.model.decoder import Decoder
 from toka_async.model.ops import Ops, TorchOps
 from toka_async.model.spec import ModelError, ModelSpec
 from toka_async.model.weights import build_decoder, load_weights, random_weights
-from toka_async.runner.cache_size import check_largest_step, memory_for_cache, page_bytes_of, pages_of_largest_step
+from toka_async.runner.cache_size import (
+    check_largest_step,
+    does_not_fit,
+    memory_for_cache,
+    page_bytes_of,
+    pages_for_trial,
+)
 from toka_async.runner.limits import DeviceKind, Limits, resolve_limits, resolve_num_pages
 from toka_async.runner.memory import available_memory
 from toka_async.runner.runner import Runner
@@ -110,12 +116,16 @@ class Parts:
     def _memory_for_cache(self, page_bytes: int) -> int:
         """Bytes: what the largest step leaves, which is computed once to find out."""
         fraction = self.cache.memory_fraction
-        check_largest_step(self.spec, self.limits, self.dtype, self.device, fraction)
+        page_size = self.cache.page_size
+        check_largest_step(self.spec, self.limits, self.dtype, page_size, self.device, fraction)
         torch.cuda.reset_peak_memory_stats(self.device)
-        num_pages = pages_of_largest_step(self.limits, self.cache.page_size)
-        runner = self.runner(num_pages, trial=True)
-        largest_load(runner.ready)(runner)
-        torch.cuda.synchronize(self.device)
+        num_pages = pages_for_trial(self.limits, page_size, page_bytes, self.device, fraction)
+        try:
+            runner = self.runner(num_pages, trial=True)
+            largest_load(runner.ready)(runner)
+            torch.cuda.synchronize(self.device)
+        except torch.OutOfMemoryError:
+            raise does_not_fit(self.limits) from None
         peak = torch.cuda.max_memory_allocated(self.device) - (num_pages + 1) * page_bytes
         del runner
         gc.collect()

@@ -25,9 +25,23 @@ def page_bytes_of(spec: ModelSpec, cache: CacheConfig, dtype: torch.dtype) -> in
     return cache.page_size * (bytes_per_token(spec, dtype) + _HISTORY_BYTES)
 
 
-def pages_of_largest_step(limits: Limits, page_size: int) -> int:
-    """Enough for a step of the most rows and tokens, and a token more of each."""
-    return limits.max_seqs * 2 + -(-limits.max_tokens // page_size)
+def pages_of_largest_step(limits: Limits, page_size: int, most: int = 2**31) -> int:
+    """Enough for a step of the most rows and tokens, and a token more of each; `most`, where rows can share pages."""
+    return max(1, min(limits.max_seqs * 2 + -(-limits.max_tokens // page_size), most))
+
+
+def pages_for_trial(limits: Limits, page_size: int, page_bytes: int, device: torch.device, fraction: float) -> int:
+    """Of the largest step, as far as they leave most of the memory to it."""
+    return pages_of_largest_step(limits, page_size, free_cuda_memory(device, fraction) // (8 * page_bytes))
+
+
+def does_not_fit(limits: Limits) -> ModelError:
+    """What to say when the largest step ran out of memory."""
+    seqs, tokens = limits.max_seqs, limits.max_tokens
+    return ModelError(
+        f"schedule.max_seqs={seqs}, schedule.max_tokens={tokens}: the largest step does not fit the GPU's memory; try "
+        f"{max(1, seqs // 2)} and {max(1, tokens // 2)}"
+    )
 
 
 def memory_for_cache(device: torch.device, fraction: float, peak: int) -> int:
@@ -38,14 +52,14 @@ def memory_for_cache(device: torch.device, fraction: float, peak: int) -> int:
 
 
 def check_largest_step(
-    spec: ModelSpec, limits: Limits, dtype: torch.dtype, device: torch.device, fraction: float
+    spec: ModelSpec, limits: Limits, dtype: torch.dtype, page_size: int, device: torch.device, fraction: float
 ) -> None:
     """Refuse limits whose largest step cannot fit, before it is tried.
 
     Raises ModelError, which names the setting that takes more, and a value that would fit.
     """
     free = free_cuda_memory(device, fraction) - _slab_bytes(spec, limits)
-    token, row = token_bytes(spec, dtype), row_bytes(spec, limits, dtype)
+    token, row = token_bytes(spec, dtype), row_bytes(spec, limits, dtype, page_size)
     needed = limits.max_tokens * token + limits.max_seqs * row
     if needed <= free:
         return
@@ -77,7 +91,7 @@ def _fitting(limits: Limits, token: int, row: int, free: int) -> dict[str, int]:
 
 def _slab_bytes(spec: ModelSpec, limits: Limits) -> int:
     """Of what plain torch samples at once, and what it makes of that."""
-    return 4 * min(SLAB_BYTES["cuda"], limits.max_tokens * spec.vocab_size * 4)
+    return 12 * min(SLAB_BYTES["cuda"], limits.max_tokens * spec.vocab_size * 4)
 
 
 def token_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -87,6 +101,6 @@ def token_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
     return a_token * dtype.itemsize + bytes_per_token(spec, dtype)
 
 
-def row_bytes(spec: ModelSpec, limits: Limits, dtype: torch.dtype) -> int:
-    """Of a row: its logits, its line in the page table at the smallest page, what sampling keeps of it."""
-    return spec.vocab_size * dtype.itemsize + spec.vocab_size // 4 + 4 * limits.max_context // 16
+def row_bytes(spec: ModelSpec, limits: Limits, dtype: torch.dtype, page_size: int) -> int:
+    """Of a row: its logits, its line in the page table, what sampling keeps of it."""
+    return spec.vocab_size * dtype.itemsize + spec.vocab_size // 4 + 4 * limits.max_context // page_size

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from toka_async.arrays import Int32, Int64
 from toka_async.model.logprobs import Logprobs
+from toka_async.runner.copies import upload
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,7 +71,7 @@ def samples_of(token_ids: Tensor, asked: Int64, num_top: Int32, logprobs: Logpro
     """From the log-probs of the rows that ask, host indices [m] with counts of likeliest tokens [m]."""
     if logprobs is None:
         return Samples(token_ids)
-    (rows,) = (torch.from_numpy(asked).to(token_ids.device),)
+    (rows,) = upload((asked,), token_ids.device)
     chosen = torch.zeros(len(token_ids), dtype=torch.float32, device=token_ids.device)
     chosen.index_copy_(0, rows, logprobs.chosen)
     if not logprobs.top.shape[1]:

@@ -23,8 +23,8 @@ from toka_async.runner.history import History
 from toka_async.runner.rows import Rows
 from toka_async.runner.samples import NO_ROWS, Samples, samples_of
 
-# Float32 logits of one slab; sampling needs a few times as much.
-SLAB_BYTES = {"cpu": 32 << 20, "cuda": 1 << 30}
+# Float32 logits of one slab; sorting a whole vocabulary takes more than ten times as much.
+SLAB_BYTES = {"cpu": 32 << 20, "cuda": 1 << 28}
 
 Head = Callable[[Tensor], Tensor]
 

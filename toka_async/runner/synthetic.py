@@ -16,10 +16,14 @@ GREEDY = Sampling(temperature=0.0)
 
 
 class SyntheticRows:
-    """Rows of prompts of zeros, all of which share their first `num_shared` pages; they decode until all end."""
+    """Rows of prompts of zeros, all of which share their first `num_shared` pages; they decode until all end.
 
-    def __init__(self, ready: Ready, num_shared: int = 0) -> None:
+    reuse: a page may be several rows' own, so that any cache will do; what rows compute is then nonsense.
+    """
+
+    def __init__(self, ready: Ready, num_shared: int = 0, reuse: bool = False) -> None:
         self._ready = ready
+        self._reuse = reuse
         self._num_shared = num_shared
         self._num_pages = num_shared  # given out
         self._lengths: Int32 = np.empty(0, np.int32)  # tokens of each row up to now
@@ -37,7 +41,8 @@ class SyntheticRows:
         size = self._ready.page_size
         needed = int((-(-(self._lengths + 1) // size) - self._owned).sum()) + -(-length // size)
         longest = int(self._lengths.max(initial=0)) + 1
-        return self._num_pages + needed <= self._ready.num_pages and longest <= self._ready.max_context
+        has_pages = self._reuse or self._num_pages + needed <= self._ready.num_pages
+        return has_pages and longest <= self._ready.max_context
 
     def step(self, lengths: Sequence[int] = (), sampling: Sequence[Sampling] = (GREEDY,), num_grouped: int = 0) -> Step:
         """A token of every row there is, and one whole chunk for each new row.
@@ -106,5 +111,5 @@ class SyntheticRows:
         pages = np.arange(self._num_pages, self._num_pages + slots.size, dtype=np.int32)
         self._num_pages += slots.size
         self._owned = self._owned + needed
-        assert self._num_pages <= self._ready.num_pages, "more pages than there are"
-        return column(slots), column(pages)
+        assert self._reuse or self._num_pages <= self._ready.num_pages, "more pages than there are"
+        return column(slots), column(pages % self._ready.num_pages)

@@ -96,7 +96,7 @@ def largest_load(ready: Ready) -> Load:
     more = np.full(ready.max_seqs, max(0, ready.max_context - 2 - each)).cumsum()
     spare = ready.max_tokens - int(lengths.sum())
     lengths += np.diff(np.minimum(more, spare), prepend=0)
-    return rows_load(lengths.tolist(), (*FAST, SLOW[0]), num_decode=1)
+    return rows_load(lengths.tolist(), (*FAST, SLOW[0]), num_decode=1, reuse=True)
 
 
 def rows_load(
@@ -105,11 +105,12 @@ def rows_load(
     num_shared: int = 0,
     num_grouped: int = 0,
     num_decode: int = _DECODE_STEPS,
+    reuse: bool = False,
 ) -> Load:
-    """Prompts, then tokens after them, then one prompt more beside them; as far as they fit."""
+    """Prompts, then tokens after them, then one prompt more beside them; as far as they fit, but for `reuse`d pages."""
 
     def load(runner: Runner) -> None:
-        rows = SyntheticRows(runner.ready, num_shared)
+        rows = SyntheticRows(runner.ready, num_shared, reuse)
         runner.run(rows.step(lengths, sampling))
         for _ in range(num_decode):
             if rows.has_room(0):

@@ -82,9 +82,9 @@ def test_the_cache_gets_what_is_left(memory: Memory) -> None:
 
 
 def test_limits_that_fit(memory: Memory, spec: ModelSpec) -> None:
-    check_largest_step(spec, Limits(256, 4096, 2048), torch.bfloat16, GPU, 0.9)
+    check_largest_step(spec, Limits(256, 4096, 2048), torch.bfloat16, 16, GPU, 0.9)
     memory.total = memory.free = 1 * GIB  # a small model in a small GPU
-    check_largest_step(spec, Limits(8, 64, 512), torch.bfloat16, GPU, 0.9)
+    check_largest_step(spec, Limits(8, 64, 512), torch.bfloat16, 16, GPU, 0.9)
 
 
 def advised(message: str, limits: Limits) -> Limits:
@@ -103,7 +103,7 @@ def advised(message: str, limits: Limits) -> Limits:
     ("limits", "gib", "names"),
     [
         (Limits(100_000, 100_000, 1 << 20), 20, ["max_seqs"]),
-        (Limits(16, 10_000_000, 1000), 14, ["max_tokens"]),
+        (Limits(16, 10_000_000, 1000), 12, ["max_tokens"]),
         (Limits(1_000_000, 100_000_000, 1 << 20), 30, ["max_seqs", "max_tokens"]),
         (Limits(4_000_000, 5_000_000, 1000), 6, ["max_seqs", "max_tokens"]),
     ],
@@ -111,11 +111,11 @@ def advised(message: str, limits: Limits) -> Limits:
 def test_limits_that_do_not_fit(memory: Memory, spec: ModelSpec, limits: Limits, gib: int, names: list[str]) -> None:
     memory.free = memory.total = gib * GIB
     with pytest.raises(ModelError, match=r"^schedule\.max_.*MiB are free; use at most \d+") as raised:
-        check_largest_step(spec, limits, torch.bfloat16, GPU, 1.0)
+        check_largest_step(spec, limits, torch.bfloat16, 16, GPU, 1.0)
     new = advised(str(raised.value), limits)
     assert [name for name in ("max_seqs", "max_tokens") if getattr(new, name) != getattr(limits, name)] == names
     assert new.max_tokens >= new.max_seqs >= 1
-    check_largest_step(spec, new, torch.bfloat16, GPU, 1.0)
+    check_largest_step(spec, new, torch.bfloat16, 16, GPU, 1.0)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -132,7 +132,7 @@ def test_what_is_advised_fits(memory: Memory, spec: ModelSpec, seqs: int, more: 
 
 def refusal(spec: ModelSpec, limits: Limits) -> str:
     try:
-        check_largest_step(spec, limits, torch.float32, GPU, 0.8)
+        check_largest_step(spec, limits, torch.float32, 16, GPU, 0.8)
     except ModelError as error:
         return str(error)
     return ""
@@ -144,12 +144,12 @@ def test_no_memory_at_all(memory: Memory, spec: ModelSpec) -> None:
         r"^schedule.max_seqs=4, schedule.max_tokens=4: .* where 0 MiB are free; use a smaller model, or raise cache"
     )
     with pytest.raises(ModelError, match=message):
-        check_largest_step(spec, Limits(4, 4, 10), torch.bfloat16, GPU, 0.5)
+        check_largest_step(spec, Limits(4, 4, 10), torch.bfloat16, 16, GPU, 0.5)
 
 
 def test_rows_and_tokens_take_more_of_a_larger_vocabulary_and_model(tmp_path: Path, spec: ModelSpec) -> None:
     wide = read_spec(make_checkpoint(tmp_path / "wide", "llama", hidden_size=96, vocab_size=1000))
     limits, dtype = Limits(4, 8, 4096), torch.bfloat16
-    assert row_bytes(wide, limits, dtype) - row_bytes(spec, limits, dtype) == 739 * 2 + 1000 // 4 - 261 // 4
+    assert row_bytes(wide, limits, dtype, 16) - row_bytes(spec, limits, dtype, 16) == 739 * 2 + 1000 // 4 - 261 // 4
     assert token_bytes(wide, dtype) - token_bytes(spec, dtype) == 4 * 48 * 2
     assert token_bytes(spec, torch.float32) == 2 * token_bytes(spec, dtype)

@@ -120,6 +120,18 @@ def test_padding_writes_no_page_of_a_row(fake_graphs: FakeGraphs) -> None:
     assert (cache.tokens[fourth.pages] == before).all()
 
 
+def test_replays_keep_the_history(fake_graphs: FakeGraphs) -> None:
+    """Other rows, whose penalties go by it, may find these pages in the cache."""
+    driver = Driver(2, use_kernels=True)
+    rows = start(driver, FAST[:2], 2)
+    for _ in range(7):
+        driver.step()
+    assert fake_graphs.num_replays() == 7
+    for row in rows:
+        ids = driver.runner._history.ids[row.pages].flatten()
+        assert ids[: row.computed].tolist() == row.tokens[: row.computed]
+
+
 def make(use_kernels: bool, pays: Callable[[int, int], bool] | None = None) -> tuple[Runner, FakeAttention]:
     cache, attention = FakeCache(READY.num_pages + 1, READY.page_size), FakeAttention()
     runner = Runner(
