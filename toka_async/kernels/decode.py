@@ -59,9 +59,15 @@ class Splits:
 
 
 def splits_of_any(num_rows: int, kv_heads: int, num_sms: int) -> Splits:
-    """For rows of unknown lengths: enough programs to even out different ones; short rows leave most without keys."""
-    wanted = triton.cdiv(4 * PROGRAMS_PER_SM * num_sms, max(1, num_rows * kv_heads))
-    return Splits(min(wanted, MOST_SPLITS), SMALLEST_SPLIT)
+    """For rows of unknown lengths: what few rows need to fill the chip; of many rows, only long ones are split.
+
+    Measured on an H200: 64 rows of 600 keys take 25 us a layer in 2 splits and 32 us in 5; one row takes 4 us in
+    splits of 19 keys and 7 us in splits of 128.
+    """
+    wanted = 8 * num_sms // max(1, num_rows * kv_heads)
+    if wanted > 1:
+        return Splits(min(wanted, MOST_SPLITS), 1)
+    return Splits(4, 1024)
 
 
 def splits_of(longest: int, total: int, num_rows: int, num_heads: int, dim: int, kv_heads: int, num_sms: int) -> Splits:
@@ -244,6 +250,10 @@ def _decode(
         share = tl.cdiv(tl.maximum(tl.cdiv(length - first, num_splits), least), block) * block
         first = first + split * share
         last = tl.minimum(first + share, length)
+        if (first >= last) & (split > 0):  # nothing is left for this one: its weight in the merge is 0
+            before = split.to(tl.int64) * num_rows * num_heads
+            tl.store(lse + before + head, top, mask=is_head)
+            return
 
     for start in range(first, last, block):
         position = start + tl.arange(0, block)
@@ -288,7 +298,7 @@ def _merge(
     place = number * tl.num_programs(0) + head
     part_lse = tl.load(lse + place, mask=number < num_parts, other=-float("inf"))
     weight = tl.exp2(part_lse - tl.max(part_lse, 0))
-    inside = (number < num_parts)[:, None] & (column < dim)[None, :]
+    inside = (weight > 0.0)[:, None] & (column < dim)[None, :]
     part = tl.load(parts + place[:, None] * dim + column[None, :], mask=inside, other=0.0).to(tl.float32)
     result = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
     tl.store(output + head * dim + column, result.to(output.dtype.element_ty), mask=column < dim)

@@ -206,9 +206,32 @@ def test_memory_of_partial_results_is_bounded() -> None:
 
 
 def test_rows_of_any_length_are_split_by_their_number() -> None:
-    assert splits_of_any(1, 8, 132).count == 32
-    assert splits_of_any(512, 8, 132).count == 2
-    assert splits_of_any(8192, 8, 132).count == 1
+    assert splits_of_any(1, 8, 132) == Splits(32, 1)
+    assert splits_of_any(64, 8, 132) == Splits(2, 1)
+    assert splits_of_any(512, 8, 132) == Splits(4, 1024)  # only rows of more than 1,024 keys are
+
+
+def test_programs_without_keys_leave_nothing_behind() -> None:
+    case = PagedCase(3, [5, 70, 33], 16, 2, 2, 16, DEVICE)
+    query = case.normal(3, case.heads, case.dim)
+    splits = room(4, query)
+    output = torch.full_like(query, torch.nan)
+    order = torch.arange(3, dtype=torch.int32, device=DEVICE)
+    decode_attention(
+        query,
+        case.keys,
+        case.values,
+        case.page_table,
+        case.slots,
+        case.contexts,
+        order,
+        output,
+        SCALE,
+        splits=splits,
+        least=32,
+    )
+    torch.testing.assert_close(output, expected(case, query), atol=1e-5, rtol=1e-5)
+    assert splits.output[1:, 0].isnan().all()  # never written, never read
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
