@@ -17,6 +17,7 @@ import msgspec
 
 from toka_async.config import Config
 from toka_async.listening import open_listener, raise_limits, url_of
+from toka_async.model.division import check_tensor_size
 from toka_async.model.generation import read_generation_defaults
 from toka_async.model.hub import resolve_model, resolve_tokenizer
 from toka_async.model.spec import ModelError, read_spec
@@ -40,7 +41,7 @@ def serve(config: Config) -> int:
         spec = ChildSpec(
             role="server",
             config=config,
-            topology=local_topology(folder),
+            topology=local_topology(folder, ranks=config.parallel.tp),
             model_dir=str(model_dir),
             tokenizer_dir=str(tokenizer_dir),
             served_name=config.model.served_name or config.model.path,
@@ -66,6 +67,7 @@ def _files(config: Config) -> tuple[Path, Path]:
     weights = config.model.device != "simulated" and config.model.load == "weights"
     model_dir = resolve_model(config.model.path, weights)
     spec = read_spec(model_dir)
+    check_tensor_size(spec, config.parallel.tp)
     read_generation_defaults(model_dir, spec, use_file=config.model.generation_config == "auto")
     tokenizer_dir = resolve_tokenizer(config.model.tokenizer, model_dir)
     if not (tokenizer_dir / "tokenizer.json").is_file():

@@ -15,12 +15,14 @@ class Topology(msgspec.Struct, frozen=True):
 
     server: the server's inbox (Ready, Tokens, …). schedulers[d]: replica d's inbox of requests.
     scheduler_ranks[d]: replica d's inbox of StepDone. ranks[d][r]: rank r of replica d's inbox of steps.
+    groups[d]: where the ranks of replica d find each other (a URL as torch.distributed takes it).
     """
 
     server: str
     schedulers: tuple[str, ...]
     scheduler_ranks: tuple[str, ...]
     ranks: tuple[tuple[str, ...], ...]
+    groups: tuple[str, ...]
 
 
 def local_topology(folder: Path, dp: int = 1, ranks: int = 1) -> Topology:
@@ -34,4 +36,5 @@ def local_topology(folder: Path, dp: int = 1, ranks: int = 1) -> Topology:
         schedulers=tuple(at(f"scheduler-{d}") for d in range(dp)),
         scheduler_ranks=tuple(at(f"scheduler-{d}-ranks") for d in range(dp)),
         ranks=tuple(tuple(at(f"rank-{d}-{r}") for r in range(ranks)) for d in range(dp)),
+        groups=tuple(f"file://{folder / f'group-{d}'}" for d in range(dp)),
     )

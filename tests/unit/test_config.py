@@ -91,11 +91,17 @@ def test_a_wrong_override_is_one_line_that_names_it(override: str, parts: list[s
         assert part in message
 
 
-@pytest.mark.parametrize("override", ["parallel.dp=2", "parallel.pp=2", "parallel.tp=2"])
+@pytest.mark.parametrize("override", ["parallel.dp=2", "parallel.pp=2"])
 def test_what_cannot_be_served_is_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=r"available in this version") as caught:
         load_config(None, [override])
     assert str(caught.value).startswith(override.partition("=")[0])
+
+
+def test_ranks_that_share_a_model_are_not_compiled() -> None:
+    assert load_config(None, ["parallel.tp=2"]).parallel.tp == 2
+    with pytest.raises(ConfigError, match=r"^compile\.enabled: needs parallel\.tp=1 in this version, got 2$"):
+        load_config(None, ["parallel.tp=2", "compile.enabled=true"])
 
 
 @pytest.mark.parametrize(

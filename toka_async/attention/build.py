@@ -75,10 +75,12 @@ def build_attention(
     max_tokens: int,
     scale: float | None = None,
     table: Table | None = None,
+    agree: Callable[[Table], Table] | None = None,
 ) -> Attention:
     """The backend over `cache`, with a sliding window per layer, for steps of up to max_seqs rows and max_tokens.
 
     table: what to choose by; None: measured now, on the cache as it is, without writing to it.
+    agree: makes of what was measured the table to choose by; ranks that compute together choose alike.
     Raises ModelError: the backend cannot attend over this cache; the message says why, and what can.
     """
     chosen = resolve_backend(backend, cache)
@@ -94,7 +96,9 @@ def build_attention(
             _try_out(sources, limits)
     if chosen == "flashinfer" or (chosen == "auto" and not flashinfer.why_not(cache)):
         sources = _with_flashinfer(sources, limits, must=chosen == "flashinfer")
-    table = table or _measure(sources, limits)
+    if table is None:
+        measured = _measure(sources, limits)
+        table = agree(measured) if agree is not None else measured
     parts = _assemble(sources, limits, table)
     return Attention(parts, parts if sources.captured else None, table.smallest_group(), table.pays, table)
 

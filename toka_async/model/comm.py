@@ -1,14 +1,20 @@
 """What tensor-parallel layers need of other ranks. The model builds and runs without any process group.
 
-`Share` is the one place that decides which part of a matrix a rank holds. Knows no transport and no layers.
+`Share` is the one place that decides which part of a matrix a rank holds. Knows no layers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+
+# A rank that died is the supervisor's to see; ranks may be minutes apart only while they load weights.
+TIMEOUT = timedelta(minutes=10)
 
 
 class Comm(Protocol):
@@ -28,6 +34,14 @@ class Comm(Protocol):
         """The ranks' `x` one after the other along `dim`."""
         ...
 
+    def minimum(self, number: int) -> int:
+        """The least of the ranks' numbers."""
+        ...
+
+    def of_first(self, data: bytes) -> bytes:
+        """The data of rank 0."""
+        ...
+
 
 class LocalComm:
     """One rank alone."""
@@ -41,6 +55,70 @@ class LocalComm:
     def all_gather(self, x: Tensor, dim: int) -> Tensor:  # noqa: ARG002
         return x
 
+    def minimum(self, number: int) -> int:
+        return number
+
+    def of_first(self, data: bytes) -> bytes:
+        return data
+
+
+class DistributedComm:
+    """The ranks of a process group of torch: gloo's on CPUs, NCCL's on GPUs."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank = group.rank()
+        self.size = group.size()
+        self._group = group
+        self._device = device
+        # Newer versions of torch have a new name for it, and a warning for the old one.
+        self._gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if x.numel():
+            dist.all_reduce(x, group=self._group)
+        return x
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        gathered = x.new_empty(self.size, *x.shape)
+        if x.numel():
+            self._gather(gathered.view(-1), x.contiguous().view(-1), group=self._group)
+        return gathered.movedim(0, dim).flatten(dim, dim + 1)
+
+    def minimum(self, number: int) -> int:
+        least = torch.tensor([number], device=self._device)
+        dist.all_reduce(least, dist.ReduceOp.MIN, self._group)
+        return int(least)
+
+    def of_first(self, data: bytes) -> bytes:
+        length = torch.tensor([len(data)], device=self._device)
+        dist.broadcast(length, group=self._group, group_src=0)
+        content = torch.zeros(int(length), dtype=torch.uint8, device=self._device)
+        if self.rank == 0:
+            content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(content, group=self._group, group_src=0)
+        return content.cpu().numpy().tobytes()
+
+
+def join(address: str, rank: int, size: int, device: torch.device) -> Comm:
+    """This rank's end of a group of `size`, once all of them are there; alone, nothing is started.
+
+    address: where the ranks meet, as `torch.distributed.init_process_group` takes it. Raises RuntimeError when the
+    others do not come in time.
+    """
+    if size == 1:
+        return LocalComm()
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=address,
+        rank=rank,
+        world_size=size,
+        timeout=TIMEOUT,
+        device_id=device if on_gpu else None,
+    )
+    assert dist.group.WORLD is not None
+    return DistributedComm(dist.group.WORLD, device)
+
 
 @dataclass(slots=True, frozen=True)
 class Share:
@@ -50,9 +128,28 @@ class Share:
     start: int
     size: int
 
+    def times(self, num: int) -> Share:
+        """The same part where each of the total is `num` rows."""
+        return Share(self.total * num, self.start * num, self.size * num)
+
 
 def share_of(total: int, comm: Comm) -> Share:
     """This rank's equal part of `total`, which the number of ranks divides."""
     assert total % comm.size == 0, f"{total} cannot be split over {comm.size} ranks"
     size = total // comm.size
     return Share(total, comm.rank * size, size)
+
+
+def kv_share_of(num_kv_heads: int, comm: Comm) -> Share:
+    """This rank's KV heads: an equal part, or, of fewer heads than ranks, the one that its query heads attend to."""
+    if num_kv_heads >= comm.size:
+        return share_of(num_kv_heads, comm)
+    assert comm.size % num_kv_heads == 0, f"{num_kv_heads} KV heads cannot be repeated over {comm.size} ranks"
+    return Share(num_kv_heads, comm.rank * num_kv_heads // comm.size, 1)
+
+
+def padded_share_of(total: int, comm: Comm) -> tuple[Share, int]:
+    """This rank's part of `total` rows of any number, and the rows that each rank has, some of the last ones unused."""
+    rows = -(-total // comm.size)
+    start = min(comm.rank * rows, total)
+    return Share(total, start, min(rows, total - start)), rows

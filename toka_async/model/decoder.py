@@ -7,12 +7,11 @@ Knows no rows, no pages, no checkpoint; families differ only by their `ModelSpec
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toka_async.attention.base import AttentionBackend
-from toka_async.model.comm import Comm, share_of
-from toka_async.model.layers import ColumnLinear, HeadNorm, RMSNorm, RowLinear, unset
+from toka_async.model.comm import Comm, kv_share_of, share_of
+from toka_async.model.layers import ColumnLinear, HeadNorm, RMSNorm, RowLinear, Vocabulary
 from toka_async.model.ops import Ops
 from toka_async.model.rope import Rope
 from toka_async.model.spec import ModelSpec
@@ -26,11 +25,12 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec, comm: Comm, ops: Ops) -> None:
         super().__init__()
         self.num_heads = share_of(spec.num_heads, comm).size  # the rank's query heads
-        self.embedding = unset(spec.vocab_size, spec.hidden_size)
+        self.embedding = Vocabulary(spec.vocab_size, spec.hidden_size, comm)
         self.rope = Rope(spec.rope, spec.head_dim)
         self.layers = nn.ModuleList(Layer(spec, index, comm, ops) for index in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops)
-        self.head = self.embedding if spec.tie_embeddings else unset(spec.vocab_size, spec.hidden_size)
+        tied = spec.tie_embeddings
+        self.head = self.embedding if tied else Vocabulary(spec.vocab_size, spec.hidden_size, comm)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
@@ -40,7 +40,7 @@ class Decoder(nn.Module):
         token_ids, positions: int64 [t]. wanted: int64 [w], indices of tokens; the others leave their keys and values
         in every layer, which is all that later tokens need of them, and skip the rest of the last one.
         """
-        hidden = F.embedding(token_ids, self.embedding)  # [t, hidden]
+        hidden = self.embedding.embed(token_ids)  # [t, hidden]
         rotation = self.rope(positions, hidden.dtype)  # cos, sin: [t, 1, dim]
         residual: Tensor | None = None
         last = len(self.layers) - 1
@@ -51,7 +51,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[s, hidden] to [s, vocab], in the activations' dtype."""
-        return F.linear(hidden, self.head)
+        return self.head.logits(hidden)
 
 
 class Layer(nn.Module):
@@ -88,13 +88,13 @@ class Attention(nn.Module):
         super().__init__()
         self.index = index
         self.dim = spec.head_dim
-        wide, narrow = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.qkv = ColumnLinear(spec.hidden_size, (wide, narrow, narrow), spec.attention_bias, comm)
+        heads, kv_heads = share_of(spec.num_heads, comm), kv_share_of(spec.num_kv_heads, comm)
+        wide, narrow = heads.times(self.dim), kv_heads.times(self.dim)
+        self.qkv = ColumnLinear(spec.hidden_size, (wide, narrow, narrow), spec.attention_bias)
         self.head_norm: HeadNorm | None = None
         if spec.qk_norm:
-            num_heads, num_kv_heads = (share_of(count, comm).size for count in (spec.num_heads, spec.num_kv_heads))
-            self.head_norm = HeadNorm(num_heads, num_kv_heads, spec.head_dim, spec.norm_eps)
-        self.output = RowLinear(wide, spec.hidden_size, spec.output_bias, comm)
+            self.head_norm = HeadNorm(heads.size, kv_heads.size, self.dim, spec.norm_eps)
+        self.output = RowLinear(wide.total, spec.hidden_size, spec.output_bias, comm)
 
     def forward(self, hidden: Tensor, rotation: Rotation, backend: AttentionBackend) -> Tensor:
         """Each token's mix of the values that it sees [t, heads * dim], for `output` to project."""
@@ -111,7 +111,8 @@ class MLP(nn.Module):
         inner = spec.intermediate_size
         self.activation = spec.activation
         self.ops = ops
-        self.gate_up = ColumnLinear(spec.hidden_size, (inner, inner), spec.mlp_bias, comm)
+        share = share_of(inner, comm)
+        self.gate_up = ColumnLinear(spec.hidden_size, (share, share), spec.mlp_bias)
         self.down = RowLinear(inner, spec.hidden_size, spec.mlp_bias, comm)
 
     def forward(self, hidden: Tensor) -> Tensor:

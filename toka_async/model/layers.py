@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toka_async.attention.base import QueryKeyNorm
-from toka_async.model.comm import Comm, Share, share_of
+from toka_async.model.comm import Comm, Share, padded_share_of, share_of
 from toka_async.model.ops import Ops
 
 
@@ -35,10 +35,11 @@ class Part:
 class ColumnLinear(nn.Module):
     """y = x Wᵀ + b for several matrices with the same input, fused; each rank holds a part of every one's outputs."""
 
-    def __init__(self, num_inputs: int, num_outputs: Sequence[int], bias: bool, comm: Comm) -> None:
+    def __init__(self, num_inputs: int, shares: Sequence[Share], bias: bool) -> None:
+        """shares: the rank's outputs of each matrix."""
         super().__init__()
-        self.shares = [share_of(count, comm) for count in num_outputs]
-        rows = sum(share.size for share in self.shares)
+        self.shares = shares
+        rows = sum(share.size for share in shares)
         self.weight = unset(rows, num_inputs)
         self.bias = unset(rows) if bias else None
 
@@ -78,6 +79,32 @@ class RowLinear(nn.Module):
         if self.bias is not None:
             parts["bias"] = Part(self.bias.data, tuple(self.bias.shape))
         return parts
+
+
+class Vocabulary(nn.Module):
+    """A row for each token id: embeds ids, or scores hidden states, or both; each rank holds a part of the rows."""
+
+    def __init__(self, num_ids: int, dim: int, comm: Comm) -> None:
+        super().__init__()
+        self.comm = comm
+        self.share, rows = padded_share_of(num_ids, comm)
+        self.weight = unset(rows, dim)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """int64 [t] to [t, dim]."""
+        if self.comm.size == 1:
+            return F.embedding(token_ids, self.weight)
+        rows = token_ids - self.share.start
+        elsewhere = (rows < 0) | (rows >= self.share.size)
+        own = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        return self.comm.all_reduce(own.masked_fill(elsewhere[:, None], 0))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[s, dim] to [s, ids], of all ranks' ids and the same on every rank."""
+        return self.comm.all_gather(F.linear(hidden, self.weight), 1)[:, : self.share.total]
+
+    def part(self) -> Part:
+        return Part(self.weight.data[: self.share.size], (self.share.total, self.weight.shape[1]), 0, self.share)
 
 
 class RMSNorm(nn.Module):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.decoder import Decoder, Layer
@@ -49,7 +49,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 @torch.inference_mode()
 def random_weights(decoder: Decoder, seed: int) -> None:
     """Sets norms to 1 and everything else to N(0, 0.02), in place."""
-    generator = torch.Generator(decoder.embedding.device).manual_seed(seed)
+    generator = torch.Generator(decoder.embedding.weight.device).manual_seed(seed)
     norms = {id(module.weight) for module in decoder.modules() if isinstance(module, (RMSNorm, HeadNorm))}
     for parameter in decoder.parameters():
         if id(parameter) in norms:
@@ -82,14 +82,14 @@ def load_weights(decoder: Decoder, model_dir: Path, progress: bool = True) -> No
 
 def checkpoint_parts(decoder: Decoder) -> Iterator[tuple[str, Part]]:
     """Every tensor that a checkpoint must have, by name, and where it goes."""
-    yield "model.embed_tokens.weight", _whole(decoder.embedding)
+    yield "model.embed_tokens.weight", decoder.embedding.part()
     for index, layer in enumerate(decoder.layers):
         assert isinstance(layer, Layer)
         for name, part in _layer_parts(layer):
             yield f"model.layers.{index}.{name}", part
     yield "model.norm.weight", decoder.norm.part()
     if decoder.head is not decoder.embedding:
-        yield "lm_head.weight", _whole(decoder.head)
+        yield "lm_head.weight", decoder.head.part()
 
 
 def _layer_parts(layer: Layer) -> Iterator[tuple[str, Part]]:
@@ -109,10 +109,6 @@ def _layer_parts(layer: Layer) -> Iterator[tuple[str, Part]]:
         query, key = attention.head_norm.parts()
         yield "self_attn.q_norm.weight", query
         yield "self_attn.k_norm.weight", key
-
-
-def _whole(parameter: nn.Parameter) -> Part:
-    return Part(parameter.data, tuple(parameter.shape))
 
 
 def weight_files(model_dir: Path) -> list[Path]:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,10 +23,20 @@ import zmq
 from toka_async.messages import FromRank, Ready, Step, StepDone, ToRank
 from toka_async.model.spec import ModelError, read_spec
 from toka_async.procs.child import ChildSpec, ParentLink, Started
+from toka_async.runner.place import Place
 from toka_async.runner.simulated import SimulatedRank, simulated_ready
 from toka_async.transport.base import Outbox
 from toka_async.transport.codec import Codec
 from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
+
+OTHERS_FIRST = 1.0  # seconds in which the parent hears of a dead rank, before the others say that they miss it
+# Multicast over NVLink, which containers and partitioned machines often lack, is not needed.
+LOOPBACK = "lo"
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
 
 
 class Launched(Protocol):
@@ -57,6 +69,7 @@ def serve_simulated(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbo
     ready = simulated_ready(shape, config.model, config.cache, config.schedule)
     rank = SimulatedRank(ready, config.simulated)
     announce(link, results, ready)
+    answers = link.spec.rank == 0
     while True:
         queued = steps.drain()
         if not queued:
@@ -64,15 +77,23 @@ def serve_simulated(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbo
             queued = [steps.receive()]
         for step in queued:
             for part in step.passes():
-                results.send(rank.run(part))
+                done = rank.run(part)
+                if answers:
+                    results.send(done)
 
 
 def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank]) -> NoReturn:
     """With a model. Raises ModelError before it is ready."""
-    ready, launch = build(link.spec)
+    try:
+        ready, launch = build(link.spec)
+    except RuntimeError:
+        let_others_end(link)
+        raise
     announce(link, results, ready)
     launched: SimpleQueue[Launched] = SimpleQueue()
-    sender = threading.Thread(target=send_results, args=(link, launched, results), name="results", daemon=True)
+    # All ranks sample the same tokens.
+    answers = results if link.spec.rank == 0 else None
+    sender = threading.Thread(target=send_results, args=(link, launched, answers), name="results", daemon=True)
     sender.start()
     try:
         while True:
@@ -82,11 +103,16 @@ def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank
         device_failed(link, error)
 
 
-def send_results(link: ParentLink, launched: SimpleQueue[Launched], results: Outbox[FromRank]) -> None:
-    """Every step's results, in order, as they are computed. An error ends the process: no step may go missing."""
+def send_results(link: ParentLink, launched: SimpleQueue[Launched], results: Outbox[FromRank] | None) -> None:
+    """Every step's results, in order, as they are computed; None: another rank sends the same ones.
+
+    An error ends the process: no step may go missing.
+    """
     try:
         while True:
-            results.send(launched.get().collect())
+            done = launched.get().collect()
+            if results is not None:
+                results.send(done)
     except RuntimeError as error:
         device_failed(link, error)
     except Exception as error:  # else this thread alone would end, and the scheduler wait for ever
@@ -97,7 +123,14 @@ def send_results(link: ParentLink, launched: SimpleQueue[Launched], results: Out
 def device_failed(link: ParentLink, error: RuntimeError) -> NoReturn:
     """Out of memory, or broken: what is queued on it is lost."""
     logging.getLogger(__name__).exception("the device failed")
+    let_others_end(link)
     link.fatal(f"the device failed: {error}")
+
+
+def let_others_end(link: ParentLink) -> None:
+    """A rank among others may have failed because one of them is dead: the parent stops it when it hears of that."""
+    if link.spec.config.parallel.tp > 1:
+        time.sleep(OTHERS_FIRST)
 
 
 def announce(link: ParentLink, results: Outbox[FromRank], ready: Ready) -> None:
@@ -116,9 +149,18 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Launched]]:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Steps differ in size: blocks that cannot grow would leave more and more memory in pieces.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    os.environ.update(NO_MULTICAST)
+    # Captured graphs would have NCCL register memory, which it cannot where the allocator's blocks grow.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    tp = config.parallel.tp
+    place = Place(
+        rank=spec.rank, size=tp, device_index=spec.replica * tp + spec.rank, group=spec.topology.groups[spec.replica]
+    )
+    if place.size > 1 and LOOPBACK in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # all ranks are on this machine
     from toka_async.runner.build import build_runner
 
     runner = build_runner(
-        model_dir, shape, config.model, config.cache, config.schedule, config.attention, config.compile
+        model_dir, shape, config.model, config.cache, config.schedule, config.attention, config.compile, place=place
     )
     return runner.ready, runner.launch

@@ -15,7 +15,7 @@ from toka_async.messages import FromRank, Ready, Stats, ToRank, ToScheduler, ToS
 from toka_async.procs.child import ParentLink, Started
 from toka_async.procs.step_times import StepTimes
 from toka_async.scheduler.core import Core
-from toka_async.transport.base import Inbox, Outbox
+from toka_async.transport.base import EveryOutbox, Inbox, Outbox
 from toka_async.transport.codec import Codec
 from toka_async.transport.zmq_sockets import PollSet, ZmqInbox, ZmqOutbox
 
@@ -27,9 +27,9 @@ def run(link: ParentLink) -> None:
     requests: ZmqInbox[ToScheduler] = ZmqInbox(context, topology.schedulers[spec.replica], Codec(ToScheduler))
     results: ZmqInbox[FromRank] = ZmqInbox(context, topology.scheduler_ranks[spec.replica], Codec(FromRank))
     server: ZmqOutbox[ToServer] = ZmqOutbox(context, topology.server, Codec(ToServer))
-    ranks: ZmqOutbox[ToRank] = ZmqOutbox(context, topology.ranks[spec.replica][0], Codec(ToRank))
-    ready = results.receive()
-    assert isinstance(ready, Ready), "a rank's first message is Ready"
+    addresses = topology.ranks[spec.replica]
+    ranks: EveryOutbox[ToRank] = EveryOutbox([ZmqOutbox(context, address, Codec(ToRank)) for address in addresses])
+    ready = wait_ready(results, len(addresses))
     if ready.max_tokens < ready.max_seqs:
         link.fatal(f"schedule.max_tokens: expected at least schedule.max_seqs ({ready.max_seqs})", user=True)
     core = make_core(ready, spec.config)
@@ -41,6 +41,14 @@ def run(link: ParentLink) -> None:
     while True:
         poll.wait()
         turn(core, requests, results, server, ranks, times)
+
+
+def wait_ready(results: ZmqInbox[FromRank], num_ranks: int) -> Ready:
+    """What the ranks can hold, once all of them are ready; they agree on it."""
+    ready, *others = [results.receive() for _ in range(num_ranks)]
+    assert isinstance(ready, Ready), "a rank's first message is Ready"
+    assert all(other == ready for other in others), f"{[ready, *others]}"
+    return ready
 
 
 def make_core(ready: Ready, config: Config) -> Core:

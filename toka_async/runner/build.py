@@ -9,16 +9,21 @@ import gc
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+import msgspec
 import torch
 
 from toka_async.attention.build import NOT_MEASURED, build_attention
+from toka_async.attention.choice import Table
 from toka_async.attention.kv_cache import KVCache
 from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
 from toka_async.messages import Ready
+from toka_async.model.comm import Comm, join
 from toka_async.model.decoder import Decoder
+from toka_async.model.division import spec_of_rank
 from toka_async.model.ops import Ops, TorchOps
 from toka_async.model.spec import ModelError, ModelSpec
 from toka_async.model.weights import build_decoder, load_weights, random_weights
@@ -31,6 +36,7 @@ from toka_async.runner.cache_size import (
 )
 from toka_async.runner.limits import DeviceKind, Limits, resolve_limits, resolve_num_pages
 from toka_async.runner.memory import available_memory
+from toka_async.runner.place import ALONE, Place
 from toka_async.runner.runner import Runner
 from toka_async.runner.stages import Stages
 from toka_async.runner.warmup import largest_load, warm_up
@@ -49,22 +55,30 @@ def build_runner(
     attention: AttentionConfig,
     compiling: CompileConfig,
     progress: bool = True,
+    place: Place = ALONE,
 ) -> Runner:
-    """A runner that is ready for its first step. Raises ModelError, which names the field and the fix."""
-    device = resolve_device(model)
+    """A runner that is ready for its first step. Raises ModelError, which names the field and the fix.
+
+    Ranks of one model are built at the same time: they wait for each other.
+    """
+    device = resolve_device(model, place)
+    comm = join(place.group, place.rank, place.size, device)
+    progress = progress and place.rank == 0
     kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
     limits = resolve_limits(model, schedule, spec, kind)
     dtype = resolve_dtype(model, spec, device)
     stages = Stages(sys.stderr, progress and kind == "cuda")
     with stages.stage("weights"):
-        decoder = build_decoder(spec, dtype, device, ops=_ops(device, compiling))
+        decoder = build_decoder(spec, dtype, device, comm, _ops(device, compiling))
         if model.load == "random":
-            random_weights(decoder, seed=0)
+            random_weights(decoder, seed=place.rank)
         else:
             load_weights(decoder, model_dir, progress)
     if kind == "cpu":
-        torch.set_num_threads(resolve_num_threads(attention, decoder))
-    parts = Parts(decoder, spec, limits, cache, schedule, attention, compiling, dtype, device)
+        torch.set_num_threads(resolve_num_threads(attention, decoder, place.size))
+    parts = Parts(
+        decoder, spec_of_rank(spec, place.size), comm, limits, cache, schedule, attention, compiling, dtype, device
+    )
     with stages.stage("memory"):
         num_pages = parts.num_pages()
     with stages.stage("attention"):
@@ -91,10 +105,11 @@ def has_kernels(device: torch.device) -> bool:
 
 @dataclass(slots=True, frozen=True)
 class Parts:
-    """What a runner is made of, but for the size of its cache."""
+    """What a runner is made of, but for the size of its cache. spec: of the rank."""
 
     decoder: Decoder
     spec: ModelSpec
+    comm: Comm
     limits: Limits
     cache: CacheConfig
     schedule: ScheduleConfig
@@ -104,12 +119,16 @@ class Parts:
     device: torch.device
 
     def num_pages(self) -> int:
-        """Of the cache, as configured or as memory allows once the largest step has what it needs."""
+        """Of the cache: as many as every rank can have."""
+        return self.comm.minimum(self._own_num_pages())
+
+    def _own_num_pages(self) -> int:
+        """As configured or as memory allows once the largest step has what it needs."""
         page_bytes = page_bytes_of(self.spec, self.cache, self.dtype)
         if self.device.type == "cuda":
             most = self._memory_for_cache(page_bytes)
             return resolve_num_pages(self.cache, self.limits, page_bytes, most, most)
-        available = available_memory()
+        available = available_memory() // self.comm.size
         auto, most = int(_AUTO_CPU_SHARE * available), int(_MOST_CPU_SHARE * available)
         return resolve_num_pages(self.cache, self.limits, page_bytes, auto, most)
 
@@ -148,6 +167,7 @@ class Parts:
             max_seqs=limits.max_seqs,
             max_tokens=limits.max_tokens,
             table=NOT_MEASURED if trial else None,
+            agree=partial(table_of_first, self.comm),
         )
         group_min_seqs, group_min_tokens = built.smallest_group
         room = num_pages * self.cache.page_size
@@ -185,12 +205,24 @@ class Parts:
         )
 
 
-def resolve_device(model: ModelConfig) -> torch.device:
-    """`auto` is the first GPU where there is one."""
+def table_of_first(comm: Comm, table: Table) -> Table:
+    """All ranks choose alike, or else they would compute a step in different ways."""
+    return msgspec.json.decode(comm.of_first(msgspec.json.encode(table)), type=Table)
+
+
+def resolve_device(model: ModelConfig, place: Place = ALONE) -> torch.device:
+    """`auto` is the rank's GPU where there is one; it becomes the current one."""
     if model.device == "cpu":
         return torch.device("cpu")
     if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
+        num_devices = torch.cuda.device_count()
+        if place.device_index >= num_devices:
+            raise ModelError(
+                f"parallel.tp={place.size}: each rank needs a GPU of its own, this machine has {num_devices}; use at "
+                f"most {num_devices}, or model.device=cpu"
+            )
+        torch.cuda.set_device(place.device_index)
+        return torch.device("cuda", place.device_index)
     if model.device == "cuda":
         raise ModelError("model.device=cuda: this machine has no CUDA device that torch can use; use cpu or auto")
     return torch.device("cpu")
@@ -205,8 +237,8 @@ def resolve_dtype(model: ModelConfig, spec: ModelSpec, device: torch.device) -> 
     return dtype
 
 
-def resolve_num_threads(attention: AttentionConfig, decoder: Decoder) -> int:
-    """`auto` is one thread for small models and all cores for others.
+def resolve_num_threads(attention: AttentionConfig, decoder: Decoder, num_ranks: int = 1) -> int:
+    """`auto` is one thread for small models and all cores for others, shared by the ranks.
 
     Measured on two cores, one thread and two: 2M parameters decode 64 rows in 11 ms and 20, and one row in 2.6 and 3.1;
     20M parameters decode one row in 19 ms and 10.
@@ -214,4 +246,4 @@ def resolve_num_threads(attention: AttentionConfig, decoder: Decoder) -> int:
     if attention.num_threads != "auto":
         return attention.num_threads
     small = sum(parameter.numel() for parameter in decoder.parameters()) < _SMALL_PARAMETERS
-    return 1 if small else len(os.sched_getaffinity(0))
+    return 1 if small else max(1, len(os.sched_getaffinity(0)) // num_ranks)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
@@ -14,6 +15,21 @@ class Outbox(Protocol[T_contra]):
     def send(self, message: T_contra) -> None: ...
 
     def close(self) -> None: ...
+
+
+class EveryOutbox(Generic[T]):
+    """Sends each message to every one of several inboxes."""
+
+    def __init__(self, outboxes: Sequence[Outbox[T]]) -> None:
+        self._outboxes = outboxes
+
+    def send(self, message: T) -> None:
+        for outbox in self._outboxes:
+            outbox.send(message)
+
+    def close(self) -> None:
+        for outbox in self._outboxes:
+            outbox.close()
 
 
 class Inbox(Protocol[T]):

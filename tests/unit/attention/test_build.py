@@ -168,6 +168,13 @@ def test_the_measured_table_is_used(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     assert "groups of rows x tokens 4x64" in caplog.text
     decode, chunks = parts_of(built, 0)
     assert decode.table is chunks.table is measured
+    # Ranks that compute together choose by the table of one of them.
+    other = only("flashinfer", ((8, 128),))
+    built = build_attention(
+        "auto", cache_of(on_cuda=False), 2, (0,), max_seqs=8, max_tokens=9, agree={measured: other}.__getitem__
+    )
+    assert built.table is other
+    assert built.smallest_group == (8, 128)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -10,15 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.mean_attention import TOKENS, load, run
 from tests.models import make_checkpoint
-from toka_async.attention.base import AttentionBatch, QueryKeyNorm
-from toka_async.model.comm import Comm, LocalComm, share_of
-from toka_async.model.decoder import Decoder
-from toka_async.model.rope import rotate
-from toka_async.model.spec import read_spec
-from toka_async.model.weights import build_decoder, load_weights
-
-TOKENS = 7
+from toka_async.model.comm import LocalComm, share_of
 
 
 class ThreadComm:
@@ -40,38 +34,11 @@ class ThreadComm:
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return torch.cat(self.exchange(x), dim)
 
+    def minimum(self, number: int) -> int:
+        return min(int(x) for x in self.exchange(torch.tensor(number)))
 
-class MeanAttention:
-    """A stand-in for attention: a head's output is its values and query, shifted by a token."""
-
-    def __init__(self, num_kv_heads: int) -> None:
-        self.num_kv_heads = num_kv_heads
-
-    def plan(self, batch: AttentionBatch) -> None:
-        raise AssertionError(f"the model does not plan {batch}")
-
-    def attend(
-        self, layer: int, heads: Tensor, rotation: tuple[Tensor, Tensor], norm: QueryKeyNorm | None = None
-    ) -> Tensor:
-        num_queries = heads.shape[1] - 2 * self.num_kv_heads
-        query_key, value = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
-        if norm is not None:
-            query_key = query_key * norm.weight + norm.eps
-        query, key = torch.split(rotate(query_key, rotation), [num_queries, self.num_kv_heads], dim=1)
-        repeat = num_queries // self.num_kv_heads
-        return query.roll(1, 0) + (key * value + layer).repeat_interleave(repeat, dim=1)
-
-
-def load(folder: Path, comm: Comm) -> Decoder:
-    decoder = build_decoder(read_spec(folder), torch.float64, torch.device("cpu"), comm)
-    load_weights(decoder, folder, progress=False)
-    return decoder
-
-
-@torch.inference_mode()
-def run(decoder: Decoder, num_kv_heads: int = 1) -> Tensor:
-    hidden = decoder(torch.arange(TOKENS), torch.arange(TOKENS) + 3, MeanAttention(num_kv_heads))
-    return decoder.logits(hidden)
+    def of_first(self, data: bytes) -> bytes:
+        raise AssertionError(f"the model exchanges no data, such as {data!r}")
 
 
 @pytest.mark.parametrize(("family", "size"), [("llama", 2), ("qwen2", 2), ("qwen3", 3), ("mistral", 3)], ids=str)

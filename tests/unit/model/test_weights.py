@@ -187,8 +187,8 @@ def test_random_weights(tmp_path: Path) -> None:
     random_weights(other, seed=1)
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert not torch.equal(one.embedding, other.embedding)
-    assert one.embedding.std().item() == pytest.approx(0.02, rel=0.05)
+    assert not torch.equal(one.embedding.weight, other.embedding.weight)
+    assert one.embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert (one.norm.weight == 1).all()
     norms = [module.weight for module in one.modules() if isinstance(module, (RMSNorm, HeadNorm))]
     assert len(norms) == 1 + 2 * 3

@@ -5,18 +5,23 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from queue import SimpleQueue
 from typing import NoReturn, cast
 
+import msgspec
 import pytest
 
 from toka_async.arrays import i32_column
+from toka_async.config import Config, ParallelConfig
 from toka_async.messages import FromRank, Ready, Step, StepDone, ToRank
 from toka_async.model.spec import ModelError
 from toka_async.procs import rank
 from toka_async.procs.child import ChildSpec, Fatal, ParentLink, Started, Status
 from toka_async.procs.rank import Launched, announce, send_results, serve
+from toka_async.topology import local_topology
 from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
 
 READY = Ready(num_pages=1, page_size=1, max_seqs=1, max_context=1, vocab_size=1)
@@ -26,7 +31,16 @@ class Link(ParentLink):
     """A child's link without a parent: keeps what would be said, and ends a thread in place of the process."""
 
     def __init__(self) -> None:
-        self.spec = cast(ChildSpec, None)
+        folder = Path("unused")
+        self.spec = ChildSpec(
+            role="rank",
+            config=Config(),
+            topology=local_topology(folder),
+            model_dir="",
+            tokenizer_dir="",
+            served_name="",
+            folder=str(folder),
+        )
         self.statuses: list[Status] = []
         self.code: int | None = None
 
@@ -115,6 +129,24 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(gc, "collect", lambda: calls.append("collect"))
     monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
     return calls
+
+
+def test_a_rank_beside_the_first_waits_for_its_steps_and_sends_nothing(link: Link) -> None:
+    with pytest.raises(SystemExit):
+        send_results(link, queue_of(Computed(6), Computed(7, RuntimeError("broken"))), None)
+    assert link.statuses == [Fatal("the device failed: broken")]
+
+
+@pytest.mark.parametrize(("tp", "waits"), [(1, []), (2, [rank.OTHERS_FIRST])])
+def test_a_rank_among_others_lets_a_dead_one_be_heard_of_first(
+    link: Link, monkeypatch: pytest.MonkeyPatch, tp: int, waits: list[float]
+) -> None:
+    link.spec = msgspec.structs.replace(link.spec, config=Config(parallel=ParallelConfig(tp=tp)))
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    with pytest.raises(SystemExit):
+        send_results(link, queue_of(Computed(7, RuntimeError("Connection closed by peer"))), None)
+    assert waited == waits
 
 
 def test_results_are_sent_in_order_until_one_fails(

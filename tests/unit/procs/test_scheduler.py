@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import cast
+
+import msgspec
 import pytest
 
 from tests.page_rank import PageRank, submit
@@ -20,11 +23,12 @@ from toka_async.messages import (
     ToScheduler,
     ToServer,
 )
-from toka_async.procs.scheduler import make_core, turn
+from toka_async.procs.scheduler import make_core, turn, wait_ready
 from toka_async.procs.step_times import StepTimes
 from toka_async.scheduler.core import Core
 from toka_async.transport.codec import Codec
 from toka_async.transport.local import LocalChannel
+from toka_async.transport.zmq_sockets import ZmqInbox
 
 
 def test_a_request_goes_through() -> None:
@@ -55,6 +59,26 @@ def test_a_request_goes_through() -> None:
     assert as_i32(tokens.request_ids).tolist() == [7]
     assert as_i32(tokens.token_ids).tolist() == [5]
     assert as_i32(tokens.reasons).tolist() == [Reason.LENGTH]
+
+
+class Waiting:
+    """An inbox of messages that have arrived."""
+
+    def __init__(self, *messages: FromRank) -> None:
+        self.messages = [*messages]
+
+    def receive(self) -> FromRank:
+        return self.messages.pop(0)
+
+
+def test_all_ranks_of_a_replica_are_waited_for_and_agree() -> None:
+    ready = Ready(num_pages=8, page_size=4, max_seqs=2, max_context=16, vocab_size=10, max_tokens=8)
+    more = msgspec.structs.replace(ready, num_pages=9)
+    inbox = Waiting(ready, ready, ready, more)
+    assert wait_ready(cast(ZmqInbox[FromRank], inbox), 3) == ready
+    assert inbox.messages == [more]
+    with pytest.raises(AssertionError, match="num_pages=9"):
+        wait_ready(cast(ZmqInbox[FromRank], Waiting(ready, more)), 2)
 
 
 @pytest.mark.parametrize(

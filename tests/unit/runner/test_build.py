@@ -1,4 +1,5 @@
 import ast
+import os
 from pathlib import Path
 
 import pytest
@@ -6,10 +7,15 @@ import torch
 
 import toka_async
 from tests.models import make_checkpoint
+from toka_async.attention.choice import Point, Table
 from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
 from toka_async.messages import Ready
+from toka_async.model.comm import LocalComm
 from toka_async.model.spec import ModelError, read_spec
-from toka_async.runner.build import build_runner, resolve_device, resolve_dtype
+from toka_async.model.weights import build_decoder
+from toka_async.runner import build
+from toka_async.runner.build import build_runner, resolve_device, resolve_dtype, resolve_num_threads, table_of_first
+from toka_async.runner.place import Place
 from toka_async.runner.runner import Runner
 
 
@@ -92,6 +98,23 @@ def test_a_gpu_that_is_not_there() -> None:
     assert resolve_device(ModelConfig()) == torch.device("cpu")
 
 
+def test_every_rank_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert resolve_device(ModelConfig(), Place(1, 2, device_index=1)) == torch.device("cuda", 1)
+    assert current == [1]
+    with pytest.raises(ModelError, match=r"parallel\.tp=4: .* has 2; use at most 2"):
+        resolve_device(ModelConfig(), Place(2, 4, device_index=2))
+    assert resolve_device(ModelConfig(device="cpu"), Place(2, 4, device_index=2)) == torch.device("cpu")
+
+
+def test_a_table_survives_its_way_to_the_other_ranks() -> None:
+    table = Table((Point(1, 2, "a"),), (Point(3, 4, "b"),), (Point(5, 6, "c"),), ((7, 8), (9, 10)))
+    assert table_of_first(LocalComm(), table) == table
+
+
 def test_dtypes(tmp_path: Path) -> None:
     spec = read_spec(make_checkpoint(tmp_path / "model", "llama", torch_dtype="bfloat16"))
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
@@ -100,12 +123,16 @@ def test_dtypes(tmp_path: Path) -> None:
     assert resolve_dtype(ModelConfig(dtype="float16"), spec, cpu) == torch.float16
 
 
-def test_threads(model_dir: Path) -> None:
+def test_threads(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     try:
         _build(model_dir, attention=AttentionConfig(num_threads=2))
         assert torch.get_num_threads() == 2
         _build(model_dir)
         assert torch.get_num_threads() == 1
+        decoder = build_decoder(read_spec(model_dir), torch.float32, torch.device("meta"))
+        monkeypatch.setattr(build, "_SMALL_PARAMETERS", 1)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+        assert [resolve_num_threads(AttentionConfig(), decoder, num) for num in (1, 2, 3, 16)] == [8, 4, 2, 1]
     finally:
         torch.set_num_threads(before)

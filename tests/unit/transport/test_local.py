@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from toka_async.arrays import i32_column
 from toka_async.messages import Cancel, Sampling, Submit, ToScheduler
-from toka_async.transport.base import Inbox, Outbox
+from toka_async.transport.base import EveryOutbox, Inbox, Outbox
 from toka_async.transport.codec import Codec
 from toka_async.transport.local import LocalChannel
 
@@ -27,3 +27,14 @@ def test_a_closed_channel_holds_nothing() -> None:
     channel.send(Cancel(request_id=1))
     channel.close()
     assert channel.drain() == []
+
+
+def test_every_inbox_receives_what_is_sent_to_all() -> None:
+    channels: list[LocalChannel[ToScheduler]] = [LocalChannel(Codec(ToScheduler)) for _ in range(3)]
+    outbox: Outbox[ToScheduler] = EveryOutbox(channels)
+    for request in (1, 2):
+        outbox.send(Cancel(request_id=request))
+    assert [channel.drain() for channel in channels] == [[Cancel(request_id=1), Cancel(request_id=2)]] * 3
+    outbox.send(Cancel(request_id=3))
+    outbox.close()
+    assert [channel.drain() for channel in channels] == [[]] * 3

@@ -1,0 +1,58 @@
+"""A model split over several rank processes: its tokens, its end when one of them dies, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.greedy_reference import ask_all, check_greedy
+from tests.models import make_checkpoint
+from tests.serving import serving, wait_until_gone
+
+SHAPE: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64}
+LONG = {"model": "demo", "prompt": "Question:", "max_tokens": 1900, "ignore_eos": True}
+
+
+@pytest.mark.parametrize(("tp", "family"), [(2, "qwen3"), (4, "qwen2")])
+def test_greedy_tokens_equal_the_reference(tmp_path: Path, tp: int, family: str) -> None:
+    """Two KV heads: of two ranks each has one, of four two each have the same."""
+    folder = make_checkpoint(tmp_path / "model", family, seed=5, tie_word_embeddings=tp == 4, **SHAPE)
+    with serving(tmp_path, f"model.path={folder}", "model.served_name=m", f"parallel.tp={tp}") as server:
+        assert {f"rank-0-{rank}" for rank in range(tp)} < set(server.children)
+        answers = ask_all(server)
+        server.signal_group(signal.SIGTERM)
+        assert server.wait() == 0
+        wait_until_gone(server.pids, 0)
+    check_greedy(folder, answers)
+
+
+@pytest.mark.parametrize("victim", ["rank-0-0", "rank-0-1"])
+def test_a_killed_rank_ends_everything_and_clients_hear_why(tmp_path: Path, victim: str) -> None:
+    with serving(tmp_path, "parallel.tp=2") as server, ThreadPoolExecutor() as pool:
+        whole = pool.submit(server.post, "/v1/completions", **LONG)
+        events = server.stream("/v1/completions", **LONG)
+        next(events)
+        os.kill(server.children[victim], signal.SIGKILL)
+        status, answer = whole.result(timeout=10)
+        assert status == 500
+        assert f"{victim} was killed by SIGKILL" in answer["error"]["message"]
+        *_, last = events
+        assert f"{victim} was killed by SIGKILL" in last["error"]["message"]
+        assert server.wait() == 1
+        wait_until_gone(server.pids, 0)
+
+
+def test_a_size_that_cannot_be_is_refused_before_anything_starts() -> None:
+    command = [sys.executable, "-m", "toka_async.cli", "serve", "server.port=0", "parallel.tp=4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "parallel.tp=4" in line
+    assert line.endswith("use one of 1, 2")

@@ -1,0 +1,61 @@
+"""Ranks as processes that gloo connects, for tests: four, of which the first two and three are groups as well."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.mean_attention import load, run
+from toka_async.model.comm import Comm, DistributedComm, join
+
+NUM_RANKS = 4
+SIZES = (2, 3, 4)
+CPU = torch.device("cpu")
+
+
+def answers_of_ranks(folder: Path, checkpoints: dict[int, list[Path]]) -> dict[int, list[dict[str, Any]]]:
+    """What every rank of each size answers, see `_answers`; the checkpoints by size."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_rank, args=(folder, rank, checkpoints)) for rank in range(NUM_RANKS)]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(60)
+            assert process.exitcode == 0, f"a rank ended with {process.exitcode}"
+    finally:
+        for process in processes:
+            process.kill()
+    return {size: [torch.load(_file(folder, size, rank)) for rank in range(size)] for size in SIZES}
+
+
+def _rank(folder: Path, rank: int, checkpoints: dict[int, list[Path]]) -> None:
+    torch.set_num_threads(1)
+    join(f"file://{folder / 'group'}", rank, NUM_RANKS, CPU)
+    for size in SIZES:
+        group = dist.new_group(list(range(size)))
+        if rank < size:
+            torch.save(_answers(DistributedComm(group, CPU), checkpoints[size]), _file(folder, size, rank))
+    dist.destroy_process_group()
+
+
+def _answers(comm: Comm, checkpoints: list[Path]) -> dict[str, Any]:
+    own = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (comm.rank + 1)
+    return {
+        "place": (comm.rank, comm.size),
+        "sum": comm.all_reduce(own.clone()),
+        "rows": comm.all_gather(own, 0),
+        "columns": comm.all_gather(own.T, 1),
+        "nothing": comm.all_gather(comm.all_reduce(own[:0]), 1),
+        "minimum": comm.minimum(10 - comm.rank),
+        "first": comm.of_first(bytes([comm.rank]) * (3 + comm.rank)),
+        "logits": {path.name: run(load(path, comm)) for path in checkpoints},
+    }
+
+
+def _file(folder: Path, size: int, rank: int) -> Path:
+    return folder / f"{size}-{rank}"

@@ -1,0 +1,52 @@
+"""A decoder's logits over a stand-in for attention, which needs no cache: what splitting a decoder must not change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from toka_async.attention.base import AttentionBatch, QueryKeyNorm
+from toka_async.model.comm import Comm
+from toka_async.model.decoder import Decoder
+from toka_async.model.rope import rotate
+from toka_async.model.spec import read_spec
+from toka_async.model.weights import build_decoder, load_weights
+
+TOKENS = 7
+
+
+class MeanAttention:
+    """A head's output is its values and query, shifted by a token."""
+
+    def __init__(self, num_kv_heads: int) -> None:
+        self.num_kv_heads = num_kv_heads
+
+    def plan(self, batch: AttentionBatch) -> None:
+        raise AssertionError(f"the model does not plan {batch}")
+
+    def attend(
+        self, layer: int, heads: Tensor, rotation: tuple[Tensor, Tensor], norm: QueryKeyNorm | None = None
+    ) -> Tensor:
+        num_queries = heads.shape[1] - 2 * self.num_kv_heads
+        query_key, value = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
+        if norm is not None:
+            query_key = query_key * norm.weight + norm.eps
+        query, key = torch.split(rotate(query_key, rotation), [num_queries, self.num_kv_heads], dim=1)
+        repeat = num_queries // self.num_kv_heads
+        return query.roll(1, 0) + (key * value + layer).repeat_interleave(repeat, dim=1)
+
+
+def load(folder: Path, comm: Comm) -> Decoder:
+    """The rank's part of a checkpoint, in float64."""
+    decoder = build_decoder(read_spec(folder), torch.float64, torch.device("cpu"), comm)
+    load_weights(decoder, folder, progress=False)
+    return decoder
+
+
+@torch.inference_mode()
+def run(decoder: Decoder, num_kv_heads: int = 1) -> Tensor:
+    """Logits of TOKENS tokens."""
+    hidden = decoder(torch.arange(TOKENS) * 43, torch.arange(TOKENS) + 3, MeanAttention(num_kv_heads))
+    return decoder.logits(hidden)

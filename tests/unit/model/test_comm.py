@@ -1,0 +1,77 @@
+"""Ranks that are processes: what they exchange, and that a model split over them computes what one does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gloo_ranks import SIZES, answers_of_ranks
+from tests.mean_attention import load, run
+from tests.models import make_checkpoint
+from toka_async.model.comm import LocalComm, join
+
+Answers = dict[int, list[dict[str, Any]]]
+SHAPE: dict[str, Any] = {"num_attention_heads": 12, "hidden_size": 48, "intermediate_size": 72, "head_dim": 6}
+BIASED = {"attention_bias": True, "mlp_bias": True}
+# The stand-in for attention is told one KV head, so every rank has one: alone, all of those that are not repeated.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", BIASED),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+}
+
+
+def kv_heads(size: int) -> tuple[int, ...]:
+    """That leave each rank one, repeated or not."""
+    return tuple(num for num in (1, 2, 3, 4) if size % num == 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def answers(folder: Path) -> Answers:
+    checkpoints = {
+        size: [
+            make_checkpoint(folder / f"{kind}-{num}", family, num_key_value_heads=num, **SHAPE, **fields)
+            for kind, (family, fields) in KINDS.items()
+            for num in kv_heads(size)
+        ]
+        for size in SIZES
+    }
+    return answers_of_ranks(folder, checkpoints)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_exchange(answers: Answers, size: int) -> None:
+    own = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    parts = [own * (rank + 1) for rank in range(size)]
+    for rank, answer in enumerate(answers[size]):
+        assert answer["place"] == (rank, size)
+        torch.testing.assert_close(answer["sum"], torch.stack(parts).sum(0))
+        torch.testing.assert_close(answer["rows"], torch.cat(parts))
+        torch.testing.assert_close(answer["columns"], torch.cat([part.T for part in parts], 1))
+        assert answer["nothing"].shape == (0, 2 * size)
+        assert answer["minimum"] == 11 - size
+        assert answer["first"] == b"\0\0\0"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", SIZES)
+def test_a_split_model_computes_what_one_rank_does(answers: Answers, folder: Path, size: int, kind: str) -> None:
+    for num in kv_heads(size):
+        name = f"{kind}-{num}"
+        alone = run(load(folder / name, LocalComm()), num)
+        of_ranks = [answer["logits"][name] for answer in answers[size]]
+        for logits in of_ranks:
+            torch.testing.assert_close(logits, alone, atol=1e-9, rtol=1e-9)
+            assert torch.equal(logits, of_ranks[0])  # ranks that see the same sample the same
+
+
+def test_one_rank_starts_no_group() -> None:
+    assert isinstance(join("", 0, 1, torch.device("cpu")), LocalComm)
