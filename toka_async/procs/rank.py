@@ -85,7 +85,7 @@ def serve_simulated(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbo
 def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank]) -> NoReturn:
     """With a model. Raises ModelError before it is ready."""
     try:
-        ready, launch = build(link.spec)
+        ready, launch, enter_thread = build(link.spec)
     except RuntimeError:
         let_others_end(link)
         raise
@@ -93,7 +93,9 @@ def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank
     launched: SimpleQueue[Launched] = SimpleQueue()
     # All ranks sample the same tokens.
     answers = results if link.spec.rank == 0 else None
-    sender = threading.Thread(target=send_results, args=(link, launched, answers), name="results", daemon=True)
+    sender = threading.Thread(
+        target=send_results, args=(link, launched, answers, enter_thread), name="results", daemon=True
+    )
     sender.start()
     try:
         while True:
@@ -103,12 +105,18 @@ def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank
         device_failed(link, error)
 
 
-def send_results(link: ParentLink, launched: SimpleQueue[Launched], results: Outbox[FromRank] | None) -> None:
+def send_results(
+    link: ParentLink,
+    launched: SimpleQueue[Launched],
+    results: Outbox[FromRank] | None,
+    enter_thread: Callable[[], None],
+) -> None:
     """Every step's results, in order, as they are computed; None: another rank sends the same ones.
 
     An error ends the process: no step may go missing.
     """
     try:
+        enter_thread()
         while True:
             done = launched.get().collect()
             if results is not None:
@@ -141,8 +149,8 @@ def announce(link: ParentLink, results: Outbox[FromRank], ready: Ready) -> None:
     link.report(Started())
 
 
-def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Launched]]:
-    """What fits, and what launches a step. Raises ModelError."""
+def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Launched], Callable[[], None]]:
+    """What fits, what launches a step, and what a thread calls before it waits for one. Raises ModelError."""
     config, model_dir = spec.config, Path(spec.model_dir)
     shape = read_spec(model_dir)
     # Before torch loads: threads that wait for work by spinning starve the other processes (measured: 5 times slower).
@@ -163,4 +171,4 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Launched]]:
     runner = build_runner(
         model_dir, shape, config.model, config.cache, config.schedule, config.attention, config.compile, place=place
     )
-    return runner.ready, runner.launch
+    return runner.ready, runner.launch, runner.enter_thread

@@ -107,6 +107,11 @@ class Runner:
         if self._freeze is not None:
             self._freeze()
 
+    def enter_thread(self) -> None:
+        """To be called in a thread that waits for steps: it would begin with the first GPU, and take memory there."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     def run(self, step: Step) -> StepDone:
         """One forward pass; a step of events alone computes nothing and samples nothing."""
         return self.launch(step).collect()

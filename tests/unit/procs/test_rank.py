@@ -105,6 +105,10 @@ class Steps:
         return self.steps.pop(0)
 
 
+def nothing() -> None:
+    """What a thread does first where there is no GPU."""
+
+
 def queue_of(*launched: Launched) -> SimpleQueue[Launched]:
     queue: SimpleQueue[Launched] = SimpleQueue()
     for step in launched:
@@ -133,7 +137,7 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_rank_beside_the_first_waits_for_its_steps_and_sends_nothing(link: Link) -> None:
     with pytest.raises(SystemExit):
-        send_results(link, queue_of(Computed(6), Computed(7, RuntimeError("broken"))), None)
+        send_results(link, queue_of(Computed(6), Computed(7, RuntimeError("broken"))), None, nothing)
     assert link.statuses == [Fatal("the device failed: broken")]
 
 
@@ -145,7 +149,7 @@ def test_a_rank_among_others_lets_a_dead_one_be_heard_of_first(
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
     with pytest.raises(SystemExit):
-        send_results(link, queue_of(Computed(7, RuntimeError("Connection closed by peer"))), None)
+        send_results(link, queue_of(Computed(7, RuntimeError("Connection closed by peer"))), None, nothing)
     assert waited == waits
 
 
@@ -155,7 +159,7 @@ def test_results_are_sent_in_order_until_one_fails(
     failing = Computed(8, RuntimeError("CUDA error: an illegal access\nCompile with `TORCH_USE_CUDA_DSA`"))
     queue = queue_of(Computed(6), Computed(7), failing, Computed(9))
     with pytest.raises(SystemExit):
-        send_results(link, queue, results)
+        send_results(link, queue, results, nothing)
     assert results.step_ids == [6, 7]
     message = "the device failed: CUDA error: an illegal access Compile with `TORCH_USE_CUDA_DSA`"
     assert link.statuses == [Fatal(message, user=False)]
@@ -168,7 +172,7 @@ def test_no_error_ends_the_thread_alone(
     link: Link, results: Results, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(SystemExit):
-        send_results(link, queue_of(Computed(1, error)), results)
+        send_results(link, queue_of(Computed(1, error)), results, nothing)
     assert link.statuses == [Fatal(f"{type(error).__name__}: two lines", user=False)]
     assert link.code == 1
     assert caplog.records[0].levelno == logging.ERROR
@@ -185,9 +189,10 @@ def run_serve(
     patch: pytest.MonkeyPatch, launch: Callable[[Step], Launched], link: Link, results: Results, steps: Steps
 ) -> list[Status]:
     """Serves until the process ends; what it said. Its thread then ends too."""
+    entered: list[str] = []
     queue: SimpleQueue[Launched] = SimpleQueue()
     patch.setattr(rank, "SimpleQueue", lambda: queue)
-    patch.setattr(rank, "build", lambda _: (READY, launch))
+    patch.setattr(rank, "build", lambda _: (READY, launch, lambda: entered.append(threading.current_thread().name)))
     patch.setattr(threading, "excepthook", lambda _: None)
     before = set(threading.enumerate())
     with pytest.raises(SystemExit):
@@ -198,6 +203,7 @@ def run_serve(
         assert (thread.name, thread.daemon) == ("results", True)
         thread.join(5)
     assert set(threading.enumerate()) <= before
+    assert entered == ["results"]
     return statuses
 
 
@@ -256,7 +262,7 @@ def test_a_failing_launch_ends_the_process(
 def test_a_model_that_does_not_fit_is_never_ready(
     link: Link, results: Results, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(_: ChildSpec) -> tuple[Ready, Callable[[Step], Launched]]:
+    def build(_: ChildSpec) -> tuple[Ready, Callable[[Step], Launched], Callable[[], None]]:
         raise ModelError("cache.num_tokens=9: too many")
 
     monkeypatch.setattr(rank, "build", build)

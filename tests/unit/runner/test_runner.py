@@ -181,3 +181,14 @@ def test_a_row_without_enough_pages_is_a_bug(runner: Runner) -> None:
     step = _admit([[*range(200)]], [Sampling()], [51])
     with pytest.raises(AssertionError, match="pages"):
         runner.run(step)
+
+
+@pytest.mark.parametrize(("name", "entered"), [("cpu", []), ("cuda:1", [torch.device("cuda:1")])])
+def test_threads_work_with_the_runners_gpu(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, name: str, entered: list[torch.device]
+) -> None:
+    devices: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(runner, "device", torch.device(name))
+    runner.enter_thread()
+    assert devices == entered
