@@ -17,14 +17,16 @@ from tests.models import make_checkpoint
 from tests.serving import serving, wait_until_gone
 
 SHAPE: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64}
+GROUPED = ("schedule.group_min_seqs=2", "schedule.group_min_tokens=16")  # two prompts share 200 tokens
 LONG = {"model": "demo", "prompt": "Question:", "max_tokens": 1900, "ignore_eos": True}
 
 
-@pytest.mark.parametrize(("tp", "family"), [(2, "qwen3"), (4, "qwen2")])
-def test_greedy_tokens_equal_the_reference(tmp_path: Path, tp: int, family: str) -> None:
+@pytest.mark.parametrize(("tp", "family", "options"), [(2, "qwen3", GROUPED), (4, "qwen2", ())])
+def test_greedy_tokens_equal_the_reference(tmp_path: Path, tp: int, family: str, options: tuple[str, ...]) -> None:
     """Two KV heads: of two ranks each has one, of four two each have the same."""
     folder = make_checkpoint(tmp_path / "model", family, seed=5, tie_word_embeddings=tp == 4, **SHAPE)
-    with serving(tmp_path, f"model.path={folder}", "model.served_name=m", f"parallel.tp={tp}") as server:
+    options = (f"model.path={folder}", "model.served_name=m", f"parallel.tp={tp}", *options)
+    with serving(tmp_path, *options) as server:
         assert {f"rank-0-{rank}" for rank in range(tp)} < set(server.children)
         answers = ask_all(server)
         server.signal_group(signal.SIGTERM)
