@@ -9,8 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.mean_attention import load, run
+from tests.mean_attention import MeanAttention, load, run
 from toka_async.model.comm import Comm, DistributedComm, join
+from toka_async.model.compiled import CompiledForward
+from toka_async.model.decoder import Decoder
 
 NUM_RANKS = 4
 SIZES = (2, 3, 4)
@@ -25,7 +27,7 @@ def answers_of_ranks(folder: Path, checkpoints: dict[int, list[Path]]) -> dict[i
         for process in processes:
             process.start()
         for process in processes:
-            process.join(60)
+            process.join(120)
             assert process.exitcode == 0, f"a rank ended with {process.exitcode}"
     finally:
         for process in processes:
@@ -53,8 +55,22 @@ def _answers(comm: Comm, checkpoints: list[Path]) -> dict[str, Any]:
         "nothing": comm.all_gather(comm.all_reduce(own[:0]), 1),
         "minimum": comm.minimum(10 - comm.rank),
         "first": comm.of_first(bytes([comm.rank]) * (3 + comm.rank)),
+        "compiled": compiled_error(load(checkpoints[-1], comm)) if comm.size == 2 else 0.0,
         "logits": {path.name: run(load(path, comm)) for path in checkpoints},
     }
+
+
+def compiled_error(decoder: Decoder) -> float:
+    """The largest difference that compiling makes, for several numbers of tokens."""
+    compiled = CompiledForward(decoder, MeanAttention(1), compiler="eager")
+    worst = 0.0
+    for num_tokens in (7, 9):
+        ids = torch.arange(num_tokens)
+        with torch.inference_mode():
+            expected = decoder(ids, ids, MeanAttention(1))
+        worst = max(worst, float((compiled(ids, ids) - expected).abs().max()))
+    assert compiled.num_eager == 0
+    return worst
 
 
 def _file(folder: Path, size: int, rank: int) -> Path:

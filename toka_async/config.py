@@ -239,8 +239,6 @@ def _check(config: Config) -> None:
     for key, size in (("dp", config.parallel.dp), ("pp", config.parallel.pp)):
         if size != 1:
             raise ConfigError(f"parallel.{key}: only 1 is available in this version, got {size}")
-    if config.parallel.tp > 1 and config.compile.enabled:
-        raise ConfigError(f"compile.enabled: needs parallel.tp=1 in this version, got {config.parallel.tp}")
     tokens, page = config.cache.num_tokens, config.cache.page_size
     if tokens != "auto" and tokens < page:
         raise ConfigError(f"cache.num_tokens: expected at least cache.page_size ({page}), got {tokens}")

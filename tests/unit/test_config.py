@@ -98,10 +98,8 @@ def test_what_cannot_be_served_is_refused(override: str) -> None:
     assert str(caught.value).startswith(override.partition("=")[0])
 
 
-def test_ranks_that_share_a_model_are_not_compiled() -> None:
+def test_several_tensor_ranks_can_be() -> None:
     assert load_config(None, ["parallel.tp=2"]).parallel.tp == 2
-    with pytest.raises(ConfigError, match=r"^compile\.enabled: needs parallel\.tp=1 in this version, got 2$"):
-        load_config(None, ["parallel.tp=2", "compile.enabled=true"])
 
 
 @pytest.mark.parametrize(

@@ -73,5 +73,9 @@ def test_a_split_model_computes_what_one_rank_does(answers: Answers, folder: Pat
             assert torch.equal(logits, of_ranks[0])  # ranks that see the same sample the same
 
 
+def test_a_split_model_compiles_as_a_whole(answers: Answers) -> None:
+    assert [answer["compiled"] < 1e-6 for answer in answers[2]] == [True, True]
+
+
 def test_one_rank_starts_no_group() -> None:
     assert isinstance(join("", 0, 1, torch.device("cpu")), LocalComm)
