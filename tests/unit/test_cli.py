@@ -58,7 +58,7 @@ def test_config_shows_effective_values(capsys: pytest.CaptureFixture[str], tmp_p
         (["serve", "--config", "/does/not/exist.toml"], "/does/not/exist.toml"),
         (["serve", "model.pth=x"], "model.path"),
         (["serve", "server.port=x"], "server.port"),
-        (["serve", "parallel.tp=2"], "parallel.tp"),
+        (["serve", "parallel.tp=4"], "parallel.tp=4: "),
         (["serve", "model.path=/does/not/exist"], "/does/not/exist"),
         (["config", "what"], "'what'"),
         (["ping"], "prompt"),

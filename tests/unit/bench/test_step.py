@@ -65,6 +65,7 @@ def test_a_table_for_people() -> None:
         (["--rows", "1,x"], "--rows"),
         (["--rows", "0"], "--rows"),
         (["model.device=simulated"], "model.device=simulated"),
+        (["parallel.tp=2"], "parallel.tp=2: one rank alone is measured"),
         (["model.path=/does/not/exist"], "/does/not/exist"),
         (["schedule.max_seq=8"], "schedule.max_seqs"),
     ],
