@@ -97,7 +97,7 @@ class ScheduleConfig(Section, frozen=True, kw_only=True):
 
 
 class ParallelConfig(Section, frozen=True, kw_only=True):
-    dp: Annotated[int, Meta(ge=1, description="data-parallel replicas")] = 1
+    dp: Annotated[int, Meta(ge=1, le=64, description="data-parallel replicas, each on a GPU of its own")] = 1
     pp: Annotated[int, Meta(ge=1, description="pipeline stages")] = 1
     tp: Annotated[int, Meta(ge=1, description="tensor-parallel ranks")] = 1
 
@@ -237,7 +237,7 @@ def _convert(key: str, value: object, *, strict: bool) -> object:
 def _check(config: Config) -> None:
     """Refuse what is well-typed and cannot be served."""
     for key, size in msgspec.structs.asdict(config.parallel).items():
-        if size != 1:
+        if key != "dp" and size != 1:
             raise ConfigError(f"parallel.{key}: only 1 is available in this version, got {size}")
     tokens, page = config.cache.num_tokens, config.cache.page_size
     if tokens != "auto" and tokens < page:
