@@ -9,6 +9,7 @@ import gc
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from toka_async.model.weights import build_decoder, load_weights, random_weights
 from toka_async.runner.cache_size import (
     check_largest_step,
     does_not_fit,
+    fitting_limits,
     memory_for_cache,
     page_bytes_of,
     pages_for_trial,
@@ -68,6 +70,10 @@ def build_runner(
             load_weights(decoder, model_dir, progress)
     if kind == "cpu":
         torch.set_num_threads(resolve_num_threads(attention, decoder, num_sharing))
+    else:
+        # What is automatic leaves half of the memory to the cache.
+        share = 0.5 if "auto" in (schedule.max_seqs, schedule.max_tokens) else 1.0
+        limits = fitting_limits(limits, schedule, partial(_check_fits, spec, dtype, cache, device, share))
     parts = Parts(decoder, spec, limits, cache, schedule, attention, compiling, dtype, device, num_sharing)
     with stages.stage("memory"):
         num_pages = parts.num_pages()
@@ -77,6 +83,12 @@ def build_runner(
     warm_up(runner, stages, compiling.max_graph_seqs if compiling.graphs else 0, grouped > 0)
     stages.report()
     return runner
+
+
+def _check_fits(
+    spec: ModelSpec, dtype: torch.dtype, cache: CacheConfig, device: torch.device, share: float, limits: Limits
+) -> None:
+    check_largest_step(spec, limits, dtype, cache.page_size, device, cache.memory_fraction, share)
 
 
 def _ops(device: torch.device, compiling: CompileConfig) -> Ops:
@@ -122,7 +134,6 @@ class Parts:
         """Bytes: what the largest step leaves, which is computed once to find out."""
         fraction = self.cache.memory_fraction
         page_size = self.cache.page_size
-        check_largest_step(self.spec, self.limits, self.dtype, page_size, self.device, fraction)
         torch.cuda.reset_peak_memory_stats(self.device)
         num_pages = pages_for_trial(self.limits, page_size, page_bytes, self.device, fraction)
         try:
