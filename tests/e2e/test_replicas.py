@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import tempfile
@@ -81,7 +82,11 @@ class Load:
             self.outcomes.append((index % 2 == 1, right))
 
     def _streamed(self, body: dict[str, Any]) -> tuple[bool, Any]:
-        events = list(self._server.stream("/v1/completions", **body))
+        with self._server._request("POST", "/v1/completions", {**body, "stream": True}) as response:
+            lines = response.read().splitlines()
+            if response.status != 200:
+                return False, json.loads(lines[0])["error"]
+        events = [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
         reasons = [event["choices"][0]["finish_reason"] for event in events if event.get("choices")]
         return reasons.count("length") == 2, events[-1].get("error")
 
@@ -95,8 +100,12 @@ def wait_until_whole(server: Serving) -> None:
 
 @pytest.mark.parametrize(
     ("victims", "device"),
-    [(["rank-1-0"], SIMULATED), (["scheduler-0"], SIMULATED), (["rank-0-0", "scheduler-1"], SIMULATED)]
-    + [(["rank-0-0"], ())],
+    [
+        (["rank-1-0"], SIMULATED),
+        (["scheduler-0"], SIMULATED),
+        (["rank-0-0", "scheduler-1"], SIMULATED),
+        (["rank-0-0"], ()),
+    ],
 )
 def test_a_killed_replica_comes_back(
     tmp_path: Path, socket_folders: Path, victims: list[str], device: tuple[str, ...]
