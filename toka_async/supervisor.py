@@ -98,9 +98,10 @@ class Child:
         self.process.stdout.close()
 
     def kill(self) -> None:
-        """End it without a word: what it belongs to is broken. Returns when it is gone."""
+        """End it without a word: what it belongs to is broken. Returns when it is gone, or a driver does not let it."""
         self.process.kill()
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_TIMEOUT)
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from toka_async.attention.build import NOT_MEASURED, build_attention
 from toka_async.attention.kv_cache import KVCache
@@ -221,7 +222,7 @@ def resolve_dtype(model: ModelConfig, spec: ModelSpec, device: torch.device) -> 
     return dtype
 
 
-def resolve_num_threads(attention: AttentionConfig, decoder: Decoder, num_sharing: int = 1) -> int:
+def resolve_num_threads(attention: AttentionConfig, decoder: nn.Module, num_sharing: int = 1) -> int:
     """`auto` is one thread for small models and all cores for others, divided among those who share them.
 
     Measured on two cores, one thread and two: 2M parameters decode 64 rows in 11 ms and 20, and one row in 2.6 and 3.1;
