@@ -22,7 +22,8 @@ NUM = 3
 class Submitted:
     batch: Batch
     left: ExitStack  # leaving it with an error cancels
-    streamed: bool
+    num_tokens: int  # of each sample
+    in_blocks: bool
     cancelled: bool = False
 
 
@@ -62,7 +63,7 @@ class World:
         except NotServingError:
             assert not self.engine.replicas.live
             return
-        self.clients.append(Submitted(batch, stack, kind == 0))
+        self.clients.append(Submitted(batch, stack, max_tokens, kind == 1))
         for flight in batch.flights:
             self._count_ends(flight)
 
@@ -130,14 +131,14 @@ OPERATIONS = st.lists(
         st.tuples(
             st.just("submit"), st.sampled_from([0, 16, 50]), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2)
         ),
-        st.tuples(st.sampled_from(["step", "step", "lose", "revive", "late"]), REPLICA),
+        st.tuples(st.sampled_from(["step", "lose", "revive", "late"]), REPLICA),
         st.tuples(st.just("cancel"), st.integers(0, 9)),
     ),
     max_size=40,
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=200)
 @given(OPERATIONS)
 def test_every_request_ends_once(operations: list[tuple[str, int]]) -> None:
     world = World()
@@ -146,7 +147,10 @@ def test_every_request_ends_once(operations: list[tuple[str, int]]) -> None:
         world.check()
     for replica in range(NUM):
         world.revive(replica)
+    for first in range(NUM):
+        world.submit(100 * first, 1, 4, 0)
     for _ in range(5):
+        world.late(0)
         for replica in range(NUM):
             world.step(replica)
     world.check()
@@ -159,7 +163,10 @@ def test_every_request_ends_once(operations: list[tuple[str, int]]) -> None:
             continue
         assert all(ended)
         if client.batch.error is None:
-            assert all(flight.num_open == 0 for flight in client.batch.flights)
+            for flight in client.batch.flights:
+                counts = flight.take_block().counts if client.in_blocks else [s.num_tokens for s in flight.samples]
+                assert flight.num_open == 0
+                assert sum(counts) == client.num_tokens * len(flight.samples or flight.last_arrivals)
         else:
             assert isinstance(client.batch.error, EngineStoppedError)
         client.left.close()
