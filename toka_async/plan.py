@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import torch
@@ -59,6 +60,23 @@ def device_memory() -> int | None:
     return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What each rank of a stage has. part: the shape of it. first_layer: of the model's. weights: bytes."""
+
+    part: ModelSpec
+    first_layer: int
+    weights: int
+    is_last: bool
+    dtype: torch.dtype
+
+    def largest_step(self, limits: Limits, page_size: int) -> int:
+        """Bytes; only the last stage has logits."""
+        rows = self.part if self.is_last else msgspec.structs.replace(self.part, vocab_size=0)
+        of_tokens = limits.max_tokens * token_bytes(self.part, self.dtype)
+        return of_tokens + limits.max_seqs * row_bytes(rows, limits, self.dtype, page_size)
+
+
 def make_plan(config: Config, memory: int) -> Plan:
     """The plan for GPUs of `memory` bytes.
 
@@ -66,52 +84,55 @@ def make_plan(config: Config, memory: int) -> Plan:
         ModelError: there is no such model, it cannot be divided so, or the largest step does not fit.
     """
     spec = read_spec(resolve_model(config.model.path, weights=False))
-    parallel = config.parallel
-    check_division(spec, parallel)
+    check_division(spec, config.parallel)
     dtype: torch.dtype = getattr(torch, spec.dtype if config.model.dtype == "auto" else config.model.dtype)
-    parts = stage_specs(spec, parallel)
-    weights = [dtype.itemsize * num_weights(part, index, parallel.pp) for index, part in enumerate(parts)]
+    stages = make_stages(spec, config.parallel, dtype)
     usable = int(config.cache.memory_fraction * memory) - spare_bytes(memory)
-    for stage, size in enumerate(weights):
-        if size >= usable:
+    for index, stage in enumerate(stages):
+        if stage.weights >= usable:
             raise ModelError(
-                f"stage {stage} has {_gib(size)} of weights a GPU where {_gib(max(usable, 0))} of {_gib(memory)} can "
-                "be used; raise parallel.tp or parallel.pp, or cache.memory_fraction"
+                f"stage {index} has {_gib(stage.weights)} of weights a GPU where {_gib(max(usable, 0))} of "
+                f"{_gib(memory)} can be used; raise parallel.tp or parallel.pp, or cache.memory_fraction"
             )
-
-    def largest_step(stage: int, limits: Limits) -> int:
-        return step_bytes(parts[stage], limits, dtype, config.cache.page_size, last=stage == parallel.pp - 1)
-
-    def check(limits: Limits) -> None:
-        share = 0.5 if "auto" in (config.schedule.max_seqs, config.schedule.max_tokens) else 1.0
-        for stage, size in enumerate(weights):
-            if largest_step(stage, limits) > share * (usable - size):
-                raise ModelError(
-                    f"schedule.max_seqs={limits.max_seqs}, schedule.max_tokens={limits.max_tokens}: the largest step "
-                    f"takes about {_gib(largest_step(stage, limits))} where {_gib(usable - size)} are left; use less"
-                )
-
-    limits = fitting_limits(resolve_limits(config.model, config.schedule, spec, "cuda"), config.schedule, check)
-    ranks, starts = [], [sum(part.num_layers for part in parts[:stage]) for stage in range(parallel.pp)]
-    for gpu in range(parallel.dp * parallel.pp * parallel.tp):
-        replica, rank = divmod(gpu, parallel.pp * parallel.tp)
-        stage, tp_rank = divmod(rank, parallel.tp)
-        part, step = parts[stage], largest_step(stage, limits)
-        pages = max(0, usable - weights[stage] - step) // page_bytes_of(part, config.cache, dtype)
-        ranks.append(
-            RankPlan(
-                gpu=gpu,
-                replica=replica,
-                stage=stage,
-                tp_rank=tp_rank,
-                layers=(starts[stage], starts[stage] + part.num_layers),
-                weights=weights[stage],
-                largest_step=step,
-                kv_token=bytes_per_token(part, dtype),
-                num_tokens=pages * config.cache.page_size,
-            )
-        )
+    asked = resolve_limits(config.model, config.schedule, spec, "cuda")
+    limits = fitting_limits(asked, config.schedule, partial(_check_step, config, stages, usable))
+    num_ranks = config.parallel.pp * config.parallel.tp
+    ranks = [
+        _rank_plan(config, limits, usable, gpu, *divmod(gpu % num_ranks, config.parallel.tp), stages)
+        for gpu in range(config.parallel.dp * num_ranks)
+    ]
     return Plan(config, spec, dtype, memory, limits, ranks)
+
+
+def _check_step(config: Config, stages: Sequence[Stage], usable: int, limits: Limits) -> None:
+    """Raises ModelError when a stage's largest step does not fit; as at the start, what is automatic takes half."""
+    share = 0.5 if "auto" in (config.schedule.max_seqs, config.schedule.max_tokens) else 1.0
+    for stage in stages:
+        step, left = stage.largest_step(limits, config.cache.page_size), usable - stage.weights
+        if step > share * left:
+            raise ModelError(
+                f"schedule.max_seqs={limits.max_seqs}, schedule.max_tokens={limits.max_tokens}: the largest step "
+                f"takes about {_gib(step)} where {_gib(left)} are left; use less"
+            )
+
+
+def _rank_plan(
+    config: Config, limits: Limits, usable: int, gpu: int, index: int, tp_rank: int, stages: Sequence[Stage]
+) -> RankPlan:
+    stage, page_size = stages[index], config.cache.page_size
+    step = stage.largest_step(limits, page_size)
+    num_pages = max(0, usable - stage.weights - step) // page_bytes_of(stage.part, config.cache, stage.dtype)
+    return RankPlan(
+        gpu=gpu,
+        replica=gpu // (config.parallel.pp * config.parallel.tp),
+        stage=index,
+        tp_rank=tp_rank,
+        layers=(stage.first_layer, stage.first_layer + stage.part.num_layers),
+        weights=stage.weights,
+        largest_step=step,
+        kv_token=bytes_per_token(stage.part, stage.dtype),
+        num_tokens=num_pages * page_size,
+    )
 
 
 def check_division(spec: ModelSpec, parallel: ParallelConfig) -> None:
@@ -132,9 +153,9 @@ def _divides(tp: int, spec: ModelSpec) -> bool:
     return spec.num_heads % tp == 0 and spec.intermediate_size % tp == 0 and (kv % tp == 0 or tp % kv == 0)
 
 
-def stage_specs(spec: ModelSpec, parallel: ParallelConfig) -> list[ModelSpec]:
-    """The shape of what a rank of each stage has."""
-    tp = parallel.tp
+def make_stages(spec: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -> list[Stage]:
+    """The stages of one replica."""
+    tp, pp = parallel.tp, parallel.pp
     part = msgspec.structs.replace(
         spec,
         num_heads=spec.num_heads // tp,
@@ -142,8 +163,15 @@ def stage_specs(spec: ModelSpec, parallel: ParallelConfig) -> list[ModelSpec]:
         intermediate_size=spec.intermediate_size // tp,
         vocab_size=-(-spec.vocab_size // tp),
     )
-    counts = stage_layers(spec.num_layers, parallel.pp, _layer_weights(part), part.vocab_size * part.hidden_size)
-    return [msgspec.structs.replace(part, num_layers=count) for count in counts]
+    stages, first = [], 0
+    for index, count in enumerate(
+        stage_layers(spec.num_layers, pp, _layer_weights(part), part.vocab_size * part.hidden_size)
+    ):
+        of_stage = msgspec.structs.replace(part, num_layers=count)
+        weights = dtype.itemsize * num_weights(of_stage, index, pp)
+        stages.append(Stage(of_stage, first, weights, index == pp - 1, dtype))
+        first += count
+    return stages
 
 
 def stage_layers(num_layers: int, num_stages: int, layer: int, ends: int) -> list[int]:
@@ -175,12 +203,6 @@ def _layer_weights(part: ModelSpec) -> int:
     biases = part.attention_bias * (queries + 2 * keys) + part.output_bias * hidden
     biases += part.mlp_bias * (2 * inter + hidden)
     return attention + 3 * hidden * inter + biases + 2 * hidden + part.qk_norm * (queries + keys)
-
-
-def step_bytes(part: ModelSpec, limits: Limits, dtype: torch.dtype, page_size: int, *, last: bool) -> int:
-    """Of the largest step: only the last stage has logits."""
-    rows = part if last else msgspec.structs.replace(part, vocab_size=0)
-    return limits.max_tokens * token_bytes(part, dtype) + limits.max_seqs * row_bytes(rows, limits, dtype, page_size)
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:

@@ -127,8 +127,9 @@ class Parts:
         if self.device.type == "cuda":
             most = self._memory_for_cache(page_bytes)
             return resolve_num_pages(self.cache, self.limits, page_bytes, most, most)
-        available = available_memory() // self.num_sharing
-        auto, most = int(_AUTO_CPU_SHARE * available), int(_MOST_CPU_SHARE * available)
+        available = available_memory()
+        # What is configured is not divided: who starts again finds that the others have taken theirs.
+        auto, most = int(_AUTO_CPU_SHARE * available / self.num_sharing), int(_MOST_CPU_SHARE * available)
         return resolve_num_pages(self.cache, self.limits, page_bytes, auto, most)
 
     def _memory_for_cache(self, page_bytes: int) -> int:
