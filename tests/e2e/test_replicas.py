@@ -63,6 +63,17 @@ class Load:
         self._pool = ThreadPoolExecutor(num_clients)
         self._clients = [self._pool.submit(self._ask_on, index) for index in range(num_clients)]
 
+    def wait_for(self, number: int) -> None:
+        """Until so many further requests are answered rightly."""
+        before, deadline = self.num_right, time.monotonic() + 30
+        while self.num_right < before + number:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    @property
+    def num_right(self) -> int:
+        return sum(right for _, right in self.outcomes)
+
     def stop(self) -> None:
         self._stop.set()
         for client in self._clients:
@@ -80,6 +91,8 @@ class Load:
                 error = answer.get("error")
             assert right or any(text in error["message"] for text in ("has stopped: ", "being restarted: ")), error
             self.outcomes.append((index % 2 == 1, right))
+            if not right:
+                time.sleep(0.02)
 
     def _streamed(self, body: dict[str, Any]) -> tuple[bool, Any]:
         with self._server._request("POST", "/v1/completions", {**body, "stream": True}) as response:
@@ -112,7 +125,7 @@ def test_a_killed_replica_comes_back(
 ) -> None:
     with serving(tmp_path, "parallel.dp=2", *device) as server:
         load = Load(server, 12)
-        time.sleep(0.5)
+        load.wait_for(12)
         for victim in victims:
             os.kill(server.children[victim], signal.SIGKILL)
         while "is restarted in" not in server.said():
@@ -123,9 +136,8 @@ def test_a_killed_replica_comes_back(
             time.sleep(0.05)
         wait_until_whole(server)
         first = len(load.outcomes)
-        time.sleep(0.5)
+        load.wait_for(24)
         load.stop()
-        assert any(right for _, right in load.outcomes[:first])
         assert all(right for _, right in load.outcomes[first + 12 :])
         if len(victims) == 1:  # those that nobody had seen anything of went to the other replica
             assert all(right for streamed, right in load.outcomes if not streamed)
@@ -143,12 +155,16 @@ def test_a_killed_replica_comes_back(
 
 def test_a_replica_lost_while_draining_ends_nobody_elses_requests(tmp_path: Path) -> None:
     with serving(tmp_path, "parallel.dp=2", *SIMULATED) as server, ThreadPoolExecutor() as pool:
-        body = {"model": "demo", "max_tokens": 300, "ignore_eos": True}
+        body = {"model": "demo", "max_tokens": 800, "ignore_eos": True}
         answers = [pool.submit(server.post, "/v1/completions", prompt=prompt, **body) for prompt in PROMPTS[:4]]
-        time.sleep(0.3)
+        while server.metric("num_requests_running") < 4:
+            time.sleep(0.02)
+        lines = server.get("/metrics")[1].splitlines()
+        running = [line.split()[1] for line in lines if line.startswith("toka:replica_requests_running{")]
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
-        os.kill(server.children["rank-1-0"], signal.SIGKILL)
+        os.kill(server.children[f"rank-{running.index(max(running))}-0"], signal.SIGKILL)
         assert [answer.result(timeout=20)[0] for answer in answers] == [200] * 4
         assert server.wait() == 0
         wait_until_gone(server.pids, 0)
+        assert " is back" not in server.said()

@@ -53,18 +53,7 @@ async def serve(link: ParentLink) -> NoReturn:
     await runner.setup()
     site = web.SockSite(runner, inherited(spec.listen_fd), backlog=BACKLOG)
     await site.start()
-    orders: asyncio.Queue[Order] = asyncio.Queue()
-
-    def on_order(order: Order) -> None:
-        """A lost replica is dealt with at once, even while draining; other orders come in their turn."""
-        if isinstance(order, Lost):
-            outboxes[order.replica].drop()
-            outboxes[order.replica] = connect(context, spec.topology.schedulers[order.replica])
-            engine.lose(order.replica, order.life, order.reason, outboxes[order.replica])
-        else:
-            orders.put_nowait(order)
-
-    link.on_order = lambda order: loop.call_soon_threadsafe(on_order, order)
+    orders = take_orders(link, context, outboxes, engine)
     is_ready = asyncio.Event()
 
     def on_messages(messages: Sequence[ToServer]) -> None:
@@ -82,6 +71,31 @@ async def serve(link: ParentLink) -> NoReturn:
     first = await order
     await site.stop()
     await finish(link, first, orders, engine, runner)
+
+
+def take_orders(
+    link: ParentLink,
+    context: zmq.Context[zmq.Socket[bytes]],
+    outboxes: list[ZmqOutbox[ToScheduler]],
+    engine: Engine,
+) -> asyncio.Queue[Order]:
+    """The parent's orders as they come. A lost replica is dealt with at once, even while draining, and not among them.
+
+    What a lost replica has not received is dropped: its next life knows nothing of those requests.
+    """
+    orders: asyncio.Queue[Order] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def on_order(order: Order) -> None:
+        if isinstance(order, Lost):
+            outboxes[order.replica].drop()
+            outboxes[order.replica] = connect(context, link.spec.topology.schedulers[order.replica])
+            engine.lose(order.replica, order.life, order.reason, outboxes[order.replica])
+        else:
+            orders.put_nowait(order)
+
+    link.on_order = lambda order: loop.call_soon_threadsafe(on_order, order)
+    return orders
 
 
 def connect(context: zmq.Context[zmq.Socket[bytes]], address: str) -> ZmqOutbox[ToScheduler]:

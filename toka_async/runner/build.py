@@ -54,10 +54,7 @@ def build_runner(
     progress: bool = True,
     num_sharing: int = 1,
 ) -> Runner:
-    """A runner that is ready for its first step. `num_sharing` such processes share a machine's CPU and its memory.
-
-    Raises ModelError, which names the field and the fix.
-    """
+    """A runner that is ready for its first step, one of `num_sharing` on a CPU. Raises ModelError: field and fix."""
     device = resolve_device(model)
     kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
     limits = resolve_limits(model, schedule, spec, kind)
