@@ -37,15 +37,21 @@ def greedy(server: Serving) -> list[Any]:
     return [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]]
 
 
+def of_replicas(server: Serving, name: str) -> list[float]:
+    """A metric of each replica."""
+    lines = server.get("/metrics")[1].splitlines()
+    return [float(line.split()[1]) for line in lines if line.startswith(f"toka:replica_{name}{{")]
+
+
 def test_replicas_give_the_answers_of_one(tmp_path: Path) -> None:
     answers = []
     for dp in (1, 2, 3):
         with serving(tmp_path, f"parallel.dp={dp}") as server:
             assert len(server.children) == 1 + 2 * dp
             answers.append(greedy(server))
-            lines = server.get("/metrics")[1].splitlines()
-            done = [line for line in lines if line.startswith("toka:replica_outstanding_tokens{")]
-            assert [float(line.split()[1]) for line in done] == [0] * dp
+            time.sleep(0.5)  # counters are a quarter of a second old
+            assert all(of_replicas(server, "generation_tokens_total"))
+            assert of_replicas(server, "outstanding_tokens") == [0] * dp
             server.process.send_signal(signal.SIGTERM)
             assert server.wait() == 0
             wait_until_gone(server.pids, 0)
@@ -159,8 +165,7 @@ def test_a_replica_lost_while_draining_ends_nobody_elses_requests(tmp_path: Path
         answers = [pool.submit(server.post, "/v1/completions", prompt=prompt, **body) for prompt in PROMPTS[:4]]
         while server.metric("num_requests_running") < 4:
             time.sleep(0.02)
-        lines = server.get("/metrics")[1].splitlines()
-        running = [line.split()[1] for line in lines if line.startswith("toka:replica_requests_running{")]
+        running = of_replicas(server, "requests_running")
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
         os.kill(server.children[f"rank-{running.index(max(running))}-0"], signal.SIGKILL)
