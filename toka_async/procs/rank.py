@@ -117,8 +117,18 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Launched]]:
     # Steps differ in size: blocks that cannot grow would leave more and more memory in pieces.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     from toka_async.runner.build import build_runner
+    from toka_async.runner.devices import take_gpus
 
+    if config.model.device != "cpu":
+        take_gpus(spec.replica, config.parallel.dp, len(spec.topology.ranks[spec.replica]))
     runner = build_runner(
-        model_dir, shape, config.model, config.cache, config.schedule, config.attention, config.compile
+        model_dir,
+        shape,
+        config.model,
+        config.cache,
+        config.schedule,
+        config.attention,
+        config.compile,
+        num_sharing=config.parallel.dp,
     )
     return runner.ready, runner.launch

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import time
 
+import msgspec
 import zmq
 
 from toka_async.config import Config
@@ -28,8 +29,9 @@ def run(link: ParentLink) -> None:
     results: ZmqInbox[FromRank] = ZmqInbox(context, topology.scheduler_ranks[spec.replica], Codec(FromRank))
     server: ZmqOutbox[ToServer] = ZmqOutbox(context, topology.server, Codec(ToServer))
     ranks: ZmqOutbox[ToRank] = ZmqOutbox(context, topology.ranks[spec.replica][0], Codec(ToRank))
-    ready = results.receive()
-    assert isinstance(ready, Ready), "a rank's first message is Ready"
+    first = results.receive()
+    assert isinstance(first, Ready), "a rank's first message is Ready"
+    ready = msgspec.structs.replace(first, replica=spec.replica, life=spec.life)
     if ready.max_tokens < ready.max_seqs:
         link.fatal(f"schedule.max_tokens: expected at least schedule.max_seqs ({ready.max_seqs})", user=True)
     core = make_core(ready, spec.config)
@@ -40,7 +42,7 @@ def run(link: ParentLink) -> None:
     poll, times = PollSet([results, requests]), StepTimes()
     while True:
         poll.wait()
-        turn(core, requests, results, server, ranks, times)
+        turn(core, requests, results, server, ranks, times, ready)
 
 
 def make_core(ready: Ready, config: Config) -> Core:
@@ -63,8 +65,12 @@ def turn(
     server: Outbox[ToServer],
     ranks: Outbox[ToRank],
     times: StepTimes,
+    ready: Ready,
 ) -> None:
-    """Take all that has arrived, queue the steps that follow from it, then tell the server: ranks must not wait."""
+    """Take all that has arrived, queue the steps that follow from it, then tell the server: ranks must not wait.
+
+    `ready` is what the server was told: whose statistics they are.
+    """
     now = time.monotonic()
     times.begin()
     completed = results.drain()
@@ -80,6 +86,8 @@ def turn(
     core.sent(time.monotonic())
     times.lap("steps")
     for message in core.take_messages(now):
-        server.send(times.fill(message) if isinstance(message, Stats) else message)
+        if isinstance(message, Stats):
+            message = msgspec.structs.replace(times.fill(message), replica=ready.replica, life=ready.life)
+        server.send(message)
     times.lap("messages")
     times.end(len(completed))

@@ -51,7 +51,12 @@ def memory_for_cache(device: torch.device, fraction: float, peak: int) -> int:
     """Bytes that the cache may take when weights and the largest step together take `peak` of torch's."""
     reserved = torch.cuda.memory_reserved(device)
     total = torch.cuda.get_device_properties(device).total_memory
-    return free_cuda_memory(device, fraction) + reserved - peak - int(_SPARE_SHARE * total) - _SPARE_BYTES
+    return free_cuda_memory(device, fraction) + reserved - peak - spare_bytes(total)
+
+
+def spare_bytes(total: int) -> int:
+    """Of a GPU with `total` bytes: what neither weights, the largest step nor the cache get."""
+    return int(_SPARE_SHARE * total) + _SPARE_BYTES
 
 
 def check_largest_step(

@@ -1,4 +1,5 @@
 import ast
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tests.models import make_checkpoint
 from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
 from toka_async.messages import Ready
 from toka_async.model.spec import ModelError, read_spec
+from toka_async.runner import build
 from toka_async.runner.build import build_runner, resolve_device, resolve_dtype
 from toka_async.runner.runner import Runner
 
@@ -18,6 +20,7 @@ def _build(
     model: ModelConfig | None = None,
     cache: CacheConfig | None = None,
     attention: AttentionConfig | None = None,
+    num_sharing: int = 1,
 ) -> Runner:
     return build_runner(
         folder,
@@ -27,7 +30,18 @@ def _build(
         ScheduleConfig(max_seqs=4, max_tokens=64),
         attention or AttentionConfig(),
         CompileConfig(),
+        num_sharing=num_sharing,
     )
+
+
+def test_replicas_share_the_machine(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory, and its threads where a model uses them all."""
+    page_bytes = 16 * (2 * 2 * 2 * 8 * 4 + 4)
+    monkeypatch.setattr(build, "available_memory", lambda: 4 * 48 * page_bytes)
+    assert [_build(model_dir, num_sharing=number).ready.num_pages for number in (1, 2, 3)] == [48, 24, 16]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    large = torch.nn.Linear(4000, 4000, device="meta")
+    assert [build.resolve_num_threads(AttentionConfig(), large, number) for number in (1, 3, 16)] == [8, 2, 1]
 
 
 def test_ready_says_what_fits(model_dir: Path) -> None:
