@@ -111,8 +111,10 @@ class AttentionConfig(Section, frozen=True, kw_only=True):
 
 
 class CompileConfig(Section, frozen=True, kw_only=True):
-    enabled: Annotated[bool, Meta(description="torch.compile the model, on a GPU")] = False
-    graphs: Annotated[bool, Meta(description="capture decoding steps in CUDA graphs")] = True
+    enabled: Annotated[bool, Meta(description="torch.compile the model")] = False
+    graphs: Annotated[bool, Meta(description="capture decoding steps in CUDA graphs, with our attention kernels")] = (
+        True
+    )
     max_graph_seqs: Annotated[int, Meta(ge=1, le=8192, description="rows of the largest captured step")] = 512
 
 
