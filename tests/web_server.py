@@ -99,7 +99,7 @@ async def web_server(
     """A server; `config` are fields of ServerConfig."""
     scheduler, tokenizer = scheduler or FakeScheduler(), tokenizer or byte_level()
     settings = ServerConfig(**{"stats_interval": 0.0} | config)
-    engine = Engine(scheduler, settings.max_requests)
+    engine = Engine([scheduler], settings.max_requests)
     chat_template = None if template is None else ChatTemplate(template, tokenizer.special_tokens)
     app = create_app(settings, NAME, tokenizer, chat_template, defaults or GenerationDefaults(), engine)
     runner = Runner(app)

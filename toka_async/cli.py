@@ -6,6 +6,7 @@ Imports the engine only where a command needs it, so that `--help` and mistakes 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -36,6 +37,8 @@ def _run(options: argparse.Namespace) -> int:
     match options.command:
         case "serve":
             return _serve(load_config(options.config, options.overrides))
+        case "plan":
+            return _plan(options)
         case "config":
             return _config(options)
         case "ping":
@@ -55,6 +58,21 @@ def _serve(config: Config) -> int:
         return serve(config)
     except ModelError as error:
         return _wrong(error)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from toka_async.model.spec import ModelError
+    from toka_async.plan import GIB, device_memory, make_plan, plan_lines
+
+    config = load_config(options.config, options.overrides, to_serve=False)
+    memory = device_memory() if options.gpu_memory is None else int(options.gpu_memory * GIB)
+    if memory is None:
+        return _wrong("there is no GPU here: say how much memory one has, with --gpu-memory GIB")
+    try:
+        print("\n".join(plan_lines(make_plan(config, memory))))
+    except ModelError as error:
+        return _wrong(error)
+    return 0
 
 
 def _ping(options: argparse.Namespace) -> int:
@@ -126,6 +144,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"toka-async {__version__}")
     command = _adder(parser, "command", keys)
     _add_configuration(command("serve", "serve a model over HTTP until SIGTERM or SIGINT"))
+    plan = command("plan", "show what would go on which GPU, without starting anything")
+    plan.add_argument("--gpu-memory", type=_positive, metavar="GIB", help="of each GPU; default: of the one here")
+    _add_configuration(plan)
     config = command("config", "show every configuration key, its type, value and meaning")
     config.add_argument("--markdown", action="store_true", help="as a Markdown table")
     _add_configuration(config)
@@ -138,6 +159,13 @@ def _parser() -> argparse.ArgumentParser:
     add_benchmarks(_adder(command("bench", "measure"), "benchmark", ""))
     command("version", "print the version")
     return parser
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+    return number
 
 
 def _adder(parser: argparse.ArgumentParser, what: str, epilog: str) -> Callable[[str, str], argparse.ArgumentParser]:

@@ -97,7 +97,7 @@ class ScheduleConfig(Section, frozen=True, kw_only=True):
 
 
 class ParallelConfig(Section, frozen=True, kw_only=True):
-    dp: Annotated[int, Meta(ge=1, description="data-parallel replicas")] = 1
+    dp: Annotated[int, Meta(ge=1, le=64, description="data-parallel replicas, each on a GPU of its own")] = 1
     pp: Annotated[int, Meta(ge=1, description="pipeline stages")] = 1
     tp: Annotated[int, Meta(ge=1, description="tensor-parallel ranks")] = 1
 
@@ -111,8 +111,10 @@ class AttentionConfig(Section, frozen=True, kw_only=True):
 
 
 class CompileConfig(Section, frozen=True, kw_only=True):
-    enabled: Annotated[bool, Meta(description="torch.compile the model, on a GPU")] = False
-    graphs: Annotated[bool, Meta(description="capture decoding steps in CUDA graphs")] = True
+    enabled: Annotated[bool, Meta(description="torch.compile the model")] = False
+    graphs: Annotated[bool, Meta(description="capture decoding steps in CUDA graphs, with our attention kernels")] = (
+        True
+    )
     max_graph_seqs: Annotated[int, Meta(ge=1, le=8192, description="rows of the largest captured step")] = 512
 
 
@@ -151,8 +153,10 @@ _FIELDS = {
 }
 
 
-def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: Path | None = None, overrides: Sequence[str] = (), *, to_serve: bool = True) -> Config:
     """The configuration of a TOML file, then `section.key=value` overrides, then defaults for the rest.
+
+    With `to_serve` it is one that this version can serve.
 
     Raises:
         ConfigError: unreadable file, unknown key, ill-typed value, or a value that this version cannot serve.
@@ -170,7 +174,14 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
         values[section][name] = _convert(key, value, strict=False)
     config = msgspec.convert(values, Config)
     _check(config)
+    if to_serve and (reason := not_served(config.parallel)):
+        raise ConfigError(reason)
     return config
+
+
+def not_served(parallel: ParallelConfig) -> str | None:
+    """Why this version cannot serve it, if it cannot."""
+    return f"parallel.pp: only 1 is available in this version, got {parallel.pp}" if parallel.pp != 1 else None
 
 
 def describe(config: Config | None = None) -> list[Field]:
@@ -235,10 +246,7 @@ def _convert(key: str, value: object, *, strict: bool) -> object:
 
 
 def _check(config: Config) -> None:
-    """Refuse what is well-typed and cannot be served."""
-    for key, size in (("dp", config.parallel.dp), ("pp", config.parallel.pp)):
-        if size != 1:
-            raise ConfigError(f"parallel.{key}: only 1 is available in this version, got {size}")
+    """Refuse what is well-typed and makes no sense."""
     tokens, page = config.cache.num_tokens, config.cache.page_size
     if tokens != "auto" and tokens < page:
         raise ConfigError(f"cache.num_tokens: expected at least cache.page_size ({page}), got {tokens}")

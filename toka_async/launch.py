@@ -22,7 +22,7 @@ from toka_async.model.generation import read_generation_defaults
 from toka_async.model.hub import resolve_model, resolve_tokenizer
 from toka_async.model.spec import ModelError, read_spec
 from toka_async.procs.child import ChildSpec
-from toka_async.supervisor import Supervisor, say
+from toka_async.supervisor import Launch, Supervisor, say
 from toka_async.topology import local_topology
 
 LONGEST_FOLDER = 60  # characters; addresses of unix sockets, names included, end at about 100
@@ -41,7 +41,7 @@ def serve(config: Config) -> int:
         spec = ChildSpec(
             role="server",
             config=config,
-            topology=local_topology(folder, ranks=config.parallel.tp),
+            topology=local_topology(folder, config.parallel.dp, config.parallel.tp),
             model_dir=str(model_dir),
             tokenizer_dir=str(tokenizer_dir),
             served_name=config.model.served_name or config.model.path,
@@ -54,10 +54,12 @@ def serve(config: Config) -> int:
                 say(line)
             print(f"toka-async: serving {spec.served_name} at {url}", flush=True)
 
-        with Supervisor(config.server.drain_timeout) as supervisor:
+        def relaunch(replica: int, life: int) -> Iterator[Launch]:
+            return map(_launch, _replica(spec, replica, life))
+
+        with Supervisor(config.server.drain_timeout, relaunch if config.parallel.dp > 1 else None) as supervisor:
             for child in _children(spec):
-                inherit = [child.listen_fd] if child.listen_fd >= 0 else []
-                supervisor.start(child.name, _command(child), msgspec.json.encode(child), inherit)
+                supervisor.start(_launch(child))
             listener.close()  # the server has it: what it stops accepting is refused
             return supervisor.run(on_started)
 
@@ -81,15 +83,26 @@ def _files(config: Config) -> tuple[Path, Path]:
 def _children(server: ChildSpec) -> Iterator[ChildSpec]:
     """The processes, in the order in which they are closed."""
     yield server
-    inner = msgspec.structs.replace(server, listen_fd=-1)
-    for replica, ranks in enumerate(server.topology.ranks):
-        yield msgspec.structs.replace(inner, role="scheduler", replica=replica)
-        for rank in range(len(ranks)):
-            yield msgspec.structs.replace(inner, role="rank", replica=replica, rank=rank)
+    for replica in range(len(server.topology.ranks)):
+        yield from _replica(server, replica)
 
 
-def _command(child: ChildSpec) -> list[str]:
-    return [sys.executable, "-m", "toka_async.procs", child.name]
+def _replica(server: ChildSpec, replica: int, life: int = 0) -> Iterator[ChildSpec]:
+    """The processes of one replica."""
+    scheduler = msgspec.structs.replace(server, role="scheduler", listen_fd=-1, replica=replica, life=life)
+    yield scheduler
+    for rank in range(len(server.topology.ranks[replica])):
+        yield msgspec.structs.replace(scheduler, role="rank", rank=rank)
+
+
+def _launch(child: ChildSpec) -> Launch:
+    return Launch(
+        name=child.name,
+        command=[sys.executable, "-m", "toka_async.procs", child.name],
+        spec=msgspec.json.encode(child),
+        replica=-1 if child.role == "server" else child.replica,
+        inherit=[child.listen_fd] if child.listen_fd >= 0 else [],
+    )
 
 
 @contextmanager

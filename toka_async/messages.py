@@ -123,6 +123,9 @@ class Ready(Tagged, frozen=True, kw_only=True):
     # The smallest shared prefix that is worth a group of its own, as the rank measured it; 0: none is.
     group_min_seqs: int = 0
     group_min_tokens: int = 0
+    # Filled in by the scheduler: whose it is, and which of the replica's lives, counted from 0 (a restart begins one).
+    replica: int = 0
+    life: int = 0
 
 
 class Tokens(Tagged, frozen=True, kw_only=True):
@@ -201,6 +204,8 @@ class Stats(Tagged, frozen=True, kw_only=True):
     forecast_us: tuple[float, ...] = ()  # time of one forecast for admission
     expected_length: tuple[float, float] | None = None  # mean and spread of new sequences', as shares of max_tokens
     stage_seconds: tuple[float, ...] = ()  # CPU time of the scheduler in all, by SCHEDULER_STAGES
+    replica: int = 0  # as in Ready
+    life: int = 0
 
 
 ToServer = Ready | Tokens | Prefilled | StopChecks | Failed | Stats

@@ -1,7 +1,8 @@
-"""The parent's side of the child processes: starting, waiting, draining, stopping. No child outlives it.
+"""The parent's side of the child processes: starting, waiting, restarting, draining, stopping. No child outlives it.
 
-Waits on the children's status pipes and on signals, with no polling. Knows what children say (`procs.child`) and
-nothing of what they do.
+With several replicas the death of one's child ends that replica only, and its processes are started anew. Waits on
+the children's status pipes and on signals, with no polling. Knows what children say (`procs.child`) and nothing of
+what they do.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 import msgspec
 
-from toka_async.procs.child import SIGNALS, Drain, Drained, Fail, Fatal, Order, Started, Status, Stop
+from toka_async.procs.child import SIGNALS, Drain, Drained, Fail, Fatal, Lost, Order, Started, Status, Stop
+from toka_async.restarts import Restarts
 
 ECHO = 1.0  # seconds in which a further signal is the same one (sent to the parent and to its group)
 FAIL_TIMEOUT = 2.0  # seconds for the server to tell its clients that the engine is gone
@@ -31,20 +34,37 @@ _STATUSES: msgspec.json.Decoder[Status] = msgspec.json.Decoder(Status)
 class ChildError(Exception):
     """A child ended, or is about to, and was not told to. `user`: its message is all that the user needs."""
 
-    def __init__(self, message: str, *, user: bool = False) -> None:
+    def __init__(self, message: str, child: Child, *, user: bool = False) -> None:
         super().__init__(message)
+        self.child = child
         self.user = user
 
 
-class Child:
-    """A running child process. `spec` is the first line that it reads; `command` ends up reading it."""
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A child to be started. `spec` is the first line that it reads; `command` ends up reading it.
 
-    def __init__(self, name: str, command: Sequence[str], spec: bytes, inherit: Sequence[int] = ()) -> None:
-        self.name = name
+    replica: whose it is, -1: nobody's. inherit: descriptors that it keeps under the same numbers.
+    """
+
+    name: str
+    command: Sequence[str]
+    spec: bytes
+    replica: int = -1
+    inherit: Sequence[int] = ()
+
+
+class Child:
+    """A running child process."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.name = launch.name
+        self.replica = launch.replica
+        self.started = False
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # inherited: none can kill it while it starts
         try:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=inherit, bufsize=0
+                launch.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=launch.inherit, bufsize=0
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -53,7 +73,7 @@ class Child:
         self._orders = self.process.stdin
         self.status_fd = self.process.stdout.fileno()
         self._rest = b""
-        self._write(spec + b"\n")
+        self._write(launch.spec + b"\n")
 
     def order(self, order: Order) -> None:
         self._write(msgspec.json.encode(order) + b"\n")
@@ -77,6 +97,15 @@ class Child:
         assert self.process.stdout is not None
         self.process.stdout.close()
 
+    def kill(self) -> None:
+        """End it without a word: what it belongs to is broken. Returns when it is gone, or a driver does not let it."""
+        self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_TIMEOUT)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
     def how_it_ended(self) -> str:
         """Waits for the exit of a child whose status pipe has closed."""
         try:
@@ -96,10 +125,16 @@ class Supervisor:
     """Runs the children to their end. A context manager: leaving it stops every child, in the order of adding.
 
     The first child added is the server: the one that drains and that tells clients of a failure.
+
+    Args:
+        drain_timeout: seconds that running requests get.
+        relaunch: the children of a replica, by its number and how often it was lost. Without it a death ends all.
     """
 
-    def __init__(self, drain_timeout: float) -> None:
+    def __init__(self, drain_timeout: float, relaunch: Callable[[int, int], Iterable[Launch]] | None = None) -> None:
         self._drain_timeout = drain_timeout
+        self._relaunch = relaunch
+        self._restarts = Restarts(time.monotonic)
         self._children: list[Child] = []
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
@@ -122,9 +157,8 @@ class Supervisor:
         os.close(self._wake_read)
         os.close(self._wake_write)
 
-    def start(self, name: str, command: Sequence[str], spec: bytes, inherit: Sequence[int] = ()) -> Child:
-        """Start a child; `inherit` are descriptors that it keeps under the same numbers."""
-        child = Child(name, command, spec, inherit)
+    def start(self, launch: Launch) -> Child:
+        child = Child(launch)
         self._children.append(child)
         self._selector.register(child.status_fd, selectors.EVENT_READ, child)
         return child
@@ -161,9 +195,43 @@ class Supervisor:
         return True
 
     def _wait_signal(self) -> None:
+        """Until a signal; restarts what is lost."""
         while True:
-            if any(child is None for child, _ in self._events()):
+            for replica in self._restarts.take_due():
+                assert self._relaunch is not None
+                for launch in self._relaunch(replica, self._restarts.life(replica)):
+                    self.start(launch)
+            if any(child is None for child, _ in self._surviving(self._restarts.wait())):
                 return
+
+    def _surviving(self, timeout: float | None) -> Iterator[tuple[Child | None, Status | None]]:
+        """As `_events`, but that the death of a replica's child is dealt with, where replicas are restarted."""
+        try:
+            for child, status in self._events(timeout):
+                if child is not None and isinstance(status, Started):
+                    self._started(child)
+                yield child, status
+        except ChildError as failure:
+            if self._relaunch is None or failure.child.replica < 0:
+                raise
+            self._lose(failure.child.replica, str(failure))
+
+    def _started(self, child: Child) -> None:
+        """Another of the children of a replica that was restarted does its work."""
+        child.started = True
+        if all(each.started for each in self._children if each.replica == child.replica):
+            self._restarts.succeeded(child.replica)
+            say(f"replica {child.replica} is back")
+
+    def _lose(self, replica: int, reason: str) -> None:
+        """End what is left of the replica, then let the server deal with its requests; it will be restarted."""
+        for child in [child for child in self._children if child.replica == replica]:
+            self._selector.unregister(child.status_fd)
+            self._children.remove(child)
+            child.kill()
+        delay = self._restarts.lost(replica)
+        say(f"{reason}; replica {replica} is restarted in {delay:g} s")
+        self._children[0].order(Lost(replica, self._restarts.life(replica), reason))
 
     def _drain(self) -> int:
         server = self._children[0]
@@ -172,7 +240,7 @@ class Supervisor:
         say(f"finishing running requests, for {self._drain_timeout:g} s at most; a second signal stops at once")
         server.order(Drain(self._drain_timeout))
         while (now := time.monotonic()) < deadline:
-            for child, status in self._events(deadline - now):
+            for child, status in self._surviving(deadline - now):
                 if isinstance(status, Drained):
                     say(
                         "stopped"
@@ -206,12 +274,11 @@ class Supervisor:
                 continue
             statuses = child.statuses()
             if statuses is None:
-                raise ChildError(child.how_it_ended())
+                raise ChildError(child.how_it_ended(), child)
             for status in statuses:
                 if isinstance(status, Fatal):
-                    raise ChildError(
-                        status.message if status.user else f"{child.name}: {status.message}", user=status.user
-                    )
+                    message = status.message if status.user else f"{child.name}: {status.message}"
+                    raise ChildError(message, child, user=status.user)
                 yield child, status
 
 

@@ -53,6 +53,7 @@ def test_logits(tmp_path: Path, family: str, overrides: dict[str, Any], dtype: t
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of the compiler's own imports
+@pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning")  # we ask for float32
 @pytest.mark.parametrize(("family", "overrides"), CASES)
 @torch.inference_mode()
 def test_compiled(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:

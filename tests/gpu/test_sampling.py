@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from tests.gpu_models import DEVICE, Reference, WatchedEngine, make_model
 from tests.models import make_checkpoint
 from tests.sampling_rows import kept_by, penalised, weights_of

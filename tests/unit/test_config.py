@@ -91,7 +91,12 @@ def test_a_wrong_override_is_one_line_that_names_it(override: str, parts: list[s
         assert part in message
 
 
-@pytest.mark.parametrize("override", ["parallel.dp=2", "parallel.pp=2"])
+def test_several_replicas_and_ranks_can_be_served() -> None:
+    parallel = load_config(None, ["parallel.dp=3", "parallel.tp=2"]).parallel
+    assert (parallel.dp, parallel.tp) == (3, 2)
+
+
+@pytest.mark.parametrize("override", ["parallel.pp=2"])
 def test_what_cannot_be_served_is_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=r"available in this version") as caught:
         load_config(None, [override])

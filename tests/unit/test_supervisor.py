@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from toka_async import restarts
 from toka_async import supervisor as module
-from toka_async.supervisor import Child, Supervisor
+from toka_async.supervisor import Child, Launch, Supervisor
 
 SAY = """
 import os, signal, sys, time
@@ -63,7 +64,7 @@ def supervisor() -> Iterator[Supervisor]:
 def start(supervisor: Supervisor, *programs: str, cut: int = 0) -> list[Child]:
     names = ["server", "scheduler-0", "rank-0-0"]
     return [
-        supervisor.start(name, command(program, CUT=cut), b"spec")
+        supervisor.start(Launch(name, command(program, CUT=cut), b"spec"))
         for name, program in zip(names, programs, strict=False)
     ]
 
@@ -159,8 +160,8 @@ def test_a_users_error_during_the_start(supervisor: Supervisor, capfd: pytest.Ca
 def test_children_inherit_only_what_they_are_given(supervisor: Supervisor, tmp_path: Path) -> None:
     own = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
     program = SAY + f"os.fstat({own}); started(); read()"
-    supervisor.start("server", command(program), b"spec", [own])
-    second = supervisor.start("rank-0-0", command(program), b"spec")
+    supervisor.start(Launch("server", command(program), b"spec", inherit=[own]))
+    second = supervisor.start(Launch("rank-0-0", command(program), b"spec"))
     assert supervisor.run(lambda: pytest.fail("the second has no such descriptor")) == 1
     assert second.process.returncode == 1
     os.close(own)
@@ -168,10 +169,10 @@ def test_children_inherit_only_what_they_are_given(supervisor: Supervisor, tmp_p
 
 PARENT = f"""
 import sys
-from toka_async.supervisor import Supervisor
+from toka_async.supervisor import Launch, Supervisor
 with Supervisor(drain_timeout=1) as supervisor:
     for name in ("server", "rank-0-0"):
-        child = supervisor.start(name, [sys.executable, "-I", "-S", "-c", {WORKER!r}], b"spec")
+        child = supervisor.start(Launch(name, [sys.executable, "-I", "-S", "-c", {WORKER!r}], b"spec"))
         print(child.process.pid, flush=True)
     supervisor.run(lambda: print("started", flush=True))
 """
@@ -206,3 +207,78 @@ def test_waiting_uses_no_cpu(supervisor: Supervisor) -> None:
 
     assert supervisor.run(measure) == 0
     assert time.process_time() - used[0] < 0.1
+
+
+LOSER = """
+started()
+for line in sys.stdin.buffer.raw:
+    sys.stderr.write("told: " + line.decode())
+    if b"Drain" in line:
+        say('{"type":"Drained","num_cut":0}')
+"""
+
+
+class Replicas:
+    """A server that repeats what it is told, and children of two replicas; `programs` by replica and life."""
+
+    def __init__(self, *programs: list[str]) -> None:
+        self.programs = programs
+        self.launched: list[tuple[int, int]] = []
+
+    def launch(self, replica: int, life: int) -> list[Launch]:
+        self.launched.append((replica, life))
+        program = self.programs[replica][min(life, len(self.programs[replica]) - 1)]
+        return [
+            Launch(f"scheduler-{replica}", command(WORKER), b"spec", replica),
+            Launch(f"rank-{replica}-0", command(program), b"spec", replica),
+        ]
+
+    def run(self, seconds: float) -> int:
+        with Supervisor(0.3, self.launch) as supervisor:
+            supervisor.start(Launch("server", command(SAY + LOSER), b"spec"))
+            for replica in range(2):
+                for launch in self.launch(replica, 0):
+                    supervisor.start(launch)
+            code = supervisor.run(lambda: signal_later(signal.SIGTERM, seconds))
+            children = supervisor._children
+        assert all(child.process.returncode is not None for child in children)
+        return code
+
+
+DIES = SAY + "started(); time.sleep(0.1); os.kill(os.getpid(), 9)"
+
+
+def test_a_lost_replica_is_started_again(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "FIRST_DELAY", 0.05)
+    replicas = Replicas([WORKER], [DIES, WORKER])
+    assert replicas.run(1.0) == 0
+    assert replicas.launched == [(0, 0), (1, 0), (1, 1)]
+    err = capfd.readouterr().err
+    assert 'told: {"type":"Lost","replica":1,"life":1,"reason":"rank-1-0 was killed by SIGKILL"}' in err
+    assert "toka-async: rank-1-0 was killed by SIGKILL; replica 1 is restarted in 0.05 s\n" in err
+    assert "toka-async: replica 1 is back\n" in err
+
+
+def test_one_that_fails_again_waits_longer(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restarts, "FIRST_DELAY", 0.05)
+    replicas = Replicas([DIES, SAY + "os._exit(3)", WORKER], [WORKER])
+    assert replicas.run(1.5) == 0
+    assert replicas.launched == [(0, 0), (1, 0), (0, 1), (0, 2)]
+    err = capfd.readouterr().err
+    assert "rank-0-0 exited with code 3; replica 0 is restarted in 0.1 s" in err
+    assert err.count("replica 0 is back") == 1
+
+
+def test_a_death_before_all_have_started_ends_the_start(capfd: pytest.CaptureFixture[str]) -> None:
+    replicas = Replicas([WORKER], [SAY + "os._exit(3)"])
+    assert replicas.run(0) == 1
+    assert "rank-1-0 exited with code 3\n" in capfd.readouterr().err
+    assert len(replicas.launched) == 2
+
+
+def test_the_servers_death_ends_all_replicas(capfd: pytest.CaptureFixture[str]) -> None:
+    with Supervisor(0.3, Replicas([WORKER], [WORKER]).launch) as supervisor:
+        supervisor.start(Launch("server", command(SAY + "started(); os._exit(4)"), b"spec"))
+        supervisor.start(Launch("rank-0-0", command(WORKER), b"spec", 0))
+        assert supervisor.run(lambda: None) == 1
+    assert "server exited with code 4\n" in capfd.readouterr().err

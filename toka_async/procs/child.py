@@ -31,6 +31,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["server", "scheduler", "rank"]
     replica: int = 0
     rank: int = 0  # within the replica
+    life: int = 0  # of the replica: how often it was restarted
     config: Config
     topology: Topology
     model_dir: str
@@ -79,12 +80,20 @@ class Fail(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """Parent -> server: a replica is gone, and its requests with it. If it comes back, that is its life `life`."""
+
+    replica: int
+    life: int
+    reason: str
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Parent -> child: exit now. The pipe's end without it means that the parent was killed."""
 
 
 Status = Started | Fatal | Drained
-Order = Drain | Fail | Stop
+Order = Drain | Fail | Lost | Stop
 
 _ORDERS: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
 

@@ -160,10 +160,7 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Launched], Callable[
     os.environ.update(NO_MULTICAST)
     # Captured graphs would have NCCL register memory, which it cannot where the allocator's blocks grow.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    tp = config.parallel.tp
-    place = Place(
-        rank=spec.rank, size=tp, device_index=spec.replica * tp + spec.rank, group=spec.topology.groups[spec.replica]
-    )
+    place = place_of(spec)
     if place.size > 1 and LOOPBACK in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # all ranks are on this machine
     from toka_async.runner.build import build_runner
@@ -172,3 +169,15 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Launched], Callable[
         model_dir, shape, config.model, config.cache, config.schedule, config.attention, config.compile, place=place
     )
     return runner.ready, runner.launch, runner.enter_thread
+
+
+def place_of(spec: ChildSpec) -> Place:
+    """GPUs in order of replicas, then ranks. Ranks of a replica that is started anew meet at another address."""
+    parallel = spec.config.parallel
+    return Place(
+        rank=spec.rank,
+        size=parallel.tp,
+        device_index=spec.replica * parallel.tp + spec.rank,
+        group=f"{spec.topology.groups[spec.replica]}-{spec.life}",
+        num_sharing=parallel.dp * parallel.tp,
+    )

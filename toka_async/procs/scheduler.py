@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import time
 
+import msgspec
 import zmq
 
 from toka_async.config import Config
@@ -29,7 +30,7 @@ def run(link: ParentLink) -> None:
     server: ZmqOutbox[ToServer] = ZmqOutbox(context, topology.server, Codec(ToServer))
     addresses = topology.ranks[spec.replica]
     ranks: EveryOutbox[ToRank] = EveryOutbox([ZmqOutbox(context, address, Codec(ToRank)) for address in addresses])
-    ready = wait_ready(results, len(addresses))
+    ready = msgspec.structs.replace(wait_ready(results, len(addresses)), replica=spec.replica, life=spec.life)
     if ready.max_tokens < ready.max_seqs:
         link.fatal(f"schedule.max_tokens: expected at least schedule.max_seqs ({ready.max_seqs})", user=True)
     core = make_core(ready, spec.config)
@@ -40,7 +41,7 @@ def run(link: ParentLink) -> None:
     poll, times = PollSet([results, requests]), StepTimes()
     while True:
         poll.wait()
-        turn(core, requests, results, server, ranks, times)
+        turn(core, requests, results, server, ranks, times, ready)
 
 
 def wait_ready(results: ZmqInbox[FromRank], num_ranks: int) -> Ready:
@@ -71,8 +72,12 @@ def turn(
     server: Outbox[ToServer],
     ranks: Outbox[ToRank],
     times: StepTimes,
+    ready: Ready,
 ) -> None:
-    """Take all that has arrived, queue the steps that follow from it, then tell the server: ranks must not wait."""
+    """Take all that has arrived, queue the steps that follow from it, then tell the server: ranks must not wait.
+
+    `ready` is what the server was told: whose statistics they are.
+    """
     now = time.monotonic()
     times.begin()
     completed = results.drain()
@@ -88,6 +93,8 @@ def turn(
     core.sent(time.monotonic())
     times.lap("steps")
     for message in core.take_messages(now):
-        server.send(times.fill(message) if isinstance(message, Stats) else message)
+        if isinstance(message, Stats):
+            message = msgspec.structs.replace(times.fill(message), replica=ready.replica, life=ready.life)
+        server.send(message)
     times.lap("messages")
     times.end(len(completed))

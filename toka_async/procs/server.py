@@ -1,4 +1,4 @@
-"""The server process: one event loop with the HTTP application on it, wired to the scheduler and to the parent.
+"""The server process: one event loop with the HTTP application on it, wired to the schedulers and to the parent.
 
 Listens before the engine is ready (requests are answered with 503 until then). Loads no torch; knows no routes.
 """
@@ -21,7 +21,7 @@ from toka_async.listening import BACKLOG, inherited
 from toka_async.messages import ToScheduler, ToServer
 from toka_async.model.generation import read_generation_defaults
 from toka_async.model.spec import ModelError, read_spec
-from toka_async.procs.child import ChildSpec, Drain, Drained, Fail, Order, ParentLink, Started
+from toka_async.procs.child import ChildSpec, Drain, Drained, Fail, Lost, Order, ParentLink, Started
 from toka_async.server.app import create_app
 from toka_async.server.engine import Engine
 from toka_async.server.runner import Runner
@@ -43,8 +43,8 @@ async def serve(link: ParentLink) -> NoReturn:
     spec, loop = link.spec, asyncio.get_running_loop()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: ZmqInbox[ToServer] = ZmqInbox(context, spec.topology.server, Codec(ToServer))
-    outbox: ZmqOutbox[ToScheduler] = ZmqOutbox(context, spec.topology.schedulers[0], Codec(ToScheduler))
-    engine = Engine(outbox, spec.config.server.max_requests)
+    outboxes = [connect(context, address) for address in spec.topology.schedulers]
+    engine = Engine(outboxes, spec.config.server.max_requests, page_size=spec.config.cache.page_size)
     try:
         app = build_app(spec, engine)
     except (ModelError, TokenizerError, ChatTemplateError) as error:
@@ -53,8 +53,7 @@ async def serve(link: ParentLink) -> NoReturn:
     await runner.setup()
     site = web.SockSite(runner, inherited(spec.listen_fd), backlog=BACKLOG)
     await site.start()
-    orders: asyncio.Queue[Order] = asyncio.Queue()
-    link.on_order = lambda order: loop.call_soon_threadsafe(orders.put_nowait, order)
+    orders = take_orders(link, context, outboxes, engine)
     is_ready = asyncio.Event()
 
     def on_messages(messages: Sequence[ToServer]) -> None:
@@ -72,6 +71,35 @@ async def serve(link: ParentLink) -> NoReturn:
     first = await order
     await site.stop()
     await finish(link, first, orders, engine, runner)
+
+
+def take_orders(
+    link: ParentLink,
+    context: zmq.Context[zmq.Socket[bytes]],
+    outboxes: list[ZmqOutbox[ToScheduler]],
+    engine: Engine,
+) -> asyncio.Queue[Order]:
+    """The parent's orders as they come. A lost replica is dealt with at once, even while draining, and not among them.
+
+    What a lost replica has not received is dropped: its next life knows nothing of those requests.
+    """
+    orders: asyncio.Queue[Order] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def on_order(order: Order) -> None:
+        if isinstance(order, Lost):
+            outboxes[order.replica].drop()
+            outboxes[order.replica] = connect(context, link.spec.topology.schedulers[order.replica])
+            engine.lose(order.replica, order.life, order.reason, outboxes[order.replica])
+        else:
+            orders.put_nowait(order)
+
+    link.on_order = lambda order: loop.call_soon_threadsafe(on_order, order)
+    return orders
+
+
+def connect(context: zmq.Context[zmq.Socket[bytes]], address: str) -> ZmqOutbox[ToScheduler]:
+    return ZmqOutbox(context, address, Codec(ToScheduler))
 
 
 async def finish(

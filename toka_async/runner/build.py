@@ -8,13 +8,14 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 import torch
+from torch import nn
 
 from toka_async.attention.build import NOT_MEASURED, build_attention
 from toka_async.attention.choice import Table
@@ -30,6 +31,7 @@ from toka_async.model.weights import build_decoder, load_weights, random_weights
 from toka_async.runner.cache_size import (
     check_largest_step,
     does_not_fit,
+    fitting_limits,
     memory_for_cache,
     page_bytes_of,
     pages_for_trial,
@@ -66,6 +68,7 @@ def build_runner(
     progress = progress and place.rank == 0
     kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
     limits = resolve_limits(model, schedule, spec, kind)
+    rank_spec = spec_of_rank(spec, place.size)
     dtype = resolve_dtype(model, spec, device)
     stages = Stages(sys.stderr, progress and kind == "cuda")
     with stages.stage("weights"):
@@ -75,9 +78,24 @@ def build_runner(
         else:
             load_weights(decoder, model_dir, progress)
     if kind == "cpu":
-        torch.set_num_threads(resolve_num_threads(attention, decoder, place.size))
+        torch.set_num_threads(resolve_num_threads(attention, decoder, place.num_sharing))
+    else:
+        # What is automatic leaves half of the memory to the cache.
+        share = 0.5 if "auto" in (schedule.max_seqs, schedule.max_tokens) else 1.0
+        check = partial(_check_fits, rank_spec, dtype, cache, device, share)
+        limits = least_limits(comm, fitting_limits(limits, schedule, check))
     parts = Parts(
-        decoder, spec_of_rank(spec, place.size), comm, limits, cache, schedule, attention, compiling, dtype, device
+        decoder,
+        rank_spec,
+        comm,
+        limits,
+        cache,
+        schedule,
+        attention,
+        compiling,
+        dtype,
+        device,
+        num_sharing=place.num_sharing,
     )
     with stages.stage("memory"):
         num_pages = parts.num_pages()
@@ -87,6 +105,12 @@ def build_runner(
     warm_up(runner, stages, compiling.max_graph_seqs if compiling.graphs else 0, grouped > 0)
     stages.report()
     return runner
+
+
+def _check_fits(
+    spec: ModelSpec, dtype: torch.dtype, cache: CacheConfig, device: torch.device, share: float, limits: Limits
+) -> None:
+    check_largest_step(spec, limits, dtype, cache.page_size, device, cache.memory_fraction, share)
 
 
 def _ops(device: torch.device, compiling: CompileConfig) -> Ops:
@@ -117,6 +141,7 @@ class Parts:
     compiling: CompileConfig
     dtype: torch.dtype
     device: torch.device
+    num_sharing: int = 1
 
     def num_pages(self) -> int:
         """Of the cache: as many as every rank can have."""
@@ -128,15 +153,15 @@ class Parts:
         if self.device.type == "cuda":
             most = self._memory_for_cache(page_bytes)
             return resolve_num_pages(self.cache, self.limits, page_bytes, most, most)
-        available = available_memory() // self.comm.size
-        auto, most = int(_AUTO_CPU_SHARE * available), int(_MOST_CPU_SHARE * available)
+        available = available_memory()
+        # What is configured is not divided: who starts again finds that the others have taken theirs.
+        auto, most = int(_AUTO_CPU_SHARE * available / self.num_sharing), int(_MOST_CPU_SHARE * available)
         return resolve_num_pages(self.cache, self.limits, page_bytes, auto, most)
 
     def _memory_for_cache(self, page_bytes: int) -> int:
         """Bytes: what the largest step leaves, which is computed once to find out."""
         fraction = self.cache.memory_fraction
         page_size = self.cache.page_size
-        check_largest_step(self.spec, self.limits, self.dtype, page_size, self.device, fraction)
         torch.cuda.reset_peak_memory_stats(self.device)
         num_pages = pages_for_trial(self.limits, page_size, page_bytes, self.device, fraction)
         try:
@@ -205,6 +230,11 @@ class Parts:
         )
 
 
+def least_limits(comm: Comm, limits: Limits) -> Limits:
+    """What the rank with the least memory can do."""
+    return replace(limits, max_seqs=comm.minimum(limits.max_seqs), max_tokens=comm.minimum(limits.max_tokens))
+
+
 def table_of_first(comm: Comm, table: Table) -> Table:
     """All ranks choose alike, or else they would compute a step in different ways."""
     return msgspec.json.decode(comm.of_first(msgspec.json.encode(table)), type=Table)
@@ -218,8 +248,9 @@ def resolve_device(model: ModelConfig, place: Place = ALONE) -> torch.device:
         num_devices = torch.cuda.device_count()
         if place.device_index >= num_devices:
             raise ModelError(
-                f"parallel.tp={place.size}: each rank needs a GPU of its own, this machine has {num_devices}; use at "
-                f"most {num_devices}, or model.device=cpu"
+                f"parallel.dp={place.num_sharing // place.size}, parallel.tp={place.size}: each of "
+                f"{place.num_sharing} ranks needs a GPU where this machine shows {num_devices}; use fewer, or "
+                "model.device=cpu"
             )
         torch.cuda.set_device(place.device_index)
         return torch.device("cuda", place.device_index)
@@ -237,8 +268,8 @@ def resolve_dtype(model: ModelConfig, spec: ModelSpec, device: torch.device) -> 
     return dtype
 
 
-def resolve_num_threads(attention: AttentionConfig, decoder: Decoder, num_ranks: int = 1) -> int:
-    """`auto` is one thread for small models and all cores for others, shared by the ranks.
+def resolve_num_threads(attention: AttentionConfig, decoder: nn.Module, num_sharing: int = 1) -> int:
+    """`auto` is one thread for small models and all cores for others, divided among those who share them.
 
     Measured on two cores, one thread and two: 2M parameters decode 64 rows in 11 ms and 20, and one row in 2.6 and 3.1;
     20M parameters decode one row in 19 ms and 10.
@@ -246,4 +277,4 @@ def resolve_num_threads(attention: AttentionConfig, decoder: Decoder, num_ranks:
     if attention.num_threads != "auto":
         return attention.num_threads
     small = sum(parameter.numel() for parameter in decoder.parameters()) < _SMALL_PARAMETERS
-    return 1 if small else max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    return 1 if small else max(1, len(os.sched_getaffinity(0)) // num_sharing)

@@ -5,10 +5,13 @@ Knows the model's shape and the limits; what a step really needs is measured by 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 
 from toka_async.attention.kv_cache import bytes_per_token
-from toka_async.config import CacheConfig
+from toka_async.config import CacheConfig, ScheduleConfig
 from toka_async.model.spec import ModelError, ModelSpec
 from toka_async.runner.limits import Limits
 from toka_async.runner.memory import free_cuda_memory
@@ -48,17 +51,28 @@ def memory_for_cache(device: torch.device, fraction: float, peak: int) -> int:
     """Bytes that the cache may take when weights and the largest step together take `peak` of torch's."""
     reserved = torch.cuda.memory_reserved(device)
     total = torch.cuda.get_device_properties(device).total_memory
-    return free_cuda_memory(device, fraction) + reserved - peak - int(_SPARE_SHARE * total) - _SPARE_BYTES
+    return free_cuda_memory(device, fraction) + reserved - peak - spare_bytes(total)
+
+
+def spare_bytes(total: int) -> int:
+    """Of a GPU with `total` bytes: what neither weights, the largest step nor the cache get."""
+    return int(_SPARE_SHARE * total) + _SPARE_BYTES
 
 
 def check_largest_step(
-    spec: ModelSpec, limits: Limits, dtype: torch.dtype, page_size: int, device: torch.device, fraction: float
+    spec: ModelSpec,
+    limits: Limits,
+    dtype: torch.dtype,
+    page_size: int,
+    device: torch.device,
+    fraction: float,
+    share: float = 1.0,
 ) -> None:
-    """Refuse limits whose largest step cannot fit, before it is tried.
+    """Refuse limits whose largest step cannot fit in a share of the memory that is left, before it is tried.
 
     Raises ModelError, which names the setting that takes more, and a value that would fit.
     """
-    free = free_cuda_memory(device, fraction) - _slab_bytes(spec, limits)
+    free = int(share * (free_cuda_memory(device, fraction) - _slab_bytes(spec, limits)))
     token, row = token_bytes(spec, dtype), row_bytes(spec, limits, dtype, page_size)
     needed = limits.max_tokens * token + limits.max_seqs * row
     if needed <= free:
@@ -71,6 +85,25 @@ def check_largest_step(
         f"{settings}: the largest step takes about {needed >> 20} MiB where {max(free, 0) >> 20} MiB are free; "
         + (f"use at most {advice}" if fits else "use a smaller model, or raise cache.memory_fraction")
     )
+
+
+def fitting_limits(limits: Limits, schedule: ScheduleConfig, check: Callable[[Limits], None]) -> Limits:
+    """The limits, those that are `auto` halved until `check` accepts them.
+
+    Raises ModelError when it does not accept what was asked for, or the smallest.
+    """
+    while True:
+        try:
+            check(limits)
+        except ModelError:
+            seqs = limits.max_seqs // 2 if schedule.max_seqs == "auto" else limits.max_seqs
+            tokens = limits.max_tokens // 2 if schedule.max_tokens == "auto" else limits.max_tokens
+            smaller = replace(limits, max_seqs=seqs, max_tokens=max(seqs, tokens))
+            if smaller == limits or seqs < 1:
+                raise
+            limits = smaller
+        else:
+            return limits
 
 
 def _fitting(limits: Limits, token: int, row: int, free: int) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The server's end of the scheduler: numbers requests, sends them, and hands what comes back to those who wait.
+"""The server's end of the schedulers: numbers requests, sends them, and hands what comes back to those who wait.
 
 One event loop calls everything here. Every request that is submitted ends exactly once: all samples end, its client
 cancels it, the scheduler fails it, or the engine stops. Knows no HTTP and no text.
@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 
+import msgspec
 import numpy as np
 
 from toka_async.arrays import Int32, column
 from toka_async.messages import (
     Cancel,
+    DropStop,
     EndSample,
     Failed,
     Prefilled,
@@ -25,6 +27,7 @@ from toka_async.messages import (
     Sampling,
     Stats,
     StopChecks,
+    StopMask,
     Submit,
     Tokens,
     ToScheduler,
@@ -32,6 +35,7 @@ from toka_async.messages import (
 )
 from toka_async.server.inflight import Batch, EngineStoppedError, InFlight, RequestFailedError
 from toka_async.server.metrics import Metrics
+from toka_async.server.replicas import Replicas
 from toka_async.server.rows import REASONS, Block, Rows, split, split_requests
 from toka_async.transport.base import Outbox
 
@@ -60,30 +64,29 @@ class Job:
 
 
 class Engine:
-    """The scheduler as the server sees it.
+    """The replicas' schedulers as the server sees them.
 
     Args:
-        outbox: to the scheduler. What the scheduler sends goes to `on_messages`.
+        outboxes: to the schedulers, by replica. What they send goes to `on_messages`.
         max_requests: held at once; more raise OverloadedError.
         clock: seconds, monotonic.
+        page_size: tokens of a page of the replicas' caches.
 
     Attributes:
-        ready: what the ranks allow, once they are up.
-        stats: the scheduler's newest counters.
+        replicas: which of them has what.
         on_stop_checks: called with each StopChecks message.
         on_busy: called when the first request arrives after an idle time.
     """
 
     def __init__(
         self,
-        outbox: Outbox[ToScheduler],
+        outboxes: Sequence[Outbox[ToScheduler]],
         max_requests: int,
         metrics: Metrics | None = None,
         clock: Callable[[], float] = monotonic,
+        page_size: int = 16,
     ) -> None:
-        self.outbox = outbox
-        self.ready: Ready | None = None
-        self.stats = Stats()
+        self.replicas = Replicas(outboxes, page_size)
         self.metrics = metrics or Metrics()
         self.on_stop_checks: Callable[[StopChecks], None] = ignore
         self.on_busy: Callable[[], None] = do_nothing
@@ -97,8 +100,19 @@ class Engine:
         self._idle = asyncio.Event()
         self._idle.set()
         self.metrics.watch(lambda: self.stats)
+        self.metrics.watch_replicas(self.replicas)
 
     # ---- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> Ready | None:
+        """What the ranks allow, once all are up."""
+        return self.replicas.ready
+
+    @property
+    def stats(self) -> Stats:
+        """The schedulers' newest counters, together."""
+        return self.replicas.stats
 
     @property
     def num_requests(self) -> int:
@@ -117,9 +131,17 @@ class Engine:
             raise NotServingError("the server is shutting down")
         if self.ready is None:
             raise NotServingError("the engine is still starting")
+        if not self.replicas.live:
+            raise NotServingError(f"every replica is being restarted: {next(iter(self.replicas.lost().values()))}")
         if self.num_requests + num_requests > self._max_requests:
             raise OverloadedError(f"{self.num_requests} requests are held; server.max_requests is {self._max_requests}")
         return self.ready
+
+    def check_whole(self) -> None:
+        """Raises NotServingError as `check_serving` does, and when one of several replicas is away."""
+        self.check_serving()
+        for replica, reason in self.replicas.lost().items():
+            raise NotServingError(f"replica {replica} is being restarted: {reason}")
 
     def begin_drain(self) -> None:
         """From now on new requests raise NotServingError; those held go on."""
@@ -168,18 +190,26 @@ class Engine:
         Of a streamed sample later tokens are dropped; of another the scheduler sends `num_tokens`, or a few more.
         """
         if not flight.is_closed(sample) and flight.request_id in self._inflight:
-            self.outbox.send(EndSample(request_id=flight.request_id, sample=sample, num_tokens=num_tokens))
+            self.replicas.tell(EndSample(request_id=flight.request_id, sample=sample, num_tokens=num_tokens))
         flight.close(sample)
 
     def find(self, request_id: int) -> InFlight | None:
         """The request of that number, while it is held."""
         return self._inflight.get(request_id)
 
-    def _submit(self, job: Job, batch: Batch) -> None:
+    def tell_all(self, message: StopMask | DropStop) -> None:
+        """Every replica is told of a stop set."""
+        self.replicas.tell_all(message)
+
+    def _new_id(self) -> int:
         request_id, self._next_id = self._next_id, (self._next_id + 1) % 2**31
+        return request_id
+
+    def _submit(self, job: Job, batch: Batch) -> None:
+        request_id = self._new_id()
         flight = InFlight(batch, request_id, len(job.prompt), job.n, job.stream, self._clock(), job.in_blocks)
         self._inflight[request_id] = flight
-        self.outbox.send(
+        self.replicas.submit(
             Submit(
                 request_id=request_id,
                 prompt=column(job.prompt),
@@ -196,12 +226,13 @@ class Engine:
     def _cancel(self, flight: InFlight) -> None:
         if self._inflight.pop(flight.request_id, None) is not None:
             self.metrics.cancelled()
-            self.outbox.send(Cancel(request_id=flight.request_id))
+            self.replicas.tell(Cancel(request_id=flight.request_id))
+            self.replicas.end(flight.request_id)
 
-    # ---- what the scheduler says -------------------------------------------------------------------------------------
+    # ---- what the schedulers say -------------------------------------------------------------------------------------
 
     def on_messages(self, messages: Sequence[ToServer]) -> None:
-        """Takes messages in the order in which they were sent."""
+        """Takes messages, of each scheduler in the order in which they were sent."""
         for message in messages:
             match message:
                 case Tokens():
@@ -214,9 +245,25 @@ class Engine:
                     if flight := self._inflight.get(message.request_id):
                         self._end(flight, RequestFailedError(message.message))
                 case Stats():
-                    self.stats = message
+                    self.replicas.on_stats(message)
                 case Ready():
-                    self.ready = message
+                    self.replicas.on_ready(message)
+
+    def lose(self, replica: int, life: int, reason: str, outbox: Outbox[ToScheduler]) -> None:
+        """A replica is gone; `outbox` is to its next life.
+
+        Its requests go to another one, once, from their beginning; those of which a client has seen some end with
+        EngineStoppedError. So do all when no other is there.
+        """
+        for placement in self.replicas.lose(replica, life, reason, outbox):
+            flight = self._inflight.pop(placement.submit.request_id)
+            if self.replicas.live and not placement.retried and not (flight.stream and flight.touched):
+                submit = msgspec.structs.replace(placement.submit, request_id=self._new_id())
+                flight.restart(submit.request_id, submit.n)
+                self._inflight[submit.request_id] = flight
+                self.replicas.submit(submit, retried=True)
+            else:
+                self._ended(flight, EngineStoppedError(f"replica {replica} has stopped: {reason}"))
 
     def _on_tokens(self, message: Tokens) -> None:
         now, num_rows = self._clock(), len(message.counts) // 4
@@ -226,6 +273,7 @@ class Engine:
                 num_rows -= block.counts.size
                 self._observe_block(flight, block, now)
                 flight.add_block(block)
+                self.replicas.settle(request_id, flight.num_open)
                 if not flight.num_open:
                     self._end(flight, None)
         if num_rows:
@@ -243,6 +291,8 @@ class Engine:
                 continue
             self._observe(flight, sample, rows, reason, now)
             flight.add(sample, rows, reason)
+            if reason is not Reason.NONE:
+                self.replicas.settle(request_id, flight.num_open)
             if not flight.num_open:
                 self._end(flight, None)
 
@@ -276,6 +326,11 @@ class Engine:
 
     def _end(self, flight: InFlight, error: Exception | None) -> None:
         del self._inflight[flight.request_id]
+        self.replicas.end(flight.request_id)
+        self._ended(flight, error)
+
+    def _ended(self, flight: InFlight, error: Exception | None) -> None:
+        """The request is held no more, neither here nor by a replica."""
         if error is None:
             self.metrics.request_ended(self._clock() - flight.submitted)
         else:

@@ -127,6 +127,7 @@ class InFlight:
         "samples",
         "stream",
         "submitted",
+        "touched",
     )
 
     def __init__(
@@ -145,15 +146,28 @@ class InFlight:
         self.submitted = now
         self.first_token = now
         self.in_blocks = in_blocks
-        self.samples = [] if in_blocks else [Sample() for _ in range(n)]
-        self.last_arrivals = np.zeros(n if in_blocks else 0)
-        self._blocks: list[Block] = []
-        self._closed = np.zeros(n if in_blocks else 0, np.bool_)  # samples that have ended or are ending
-        self.num_open = n
-        self.prefilled: Prefilled | None = None
         self.index = len(batch.flights)
         self._batch = batch
+        self._clear(n)
         batch.add(self)
+
+    def _clear(self, n: int) -> None:
+        self.samples = [] if self.in_blocks else [Sample() for _ in range(n)]
+        self.last_arrivals = np.zeros(n if self.in_blocks else 0)
+        self._blocks: list[Block] = []
+        self._closed = np.zeros(n if self.in_blocks else 0, np.bool_)  # samples that have ended or are ending
+        self.num_open = n
+        self.prefilled: Prefilled | None = None
+        self.touched = False  # something has come of a sample
+
+    def restart(self, request_id: int, n: int) -> None:
+        """It is computed again from its beginning, under a new number: what has come is forgotten.
+
+        Nobody may have taken anything: nothing has come, or it is not streamed.
+        """
+        assert not (self.stream and self.touched), "a client has seen the beginning"
+        self.request_id = request_id
+        self._clear(n)
 
     @property
     def num_cached(self) -> int:
@@ -162,6 +176,7 @@ class InFlight:
 
     def add(self, index: int, rows: Rows, reason: Reason) -> None:
         """What the engine says of a sample."""
+        self.touched = True
         sample = self.samples[index]
         assert sample.reason is Reason.NONE, f"sample {index} of request {self.request_id} goes on after its end"
         sample.num_tokens += len(rows)
@@ -175,6 +190,7 @@ class InFlight:
 
     def add_block(self, block: Block) -> None:
         """What the engine says of some samples of a flight `in_blocks`."""
+        self.touched = True
         self._blocks.append(block)
         ended = block.samples[block.reasons != 0]
         self._closed[ended] = True

@@ -36,8 +36,8 @@ def served_model(service: Service) -> Model:
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 when requests are taken, else 503."""
-    request.app[SERVICE].engine.check_serving()
+    """200 when requests are taken and every replica is there, else 503."""
+    request.app[SERVICE].engine.check_whole()
     return web.json_response({"status": "ok"})
 
 

@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from toka_async.messages import SCHEDULER_STAGES, Reason, Stats
+from toka_async.server.replicas import Replica, Replicas
 
 Float64 = npt.NDArray[np.float64]
 
@@ -57,6 +58,16 @@ QUANTILES: dict[str, tuple[str, Callable[[Stats], tuple[float, ...]]]] = {
     "scheduler_microseconds": ("CPU time of the scheduler for a step, of the newest steps", lambda s: s.scheduler_us),
     "forecast_microseconds": ("time of a forecast for admission, of the newest", lambda s: s.forecast_us),
 }
+REPLICA_GAUGES: dict[str, tuple[str, Callable[[Replica], float]]] = {
+    "up": ("1 when it takes requests", lambda r: float(r.ready is not None and r.lost is None)),
+    "requests_running": ("sequences that run", lambda r: r.stats.num_running),
+    "requests_waiting": ("sequences that wait", lambda r: r.stats.num_waiting),
+    "kv_cache_usage_perc": ("share of the KV cache's pages in use, 1 is all", lambda r: usage(r.stats)),
+}
+REPLICA_COUNTERS: dict[str, tuple[str, Callable[[Replica], float]]] = {
+    "restarts": ("how often its processes were lost", lambda r: r.life),
+    "generation_tokens": ("tokens generated", lambda r: r.past.generated_tokens + r.stats.generated_tokens),
+}
 
 
 class Metrics:
@@ -80,6 +91,10 @@ class Metrics:
     def watch(self, stats: Callable[[], Stats]) -> None:
         """Reads the scheduler's counts from `stats` when asked for them."""
         self.registry.register(StatsCollector(stats))
+
+    def watch_replicas(self, replicas: Replicas) -> None:
+        """Reads what there is of each replica when asked for it."""
+        self.registry.register(ReplicasCollector(replicas))
 
     def text(self) -> bytes:
         """Prometheus' text format."""
@@ -165,3 +180,29 @@ class StatsCollector(Collector):
         return HistogramMetricFamily(
             "toka:steps_queued", "steps queued behind one that comes back", buckets=buckets, sum_value=total
         )
+
+
+class ReplicasCollector(Collector):
+    """What can be told of each replica, with its number as the label."""
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+
+    def collect(self) -> Iterator[Metric]:
+        each = [(str(index), replica) for index, replica in enumerate(self._replicas.replicas)]
+        for name, (meaning, value) in REPLICA_GAUGES.items():
+            gauge = GaugeMetricFamily(f"toka:replica_{name}", meaning, labels=["replica"])
+            for index, replica in each:
+                gauge.add_metric([index], value(replica))
+            yield gauge
+        for name, (meaning, value) in REPLICA_COUNTERS.items():
+            counter = CounterMetricFamily(f"toka:replica_{name}", meaning, labels=["replica"])
+            for index, replica in each:
+                counter.add_metric([index], value(replica))
+            yield counter
+        outstanding = GaugeMetricFamily(
+            "toka:replica_outstanding_tokens", "tokens that it may still have to compute", labels=["replica"]
+        )
+        for (index, _), tokens in zip(each, self._replicas.router.outstanding, strict=True):
+            outstanding.add_metric([index], tokens)
+        yield outstanding

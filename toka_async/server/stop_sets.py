@@ -1,4 +1,4 @@
-"""Sets of stop strings, registered with the scheduler once each, and its questions whether one was found.
+"""Sets of stop strings, registered with the schedulers once each, and its questions whether one was found.
 
 Idle sets stay registered, so that the mask of a set in steady use is computed once; the longest idle ones go when
 there are too many. Streamed requests need none: their stop strings are found in the text that is sent.
@@ -17,7 +17,7 @@ import numpy as np
 from toka_async.arrays import Bool, as_i32, column
 from toka_async.messages import DropStop, StopChecks, StopMask
 from toka_async.server.engine import Engine
-from toka_async.server.inflight import Batch
+from toka_async.server.inflight import Batch, InFlight
 from toka_async.server.sample_text import TextOptions
 from toka_async.text.stop import StopStrings, window_stop
 from toka_async.text.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ class StopSets:
         self._sets: dict[Key, StopSet] = {}  # those idle for longest first among the idle ones
         self._next_id = 0
         self._vocabulary: Vocabulary | None = None
-        self._watched: dict[int, TextOptions] = {}  # by engine request
+        self._watched: dict[InFlight, TextOptions] = {}  # a request can get another number
         engine.on_stop_checks = self._on_checks
 
     @asynccontextmanager
@@ -72,13 +72,12 @@ class StopSets:
     @contextmanager
     def watched(self, batch: Batch, options: TextOptions) -> Iterator[None]:
         """While in it, the scheduler's questions about the batch are answered."""
-        ids = [flight.request_id for flight in batch.flights]
-        self._watched.update(dict.fromkeys(ids, options))
+        self._watched.update(dict.fromkeys(batch.flights, options))
         try:
             yield
         finally:
-            for request_id in ids:
-                del self._watched[request_id]
+            for flight in batch.flights:
+                del self._watched[flight]
 
     def _register(self, stops: StopStrings, vocab_size: int) -> StopSet:
         stop_id, self._next_id = self._next_id, self._next_id + 1
@@ -87,7 +86,7 @@ class StopSets:
     async def _send(self, stop_id: int, stops: StopStrings, vocab_size: int) -> None:
         loop = asyncio.get_running_loop()
         mask = await loop.run_in_executor(self._executor, self._mask, stops, vocab_size)
-        self._engine.outbox.send(StopMask(stop_id=stop_id, mask=column(mask), window=stops.window))
+        self._engine.tell_all(StopMask(stop_id=stop_id, mask=column(mask), window=stops.window))
 
     def _mask(self, stops: StopStrings, vocab_size: int) -> Bool:
         if self._vocabulary is None:
@@ -105,7 +104,7 @@ class StopSets:
     def _evict(self) -> None:
         idle = [key for key, entry in self._sets.items() if not entry.num_users and entry.sent.done()]
         for key in idle[: max(0, len(idle) - self._max_idle)]:
-            self._engine.outbox.send(DropStop(stop_id=self._sets.pop(key).stop_id))
+            self._engine.tell_all(DropStop(stop_id=self._sets.pop(key).stop_id))
 
     def _on_checks(self, message: StopChecks) -> None:
         token_ids = as_i32(message.token_ids).tolist()
@@ -117,7 +116,8 @@ class StopSets:
             self._check(request_id, sample, num_tokens, token_ids[end - count : end])
 
     def _check(self, request_id: int, sample: int, num_tokens: int, window: list[int]) -> None:
-        flight, options = self._engine.find(request_id), self._watched.get(request_id)
+        flight = self._engine.find(request_id)
+        options = self._watched.get(flight) if flight is not None else None
         if flight is None or options is None or flight.is_closed(sample):
             return
         assert options.stops is not None

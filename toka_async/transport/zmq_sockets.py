@@ -34,6 +34,10 @@ class ZmqOutbox(Generic[T]):
     def close(self) -> None:
         self._socket.close()
 
+    def drop(self) -> None:
+        """Close; what has not arrived is lost, and reaches nobody who listens at the address later."""
+        self._socket.close(linger=0)
+
 
 class ZmqInbox(Generic[T]):
     """The receiving end; binds.

@@ -1,4 +1,4 @@
-"""One thread: tiny models are faster so. Kernels run in Triton's interpreter where there is no GPU."""
+"""One thread: tiny models are faster so."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
-from tests.triton_interpreter import interpret_kernels
-
-interpret_kernels()
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,9 @@
-"""Kernels run compiled where there is a GPU, elsewhere in Triton's interpreter: chosen before its first import."""
+"""Kernels run compiled where there is a GPU, elsewhere in Triton's interpreter (tests/conftest.py)."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-
-from tests.triton_interpreter import interpret_kernels
-
-interpret_kernels()
 
 
 @pytest.fixture

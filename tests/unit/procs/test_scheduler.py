@@ -40,18 +40,18 @@ def test_a_request_goes_through() -> None:
     ranks: LocalChannel[ToRank] = LocalChannel(Codec(ToRank))
     times = StepTimes()
 
-    turn(core, requests, results, server, ranks, times)
+    turn(core, requests, results, server, ranks, times, ready)
     assert ranks.drain() == []
 
     prompt = i32_column([1, 2, 3])
     requests.send(Submit(request_id=7, prompt=prompt, max_tokens=1, seed=0, sampling=Sampling()))
-    turn(core, requests, results, server, ranks, times)
+    turn(core, requests, results, server, ranks, times, ready)
     (step,) = ranks.drain()
     assert as_i32(step.prompts[0].token_ids).tolist() == [1, 2, 3]
     assert not [message for message in server.drain() if isinstance(message, Tokens)]
 
     results.send(StepDone(step_id=step.step_id, token_ids=i32_column([5])))
-    turn(core, requests, results, server, ranks, times)
+    turn(core, requests, results, server, ranks, times, ready)
     answered = server.drain()
     (prefilled,) = [message for message in answered if isinstance(message, Prefilled)]
     (tokens,) = [message for message in answered if isinstance(message, Tokens)]

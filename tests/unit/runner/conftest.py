@@ -9,13 +9,10 @@ from torch import Tensor
 from tests.fake_graphs import FakeGraphs
 from tests.models import make_checkpoint
 from tests.plain_kernels import PlainKernels
-from tests.triton_interpreter import interpret_kernels
 from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
 from toka_async.model.spec import read_spec
 from toka_async.runner.build import build_runner
 from toka_async.runner.runner import Runner
-
-interpret_kernels()
 
 Reference = Callable[[list[int]], Tensor]
 

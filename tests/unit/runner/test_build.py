@@ -24,6 +24,7 @@ def _build(
     model: ModelConfig | None = None,
     cache: CacheConfig | None = None,
     attention: AttentionConfig | None = None,
+    num_sharing: int = 1,
 ) -> Runner:
     return build_runner(
         folder,
@@ -33,7 +34,18 @@ def _build(
         ScheduleConfig(max_seqs=4, max_tokens=64),
         attention or AttentionConfig(),
         CompileConfig(),
+        place=Place(num_sharing=num_sharing),
     )
+
+
+def test_replicas_share_the_machine(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory, and its threads where a model uses them all."""
+    page_bytes = 16 * (2 * 2 * 2 * 8 * 4 + 4)
+    monkeypatch.setattr(build, "available_memory", lambda: 4 * 48 * page_bytes)
+    assert [_build(model_dir, num_sharing=number).ready.num_pages for number in (1, 2, 3)] == [48, 24, 16]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    large = torch.nn.Linear(4000, 4000, device="meta")
+    assert [build.resolve_num_threads(AttentionConfig(), large, number) for number in (1, 3, 16)] == [8, 2, 1]
 
 
 def test_ready_says_what_fits(model_dir: Path) -> None:
@@ -105,8 +117,8 @@ def test_every_rank_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert resolve_device(ModelConfig(), Place(1, 2, device_index=1)) == torch.device("cuda", 1)
     assert current == [1]
-    with pytest.raises(ModelError, match=r"parallel\.tp=4: .* has 2; use at most 2"):
-        resolve_device(ModelConfig(), Place(2, 4, device_index=2))
+    with pytest.raises(ModelError, match=r"parallel\.dp=1, parallel\.tp=4: each of 4 ranks .* shows 2; use fewer"):
+        resolve_device(ModelConfig(), Place(2, 4, device_index=2, num_sharing=4))
     assert resolve_device(ModelConfig(device="cpu"), Place(2, 4, device_index=2)) == torch.device("cpu")
 
 

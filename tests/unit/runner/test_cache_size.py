@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from tests.models import make_checkpoint
 from toka_async.attention.kv_cache import KVCache
-from toka_async.config import CacheConfig
+from toka_async.config import CacheConfig, ScheduleConfig
 from toka_async.model.spec import ModelError, ModelSpec, read_spec
 from toka_async.runner.cache_size import (
     check_largest_step,
+    fitting_limits,
     memory_for_cache,
     page_bytes_of,
     pages_of_largest_step,
@@ -153,3 +154,27 @@ def test_rows_and_tokens_take_more_of_a_larger_vocabulary_and_model(tmp_path: Pa
     assert row_bytes(wide, limits, dtype, 16) - row_bytes(spec, limits, dtype, 16) == 739 * 2 + 1000 // 4 - 261 // 4
     assert token_bytes(wide, dtype) - token_bytes(spec, dtype) == 4 * 48 * 2
     assert token_bytes(spec, torch.float32) == 2 * token_bytes(spec, dtype)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (ScheduleConfig(), (2, 8)),
+        (ScheduleConfig(max_seqs=16), (16, 16)),
+        (ScheduleConfig(max_tokens=32), None),
+    ],
+)
+def test_automatic_limits_become_smaller_until_they_fit(
+    schedule: ScheduleConfig, expected: tuple[int, int] | None
+) -> None:
+    def check(limits: Limits) -> None:
+        if limits.max_tokens > 16 or (limits.max_seqs > 2 and schedule.max_seqs == "auto"):
+            raise ModelError("too much")
+
+    limits = Limits(16 if schedule.max_seqs == 16 else 32, 128 if schedule.max_tokens == "auto" else 32, 100)
+    if expected is None:
+        with pytest.raises(ModelError, match="too much"):
+            fitting_limits(limits, schedule, check)
+    else:
+        fitted = fitting_limits(limits, schedule, check)
+        assert (fitted.max_seqs, fitted.max_tokens) == expected

@@ -40,7 +40,7 @@ def scheduler() -> FakeScheduler:
 
 @pytest.fixture
 def engine(scheduler: FakeScheduler) -> Engine:
-    made = Engine(scheduler, max_requests=3, clock=Clock())
+    made = Engine([scheduler], max_requests=3, clock=Clock())
     scheduler.start(made.on_messages)
     return made
 
@@ -123,7 +123,7 @@ async def test_all_or_none(engine: Engine, scheduler: FakeScheduler) -> None:
 
 
 async def test_states(scheduler: FakeScheduler) -> None:
-    engine = Engine(scheduler, 1)
+    engine = Engine([scheduler], 1)
     with pytest.raises(NotServingError, match="starting"):
         engine.check_serving()
     engine.on_messages([READY])
@@ -162,7 +162,7 @@ async def test_it_says_when_it_gets_busy(engine: Engine, scheduler: FakeSchedule
 
 async def test_latencies(scheduler: FakeScheduler) -> None:
     clock = Clock()
-    engine = Engine(scheduler, 3, clock=clock)
+    engine = Engine([scheduler], 3, clock=clock)
     scheduler.start(engine.on_messages)
     with engine.submitted([job(stream=True)]):
         for now in (2.0, 2.5, 3.5):

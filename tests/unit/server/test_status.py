@@ -27,7 +27,7 @@ def test_the_line() -> None:
 
 async def test_lines_while_busy_and_none_while_idle() -> None:
     lines: list[str] = []
-    engine = Engine(FakeScheduler(held=True), 1)
+    engine = Engine([FakeScheduler(held=True)], 1)
     status = StatusLine(engine, 0.005, lines.append)
     engine.on_busy = status.start
     await asyncio.sleep(0.02)
@@ -49,7 +49,7 @@ async def test_lines_while_busy_and_none_while_idle() -> None:
 
 
 async def test_zero_means_never() -> None:
-    status = StatusLine(Engine(FakeScheduler(held=True), 1), 0.0)
+    status = StatusLine(Engine([FakeScheduler(held=True)], 1), 0.0)
     status.start()
     assert status._timer is None
 

@@ -25,7 +25,7 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 
 def make(executor: ThreadPoolExecutor, max_idle: int) -> tuple[FakeScheduler, StopSets]:
     scheduler = FakeScheduler(held=True)
-    return scheduler, StopSets(Engine(scheduler, 10), byte_level(), executor, max_idle)
+    return scheduler, StopSets(Engine([scheduler], 10), byte_level(), executor, max_idle)
 
 
 async def use(sets: StopSets, *strings: str) -> int:

@@ -40,7 +40,7 @@ Answer = CompletionAnswer | ChatAnswer
 def make(tokenizer: Tokenizer, end: int, flags: list[bool]) -> tuple[Service, Run, Answer]:
     """A streamed request of N samples, and what answers it."""
     chat, usage, kept, skip = flags
-    engine = Engine(LocalChannel[ToScheduler](Codec(ToScheduler)), 8)
+    engine = Engine([LocalChannel[ToScheduler](Codec(ToScheduler))], 8)
     service = Service(ServerConfig(), 'a "model"', tokenizer, None, Defaults(), engine, ThreadPoolExecutor(1))
     limits = Limits(max_context=100, cache_tokens=100, vocab_size=1000, max_n=8)
     fields: dict[str, Any] = {

@@ -95,6 +95,18 @@ def test_messages_sent_before_the_inbox_is_bound_arrive(wires: Wires) -> None:
     assert [number(message) for message in drained(inbox, 3)] == [0, 1, 2]
 
 
+def test_what_a_dropped_outbox_had_not_sent_reaches_nobody(wires: Wires) -> None:
+    lost, kept = wires.outbox(), wires.outbox()
+    lost.send(Cancel(request_id=1))
+    lost.drop()
+    time.sleep(0.05)  # it is closed by a thread of the library's
+    kept.send(Cancel(request_id=2))
+    inbox = wires.inbox()
+    assert drained(inbox, 1) == [Cancel(request_id=2)]
+    time.sleep(0.05)
+    assert inbox.drain() == []
+
+
 def test_every_senders_messages_arrive(wires: Wires, inbox: ZmqInbox[ToScheduler]) -> None:
     senders = [wires.outbox() for _ in range(3)]
     for i in range(300):

@@ -1,0 +1,249 @@
+"""`toka-async plan`: what would go on which GPU, worked out from the configuration and the model's shape alone.
+
+Starts nothing and loads no weights. Bytes are of weights, of the largest step as the start estimates it before it
+measures, and of the cache in what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import torch
+
+from toka_async.attention.kv_cache import bytes_per_token
+from toka_async.config import Config, ParallelConfig, not_served
+from toka_async.model.hub import resolve_model
+from toka_async.model.spec import ModelError, ModelSpec, read_spec
+from toka_async.runner.cache_size import fitting_limits, page_bytes_of, row_bytes, spare_bytes, token_bytes
+from toka_async.runner.limits import Limits, resolve_limits
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """What one GPU gets. layers: first and behind the last. Bytes, but num_tokens: those that its cache can hold."""
+
+    gpu: int
+    replica: int
+    stage: int
+    tp_rank: int
+    layers: tuple[int, int]
+    weights: int
+    largest_step: int
+    kv_token: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All ranks, and the limits that they were made for."""
+
+    config: Config
+    spec: ModelSpec
+    dtype: torch.dtype
+    memory: int
+    limits: Limits
+    ranks: list[RankPlan]
+
+    @property
+    def num_tokens(self) -> int:
+        """That one replica's cache holds: of its fullest GPU."""
+        return min(rank.num_tokens for rank in self.ranks)
+
+
+def device_memory() -> int | None:
+    """Bytes of the first GPU; None without one."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What each rank of a stage has. part: the shape of it. first_layer: of the model's. weights: bytes."""
+
+    part: ModelSpec
+    first_layer: int
+    weights: int
+    is_last: bool
+    dtype: torch.dtype
+
+    def largest_step(self, limits: Limits, page_size: int) -> int:
+        """Bytes; only the last stage has logits."""
+        rows = self.part if self.is_last else msgspec.structs.replace(self.part, vocab_size=0)
+        of_tokens = limits.max_tokens * token_bytes(self.part, self.dtype)
+        return of_tokens + limits.max_seqs * row_bytes(rows, limits, self.dtype, page_size)
+
+
+def make_plan(config: Config, memory: int) -> Plan:
+    """The plan for GPUs of `memory` bytes.
+
+    Raises:
+        ModelError: there is no such model, it cannot be divided so, or the largest step does not fit.
+    """
+    spec = read_spec(resolve_model(config.model.path, weights=False))
+    check_division(spec, config.parallel)
+    dtype: torch.dtype = getattr(torch, spec.dtype if config.model.dtype == "auto" else config.model.dtype)
+    stages = make_stages(spec, config.parallel, dtype)
+    usable = int(config.cache.memory_fraction * memory) - spare_bytes(memory)
+    for index, stage in enumerate(stages):
+        if stage.weights >= usable:
+            raise ModelError(
+                f"stage {index} has {_gib(stage.weights)} of weights a GPU where {_gib(max(usable, 0))} of "
+                f"{_gib(memory)} can be used; raise parallel.tp or parallel.pp, or cache.memory_fraction"
+            )
+    asked = resolve_limits(config.model, config.schedule, spec, "cuda")
+    limits = fitting_limits(asked, config.schedule, partial(_check_step, config, stages, usable))
+    num_ranks = config.parallel.pp * config.parallel.tp
+    ranks = [
+        _rank_plan(config, limits, usable, gpu, *divmod(gpu % num_ranks, config.parallel.tp), stages)
+        for gpu in range(config.parallel.dp * num_ranks)
+    ]
+    return Plan(config, spec, dtype, memory, limits, ranks)
+
+
+def _check_step(config: Config, stages: Sequence[Stage], usable: int, limits: Limits) -> None:
+    """Raises ModelError when a stage's largest step does not fit; as at the start, what is automatic takes half."""
+    share = 0.5 if "auto" in (config.schedule.max_seqs, config.schedule.max_tokens) else 1.0
+    for stage in stages:
+        step, left = stage.largest_step(limits, config.cache.page_size), usable - stage.weights
+        if step > share * left:
+            raise ModelError(
+                f"schedule.max_seqs={limits.max_seqs}, schedule.max_tokens={limits.max_tokens}: the largest step "
+                f"takes about {_gib(step)} where {_gib(left)} are left; use less"
+            )
+
+
+def _rank_plan(
+    config: Config, limits: Limits, usable: int, gpu: int, index: int, tp_rank: int, stages: Sequence[Stage]
+) -> RankPlan:
+    stage, page_size = stages[index], config.cache.page_size
+    step = stage.largest_step(limits, page_size)
+    num_pages = max(0, usable - stage.weights - step) // page_bytes_of(stage.part, config.cache, stage.dtype)
+    return RankPlan(
+        gpu=gpu,
+        replica=gpu // (config.parallel.pp * config.parallel.tp),
+        stage=index,
+        tp_rank=tp_rank,
+        layers=(stage.first_layer, stage.first_layer + stage.part.num_layers),
+        weights=stage.weights,
+        largest_step=step,
+        kv_token=bytes_per_token(stage.part, stage.dtype),
+        num_tokens=num_pages * page_size,
+    )
+
+
+def check_division(spec: ModelSpec, parallel: ParallelConfig) -> None:
+    """Raises ModelError, which lists the sizes that work out."""
+    if parallel.pp > spec.num_layers:
+        raise ModelError(f"parallel.pp={parallel.pp}: the model has {spec.num_layers} layers; use at most as many")
+    sizes = [tp for tp in range(1, spec.num_heads + 1) if _divides(tp, spec)]
+    if parallel.tp not in sizes:
+        raise ModelError(
+            f"parallel.tp={parallel.tp}: does not divide the model's {spec.num_heads} heads, {spec.num_kv_heads} KV "
+            f"heads and {spec.intermediate_size} columns; use one of {', '.join(map(str, sizes))}"
+        )
+
+
+def _divides(tp: int, spec: ModelSpec) -> bool:
+    """KV heads are repeated when there are fewer than ranks."""
+    kv = spec.num_kv_heads
+    return spec.num_heads % tp == 0 and spec.intermediate_size % tp == 0 and (kv % tp == 0 or tp % kv == 0)
+
+
+def make_stages(spec: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -> list[Stage]:
+    """The stages of one replica."""
+    tp, pp = parallel.tp, parallel.pp
+    part = msgspec.structs.replace(
+        spec,
+        num_heads=spec.num_heads // tp,
+        num_kv_heads=max(1, spec.num_kv_heads // tp),
+        intermediate_size=spec.intermediate_size // tp,
+        vocab_size=-(-spec.vocab_size // tp),
+    )
+    stages, first = [], 0
+    for index, count in enumerate(
+        stage_layers(spec.num_layers, pp, _layer_weights(part), part.vocab_size * part.hidden_size)
+    ):
+        of_stage = msgspec.structs.replace(part, num_layers=count)
+        weights = dtype.itemsize * num_weights(of_stage, index, pp)
+        stages.append(Stage(of_stage, first, weights, index == pp - 1, dtype))
+        first += count
+    return stages
+
+
+def stage_layers(num_layers: int, num_stages: int, layer: int, ends: int) -> list[int]:
+    """Layers of each stage, one at least, so that the heaviest is as light as can be.
+
+    layer: what a layer weighs. ends: the embedding, which the first stage has, and the head, which the last has.
+    """
+    assert 1 <= num_stages <= num_layers
+    counts = [1] * num_stages
+    for _ in range(num_layers - num_stages):
+        extra = [ends * ((stage == 0) + (stage == num_stages - 1)) for stage in range(num_stages)]
+        lightest = min(range(num_stages), key=lambda stage: counts[stage] * layer + extra[stage])
+        counts[lightest] += 1
+    return counts
+
+
+def num_weights(part: ModelSpec, stage: int, num_stages: int) -> int:
+    """Parameters of a rank: a tied head is the embedding itself where one stage has both."""
+    first, last = stage == 0, stage == num_stages - 1
+    table = part.vocab_size * part.hidden_size
+    head = table if last and not (first and part.tie_embeddings) else 0
+    return part.num_layers * _layer_weights(part) + first * table + head + last * part.hidden_size
+
+
+def _layer_weights(part: ModelSpec) -> int:
+    hidden, inter = part.hidden_size, part.intermediate_size
+    queries, keys = part.num_heads * part.head_dim, part.num_kv_heads * part.head_dim
+    attention = hidden * (queries + 2 * keys) + queries * hidden
+    biases = part.attention_bias * (queries + 2 * keys) + part.output_bias * hidden
+    biases += part.mlp_bias * (2 * inter + hidden)
+    return attention + 3 * hidden * inter + biases + 2 * hidden + part.qk_norm * (queries + keys)
+
+
+def plan_lines(plan: Plan) -> Iterator[str]:
+    """The plan for people: a line a GPU, and what it comes to."""
+    config, parallel = plan.config, plan.config.parallel
+    yield (
+        f"{config.model.path}: {plan.spec.num_layers} layers, {str(plan.dtype).removeprefix('torch.')}; "
+        f"parallel.dp={parallel.dp}, pp={parallel.pp}, tp={parallel.tp}: {len(plan.ranks)} GPUs of "
+        f"{_gib(plan.memory)}, {config.cache.memory_fraction:.0%} of each"
+    )
+    yield f"schedule.max_seqs={plan.limits.max_seqs}, schedule.max_tokens={plan.limits.max_tokens}"
+    yield from _table(
+        [("GPU", "replica", "stage", "tp rank", "layers", "weights", "largest step", "KV a token", "tokens that fit")]
+        + [
+            (
+                *map(str, (rank.gpu, rank.replica, rank.stage, rank.tp_rank)),
+                f"{rank.layers[0]}-{rank.layers[1] - 1}",
+                _gib(rank.weights),
+                _gib(rank.largest_step),
+                f"{rank.kv_token / 1024:.1f} KiB",
+                f"{rank.num_tokens:,}",
+            )
+            for rank in plan.ranks
+        ]
+    )
+    wanted = config.cache.num_tokens
+    if wanted != "auto":
+        yield f"cache.num_tokens={wanted}: {'fits' if wanted <= plan.num_tokens else 'does not fit'}"
+    yield (
+        f"{plan.num_tokens:,} tokens a replica, {plan.num_tokens * parallel.dp:,} in all; a sequence of "
+        f"model.max_context takes {plan.limits.max_context:,}"
+    )
+    if reason := not_served(parallel):
+        yield f"not served yet: {reason}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"

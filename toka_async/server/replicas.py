@@ -1,0 +1,146 @@
+"""The replicas as the server sees them: one outbox each, what they can hold, which requests they have.
+
+Requests go to one of them, stop sets to all. Knows what is sent, and nothing of what comes back of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from toka_async.messages import Cancel, DropStop, EndSample, Ready, Stats, StopMask, Submit, ToScheduler
+from toka_async.server.replica_stats import counters, merged
+from toka_async.server.router import Router
+from toka_async.transport.base import Outbox
+
+
+@dataclass(slots=True)
+class Replica:
+    """One of them. lost: why it is away, while it is. past: counters of the schedulers that it had before."""
+
+    outbox: Outbox[ToScheduler]
+    ready: Ready | None = None
+    life: int = 0
+    lost: str | None = None
+    stats: Stats = field(default_factory=Stats)
+    past: Stats = field(default_factory=Stats)
+
+
+@dataclass(slots=True)
+class Placement:
+    """A request's replica, and the tokens for which that counts as busy."""
+
+    submit: Submit
+    replica: int
+    charged: int
+    retried: bool
+
+
+class Replicas:
+    """All replicas of one server.
+
+    Args:
+        outboxes: to their schedulers.
+        page_size: tokens of a page of their caches.
+
+    Attributes:
+        ready: what a request may need at most, so that any of them can take it; None until all have been ready.
+        live: those that take requests.
+    """
+
+    def __init__(self, outboxes: Sequence[Outbox[ToScheduler]], page_size: int = 16) -> None:
+        self.replicas = [Replica(outbox) for outbox in outboxes]
+        self.router = Router(len(outboxes), page_size)
+        self.ready: Ready | None = None
+        self.live: list[int] = []
+        self._placements: dict[int, Placement] = {}
+        self._masks: dict[int, StopMask] = {}
+
+    @property
+    def stats(self) -> Stats:
+        """Of all together."""
+        parts = [replica.stats for replica in self.replicas]
+        past = [replica.past for replica in self.replicas if replica.life]
+        return merged([*parts, *past])
+
+    def lost(self) -> dict[int, str]:
+        """Those that are away, and why."""
+        return {index: each.lost for index, each in enumerate(self.replicas) if each.lost is not None}
+
+    # ---- to them -----------------------------------------------------------------------------------------------------
+
+    def submit(self, submit: Submit, *, retried: bool = False) -> None:
+        """Sends a new request to the replica that suits it best; one must be live."""
+        charged = len(submit.prompt) // 4 + submit.n * submit.max_tokens
+        replica = self.router.place(submit.prompt, charged, self.live)
+        self._placements[submit.request_id] = Placement(submit, replica, charged, retried)
+        self.replicas[replica].outbox.send(submit)
+
+    def tell(self, message: Cancel | EndSample) -> None:
+        """Sends to the replica that has the request."""
+        self.replicas[self._placements[message.request_id].replica].outbox.send(message)
+
+    def tell_all(self, message: StopMask | DropStop) -> None:
+        """Sends to every replica, to those that are away when they are back."""
+        if isinstance(message, StopMask):
+            self._masks[message.stop_id] = message
+        else:
+            del self._masks[message.stop_id]
+        for replica in self.replicas:
+            if replica.lost is None:
+                replica.outbox.send(message)
+
+    def settle(self, request_id: int, num_open: int) -> None:
+        """So many of the request's samples still run."""
+        placement = self._placements[request_id]
+        left = min(placement.charged, num_open * placement.submit.max_tokens)
+        self.router.release(placement.replica, placement.charged - left)
+        placement.charged = left
+
+    def end(self, request_id: int) -> None:
+        """The request is over, however it ended."""
+        placement = self._placements.pop(request_id)
+        self.router.release(placement.replica, placement.charged)
+
+    # ---- from them ---------------------------------------------------------------------------------------------------
+
+    def on_ready(self, ready: Ready) -> None:
+        """A replica takes requests from now on, unless it has died since."""
+        replica = self.replicas[ready.replica]
+        if ready.life != replica.life:
+            return
+        replica.ready = ready
+        if replica.lost is not None:
+            replica.lost = None
+            for mask in self._masks.values():
+                replica.outbox.send(mask)
+        self._count()
+
+    def on_stats(self, stats: Stats) -> None:
+        replica = self.replicas[stats.replica]
+        if stats.life == replica.life:
+            replica.stats = stats
+
+    def lose(self, index: int, life: int, reason: str, outbox: Outbox[ToScheduler]) -> list[Placement]:
+        """The replica is gone; `outbox` is to its next life. Returns the requests that it had, which are over here."""
+        replica = self.replicas[index]
+        replica.past = merged([replica.past, counters(replica.stats)])
+        replica.life, replica.lost, replica.outbox, replica.stats = life, reason, outbox, Stats()
+        self.router.forget(index)
+        self._count()
+        had = [placement for placement in self._placements.values() if placement.replica == index]
+        for placement in had:
+            self.end(placement.submit.request_id)
+        return had
+
+    def _count(self) -> None:
+        self.live = [index for index, each in enumerate(self.replicas) if each.ready and each.lost is None]
+        ready = [each.ready for each in self.replicas if each.ready]
+        if len(ready) == len(self.replicas):
+            self.ready = msgspec.structs.replace(
+                ready[0],
+                num_pages=min(each.num_pages for each in ready),
+                max_context=min(each.max_context for each in ready),
+            )
