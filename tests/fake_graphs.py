@@ -12,10 +12,29 @@ from torch import Tensor
 
 from toka_async.runner.graphs import DecodeStep
 
+NUM_TIMED = 4  # replays of a graph after its capture
+
 
 class FakeStream:
     def wait_stream(self, stream: FakeStream) -> None:
         assert isinstance(stream, FakeStream)
+
+
+class FakeEvent:
+    """Of the clock that replays drive."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.time = 0.0
+
+    def record(self) -> None:
+        self.time = self.clock()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return end.time - self.time
 
 
 class FakeGraph:
@@ -32,13 +51,18 @@ class FakeGraph:
 
 
 class FakeGraphs:
-    """Takes the place of `torch.cuda`'s graphs. graphs: those captured. num_collections: of garbage, not done."""
+    """Takes the place of `torch.cuda`'s graphs. graphs: those captured. num_collections: of garbage, not done.
+
+    milliseconds: that replays have taken, one for each row; slow: more of them, by the number of rows.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.graphs: list[FakeGraph] = []
         self.num_collections = 0
         patch.setattr(gc, "collect", self._collect)
         self._capturing: FakeGraph | None = None
+        self.milliseconds = 0.0
+        self.slow: dict[int, float] = {}
         for name, value in {
             "graph_pool_handle": lambda: (0, 0),
             "Stream": FakeStream,
@@ -46,11 +70,13 @@ class FakeGraphs:
             "stream": lambda _: nullcontext(),
             "CUDAGraph": FakeGraph,
             "graph": self._capture,
+            "Event": lambda enable_timing: FakeEvent(lambda: self.milliseconds),  # noqa: ARG005
         }.items():
             patch.setattr(torch.cuda, name, value)
 
     def num_replays(self) -> int:
-        return sum(graph.num_replays for graph in self.graphs)
+        """But for those that time the graphs."""
+        return sum(graph.num_replays - NUM_TIMED for graph in self.graphs)
 
     def _collect(self) -> int:
         self.num_collections += 1
@@ -75,6 +101,7 @@ class FakeGraphs:
             outputs = torch.full((num_rows,), -1), torch.full((num_rows,), torch.nan)
 
             def body() -> None:
+                self.milliseconds += num_rows + self.slow.get(num_rows, 0.0)
                 for output, value in zip(outputs, decode(num_rows, grouped), strict=True):
                     output.copy_(value)
 

@@ -18,6 +18,7 @@ LOG2E = 1.4426950408889634
 MOST_SPLITS = 32
 PROGRAMS_PER_SM = 12  # that run at once, about
 SMALLEST_SPLIT = 128  # keys; the merge of smaller ones costs more than they save
+MERGED_HEADS = 4  # of a program of the merge
 MOST_PARTIALS = 1 << 26  # numbers of all partial results of a step
 
 
@@ -162,12 +163,13 @@ def merge(parts: Partial, output: Tensor) -> None:
     num_parts, num_rows, num_heads = parts.lse.shape
     assert num_parts <= MOST_SPLITS
     dim = output.shape[-1]
-    _merge[num_rows * num_heads,](
+    _merge[triton.cdiv(num_rows * num_heads, MERGED_HEADS),](
         parts.output,
         parts.lse,
         output,
         num_parts,
-        parts_pad=MOST_SPLITS,
+        num_rows * num_heads,
+        heads=MERGED_HEADS,
         dim=dim,
         dim_pad=triton.next_power_of_2(dim),
         num_warps=4,
@@ -282,23 +284,34 @@ def _decode(
         tl.store(output + place, result.to(output.dtype.element_ty), mask=is_query)
 
 
-@triton.jit(do_not_specialize=["num_parts"])
+@triton.jit(do_not_specialize=["num_parts", "num_heads"])
 def _merge(
     parts,
     lse,
     output,
     num_parts,
-    parts_pad: tl.constexpr,
+    num_heads,
+    heads: tl.constexpr,
     dim: tl.constexpr,
     dim_pad: tl.constexpr,
 ):
-    head = tl.program_id(0).to(tl.int64)
-    number = tl.arange(0, parts_pad)
+    """`heads` of all rows' heads a program; most rows have few parts that are not empty, and only these are read."""
+    head = tl.program_id(0).to(tl.int64) * heads + tl.arange(0, heads)
     column = tl.arange(0, dim_pad)
-    place = number * tl.num_programs(0) + head
-    part_lse = tl.load(lse + place, mask=number < num_parts, other=-float("inf"))
-    weight = tl.exp2(part_lse - tl.max(part_lse, 0))
-    inside = (weight > 0.0)[:, None] & (column < dim)[None, :]
-    part = tl.load(parts + place[:, None] * dim + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    result = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
-    tl.store(output + head * dim + column, result.to(output.dtype.element_ty), mask=column < dim)
+    is_head = head < num_heads
+    top = tl.full([heads], -float("inf"), tl.float32)
+    for part in range(num_parts):
+        top = tl.maximum(top, tl.load(lse + part * num_heads + head, mask=is_head, other=-float("inf")))
+    base = tl.where(top == -float("inf"), 0.0, top)  # of no keys at all
+    total = tl.zeros([heads], tl.float32)
+    mixed = tl.zeros([heads, dim_pad], tl.float32)
+    for part in range(num_parts):
+        place = part * num_heads + head
+        weight = tl.exp2(tl.load(lse + place, mask=is_head, other=-float("inf")) - base)
+        inside = (weight > 0.0)[:, None] & (column < dim)[None, :]
+        value = tl.load(parts + place[:, None] * dim + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        total += weight
+        mixed += value * weight[:, None]
+    result = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
+    place = head[:, None] * dim + column[None, :]
+    tl.store(output + place, result.to(output.dtype.element_ty), mask=is_head[:, None] & (column < dim)[None, :])

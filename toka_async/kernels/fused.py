@@ -1,11 +1,13 @@
-"""What lies between a decoder's matrices and its attention, each as one Triton kernel: `FusedOps`.
+"""What lies between a decoder's matrices and its attention, each as one kernel: `FusedOps`.
 
-Both are bound by memory: every value is read once and written once, arithmetic is in float32. Knows no layers.
+Those in Triton are bound by memory: every value is read once and written once, arithmetic is in float32. Knows no
+layers.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -62,6 +64,14 @@ class FusedOps:
                 gate_up, output, inner=inner, activation=activation, block=block, num_warps=4
             )
         return output
+
+    def add_linear(
+        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor | None, Tensor]:
+        """Adds x Wᵀ to the residual as the product is written, which spares the norm after it half of its reads."""
+        if bias is not None:
+            return F.linear(x, weight, bias), residual
+        return None, residual.addmm_(x, weight.t())
 
 
 @triton.jit(do_not_specialize=["num_rows"])

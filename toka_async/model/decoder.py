@@ -40,8 +40,9 @@ class Decoder(nn.Module):
         token_ids, positions: int64 [t]. wanted: int64 [w], indices of tokens; the others leave their keys and values
         in every layer, which is all that later tokens need of them, and skip the rest of the last one.
         """
-        hidden = self.embedding.embed(token_ids)  # [t, hidden]
-        rotation = self.rope(positions, hidden.dtype)  # cos, sin: [t, 1, dim]
+        embedded = self.embedding.embed(token_ids)  # [t, hidden]
+        rotation = self.rope(positions, embedded.dtype)  # cos, sin: [t, 1, dim]
+        hidden: Tensor | None = embedded
         residual: Tensor | None = None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
@@ -60,31 +61,35 @@ class Layer(nn.Module):
     def __init__(self, spec: ModelSpec, index: int, comm: Comm, ops: Ops) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops)
-        self.attention = Attention(spec, index, comm)
+        self.attention = Attention(spec, index, comm, ops)
         self.mlp_norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops)
         self.mlp = MLP(spec, comm, ops)
 
     def forward(
         self,
-        hidden: Tensor,
+        hidden: Tensor | None,
         residual: Tensor | None,
         rotation: Rotation,
         backend: AttentionBackend,
         wanted: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """What is to be added to the residual, and the residual; [t, hidden] each, or [w, hidden] of wanted tokens."""
+    ) -> tuple[Tensor | None, Tensor]:
+        """What is yet to be added to the residual, and the residual; [t, hidden] each, or [w, hidden] of wanted tokens.
+
+        The residual that it is given may be written over.
+        """
         normed, residual = self.attention_norm(hidden, residual)
         mixed = self.attention(normed, rotation, backend)
         if wanted is not None:
             mixed, residual = mixed.index_select(0, wanted), residual.index_select(0, wanted)
-        normed, residual = self.mlp_norm(self.attention.output(mixed), residual)
-        return self.mlp(normed), residual
+        normed, residual = self.mlp_norm(*self.attention.output(mixed, residual))
+        output: tuple[Tensor | None, Tensor] = self.mlp(normed, residual)
+        return output
 
 
 class Attention(nn.Module):
     """Grouped-query attention (arXiv:2305.13245) with rotary positions."""
 
-    def __init__(self, spec: ModelSpec, index: int, comm: Comm) -> None:
+    def __init__(self, spec: ModelSpec, index: int, comm: Comm, ops: Ops) -> None:
         super().__init__()
         self.index = index
         self.dim = spec.head_dim
@@ -94,7 +99,7 @@ class Attention(nn.Module):
         self.head_norm: HeadNorm | None = None
         if spec.qk_norm:
             self.head_norm = HeadNorm(heads.size, kv_heads.size, self.dim, spec.norm_eps)
-        self.output = RowLinear(wide.total, spec.hidden_size, spec.output_bias, comm)
+        self.output = RowLinear(wide.total, spec.hidden_size, spec.output_bias, comm, ops)
 
     def forward(self, hidden: Tensor, rotation: Rotation, backend: AttentionBackend) -> Tensor:
         """Each token's mix of the values that it sees [t, heads * dim], for `output` to project."""
@@ -113,8 +118,9 @@ class MLP(nn.Module):
         self.ops = ops
         share = share_of(inner, comm)
         self.gate_up = ColumnLinear(spec.hidden_size, (share, share), spec.mlp_bias)
-        self.down = RowLinear(inner, spec.hidden_size, spec.mlp_bias, comm)
+        self.down = RowLinear(inner, spec.hidden_size, spec.mlp_bias, comm, ops)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.down(self.ops.gate(self.gate_up(hidden), self.activation))
+    def forward(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor | None, Tensor]:
+        """What is yet to be added to the residual, and the residual."""
+        output: tuple[Tensor | None, Tensor] = self.down(self.ops.gate(self.gate_up(hidden), self.activation), residual)
         return output

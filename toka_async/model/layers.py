@@ -60,19 +60,22 @@ class ColumnLinear(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """y = x Wᵀ + b where each rank holds a part of the inputs and the ranks' results are summed."""
+    """Adds x Wᵀ + b to the residual; each rank holds a part of the inputs, and the ranks' results are summed."""
 
-    def __init__(self, num_inputs: int, num_outputs: int, bias: bool, comm: Comm) -> None:
+    def __init__(self, num_inputs: int, num_outputs: int, bias: bool, comm: Comm, ops: Ops) -> None:
         super().__init__()
         self.comm = comm
+        self.ops = ops
         self.share = share_of(num_inputs, comm)
         self.weight = unset(num_outputs, self.share.size)
         self.bias = unset(num_outputs) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[t, the rank's inputs] to [t, outputs]."""
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Of x [t, the rank's inputs], what is yet to be added to the residual, and the residual: [t, outputs] each."""
+        if self.comm.size == 1:
+            return self.ops.add_linear(residual, x, self.weight, self.bias)
         bias = self.bias if self.comm.rank == 0 else None  # once in the sum
-        return self.comm.all_reduce(F.linear(x, self.weight, bias))
+        return self.comm.all_reduce(F.linear(x, self.weight, bias)), residual
 
     def parts(self) -> dict[str, Part]:
         parts = {"weight": Part(self.weight.data, (len(self.weight), self.share.total), 1, self.share)}
@@ -116,8 +119,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.ops = ops
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """[t, dim] each: the norm of residual + x, and residual + x. A residual of None counts as zeros."""
+    def forward(self, x: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[t, dim] each: the norm of residual + x, and residual + x. One of them can be None, which counts as zeros."""
+        if x is None:
+            x, residual = residual, None
+        assert x is not None
         return self.ops.add_norm(x, residual, self.weight, self.eps)
 
     def part(self) -> Part:

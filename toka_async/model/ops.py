@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Ops(Protocol):
-    """Pointwise and row-wise operations on [t, n] activations of any floating dtype; nothing is written in place."""
+    """Operations on [t, n] activations of any floating dtype; only what `add_linear` says is written in place."""
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """RMSNorm (arXiv:1910.07467) of the residual after `x` is added to it.
@@ -25,6 +25,15 @@ class Ops(Protocol):
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         """[t, 2 * inner] to [t, inner]: the first half's activation (`ACTIVATIONS`) times the second half."""
+        ...
+
+    def add_linear(
+        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor | None, Tensor]:
+        """x Wᵀ + b [t, outputs], which is yet to be added to the residual, and the residual.
+
+        None, if it was added to the residual in place.
+        """
         ...
 
 
@@ -39,6 +48,11 @@ class TorchOps:
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return ACTIVATIONS[activation](gate) * up
+
+    def add_linear(
+        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor | None, Tensor]:
+        return F.linear(x, weight, bias), residual
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

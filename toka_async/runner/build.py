@@ -226,6 +226,7 @@ class Parts:
             freeze=compiled.freeze if compiled else None,
             use_kernels=has_kernels(self.device),
             graphs=built.graphs,
+            agree=self.comm.of_first,
             pays=built.pays if self.schedule.group_min_seqs == self.schedule.group_min_tokens == "auto" else None,
         )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from toka_async.arrays import Int32
 from toka_async.attention.base import AttentionBatch, GraphAttention, PrefixGroup
-from toka_async.runner.graphs import DecodeGraphs, graph_sizes
+from toka_async.runner.graphs import Agree, DecodeGraphs, graph_sizes
 from toka_async.runner.history import History
 from toka_async.runner.inputs import StepRows
 from toka_async.runner.kernel_sampler import KernelSampler
@@ -34,9 +34,12 @@ class DecodePass:
         attention: GraphAttention | None,
         rows: Rows,
         history: History,
+        agree: Agree = bytes,
     ) -> None:
+        """agree: see `DecodeGraphs`."""
         self._forward = forward
         self._attention = attention
+        self._agree = agree
         self._rows = rows
         self._history = history
         self.sampler = KernelSampler(head, rows, history)
@@ -50,7 +53,7 @@ class DecodePass:
         assert not self._rows.order.size
         # What was there before has left: from here on it is padding that computes.
         self._rows.on_device.set_order(self._rows.order, most)
-        graphs = DecodeGraphs(self._decode, self._attention, graph_sizes(most), grouped)
+        graphs = DecodeGraphs(self._decode, self._attention, graph_sizes(most), grouped, self._agree)
         with torch.inference_mode():
             yield from graphs.capture()
         self._graphs = graphs

@@ -7,10 +7,12 @@ of `DeviceRows` where they are, so that a replay needs no inputs. Knows no reque
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -18,6 +20,10 @@ from toka_async.attention.base import GraphAttention, PrefixGroup
 
 # What a captured step computes: from (rows, grouped) to token ids int64 [rows] and log-probs float32 [rows].
 DecodeStep = Callable[[int, bool], tuple[Tensor, Tensor]]
+# Makes of what one rank measured what all ranks of a model go by.
+Agree = Callable[[bytes], bytes]
+
+_REPLAYS = 3  # of a graph that is timed
 
 
 @dataclass(slots=True)
@@ -40,13 +46,25 @@ def graph_sizes(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Graphs by number of rows, largest captured first, so that they share its memory."""
+    """Graphs by number of rows, largest captured first, so that they share its memory.
 
-    def __init__(self, decode: DecodeStep, attention: GraphAttention, sizes: Sequence[int], grouped: bool) -> None:
+    Libraries' matrix products are not always faster for being smaller (448 rows of an 8B model took 13.6 ms on an H200,
+    512 took 10.2): a graph is kept if it beats all larger ones.
+    """
+
+    def __init__(
+        self,
+        decode: DecodeStep,
+        attention: GraphAttention,
+        sizes: Sequence[int],
+        grouped: bool,
+        agree: Agree = bytes,
+    ) -> None:
         self._attention = attention
         self._sizes = sorted(sizes)
         self._graphs: dict[tuple[int, bool], _Captured] = {}
         self._decode = decode
+        self._agree = agree
         self._kinds = (False, True) if grouped else (False,)
 
     def capture(self) -> Iterator[tuple[int, int]]:
@@ -64,6 +82,16 @@ class DecodeGraphs:
                 token_ids, logprobs = self._decode(size, grouped)
             self._graphs[size, grouped] = _Captured(graph, token_ids, logprobs)
             yield number, len(todo)
+        self._keep(fastest(self._sizes, self._times()))
+
+    def _times(self) -> list[float]:
+        """Milliseconds of all kinds of each size, as all ranks go by."""
+        times = [sum(_milliseconds(self._graphs[size, kind].graph) for kind in self._kinds) for size in self._sizes]
+        return msgspec.json.decode(self._agree(msgspec.json.encode(times)), type=list[float])
+
+    def _keep(self, sizes: list[int]) -> None:
+        self._sizes = sizes
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] in sizes}
 
     def size_for(self, num_rows: int) -> int:
         """Rows of the smallest graph that holds them; 0: there is none."""
@@ -81,6 +109,30 @@ class DecodeGraphs:
             self._attention.set_groups(groups)
         captured.graph.replay()
         return captured.token_ids[:num_rows], captured.logprobs[:num_rows]
+
+
+def fastest(sizes: Sequence[int], times: Sequence[float]) -> list[int]:
+    """Those of the ascending sizes that take less time than every larger one."""
+    kept: list[int] = []
+    best = math.inf
+    for size, milliseconds in zip(reversed(sizes), reversed(times), strict=True):
+        if milliseconds < best:
+            kept.append(size)
+            best = milliseconds
+    return kept[::-1]
+
+
+def _milliseconds(graph: torch.cuda.CUDAGraph) -> float:
+    """Of a replay, the shortest of some; the first one of all is not counted."""
+    times = []
+    for _ in range(1 + _REPLAYS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(float(begin.elapsed_time(end)))
+    return min(times[1:])
 
 
 @contextmanager

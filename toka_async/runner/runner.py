@@ -64,6 +64,7 @@ class Runner:
         use_kernels: sample with kernels; a GPU's.
         graphs: the attention, if its decoding can be captured.
         pays: whether a group of so many rows should read a prefix of so many tokens once.
+        agree: makes of what one rank measured what all ranks go by.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Runner:
         use_kernels: bool = False,
         graphs: GraphAttention | None = None,
         pays: Callable[[int, int], bool] | None = None,
+        agree: Callable[[bytes], bytes] = bytes,
     ) -> None:
         self.ready = ready
         self.device = device
@@ -98,7 +100,7 @@ class Runner:
             from toka_async.runner.decode import DecodePass
 
             every = forward or (lambda token_ids, positions: model.forward(token_ids, positions, attention))
-            self.decode = DecodePass(every, model.logits, graphs, self._rows, self._history)
+            self.decode = DecodePass(every, model.logits, graphs, self._rows, self._history, agree)
         self._sampler = self.decode.sampler if self.decode else SlabSampler(model.logits, self._rows, self._history)
 
     def warmed(self) -> None:
