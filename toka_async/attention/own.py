@@ -16,10 +16,20 @@ from torch import Tensor
 from toka_async.arrays import Int32, Int64
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.kv_cache import KVCache
-from toka_async.kernels.decode import MOST_PARTIALS, Partial, Splits, decode_attention, splits_of, splits_of_any
+from toka_async.kernels.decode import (
+    MOST_PARTIALS,
+    DecodeConfig,
+    Partial,
+    Splits,
+    decode_attention,
+    decode_config,
+    splits_of,
+    splits_of_any,
+)
 from toka_async.kernels.spans import attend_chunks, attend_prefixes, span_config
 
 PREFIX_PROGRAMS_PER_SM = 2
+SHORT = 400  # keys of a row, on average, for which blocks are small
 UNEVEN = 1.3  # times the mean that the longest row must have for the rows' order to matter
 MOST_PREFIX_SPLITS = 8
 
@@ -41,6 +51,7 @@ class _DecodePlan:
     batch: AttentionBatch
     window: int
     splits: Splits
+    config: DecodeConfig
     shared: _Shared | None
     order: Tensor | None = None
 
@@ -76,8 +87,10 @@ class TritonDecode:
             shared = _Shared(
                 tiles[:rows], tiles[rows:].view(-1, 4), num_tiles, self._prefix_splits(num_tiles, batch.num_decode)
             )
-        splits, order = self.work_of(np.minimum(lengths, window) if window else lengths)
-        self.step = _DecodePlan(batch, window, splits, shared, order)
+        lengths = np.minimum(lengths, window) if window else lengths
+        splits, order = self.work_of(lengths)
+        config = self._config(float(lengths.mean()) < SHORT)
+        self.step = _DecodePlan(batch, window, splits, config, shared, order)
 
     def plan_graph(self, batch: AttentionBatch, grouped: bool, window: int) -> None:
         num_rows = len(batch.slots)
@@ -92,7 +105,8 @@ class TritonDecode:
             num_programs = -(-num_rows // self.tile_rows) + -(-num_rows // 64)  # full tiles, and some of small groups
             shared = _Shared(skip, tiles, num_programs, self._prefix_splits(-(-num_rows // self.tile_rows), num_rows))
         splits = splits_of_any(num_rows, self.cache.num_kv_heads, self.num_sms)
-        self.step = _DecodePlan(batch, window, splits, shared)
+        # Rows that share a prefix have few keys of their own, most of the time.
+        self.step = _DecodePlan(batch, window, splits, self._config(is_short=grouped), shared)
 
     def set_groups(self, groups: tuple[PrefixGroup, ...]) -> None:
         assert self.graph_rows, "no grouped graph was planned"
@@ -140,7 +154,11 @@ class TritonDecode:
             prefix,
             self.memory.partial("splits", query, step.splits.count) if step.splits.count > 1 else None,
             step.splits.least,
+            step.config,
         )
+
+    def _config(self, is_short: bool) -> DecodeConfig:
+        return decode_config(self.cache.head_dim, self.cache.keys[0].dtype, is_short)
 
     def work_of(self, lengths: Int32 | Int64) -> tuple[Splits, Tensor | None]:
         """How rows that read so many keys each are split, and the longest first where they differ."""

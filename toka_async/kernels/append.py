@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 1024  # elements of a program: enough for wide accesses, few enough that one token makes several programs
+# Heads and elements of a program: enough for wide accesses, few enough that one token makes several programs.
+HEADS = 16
+TILE = 2048
 
 
 def append(
@@ -41,7 +43,7 @@ def append(
     if not num_tokens:
         return query
     half_pad = triton.next_power_of_2(dim // 2)
-    block = min(max(1, TILE // (2 * half_pad)), triton.next_power_of_2(num_all))
+    block = min(HEADS, max(1, TILE // (2 * half_pad)), triton.next_power_of_2(num_all))
     _append[num_tokens, triton.cdiv(num_all, block)](
         heads,
         cos,

@@ -18,6 +18,7 @@ LOG2E = 1.4426950408889634
 MOST_SPLITS = 32
 PROGRAMS_PER_SM = 12  # that run at once, about
 SMALLEST_SPLIT = 128  # keys; the merge of smaller ones costs more than they save
+FEW_ROWS = 16
 MERGED_HEADS = 4  # of a program of the merge
 MOST_PARTIALS = 1 << 26  # numbers of all partial results of a step
 
@@ -42,13 +43,18 @@ class Partial:
     lse: Tensor
 
 
-def decode_config(head_dim: int, dtype: torch.dtype) -> DecodeConfig:
-    """A program's accumulator and its blocks of keys and values stay in the registers of few warps."""
+def decode_config(head_dim: int, dtype: torch.dtype, is_short: bool = False) -> DecodeConfig:
+    """A program's accumulator and its blocks of keys and values stay in the registers of few warps.
+
+    is_short: rows read few keys, of which larger blocks would be left empty in part.
+    """
     if dtype == torch.float32:
         return DecodeConfig(block=16, num_warps=2, num_stages=2)
-    if head_dim <= 128:
+    if head_dim > 128:
+        return DecodeConfig(block=32, num_warps=4, num_stages=2)
+    if is_short:
         return DecodeConfig(block=32, num_warps=1, num_stages=3)
-    return DecodeConfig(block=32, num_warps=4, num_stages=2)
+    return DecodeConfig(block=64, num_warps=2, num_stages=2)
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,16 +65,24 @@ class Splits:
     least: int
 
 
-def splits_of_any(num_rows: int, kv_heads: int, num_sms: int) -> Splits:
-    """For rows of unknown lengths: what few rows need to fill the chip; of many rows, only long ones are split.
+_SPLITS = (
+    (100.0, Splits(32, 64)),
+    (8.0, Splits(16, 128)),
+    (2.0, Splits(16, 256)),
+    (1.0, Splits(8, 256)),
+    (0.5, Splits(8, 512)),
+    (0.0, Splits(4, 512)),
+)
 
-    Measured on an H200: 64 rows of 600 keys take 25 us a layer in 2 splits and 32 us in 5; one row takes 4 us in
-    splits of 19 keys and 7 us in splits of 128.
+
+def splits_of_any(num_rows: int, kv_heads: int, num_sms: int) -> Splits:
+    """For rows of unknown lengths, in any order.
+
+    Measured on an H200 with rows of uneven lengths, 30 to 4,500 keys, and with even ones: the fastest of some dozens of
+    splits is about as many programs as the chip runs at once, and the least keys grow with the rows.
     """
-    wanted = 8 * num_sms // max(1, num_rows * kv_heads)
-    if wanted > 1:
-        return Splits(min(wanted, MOST_SPLITS), 1)
-    return Splits(4, 1024)
+    wanted = PROGRAMS_PER_SM * num_sms / max(1, num_rows * kv_heads)  # programs of each row and head to fill the chip
+    return next(splits for least, splits in _SPLITS if wanted >= least)
 
 
 def splits_of(longest: int, total: int, num_rows: int, num_heads: int, dim: int, kv_heads: int, num_sms: int) -> Splits:
@@ -81,8 +95,10 @@ def splits_of(longest: int, total: int, num_rows: int, num_heads: int, dim: int,
     if longest <= equal / 2:
         return Splits(1, longest)
     is_even = longest * num_rows <= 1.3 * total
-    least = triton.cdiv(max(SMALLEST_SPLIT, int(equal if is_even else equal / 2)), 64) * 64
-    most = min(MOST_SPLITS, max(1, MOST_PARTIALS // (num_rows * num_heads * dim)))
+    smallest = SMALLEST_SPLIT if num_rows <= FEW_ROWS else 2 * SMALLEST_SPLIT
+    least = triton.cdiv(max(smallest, int(equal if is_even else equal / 2)), 64) * 64
+    most = MOST_SPLITS if num_rows == 1 else MOST_SPLITS // 2
+    most = min(most, max(1, MOST_PARTIALS // (num_rows * num_heads * dim)))
     return Splits(min(triton.cdiv(longest, least), most), least)
 
 
@@ -133,7 +149,8 @@ def decode_attention(
         skip,
         None if prefix is None else prefix.output,
         None if prefix is None else prefix.lse,
-        output if splits is None else splits.output,
+        output,
+        None if splits is None else splits.output,
         None if splits is None else splits.lse,
         scale * LOG2E,
         page_table.stride(0),
@@ -159,7 +176,10 @@ def decode_attention(
 
 
 def merge(parts: Partial, output: Tensor) -> None:
-    """Merges partial results of queries [rows, heads] into output [rows, heads, dim]."""
+    """Merges partial results of queries [rows, heads] into output [rows, heads, dim].
+
+    Where an lse is +inf, the output is left as it is; where all are -inf, of no keys, it is left, too.
+    """
     num_parts, num_rows, num_heads = parts.lse.shape
     assert num_parts <= MOST_SPLITS
     dim = output.shape[-1]
@@ -169,6 +189,7 @@ def merge(parts: Partial, output: Tensor) -> None:
         output,
         num_parts,
         num_rows * num_heads,
+        parts_pad=MOST_SPLITS,
         heads=MERGED_HEADS,
         dim=dim,
         dim_pad=triton.next_power_of_2(dim),
@@ -192,6 +213,7 @@ def _decode(
     prefix_output,
     prefix_lse,
     output,
+    parts,
     lse,
     scale,
     table_stride,
@@ -250,6 +272,7 @@ def _decode(
     last = length
     if is_split:
         share = tl.cdiv(tl.maximum(tl.cdiv(length - first, num_splits), least), block) * block
+        alone = first + share >= length  # no other program has keys of this row
         first = first + split * share
         last = tl.minimum(first + share, length)
         if (first >= last) & (split > 0):  # nothing is left for this one: its weight in the merge is 0
@@ -278,8 +301,11 @@ def _decode(
     result = mixed / total[:, None]
     if is_split:
         before = split.to(tl.int64) * num_rows * num_heads
-        tl.store(output + before * dim + place, result, mask=is_query)
-        tl.store(lse + before + head, top + tl.log2(total), mask=is_head)
+        tl.store(lse + before + head, tl.where(alone, float("inf"), top + tl.log2(total)), mask=is_head)
+        if alone:
+            tl.store(output + place, result.to(output.dtype.element_ty), mask=is_query)
+        else:
+            tl.store(parts + before * dim + place, result, mask=is_query)
     else:
         tl.store(output + place, result.to(output.dtype.element_ty), mask=is_query)
 
@@ -291,27 +317,33 @@ def _merge(
     output,
     num_parts,
     num_heads,
+    parts_pad: tl.constexpr,
     heads: tl.constexpr,
     dim: tl.constexpr,
     dim_pad: tl.constexpr,
 ):
     """`heads` of all rows' heads a program; most rows have few parts that are not empty, and only these are read."""
     head = tl.program_id(0).to(tl.int64) * heads + tl.arange(0, heads)
+    number = tl.arange(0, parts_pad)
+    place = number[None, :] * num_heads + head[:, None]
+    inside = (head < num_heads)[:, None] & (number < num_parts)[None, :]
+    part_lse = tl.load(lse + place, mask=inside, other=-float("inf"))
+    top = tl.max(part_lse, 1)
+    is_head = (head < num_heads) & (top < float("inf"))  # of the others, a program has written the output itself
+    top = tl.where((top > -float("inf")) & is_head, top, 0.0)
+    weights = tl.where(is_head[:, None], tl.exp2(part_lse - top[:, None]), 0.0)
+    count = tl.max(tl.max(tl.where(weights > 0.0, number[None, :] + 1, 0), 1), 0)
+    if count == 0:
+        return
     column = tl.arange(0, dim_pad)
-    is_head = head < num_heads
-    top = tl.full([heads], -float("inf"), tl.float32)
-    for part in range(num_parts):
-        top = tl.maximum(top, tl.load(lse + part * num_heads + head, mask=is_head, other=-float("inf")))
-    base = tl.where(top == -float("inf"), 0.0, top)  # of no keys at all
-    total = tl.zeros([heads], tl.float32)
+    is_column = (column < dim)[None, :]
     mixed = tl.zeros([heads, dim_pad], tl.float32)
-    for part in range(num_parts):
-        place = part * num_heads + head
-        weight = tl.exp2(tl.load(lse + place, mask=is_head, other=-float("inf")) - base)
-        inside = (weight > 0.0)[:, None] & (column < dim)[None, :]
-        value = tl.load(parts + place[:, None] * dim + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        total += weight
+    for part in range(count):
+        weight = tl.sum(tl.where(number[None, :] == part, weights, 0.0), 1)
+        at = (part * num_heads + head)[:, None] * dim + column[None, :]
+        value = tl.load(parts + at, mask=(weight > 0.0)[:, None] & is_column, other=0.0).to(tl.float32)
         mixed += value * weight[:, None]
+    total = tl.sum(weights, 1)
     result = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
-    place = head[:, None] * dim + column[None, :]
-    tl.store(output + place, result.to(output.dtype.element_ty), mask=is_head[:, None] & (column < dim)[None, :])
+    at = head[:, None] * dim + column[None, :]
+    tl.store(output + at, result.to(output.dtype.element_ty), mask=is_head[:, None] & is_column)

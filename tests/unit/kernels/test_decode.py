@@ -185,10 +185,13 @@ def test_merge() -> None:
     generator = torch.Generator().manual_seed(0)
     outputs, lse = torch.randn((3, 5, 2, 20), generator=generator), 9 * torch.randn((3, 5, 2), generator=generator)
     lse[0, 0] = -math.inf
-    merged = torch.empty((5, 2, 20), device=DEVICE)
-    merge(Partial(outputs.to(DEVICE), lse.to(DEVICE)), merged)
+    merged = torch.full((5, 2, 20), 7.0, device=DEVICE)
     weights = (lse * math.log(2)).softmax(0)
-    torch.testing.assert_close(merged.cpu(), (outputs * weights[..., None]).sum(0), atol=1e-5, rtol=1e-5)
+    expected = (outputs * weights[..., None]).sum(0)
+    lse[0, 3:, 1] = math.inf
+    expected[3:, 1] = 7.0  # already there
+    merge(Partial(outputs.to(DEVICE), lse.to(DEVICE)), merged)
+    torch.testing.assert_close(merged.cpu(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_splits_fill_the_chip_and_no_more() -> None:
@@ -206,9 +209,11 @@ def test_memory_of_partial_results_is_bounded() -> None:
 
 
 def test_rows_of_any_length_are_split_by_their_number() -> None:
-    assert splits_of_any(1, 8, 132) == Splits(32, 1)
-    assert splits_of_any(64, 8, 132) == Splits(2, 1)
-    assert splits_of_any(512, 8, 132) == Splits(4, 1024)  # only rows of more than 1,024 keys are
+    assert splits_of_any(1, 8, 132) == Splits(32, 64)
+    assert splits_of_any(64, 8, 132) == Splits(16, 256)
+    assert splits_of_any(512, 8, 132) == splits_of_any(8192, 8, 132) == Splits(4, 512)
+    counts = [splits_of_any(num_rows, 8, 132).count for num_rows in range(1, 1000)]
+    assert counts == sorted(counts, reverse=True)
 
 
 def test_programs_without_keys_leave_nothing_behind() -> None:
@@ -236,8 +241,9 @@ def test_programs_without_keys_leave_nothing_behind() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("head_dim", [8, 64, 128, 256])
-def test_configurations_fit(head_dim: int, dtype: torch.dtype) -> None:
-    config = decode_config(head_dim, dtype)
+@pytest.mark.parametrize("is_short", [True, False])
+def test_configurations_fit(head_dim: int, dtype: torch.dtype, is_short: bool) -> None:
+    config = decode_config(head_dim, dtype, is_short)
     assert config.block >= 16  # the smallest inner size of a matrix product
     assert (
         2 * config.num_stages * config.block * head_dim * dtype.itemsize <= 64 << 10
