@@ -184,7 +184,7 @@ def _try_out(sources: Sources, limits: Limits) -> None:
     """Parts run with every window of the model, which is compiled into them."""
     for window in sorted({0, *limits.windows}):
         for make_decode in sources.decode.values():
-            try_decode(limits.cache, limits.num_heads, make_decode(), window)
+            try_decode(limits.cache, limits.num_heads, make_decode(), limits.max_seqs, window)
         for make_chunks in sources.chunks.values():
             try_chunks(limits.cache, limits.num_heads, make_chunks(), window)
 

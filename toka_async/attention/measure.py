@@ -7,7 +7,7 @@ does not matter, and nothing is written to the cache. Knows parts by name only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -35,7 +35,7 @@ GROUPED_ROWS = 4096  # of all groups together
 OWN_TOKENS = 64  # of a grouped row
 LONG_TOKENS = 4096  # of a row that several programs share
 MIDDLE_TOKENS = 640  # of a row that one program reads where there are many
-SHORT_TOKENS = 128  # of a row, or fewer, if a part is to take it for a short one
+SPLIT_TOKENS = 300  # of a row that several programs share, short as it is
 MOST_TOKENS = 1 << 22  # of all rows of a measured batch: some milliseconds to read
 _REPEATS = 3
 
@@ -191,7 +191,7 @@ def synthetic(cache: KVCache, shape: Shape, alike: Sequence[PrefixGroup] = ()) -
     )
 
 
-def try_decode(cache: KVCache, num_heads: int, part: DecodePart, window: int = 0) -> None:
+def try_decode(cache: KVCache, num_heads: int, part: DecodePart, max_seqs: int, window: int = 0) -> None:
     """Runs a part at shapes that take each of its paths, so that what it compiles at first use is there, and works.
 
     Paths: keys of a row read by one or several programs, few keys and many, no groups, one group, as many as fill the
@@ -202,21 +202,15 @@ def try_decode(cache: KVCache, num_heads: int, part: DecodePart, window: int = 0
     full = num_processors // cache.num_kv_heads + 1
     for num_groups in (0, 1, full):
         groups = tuple(PrefixGroup(2 * i, 2, 1) for i in range(num_groups))
-        for contexts in _decode_contexts(cache, window, 2 * max(1, num_groups), full):
-            batch = synthetic(cache, Shape([(context, 1) for context in contexts], len(contexts), groups), groups)
-            query = _zeros(cache, len(contexts), num_heads)
+        few = 2 * max(1, num_groups)
+        many = max(few, min(max_seqs, 32 * full))  # or all there can be: none of them needs several programs
+        short, long = _contexts(cache, window)
+        for num_rows, context in ((few, short), (few, long), (few, SPLIT_TOKENS), (many, min(MIDDLE_TOKENS, long))):
+            batch = synthetic(cache, Shape(((context, 1),) * num_rows, num_rows, groups), groups)
+            query = _zeros(cache, num_rows, num_heads)
             part.plan(batch, groups, window)
             part.run(0, query, torch.empty_like(query))
     _wait(device)
-
-
-def _decode_contexts(cache: KVCache, window: int, num_rows: int, full: int) -> Iterator[list[int]]:
-    """Few rows, all short or all long; a long one beside short ones; so many rows that none needs several programs."""
-    short, long = _contexts(cache, window)
-    yield [short] * num_rows
-    yield [long] * num_rows
-    yield [long] + [short] * (num_rows + long // SHORT_TOKENS)
-    yield [min(MIDDLE_TOKENS, long)] * max(num_rows, 32 * full)
 
 
 def try_chunks(cache: KVCache, num_heads: int, part: ChunkPart, window: int = 0) -> None:

@@ -198,7 +198,9 @@ def test_without_a_compiler_auto_goes_without(
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_every_window_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[str, int]] = []
-    monkeypatch.setattr(build, "try_decode", lambda _, __, part, window: tried.append((type(part).__name__, window)))
+    monkeypatch.setattr(
+        build, "try_decode", lambda _, __, part, ___, window: tried.append((type(part).__name__, window))
+    )
     monkeypatch.setattr(Bench, "table", lambda _: only("triton"))
     build_attention("auto", make_case(0, 4, 1, 2, 16, contexts=[5]).cache, 2, (7, 7), max_seqs=8, max_tokens=8)
     names = ("TritonDecode", "FlashInferDecode", "MixedDecode")
