@@ -38,7 +38,7 @@ def test_a_killed_rank_leaves_no_process(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", family, seed=2, **shape)
     options = ("schedule.max_seqs=16", "compile.max_graph_seqs=8", "parallel.tp=2")
     with serving(tmp_path, f"model.path={folder}", "model.served_name=m", *options) as server:
-        events = server.stream("/v1/completions", model="m", prompt="Q", max_tokens=1900, ignore_eos=True)
+        events = server.stream("/v1/completions", model="m", prompt="Q", max_tokens=400, ignore_eos=True)
         next(events)
         os.kill(server.children["rank-0-1"], signal.SIGKILL)
         *_, last = events

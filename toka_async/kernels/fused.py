@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toka_async.kernels.matmul import TunedProducts
+
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 _NORM_CELLS = 2048  # of a program that norms several short rows
 _GATE_BLOCK = 2048
@@ -20,8 +22,11 @@ _GATE_BLOCK = 2048
 class FusedOps:
     """RMSNorm with its residual, and a gated activation, of contiguous [t, n] tensors on one GPU; t may be 0.
 
-    A kernel is built once per width and dtype, whatever t.
+    A kernel is built once per width and dtype, whatever t. products: computes those without bias; None: torch does.
     """
+
+    def __init__(self, products: TunedProducts | None = None) -> None:
+        self.products = products
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """rms_norm(residual + x) * weight and residual + x; the sum is rounded to x's dtype before it is normed.
@@ -65,13 +70,20 @@ class FusedOps:
             )
         return output
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if bias is not None or self.products is None:
+            return F.linear(x, weight, bias)
+        return self.products.linear(x, weight)
+
     def add_linear(
         self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
         """Adds x Wᵀ to the residual as the product is written, which spares the norm after it half of its reads."""
         if bias is not None:
             return F.linear(x, weight, bias), residual
-        return None, residual.addmm_(x, weight.t())
+        if self.products is None:
+            return None, residual.addmm_(x, weight.t())
+        return None, self.products.add(residual, x, weight)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -25,12 +25,12 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec, comm: Comm, ops: Ops) -> None:
         super().__init__()
         self.num_heads = share_of(spec.num_heads, comm).size  # the rank's query heads
-        self.embedding = Vocabulary(spec.vocab_size, spec.hidden_size, comm)
+        self.embedding = Vocabulary(spec.vocab_size, spec.hidden_size, comm, ops)
         self.rope = Rope(spec.rope, spec.head_dim)
         self.layers = nn.ModuleList(Layer(spec, index, comm, ops) for index in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops)
         tied = spec.tie_embeddings
-        self.head = self.embedding if tied else Vocabulary(spec.vocab_size, spec.hidden_size, comm)
+        self.head = self.embedding if tied else Vocabulary(spec.vocab_size, spec.hidden_size, comm, ops)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
@@ -95,7 +95,7 @@ class Attention(nn.Module):
         self.dim = spec.head_dim
         heads, kv_heads = share_of(spec.num_heads, comm), kv_share_of(spec.num_kv_heads, comm)
         wide, narrow = heads.times(self.dim), kv_heads.times(self.dim)
-        self.qkv = ColumnLinear(spec.hidden_size, (wide, narrow, narrow), spec.attention_bias)
+        self.qkv = ColumnLinear(spec.hidden_size, (wide, narrow, narrow), spec.attention_bias, ops)
         self.head_norm: HeadNorm | None = None
         if spec.qk_norm:
             self.head_norm = HeadNorm(heads.size, kv_heads.size, self.dim, spec.norm_eps)
@@ -117,7 +117,7 @@ class MLP(nn.Module):
         self.activation = spec.activation
         self.ops = ops
         share = share_of(inner, comm)
-        self.gate_up = ColumnLinear(spec.hidden_size, (share, share), spec.mlp_bias)
+        self.gate_up = ColumnLinear(spec.hidden_size, (share, share), spec.mlp_bias, ops)
         self.down = RowLinear(inner, spec.hidden_size, spec.mlp_bias, comm, ops)
 
     def forward(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor | None, Tensor]:

@@ -35,9 +35,10 @@ class Part:
 class ColumnLinear(nn.Module):
     """y = x Wᵀ + b for several matrices with the same input, fused; each rank holds a part of every one's outputs."""
 
-    def __init__(self, num_inputs: int, shares: Sequence[Share], bias: bool) -> None:
+    def __init__(self, num_inputs: int, shares: Sequence[Share], bias: bool, ops: Ops) -> None:
         """shares: the rank's outputs of each matrix."""
         super().__init__()
+        self.ops = ops
         self.shares = shares
         rows = sum(share.size for share in shares)
         self.weight = unset(rows, num_inputs)
@@ -45,7 +46,7 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[t, inputs] to [t, the rank's outputs], matrix after matrix."""
-        return F.linear(x, self.weight, self.bias)
+        return self.ops.linear(x, self.weight, self.bias)
 
     def parts(self) -> Iterator[dict[str, Part]]:
         """For each fused matrix, its weight and bias by their names."""
@@ -75,7 +76,12 @@ class RowLinear(nn.Module):
         if self.comm.size == 1:
             return self.ops.add_linear(residual, x, self.weight, self.bias)
         bias = self.bias if self.comm.rank == 0 else None  # once in the sum
-        return self.comm.all_reduce(F.linear(x, self.weight, bias)), residual
+        return self.comm.all_reduce(self.ops.linear(x, self.weight, bias)), residual
+
+    @property
+    def adds(self) -> bool:
+        """Whether its products can be added to the residual as they are written."""
+        return self.comm.size == 1 and self.bias is None
 
     def parts(self) -> dict[str, Part]:
         parts = {"weight": Part(self.weight.data, (len(self.weight), self.share.total), 1, self.share)}
@@ -87,8 +93,9 @@ class RowLinear(nn.Module):
 class Vocabulary(nn.Module):
     """A row for each token id: embeds ids, or scores hidden states, or both; each rank holds a part of the rows."""
 
-    def __init__(self, num_ids: int, dim: int, comm: Comm) -> None:
+    def __init__(self, num_ids: int, dim: int, comm: Comm, ops: Ops) -> None:
         super().__init__()
+        self.ops = ops
         self.comm = comm
         self.share, rows = padded_share_of(num_ids, comm)
         self.weight = unset(rows, dim)
@@ -104,7 +111,7 @@ class Vocabulary(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[s, dim] to [s, ids], of all ranks' ids and the same on every rank."""
-        return self.comm.all_gather(F.linear(hidden, self.weight), 1)[:, : self.share.total]
+        return self.comm.all_gather(self.ops.linear(hidden, self.weight), 1)[:, : self.share.total]
 
     def part(self) -> Part:
         return Part(self.weight.data[: self.share.size], (self.share.total, self.weight.shape[1]), 0, self.share)

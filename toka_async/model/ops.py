@@ -27,6 +27,10 @@ class Ops(Protocol):
         """[t, 2 * inner] to [t, inner]: the first half's activation (`ACTIVATIONS`) times the second half."""
         ...
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x Wᵀ + b: [t, inputs] and [outputs, inputs] to [t, outputs]."""
+        ...
+
     def add_linear(
         self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
@@ -48,6 +52,9 @@ class TorchOps:
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return ACTIVATIONS[activation](gate) * up
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)
 
     def add_linear(
         self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None

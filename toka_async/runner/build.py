@@ -72,7 +72,8 @@ def build_runner(
     dtype = resolve_dtype(model, spec, device)
     stages = Stages(sys.stderr, progress and kind == "cuda")
     with stages.stage("weights"):
-        decoder = build_decoder(spec, dtype, device, comm, _ops(device, compiling))
+        ops = _ops(device, dtype, compiling)
+        decoder = build_decoder(spec, dtype, device, comm, ops)
         if model.load == "random":
             random_weights(decoder, seed=place.rank)
         else:
@@ -97,12 +98,15 @@ def build_runner(
         device,
         num_sharing=place.num_sharing,
     )
+    max_graph_seqs = compiling.max_graph_seqs if compiling.graphs else 0
+    with stages.stage("matrices"):
+        _tune(decoder, ops, limits, max_graph_seqs, stages)
     with stages.stage("memory"):
         num_pages = parts.num_pages()
     with stages.stage("attention"):
         runner = parts.runner(num_pages)
     grouped = runner.ready.group_min_seqs if schedule.group_min_seqs == "auto" else schedule.group_min_seqs
-    warm_up(runner, stages, compiling.max_graph_seqs if compiling.graphs else 0, grouped > 0)
+    warm_up(runner, stages, max_graph_seqs, grouped > 0)
     stages.report()
     return runner
 
@@ -113,13 +117,24 @@ def _check_fits(
     check_largest_step(spec, limits, dtype, cache.page_size, device, cache.memory_fraction, share)
 
 
-def _ops(device: torch.device, compiling: CompileConfig) -> Ops:
+def _ops(device: torch.device, dtype: torch.dtype, compiling: CompileConfig) -> Ops:
     """Fused kernels on a GPU, unless a compiler fuses."""
     if device.type == "cpu" or compiling.enabled or not has_kernels(device):
         return TorchOps()
     from toka_async.kernels.fused import FusedOps
+    from toka_async.runner.products import DTYPES, make_products
 
-    return FusedOps()
+    return FusedOps(make_products(device) if compiling.tune and dtype in DTYPES else None)
+
+
+def _tune(decoder: Decoder, ops: Ops, limits: Limits, max_graph_seqs: int, stages: Stages) -> None:
+    if isinstance(ops, TorchOps):
+        return
+    from toka_async.kernels.fused import FusedOps
+    from toka_async.runner.products import tune_products
+
+    if isinstance(ops, FusedOps) and ops.products is not None:
+        tune_products(decoder, ops.products, limits, max_graph_seqs, stages.show)
 
 
 def has_kernels(device: torch.device) -> bool:

@@ -1,0 +1,178 @@
+"""Products of matrices by cuBLASLt, with an algorithm of the caller's choice.
+
+torch takes the first algorithm that the library proposes for a shape; others of its proposals are often faster
+(`kernels.matmul` measures). Follows cublasLt.h of CUDA 12 and 13. Knows no layers and does not choose.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+import torch
+from torch import Tensor
+
+# Numbers of enumerations in cublasLt.h and library_types.h.
+_COMPUTE_32F, _REAL_32F = 68, 0
+_TYPES = {torch.bfloat16: 14, torch.float16: 2}
+_TRANSPOSE_A = 3
+_LAYOUT_COLUMNS = 3
+_MAX_WORKSPACE = 1
+_TRANSPOSED = 1
+
+_WORKSPACE_BYTES = 64 << 20
+_MOST_ALGORITHMS = 16
+ALIGNMENT = 256  # bytes, of addresses: what the library assumes
+
+
+class _Proposal(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t; its algorithm is opaque."""
+
+    _fields_ = (
+        ("algorithm", c_uint64 * 8),
+        ("workspace", c_size_t),
+        ("status", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    )
+
+
+Algorithm = NewType("Algorithm", object)
+
+
+@dataclass(slots=True, frozen=True)
+class Product:
+    """y = x Wᵀ, or y += x Wᵀ if it `adds`: x [m, k], W [n, k], y [m, n] of one dtype, for any m."""
+
+    n: int
+    k: int
+    dtype: torch.dtype
+    adds: bool
+
+
+class Library(Protocol):
+    """What computes products; `CublasLt` is one."""
+
+    def algorithms(self, product: Product, m: int) -> list[Algorithm]:
+        """Those proposed for `m` rows, likeliest first; any of them may do for other numbers of rows, too."""
+        ...
+
+    def run(self, product: Product, algorithm: Algorithm, x: Tensor, weight: Tensor, output: Tensor) -> bool:
+        """Computes on the current stream; False, with nothing done, if the algorithm cannot."""
+        ...
+
+
+class _Descriptors:
+    """Of one product: the operation, and the layouts of W, x and y as the library sees them, columns first."""
+
+    def __init__(self, library: ctypes.CDLL, product: Product) -> None:
+        self._library = library
+        self.operation = c_void_p()
+        _check(library.cublasLtMatmulDescCreate(byref(self.operation), _COMPUTE_32F, _REAL_32F))
+        value = c_int(_TRANSPOSED)
+        _check(library.cublasLtMatmulDescSetAttribute(self.operation, _TRANSPOSE_A, byref(value), c_size_t(4)))
+        kind = _TYPES[product.dtype]
+        self.weight = self._layout(kind, product.k, product.n)
+        self.x = self._layout(kind, product.k, 1)
+        self.output = self._layout(kind, product.n, 1)
+        self.beta = c_float(1.0 if product.adds else 0.0)
+        self._m = 1
+
+    def set_rows(self, m: int) -> None:
+        """Of x and y. Within a step all products of a shape have as many."""
+        if m == self._m:
+            return
+        value = c_uint64(m)
+        for layout in (self.x, self.output):
+            _check(self._library.cublasLtMatrixLayoutSetAttribute(layout, _LAYOUT_COLUMNS, byref(value), c_size_t(8)))
+        self._m = m
+
+    def _layout(self, kind: int, rows: int, columns: int) -> c_void_p:
+        layout = c_void_p()
+        _check(
+            self._library.cublasLtMatrixLayoutCreate(
+                byref(layout), kind, c_uint64(rows), c_uint64(columns), c_int64(rows)
+            )
+        )
+        return layout
+
+
+class CublasLt:
+    """`Library` of one CUDA device, for products one after the other on one stream. Raises OSError without cuBLASLt."""
+
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "cuda"
+        major = (torch.version.cuda or "").partition(".")[0]
+        self._library = ctypes.CDLL(f"libcublasLt.so.{major}")  # the one that torch has loaded
+        self._library.cublasLtMatmul.argtypes = [c_void_p] * 14 + [c_size_t, c_void_p]
+        self._handle = c_void_p()
+        _check(self._library.cublasLtCreate(byref(self._handle)))
+        self._preference = c_void_p()
+        _check(self._library.cublasLtMatmulPreferenceCreate(byref(self._preference)))
+        size = c_size_t(_WORKSPACE_BYTES)
+        _check(
+            self._library.cublasLtMatmulPreferenceSetAttribute(
+                self._preference, _MAX_WORKSPACE, byref(size), c_size_t(8)
+            )
+        )
+        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._device = device
+        self._alpha = c_float(1.0)
+        self._descriptors: dict[Product, _Descriptors] = {}
+
+    def algorithms(self, product: Product, m: int) -> list[Algorithm]:
+        of = self._of(product)
+        of.set_rows(m)
+        found, count = (_Proposal * _MOST_ALGORITHMS)(), c_int()
+        _check(
+            self._library.cublasLtMatmulAlgoGetHeuristic(
+                self._handle,
+                of.operation,
+                of.weight,
+                of.x,
+                of.output,
+                of.output,
+                self._preference,
+                _MOST_ALGORITHMS,
+                found,
+                byref(count),
+            )
+        )
+        return [Algorithm(proposal.algorithm) for proposal in found[: count.value] if proposal.status == 0]
+
+    def run(self, product: Product, algorithm: Algorithm, x: Tensor, weight: Tensor, output: Tensor) -> bool:
+        of = self._of(product)
+        of.set_rows(x.shape[0])
+        output_at = output.data_ptr()
+        status: int = self._library.cublasLtMatmul(
+            self._handle,
+            of.operation,
+            byref(self._alpha),
+            weight.data_ptr(),
+            of.weight,
+            x.data_ptr(),
+            of.x,
+            byref(of.beta),
+            output_at,
+            of.output,
+            output_at,
+            of.output,
+            algorithm,
+            self._workspace.data_ptr(),
+            _WORKSPACE_BYTES,
+            torch.cuda.current_stream(self._device).cuda_stream,
+        )
+        return status == 0
+
+    def _of(self, product: Product) -> _Descriptors:
+        known = self._descriptors.get(product)
+        if known is None:
+            known = self._descriptors[product] = _Descriptors(self._library, product)
+        return known
+
+
+def _check(status: int) -> None:
+    if status:
+        raise OSError(f"cuBLASLt: status {status}")
