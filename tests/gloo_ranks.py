@@ -52,12 +52,22 @@ def _answers(comm: Comm, checkpoints: list[Path]) -> dict[str, Any]:
         "sum": comm.all_reduce(own.clone()),
         "rows": comm.all_gather(own, 0),
         "columns": comm.all_gather(own.T, 1),
+        "exchanged": comm.all_to_all(torch.arange(2 * comm.size).view(comm.size, 2) + 100 * comm.rank),
+        "scattered": comm.reduce_scatter(torch.arange(4.0 * comm.size).view(-1, 2) * (comm.rank + 1)),
         "nothing": comm.all_gather(comm.all_reduce(own[:0]), 1),
         "minimum": comm.minimum(10 - comm.rank),
         "first": comm.of_first(bytes([comm.rank]) * (3 + comm.rank)),
         "compiled": compiled_error(load(checkpoints[-1], comm)) if comm.size == 2 else 0.0,
         "logits": {path.name: run(load(path, comm)) for path in checkpoints},
+        "own": {path.name: own_logits(load(path, comm)) for path in checkpoints},
     }
+
+
+@torch.inference_mode()
+def own_logits(decoder: Decoder) -> torch.Tensor:
+    """Of the rank's share of 12 rows."""
+    hidden = torch.randn(12, decoder.norm.weight.numel(), generator=torch.Generator().manual_seed(0)).double()
+    return torch.cat([decoder.own_logits(hidden), decoder.logits(hidden)])
 
 
 def compiled_error(decoder: Decoder) -> float:

@@ -53,6 +53,10 @@ class Decoder(nn.Module):
         """[s, hidden] to [s, vocab], in the activations' dtype."""
         return self.head.logits(hidden)
 
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """[s, hidden] to [s / ranks, vocab] of the rank's rows; s > 0 is a multiple of the tensor ranks."""
+        return self.head.own_logits(hidden)
+
 
 class Layer(nn.Module):
     """Attention and a gated MLP, each with a norm before and a residual around."""

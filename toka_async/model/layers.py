@@ -103,6 +103,14 @@ class Vocabulary(nn.Module):
         """[s, dim] to [s, ids], of all ranks' ids and the same on every rank."""
         return self.comm.all_gather(F.linear(hidden, self.weight), 1)[:, : self.share.total]
 
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """[s, dim], the same on all ranks, to [s / ranks, ids]: all ids of the rank's rows. The ranks divide s > 0."""
+        ranks = self.comm.size
+        part = F.linear(hidden, self.weight)  # all rows, the rank's ids
+        parts = self.comm.all_to_all(part.view(ranks, -1, part.shape[1]))
+        # Ids that are none are the last ones.
+        return parts.transpose(0, 1).reshape(len(hidden) // ranks, -1)[:, : self.share.total]
+
     def part(self) -> Part:
         return Part(self.weight.data[: self.share.size], (self.share.total, self.weight.shape[1]), 0, self.share)
 

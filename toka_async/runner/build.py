@@ -39,6 +39,7 @@ from toka_async.runner.cache_size import (
 from toka_async.runner.limits import DeviceKind, Limits, resolve_limits, resolve_num_pages
 from toka_async.runner.memory import available_memory
 from toka_async.runner.place import ALONE, Place
+from toka_async.runner.row_shares import RowShares
 from toka_async.runner.runner import Runner
 from toka_async.runner.stages import Stages
 from toka_async.runner.warmup import largest_load, warm_up
@@ -227,6 +228,7 @@ class Parts:
             use_kernels=has_kernels(self.device),
             graphs=built.graphs,
             pays=built.pays if self.schedule.group_min_seqs == self.schedule.group_min_tokens == "auto" else None,
+            shares=RowShares(self.comm, self.decoder.own_logits, limits.max_seqs) if self.comm.size > 1 else None,
         )
 
 

@@ -17,6 +17,7 @@ from toka_async.runner.graphs import DecodeGraphs, graph_sizes
 from toka_async.runner.history import History
 from toka_async.runner.inputs import StepRows
 from toka_async.runner.kernel_sampler import KernelSampler
+from toka_async.runner.row_shares import RowShares
 from toka_async.runner.rows import Rows
 from toka_async.runner.samples import Samples
 
@@ -34,12 +35,13 @@ class DecodePass:
         attention: GraphAttention | None,
         rows: Rows,
         history: History,
+        shares: RowShares | None = None,
     ) -> None:
         self._forward = forward
         self._attention = attention
         self._rows = rows
         self._history = history
-        self.sampler = KernelSampler(head, rows, history)
+        self.sampler = KernelSampler(head, rows, history, shares)
         self._graphs: DecodeGraphs | None = None
         self._fast: tuple[Int32, bool, bool] | None = None  # an order, whether it is fast, whether it wants log-probs
 

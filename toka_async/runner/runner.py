@@ -26,6 +26,7 @@ from toka_async.runner.slab_sampler import SlabSampler
 
 if TYPE_CHECKING:  # needs Triton, which is not everywhere
     from toka_async.runner.decode import DecodePass
+    from toka_async.runner.row_shares import RowShares
 
 
 class Model(Protocol):
@@ -64,6 +65,7 @@ class Runner:
         use_kernels: sample with kernels; a GPU's.
         graphs: the attention, if its decoding can be captured.
         pays: whether a group of so many rows should read a prefix of so many tokens once.
+        shares: how tensor ranks divide the rows that kernels sample; None: one rank alone.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Runner:
         use_kernels: bool = False,
         graphs: GraphAttention | None = None,
         pays: Callable[[int, int], bool] | None = None,
+        shares: RowShares | None = None,
     ) -> None:
         self.ready = ready
         self.device = device
@@ -98,7 +101,7 @@ class Runner:
             from toka_async.runner.decode import DecodePass
 
             every = forward or (lambda token_ids, positions: model.forward(token_ids, positions, attention))
-            self.decode = DecodePass(every, model.logits, graphs, self._rows, self._history)
+            self.decode = DecodePass(every, model.logits, graphs, self._rows, self._history, shares)
         self._sampler = self.decode.sampler if self.decode else SlabSampler(model.logits, self._rows, self._history)
 
     def warmed(self) -> None:
