@@ -82,6 +82,7 @@ class DistributedComm:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank = group.rank()
         self.size = group.size()
+        self.group_name: str = group.group_name
         self._group = group
         self._device = device
         # Newer versions of torch have new names for these, and a warning for the old ones.
@@ -98,6 +99,8 @@ class DistributedComm:
         gathered = x.new_empty(self.size, *x.shape)
         if x.numel():
             self._gather(gathered.view(-1), x.contiguous().view(-1), group=self._group)
+        if dim == 0:
+            return gathered.flatten(0, 1)
         return torch.cat(gathered.unbind(), dim)  # of plain strides, for any number of rows
 
     def all_to_all(self, parts: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from toka_async.attention.base import QueryKeyNorm
 from toka_async.model.comm import Comm, Share, padded_share_of, share_of
 from toka_async.model.ops import Ops
+from toka_async.model.spread import Spread
 
 
 @dataclass(slots=True, frozen=True)
@@ -43,9 +44,9 @@ class ColumnLinear(nn.Module):
         self.weight = unset(rows, num_inputs)
         self.bias = unset(rows) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[t, inputs] to [t, the rank's outputs], matrix after matrix."""
-        return F.linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, spread: Spread) -> Tensor:
+        """[u, inputs] to [v, the rank's outputs], matrix after matrix; see `spread`."""
+        return spread.column(x, self.weight, self.bias)
 
     def parts(self) -> Iterator[dict[str, Part]]:
         """For each fused matrix, its weight and bias by their names."""
@@ -64,15 +65,13 @@ class RowLinear(nn.Module):
 
     def __init__(self, num_inputs: int, num_outputs: int, bias: bool, comm: Comm) -> None:
         super().__init__()
-        self.comm = comm
         self.share = share_of(num_inputs, comm)
         self.weight = unset(num_outputs, self.share.size)
         self.bias = unset(num_outputs) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[t, the rank's inputs] to [t, outputs]."""
-        bias = self.bias if self.comm.rank == 0 else None  # once in the sum
-        return self.comm.all_reduce(F.linear(x, self.weight, bias))
+    def forward(self, x: Tensor, spread: Spread) -> Tensor:
+        """[v, the rank's inputs] to [u, outputs]; see `spread`."""
+        return spread.row(x, self.weight, self.bias)
 
     def parts(self) -> dict[str, Part]:
         parts = {"weight": Part(self.weight.data, (len(self.weight), self.share.total), 1, self.share)}
@@ -90,14 +89,14 @@ class Vocabulary(nn.Module):
         self.share, rows = padded_share_of(num_ids, comm)
         self.weight = unset(rows, dim)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """int64 [t] to [t, dim]."""
+    def embed(self, token_ids: Tensor, spread: Spread) -> Tensor:
+        """int64 [t] to [u, dim]."""
         if self.comm.size == 1:
             return F.embedding(token_ids, self.weight)
         rows = token_ids - self.share.start
         elsewhere = (rows < 0) | (rows >= self.share.size)
         own = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
-        return self.comm.all_reduce(own.masked_fill(elsewhere[:, None], 0))
+        return spread.summed(spread.padded(own.masked_fill(elsewhere[:, None], 0)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[s, dim] to [s, ids], of all ranks' ids and the same on every rank."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -41,6 +43,7 @@ from toka_async.runner.memory import available_memory
 from toka_async.runner.place import ALONE, Place
 from toka_async.runner.row_shares import RowShares
 from toka_async.runner.runner import Runner
+from toka_async.runner.spreads import RankShape, build_spreads
 from toka_async.runner.stages import Stages
 from toka_async.runner.warmup import largest_load, warm_up
 
@@ -59,10 +62,11 @@ def build_runner(
     compiling: CompileConfig,
     progress: bool = True,
     place: Place = ALONE,
+    async_tp: int | Literal["auto"] = "auto",
 ) -> Runner:
     """A runner that is ready for its first step. Raises ModelError, which names the field and the fix.
 
-    Ranks of one model are built at the same time: they wait for each other.
+    Ranks of one model are built at the same time: they wait for each other. async_tp: `parallel.async_tp_min_tokens`.
     """
     device = resolve_device(model, place)
     comm = join(place.group, place.rank, place.size, device)
@@ -72,8 +76,14 @@ def build_runner(
     rank_spec = spec_of_rank(spec, place.size)
     dtype = resolve_dtype(model, spec, device)
     stages = Stages(sys.stderr, progress and kind == "cuda")
+    ops, max_graph_seqs = _ops(device, compiling), compiling.max_graph_seqs if compiling.graphs else 0
+    with stages.stage("tensor ranks") if place.size > 1 else nullcontext():
+        shape = RankShape(spec, dtype, device, ops, limits.max_tokens)
+        spreads = build_spreads(async_tp, comm, shape, min(max_graph_seqs, limits.max_seqs))
+    if spreads.shards is not None:
+        max_graph_seqs = min(max_graph_seqs, spreads.min_tokens - 1)  # what is in shards is not captured
     with stages.stage("weights"):
-        decoder = build_decoder(spec, dtype, device, comm, _ops(device, compiling))
+        decoder = build_decoder(spec, dtype, device, comm, ops, spreads)
         if model.load == "random":
             random_weights(decoder, seed=place.rank)
         else:
@@ -103,7 +113,7 @@ def build_runner(
     with stages.stage("attention"):
         runner = parts.runner(num_pages)
     grouped = runner.ready.group_min_seqs if schedule.group_min_seqs == "auto" else schedule.group_min_seqs
-    warm_up(runner, stages, compiling.max_graph_seqs if compiling.graphs else 0, grouped > 0)
+    warm_up(runner, stages, max_graph_seqs, grouped > 0)
     stages.report()
     return runner
 
@@ -206,6 +216,7 @@ class Parts:
             max_tokens=limits.max_tokens,
             group_min_seqs=group_min_seqs,
             group_min_tokens=group_min_tokens,
+            async_tp_min_tokens=self.decoder.spreads.min_tokens,
         )
         compiled, num_compiles = None, None
         if self.compiling.enabled and not trial:
