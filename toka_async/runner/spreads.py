@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 MARGIN = 1.02  # less is chance
 _LEAST_TOKENS = 512  # nothing is gained below
-_LAYERS = 8  # timed together, so that the host is ahead of the device where it can be
+LAYERS = 8  # timed together, so that the host is ahead of the device where it can be
 _ROUNDS = 3
 
 
@@ -143,9 +143,14 @@ def measure(
         of_shards = LayerRun(decoder, shards, count, -(-count // comm.size))
         for run in (of_whole, of_shards):
             run()  # what happens once
-        rounds = [(clock(of_whole), clock(of_shards)) for _ in range(_ROUNDS)]
-        timings.append(Timing(count, *(median(times) / _LAYERS for times in zip(*rounds, strict=True))))
+        rounds = [[_timed(run, comm, clock) for run in (of_whole, of_shards)] for _ in range(_ROUNDS)]
+        timings.append(Timing(count, *(median(times) / LAYERS for times in zip(*rounds, strict=True))))
     return timings
+
+
+def _timed(run: LayerRun, comm: Comm, clock: Clock) -> float:
+    comm.minimum(0)  # ranks begin together
+    return clock(run)
 
 
 class LayerRun:
@@ -162,7 +167,7 @@ class LayerRun:
 
     @torch.inference_mode()
     def __call__(self) -> None:
-        for _ in range(_LAYERS):
+        for _ in range(LAYERS):
             self._layer(self._hidden, self._hidden, self._rotation, self._attention, self.spread)
 
 
