@@ -11,7 +11,6 @@ import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -49,30 +48,26 @@ class OverlappedShards(Shards):
 
 def overlapped(comm: Comm) -> OverlappedShards:
     """Shards over a group whose workspace is reserved."""
-    size, operators = comm.size, Operators()
+    group, size, operators = _group(comm), comm.size, Operators()
+
+    def gather(x: Tensor, weight: Tensor) -> Tensor:
+        _, (output,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [weight.t()], 0, group, return_A=False)
+        product: Tensor = output
+        return product
 
     def gathered_shape(x: Tensor, weight: Tensor) -> Tensor:
         return x.new_empty(x.shape[0] * size, weight.shape[0])
 
+    def scatter(x: Tensor, weight: Tensor) -> Tensor:
+        product: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", 0, group)
+        return product
+
     def scattered_shape(x: Tensor, weight: Tensor) -> Tensor:
         return x.new_empty(x.shape[0] // size, weight.shape[0])
 
-    gather = partial(_gather_product, _group(comm))
-    scatter = partial(_product_scatter, _group(comm))
     _, gather_product = operators.add("gather_product", _SIGNATURE, gather, gathered_shape)
     _, product_scatter = operators.add("product_scatter", _SIGNATURE, scatter, scattered_shape)
     return OverlappedShards(comm, gather_product, product_scatter, operators)
-
-
-def _gather_product(group: str, x: Tensor, weight: Tensor) -> Tensor:
-    _, (output,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [weight.t()], 0, group, return_A=False)
-    product: Tensor = output
-    return product
-
-
-def _product_scatter(group: str, x: Tensor, weight: Tensor) -> Tensor:
-    product: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", 0, group)
-    return product
 
 
 def why_not(comm: Comm, device: torch.device) -> str:
