@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.mean_attention import MeanAttention, load, run
-from toka_async.model.comm import Comm, DistributedComm, join
+from tests.mean_attention import MeanAttention, in_shards, load, run
+from toka_async.model.comm import DistributedComm, join
 from toka_async.model.compiled import CompiledForward
 from toka_async.model.decoder import Decoder
+from toka_async.model.overlap import overlapped
+from toka_async.model.spread import Spreads, Whole
 
 NUM_RANKS = 4
 SIZES = (2, 3, 4)
@@ -37,6 +40,7 @@ def answers_of_ranks(folder: Path, checkpoints: dict[int, list[Path]]) -> dict[i
 
 def _rank(folder: Path, rank: int, checkpoints: dict[int, list[Path]]) -> None:
     torch.set_num_threads(1)
+    fuse_on_cpus()
     join(f"file://{folder / 'group'}", rank, NUM_RANKS, CPU)
     for size in SIZES:
         group = dist.new_group(list(range(size)))
@@ -45,26 +49,54 @@ def _rank(folder: Path, rank: int, checkpoints: dict[int, list[Path]]) -> None:
     dist.destroy_process_group()
 
 
-def _answers(comm: Comm, checkpoints: list[Path]) -> dict[str, Any]:
+def fuse_on_cpus() -> None:
+    """Torch's fused products have no kernels for CPUs: what it defines them to be takes their place."""
+    memory = importlib.import_module("torch.distributed._symmetric_memory")
+    for name in ("all_gather_matmul", "matmul_reduce_scatter"):
+        plain = getattr(memory, f"_fused_{name}_fallback")
+        torch.library.impl(f"symm_mem::fused_{name}", "CPU", plain)
+
+
+def overlapping(comm: DistributedComm) -> Spreads:
+    """Steps of 6 tokens and more are in shards, by fused products."""
+    return Spreads(Whole(comm), overlapped(comm), 6)
+
+
+def _answers(comm: DistributedComm, checkpoints: list[Path]) -> dict[str, Any]:
     own = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (comm.rank + 1)
     return {
         "place": (comm.rank, comm.size),
         "sum": comm.all_reduce(own.clone()),
         "rows": comm.all_gather(own, 0),
         "columns": comm.all_gather(own.T, 1),
+        "exchanged": comm.all_to_all(torch.arange(2 * comm.size).view(comm.size, 2) + 100 * comm.rank),
+        "scattered": comm.reduce_scatter(torch.arange(4.0 * comm.size).view(-1, 2) * (comm.rank + 1)),
         "nothing": comm.all_gather(comm.all_reduce(own[:0]), 1),
         "minimum": comm.minimum(10 - comm.rank),
         "first": comm.of_first(bytes([comm.rank]) * (3 + comm.rank)),
-        "compiled": compiled_error(load(checkpoints[-1], comm)) if comm.size == 2 else 0.0,
-        "logits": {path.name: run(load(path, comm)) for path in checkpoints},
+        "models": {path.name: model_answers(load(path, comm), comm) for path in checkpoints},
+        # Graphs with both ways in them, the one of few tokens and the one of many; seconds to make.
+        "compiled": compiled_error(load(checkpoints[-1], comm, overlapping(comm))) if comm.size == 2 else 0.0,
     }
+
+
+def model_answers(decoder: Decoder, comm: DistributedComm) -> dict[str, torch.Tensor]:
+    """Logits in all ways, and of 12 rows the rank's own."""
+    answers = {"whole": run(decoder)}
+    for name, spreads in {"shards": in_shards(comm), "overlapped": overlapping(comm)}.items():
+        decoder.spreads = spreads
+        answers[name] = run(decoder)
+    with torch.inference_mode():
+        hidden = torch.randn(12, decoder.norm.weight.numel(), generator=torch.Generator().manual_seed(0)).double()
+        answers["own"] = torch.cat([decoder.own_logits(hidden), decoder.logits(hidden)])
+    return answers
 
 
 def compiled_error(decoder: Decoder) -> float:
     """The largest difference that compiling makes, for several numbers of tokens."""
     compiled = CompiledForward(decoder, MeanAttention(1), compiler="eager")
     worst = 0.0
-    for num_tokens in (7, 9):
+    for num_tokens in (7, 9, 5):
         ids = torch.arange(num_tokens)
         with torch.inference_mode():
             expected = decoder(ids, ids, MeanAttention(1))

@@ -12,6 +12,7 @@ from toka_async.model.comm import Comm
 from toka_async.model.decoder import Decoder
 from toka_async.model.rope import rotate
 from toka_async.model.spec import read_spec
+from toka_async.model.spread import Shards, Spreads, Whole
 from toka_async.model.weights import build_decoder, load_weights
 
 TOKENS = 7
@@ -38,15 +39,20 @@ class MeanAttention:
         return query.roll(1, 0) + (key * value + layer).repeat_interleave(repeat, dim=1)
 
 
-def load(folder: Path, comm: Comm) -> Decoder:
+def load(folder: Path, comm: Comm, spreads: Spreads | None = None) -> Decoder:
     """The rank's part of a checkpoint, in float64."""
-    decoder = build_decoder(read_spec(folder), torch.float64, torch.device("cpu"), comm)
+    decoder = build_decoder(read_spec(folder), torch.float64, torch.device("cpu"), comm, spreads=spreads)
     load_weights(decoder, folder, progress=False)
     return decoder
 
 
 @torch.inference_mode()
-def run(decoder: Decoder, num_kv_heads: int = 1) -> Tensor:
-    """Logits of TOKENS tokens."""
-    hidden = decoder(torch.arange(TOKENS) * 43, torch.arange(TOKENS) + 3, MeanAttention(num_kv_heads))
-    return decoder.logits(hidden)
+def run(decoder: Decoder, num_kv_heads: int = 1, num_tokens: int = TOKENS, wanted: Tensor | None = None) -> Tensor:
+    """Logits of the tokens."""
+    ids, positions = torch.arange(num_tokens) * 43 % 261, torch.arange(num_tokens) + 3
+    return decoder.logits(decoder(ids, positions, MeanAttention(num_kv_heads), wanted))
+
+
+def in_shards(comm: Comm, min_tokens: int = 1) -> Spreads:
+    """Steps of `min_tokens` tokens and more are in shards."""
+    return Spreads(Whole(comm), Shards(comm), min_tokens)

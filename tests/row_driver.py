@@ -16,8 +16,10 @@ import torch
 from tests.fake_model import FakeAttention, FakeCache, FakeModel, logits_of
 from toka_async.arrays import as_f32, as_i32, column, i32_column
 from toka_async.messages import Prompt, Ready, Sampling, Step, StepDone
+from toka_async.model.comm import Comm
 from toka_async.model.sampling import params_of, sample
 from toka_async.model.streams import uniforms
+from toka_async.runner.row_shares import RowShares
 from toka_async.runner.runner import Runner
 
 VOCAB = 24
@@ -69,10 +71,19 @@ def next_token(row_tokens: Sequence[int], request: Request, seed: int) -> int:
 class Driver:
     """Builds steps, runs them, compares what comes back.
 
-    use_kernels: the runner samples by kernels, and its steps of decoding rows can be captured.
+    use_kernels: the runner samples by kernels, and its steps of decoding rows can be captured. comm: of ranks that
+    share the rows which they sample.
     """
 
-    def __init__(self, page_size: int, max_seqs: int = 8, num_pages: int = 200, *, use_kernels: bool = False) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        max_seqs: int = 8,
+        num_pages: int = 200,
+        *,
+        use_kernels: bool = False,
+        comm: Comm | None = None,
+    ) -> None:
         self.page_size = page_size
         self.free_pages = list(range(num_pages))[::-1]
         self.free_slots = list(range(max_seqs))[::-1]
@@ -83,9 +94,14 @@ class Driver:
         self.step_id = 0
         cache, attention = FakeCache(num_pages + 1, page_size), FakeAttention()
         ready = Ready(num_pages=num_pages, page_size=page_size, max_seqs=max_seqs, max_context=10_000, vocab_size=VOCAB)
+        model = FakeModel(VOCAB, cache)
+        shares = None
+        if comm is not None:
+            rank, size = comm.rank, comm.size
+            shares = RowShares(comm, lambda hidden: model.logits(hidden.chunk(size)[rank]), max_seqs)
         self.runner = Runner(
-            FakeModel(VOCAB, cache), cache, attention, ready, torch.device("cpu"), use_kernels=use_kernels,
-            graphs=attention,
+            model, cache, attention, ready, torch.device("cpu"), use_kernels=use_kernels, graphs=attention,
+            shares=shares,
         )  # fmt: skip
         self._reset()
 

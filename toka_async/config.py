@@ -100,6 +100,13 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
     dp: Annotated[int, Meta(ge=1, le=64, description="data-parallel replicas, each on a GPU of its own")] = 1
     pp: Annotated[int, Meta(ge=1, description="pipeline stages")] = 1
     tp: Annotated[int, Meta(ge=1, description="tensor-parallel ranks")] = 1
+    async_tp_min_tokens: Annotated[
+        Annotated[int, Meta(ge=0, le=2**31 - 1)] | Auto,
+        Meta(
+            description="tokens of the smallest step whose matrices overlap with what tensor ranks exchange; 0: none; "
+            "auto: as measured at the start"
+        ),
+    ] = "auto"
 
 
 class AttentionConfig(Section, frozen=True, kw_only=True):
@@ -256,6 +263,10 @@ def _check(config: Config) -> None:
     seqs, step = config.schedule.max_seqs, config.schedule.max_tokens
     if seqs != "auto" and step != "auto" and step < seqs:
         raise ConfigError(f"schedule.max_tokens: expected at least schedule.max_seqs ({seqs}), got {step}")
+    least, tp = config.parallel.async_tp_min_tokens, config.parallel.tp
+    if least not in ("auto", 0) and (tp == 1 or config.model.device == "simulated"):
+        missing = "parallel.tp of at least 2" if tp == 1 else "a device that computes"
+        raise ConfigError(f"parallel.async_tp_min_tokens={least}: needs {missing}; use auto or 0")
     if config.schedule.group_min_seqs == 1:
         raise ConfigError("schedule.group_min_seqs: expected 0 for none, or at least 2, got 1")
     if config.model.device != "simulated" and config.simulated != SimulatedConfig():

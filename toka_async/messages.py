@@ -123,6 +123,7 @@ class Ready(Tagged, frozen=True, kw_only=True):
     # The smallest shared prefix that is worth a group of its own, as the rank measured it; 0: none is.
     group_min_seqs: int = 0
     group_min_tokens: int = 0
+    async_tp_min_tokens: int = 0  # steps of so many tokens are in shards of the tensor ranks; 0: none is
     # Filled in by the scheduler: whose it is, and which of the replica's lives, counted from 0 (a restart begins one).
     replica: int = 0
     life: int = 0

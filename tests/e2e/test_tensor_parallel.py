@@ -21,7 +21,10 @@ GROUPED = ("schedule.group_min_seqs=2", "schedule.group_min_tokens=16")  # two p
 LONG = {"model": "demo", "prompt": "Question:", "max_tokens": 1900, "ignore_eos": True}
 
 
-@pytest.mark.parametrize(("tp", "family", "options"), [(2, "qwen3", GROUPED), (4, "qwen2", ())])
+IN_SHARDS = ("parallel.async_tp_min_tokens=3",)  # steps of prompts, and of several rows
+
+
+@pytest.mark.parametrize(("tp", "family", "options"), [(2, "qwen3", (*GROUPED, *IN_SHARDS)), (4, "qwen2", ())])
 def test_greedy_tokens_equal_the_reference(tmp_path: Path, tp: int, family: str, options: tuple[str, ...]) -> None:
     """Two KV heads: of two ranks each has one, of four two each have the same."""
     folder = make_checkpoint(tmp_path / "model", family, seed=5, tie_word_embeddings=tp == 4, **SHAPE)

@@ -1,10 +1,16 @@
-"""A model split over GPUs, a process each: the reference's greedy tokens, from captured graphs and without them."""
+"""A model split over GPUs, a process each: the reference's greedy tokens, and one GPU's sampled ones.
+
+Rows are sampled by the ranks in shares, from captured graphs and without them; steps are computed whole on each rank,
+or in shards of tokens that overlap.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +18,7 @@ import torch
 from tests.gpu_models import SHAPES
 from tests.greedy_reference import ask_all, check_greedy
 from tests.models import make_checkpoint
-from tests.serving import serving, wait_until_gone
+from tests.serving import Serving, serving, wait_until_gone
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,17 +26,88 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("graphs", ["true", "false"])
+OPTIONS = ("model.dtype=float32", "schedule.max_seqs=16", "compile.max_graph_seqs=8")
+SHARDS = "parallel.async_tp_min_tokens=3"  # of three rows or more, and of prompts
+ALL_WHOLE = "parallel.async_tp_min_tokens=0"
+# Filters, penalties, log-probs: everything that kernels sample.
+SAMPLED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.8},
+    {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3},
+    {"temperature": 1.0, "top_k": 20, "min_p": 0.02, "logprobs": 0},
+    {"temperature": 0.0, "repetition_penalty": 1.2},
+)
+
+
+@pytest.mark.parametrize(
+    "options", [(ALL_WHOLE,), (ALL_WHOLE, "compile.graphs=false"), (SHARDS,), (SHARDS, "compile.enabled=true")], ids=str
+)
 @pytest.mark.parametrize("tp", [2, 4])
-def test_greedy_tokens_equal_the_reference(tmp_path: Path, tp: int, graphs: str) -> None:
-    if torch.cuda.device_count() < tp:
-        pytest.skip(f"needs {tp} CUDA devices")
-    family, shape = SHAPES["llama"]
-    folder = make_checkpoint(tmp_path / "model", family, seed=2, **shape)
-    options = ("model.dtype=float32", "schedule.max_seqs=16", "compile.max_graph_seqs=8", f"compile.graphs={graphs}")
-    with serving(tmp_path, f"model.path={folder}", "model.served_name=m", f"parallel.tp={tp}", *options) as server:
+def test_greedy_tokens_equal_the_reference(tmp_path: Path, tp: int, options: tuple[str, ...]) -> None:
+    need_gpus(tp)
+    folder = make_folder(tmp_path)
+    with serving(tmp_path, *served(folder, tp), *options) as server:
         answers = ask_all(server)
+        assert server.metric("compiles_total") == 0
+        _, metrics = server.get("/metrics")
+        least = 3.0 if SHARDS in options else 0.0
+        assert f'toka:replica_async_tp_min_tokens{{replica="0"}} {least}' in metrics
+        assert "nothing overlaps" not in server.said()
     check_greedy(folder, answers)
+
+
+@pytest.mark.parametrize("options", [(ALL_WHOLE,), (ALL_WHOLE, "compile.graphs=false"), (SHARDS,)], ids=str)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_sampled_tokens_equal_those_of_one_gpu(tmp_path: Path, tp: int, options: tuple[str, ...]) -> None:
+    """With seeds, but for a sample or two: a number may fall between two tokens, as sums differ by rounding."""
+    need_gpus(tp)
+    folder = make_folder(tmp_path)
+    with serving(tmp_path, *served(folder, 1)) as server:
+        expected = ask_samples(server)
+    with serving(tmp_path, *served(folder, tp), *options) as server:
+        samples = ask_samples(server)
+    same = [one == other for one, other in zip(samples, expected, strict=True)]
+    assert sum(same) >= len(same) - 2, f"{sum(same)} of {len(same)}"
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_the_smallest_overlapping_step_is_measured(tmp_path: Path, tp: int) -> None:
+    need_gpus(tp)
+    with serving(tmp_path, *served(make_folder(tmp_path), tp), "schedule.max_tokens=4096") as server:
+        said = server.said()
+        assert "async TP: from" in said or "async TP: never; ms of a layer" in said
+        assert ask_all(server)
+
+
+def need_gpus(number: int) -> None:
+    if torch.cuda.device_count() < number:
+        pytest.skip(f"needs {number} CUDA devices")
+
+
+def make_folder(tmp_path: Path) -> Path:
+    family, shape = SHAPES["llama"]
+    return make_checkpoint(tmp_path / "model", family, seed=2, **shape)
+
+
+def served(folder: Path, tp: int) -> tuple[str, ...]:
+    return (f"model.path={folder}", "model.served_name=m", f"parallel.tp={tp}", *OPTIONS)
+
+
+def ask_samples(server: Serving) -> list[list[int]]:
+    """The tokens of 64 samples, all asked for at once."""
+
+    def ask(request: dict[str, Any]) -> list[list[int]]:
+        status, answer = server.post("/v1/completions", model="m", **request)
+        assert status == 200, answer
+        return [choice["token_ids"] for choice in answer["choices"]]
+
+    common = {"max_tokens": 32, "n": 4, "ignore_eos": True, "return_token_ids": True}
+    requests = [
+        {**common, **sampling, "prompt": [*range(seed, 7 * seed)], "seed": seed}
+        for sampling in SAMPLED
+        for seed in (1, 2, 3, 5)
+    ]
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return [ids for answer in pool.map(ask, requests) for ids in answer]
 
 
 def test_a_killed_rank_leaves_no_process(tmp_path: Path) -> None:

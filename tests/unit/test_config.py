@@ -166,6 +166,17 @@ def test_a_group_has_two_sequences() -> None:
     assert load_config(None, ["schedule.group_min_seqs=0"]).schedule.group_min_seqs == 0
 
 
+def test_shards_of_tensor_ranks_need_some() -> None:
+    key = "parallel.async_tp_min_tokens"
+    with pytest.raises(ConfigError, match=rf"^{key}=64: needs parallel\.tp of at least 2; use auto or 0"):
+        load_config(None, [f"{key}=64"])
+    with pytest.raises(ConfigError, match=rf"^{key}=64: needs a device that computes"):
+        load_config(None, [f"{key}=64", "parallel.tp=2", "model.device=simulated"])
+    assert load_config(None, [f"{key}=64", "parallel.tp=2"]).parallel.async_tp_min_tokens == 64
+    assert load_config(None, [f"{key}=0"]).parallel.async_tp_min_tokens == 0
+    assert Config().parallel.async_tp_min_tokens == "auto"
+
+
 def test_describe_has_every_field_with_type_default_and_meaning() -> None:
     fields = {field.key: field for field in describe()}
     config = Config()

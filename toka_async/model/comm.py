@@ -34,6 +34,14 @@ class Comm(Protocol):
         """The ranks' `x` one after the other along `dim`."""
         ...
 
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        """[size, ...], a part for each rank, to [size, ...], what each rank had for this one."""
+        ...
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """The rank's rows [t / size, ...] of the sum over ranks of `x` [t, ...]; `x` may be written over."""
+        ...
+
     def minimum(self, number: int) -> int:
         """The least of the ranks' numbers."""
         ...
@@ -55,6 +63,12 @@ class LocalComm:
     def all_gather(self, x: Tensor, dim: int) -> Tensor:  # noqa: ARG002
         return x
 
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        return parts
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return x
+
     def minimum(self, number: int) -> int:
         return number
 
@@ -68,10 +82,13 @@ class DistributedComm:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank = group.rank()
         self.size = group.size()
+        self.group_name: str = group.group_name
         self._group = group
         self._device = device
-        # Newer versions of torch have a new name for it, and a warning for the old one.
+        # Newer versions of torch have new names for these, and a warning for the old ones.
         self._gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        self._scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        self._can_scatter = dist.get_backend(group) == "nccl"  # gloo cannot in every version
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.numel():
@@ -82,7 +99,25 @@ class DistributedComm:
         gathered = x.new_empty(self.size, *x.shape)
         if x.numel():
             self._gather(gathered.view(-1), x.contiguous().view(-1), group=self._group)
+        if dim == 0:
+            return gathered.flatten(0, 1)
         return torch.cat(gathered.unbind(), dim)  # of plain strides, for any number of rows
+
+    def all_to_all(self, parts: Tensor) -> Tensor:
+        assert len(parts) == self.size
+        exchanged = torch.empty_like(parts)
+        if parts.numel():
+            dist.all_to_all_single(exchanged.view(-1), parts.contiguous().view(-1), group=self._group)
+        return exchanged
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        rows = len(x) // self.size
+        if not self._can_scatter:
+            return self.all_reduce(x)[self.rank * rows : (self.rank + 1) * rows]
+        own = x.new_empty(rows, *x.shape[1:])
+        if x.numel():
+            self._scatter(own, x.contiguous(), group=self._group)
+        return own
 
     def minimum(self, number: int) -> int:
         least = torch.tensor([number], device=self._device)

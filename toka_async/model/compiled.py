@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from toka_async.attention.base import AttentionBackend, AttentionBatch, QueryKeyNorm
 from toka_async.model.decoder import Decoder
+from toka_async.model.operators import Operators
 
 if TYPE_CHECKING:
     from torch._dynamo.types import GuardFilterEntry
-
-_NAMESPACE = "toka_async"
 
 
 class CompiledForward:
@@ -84,10 +82,7 @@ def num_compiles() -> int:
 
 
 class OpAttention:
-    """An attention backend as one operator for all layers, which compilers do not look into.
-
-    Names are numbered, not random: they are part of the key of what the compiler keeps on disk.
-    """
+    """An attention backend as one operator for all layers."""
 
     def __init__(self, attention: AttentionBackend, num_heads: int) -> None:
         def attend(heads: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, layer: int) -> Tensor:
@@ -97,18 +92,9 @@ class OpAttention:
         def shape_only(heads: Tensor, *_: object) -> Tensor:
             return heads.new_empty(heads.shape[0], num_heads, heads.shape[2])
 
-        ops = getattr(torch.ops, _NAMESPACE)
-        self.name = name = next(name for name in map("attend_{}".format, count()) if not hasattr(ops, name))
-        # The operator lives as long as this.
-        library: Any = torch.library.Library
-        self.library = library(_NAMESPACE, "FRAGMENT")
-        self.library.define(
-            f"{name}(Tensor heads, Tensor cos, Tensor sin, Tensor? weight, float eps, int layer) -> Tensor",
-            tags=(torch.Tag.needs_exact_strides,),
-        )
-        self.library.impl(name, attend, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{_NAMESPACE}::{name}", shape_only, lib=self.library)
-        self.op = getattr(ops, name).default
+        self.operators = Operators()
+        signature = "(Tensor heads, Tensor cos, Tensor sin, Tensor? weight, float eps, int layer) -> Tensor"
+        self.name, self.op = self.operators.add("attend", signature, attend, shape_only)
         self.backend = attention
 
     def plan(self, batch: AttentionBatch) -> None:

@@ -1,8 +1,9 @@
 """The decoder of all families: token ids and positions in, hidden states and logits out.
 
 Shapes: t tokens of all rows of a step, one after the other. Which tokens see which is the attention backend's
-business. Each half of a layer adds its input to the residual as it norms it, and returns what the next one adds.
-Knows no rows, no pages, no checkpoint; families differ only by their `ModelSpec`.
+business, how their activations lie on tensor ranks (u, v) a `Spread`'s. Each half of a layer adds its input to the
+residual as it norms it, and returns what the next one adds. Knows no rows, no pages, no checkpoint; families differ
+only by their `ModelSpec`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from toka_async.model.layers import ColumnLinear, HeadNorm, RMSNorm, RowLinear, 
 from toka_async.model.ops import Ops
 from toka_async.model.rope import Rope
 from toka_async.model.spec import ModelSpec
+from toka_async.model.spread import Spread, Spreads, Whole
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -22,8 +24,10 @@ Rotation = tuple[Tensor, Tensor]
 class Decoder(nn.Module):
     """A decoder-only transformer. Its parameters are unset: see `toka_async.model.weights`."""
 
-    def __init__(self, spec: ModelSpec, comm: Comm, ops: Ops) -> None:
+    def __init__(self, spec: ModelSpec, comm: Comm, ops: Ops, spreads: Spreads | None = None) -> None:
+        """spreads: how steps lie on the ranks of `comm`; None: whole on each of them."""
         super().__init__()
+        self.spreads = spreads or Spreads(Whole(comm))
         self.num_heads = share_of(spec.num_heads, comm).size  # the rank's query heads
         self.embedding = Vocabulary(spec.vocab_size, spec.hidden_size, comm, ops)
         self.rope = Rope(spec.rope, spec.head_dim)
@@ -40,19 +44,24 @@ class Decoder(nn.Module):
         token_ids, positions: int64 [t]. wanted: int64 [w], indices of tokens; the others leave their keys and values
         in every layer, which is all that later tokens need of them, and skip the rest of the last one.
         """
-        embedded = self.embedding.embed(token_ids)  # [t, hidden]
+        spread = self.spreads.of(len(token_ids))
+        embedded = self.embedding.embed(token_ids, spread)  # [u, hidden]
         rotation = self.rope(positions, embedded.dtype)  # cos, sin: [t, 1, dim]
         hidden: Tensor | None = embedded
         residual: Tensor | None = None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            hidden, residual = layer(hidden, residual, rotation, attention, wanted if index == last else None)
+            hidden, residual = layer(hidden, residual, rotation, attention, spread, wanted if index == last else None)
         normed: Tensor = self.norm(hidden, residual)[0]
-        return normed
+        return spread.trimmed(spread.gathered(normed), len(token_ids)) if wanted is None else normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[s, hidden] to [s, vocab], in the activations' dtype."""
         return self.head.logits(hidden)
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """[s, hidden] to [s / ranks, vocab] of the rank's rows; s > 0 is a multiple of the tensor ranks."""
+        return self.head.own_logits(hidden)
 
 
 class Layer(nn.Module):
@@ -71,18 +80,21 @@ class Layer(nn.Module):
         residual: Tensor | None,
         rotation: Rotation,
         backend: AttentionBackend,
+        spread: Spread,
         wanted: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
-        """What is yet to be added to the residual, and the residual; [t, hidden] each, or [w, hidden] of wanted tokens.
+        """What is yet to be added to the residual, and the residual; [u, hidden] each, or [w, hidden] of wanted tokens.
 
-        The residual that it is given may be written over.
+        Wanted tokens are few: from where the others leave, every rank has all of them. The residual that is given may
+        be written over.
         """
         normed, residual = self.attention_norm(hidden, residual)
-        mixed = self.attention(normed, rotation, backend)
+        mixed = self.attention(normed, rotation, backend, spread)
         if wanted is not None:
-            mixed, residual = mixed.index_select(0, wanted), residual.index_select(0, wanted)
-        normed, residual = self.mlp_norm(*self.attention.output(mixed, residual))
-        output: tuple[Tensor | None, Tensor] = self.mlp(normed, residual)
+            mixed, residual = mixed.index_select(0, wanted), spread.gathered(residual).index_select(0, wanted)
+            spread = spread.whole
+        normed, residual = self.mlp_norm(*self.attention.output(spread.padded(mixed), residual, spread))
+        output: tuple[Tensor | None, Tensor] = self.mlp(normed, residual, spread)
         return output
 
 
@@ -101,9 +113,11 @@ class Attention(nn.Module):
             self.head_norm = HeadNorm(heads.size, kv_heads.size, self.dim, spec.norm_eps)
         self.output = RowLinear(wide.total, spec.hidden_size, spec.output_bias, comm, ops)
 
-    def forward(self, hidden: Tensor, rotation: Rotation, backend: AttentionBackend) -> Tensor:
-        """Each token's mix of the values that it sees [t, heads * dim], for `output` to project."""
-        heads = self.qkv(hidden).view(len(hidden), -1, self.dim)  # [t, heads + 2 kv_heads, dim]
+    def forward(self, hidden: Tensor, rotation: Rotation, backend: AttentionBackend, spread: Spread) -> Tensor:
+        """[u, hidden] to each token's mix of the values that it sees [t, heads * dim], for `output` to project."""
+        num_tokens = len(rotation[0])
+        heads = spread.trimmed(self.qkv(hidden, spread), num_tokens)
+        heads = heads.view(num_tokens, -1, self.dim)  # [t, heads + 2 kv_heads, dim]
         norm = self.head_norm() if self.head_norm is not None else None
         return backend.attend(self.index, heads, rotation, norm).flatten(1)
 
@@ -120,7 +134,8 @@ class MLP(nn.Module):
         self.gate_up = ColumnLinear(spec.hidden_size, (share, share), spec.mlp_bias, ops)
         self.down = RowLinear(inner, spec.hidden_size, spec.mlp_bias, comm, ops)
 
-    def forward(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor | None, Tensor]:
-        """What is yet to be added to the residual, and the residual."""
-        output: tuple[Tensor | None, Tensor] = self.down(self.ops.gate(self.gate_up(hidden), self.activation), residual)
+    def forward(self, hidden: Tensor, residual: Tensor, spread: Spread) -> tuple[Tensor | None, Tensor]:
+        """Of [u, hidden] each, what is yet to be added to the residual, and the residual."""
+        inner = self.ops.gate(self.gate_up(hidden, spread), self.activation)
+        output: tuple[Tensor | None, Tensor] = self.down(inner, residual, spread)
         return output

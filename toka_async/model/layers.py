@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from toka_async.attention.base import QueryKeyNorm
 from toka_async.model.comm import Comm, Share, padded_share_of, share_of
 from toka_async.model.ops import Ops
+from toka_async.model.spread import Spread
 
 
 @dataclass(slots=True, frozen=True)
@@ -44,9 +45,9 @@ class ColumnLinear(nn.Module):
         self.weight = unset(rows, num_inputs)
         self.bias = unset(rows) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[t, inputs] to [t, the rank's outputs], matrix after matrix."""
-        return self.ops.linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, spread: Spread) -> Tensor:
+        """[u, inputs] to [v, the rank's outputs], matrix after matrix; see `spread`."""
+        return spread.column(x, self.weight, self.bias, self.ops.linear)
 
     def parts(self) -> Iterator[dict[str, Part]]:
         """For each fused matrix, its weight and bias by their names."""
@@ -71,12 +72,11 @@ class RowLinear(nn.Module):
         self.weight = unset(num_outputs, self.share.size)
         self.bias = unset(num_outputs) if bias else None
 
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Of x [t, the rank's inputs], what is yet to be added to the residual, and the residual: [t, outputs] each."""
+    def forward(self, x: Tensor, residual: Tensor, spread: Spread) -> tuple[Tensor | None, Tensor]:
+        """Of x [v, the rank's inputs], what is yet to be added to the residual, and the residual: [u, outputs] each."""
         if self.comm.size == 1:
             return self.ops.add_linear(residual, x, self.weight, self.bias)
-        bias = self.bias if self.comm.rank == 0 else None  # once in the sum
-        return self.comm.all_reduce(self.ops.linear(x, self.weight, bias)), residual
+        return spread.row(x, self.weight, self.bias, self.ops.linear), residual
 
     @property
     def adds(self) -> bool:
@@ -100,18 +100,26 @@ class Vocabulary(nn.Module):
         self.share, rows = padded_share_of(num_ids, comm)
         self.weight = unset(rows, dim)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """int64 [t] to [t, dim]."""
+    def embed(self, token_ids: Tensor, spread: Spread) -> Tensor:
+        """int64 [t] to [u, dim]."""
         if self.comm.size == 1:
             return F.embedding(token_ids, self.weight)
         rows = token_ids - self.share.start
         elsewhere = (rows < 0) | (rows >= self.share.size)
         own = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
-        return self.comm.all_reduce(own.masked_fill(elsewhere[:, None], 0))
+        return spread.summed(spread.padded(own.masked_fill(elsewhere[:, None], 0)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[s, dim] to [s, ids], of all ranks' ids and the same on every rank."""
         return self.comm.all_gather(self.ops.linear(hidden, self.weight), 1)[:, : self.share.total]
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """[s, dim], the same on all ranks, to [s / ranks, ids]: all ids of the rank's rows. The ranks divide s > 0."""
+        ranks = self.comm.size
+        part = self.ops.linear(hidden, self.weight)  # all rows, the rank's ids
+        parts = self.comm.all_to_all(part.view(ranks, -1, part.shape[1]))
+        # Ids that are none are the last ones.
+        return parts.transpose(0, 1).reshape(len(hidden) // ranks, -1)[:, : self.share.total]
 
     def part(self) -> Part:
         return Part(self.weight.data[: self.share.size], (self.share.total, self.weight.shape[1]), 0, self.share)

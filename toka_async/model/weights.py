@@ -24,16 +24,22 @@ from toka_async.model.layers import HeadNorm, Part, RMSNorm
 from toka_async.model.ops import Ops, TorchOps
 from toka_async.model.progress import Progress
 from toka_async.model.spec import ModelSpec
+from toka_async.model.spread import Spreads
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def build_decoder(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, comm: Comm | None = None, ops: Ops | None = None
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    comm: Comm | None = None,
+    ops: Ops | None = None,
+    spreads: Spreads | None = None,
 ) -> Decoder:
     """A decoder with unset parameters of `dtype`, made on `device` (`meta` included); `ops` default to plain torch."""
     with _default_dtype(dtype), torch.device(device):
-        return Decoder(spec, comm or LocalComm(), ops or TorchOps()).eval()
+        return Decoder(spec, comm or LocalComm(), ops or TorchOps(), spreads).eval()
 
 
 @contextmanager

@@ -166,7 +166,15 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Launched], Callable[
     from toka_async.runner.build import build_runner
 
     runner = build_runner(
-        model_dir, shape, config.model, config.cache, config.schedule, config.attention, config.compile, place=place
+        model_dir,
+        shape,
+        config.model,
+        config.cache,
+        config.schedule,
+        config.attention,
+        config.compile,
+        place=place,
+        async_tp=config.parallel.async_tp_min_tokens,
     )
     return runner.ready, runner.launch, runner.enter_thread
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -39,7 +41,9 @@ from toka_async.runner.cache_size import (
 from toka_async.runner.limits import DeviceKind, Limits, resolve_limits, resolve_num_pages
 from toka_async.runner.memory import available_memory
 from toka_async.runner.place import ALONE, Place
+from toka_async.runner.row_shares import RowShares
 from toka_async.runner.runner import Runner
+from toka_async.runner.spreads import RankShape, build_spreads
 from toka_async.runner.stages import Stages
 from toka_async.runner.warmup import largest_load, warm_up
 
@@ -58,10 +62,11 @@ def build_runner(
     compiling: CompileConfig,
     progress: bool = True,
     place: Place = ALONE,
+    async_tp: int | Literal["auto"] = "auto",
 ) -> Runner:
     """A runner that is ready for its first step. Raises ModelError, which names the field and the fix.
 
-    Ranks of one model are built at the same time: they wait for each other.
+    Ranks of one model are built at the same time: they wait for each other. async_tp: `parallel.async_tp_min_tokens`.
     """
     device = resolve_device(model, place)
     comm = join(place.group, place.rank, place.size, device)
@@ -71,9 +76,14 @@ def build_runner(
     rank_spec = spec_of_rank(spec, place.size)
     dtype = resolve_dtype(model, spec, device)
     stages = Stages(sys.stderr, progress and kind == "cuda")
+    ops, max_graph_seqs = _ops(device, dtype, compiling), compiling.max_graph_seqs if compiling.graphs else 0
+    with stages.stage("tensor ranks") if place.size > 1 else nullcontext():
+        shape = RankShape(spec, dtype, device, ops, limits.max_tokens)
+        spreads = build_spreads(async_tp, comm, shape, min(max_graph_seqs, limits.max_seqs))
+    if spreads.shards is not None:
+        max_graph_seqs = min(max_graph_seqs, spreads.min_tokens - 1)  # what is in shards is not captured
     with stages.stage("weights"):
-        ops = _ops(device, dtype, compiling)
-        decoder = build_decoder(spec, dtype, device, comm, ops)
+        decoder = build_decoder(spec, dtype, device, comm, ops, spreads)
         if model.load == "random":
             random_weights(decoder, seed=place.rank)
         else:
@@ -98,7 +108,6 @@ def build_runner(
         device,
         num_sharing=place.num_sharing,
     )
-    max_graph_seqs = compiling.max_graph_seqs if compiling.graphs else 0
     with stages.stage("matrices"):
         _tune(decoder, ops, limits, max_graph_seqs, stages)
     with stages.stage("memory"):
@@ -220,6 +229,7 @@ class Parts:
             max_tokens=limits.max_tokens,
             group_min_seqs=group_min_seqs,
             group_min_tokens=group_min_tokens,
+            async_tp_min_tokens=self.decoder.spreads.min_tokens,
         )
         compiled, num_compiles = None, None
         if self.compiling.enabled and not trial:
@@ -243,6 +253,7 @@ class Parts:
             graphs=built.graphs,
             agree=self.comm.of_first,
             pays=built.pays if self.schedule.group_min_seqs == self.schedule.group_min_tokens == "auto" else None,
+            shares=RowShares(self.comm, self.decoder.own_logits, limits.max_seqs) if self.comm.size > 1 else None,
         )
 
 

@@ -17,6 +17,7 @@ from toka_async.runner.graphs import Agree, DecodeGraphs, graph_sizes
 from toka_async.runner.history import History
 from toka_async.runner.inputs import StepRows
 from toka_async.runner.kernel_sampler import KernelSampler
+from toka_async.runner.row_shares import RowShares
 from toka_async.runner.rows import Rows
 from toka_async.runner.samples import Samples
 
@@ -35,6 +36,7 @@ class DecodePass:
         rows: Rows,
         history: History,
         agree: Agree = bytes,
+        shares: RowShares | None = None,
     ) -> None:
         """agree: see `DecodeGraphs`."""
         self._forward = forward
@@ -42,7 +44,7 @@ class DecodePass:
         self._agree = agree
         self._rows = rows
         self._history = history
-        self.sampler = KernelSampler(head, rows, history)
+        self.sampler = KernelSampler(head, rows, history, shares)
         self._graphs: DecodeGraphs | None = None
         self._fast: tuple[Int32, bool, bool] | None = None  # an order, whether it is fast, whether it wants log-probs
 

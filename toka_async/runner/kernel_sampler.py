@@ -16,6 +16,7 @@ from toka_async.model.sampling import Flag, Params
 from toka_async.runner.copies import upload
 from toka_async.runner.history import History
 from toka_async.runner.prompts import RowPrompt
+from toka_async.runner.row_shares import RowShares
 from toka_async.runner.rows import Rows, indices_by_key
 from toka_async.runner.samples import Samples, TopLogprobs
 from toka_async.runner.slab_sampler import Head, SlabSampler
@@ -25,14 +26,15 @@ _SLOW = Flag.BIASED | Flag.MIN_TOKENS | Flag.COUNTED
 
 
 class KernelSampler:
-    """`Sampler` over the tables of `rows` and `history`."""
+    """`Sampler` over the tables of `rows` and `history`. shares: how tensor ranks divide the rows; None: one rank."""
 
-    def __init__(self, head: Head, rows: Rows, history: History) -> None:
+    def __init__(self, head: Head, rows: Rows, history: History, shares: RowShares | None = None) -> None:
         self._head = head
+        self._shares = shares
         self._rows = rows
         self._by_torch = SlabSampler(head, rows, history)
         max_seqs, vocab = rows.params.size, rows.vocab_size
-        self._kernels = SamplingKernels(vocab, max_seqs, rows.device)
+        self._kernels = SamplingKernels(vocab, shares.size(max_seqs) if shares else max_seqs, rows.device)
         self._table = _empty_table(max_seqs + 1, vocab, rows.device)
         self._slow: Bool = np.zeros(max_seqs, dtype=np.bool_)
 
@@ -57,7 +59,26 @@ class KernelSampler:
 
     def draw(self, hidden: Tensor, slots: Tensor, contexts: Tensor) -> tuple[Tensor, Tensor]:
         """Token ids int64 [s] and their log-probs float32 [s] for rows that are not slow; nothing touches the host."""
-        return self._kernels.draw(self._head(hidden), slots, contexts, self._table)
+        if self._shares is None:
+            return self._draw(self._head(hidden), slots, contexts)
+        token_ids, logprobs = self._shares.draw(hidden, slots, contexts, self._draw)
+        self._see(slots, token_ids)
+        return token_ids, logprobs
+
+    def _draw(self, logits: Tensor, slots: Tensor, contexts: Tensor) -> tuple[Tensor, Tensor]:
+        return self._kernels.draw(logits, slots, contexts, self._table)
+
+    def _see(self, slots: Tensor, token_ids: Tensor) -> None:
+        """The slots have seen what other ranks drew for them: any of them may draw for a slot the next time.
+
+        Slots that do not penalise may be there several times; what their cells hold is written back.
+        """
+        table = self._table
+        penalises = (table.flags.index_select(0, slots) & int(Flag.REPETITION)) != 0
+        cells = slots * table.seen.shape[1] + token_ids // 32
+        bits = torch.ones_like(cells, dtype=torch.int32) << (token_ids % 32).to(torch.int32)
+        words = table.seen.view(-1).index_select(0, cells)
+        table.seen.view(-1).index_copy_(0, cells, torch.where(penalises, words | bits, words))
 
     def all_fast(self, slots: Int32) -> bool:
         """Whether `draw` alone will do."""

@@ -26,6 +26,7 @@ from toka_async.runner.slab_sampler import SlabSampler
 
 if TYPE_CHECKING:  # needs Triton, which is not everywhere
     from toka_async.runner.decode import DecodePass
+    from toka_async.runner.row_shares import RowShares
 
 
 class Model(Protocol):
@@ -65,6 +66,7 @@ class Runner:
         graphs: the attention, if its decoding can be captured.
         pays: whether a group of so many rows should read a prefix of so many tokens once.
         agree: makes of what one rank measured what all ranks go by.
+        shares: how tensor ranks divide the rows that kernels sample; None: one rank alone.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Runner:
         graphs: GraphAttention | None = None,
         pays: Callable[[int, int], bool] | None = None,
         agree: Callable[[bytes], bytes] = bytes,
+        shares: RowShares | None = None,
     ) -> None:
         self.ready = ready
         self.device = device
@@ -100,7 +103,7 @@ class Runner:
             from toka_async.runner.decode import DecodePass
 
             every = forward or (lambda token_ids, positions: model.forward(token_ids, positions, attention))
-            self.decode = DecodePass(every, model.logits, graphs, self._rows, self._history, agree)
+            self.decode = DecodePass(every, model.logits, graphs, self._rows, self._history, agree, shares)
         self._sampler = self.decode.sampler if self.decode else SlabSampler(model.logits, self._rows, self._history)
 
     def warmed(self) -> None:

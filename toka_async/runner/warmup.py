@@ -44,6 +44,8 @@ def warm_up(runner: Runner, stages: Stages, max_graph_seqs: int = 0, grouped: bo
     on_gpu = runner.decode is not None
     with stages.stage("warm-up"):
         loads = gpu_loads(runner.ready) if on_gpu else cpu_loads(runner.ready)
+        if runner.ready.async_tp_min_tokens:
+            loads.append(largest_load(runner.ready))
         for number, load in enumerate(loads):
             load(runner)
             stages.show(number + 1, len(loads))

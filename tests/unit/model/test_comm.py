@@ -56,6 +56,10 @@ def test_ranks_exchange(answers: Answers, size: int) -> None:
         torch.testing.assert_close(answer["sum"], torch.stack(parts).sum(0))
         torch.testing.assert_close(answer["rows"], torch.cat(parts))
         torch.testing.assert_close(answer["columns"], torch.cat([part.T for part in parts], 1))
+        sent = torch.tensor([[2 * rank + 100 * other, 2 * rank + 1 + 100 * other] for other in range(size)])
+        assert torch.equal(answer["exchanged"], sent)
+        summed = torch.arange(4.0 * size).view(-1, 2) * size * (size + 1) / 2
+        torch.testing.assert_close(answer["scattered"], summed[2 * rank : 2 * rank + 2])
         assert answer["nothing"].shape == (0, 2 * size)
         assert answer["minimum"] == 11 - size
         assert answer["first"] == b"\0\0\0"
@@ -64,16 +68,28 @@ def test_ranks_exchange(answers: Answers, size: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", SIZES)
 def test_a_split_model_computes_what_one_rank_does(answers: Answers, folder: Path, size: int, kind: str) -> None:
+    """Steps whole on every rank, in shards of tokens, and in shards by torch's fused products."""
     for num in kv_heads(size):
         name = f"{kind}-{num}"
         alone = run(load(folder / name, LocalComm()), num)
-        of_ranks = [answer["logits"][name] for answer in answers[size]]
-        for logits in of_ranks:
-            torch.testing.assert_close(logits, alone, atol=1e-9, rtol=1e-9)
-            assert torch.equal(logits, of_ranks[0])  # ranks that see the same sample the same
+        for way in ("whole", "shards", "overlapped"):
+            of_ranks = [answer["models"][name][way] for answer in answers[size]]
+            for logits in of_ranks:
+                torch.testing.assert_close(logits, alone, atol=1e-9, rtol=1e-9)
+                assert torch.equal(logits, of_ranks[0])  # ranks that see the same sample the same
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_have_all_logits_of_their_rows(answers: Answers, size: int) -> None:
+    """The vocabulary's 261 ids are padded, the more the more ranks there are."""
+    for name in answers[size][0]["models"]:
+        for rank, answer in enumerate(answers[size]):
+            own, every = answer["models"][name]["own"].split([12 // size, 12])
+            torch.testing.assert_close(own, every[rank * len(own) : (rank + 1) * len(own)], atol=1e-12, rtol=1e-12)
 
 
 def test_a_split_model_compiles_as_a_whole(answers: Answers) -> None:
+    """Both ways to spread a step, chosen by its tokens, are in the graphs."""
     assert [answer["compiled"] < 1e-6 for answer in answers[2]] == [True, True]
 
 

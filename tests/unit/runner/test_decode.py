@@ -14,10 +14,12 @@ pytest.importorskip("triton")
 from tests.fake_graphs import FakeGraphs
 from tests.fake_model import FakeAttention, FakeCache, FakeModel, logits_of
 from tests.row_driver import VOCAB, Driver, Request, Row
+from tests.thread_ranks import run_ranks
 from toka_async.arrays import as_f32, as_i32
 from toka_async.attention.base import PrefixGroup
 from toka_async.kernels.sampling import SamplingKernels
 from toka_async.messages import Ready, Sampling, StepDone
+from toka_async.model.comm import Comm
 from toka_async.runner import kernel_sampler
 from toka_async.runner.runner import Runner
 from toka_async.runner.synthetic import SyntheticRows
@@ -42,6 +44,25 @@ def test_steps_of_decoding_rows_are_replayed(fake_graphs: FakeGraphs) -> None:
     for num_steps in range(1, 8):
         driver.step()  # compares the tokens
         assert fake_graphs.num_replays() == num_steps
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_share_rows_replay_them_alike(fake_graphs: FakeGraphs, size: int) -> None:
+    """Rows come and go, so that they are another rank's; slow ones are sampled by every rank, without a graph."""
+
+    def play(comm: Comm) -> None:
+        driver = Driver(4, use_kernels=True, comm=comm)
+        rows = start(driver, FAST, 4)
+        for _ in range(3):
+            driver.step()  # compares the tokens
+        driver.free(rows[1])
+        driver.step()
+        driver.start(Request([3, 1], SLOW), 5)
+        for lengths in ([100], [], []):
+            driver.step(lengths)
+
+    run_ranks(size, play)
+    assert fake_graphs.num_replays() == 4 * size
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that are interpreted need a machine without a GPU")

@@ -7,25 +7,16 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
-from toka_async.arrays import column, f32_column, i32_column
+from tests.sampler_bench import PROMPT, VOCAB, Bench
+from toka_async.arrays import f32_column, i32_column
 from toka_async.kernels.sampling import SamplingKernels
-from toka_async.messages import Prompt, Ready, Sampling, Step
+from toka_async.messages import Prompt, Sampling
 from toka_async.runner import kernel_sampler
-from toka_async.runner.history import History
-from toka_async.runner.kernel_sampler import KernelSampler
 from toka_async.runner.prompts import read_prompt
-from toka_async.runner.rows import Rows
 from toka_async.runner.samples import Samples
-from toka_async.runner.slab_sampler import SlabSampler
-
-VOCAB, PAGE_SIZE, NUM_PAGES = 90, 4, 64
-READY = Ready(num_pages=NUM_PAGES, page_size=PAGE_SIZE, max_seqs=8, max_context=100, vocab_size=VOCAB)
-PROMPT = [3, 70, 3, 89, 0]
-NUM_PAGES_EACH = 6
 
 GREEDY = Sampling(temperature=0)
 FAST = {
@@ -42,75 +33,6 @@ SLOW = {
     "counts": Sampling(temperature=0, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=2.0),
     "likeliest": Sampling(num_logprobs=4, temperature=0.7),
 }
-
-
-class Bench:
-    """Both samplers over the rows of one device; the logits are the hidden states."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.rows = Rows(READY, device)
-        self.history = History(NUM_PAGES + 1, PAGE_SIZE, device)
-        self.kernels = KernelSampler(lambda hidden: hidden, self.rows, self.history)
-        self.by_torch = SlabSampler(lambda hidden: hidden, self.rows, self.history)
-        self.num_keys = 0
-        self.tokens: dict[int, list[int]] = {}  # of each slot
-
-    def admit(self, rows: dict[int, Sampling], tokens: list[int] | None = None, num_prompt: int = len(PROMPT)) -> None:
-        """New rows by slot, with these tokens, in place of any that were there."""
-        tokens = tokens or PROMPT
-        slots, keys = [*rows], range(self.num_keys, self.num_keys + len(rows))
-        self.num_keys += len(rows)
-        prompts = (
-            Prompt(key=k, token_ids=i32_column(tokens), num_prompt=num_prompt, pages=i32_column([]), sampling=s)
-            for k, s in zip(keys, rows.values(), strict=True)
-        )
-        step = Step(
-            step_id=0,
-            prompts=tuple(prompts),
-            admit_slots=i32_column(slots),
-            admit_keys=i32_column(keys),
-            admit_starts=i32_column([0] * len(rows)),
-            admit_seeds=column(np.array([77 + slot for slot in slots], dtype=np.int64)),
-            page_slots=i32_column(slot for slot in slots for _ in range(NUM_PAGES_EACH)),
-            page_ids=i32_column(slot * NUM_PAGES_EACH + i for slot in slots for i in range(NUM_PAGES_EACH)),
-        )
-        self.kernels.admit(self.rows.apply(step))
-        for slot in slots:
-            self.tokens[slot] = []
-            for token in tokens:
-                self.append(slot, token)
-
-    def append(self, slot: int, token: int) -> None:
-        """The row's next token."""
-        at = slot * NUM_PAGES_EACH * PAGE_SIZE + len(self.tokens[slot])
-        self.history.ids.view(-1)[at] = token
-        self.tokens[slot].append(token)
-
-    def sample(self, slots: list[int], logits: Tensor | None = None) -> tuple[Samples, Samples]:
-        """What kernels and what torch alone draw after the slots' tokens; the kernels' is appended."""
-        if logits is None:
-            seed = sum(len(self.tokens[slot]) for slot in slots)
-            logits = 2 * torch.randn(len(slots), VOCAB, generator=torch.Generator().manual_seed(seed))
-        lengths = np.array([len(self.tokens[slot]) for slot in slots])
-        at = np.array(slots, dtype=np.int32)
-        args = (
-            at,
-            lengths,
-            torch.tensor(slots).to(self.device),
-            torch.from_numpy(lengths).to(self.device, torch.int32),
-        )
-        hidden = logits.to(self.device)
-        by_torch = self.by_torch.sample(hidden.clone(), *args)
-        by_kernels = self.kernels.sample(hidden.clone(), *args)
-        for slot, token in zip(slots, by_kernels.token_ids.tolist(), strict=True):
-            self.append(slot, token)
-        return by_kernels, by_torch
-
-    def seen(self, slot: int) -> set[int]:
-        """The ids whose bits are set."""
-        bits = self.kernels._table.seen[slot].cpu().numpy().view(np.uint8)
-        return set(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist())
 
 
 @pytest.fixture

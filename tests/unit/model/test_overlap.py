@@ -1,0 +1,65 @@
+"""When products may overlap with what ranks exchange; that they are right is checked with processes (test_comm.py)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.thread_ranks import run_ranks
+from toka_async.model import overlap
+from toka_async.model.comm import Comm
+from toka_async.model.overlap import reserve, why_not
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What these say: multicast (device indices that would use it), linked (pairs that read each other's memory)."""
+    gpus = SimpleNamespace(multicast=set(), linked={(4, 5), (5, 4)})
+    monkeypatch.setenv(overlap.NO_MULTICAST, "1")
+    monkeypatch.setattr(overlap, "_has_multicast", lambda device: device.index in gpus.multicast)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) in gpus.linked)
+    return gpus
+
+
+def reasons() -> list[str]:
+    return run_ranks(2, lambda comm: why_not(comm, torch.device("cuda", 4 + comm.rank)))
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_linked_gpus_without_multicast_can() -> None:
+    assert reasons() == ["", ""]
+    assert run_ranks(2, lambda comm: why_not(comm, CPU)) == ["it needs GPUs"] * 2
+
+
+def test_multicast_must_be_off(two_gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    off = "NVLink's multicast is not switched off (TORCH_SYMM_MEM_DISABLE_MULTICAST=1)"
+    two_gpus.multicast.add(5)
+    assert reasons() == ["another rank's GPU cannot", off]
+    two_gpus.multicast.clear()
+    monkeypatch.setenv(overlap.NO_MULTICAST, "0")
+    assert reasons() == [off, off]
+    monkeypatch.delenv(overlap.NO_MULTICAST)
+    assert reasons() == [off, off]
+
+
+def test_gpus_must_be_linked(two_gpus: SimpleNamespace) -> None:
+    two_gpus.linked.remove((5, 4))
+    assert reasons() == ["another rank's GPU cannot", "GPUs cannot read each other's memory"]
+
+
+def test_ranks_agree_on_memory_that_one_of_them_cannot_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reserved(comm: Comm) -> str:
+        def workspace(group: str, num_bytes: int) -> None:
+            assert (group, num_bytes) == ("group", 1 << 20)
+            if comm.rank == 1:
+                raise RuntimeError("no handle\nsomewhere in C++")
+
+        monkeypatch.setattr(overlap, "_group", lambda _: "group")
+        monkeypatch.setattr(overlap, "_symmetric_memory", lambda: SimpleNamespace(get_symm_mem_workspace=workspace))
+        return reserve(comm, 1 << 20)
+
+    assert run_ranks(2, reserved) == ["another rank cannot share memory", "no handle"]

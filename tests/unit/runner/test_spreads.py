@@ -1,0 +1,138 @@
+"""Which steps are in shards: as told, or as a clock says, the same on all ranks."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.models import make_checkpoint
+from tests.thread_ranks import run_ranks
+from toka_async.model.comm import Comm, LocalComm
+from toka_async.model.ops import TorchOps
+from toka_async.model.spec import read_spec
+from toka_async.model.spread import Shards, Spreads, Whole
+from toka_async.runner import spreads
+from toka_async.runner.spreads import LayerRun, RankShape, Timing, build_spreads, least_tokens, token_counts
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> RankShape:
+    spec = read_spec(make_checkpoint(tmp_path_factory.mktemp("model"), "llama", num_key_value_heads=2))
+    return RankShape(spec, torch.float32, torch.device("cpu"), TorchOps(), max_tokens=2100)
+
+
+@pytest.fixture
+def overlapping(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Ranks could overlap; the bytes that they reserve, negative when they give them back."""
+    bytes_taken: list[int] = []
+
+    def reserve(_: Comm, num_bytes: int) -> str:
+        bytes_taken.append(num_bytes)
+        return ""
+
+    monkeypatch.setattr(spreads, "why_not", lambda *_: "")
+    monkeypatch.setattr(spreads, "reserve", reserve)
+    monkeypatch.setattr(spreads, "release", lambda _: bytes_taken.append(-1))
+    monkeypatch.setattr(spreads, "overlapped", Shards)
+    return bytes_taken
+
+
+def test_one_rank_has_no_shards(shape: RankShape) -> None:
+    assert build_spreads("auto", LocalComm(), shape, 0).shards is None
+
+
+def test_none_are_wanted(shape: RankShape, overlapping: list[int]) -> None:
+    built = run_ranks(2, lambda comm: build_spreads(0, comm, shape, 0))
+    assert [(ways.shards, ways.min_tokens) for ways in built] == [(None, 0)] * 2
+    assert overlapping == []
+
+
+def test_a_number_is_taken_as_it_is(shape: RankShape, overlapping: list[int]) -> None:
+    for ways in run_ranks(2, lambda comm: build_spreads(7, comm, shape, 512)):
+        assert isinstance(ways.of(7), Shards)
+        assert isinstance(ways.of(6), Whole)
+    assert overlapping == [2 * 1050 * shape.spec.hidden_size * 4] * 2
+
+
+def test_without_overlap_a_number_stands_and_auto_is_never(shape: RankShape, caplog: pytest.LogCaptureFixture) -> None:
+    """On a CPU, for one; rank 0 says why."""
+    with caplog.at_level(logging.INFO):
+        asked = run_ranks(2, lambda comm: build_spreads(7, comm, shape, 0))
+        auto = run_ranks(2, lambda comm: build_spreads("auto", comm, shape, 0))
+    assert [isinstance(ways.of(7), Shards) for ways in asked] == [True, True]
+    assert [ways.shards for ways in auto] == [None, None]
+    assert [record.getMessage() for record in caplog.records] == [
+        "parallel.async_tp_min_tokens=7: steps from 7 tokens on are in shards, but nothing overlaps: it needs GPUs",
+        "async TP: never: it needs GPUs",
+    ]
+
+
+@pytest.mark.usefixtures("overlapping")
+def test_auto_is_what_rank_0_measures(shape: RankShape, caplog: pytest.LogCaptureFixture) -> None:
+    def measured(comm: Comm) -> Spreads:
+        runs: list[tuple[int, bool]] = []
+
+        def clock(run: LayerRun) -> float:
+            run()
+            in_shards = isinstance(run.spread, Shards)
+            runs.append((run.num_tokens, in_shards))
+            gain = 1.5 if run.num_tokens >= 2048 and comm.rank == 0 else 0.9
+            return run.num_tokens / gain / 64 if in_shards else run.num_tokens / 64
+
+        ways = build_spreads("auto", comm, shape, 512, clock)
+        assert runs == [(count, which) for count in (1024, 2048) for _ in range(3) for which in (False, True)]
+        return ways
+
+    with caplog.at_level(logging.INFO):
+        assert [ways.min_tokens for ways in run_ranks(2, measured)] == [2048, 2048]
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "async TP: from 2048 tokens a step; ms of a layer by tokens, without and with: "
+        "1024: 2.000 2.222, 2048: 4.000 2.667"
+    )
+
+
+def test_where_it_is_slower_nothing_is_kept(shape: RankShape, overlapping: list[int]) -> None:
+    def slower(run: LayerRun) -> float:
+        return 2.0 if isinstance(run.spread, Shards) else 1.0
+
+    built = run_ranks(2, lambda comm: build_spreads("auto", comm, shape, 512, slower))
+    assert [(ways.shards, ways.min_tokens) for ways in built] == [(None, 0)] * 2
+    assert overlapping[2:] == [-1, -1]
+
+
+@pytest.mark.usefixtures("overlapping")
+def test_steps_too_small_are_not_measured(shape: RankShape) -> None:
+    small = replace(shape, max_tokens=512)
+    built = run_ranks(2, lambda comm: build_spreads("auto", comm, small, 512, lambda _: 1 / 0))
+    assert [ways.shards for ways in built] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("shards", "least"),
+    [
+        ((2.0, 2.0, 2.0), 0),
+        ((2.0, 2.0, 0.9), 4096),
+        ((0.9, 0.9, 0.9), 1024),
+        ((0.9, 2.0, 0.9), 4096),  # from there on
+        ((0.9, 0.9, 0.99), 0),  # chance
+        ((0.99, 0.98, 0.97), 2048),
+    ],
+)
+def test_the_least_count_from_which_on_shards_are_faster(shards: tuple[float, ...], least: int) -> None:
+    counts = (1024, 2048, 4096)
+    assert least_tokens([Timing(n, 1.0, t) for n, t in zip(counts, shards, strict=True)]) == least
+
+
+def test_counts_are_above_what_is_captured() -> None:
+    assert token_counts(0, 4096) == [512, 1024, 2048, 4096]
+    assert token_counts(511, 600) == [512]
+    assert token_counts(512, 4000) == [1024, 2048]
+    assert token_counts(8192, 8192) == []
+
+
+def test_the_workspace_holds_two_parts_of_the_largest_step(shape: RankShape) -> None:
+    assert shape.workspace(4) == 2 * 525 * shape.spec.hidden_size * 4

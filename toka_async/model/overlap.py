@@ -1,0 +1,128 @@
+"""Shards whose collectives overlap with the matrices that they belong to: asynchronous tensor parallelism.
+
+GPUs read each other's memory, part by part, while they multiply the parts that are there: torch's symmetric-memory
+operations. A product with a gather or a scatter takes as many parts as there are ranks. NVLink's multicast, which these
+would use where they can, must be switched off before a process begins. Knows no layers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from toka_async.model.comm import Comm, DistributedComm
+from toka_async.model.operators import Operators
+from toka_async.model.spread import Linear, Shards
+
+NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+Product = Callable[[Tensor, Tensor], Tensor]
+_SIGNATURE = "(Tensor x, Tensor weight) -> Tensor"
+
+
+@dataclass(slots=True, frozen=True)
+class OverlappedShards(Shards):
+    """`Shards` with fused products.
+
+    gather_product: [u, k] of each rank and [n, k] to [v, n]. product_scatter: [v, k] and [n, k] to the sum's [u, n].
+    operators: keeps both alive.
+    """
+
+    gather_product: Product
+    product_scatter: Product
+    operators: Operators
+
+    def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:  # noqa: ARG002
+        output = self.gather_product(x, weight)
+        return output if bias is None else output + bias
+
+    def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:  # noqa: ARG002
+        output = self.product_scatter(x, weight)
+        return output if bias is None else output + bias
+
+
+def overlapped(comm: Comm) -> OverlappedShards:
+    """Shards over a group whose workspace is reserved."""
+    group, size, operators = _group(comm), comm.size, Operators()
+
+    def gather(x: Tensor, weight: Tensor) -> Tensor:
+        _, (output,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [weight.t()], 0, group, return_A=False)
+        product: Tensor = output
+        return product
+
+    def gathered_shape(x: Tensor, weight: Tensor) -> Tensor:
+        return x.new_empty(x.shape[0] * size, weight.shape[0])
+
+    def scatter(x: Tensor, weight: Tensor) -> Tensor:
+        product: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", 0, group)
+        return product
+
+    def scattered_shape(x: Tensor, weight: Tensor) -> Tensor:
+        return x.new_empty(x.shape[0] // size, weight.shape[0])
+
+    _, gather_product = operators.add("gather_product", _SIGNATURE, gather, gathered_shape)
+    _, product_scatter = operators.add("product_scatter", _SIGNATURE, scatter, scattered_shape)
+    return OverlappedShards(comm, gather_product, product_scatter, operators)
+
+
+def why_not(comm: Comm, device: torch.device) -> str:
+    """Why the ranks cannot overlap; empty, on all of them, if they can. Their GPUs have successive numbers."""
+    reason = _why_not_here(comm, device)
+    if comm.minimum(int(not reason)):
+        return ""
+    return reason or "another rank's GPU cannot"
+
+
+def _why_not_here(comm: Comm, device: torch.device) -> str:
+    if device.type != "cuda":
+        return "it needs GPUs"
+    if os.environ.get(NO_MULTICAST) != "1" or _has_multicast(device):
+        return f"NVLink's multicast is not switched off ({NO_MULTICAST}=1)"
+    first = device.index - comm.rank
+    others = [index for index in range(first, first + comm.size) if index != device.index]
+    if not all(torch.cuda.can_device_access_peer(device.index, other) for other in others):
+        return "GPUs cannot read each other's memory"
+    return ""
+
+
+def _has_multicast(device: torch.device) -> bool:
+    memory = _symmetric_memory()
+    return bool(memory._SymmetricMemory.has_multicast_support(memory.DeviceType.CUDA, device.index))
+
+
+def reserve(comm: Comm, num_bytes: int) -> str:
+    """Memory that all ranks read, taken once for all products: twice a rank's share of a product's largest side.
+
+    It is not the allocator's. Returns why it cannot be had; empty, on all ranks, if it is there.
+    """
+    reason = ""
+    try:
+        _symmetric_memory().get_symm_mem_workspace(_group(comm), num_bytes)
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+    if comm.minimum(int(not reason)):
+        return ""
+    return reason or "another rank cannot share memory"
+
+
+def release(comm: Comm) -> None:
+    """Gives it back, when no rank reads it any more."""
+    torch.cuda.synchronize()
+    comm.minimum(0)
+    _symmetric_memory()._group_name_to_workspace_tensor.pop(_group(comm), None)
+
+
+def _group(comm: Comm) -> str:
+    assert isinstance(comm, DistributedComm), "a rank alone, or none of torch's"
+    return comm.group_name
+
+
+def _symmetric_memory() -> Any:
+    """Torch's module, which defines the operations when it is first imported."""
+    return importlib.import_module("torch.distributed._symmetric_memory")

@@ -1,0 +1,201 @@
+"""Which steps tensor ranks compute in shards of tokens, their collectives overlapped with their products.
+
+As configured, or measured: a layer's time both ways at a handful of token counts. Knows a layer, not what is around it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from toka_async.attention.base import AttentionBatch, QueryKeyNorm
+from toka_async.model.comm import Comm
+from toka_async.model.decoder import Decoder
+from toka_async.model.ops import Ops
+from toka_async.model.overlap import overlapped, release, reserve, why_not
+from toka_async.model.spec import ModelSpec
+from toka_async.model.spread import Shards, Spread, Spreads, Whole
+from toka_async.model.weights import build_decoder, random_weights
+
+logger = logging.getLogger(__name__)
+
+MARGIN = 1.02  # less is chance
+_LEAST_TOKENS = 512  # nothing is gained below
+LAYERS = 8  # timed together, so that the host is ahead of the device where it can be
+_ROUNDS = 3
+
+
+class Clock(Protocol):
+    def __call__(self, run: LayerRun) -> float:
+        """Milliseconds that it takes."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class Timing:
+    """Milliseconds of a layer at `num_tokens`, each rank with all tokens, and in shards."""
+
+    num_tokens: int
+    whole: float
+    shards: float
+
+
+@dataclass(slots=True, frozen=True)
+class RankShape:
+    """What a rank's layers are made of. spec: of the whole model. max_tokens: of one step."""
+
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: torch.device
+    ops: Ops
+    max_tokens: int
+
+    def workspace(self, num_ranks: int) -> int:
+        """Bytes that ranks read of each other: two parts of a product's output, a share of the tokens each."""
+        return 2 * -(-self.max_tokens // num_ranks) * self.spec.hidden_size * self.dtype.itemsize
+
+
+def build_spreads(
+    asked: int | Literal["auto"], comm: Comm, shape: RankShape, most_captured: int, clock: Clock | None = None
+) -> Spreads:
+    """How steps are spread over the ranks, the same on each of them, which wait for each other.
+
+    asked: `parallel.async_tp_min_tokens`. most_captured: tokens of the largest step that is captured; what is measured
+    is never as little, as a captured step has no host's time. clock: of tests.
+    """
+    whole = Whole(comm)
+    if comm.size == 1 or asked == 0:
+        return Spreads(whole)
+    reason = why_not(comm, shape.device) or reserve(comm, shape.workspace(comm.size))
+    if reason:
+        return _not_overlapped(asked, comm, reason)
+    shards = overlapped(comm)
+    if asked != "auto":
+        return Spreads(whole, shards, asked)
+    counts = token_counts(most_captured, shape.max_tokens)
+    timings = measure(whole, shards, comm, shape, counts, clock or cuda_clock) if counts else []
+    if shape.device.type == "cuda":
+        torch.cuda.empty_cache()  # what was taken for it
+    least = int(comm.of_first(str(least_tokens(timings)).encode()))
+    _report(comm, least, timings)
+    if not least:
+        release(comm)
+        return Spreads(whole)
+    return Spreads(whole, shards, least)
+
+
+def _not_overlapped(asked: int | Literal["auto"], comm: Comm, reason: str) -> Spreads:
+    """`auto` is never; a number stands, and collectives take their turn."""
+    if asked == "auto":
+        if comm.rank == 0:
+            logger.info("async TP: never: %s", reason)
+        return Spreads(Whole(comm))
+    if comm.rank == 0:
+        logger.warning(
+            "parallel.async_tp_min_tokens=%d: steps from %d tokens on are in shards, but nothing overlaps: %s",
+            asked,
+            asked,
+            reason,
+        )
+    return Spreads(Whole(comm), Shards(comm), asked)
+
+
+def _report(comm: Comm, least: int, timings: Sequence[Timing]) -> None:
+    if comm.rank == 0:
+        times = ", ".join(f"{t.num_tokens}: {t.whole:.3f} {t.shards:.3f}" for t in timings)
+        when = f"from {least} tokens a step" if least else "never"
+        logger.info("async TP: %s; ms of a layer by tokens, without and with: %s", when, times or "not measured")
+
+
+def token_counts(most_captured: int, max_tokens: int) -> list[int]:
+    """What to measure: powers of two above the captured steps."""
+    counts = [_LEAST_TOKENS << doubled for doubled in range(32)]
+    return [count for count in counts if most_captured < count <= max_tokens]
+
+
+def least_tokens(timings: Sequence[Timing]) -> int:
+    """The least count from which on shards are faster by the margin; 0: there is none."""
+    least = 0
+    for timing in sorted(timings, key=lambda timing: -timing.num_tokens):
+        if timing.shards * MARGIN > timing.whole:
+            break
+        least = timing.num_tokens
+    return least
+
+
+def measure(
+    whole: Spread, shards: Spread, comm: Comm, shape: RankShape, counts: Sequence[int], clock: Clock
+) -> list[Timing]:
+    """Both ways in turns, of a layer of random weights over no attention; medians."""
+    one_layer = msgspec.structs.replace(shape.spec, num_layers=1, windows=shape.spec.windows[:1])
+    decoder = build_decoder(one_layer, shape.dtype, shape.device, comm, shape.ops)
+    random_weights(decoder, seed=comm.rank)
+    timings = []
+    for count in counts:
+        of_whole = LayerRun(decoder, whole, count, count)
+        of_shards = LayerRun(decoder, shards, count, -(-count // comm.size))
+        for run in (of_whole, of_shards):
+            run()  # what happens once
+        rounds = [[_timed(run, comm, clock) for run in (of_whole, of_shards)] for _ in range(_ROUNDS)]
+        timings.append(Timing(count, *(median(times) / LAYERS for times in zip(*rounds, strict=True))))
+    return timings
+
+
+def _timed(run: LayerRun, comm: Comm, clock: Clock) -> float:
+    comm.minimum(0)  # ranks begin together
+    return clock(run)
+
+
+class LayerRun:
+    """A step's layers, computed by one: `num_tokens`, of which the rank has `num_own`."""
+
+    def __init__(self, decoder: Decoder, spread: Spread, num_tokens: int, num_own: int) -> None:
+        norm = decoder.norm.weight
+        self._layer = decoder.layers[0]
+        self.spread = spread
+        self.num_tokens = num_tokens
+        self._hidden = torch.randn(num_own, norm.numel(), dtype=norm.dtype, device=norm.device)
+        self._rotation = decoder.rope(torch.arange(num_tokens, device=norm.device), norm.dtype)
+        self._attention = NoAttention(decoder.num_heads)
+
+    @torch.inference_mode()
+    def __call__(self) -> None:
+        for _ in range(LAYERS):
+            self._layer(self._hidden, self._hidden, self._rotation, self._attention, self.spread)
+
+
+class NoAttention:
+    """Gives queries back, as fast as both ways allow."""
+
+    def __init__(self, num_heads: int) -> None:
+        self._num_heads = num_heads
+
+    def plan(self, batch: AttentionBatch) -> None:
+        raise AssertionError(f"nothing is planned, such as {batch}")
+
+    def attend(
+        self,
+        layer: int,  # noqa: ARG002
+        heads: Tensor,
+        rotation: tuple[Tensor, Tensor],  # noqa: ARG002
+        norm: QueryKeyNorm | None = None,  # noqa: ARG002
+    ) -> Tensor:
+        return heads[:, : self._num_heads]
+
+
+def cuda_clock(run: LayerRun) -> float:
+    """Of the device, from the first launch to the end of the last."""
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    first.record()
+    run()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last))
