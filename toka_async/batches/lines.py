@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from toka_async.batches.disk import storage_errors
+from toka_async.batches.disk import StorageError, storage_errors
 from toka_async.batches.records import Fault
 
 MAX_FAULTS = 20  # that are told of a file
@@ -42,6 +42,14 @@ class RawLine:
 
 
 _LINE_ID = msgspec.json.Decoder(LineId)
+
+
+def custom_id_of(raw: bytes) -> str:
+    """Of a line that was checked. Raises StorageError when it is not what it was."""
+    try:
+        return _LINE_ID.decode(raw).custom_id
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise StorageError("the input file is not what it was when it was checked") from None
 
 
 def read_lines(path: Path, offset: int, max_lines: int, max_bytes: int) -> list[RawLine]:

@@ -70,8 +70,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, status="in_progress", in_progress_at=now, total=total)
 
     def refused(self, faults: tuple[Fault, ...], now: int) -> BatchRecord:
-        """The input file is not in order; nothing of it runs."""
-        assert self.status == "validating"
+        """The input file is not in order, or cannot be read any more: nothing of it runs from now on."""
         return msgspec.structs.replace(self, status="failed", failed_at=now, faults=faults)
 
     def ending(self, outcome: Outcome, now: int) -> BatchRecord:

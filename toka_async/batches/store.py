@@ -102,6 +102,7 @@ class Store:
 
     def add_file(self, record: FileRecord, upload: Path) -> None:
         """The upload, which is complete and synced, becomes a file."""
+        self.remove_expired()
         self._disk.rename(upload, self.path(record.id))
         self.database.add_file(record)
 
@@ -197,6 +198,12 @@ class Store:
             return batch
         return self._put(batch, batch.record.ending(outcome, int(self._now())))
 
+    def fail(self, batch_id: str, fault: Fault) -> Batch:
+        """The input file cannot be read any more: what was answered until now can be read, the rest is lost."""
+        batch = self.batch(batch_id)
+        self._publish_all(batch)
+        return self._put(batch, batch.record.refused((fault,), int(self._now())))
+
     def finish_lines(self, batch_id: str, lines: Sequence[DoneLine]) -> Progress:
         """Lines have ended: they are in their files, and done, together or not at all.
 
@@ -237,12 +244,16 @@ class Store:
         if record.status in FINAL:
             return batch
         assert progress.completed + progress.failed == record.total, "a line has not ended"
-        sizes = {record.output_id: progress.output_bytes, record.error_id: progress.error_bytes}
-        if record.in_progress_at is not None:
-            for file_id, size in sizes.items():
-                self._publish(record, file_id, size)
-        self._work.pop(batch_id, None)
+        self._publish_all(batch)
         return self._put(batch, record.ended(int(self._now())))
+
+    def _publish_all(self, batch: Batch) -> None:
+        """What was written becomes files."""
+        record, progress = batch.record, batch.progress
+        self._work.pop(record.id, None)
+        if record.in_progress_at is not None:
+            self._publish(record, record.output_id, progress.output_bytes)
+            self._publish(record, record.error_id, progress.error_bytes)
 
     def _publish(self, record: BatchRecord, file_id: str, size: int) -> None:
         if not size:
