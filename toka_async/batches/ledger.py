@@ -33,10 +33,12 @@ class Ledger:
 
     Attributes:
         trouble: why nothing can be kept at the moment, while that is so.
+        num_completed, num_failed: lines that were put.
     """
 
     def __init__(self, store: Store, writer: Writer, on_progress: Callable[[str, Progress], None]) -> None:
         self.trouble: StorageError | None = None
+        self.num_completed = self.num_failed = 0
         self._store = store
         self._writer = writer
         self._on_progress = on_progress
@@ -49,6 +51,8 @@ class Ledger:
     def put(self, batch_id: str, line: DoneLine) -> None:
         """Will be kept, sooner or later."""
         self._lines[batch_id].append(line)
+        self.num_completed += not line.failed
+        self.num_failed += line.failed
         self._num_bytes += len(line.data)
         if self._num_bytes >= MAX_BYTES:
             self._has_room.clear()

@@ -24,7 +24,7 @@ class LineId(msgspec.Struct, frozen=True):
     custom_id: str
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A request of a batch."""
 
     custom_id: str
@@ -154,4 +154,3 @@ class Checker:
     def _fault(self, code: str, message: str, line: int | None = None, param: str | None = None) -> None:
         if len(self.faults) < MAX_FAULTS:
             self.faults.append(Fault(code=code, message=message, param=param, line=line))
-

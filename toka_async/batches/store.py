@@ -294,4 +294,3 @@ def lock(path: Path) -> int:
         os.close(fd)
         raise StorageError(f"{path.parent} is in use by another process") from None
     return fd
-

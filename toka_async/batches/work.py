@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from toka_async.batches.disk import StorageError
 from toka_async.batches.ledger import Ledger
@@ -113,6 +113,11 @@ class Batches:
         self._checks = asyncio.Semaphore(1)
         self._stopped = False
 
+    @property
+    def num_open(self) -> int:
+        """Batches that have not ended."""
+        return len(self._running)
+
     # ---- from outside ------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -201,7 +206,8 @@ class Batches:
         seconds = None if record.expires_at is None else max(0.0, record.expires_at - time.time())
         lines = asyncio.create_task(self._ask_lines(record))
         try:
-            await asyncio.wait({lines, ending}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {lines, ending}
+            await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             was_done = lines.done()
             lines.cancel()

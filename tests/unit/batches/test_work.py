@@ -38,7 +38,13 @@ class Running:
         self.ended: asyncio.Queue[Batch] = asyncio.Queue()
         writer = Writer(Transactions(self.store.database.connection, self.store.committed, self.store.forget))
         self.batches = Batches(
-            self.store, writer, self.answers, self.window, Limits(10_000, 1 << 16), executor, on_end=self.ended.put_nowait
+            self.store,
+            writer,
+            self.answers,
+            self.window,
+            Limits(10_000, 1 << 16),
+            executor,
+            on_end=self.ended.put_nowait,
         )
 
     async def create(self, lines: Iterable[bytes | dict[str, Any]], name: str = "b", **fields: Any) -> None:
@@ -261,16 +267,16 @@ async def test_a_full_disk_pauses_batches_and_loses_nothing(tmp_path: Path, monk
             await asyncio.sleep(0.001)
         it.disk.before = full
         it.answers.gate.set()
-        while it.batches.ledger.trouble is None:
+        while (trouble := it.batches.ledger.trouble) is None:
             await asyncio.sleep(0.001)
-        assert it.batches.ledger.trouble.full
+        assert trouble.full
         await asyncio.sleep(0.02)
         num_asked = it.answers.asked.total()
         assert num_asked < 500  # it does not go on
         assert (await it.batch()).progress.completed == 0  # and answers meanwhile
         it.disk.before = lambda _step: None
         batch = await it.end()
-        assert it.batches.ledger.trouble is None
+        assert not it.batches.ledger.trouble
         assert batch.progress.completed == 500
         assert it.ids("b-out") == names(range(500))
         assert it.answers.asked == names(range(500))
