@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 from toka_async.batches.disk import StorageError
-from toka_async.batches.records import DoneLine, Progress
+from toka_async.batches.records import Batch, DoneLine
 from toka_async.batches.store import Store
 from toka_async.batches.writer import Writer
 
@@ -29,14 +29,14 @@ class Ledger:
     """What is done and not yet kept, of all batches.
 
     Args:
-        on_progress: called with a batch's id when more of it is kept.
+        on_progress: called when more of a batch is kept.
 
     Attributes:
         trouble: why nothing can be kept at the moment, while that is so.
         num_completed, num_failed: lines that were put.
     """
 
-    def __init__(self, store: Store, writer: Writer, on_progress: Callable[[str, Progress], None]) -> None:
+    def __init__(self, store: Store, writer: Writer, on_progress: Callable[[Batch], None]) -> None:
         self.trouble: StorageError | None = None
         self.num_completed = self.num_failed = 0
         self._store = store
@@ -88,8 +88,8 @@ class Ledger:
             works = [
                 self.persist(partial(self._store.finish_lines, batch_id, each)) for batch_id, each in lines.items()
             ]
-            for batch_id, progress in zip(lines, await asyncio.gather(*works), strict=True):
-                self._on_progress(batch_id, progress)
+            for batch in await asyncio.gather(*works):
+                self._on_progress(batch)
             self._num_bytes -= sum(len(line.data) for each in lines.values() for line in each)
             if self._num_bytes < MAX_BYTES:
                 self._has_room.set()

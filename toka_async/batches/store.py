@@ -204,7 +204,7 @@ class Store:
         self._publish_all(batch)
         return self._put(batch, batch.record.refused((fault,), int(self._now())))
 
-    def finish_lines(self, batch_id: str, lines: Sequence[DoneLine]) -> Progress:
+    def finish_lines(self, batch_id: str, lines: Sequence[DoneLine]) -> Batch:
         """Lines have ended: they are in their files, and done, together or not at all.
 
         Raises:
@@ -231,7 +231,7 @@ class Store:
         assert work.spans.num_done == progress.completed + progress.failed
         self.database.put_progress(batch_id, progress)
         work.progress = progress
-        return progress
+        return Batch(record, progress)
 
     def gaps(self, batch_id: str) -> list[Gap]:
         """The lines that are left, of a batch whose lines were counted."""

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from toka_async.batches.disk import StorageError
 from toka_async.batches.ledger import Ledger
 from toka_async.batches.lines import Checker, RawLine, read_lines
-from toka_async.batches.records import FINAL, Batch, BatchRecord, DoneLine, Fault, Outcome, Progress
+from toka_async.batches.records import FINAL, Batch, BatchRecord, DoneLine, Fault, Outcome
 from toka_async.batches.results import Answered, cut_line, done_line
 from toka_async.batches.store import Store
 from toka_async.batches.window import Window
@@ -97,7 +97,7 @@ class Batches:
         window: Window,
         limits: Limits,
         executor: Executor,
-        on_progress: Callable[[str, Progress], None] = lambda _id, _progress: None,
+        on_progress: Callable[[Batch], None] = lambda _batch: None,
         on_end: Callable[[Batch], None] = lambda _batch: None,
     ) -> None:
         self.store = store

@@ -22,7 +22,7 @@ from toka_async.batches.store import Store
 from toka_async.config import ModelConfig
 from toka_async.listening import BACKLOG, inherited
 from toka_async.messages import ToScheduler, ToServer
-from toka_async.model.generation import read_generation_defaults
+from toka_async.model.generation import GenerationDefaults, read_generation_defaults
 from toka_async.model.spec import ModelError, read_spec
 from toka_async.procs.child import ChildSpec, Drain, Drained, Fail, Lost, Order, ParentLink, Started
 from toka_async.server.app import create_app
@@ -141,14 +141,19 @@ async def close(runner: Runner, timeout: float) -> None:
 
 def build_app(spec: ChildSpec, engine: Engine) -> web.Application:
     """Raises ModelError, TokenizerError, ChatTemplateError or StorageError; the message names the file."""
+    tokenizer, template, defaults = load_texts(spec)
+    folder = spec.config.server.data_dir
+    store = Store(Path(folder).absolute(), time.time) if folder else None
+    return create_app(spec.config.server, spec.served_name, tokenizer, template, defaults, engine, store)
+
+
+def load_texts(spec: ChildSpec) -> tuple[Tokenizer, ChatTemplate | None, GenerationDefaults]:
+    """Raises ModelError, TokenizerError or ChatTemplateError; the message names the file."""
     model, model_dir = spec.config.model, Path(spec.model_dir)
     use_file = model.generation_config == "auto"
     defaults = read_generation_defaults(model_dir, read_spec(model_dir), use_file)
     tokenizer = Tokenizer.load(Path(spec.tokenizer_dir))
-    template = chat_template(model, tokenizer)
-    folder = spec.config.server.data_dir
-    store = Store(Path(folder).absolute(), time.time) if folder else None
-    return create_app(spec.config.server, spec.served_name, tokenizer, template, defaults, engine, store)
+    return tokenizer, chat_template(model, tokenizer), defaults
 
 
 def chat_template(model: ModelConfig, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -37,18 +37,14 @@ def create_app(
     store: Store | None = None,
 ) -> web.Application:
     """The app; it answers 503 until the engine is ready, so it may listen before. `store`: of files and batches."""
-    executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
-    ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     app = web.Application(middlewares=[json_errors], client_max_size=config.max_body_mb << 20)
-    app[SERVICE] = Service(
-        config, served_name, tokenizer, chat_template, make_defaults(defaults, ends), engine, executor
-    )
-    batches = app[files.BATCHES] = None if store is None else BatchService(store, app[SERVICE])
+    service = app[SERVICE] = create_service(config, served_name, tokenizer, chat_template, defaults, engine)
+    batches = app[files.BATCHES] = None if store is None else BatchService(store, service)
     add_routes(app)
 
     async def text_threads(_app: web.Application) -> AsyncIterator[None]:
         yield
-        executor.shutdown(wait=False, cancel_futures=True)
+        service.executor.shutdown(wait=False, cancel_futures=True)
 
     async def status_line(_app: web.Application) -> AsyncIterator[None]:
         status = StatusLine(engine, config.stats_interval)
@@ -64,6 +60,20 @@ def create_app(
 
     app.cleanup_ctx.extend([text_threads, status_line, *([] if batches is None else [batch_work])])
     return app
+
+
+def create_service(
+    config: ServerConfig,
+    served_name: str,
+    tokenizer: Tokenizer,
+    chat_template: ChatTemplate | None,
+    defaults: GenerationDefaults,
+    engine: Engine,
+) -> Service:
+    """What answers requests, whoever asks."""
+    executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
+    ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return Service(config, served_name, tokenizer, chat_template, make_defaults(defaults, ends), engine, executor)
 
 
 def add_routes(app: web.Application) -> None:

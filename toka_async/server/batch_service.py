@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from toka_async.batches.records import Batch, Progress
+from toka_async.batches.records import Batch
 from toka_async.batches.store import Store
 from toka_async.batches.window import Load, Window
 from toka_async.batches.work import Batches, Limits
@@ -35,7 +35,7 @@ class BatchService:
         self,
         store: Store,
         service: Service,
-        on_progress: Callable[[str, Progress], None] = lambda _id, _progress: None,
+        on_progress: Callable[[Batch], None] = lambda _batch: None,
         on_end: Callable[[Batch], None] = lambda _batch: None,
     ) -> None:
         self.store = store

@@ -14,6 +14,7 @@ from openai.types import Batch
 
 from tests.fake_scheduler import FakeScheduler
 from tests.web_server import WebServer, checked_error, web_server
+from toka_async.batches.disk import StorageError
 from toka_async.messages import Submit
 from toka_async.server.files import BATCHES
 from toka_async.server.line_answers import PRIORITY
@@ -269,12 +270,12 @@ async def test_requests_that_find_no_place_wait_for_one(tmp_path: Path) -> None:
 
 
 async def test_the_object_says_that_the_disk_is_full(client: openai.AsyncOpenAI, server: WebServer) -> None:
-    from toka_async.batches.disk import StorageError
-
     server.scheduler.held = True
     service = server.app[BATCHES]
     assert service is not None
     batch = await created(client, [line(0)])
+    while not server.engine.num_requests:
+        await asyncio.sleep(0.001)
     service.batches.ledger.trouble = StorageError("no space left", full=True)
     batch = await client.batches.retrieve(batch.id)
     assert batch.errors is not None
