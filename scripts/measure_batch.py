@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -51,6 +52,16 @@ class Server:
         request = urllib.request.Request(f"{self.url}/v1/{path}", body, {"Content-Type": kind})
         with urllib.request.urlopen(request, timeout=300) as response:
             return json.loads(response.read())
+
+    def answer_ms(self, num: int = 20) -> float:
+        """Median time of a chat of 16 tokens, one after the other."""
+        body = {"messages": [{"role": "user", "content": "What is it?"}], "max_tokens": 16, "ignore_eos": True}
+        times = []
+        for _ in range(num):
+            start = time.monotonic()
+            self.ask("chat/completions", json.dumps(body).encode())
+            times.append(1000 * (time.monotonic() - start))
+        return statistics.median(times)
 
     def kill(self) -> None:
         """Every process at the same moment."""
@@ -114,6 +125,7 @@ def main() -> None:
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     server = Server(folder, options.overrides)
     result: dict[str, float] = {"lines": options.lines, "idle_mib": server.memory("VmRSS")}
+    result["answer_idle_ms"] = server.answer_ms()
     try:
         start = time.monotonic()
         file_id = upload(server, options.lines, options.max_tokens)
@@ -123,6 +135,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, float]:
         batch_id = server.ask("batches", json.dumps(wanted).encode())["id"]
         _, first = server.wait_until(batch_id, 1)
         result["first_line_s"] = first - start
+        result["answer_busy_ms"] = server.answer_ms()
         goal = int(options.lines * options.kill_at)
         if goal:
             batch, now = server.wait_until(batch_id, goal)
