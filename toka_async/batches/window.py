@@ -24,12 +24,18 @@ class Load:
 def next_size(load: Load, in_flight: int, limit: int) -> int:
     """The samples of batches that may be in the engine, given that `in_flight` are.
 
-    So many that a quarter of what runs waits behind it: more when the queues run low, fewer when others fill them. At
-    most twice what can run, and `limit`.
+    So many that a quarter of what runs waits behind it: fewer when others fill the queues, more when these run low.
+    Free rows are filled then too, but no faster than by doubling: where the cache holds fewer than there are rows,
+    more would only wait. At most twice what can run, and `limit`.
     """
+    if not load.rows:
+        return 0
     wanted = max(MIN_WAITING, load.running // 4)
     size = in_flight + wanted - load.waiting
-    return max(1, min(size, 2 * load.rows + MIN_WAITING, limit)) if load.rows else 0
+    if load.waiting <= wanted:
+        free = max(0, load.rows - load.running)
+        size += min(free, in_flight) if in_flight else free
+    return max(1, min(size, 2 * load.rows + MIN_WAITING, limit))
 
 
 class Window:
@@ -48,10 +54,7 @@ class Window:
 
     def report(self, load: Load) -> None:
         """The engine's state has changed; no rows mean that it takes nothing."""
-        if not self.size or not load.rows:
-            self.size = min(load.rows + MIN_WAITING, self._limit) if load.rows else 0
-        else:
-            self.size = next_size(load, self.in_flight, self._limit)
+        self.size = next_size(load, self.in_flight, self._limit)
         self._wake()
         if self.size:
             retrying, self._retrying = self._retrying, []

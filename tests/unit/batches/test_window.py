@@ -13,11 +13,15 @@ from toka_async.batches.window import MIN_WAITING, Load, Window, next_size
 @pytest.mark.parametrize(
     ("load", "in_flight", "size"),
     [
+        (Load(256), 0, 320),  # nothing is there yet: all rows, and some behind
+        (Load(256, running=100, waiting=10), 0, 210),  # but for what others have
         (Load(256, running=256, waiting=64), 320, 320),  # as it should be
         (Load(256, running=256, waiting=0), 320, 384),  # the queue has run dry
         (Load(256, running=256, waiting=264), 320, 120),  # others fill it
         (Load(256, running=10, waiting=2000), 100, 1),
         (Load(8192, running=8192, waiting=0), 8192, 10240),  # a quarter of what runs
+        (Load(8192, running=100, waiting=0), 100, 264),  # free rows, by doubling
+        (Load(8192, running=100, waiting=100), 200, 164),  # rows are free, but the cache is full
         (Load(256, running=256, waiting=0), 5000, 576),  # twice the rows
         (Load(8192, running=8000, waiting=0), 10000, 11000),  # the limit
         (Load(0), 10, 0),  # nobody is there
