@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -13,6 +15,7 @@ from aiohttp import web
 
 from tests.fake_scheduler import FakeScheduler
 from tests.tokenizers_small import byte_level
+from toka_async.batches.store import Store
 from toka_async.config import ServerConfig
 from toka_async.model.generation import GenerationDefaults
 from toka_async.server.app import create_app
@@ -96,12 +99,13 @@ async def web_server(
     defaults: GenerationDefaults | None = None,
     **config: Any,
 ) -> AsyncIterator[WebServer]:
-    """A server; `config` are fields of ServerConfig."""
+    """A server; `config` are fields of ServerConfig, `data_dir` among them."""
     scheduler, tokenizer = scheduler or FakeScheduler(), tokenizer or byte_level()
     settings = ServerConfig(**{"stats_interval": 0.0} | config)
     engine = Engine([scheduler], settings.max_requests)
     chat_template = None if template is None else ChatTemplate(template, tokenizer.special_tokens)
-    app = create_app(settings, NAME, tokenizer, chat_template, defaults or GenerationDefaults(), engine)
+    store = Store(Path(settings.data_dir), time.time) if settings.data_dir else None
+    app = create_app(settings, NAME, tokenizer, chat_template, defaults or GenerationDefaults(), engine, store)
     runner = Runner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -37,6 +37,8 @@ def _run(options: argparse.Namespace) -> int:
     match options.command:
         case "serve":
             return _serve(load_config(options.config, options.overrides))
+        case "batch":
+            return _batch(options)
         case "plan":
             return _plan(options)
         case "config":
@@ -57,6 +59,16 @@ def _serve(config: Config) -> int:
     try:
         return serve(config)
     except ModelError as error:
+        return _wrong(error)
+
+
+def _batch(options: argparse.Namespace) -> int:
+    from toka_async.batch_run import BatchError, run
+    from toka_async.model.spec import ModelError
+
+    try:
+        return run(load_config(options.config, options.overrides), options.input, options.output, options.errors)
+    except (ModelError, BatchError) as error:
         return _wrong(error)
 
 
@@ -144,6 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"toka-async {__version__}")
     command = _adder(parser, "command", keys)
     _add_configuration(command("serve", "serve a model over HTTP until SIGTERM or SIGINT"))
+    _add_batch(_adder(command("batch", "work on files of requests, without a server"), "action", keys))
     plan = command("plan", "show what would go on which GPU, without starting anything")
     plan.add_argument("--gpu-memory", type=_positive, metavar="GIB", help="of each GPU; default: of the one here")
     _add_configuration(plan)
@@ -159,6 +172,14 @@ def _parser() -> argparse.ArgumentParser:
     add_benchmarks(_adder(command("bench", "measure"), "benchmark", ""))
     command("version", "print the version")
     return parser
+
+
+def _add_batch(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    run = add("run", "answer every line of a file, as OpenAI's batches have them; after a stop, go on where it was")
+    run.add_argument("-i", "--input", type=Path, required=True, metavar="IN.jsonl", help="one request a line")
+    run.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.jsonl", help="one answer a line")
+    run.add_argument("-e", "--errors", type=Path, metavar="ERR.jsonl", help="failed lines; default: OUT.errors.jsonl")
+    _add_configuration(run)
 
 
 def _positive(text: str) -> float:

@@ -64,6 +64,11 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     drain_timeout: Annotated[
         float, Meta(ge=0, description="seconds that running requests get to finish on SIGTERM")
     ] = 30.0
+    data_dir: Annotated[
+        str, Meta(description="folder of files and batches, one server's own; empty: no Files and Batches")
+    ] = ""
+    max_file_mb: Annotated[int, Meta(ge=1, description="largest file that can be uploaded, in MiB")] = 4096
+    max_batch_lines: Annotated[Count, Meta(description="most lines of a batch")] = 10_000_000
 
 
 class CacheConfig(Section, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""`toka-async serve`: prepares what the processes share, starts them, and supervises them until they end.
+"""`toka-async serve` and `batch run`: prepares what the processes share, starts and supervises them until they end.
 
 Everything that a user can have got wrong and that is cheap to see is checked here, before any process starts.
 Loads no torch and knows nothing of HTTP or of models beyond their files.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -21,10 +21,11 @@ from toka_async.model.division import check_tensor_size
 from toka_async.model.generation import read_generation_defaults
 from toka_async.model.hub import resolve_model, resolve_tokenizer
 from toka_async.model.spec import ModelError, read_spec
-from toka_async.procs.child import ChildSpec
+from toka_async.procs.child import BatchJob, ChildSpec, Status
 from toka_async.supervisor import Launch, Supervisor, say
 from toka_async.topology import local_topology
 
+BATCH_DRAIN = 5.0  # seconds in which a batch that is stopped keeps what is done
 LONGEST_FOLDER = 60  # characters; addresses of unix sockets, names included, end at about 100
 
 
@@ -54,14 +55,46 @@ def serve(config: Config) -> int:
                 say(line)
             print(f"toka-async: serving {spec.served_name} at {url}", flush=True)
 
-        def relaunch(replica: int, life: int) -> Iterator[Launch]:
-            return map(_launch, _replica(spec, replica, life))
-
-        with Supervisor(config.server.drain_timeout, relaunch if config.parallel.dp > 1 else None) as supervisor:
+        with _supervisor(spec, config.server.drain_timeout) as supervisor:
             for child in _children(spec):
                 supervisor.start(_launch(child))
             listener.close()  # the server has it: what it stops accepting is refused
             return supervisor.run(on_started)
+
+
+def run_batch(config: Config, job: BatchJob, show: Callable[[Status], int | None]) -> int:
+    """Run a batch without a server until it ends, a signal or a failure; the exit code.
+
+    `show` is called with what the processes say; a number that it returns is the exit code.
+
+    Raises:
+        ModelError: as in `serve`.
+    """
+    model_dir, tokenizer_dir = _files(config)
+    with _socket_folder() as folder:
+        spec = ChildSpec(
+            role="batch",
+            config=config,
+            topology=local_topology(folder, config.parallel.dp),
+            model_dir=str(model_dir),
+            tokenizer_dir=str(tokenizer_dir),
+            served_name=config.model.served_name or config.model.path,
+            folder=str(folder),
+            job=job,
+        )
+        with _supervisor(spec, BATCH_DRAIN, show) as supervisor:
+            for child in _children(spec):
+                supervisor.start(_launch(child))
+            return supervisor.run(lambda: None)
+
+
+def _supervisor(
+    spec: ChildSpec, drain_timeout: float, on_status: Callable[[Status], int | None] = lambda _status: None
+) -> Supervisor:
+    def relaunch(replica: int, life: int) -> Iterator[Launch]:
+        return map(_launch, _replica(spec, replica, life))
+
+    return Supervisor(drain_timeout, relaunch if spec.config.parallel.dp > 1 else None, on_status)
 
 
 def _files(config: Config) -> tuple[Path, Path]:
@@ -100,7 +133,7 @@ def _launch(child: ChildSpec) -> Launch:
         name=child.name,
         command=[sys.executable, "-m", "toka_async.procs", child.name],
         spec=msgspec.json.encode(child),
-        replica=-1 if child.role == "server" else child.replica,
+        replica=-1 if child.role in ("server", "batch") else child.replica,
         inherit=[child.listen_fd] if child.listen_fd >= 0 else [],
     )
 

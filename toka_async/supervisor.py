@@ -129,11 +129,19 @@ class Supervisor:
     Args:
         drain_timeout: seconds that running requests get.
         relaunch: the children of a replica, by its number and how often it was lost. Without it a death ends all.
+        on_status: called with what children say; a number that it returns ends all, as the exit code.
     """
 
-    def __init__(self, drain_timeout: float, relaunch: Callable[[int, int], Iterable[Launch]] | None = None) -> None:
+    def __init__(
+        self,
+        drain_timeout: float,
+        relaunch: Callable[[int, int], Iterable[Launch]] | None = None,
+        on_status: Callable[[Status], int | None] = lambda _status: None,
+    ) -> None:
         self._drain_timeout = drain_timeout
         self._relaunch = relaunch
+        self._on_status = on_status
+        self._code: int | None = None
         self._restarts = Restarts(time.monotonic)
         self._children: list[Child] = []
         self._selector = selectors.DefaultSelector()
@@ -176,11 +184,11 @@ class Supervisor:
             started = True
             on_started()
             self._wait_signal()
-            return self._drain()
+            return self._drain() if self._code is None else self._code
         except ChildError as failure:
             say(str(failure))
             self._fail(str(failure))
-            return 2 if failure.user and not started else 1
+            return 2 if failure.user and not (started and failure.child.replica >= 0) else 1
 
     def _wait_started(self) -> bool:
         """False when a signal came first."""
@@ -195,8 +203,8 @@ class Supervisor:
         return True
 
     def _wait_signal(self) -> None:
-        """Until a signal; restarts what is lost."""
-        while True:
+        """Until a signal, or until a child has said what ends all; restarts what is lost."""
+        while self._code is None:
             for replica in self._restarts.take_due():
                 assert self._relaunch is not None
                 for launch in self._relaunch(replica, self._restarts.life(replica)):
@@ -279,6 +287,8 @@ class Supervisor:
                 if isinstance(status, Fatal):
                     message = status.message if status.user else f"{child.name}: {status.message}"
                     raise ChildError(message, child, user=status.user)
+                if self._code is None:
+                    self._code = self._on_status(status)
                 yield child, status
 
 

@@ -62,6 +62,9 @@ def test_config_shows_effective_values(capsys: pytest.CaptureFixture[str], tmp_p
         (["serve", "model.path=/does/not/exist"], "/does/not/exist"),
         (["config", "what"], "'what'"),
         (["ping"], "prompt"),
+        (["batch"], "action"),
+        (["batch", "run", "-i", "x"], "--output"),
+        (["batch", "run", "-i", "/does/not/exist", "-o", "/tmp/out"], "/does/not/exist"),
         (["ping", "x", "server.port=-1"], "server.port"),
     ],
 )

@@ -20,17 +20,19 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "scheduler": set(),
     "transport": set(),
     "listening": set(),
+    "batches": set(),
     "kernels": set(),
     "model": {"attention", "kernels"},
     "attention": {"model", "kernels"},
-    "server": {"openai", "text", "transport", "model.spec", "model.generation"},
+    "server": {"openai", "text", "transport", "batches", "model.spec", "model.generation"},
     "runner": {"model", "attention", "kernels"},
 }
 FAMILIES["procs"] = set(FAMILIES)
-TOP = {"cli", "__main__", "launch", "supervisor", "restarts", "plan", "ping", "bench"}  # L4
+TOP = {"cli", "__main__", "launch", "supervisor", "restarts", "plan", "ping", "bench", "batch_run"}  # L4
 EXTERNAL = {  # all that these may import from elsewhere
     "": {"msgspec", "numpy"},
     "scheduler": {"msgspec", "numpy"},
+    "batches": {"msgspec", "numpy"},
     "kernels": {"torch", "triton"},
 }
 

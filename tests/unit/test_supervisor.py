@@ -15,6 +15,7 @@ import pytest
 
 from toka_async import restarts
 from toka_async import supervisor as module
+from toka_async.procs.child import Finished, Status
 from toka_async.supervisor import Child, Launch, Supervisor
 
 SAY = """
@@ -282,3 +283,22 @@ def test_the_servers_death_ends_all_replicas(capfd: pytest.CaptureFixture[str]) 
         supervisor.start(Launch("rank-0-0", command(WORKER), b"spec", 0))
         assert supervisor.run(lambda: None) == 1
     assert "server exited with code 4\n" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("when", ["before all have started", "later"])
+def test_a_child_can_say_what_ends_all(when: str) -> None:
+    finished = 'say(\'{"type":"Finished","completed":3,"failed":0}\'); '
+    program = (
+        SAY + ("" if when == "later" else finished) + "started(); " + (finished if when == "later" else "") + "read()"
+    )
+    said: list[Status] = []
+
+    def on_status(status: Status) -> int | None:
+        said.append(status)
+        return 7 if isinstance(status, Finished) else None
+
+    with Supervisor(drain_timeout=0.3, on_status=on_status) as supervisor:
+        supervisor.start(Launch("batch", command(program), b"spec"))
+        supervisor.start(Launch("rank", command(WORKER), b"spec"))
+        assert supervisor.run(lambda: None) == 7
+    assert said[-1] == Finished(3, 0)

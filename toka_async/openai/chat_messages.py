@@ -15,15 +15,17 @@ STRING_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 Message = dict[str, Any]
 
 
-def parse_messages(messages: list[Any]) -> list[Message]:
+def parse_messages(messages: list[Any], where: str = "messages") -> list[Message]:
     """The messages with nulls dropped. A developer's message is a system message, which templates know.
+
+    `where` names them in errors.
 
     Raises:
         ApiError: 400 whose `param` is the place, e.g. `messages[2].content`.
     """
     if not messages:
-        raise bad_request("'messages' must not be empty", param="messages")
-    return [parse_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        raise bad_request(f"'{where}' must not be empty", param=where)
+    return [parse_message(message, f"{where}[{index}]") for index, message in enumerate(messages)]
 
 
 def parse_message(message: Any, where: str) -> Message:

@@ -27,6 +27,10 @@ def run(link: ParentLink) -> None:
             from toka_async.procs import server
 
             server.run(link)
+        case "batch":
+            from toka_async.procs import batch
+
+            batch.run(link)
         case "scheduler":
             from toka_async.procs import scheduler
 

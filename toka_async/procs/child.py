@@ -25,10 +25,19 @@ from toka_async.topology import Topology
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the parent's to decide on; children ignore them
 
 
+class BatchJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch without a server: files, as absolute paths, and the folder where its progress is kept."""
+
+    input: str
+    output: str
+    errors: str
+    folder: str
+
+
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a child is told at its start."""
 
-    role: Literal["server", "scheduler", "rank"]
+    role: Literal["server", "batch", "scheduler", "rank"]  # batch: in the place of the server
     replica: int = 0
     rank: int = 0  # within the replica
     life: int = 0  # of the replica: how often it was restarted
@@ -39,12 +48,13 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     served_name: str
     folder: str  # holds the sockets; whoever outlives the parent removes it
     listen_fd: int = -1  # the server's listening socket
+    job: BatchJob | None = None
 
     @property
     def name(self) -> str:
         match self.role:
-            case "server":
-                return "server"
+            case "server" | "batch":
+                return self.role
             case "scheduler":
                 return f"scheduler-{self.replica}"
             case "rank":
@@ -66,6 +76,21 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
     """Server -> parent: no request is running; `num_cut` of them did not finish in time."""
 
     num_cut: int
+
+
+class Advanced(msgspec.Struct, frozen=True, tag=True):
+    """Batch -> parent: how many of the lines have ended by now, and how many of these went to the error file."""
+
+    done: int
+    failed: int
+    total: int
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """Batch -> parent: all lines have ended."""
+
+    completed: int
+    failed: int
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
@@ -92,7 +117,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Parent -> child: exit now. The pipe's end without it means that the parent was killed."""
 
 
-Status = Started | Fatal | Drained
+Status = Started | Fatal | Drained | Advanced | Finished
 Order = Drain | Fail | Lost | Stop
 
 _ORDERS: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)

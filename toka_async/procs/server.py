@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -16,10 +17,12 @@ import uvloop
 import zmq
 from aiohttp import web
 
+from toka_async.batches.disk import StorageError
+from toka_async.batches.store import Store
 from toka_async.config import ModelConfig
 from toka_async.listening import BACKLOG, inherited
 from toka_async.messages import ToScheduler, ToServer
-from toka_async.model.generation import read_generation_defaults
+from toka_async.model.generation import GenerationDefaults, read_generation_defaults
 from toka_async.model.spec import ModelError, read_spec
 from toka_async.procs.child import ChildSpec, Drain, Drained, Fail, Lost, Order, ParentLink, Started
 from toka_async.server.app import create_app
@@ -49,6 +52,8 @@ async def serve(link: ParentLink) -> NoReturn:
         app = build_app(spec, engine)
     except (ModelError, TokenizerError, ChatTemplateError) as error:
         link.fatal(str(error), user=True)
+    except StorageError as error:
+        link.fatal(f"server.data_dir: {error}", user=True)
     runner = Runner(app, shutdown_timeout=spec.config.server.drain_timeout)
     await runner.setup()
     site = web.SockSite(runner, inherited(spec.listen_fd), backlog=BACKLOG)
@@ -135,13 +140,20 @@ async def close(runner: Runner, timeout: float) -> None:
 
 
 def build_app(spec: ChildSpec, engine: Engine) -> web.Application:
+    """Raises ModelError, TokenizerError, ChatTemplateError or StorageError; the message names the file."""
+    tokenizer, template, defaults = load_texts(spec)
+    folder = spec.config.server.data_dir
+    store = Store(Path(folder).absolute(), time.time) if folder else None
+    return create_app(spec.config.server, spec.served_name, tokenizer, template, defaults, engine, store)
+
+
+def load_texts(spec: ChildSpec) -> tuple[Tokenizer, ChatTemplate | None, GenerationDefaults]:
     """Raises ModelError, TokenizerError or ChatTemplateError; the message names the file."""
     model, model_dir = spec.config.model, Path(spec.model_dir)
     use_file = model.generation_config == "auto"
     defaults = read_generation_defaults(model_dir, read_spec(model_dir), use_file)
     tokenizer = Tokenizer.load(Path(spec.tokenizer_dir))
-    template = chat_template(model, tokenizer)
-    return create_app(spec.config.server, spec.served_name, tokenizer, template, defaults, engine)
+    return tokenizer, chat_template(model, tokenizer), defaults
 
 
 def chat_template(model: ModelConfig, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 from aiohttp import web
 from msgspec import UNSET, UnsetType
@@ -34,24 +37,38 @@ from toka_async.server.service import Chat, Output, Run, Service
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Handles one request."""
-    service = request.app[SERVICE]
     wire = await read_request(request, ChatRequest)
+    async with chat_run(request.app[SERVICE], wire) as (run, answer):
+        return await respond(request, run, answer)
+
+
+@asynccontextmanager
+async def chat_run(service: Service, wire: ChatRequest) -> AsyncIterator[tuple[Run, ChatAnswer]]:
+    """A request while it runs, and what makes its response. Raises as `Service.running` does."""
     service.check_model(wire.model)
     generation = chat_generation(wire, service.limits(), service.defaults)
     text = await service.render(wire_chat(wire))
     prompts = await service.encode([text], wire.add_special_tokens, "messages")
     async with service.running(generation, prompts, "messages") as run:
-        return await respond(request, run, ChatAnswer(service, new_header("chatcmpl", service.name)))
+        yield run, ChatAnswer(service, new_header("chatcmpl", service.name))
 
 
 def wire_chat(wire: ChatRequest | TokenizeRequest) -> Chat:
-    """The chat of a request. A final message that is to be continued is not followed by a generation prompt."""
+    """The chat of a request."""
+    return one_chat(wire, wire.messages or [], "messages")
+
+
+def one_chat(wire: ChatRequest | TokenizeRequest, given: list[Any], where: str) -> Chat:
+    """A chat. A final message that is to be continued is not followed by a generation prompt.
+
+    `where` names the messages in errors.
+    """
     if wire.continue_final_message and wire.add_generation_prompt:
         raise bad_request(
             "'continue_final_message' and add_generation_prompt cannot both be true", param="continue_final_message"
         )
     add = not wire.continue_final_message if wire.add_generation_prompt is None else wire.add_generation_prompt
-    messages = parse_messages(wire.messages or [])
+    messages = parse_messages(given, where)
     return Chat(messages, add, wire.continue_final_message, wire.chat_template_kwargs)
 
 
@@ -68,7 +85,7 @@ class ChatAnswer:
             id=header.id,
             created=header.created,
             model=header.model,
-            choices=[self.choice(run, index, output) for index, output in enumerate(outputs[0])],
+            choices=[self.choice(run, index, output) for index, output in enumerate(chain.from_iterable(outputs))],
             usage=run_usage(run, num_kept(outputs)),
             prompt_logprobs=self.prompt_logprobs(run),
         )

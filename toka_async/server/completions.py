@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -33,8 +34,14 @@ from toka_async.server.service import Output, Run, Service
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Handles one request."""
-    service = request.app[SERVICE]
     wire = await read_request(request, CompletionRequest)
+    async with completion_run(request.app[SERVICE], wire) as (run, answer):
+        return await respond(request, run, answer)
+
+
+@asynccontextmanager
+async def completion_run(service: Service, wire: CompletionRequest) -> AsyncIterator[tuple[Run, CompletionAnswer]]:
+    """A request while it runs, and what makes its response. Raises as `Service.running` does."""
     service.check_model(wire.model)
     generation = completion_generation(wire, service.limits(), service.defaults)
     given = parse_prompts(wire.prompt)
@@ -42,16 +49,21 @@ async def completions(request: web.Request) -> web.StreamResponse:
     prompts = await service.encode(given, wire.add_special_tokens, "prompt")
     echoed = [prompt_text(service, generation, prompt) for prompt in given] if generation.echo else []
     async with service.running(generation, prompts, "prompt") as run:
-        return await respond(request, run, CompletionAnswer(service, echoed, new_header("cmpl", service.name)))
+        yield run, CompletionAnswer(service, echoed, new_header("cmpl", service.name))
 
 
 def check_size(prompts: list[Prompt], generation: Generation, config: ServerConfig) -> None:
     """Raises ApiError (400) for more prompts or samples than can ever be held."""
-    if len(prompts) > config.max_requests:
-        raise bad_request(f"'prompt' can hold at most {config.max_requests} prompts", param="prompt")
+    check_counts(len(prompts), generation.n, config, "prompt")
+
+
+def check_counts(num_prompts: int, n: int, config: ServerConfig, param: str) -> None:
+    """As `check_size`; `param` names the prompts' field."""
+    if num_prompts > config.max_requests:
+        raise bad_request(f"'{param}' can hold at most {config.max_requests} prompts", param=param)
     most = max(config.max_n, config.max_requests)
-    if len(prompts) * generation.n > most:
-        raise bad_request(f"{len(prompts)} prompts of n={generation.n} are more than {most} choices", param="n")
+    if num_prompts * n > most:
+        raise bad_request(f"{num_prompts} prompts of n={n} are more than {most} choices", param="n")
 
 
 def prompt_text(service: Service, generation: Generation, prompt: Prompt) -> str:

@@ -76,6 +76,7 @@ class Engine:
         replicas: which of them has what.
         on_stop_checks: called with each StopChecks message.
         on_busy: called when the first request arrives after an idle time.
+        on_state: called when what it can take has changed, or what it reports.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Engine:
         self.metrics = metrics or Metrics()
         self.on_stop_checks: Callable[[StopChecks], None] = ignore
         self.on_busy: Callable[[], None] = do_nothing
+        self.on_state: Callable[[], None] = do_nothing
         self._max_requests = max_requests
         self._clock = clock
         self._inflight: dict[int, InFlight] = {}
@@ -113,6 +115,11 @@ class Engine:
     def stats(self) -> Stats:
         """The schedulers' newest counters, together."""
         return self.replicas.stats
+
+    @property
+    def is_closing(self) -> bool:
+        """It will take no requests any more."""
+        return self._draining or self._stopped is not None
 
     @property
     def num_requests(self) -> int:
@@ -146,6 +153,7 @@ class Engine:
     def begin_drain(self) -> None:
         """From now on new requests raise NotServingError; those held go on."""
         self._draining = True
+        self.on_state()
 
     async def wait_idle(self) -> None:
         """Waits until no request is held and those who waited for one have let go of it."""
@@ -154,6 +162,7 @@ class Engine:
     def fail_all(self, reason: str) -> None:
         """The engine is gone: every request held ends with EngineStoppedError, new ones raise NotServingError."""
         self._stopped = reason
+        self.on_state()
         for flight in list(self._inflight.values()):
             self._end(flight, EngineStoppedError(f"the engine has stopped: {reason}"))
 
@@ -246,8 +255,10 @@ class Engine:
                         self._end(flight, RequestFailedError(message.message))
                 case Stats():
                     self.replicas.on_stats(message)
+                    self.on_state()
                 case Ready():
                     self.replicas.on_ready(message)
+                    self.on_state()
 
     def lose(self, replica: int, life: int, reason: str, outbox: Outbox[ToScheduler]) -> None:
         """A replica is gone; `outbox` is to its next life.
@@ -264,6 +275,7 @@ class Engine:
                 self.replicas.submit(submit, retried=True)
             else:
                 self._ended(flight, EngineStoppedError(f"replica {replica} has stopped: {reason}"))
+        self.on_state()
 
     def _on_tokens(self, message: Tokens) -> None:
         now, num_rows = self._clock(), len(message.counts) // 4

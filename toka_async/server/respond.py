@@ -15,7 +15,8 @@ from aiohttp import web
 
 from toka_async.openai.errors import ApiError
 from toka_async.openai.parse import parse_request
-from toka_async.server.answers import Answer, is_heavy, run_usage
+from toka_async.openai.responses import Usage
+from toka_async.server.answers import Answer, is_heavy, num_kept, run_usage
 from toka_async.server.errors import as_api_error
 from toka_async.server.events import ENCODER, SampleEvents, event
 from toka_async.server.inflight import EngineStoppedError, InFlight, RequestFailedError
@@ -70,17 +71,21 @@ async def respond(request: web.Request, run: Run, answer: Answer) -> web.StreamR
     """Waits for the samples, or sends what they say as they say it."""
     if run.generation.stream:
         return await EventStream(request, run, answer).send()
-    service = request.app[SERVICE]
-    outputs = await service.outputs(run)
-    if not is_heavy(run, outputs):
-        return json_response(answer.whole(run, outputs))
-    build = partial(encode_whole, run, answer, outputs)
-    body = await asyncio.get_running_loop().run_in_executor(service.executor, build)
+    body, _ = await whole_body(request.app[SERVICE], run, answer)
     return web.Response(body=body, content_type="application/json")
 
 
-def encode_whole(run: Run, answer: Answer, outputs: list[list[Output]]) -> bytes:
-    return ENCODER.encode(answer.whole(run, outputs))
+async def whole_body(service: Service, run: Run, answer: Answer) -> tuple[bytes, Usage]:
+    """Waits for the samples: the response as JSON, and the tokens that it took."""
+    outputs = await service.outputs(run)
+    build = partial(encode_whole, run, answer, outputs)
+    if not is_heavy(run, outputs):
+        return build()
+    return await asyncio.get_running_loop().run_in_executor(service.executor, build)
+
+
+def encode_whole(run: Run, answer: Answer, outputs: list[list[Output]]) -> tuple[bytes, Usage]:
+    return ENCODER.encode(answer.whole(run, outputs)), run_usage(run, num_kept(outputs))
 
 
 class Events(Protocol):

@@ -134,8 +134,12 @@ class Service:
 
     async def render(self, chat: Chat) -> str:
         """The prompt of a chat. Raises ApiError (400) when there is no template, or it refuses the messages."""
+        return (await self.render_all([chat]))[0]
+
+    async def render_all(self, chats: Sequence[Chat]) -> list[str]:
+        """As `render`, of many."""
         try:
-            return (await self._render.run([chat]))[0]
+            return await self._render.run(chats)
         except TemplateKwargsError as error:
             raise bad_request(str(error), param="chat_template_kwargs") from None
         except ChatTemplateError as error:

@@ -1,0 +1,135 @@
+"""Batches of real servers and of the command: kill -9 of every process in the middle, and on from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import openai
+from openai.types import Batch
+
+from tests.serving import serving, wait_until_gone
+from toka_async.bench.served import children_of
+
+QUESTION = "Wei has 26 apples. Ivan has 2 times as many. How many do they have together?"
+
+
+def lines(num: int, max_tokens: int) -> bytes:
+    """Chats; every tenth is wrong."""
+    return b"".join(
+        json.dumps(
+            {
+                "custom_id": f"c{number}",
+                "method": "POST",
+                "url": "/v1/chat/completions",
+                "body": {
+                    "messages": [{"role": "user", "content": QUESTION}] if number % 10 else [],
+                    "max_tokens": max_tokens,
+                    "ignore_eos": True,
+                },
+            }
+        ).encode()
+        + b"\n"
+        for number in range(num)
+    )
+
+
+def check(output: bytes, errors: bytes, num: int) -> None:
+    """Every line is in one of the files, once."""
+    ids = [Counter(json.loads(line)["custom_id"] for line in data.splitlines()) for data in (output, errors)]
+    assert ids[0] == Counter(f"c{number}" for number in range(num) if number % 10)
+    assert ids[1] == Counter(f"c{number}" for number in range(0, num, 10))
+
+
+def until(batch: Callable[[], Batch], is_so: Callable[[Batch], bool]) -> Batch:
+    deadline = time.monotonic() + 30
+    while not is_so(found := batch()):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.02)
+    return found
+
+
+def num_done(batch: Batch) -> int:
+    assert batch.request_counts is not None
+    return batch.request_counts.completed
+
+
+def test_a_batch_outlives_a_kill_of_everything(tmp_path: Path) -> None:
+    overrides = ("model.path=demo", f"server.data_dir={tmp_path / 'data'}", "schedule.max_seqs=8")
+    with serving(tmp_path, *overrides) as server:
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+        file = client.files.create(file=("in.jsonl", lines(100, 30)), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"a": "b"}
+        )
+        until(lambda: client.batches.retrieve(batch.id), lambda now: num_done(now) > 20)
+        server.signal_group(signal.SIGKILL)
+        server.wait()
+        wait_until_gone(server.pids, 5)
+    with serving(tmp_path, *overrides) as server:
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+        now = client.batches.retrieve(batch.id)
+        assert num_done(now) > 20
+        now = until(lambda: client.batches.retrieve(batch.id), lambda now: now.status == "completed")
+        assert now.metadata == {"a": "b"}
+        assert now.output_file_id is not None
+        assert now.error_file_id is not None
+        check(client.files.content(now.output_file_id).read(), client.files.content(now.error_file_id).read(), 100)
+        refused = subprocess.run(
+            [sys.executable, "-m", "toka_async.cli", "serve", "server.port=0", overrides[1]],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert refused.returncode == 2
+        assert "is in use by another process" in refused.stderr
+
+
+def test_the_command_goes_on_where_it_was(tmp_path: Path) -> None:
+    """After a signal, which lets it keep what is done, and after a kill."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(lines(300, 10))
+    command = [sys.executable, "-m", "toka_async.cli", "batch", "run", "-i", str(source), "-o", str(output)]
+    command += ["model.device=simulated", "simulated.step_ms=10", "schedule.max_seqs=8", "cache.num_tokens=4096"]
+    end_early(command, tmp_path, 20, os.kill, signal.SIGTERM, 1)
+    end_early(command, tmp_path, 100, os.killpg, signal.SIGKILL, -signal.SIGKILL)
+    assert output.read_bytes().count(b"\n") < 270
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1  # lines have failed
+    assert "270 lines answered" in done.stderr
+    check(output.read_bytes(), (tmp_path / "out.errors.jsonl").read_bytes(), 300)
+    assert not (tmp_path / "out.jsonl.progress").exists()
+
+
+def end_early(
+    command: list[str], folder: Path, num_lines: int, kill: Callable[[int, int], None], number: int, code: int
+) -> None:
+    """Runs the command until so many lines are in its output, and a little longer."""
+    output = folder / "out.jsonl"
+    with (folder / "stderr").open("wb") as errors:
+        process = subprocess.Popen(command, stderr=errors, start_new_session=True)
+        deadline = time.monotonic() + 30
+        while not (output.exists() and output.read_bytes().count(b"\n") > num_lines):
+            assert time.monotonic() < deadline, (folder / "stderr").read_text()
+            time.sleep(0.01)
+        pids = list(children_of(process.pid).values())
+        kill(process.pid, number)
+        assert process.wait(10) == code
+        wait_until_gone(pids, 5)
+
+
+def test_a_file_that_is_no_batch_is_refused_in_one_line(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(lines(3, 1) + b"nonsense\n")
+    command = [sys.executable, "-m", "toka_async.cli", "batch", "run", "-i", str(source), "-o", str(tmp_path / "out")]
+    done = subprocess.run([*command, "model.device=simulated"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"toka-async: {source}, line 4: this line is not a JSON object")
+    assert [each.name for each in tmp_path.iterdir()] == ["in.jsonl"]

@@ -1,0 +1,134 @@
+"""The store's folder, its database, and the thread that writes it."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from toka_async.batches.disk import Disk, StorageError
+from toka_async.batches.records import FileRecord
+from toka_async.batches.store import NotFoundError, Store
+from toka_async.batches.writer import Transactions, Writer
+
+FILE = FileRecord(id="file-1", filename="in", purpose="batch", bytes=1, created_at=1)
+
+
+def opened(folder: Path) -> Store:
+    return Store(folder, lambda: 1000)
+
+
+def put(store: Store, record: FileRecord = FILE) -> None:
+    upload = store.uploads / "one"
+    upload.write_bytes(b"x")
+    store.add_file(record, upload)
+
+
+def test_a_folder_belongs_to_one(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    with pytest.raises(StorageError, match="in use by another process"):
+        opened(tmp_path)
+    store.close()
+    opened(tmp_path).close()
+
+
+def test_what_cannot_be_used_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="file"):
+        opened(tmp_path / "file")
+    (tmp_path / "batches.sqlite").write_bytes(b"no database, but long enough to be looked at as one" * 100)
+    with pytest.raises(StorageError, match=r"batches\.sqlite"):
+        opened(tmp_path)
+
+
+def test_a_database_of_a_later_version_is_left_alone(tmp_path: Path) -> None:
+    opened(tmp_path).close()
+    with sqlite3.connect(tmp_path / "batches.sqlite") as connection:
+        connection.execute("PRAGMA user_version = 9")
+    connection.close()
+    with pytest.raises(StorageError, match="version 9"):
+        opened(tmp_path)
+
+
+def test_nobody_else_can_read_it(tmp_path: Path) -> None:
+    store = opened(tmp_path / "data")
+    assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
+    store.close()
+
+
+def test_what_no_transaction_knows_is_removed_at_the_start(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    put(store)
+    (tmp_path / "files" / "orphan").touch()
+    (tmp_path / "uploads" / "half").touch()
+    store.close()
+    store = opened(tmp_path)
+    assert [each.name for each in (tmp_path / "files").iterdir()] == ["file-1"]
+    assert not list((tmp_path / "uploads").iterdir())
+    store.close()
+
+
+def test_an_append_cuts_what_was_not_committed(tmp_path: Path) -> None:
+    disk, path = Disk(), tmp_path / "file"
+    disk.append(path, 0, b"abcdef")
+    disk.append(path, 2, b"XY")
+    assert path.read_bytes() == b"abXY"
+    with pytest.raises(StorageError, match="4 bytes, 9 were written"):
+        disk.append(path, 9, b"z")
+
+
+async def writing(store: Store) -> Writer:
+    return Writer(Transactions(store.database.connection, store.committed, store.forget))
+
+
+async def test_what_comes_together_is_one_transaction(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    statements: list[str] = []
+    store.database.connection.set_trace_callback(statements.append)
+    writer, gate = await writing(store), threading.Event()
+    first = asyncio.create_task(writer.run(gate.wait))
+    while "SAVEPOINT job" not in statements:
+        await asyncio.sleep(0.001)
+    others = [asyncio.create_task(writer.run(lambda: len(statements))) for _ in range(20)]
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(first, *others)
+    assert statements.count("COMMIT") == 2
+    await writer.close()
+    store.close()
+
+
+def boom() -> None:
+    raise NotFoundError("boom")
+
+
+async def test_a_job_that_fails_takes_no_other_along(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    writer = await writing(store)
+
+    def half() -> None:
+        put(store, FileRecord(id="file-2", filename="", purpose="batch", bytes=1, created_at=1))
+        boom()
+
+    works: list[Callable[[], None]] = [lambda: put(store), half, boom]
+    done = await asyncio.gather(*(writer.run(work) for work in works), return_exceptions=True)
+    assert [type(each) for each in done] == [type(None), NotFoundError, NotFoundError]
+    assert (await writer.run(lambda: store.file("file-1"))).id == "file-1"
+    with pytest.raises(NotFoundError):
+        await writer.run(lambda: store.file("file-2"))
+    await writer.close()
+    store.close()
+
+
+async def test_what_is_given_before_the_close_is_done(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    writer = await writing(store)
+    tasks = [asyncio.create_task(writer.run(lambda: 5)) for _ in range(5)]
+    await asyncio.sleep(0)
+    await writer.close()
+    assert await asyncio.gather(*tasks) == [5] * 5
+    store.close()

@@ -1,0 +1,303 @@
+"""Batches from their creation to their end, and through restarts, with answers that need no engine."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fake_answers import FakeAnswers
+from toka_async.batches import ledger, work
+from toka_async.batches.disk import Disk
+from toka_async.batches.records import FINAL, Batch, BatchRecord, FileRecord
+from toka_async.batches.store import InUseError, NotFoundError, Store
+from toka_async.batches.window import Load, Window
+from toka_async.batches.work import Batches, Limits
+from toka_async.batches.writer import Transactions, Writer
+
+URL = "/v1/completions"
+
+
+class Running:
+    """Batches of a folder while a process lives."""
+
+    def __init__(self, folder: Path, executor: ThreadPoolExecutor) -> None:
+        self.disk = Disk()
+        self.store = Store(folder, time.time, self.disk)
+        self.answers = FakeAnswers()
+        self.window = Window(1000)
+        self.ended: asyncio.Queue[Batch] = asyncio.Queue()
+        writer = Writer(Transactions(self.store.database.connection, self.store.committed, self.store.forget))
+        self.batches = Batches(
+            self.store,
+            writer,
+            self.answers,
+            self.window,
+            Limits(10_000, 1 << 16),
+            executor,
+            on_end=self.ended.put_nowait,
+        )
+
+    async def create(self, lines: Iterable[bytes | dict[str, Any]], name: str = "b", **fields: Any) -> None:
+        raw = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in lines]
+        upload = self.store.uploads / "one"
+        upload.write_bytes(b"\n".join(raw))
+        file = FileRecord(id=f"file-{name}", filename="in", purpose="batch", bytes=1, created_at=1)
+        await self.batches.writer.run(lambda: self.store.add_file(file, upload))
+        given: dict[str, Any] = {"input_file_id": file.id, "endpoint": URL, "created_at": 1} | fields
+        await self.batches.create(BatchRecord(id=name, output_id=f"{name}-out", error_id=f"{name}-err", **given))
+
+    async def end(self) -> Batch:
+        return await asyncio.wait_for(self.ended.get(), 10)
+
+    async def batch(self, name: str = "b") -> Batch:
+        return await self.batches.writer.run(lambda: self.store.batch(name))
+
+    def results(self, file_id: str) -> list[dict[str, Any]]:
+        path = self.store.path(file_id)
+        return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+    def ids(self, file_id: str) -> Counter[str]:
+        return Counter(line["custom_id"] for line in self.results(file_id))
+
+
+@asynccontextmanager
+async def running(folder: Path, rows: int = 8) -> AsyncIterator[Running]:
+    with ThreadPoolExecutor(2) as executor:
+        made = Running(folder, executor)
+        made.answers.gate.set()
+        if rows:
+            made.window.report(Load(rows))
+        await made.batches.start()
+        try:
+            yield made
+        finally:
+            await made.batches.stop()
+
+
+def line(number: int, **body: object) -> dict[str, Any]:
+    return {"custom_id": f"c{number}", "method": "POST", "url": URL, "body": body}
+
+
+def names(numbers: Iterable[int]) -> Counter[str]:
+    return Counter(f"c{number}" for number in numbers)
+
+
+async def test_every_line_ends_in_one_of_the_files(tmp_path: Path) -> None:
+    async with running(tmp_path) as it:
+        await it.create([line(number) | ({"url": "/other"} if number % 5 == 0 else {}) for number in range(300)])
+        batch = await it.end()
+        assert batch.record.status == "completed"
+        assert (batch.record.total, batch.progress.completed, batch.progress.failed) == (300, 240, 60)
+        assert (batch.progress.input_tokens, batch.progress.output_tokens) == (720, 240)
+        assert it.ids("b-out") == names(number for number in range(300) if number % 5)
+        assert it.ids("b-err") == names(range(0, 300, 5))
+        first = it.results("b-out")[0]
+        assert first["response"] == {"status_code": 200, "request_id": f"req_{first['id'][10:]}", "body": {"text": "2"}}
+        assert first["error"] is None
+        assert it.store.file("b-out").purpose == "batch_output"
+
+
+async def test_without_errors_there_is_no_error_file(tmp_path: Path) -> None:
+    async with running(tmp_path) as it:
+        await it.create([line(1)])
+        await it.end()
+        with pytest.raises(NotFoundError):
+            it.store.file("b-err")
+        assert not it.store.path("b-err").exists()
+
+
+async def test_a_file_that_is_no_batch_fails_before_anything_runs(tmp_path: Path) -> None:
+    async with running(tmp_path) as it:
+        await it.create([line(1), b"nonsense", line(1)])
+        batch = await it.end()
+        assert batch.record.status == "failed"
+        assert [(fault.code, fault.line) for fault in batch.record.faults] == [("invalid_json_line", 2)]
+        assert not it.answers.asked
+        assert [each.name for each in (tmp_path / "files").iterdir()] == ["file-b"]
+
+
+async def test_a_stop_and_a_start_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path) as it:
+        it.answers.gate.clear()
+        await it.create([line(number, seconds=0.001 * (number % 7)) for number in range(200)])
+        while it.answers.num_running < 8 + 64:
+            await asyncio.sleep(0.001)
+        it.answers.gate.set()
+        while not it.answers.asked:
+            await asyncio.sleep(0.001)
+        assert it.answers.most_running == 8 + 64  # what can run, and what waits behind it
+    async with running(tmp_path) as it:
+        batch = await it.end()
+        assert batch.progress.completed == 200
+        assert it.ids("b-out") == names(range(200))
+        assert 0 < it.answers.asked.total() < 200  # what was done is not asked again
+
+
+async def test_nothing_is_asked_while_the_engine_takes_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path, rows=0) as it:
+        await it.create([line(number) for number in range(20)])
+        await asyncio.sleep(0.05)
+        assert not it.answers.asked
+        assert (await it.batch()).record.status == "in_progress"
+        it.window.report(Load(4))
+        assert (await it.end()).progress.completed == 20
+
+
+async def test_lines_that_were_running_when_the_engine_stopped_are_asked_again(tmp_path: Path) -> None:
+    async with running(tmp_path) as it:
+        await it.create([line(1, stops=2), line(2, stops=99), line(3)])
+        reports = asyncio.create_task(report_often(it.window))
+        batch = await it.end()
+        reports.cancel()
+        assert it.ids("b-out") == names([1, 3])
+        (failed,) = it.results("b-err")
+        assert failed["response"] is None
+        assert failed["error"] == {"code": "engine_stopped", "message": "the engine is gone"}
+        assert batch.record.status == "completed"
+
+
+async def report_often(window: Window) -> None:
+    while True:
+        await asyncio.sleep(0.001)
+        window.report(Load(8))
+
+
+@pytest.mark.parametrize("restart", [False, True])
+async def test_a_cancelled_batch_says_so_of_every_line_that_is_left(tmp_path: Path, restart: bool) -> None:
+    async with running(tmp_path) as it:
+        await it.create([line(number, seconds=0.0 if number < 50 else 60.0) for number in range(9000)])
+        while (await it.batch()).progress.completed < 50:
+            await asyncio.sleep(0.01)
+        assert (await it.batches.cancel("b")).record.status == "cancelling"
+        if not restart:
+            batch = await it.end()
+    if restart:
+        async with running(tmp_path) as it:
+            batch = await it.end()
+    assert batch.record.status == "cancelled"
+    assert (batch.progress.completed, batch.progress.failed) == (50, 8950)
+    assert it.ids("b-out") == names(range(50))
+    assert it.ids("b-err") == names(range(50, 9000))
+    assert {result["error"]["code"] for result in it.results("b-err")} == {"batch_cancelled"}
+
+
+async def test_a_batch_expires(tmp_path: Path) -> None:
+    async with running(tmp_path) as it:
+        await it.create([line(1, seconds=60.0), line(2)], expires_at=int(time.time()) + 1)
+        batch = await it.end()
+        assert batch.record.status == "expired"
+        assert batch.record.expired_at is not None
+        assert it.ids("b-out") == names([2])
+        (expired,) = it.results("b-err")
+        assert expired["error"]["code"] == "batch_expired"
+
+
+async def test_a_batch_that_is_cancelled_before_it_was_looked_at(tmp_path: Path) -> None:
+    async with running(tmp_path) as it:
+        async with it.batches._checks:
+            await it.create([line(1)])
+            await it.batches.cancel("b")
+        batch = await it.end()
+        assert batch.record.status == "cancelled"
+        assert not it.answers.asked
+        assert (await it.batches.cancel("b")).record == batch.record
+
+
+async def test_batches_take_turns(tmp_path: Path) -> None:
+    async with running(tmp_path) as it:
+        await it.create([line(number, seconds=0.005) for number in range(2000)], "large")
+        await it.create([line(number) for number in range(10)], "small")
+        assert (await it.end()).record.id == "small"
+
+
+async def test_more_batches_than_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "MAX_RUNNING", 2)
+    async with running(tmp_path) as it:
+        it.answers.gate.clear()
+        for number in range(5):
+            await it.create([line(number)], f"b{number}")
+        await it.batches.cancel("b4")  # though it waits behind others
+        assert (await it.end()).record.id == "b4"
+        it.answers.gate.set()
+        assert sorted([(await it.end()).record.id for _ in range(4)]) == ["b0", "b1", "b2", "b3"]
+
+
+async def test_an_input_file_that_is_needed_stays(tmp_path: Path) -> None:
+    async with running(tmp_path, rows=0) as it:
+        await it.create([line(1)])
+        with pytest.raises(InUseError, match="b"):
+            await it.batches.writer.run(lambda: it.store.remove_file("file-b"))
+        it.window.report(Load(1))
+        await it.end()
+        await it.batches.writer.run(lambda: it.store.remove_file("file-b"))
+        assert not it.store.path("file-b").exists()
+
+
+@pytest.mark.parametrize("damage", ["gone", "shorter"])
+async def test_an_input_file_that_somebody_damages(tmp_path: Path, damage: str) -> None:
+    async with running(tmp_path, rows=0) as it:
+        await it.create([line(number) for number in range(2000)])
+        while (await it.batch()).record.status == "validating":
+            await asyncio.sleep(0.001)
+    path = tmp_path / "files" / "file-b"
+    path.unlink() if damage == "gone" else path.write_bytes(path.read_bytes()[:20000])
+    async with running(tmp_path) as it:
+        batch = await it.end()
+        assert batch.record.status == "failed"
+        assert batch.record.faults[0].code == "input_file_unreadable"
+        assert sum(it.ids("b-out").values()) == batch.progress.completed
+
+
+async def test_a_full_disk_pauses_batches_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "FIRST_WAIT", 0.05)
+    async with running(tmp_path) as it:
+        it.answers.gate.clear()
+        await it.create([line(number) for number in range(500)])
+        while (await it.batch()).record.status != "in_progress":
+            await asyncio.sleep(0.001)
+        it.disk.before = full
+        it.answers.gate.set()
+        while (trouble := it.batches.ledger.trouble) is None:
+            await asyncio.sleep(0.001)
+        assert trouble.full
+        await asyncio.sleep(0.02)
+        num_asked = it.answers.asked.total()
+        assert num_asked < 500  # it does not go on
+        assert (await it.batch()).progress.completed == 0  # and answers meanwhile
+        it.disk.before = lambda _step: None
+        batch = await it.end()
+        assert not it.batches.ledger.trouble
+        assert batch.progress.completed == 500
+        assert it.ids("b-out") == names(range(500))
+        assert it.answers.asked == names(range(500))
+
+
+def full(_step: str) -> None:
+    raise OSError(errno.ENOSPC, "no space left on device")
+
+
+async def test_results_that_cannot_be_kept_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "MAX_BYTES", 2000)
+    async with running(tmp_path) as it:
+        await it.create([line(number) for number in range(500)])
+        assert (await it.end()).progress.completed == 500
+
+
+async def test_all_end_states_are_final(tmp_path: Path) -> None:
+    async with running(tmp_path) as it:
+        await it.create([line(1)], "a")
+        await it.create([b"no"], "b")
+        assert {(await it.end()).record.status for _ in range(2)} <= FINAL
+    async with running(tmp_path) as it:
+        await asyncio.sleep(0.02)
+        assert it.ended.empty()

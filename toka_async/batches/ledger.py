@@ -1,0 +1,109 @@
+"""Lines that have ended, on their way to the disk: collected while the disk is busy, kept while it is full.
+
+Knows the store; knows nothing of what a line is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from toka_async.batches.disk import StorageError
+from toka_async.batches.records import Batch, DoneLine
+from toka_async.batches.store import Store
+from toka_async.batches.writer import Writer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_BYTES = 64 << 20  # of results that are not on the disk yet; more are not asked for
+FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0  # seconds until a disk that failed is tried again
+
+
+class Ledger:
+    """What is done and not yet kept, of all batches.
+
+    Args:
+        on_progress: called when more of a batch is kept.
+
+    Attributes:
+        trouble: why nothing can be kept at the moment, while that is so.
+        num_completed, num_failed: lines that were put.
+    """
+
+    def __init__(self, store: Store, writer: Writer, on_progress: Callable[[Batch], None]) -> None:
+        self.trouble: StorageError | None = None
+        self.num_completed = self.num_failed = 0
+        self._store = store
+        self._writer = writer
+        self._on_progress = on_progress
+        self._lines: defaultdict[str, list[DoneLine]] = defaultdict(list)
+        self._num_bytes = 0
+        self._task: asyncio.Task[None] | None = None
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+
+    def put(self, batch_id: str, line: DoneLine) -> None:
+        """Will be kept, sooner or later."""
+        self._lines[batch_id].append(line)
+        self.num_completed += not line.failed
+        self.num_failed += line.failed
+        self._num_bytes += len(line.data)
+        if self._num_bytes >= MAX_BYTES:
+            self._has_room.clear()
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+
+    async def room(self) -> None:
+        """Waits until more results can be held."""
+        await self._has_room.wait()
+
+    async def flush(self) -> None:
+        """Waits until everything that was put is kept."""
+        while self._task is not None:
+            await asyncio.shield(self._task)
+
+    async def persist(self, work: Callable[[], T]) -> T:
+        """As the writer's `run`, but tried again until the disk takes it."""
+        wait = FIRST_WAIT
+        while True:
+            try:
+                result = await self._writer.run(work)
+            except StorageError as error:
+                self._fail(error)
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, LONGEST_WAIT)
+            else:
+                self._recover()
+                return result
+
+    async def _run(self) -> None:
+        while self._lines:
+            lines, self._lines = self._lines, defaultdict(list)
+            works = [
+                self.persist(partial(self._store.finish_lines, batch_id, each)) for batch_id, each in lines.items()
+            ]
+            for batch in await asyncio.gather(*works):
+                self._on_progress(batch)
+            self._num_bytes -= sum(len(line.data) for each in lines.values() for line in each)
+            if self._num_bytes < MAX_BYTES:
+                self._has_room.set()
+        self._task = None
+
+    def _fail(self, error: StorageError) -> None:
+        if self.trouble is None:
+            logger.error("batches wait for the disk: %s", error)
+        self.trouble = error
+        self._has_room.clear()
+
+    def _recover(self) -> None:
+        if self.trouble is not None:
+            logger.info("batches go on: the disk takes results again")
+            self.trouble = None
+        if self._num_bytes < MAX_BYTES:
+            self._has_room.set()

@@ -1,0 +1,159 @@
+"""The lines of an input file: read in pieces, and checked as a whole before the first one runs.
+
+Blank lines are none. Knows what every line must have to be answered at all; what it asks for is looked at when it runs.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from toka_async.batches.disk import StorageError, storage_errors
+from toka_async.batches.records import Fault
+
+MAX_FAULTS = 20  # that are told of a file
+MAX_ID = 512  # characters of a custom_id
+BLOCK = 1 << 20  # bytes that are read at once
+
+
+class LineId(msgspec.Struct, frozen=True):
+    custom_id: str
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A request of a batch."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+@dataclass(frozen=True, slots=True)
+class RawLine:
+    """A line as it stands in the file. end: the byte after it."""
+
+    raw: bytes
+    end: int
+
+
+_LINE_ID = msgspec.json.Decoder(LineId)
+
+
+def custom_id_of(raw: bytes) -> str:
+    """Of a line that was checked. Raises StorageError when it is not what it was."""
+    try:
+        return _LINE_ID.decode(raw).custom_id
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise StorageError("the input file is not what it was when it was checked") from None
+
+
+def read_lines(path: Path, offset: int, max_lines: int, max_bytes: int) -> list[RawLine]:
+    """The next lines from byte `offset` on: one at least, unless there is none, and no more than start in `max_bytes`.
+
+    Raises:
+        StorageError: the file cannot be read.
+    """
+    lines: list[RawLine] = []
+    with storage_errors(path), path.open("rb", buffering=BLOCK // 4) as file:
+        file.seek(offset)
+        start = offset
+        while len(lines) < max_lines and (not lines or start - offset < max_bytes) and (raw := file.readline()):
+            start += len(raw)
+            if raw := raw.strip():
+                lines.append(RawLine(raw, start))
+    return lines
+
+
+@dataclass(slots=True)
+class Checker:
+    """Goes through a file once, piece by piece.
+
+    total: lines so far. done: it is all read, or no batch can come of it. faults: what is wrong with it. A file must
+    have lines, not too many or too long ones, each a JSON object with a `custom_id` of its own: a line without
+    could not be told from the others in the results.
+    """
+
+    path: Path
+    max_lines: int
+    max_line_bytes: int
+    total: int = 0
+    done: bool = False
+    faults: list[Fault] = field(default_factory=list)
+    _offset: int = 0
+    _number: int = 0  # of the line in the file, blank ones counted
+    _rest: bytes = b""
+    _ids: array[int] = field(default_factory=lambda: array("q"))  # hashes of 64 bits, with a random key
+    _numbers: array[int] = field(default_factory=lambda: array("i"))  # of the lines that have them
+
+    def step(self) -> None:
+        """Looks at the next piece. Raises StorageError."""
+        with storage_errors(self.path), self.path.open("rb") as file:
+            file.seek(self._offset)
+            block = file.read(BLOCK)
+        self._offset += len(block)
+        *lines, self._rest = (self._rest + block).split(b"\n")
+        if not block:
+            lines, self._rest = [self._rest], b""
+        for raw in lines:
+            self._number += 1
+            if raw := raw.strip():
+                self._check(raw)
+        if len(self._rest) > self.max_line_bytes:
+            self._fault("line_too_long", f"a line can have at most {self.max_line_bytes} bytes", self._number + 1)
+        if not block and not self.total and not self.faults:
+            self._fault("empty_file", "the input file has no lines")
+        if not block and not self.faults:
+            self._check_repeats()
+        self.done = not block or self._is_hopeless()
+
+    def _is_hopeless(self) -> bool:
+        return len(self.faults) >= MAX_FAULTS or any(
+            fault.code in ("line_too_long", "too_many_lines") for fault in self.faults
+        )
+
+    def _check(self, raw: bytes) -> None:
+        if self._is_hopeless():
+            return
+        self.total += 1
+        if self.total > self.max_lines:
+            self._fault("too_many_lines", f"the input file has more than {self.max_lines} lines")
+        elif len(raw) > self.max_line_bytes:
+            self._fault("line_too_long", f"a line can have at most {self.max_line_bytes} bytes", self._number)
+        else:
+            self._check_id(raw)
+
+    def _check_id(self, raw: bytes) -> None:
+        try:
+            custom_id = _LINE_ID.decode(raw).custom_id
+        except msgspec.ValidationError as error:
+            self._fault("invalid_custom_id", f"a line needs a custom_id: {error}", self._number, "custom_id")
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._fault("invalid_json_line", f"this line is not a JSON object: {error}", self._number)
+        else:
+            if not 0 < len(custom_id) <= MAX_ID:
+                message = f"a custom_id has 1 to {MAX_ID} characters"
+                self._fault("invalid_custom_id", message, self._number, "custom_id")
+            else:
+                self._ids.append(hash(custom_id))
+                self._numbers.append(self._number)
+
+    def _check_repeats(self) -> None:
+        """Two different ids of a million share a hash with a chance of 1 in 30 million."""
+        ids = np.frombuffer(self._ids, np.int64)
+        in_order = np.sort(ids)
+        if not (in_order[1:] == in_order[:-1]).any():
+            return
+        order = np.argsort(ids, kind="stable")
+        again = np.flatnonzero(in_order[1:] == in_order[:-1])
+        for first, second in zip(order[again].tolist(), order[again + 1].tolist(), strict=True):
+            message = f"line {self._numbers[first]} has the same custom_id"
+            self._fault("duplicate_custom_id", message, self._numbers[second], "custom_id")
+
+    def _fault(self, code: str, message: str, line: int | None = None, param: str | None = None) -> None:
+        if len(self.faults) < MAX_FAULTS:
+            self.faults.append(Fault(code=code, message=message, param=param, line=line))

@@ -1,0 +1,125 @@
+"""What is kept of files and batches, and how a batch goes from one status to the next.
+
+Knows nothing of where it is kept, and nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
+Outcome = Literal["completed", "expired", "cancelled"]
+
+FINAL: frozenset[Status] = frozenset({"failed", "completed", "expired", "cancelled"})
+
+
+class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A file. Times are seconds since 1970."""
+
+    id: str
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: int
+    expires_at: int | None = None
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong with a batch's input file. line: counted from 1."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch, but for what changes with every line.
+
+    endpoint: empty, when each line says which. output_id, error_id: chosen at the start; there are such files when
+    something was written. total: lines, once they were counted. outcome: decided, while it is brought about.
+    """
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    output_id: str
+    error_id: str
+    created_at: int
+    completion_window: str = ""
+    expires_at: int | None = None
+    output_expires_after: int | None = None  # seconds from the files' creation
+    metadata: dict[str, str] | None = None
+    status: Status = "validating"
+    outcome: Outcome | None = None
+    faults: tuple[Fault, ...] = ()
+    total: int = 0
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+
+    def accepted(self, total: int, now: int) -> BatchRecord:
+        """The input file is in order."""
+        assert self.status == "validating"
+        return msgspec.structs.replace(self, status="in_progress", in_progress_at=now, total=total)
+
+    def refused(self, faults: tuple[Fault, ...], now: int) -> BatchRecord:
+        """The input file is not in order, or cannot be read any more: nothing of it runs from now on."""
+        return msgspec.structs.replace(self, status="failed", failed_at=now, faults=faults)
+
+    def ending(self, outcome: Outcome, now: int) -> BatchRecord:
+        """From now on no line is started. The first outcome that is decided holds."""
+        if self.outcome is not None:
+            return self
+        if outcome == "cancelled":
+            return msgspec.structs.replace(self, status="cancelling", cancelling_at=now, outcome=outcome)
+        return msgspec.structs.replace(self, status="finalizing", finalizing_at=now, outcome=outcome)
+
+    def ended(self, now: int) -> BatchRecord:
+        """Every line is in one of the files, and they are there to be read."""
+        match self.outcome:
+            case "completed":
+                return msgspec.structs.replace(self, status="completed", completed_at=now)
+            case "expired":
+                return msgspec.structs.replace(self, status="expired", expired_at=now)
+            case _:
+                assert self.outcome == "cancelled"
+                return msgspec.structs.replace(self, status="cancelled", cancelled_at=now)
+
+
+class Progress(msgspec.Struct, kw_only=True):
+    """What is done of a batch: lines by where they went, the files' lengths, tokens, and which lines (`Spans`)."""
+
+    completed: int = 0
+    failed: int = 0
+    output_bytes: int = 0
+    error_bytes: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    spans: bytes = b""
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """A batch as of now."""
+
+    record: BatchRecord
+    progress: Progress
+
+
+class DoneLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line that has ended. data: what is written, a line of JSON with its end. end: byte after it in the input."""
+
+    line: int
+    end: int
+    failed: bool
+    data: bytes
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0

@@ -1,0 +1,77 @@
+"""Lines of the output and error files, in OpenAI's shape. Knows no engine and no HTTP but its status numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from toka_async.batches.lines import custom_id_of
+from toka_async.batches.records import DoneLine, Outcome
+
+UNDONE = {
+    "cancelled": ("batch_cancelled", "This request could not be executed before the batch was cancelled."),
+    "expired": ("batch_expired", "This request could not be executed before the completion window expired."),
+}
+
+
+class LineResponse(msgspec.Struct, frozen=True):
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class LineError(msgspec.Struct, frozen=True):
+    code: str
+    message: str
+
+
+class LineResult(msgspec.Struct, frozen=True):
+    id: str
+    custom_id: str
+    response: LineResponse | None
+    error: LineError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What became of a line. body: a response of that HTTP status, JSON; empty where `error` says why there is none."""
+
+    custom_id: str
+    status: int = 0
+    body: bytes = b""
+    error: LineError | None = None
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    @staticmethod
+    def of_error(raw: bytes, code: str, message: str) -> Answered:
+        """For a line that could not be asked. Raises StorageError as `custom_id_of` does."""
+        return Answered(custom_id_of(raw), error=LineError(code, message))
+
+
+_ENCODER = msgspec.json.Encoder()
+
+
+def cut_line(raw: bytes, outcome: Outcome) -> Answered:
+    """The end of a line in a batch that is cut short."""
+    return Answered.of_error(raw, *UNDONE[outcome])
+
+
+def done_line(batch_id: str, number: int, end: int, answered: Answered) -> DoneLine:
+    """The line as it is written. Its id tells which of the batch's lines it answers, counted from 0."""
+    name = f"{batch_id.removeprefix('batch_')}_{number}"
+    response = None
+    if answered.body:
+        response = LineResponse(answered.status, f"req_{name}", msgspec.Raw(answered.body))
+    result = LineResult(f"batch_req_{name}", answered.custom_id, response, answered.error)
+    return DoneLine(
+        line=number,
+        end=end,
+        failed=answered.status != 200,
+        data=_ENCODER.encode(result) + b"\n",
+        input_tokens=answered.input_tokens,
+        cached_tokens=answered.cached_tokens,
+        output_tokens=answered.output_tokens,
+    )

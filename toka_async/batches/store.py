@@ -1,0 +1,296 @@
+"""Files and batches on the disk: what is done to them, as transactions of one thread (`Writer`).
+
+The order that makes a crash at any moment harmless: results are written behind the committed length of a batch's
+files, then these are synced, then one transaction says how long they are now and which lines are in them. What is
+written and not committed is cut off by the next write or at the end. A new file is synced under its name before a
+transaction speaks of it; a removed one is forgotten by a transaction before it is unlinked. What no transaction knows
+is removed at the start. Knows no event loop, no HTTP and no engine.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from toka_async.batches.database import Database, Order
+from toka_async.batches.disk import Disk, StorageError, storage_errors
+from toka_async.batches.records import FINAL, Batch, BatchRecord, DoneLine, Fault, FileRecord, Outcome, Progress
+from toka_async.batches.spans import Gap, Spans
+
+OUTPUT_PURPOSE = "batch_output"
+
+
+class NotFoundError(Exception):
+    """There is no such file or batch."""
+
+
+class InUseError(Exception):
+    """The file is the input of a batch that has not ended, whose id this is."""
+
+
+@dataclass(slots=True)
+class Work:
+    """A batch's progress, as in the database."""
+
+    progress: Progress
+    spans: Spans
+
+
+class Store:
+    """One folder. Its lock is held as long as the process lives, or until `close`.
+
+    Args:
+        folder: made where it is missing.
+        disk: how files are changed.
+        places: files, by id, that lie elsewhere than in the folder.
+        now: seconds since 1970.
+
+    Raises:
+        StorageError: the folder cannot be used, or another process uses it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        now: Callable[[], float],
+        disk: Disk | None = None,
+        places: Mapping[str, Path] | None = None,
+    ) -> None:
+        self._disk = disk or Disk()
+        self._places = places or {}
+        self._now = now
+        self._work: dict[str, Work] = {}
+        self._unlinked: list[Path] = []  # by the transaction that runs
+        self._files = folder / "files"
+        self.uploads = folder / "uploads"
+        with storage_errors(folder):
+            for each in (folder, self._files, self.uploads):
+                each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = lock(folder / "lock")
+        with ExitStack() as opened:
+            opened.callback(os.close, self._lock)
+            self.database = Database(folder / "batches.sqlite")
+            opened.callback(self.database.close)
+            self._sweep()
+            self._opened = opened.pop_all()
+
+    def close(self) -> None:
+        self._opened.close()
+
+    def path(self, file_id: str) -> Path:
+        """Where the file of a known id is."""
+        return self._places.get(file_id) or self._files / file_id
+
+    def committed(self) -> None:
+        """After a transaction: unlinks what it has forgotten."""
+        unlinked, self._unlinked = self._unlinked, []
+        for path in unlinked:
+            self._disk.remove(path)
+
+    def forget(self) -> None:
+        """A transaction was undone, or a part of it."""
+        self._work.clear()
+        self._unlinked.clear()
+
+    # ---- files -------------------------------------------------------------------------------------------------------
+
+    def add_file(self, record: FileRecord, upload: Path) -> None:
+        """The upload, which is complete and synced, becomes a file."""
+        self.remove_expired()
+        self._disk.rename(upload, self.path(record.id))
+        self.database.add_file(record)
+
+    def file(self, file_id: str) -> FileRecord:
+        """Raises NotFoundError, also when it has expired."""
+        record = self.database.file(file_id)
+        if record is None or (record.expires_at is not None and record.expires_at <= self._now()):
+            raise NotFoundError(file_id)
+        return record
+
+    def files(self, purpose: str | None, after: str | None, order: Order, limit: int) -> list[FileRecord]:
+        """Raises NotFoundError when there is no file `after`."""
+        records = self.database.files(purpose, after, order, limit, int(self._now()))
+        if records is None:
+            raise NotFoundError(after)
+        return records
+
+    def remove_file(self, file_id: str) -> None:
+        """Raises NotFoundError or InUseError."""
+        self.file(file_id)
+        if user := self._user(file_id):
+            raise InUseError(user)
+        self._drop(file_id)
+
+    def remove_expired(self) -> None:
+        """Those that a batch still reads stay until it ends."""
+        for record in self.database.expired_files(int(self._now())):
+            if not self._user(record.id):
+                self._drop(record.id)
+
+    def _drop(self, file_id: str) -> None:
+        self.database.remove_file(file_id)
+        self._unlinked.append(self.path(file_id))
+
+    def _user(self, file_id: str) -> str | None:
+        """The batch that reads the file."""
+        return next(
+            (each.record.id for each in self.database.open_batches() if each.record.input_file_id == file_id), None
+        )
+
+    def _sweep(self) -> None:
+        """Removes files that no transaction knows: a crash came before or after it."""
+        self.remove_expired()
+        known = set(self.database.file_ids())
+        for batch in self.database.open_batches():
+            known |= {batch.record.output_id, batch.record.error_id}
+        for path in [*self.uploads.iterdir(), *(each for each in self._files.iterdir() if each.name not in known)]:
+            self._disk.remove(path)
+        self.committed()
+
+    # ---- batches -----------------------------------------------------------------------------------------------------
+
+    def add_batch(self, record: BatchRecord) -> Batch:
+        """Raises NotFoundError when there is no such input file."""
+        if record.input_file_id not in self._places:
+            self.file(record.input_file_id)
+        self.database.add_batch(record)
+        return Batch(record, Progress())
+
+    def batch(self, batch_id: str) -> Batch:
+        """Raises NotFoundError."""
+        batch = self.database.batch(batch_id)
+        if batch is None:
+            raise NotFoundError(batch_id)
+        return batch
+
+    def batches(self, after: str | None, limit: int) -> list[Batch]:
+        """The newest first. Raises NotFoundError when there is no batch `after`."""
+        batches = self.database.batches(after, limit)
+        if batches is None:
+            raise NotFoundError(after)
+        return batches
+
+    def open_batches(self) -> list[Batch]:
+        return self.database.open_batches()
+
+    def accept(self, batch_id: str, total: int, faults: Sequence[Fault]) -> Batch:
+        """The input file was looked at: the batch begins, or has failed. One that is cancelled by now stays so."""
+        batch = self.batch(batch_id)
+        if batch.record.status != "validating":
+            return batch
+        now = int(self._now())
+        if faults:
+            return self._put(batch, batch.record.refused(tuple(faults), now))
+        for file_id in (batch.record.output_id, batch.record.error_id):
+            self._disk.create(self.path(file_id))
+        return self._put(batch, batch.record.accepted(total, now))
+
+    def end(self, batch_id: str, outcome: Outcome) -> Batch:
+        """No line is started any more. One that has ended stays as it is."""
+        batch = self.batch(batch_id)
+        if batch.record.status in FINAL:
+            return batch
+        return self._put(batch, batch.record.ending(outcome, int(self._now())))
+
+    def fail(self, batch_id: str, fault: Fault) -> Batch:
+        """The input file cannot be read any more: what was answered until now can be read, the rest is lost."""
+        batch = self.batch(batch_id)
+        self._publish_all(batch)
+        return self._put(batch, batch.record.refused((fault,), int(self._now())))
+
+    def finish_lines(self, batch_id: str, lines: Sequence[DoneLine]) -> Batch:
+        """Lines have ended: they are in their files, and done, together or not at all.
+
+        Raises:
+            StorageError: not at all.
+        """
+        record, work = self.batch(batch_id).record, self._load(batch_id)
+        progress = msgspec.structs.replace(work.progress)
+        output = b"".join(each.data for each in lines if not each.failed)
+        errors = b"".join(each.data for each in lines if each.failed)
+        if output:
+            self._disk.append(self.path(record.output_id), progress.output_bytes, output)
+        if errors:
+            self._disk.append(self.path(record.error_id), progress.error_bytes, errors)
+        progress.output_bytes += len(output)
+        progress.error_bytes += len(errors)
+        for each in lines:
+            work.spans.add(each.line, each.end)
+            progress.completed += not each.failed
+            progress.failed += each.failed
+            progress.input_tokens += each.input_tokens
+            progress.cached_tokens += each.cached_tokens
+            progress.output_tokens += each.output_tokens
+        progress.spans = work.spans.encode()
+        assert work.spans.num_done == progress.completed + progress.failed
+        self.database.put_progress(batch_id, progress)
+        work.progress = progress
+        return Batch(record, progress)
+
+    def gaps(self, batch_id: str) -> list[Gap]:
+        """The lines that are left, of a batch whose lines were counted."""
+        return list(self._load(batch_id).spans.gaps(self.batch(batch_id).record.total))
+
+    def finalize(self, batch_id: str) -> Batch:
+        """Every line has ended: the files, cut to what was committed, can be read; an empty one there is not."""
+        batch = self.batch(batch_id)
+        record, progress = batch.record, batch.progress
+        if record.status in FINAL:
+            return batch
+        assert progress.completed + progress.failed == record.total, "a line has not ended"
+        self._publish_all(batch)
+        return self._put(batch, record.ended(int(self._now())))
+
+    def _publish_all(self, batch: Batch) -> None:
+        """What was written becomes files."""
+        record, progress = batch.record, batch.progress
+        self._work.pop(record.id, None)
+        if record.in_progress_at is not None:
+            self._publish(record, record.output_id, progress.output_bytes)
+            self._publish(record, record.error_id, progress.error_bytes)
+
+    def _publish(self, record: BatchRecord, file_id: str, size: int) -> None:
+        if not size:
+            self._unlinked.append(self.path(file_id))
+            return
+        self._disk.append(self.path(file_id), size, b"")
+        now, lasts = int(self._now()), record.output_expires_after
+        kind = "output" if file_id == record.output_id else "error"
+        self.database.add_file(
+            FileRecord(
+                id=file_id,
+                filename=f"{record.id}_{kind}.jsonl",
+                purpose=OUTPUT_PURPOSE,
+                bytes=size,
+                created_at=now,
+                expires_at=None if lasts is None else now + lasts,
+            )
+        )
+
+    def _put(self, batch: Batch, record: BatchRecord) -> Batch:
+        self.database.put_record(record)
+        return Batch(record, batch.progress)
+
+    def _load(self, batch_id: str) -> Work:
+        work = self._work.get(batch_id)
+        if work is None:
+            progress = self.batch(batch_id).progress
+            work = self._work[batch_id] = Work(progress, Spans.decode(progress.spans))
+        return work
+
+
+def lock(path: Path) -> int:
+    """Raises StorageError when another process holds it. A process that dies lets go of it."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise StorageError(f"{path.parent} is in use by another process") from None
+    return fd

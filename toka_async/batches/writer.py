@@ -1,0 +1,147 @@
+"""The one thread that reads and writes the database. What has come while it was busy is one transaction: one wait for
+the disk, however many ask.
+
+Knows nothing of what is done in a transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from toka_async.batches.database import is_full
+from toka_async.batches.disk import StorageError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_GROUP = 256  # jobs of a transaction
+
+
+@dataclass(slots=True)
+class Job:
+    """Work for the thread, and what came of it."""
+
+    work: Callable[[], Any]
+    future: asyncio.Future[Any] | None = None
+    result: Any = None
+    error: Exception | None = None
+
+    def settle(self) -> None:
+        if self.future is None or self.future.done():  # nobody waits any more
+            return
+        if self.error is not None:
+            self.future.set_exception(self.error)
+        else:
+            self.future.set_result(self.result)
+
+
+class Transactions:
+    """Runs jobs on a connection that nobody else uses.
+
+    Args:
+        committed: called after a transaction; what it raises is logged.
+        forget: called when a transaction, or one job's part of it, was undone.
+    """
+
+    def __init__(
+        self, connection: sqlite3.Connection, committed: Callable[[], None], forget: Callable[[], None]
+    ) -> None:
+        self._connection = connection
+        self._committed = committed
+        self._forget = forget
+
+    def do(self, group: list[Job]) -> None:
+        """One transaction."""
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            for job in group:
+                self._do_one(job)
+            self._connection.execute("COMMIT")
+        except sqlite3.Error as error:
+            self._undo("ROLLBACK")
+            for job in group:
+                job.error = job.error or storage_error(error)
+            return
+        try:
+            self._committed()
+        except StorageError as error:  # files that nobody knows any more are removed at the next start
+            logger.warning("a file was not removed: %s", error)
+
+    def _do_one(self, job: Job) -> None:
+        """A job that fails leaves nothing behind."""
+        self._connection.execute("SAVEPOINT job")
+        try:
+            job.result = job.work()
+        except Exception as error:
+            job.error = storage_error(error) if isinstance(error, sqlite3.Error) else error
+            self._undo("ROLLBACK TO job")
+        self._connection.execute("RELEASE job")
+
+    def _undo(self, statement: str) -> None:
+        self._forget()
+        if self._connection.in_transaction:  # SQLite itself may have ended it
+            self._connection.execute(statement)
+
+
+class Writer:
+    """Runs work in transactions, in the order in which it comes, for the event loop in which it is made."""
+
+    def __init__(self, transactions: Transactions) -> None:
+        self._transactions = transactions
+        self._loop = asyncio.get_running_loop()
+        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
+        self._thread.start()
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns, once it is on the disk.
+
+        Raises:
+            StorageError: nothing of it is.
+        """
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._queue.put(Job(work, future))
+        return await future
+
+    async def close(self) -> None:
+        """Waits for what was given before."""
+        self._queue.put(None)
+        await self._loop.run_in_executor(None, self._thread.join)
+
+    def _run(self) -> None:
+        while (job := self._queue.get()) is not None:
+            group, ends = self._group(job)
+            self._transactions.do(group)
+            self._loop.call_soon_threadsafe(settle, group)
+            if ends:
+                return
+
+    def _group(self, first: Job) -> tuple[list[Job], bool]:
+        """What waits now; and whether it is the last there will be."""
+        group = [first]
+        while len(group) < MAX_GROUP:
+            try:
+                job = self._queue.get_nowait()
+            except Empty:
+                break
+            if job is None:
+                return group, True
+            group.append(job)
+        return group, False
+
+
+def settle(jobs: list[Job]) -> None:
+    for job in jobs:
+        job.settle()
+
+
+def storage_error(error: sqlite3.Error) -> StorageError:
+    return StorageError(f"the database: {error}", full=is_full(error))

@@ -1,0 +1,120 @@
+"""Files and batches as OpenAI's API has them: requests and responses. Knows shapes only."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from toka_async.openai.requests import WireRequest
+
+Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
+Lifetime = Annotated[int, Meta(ge=3600, le=2_592_000)]  # seconds
+
+
+class ExpiresAfter(WireRequest, frozen=True, kw_only=True):
+    anchor: Literal["created_at"]
+    seconds: Lifetime
+
+
+class CreateBatch(WireRequest, frozen=True, kw_only=True):
+    """POST /v1/batches. `completion_window` is read in `seconds_of`."""
+
+    input_file_id: str
+    endpoint: Endpoint
+    completion_window: str
+    metadata: dict[str, str] | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+
+class FileObject(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "file"
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: str
+    status: str = "processed"
+
+
+class FileList(msgspec.Struct, frozen=True, kw_only=True):
+    object: str = "list"
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "file"
+    deleted: bool = True
+
+
+class BatchError(msgspec.Struct, frozen=True, kw_only=True):
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class BatchErrors(msgspec.Struct, frozen=True, kw_only=True):
+    object: str = "list"
+    data: list[BatchError]
+
+
+class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
+    total: int
+    completed: int
+    failed: int
+
+
+class InputDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class OutputDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int = 0
+
+
+class BatchUsage(msgspec.Struct, frozen=True, kw_only=True):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails = OutputDetails()
+    total_tokens: int
+
+
+class BatchObject(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "batch"
+    endpoint: str
+    model: str
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: str
+    status: str
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    usage: BatchUsage
+    metadata: dict[str, str] | None
+
+
+class BatchList(msgspec.Struct, frozen=True, kw_only=True):
+    object: str = "list"
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -1,0 +1,107 @@
+"""Files and batches of one server: the store, the thread that writes it, and the work on batches beside the engine's.
+
+Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from toka_async.batches.records import Batch
+from toka_async.batches.store import Store
+from toka_async.batches.window import Load, Window
+from toka_async.batches.work import Batches, Limits
+from toka_async.batches.writer import Transactions, Writer
+from toka_async.server.engine import Engine
+from toka_async.server.line_answers import LineAnswers
+from toka_async.server.service import Service
+
+NUM_THREADS = 4  # that read and write files
+
+
+class BatchService:
+    """What the routes of files and batches share; made without an event loop, begun in one.
+
+    Args:
+        store: opened; closed by `stop`.
+        on_progress, on_end: see Batches.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        service: Service,
+        on_progress: Callable[[Batch], None] = lambda _batch: None,
+        on_end: Callable[[Batch], None] = lambda _batch: None,
+    ) -> None:
+        self.store = store
+        self.service = service
+        self.executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="files")
+        self.window = Window(max(1, service.config.max_requests // 2))  # the other half is for connections
+        self.batches: Batches
+        self.writer: Writer
+        self._on_progress = on_progress
+        self._on_end = on_end
+
+    async def start(self) -> None:
+        """Goes on with what has not ended, as soon as the engine takes requests."""
+        config = self.service.config
+        self.writer = Writer(Transactions(self.store.database.connection, self.store.committed, self.store.forget))
+        limits = Limits(config.max_batch_lines, config.max_body_mb << 20)
+        self.batches = Batches(
+            self.store,
+            self.writer,
+            LineAnswers(self.service),
+            self.window,
+            limits,
+            self.executor,
+            self._on_progress,
+            self._on_end,
+        )
+        engine = self.service.engine
+        engine.metrics.registry.register(BatchCollector(self.batches))
+        engine.on_state = self.follow
+        self.follow()
+        await self.batches.start()
+
+    def follow(self) -> None:
+        """The engine's state has changed."""
+        engine = self.service.engine
+        if engine.is_closing:
+            self.batches.suspend()
+        self.window.report(load_of(engine))
+
+    async def stop(self) -> None:
+        """Keeps what has ended; the rest goes on after the next start."""
+        await self.batches.stop()
+        self.executor.shutdown(wait=False, cancel_futures=True)
+
+
+def load_of(engine: Engine) -> Load:
+    ready, stats = engine.ready, engine.stats
+    if ready is None or engine.is_closing:
+        return Load(0)
+    return Load(ready.max_seqs * len(engine.replicas.live), stats.num_running, stats.num_waiting)
+
+
+class BatchCollector(Collector):
+    """Metrics of batches."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def collect(self) -> Iterator[Metric]:
+        batches = self._batches
+        yield GaugeMetricFamily("toka:batches_open", "batches that have not ended", value=batches.num_open)
+        yield GaugeMetricFamily("toka:batch_samples_in_flight", "of batches", value=batches.window.in_flight)
+        yield GaugeMetricFamily("toka:batch_samples_allowed", "that may be", value=batches.window.size)
+        trouble = batches.ledger.trouble is not None
+        yield GaugeMetricFamily("toka:batches_paused", "1 while the disk takes no results", value=float(trouble))
+        lines = CounterMetricFamily("toka:batch_lines", "lines of batches that have ended", labels=["result"])
+        lines.add_metric(["completed"], batches.ledger.num_completed)
+        lines.add_metric(["failed"], batches.ledger.num_failed)
+        yield lines

@@ -1,0 +1,285 @@
+"""The routes of files. An upload goes to the disk as it comes. No name of a request becomes a path."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from aiohttp import BodyPartReader, web
+
+from toka_async.batches.disk import Disk, StorageError, storage_errors
+from toka_async.batches.records import FileRecord
+from toka_async.batches.store import InUseError, NotFoundError
+from toka_async.openai.batches import ExpiresAfter, FileDeleted, FileList, FileObject
+from toka_async.openai.errors import ApiError, bad_request
+from toka_async.server.batch_service import BatchService
+from toka_async.server.respond import SERVICE, json_response
+
+BATCHES: web.AppKey[BatchService | None] = web.AppKey("batches")
+PURPOSE = "batch"
+MAX_FIELD = 4096  # bytes of a form field
+MAX_NAME = 255  # characters of a file's name
+CHUNK = 1 << 20  # bytes that are written at once
+OVERHEAD = 1 << 16  # bytes of a form around its file
+PAGE = 10_000
+
+T = TypeVar("T")
+
+
+def batch_service(request: web.Request) -> BatchService:
+    """Raises ApiError (404) when the server keeps no files."""
+    service = request.app[BATCHES]
+    if service is None:
+        raise ApiError(
+            404, "there are no Files and Batches: server.data_dir names no folder to keep them in", code="no_data_dir"
+        )
+    return service
+
+
+async def create_file(request: web.Request) -> web.Response:
+    service = batch_service(request)
+    check_upload(request)
+    upload = Upload(service.store.uploads / secrets.token_hex(16), service.service.config.max_file_mb << 20)
+    try:
+        await receive(request, upload, service.executor)
+        record = upload.record()
+        try:
+            await service.writer.run(partial(service.store.add_file, record, upload.path))
+        except StorageError:
+            service.store.path(record.id).unlink(missing_ok=True)
+            raise
+    except StorageError as error:
+        raise storage_failed(error) from error
+    finally:
+        upload.path.unlink(missing_ok=True)
+    return json_response(file_object(record))
+
+
+def check_upload(request: web.Request) -> None:
+    """Raises ApiError (413) when the request says that its file is too large."""
+    config = request.app[SERVICE].config
+    if (request.content_length or 0) > (config.max_file_mb << 20) + OVERHEAD:
+        raise too_large(config.max_file_mb)
+
+
+def too_large(max_file_mb: int) -> ApiError:
+    return ApiError(413, f"the file is larger than server.max_file_mb ({max_file_mb} MiB)", param="file")
+
+
+@dataclass(slots=True)
+class Upload:
+    """A form as it comes. filename: None until the file was there."""
+
+    path: Path
+    max_bytes: int
+    fields: dict[str, str] = field(default_factory=dict)
+    filename: str | None = None
+    num_bytes: int = 0
+
+    def record(self) -> FileRecord:
+        """The file. Raises ApiError (400) when something is missing or wrong."""
+        if self.filename is None:
+            raise bad_request("'file' is required", param="file")
+        purpose = self.fields.pop("purpose", None)
+        if purpose != PURPOSE:
+            raise bad_request(f"'purpose' must be {PURPOSE!r}, got {purpose!r}", param="purpose")
+        lasts = expires_after({name: self.fields.pop(f"expires_after[{name}]", None) for name in ("anchor", "seconds")})
+        for name in self.fields:
+            raise bad_request(f"'{name}' is not supported", param=name)
+        now = int(time.time())
+        return FileRecord(
+            id=f"file-{secrets.token_hex(12)}",
+            filename=self.filename,
+            purpose=purpose,
+            bytes=self.num_bytes,
+            created_at=now,
+            expires_at=None if lasts is None else now + lasts,
+        )
+
+
+def expires_after(fields: dict[str, str | None]) -> int | None:
+    """Seconds. Raises ApiError (400)."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    if not given:
+        return None
+    try:
+        return msgspec.convert(given, ExpiresAfter, strict=False).seconds
+    except msgspec.ValidationError as error:
+        raise bad_request(f"'expires_after': {error}", param="expires_after") from None
+
+
+async def receive(request: web.Request, upload: Upload, executor: Executor) -> None:
+    """Reads the form. Raises ApiError (400, 413) or StorageError."""
+    if request.content_type != "multipart/form-data":
+        raise bad_request(f"the body must be multipart/form-data, not {request.content_type[:64]}")
+    try:
+        reader = await request.multipart()
+        async for part in reader:
+            if not isinstance(part, BodyPartReader) or part.name is None:
+                raise bad_request("a part of the form has no name")
+            if part.headers.get("Content-Transfer-Encoding", "binary").lower() not in ("binary", "8bit", "7bit"):
+                raise bad_request(f"'{part.name[:64]}' must not be encoded for transfer", param=part.name[:64])
+            if part.name == "file":
+                await receive_file(part, upload, executor)
+            else:
+                upload.fields[clean(part.name)] = await read_field(part)
+    except (ValueError, web.HTTPRequestEntityTooLarge) as error:
+        raise bad_request(f"the form cannot be read: {error}") from None
+
+
+async def read_field(part: BodyPartReader) -> str:
+    data = b""
+    while chunk := await part.read_chunk(MAX_FIELD):
+        data += chunk
+        if len(data) > MAX_FIELD:
+            raise bad_request(f"'{clean(part.name or '')}' is too long", param=clean(part.name or ""))
+    return data.decode("utf-8", "replace")
+
+
+async def receive_file(part: BodyPartReader, upload: Upload, executor: Executor) -> None:
+    """To the disk, in pieces, and synced."""
+    if upload.filename is not None:
+        raise bad_request("there is more than one 'file'", param="file")
+    upload.filename = clean(part.filename or "file")
+    disk, written = Disk(), 0
+    with storage_errors(upload.path):
+        fd = os.open(upload.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        held = bytearray()
+        while chunk := await part.read_chunk(CHUNK):
+            upload.num_bytes += len(chunk)
+            if upload.num_bytes > upload.max_bytes:
+                raise too_large(upload.max_bytes >> 20)
+            held += chunk
+            if len(held) >= CHUNK:
+                await in_thread(executor, write, disk, upload.path, fd, bytes(held), written)
+                written += len(held)
+                held.clear()
+        await in_thread(executor, write, disk, upload.path, fd, bytes(held), written)
+    finally:
+        os.close(fd)
+    await in_thread(executor, disk.sync, upload.path)
+
+
+def write(disk: Disk, path: Path, fd: int, data: bytes, offset: int) -> None:
+    with storage_errors(path):
+        disk.write(fd, data, offset)
+
+
+async def in_thread(executor: Executor, work: Callable[..., T], *values: Any) -> T:
+    """What `work` returns. It is over when this is left, whatever happens to the client."""
+    future = asyncio.get_running_loop().run_in_executor(executor, partial(work, *values))
+    try:
+        return await asyncio.shield(future)
+    finally:
+        await asyncio.wait([future])
+
+
+def clean(name: str) -> str:
+    """What a client calls a thing, as text that can be written as JSON."""
+    return name[:MAX_NAME].encode("utf-8", "replace").decode()
+
+
+# ---- what there is -------------------------------------------------------------------------------------------------
+
+
+async def list_files(request: web.Request) -> web.Response:
+    service, query = batch_service(request), Query(request, {"after", "limit", "order", "purpose"})
+    limit, order, after = query.number("limit", PAGE, PAGE), query.order(), query.text("after")
+    find = partial(service.store.files, query.text("purpose"), after, order, limit + 1)
+    found = await asked(service, find, "file", after)
+    data = [file_object(record) for record in found[:limit]]
+    first, last = (data[0].id, data[-1].id) if data else (None, None)
+    return json_response(FileList(data=data, first_id=first, last_id=last, has_more=len(found) > limit))
+
+
+async def get_file(request: web.Request) -> web.Response:
+    return json_response(file_object(await find_file(request)))
+
+
+async def get_content(request: web.Request) -> web.StreamResponse:
+    record, service = await find_file(request), batch_service(request)
+    path = service.store.path(record.id)
+    if not path.is_file():
+        raise ApiError(500, f"the content of {record.id} is lost: its file is gone from the disk")
+    headers = {"Content-Type": "application/octet-stream", "X-Content-Type-Options": "nosniff"}
+    return web.FileResponse(path, chunk_size=CHUNK, headers=headers)
+
+
+async def delete_file(request: web.Request) -> web.Response:
+    service, file_id = batch_service(request), request.match_info["file"]
+    try:
+        await asked(service, partial(service.store.remove_file, file_id), "file", file_id)
+    except InUseError as error:
+        message = f"the file is the input of {error}, which has not ended; cancel it first"
+        raise ApiError(409, message, code="file_in_use") from None
+    return json_response(FileDeleted(id=file_id))
+
+
+async def find_file(request: web.Request) -> FileRecord:
+    service, file_id = batch_service(request), request.match_info["file"]
+    return await asked(service, partial(service.store.file, file_id), "file", file_id)
+
+
+async def asked(service: BatchService, work: Callable[[], T], what: str, name: str | None) -> T:
+    """What the store answers; raises ApiError when there is no such thing (404), or the disk does not work."""
+    try:
+        return await service.writer.run(work)
+    except NotFoundError:
+        raise ApiError(404, f"there is no {what} {clean(name or '')!r}", param="id", code="not_found") from None
+    except StorageError as error:
+        raise storage_failed(error) from error
+
+
+def storage_failed(error: StorageError) -> ApiError:
+    if error.full:
+        return ApiError(507, "the server's disk is full; nothing was kept", code="disk_full")
+    return ApiError(500, "the server's disk does not work; nothing was kept", code="storage_failed")
+
+
+def file_object(record: FileRecord) -> FileObject:
+    return FileObject(
+        id=record.id,
+        bytes=record.bytes,
+        created_at=record.created_at,
+        expires_at=record.expires_at,
+        filename=record.filename,
+        purpose=record.purpose,
+    )
+
+
+class Query:
+    """The parameters of a list. Raises ApiError (400) for others."""
+
+    def __init__(self, request: web.Request, known: set[str]) -> None:
+        self._values = {name: clean(value) for name, value in request.query.items() if value}
+        for name in request.query:
+            if name not in known:
+                raise bad_request(f"'{clean(name)}' is not supported", param=clean(name))
+
+    def text(self, name: str) -> str | None:
+        return self._values.get(name)
+
+    def number(self, name: str, default: int, most: int) -> int:
+        text = self._values.get(name, str(default))
+        if not (text.isascii() and text.isdecimal() and 1 <= int(text[:12]) <= most):
+            raise bad_request(f"'{name}' must be 1 to {most}, got {text!r}", param=name)
+        return int(text)
+
+    def order(self) -> Literal["asc", "desc"]:
+        match self._values.get("order", "desc"):
+            case "asc":
+                return "asc"
+            case "desc":
+                return "desc"
+            case other:
+                raise bad_request(f"'order' must be asc or desc, got {other!r}", param="order")
