@@ -17,13 +17,13 @@ import msgspec
 
 from toka_async.config import Config
 from toka_async.listening import open_listener, raise_limits, url_of
-from toka_async.model.division import check_tensor_size
+from toka_async.model.division import check_division
 from toka_async.model.generation import read_generation_defaults
 from toka_async.model.hub import resolve_model, resolve_tokenizer
 from toka_async.model.spec import ModelError, read_spec
 from toka_async.procs.child import ChildSpec
 from toka_async.supervisor import Launch, Supervisor, say
-from toka_async.topology import local_topology
+from toka_async.topology import Layout, local_topology
 
 LONGEST_FOLDER = 60  # characters; addresses of unix sockets, names included, end at about 100
 
@@ -38,10 +38,11 @@ def serve(config: Config) -> int:
     model_dir, tokenizer_dir = _files(config)
     with closing(open_listener(config.server)) as listener, _socket_folder() as folder:
         limits, url = raise_limits(), url_of(listener)
+        layout = Layout(config.parallel.dp, config.parallel.pp, config.parallel.tp)
         spec = ChildSpec(
             role="server",
             config=config,
-            topology=local_topology(folder, config.parallel.dp, config.parallel.tp),
+            topology=local_topology(folder, layout),
             model_dir=str(model_dir),
             tokenizer_dir=str(tokenizer_dir),
             served_name=config.model.served_name or config.model.path,
@@ -69,7 +70,7 @@ def _files(config: Config) -> tuple[Path, Path]:
     weights = config.model.device != "simulated" and config.model.load == "weights"
     model_dir = resolve_model(config.model.path, weights)
     spec = read_spec(model_dir)
-    check_tensor_size(spec, config.parallel.tp)
+    check_division(spec, config.parallel.pp, config.parallel.tp)
     read_generation_defaults(model_dir, spec, use_file=config.model.generation_config == "auto")
     tokenizer_dir = resolve_tokenizer(config.model.tokenizer, model_dir)
     if not (tokenizer_dir / "tokenizer.json").is_file():

@@ -16,15 +16,14 @@ from torch import Tensor
 
 from toka_async.attention.base import GraphAttention, PrefixGroup
 
-# What a captured step computes: from (rows, grouped) to token ids int64 [rows] and log-probs float32 [rows].
-DecodeStep = Callable[[int, bool], tuple[Tensor, Tensor]]
+# What a captured step computes: from (rows, grouped) to tensors of as many rows.
+DecodeStep = Callable[[int, bool], tuple[Tensor, ...]]
 
 
 @dataclass(slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    token_ids: Tensor
-    logprobs: Tensor
+    outputs: tuple[Tensor, ...]
 
 
 def graph_sizes(most: int) -> list[int]:
@@ -61,8 +60,8 @@ class DecodeGraphs:
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with _no_collection(), torch.cuda.graph(graph, pool=pool, stream=stream):
-                token_ids, logprobs = self._decode(size, grouped)
-            self._graphs[size, grouped] = _Captured(graph, token_ids, logprobs)
+                outputs = self._decode(size, grouped)
+            self._graphs[size, grouped] = _Captured(graph, outputs)
             yield number, len(todo)
 
     def size_for(self, num_rows: int) -> int:
@@ -73,14 +72,14 @@ class DecodeGraphs:
         """Whether so many rows, with groups or without, can be replayed."""
         return (self.size_for(num_rows), grouped) in self._graphs
 
-    def replay(self, num_rows: int, groups: tuple[PrefixGroup, ...]) -> tuple[Tensor, Tensor]:
-        """Token ids and log-probs of the rows, until the next replay; the order's padding fills the graph's size."""
+    def replay(self, num_rows: int, groups: tuple[PrefixGroup, ...]) -> tuple[Tensor, ...]:
+        """What the step gives of the rows, until the next replay; the order's padding fills the graph's size."""
         size = self.size_for(num_rows)
         captured = self._graphs[size, bool(groups)]
         if groups:
             self._attention.set_groups(groups)
         captured.graph.replay()
-        return captured.token_ids[:num_rows], captured.logprobs[:num_rows]
+        return tuple(output[:num_rows] for output in captured.outputs)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from toka_async.messages import StepDone
 from toka_async.model.logprobs import Logprobs
 from toka_async.runner.clock import StepClock
 from toka_async.runner.prompt_logprobs import AskedChunk
-from toka_async.runner.results import Launched
+from toka_async.runner.results import Launched, PartResults
 from toka_async.runner.samples import Samples, TopLogprobs
 
 
@@ -29,7 +29,7 @@ def launch(
     of_chunks: Logprobs | None = None,
     step_id: int = 5,
 ) -> Launched:
-    return Launched(step_id, samples, asked, of_chunks, clock, clock.begin(), 3)
+    return Launched(step_id, [PartResults(samples, asked, of_chunks)], clock, clock.begin(), 3)
 
 
 def test_a_step_of_events_alone(clock: StepClock) -> None:

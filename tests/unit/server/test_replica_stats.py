@@ -38,6 +38,7 @@ def test_every_field_is_merged(data: st.DataObject) -> None:
         "forecast_us": (1.0, 2.0, 3.0),
         "stage_seconds": (0.5,),
         "expected_length": (0.5, 0.25),
+        "pipeline": ((2.0, 0.5, 0.25), (3.0, 0.25, 0.125)),
     }.get(name, 3)
     stats = msgspec.structs.replace(Stats(), **{name: value})
     assert merged([stats, Stats()]) == stats
