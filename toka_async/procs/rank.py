@@ -172,6 +172,8 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Launched], Callable[
     os.environ.update(NO_MULTICAST)
     # Sends and receives have groups of their own: nothing waits for anything else, of which there would be a warning.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+    # A stage's streams wait for other ranks: none may hold up another because they share a queue of the device.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     # Captured graphs would have NCCL register memory, which it cannot where the allocator's blocks grow.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     place = place_of(spec)

@@ -85,11 +85,10 @@ def build_runner(
     if kind == "cpu":
         torch.set_num_threads(resolve_num_threads(attention, decoder, place.num_sharing))
     else:
-        # What is automatic leaves half of the memory to the cache.
-        share = 0.5 if "auto" in (schedule.max_seqs, schedule.max_tokens) else 1.0
+        # Only the last stage has logits.
         counted = rank_spec if part.is_last else msgspec.structs.replace(rank_spec, vocab_size=0)
-        check = partial(_check_fits, counted, dtype, cache, device, share, place.num_micro_batches)
-        limits = least_limits(meeting.world, fitting_limits(limits, schedule, check))
+        fitting = _fitting_limits(limits, counted, dtype, cache, schedule, device, place.num_micro_batches)
+        limits = least_limits(meeting.world, fitting)
     parts = Parts(
         decoder,
         rank_spec,
@@ -109,8 +108,9 @@ def build_runner(
     with stages.stage("attention"):
         runner = parts.runner(num_pages)
     grouped = runner.ready.group_min_seqs if schedule.group_min_seqs == "auto" else schedule.group_min_seqs
-    most = most_rows(limits.max_seqs, place.num_micro_batches)
-    warm_up(runner, stages, min(compiling.max_graph_seqs, most) if compiling.graphs else 0, grouped > 0)
+    num_parts = place.num_micro_batches
+    captured = min(compiling.max_graph_seqs, most_rows(limits.max_seqs, num_parts)) if compiling.graphs else 0
+    warm_up(runner, stages, captured, grouped > 0, num_parts)
     stages.report()
     return runner
 
@@ -123,16 +123,23 @@ def _setup(pairs: Pairs, spec: ModelSpec, limits: Limits, dtype: torch.dtype, de
     return StageSetup(links, num_parts, spec.hidden_size, dtype, device)
 
 
-def _check_fits(
+def _fitting_limits(
+    limits: Limits,
     spec: ModelSpec,
     dtype: torch.dtype,
     cache: CacheConfig,
+    schedule: ScheduleConfig,
     device: torch.device,
-    share: float,
     num_parts: int,
-    limits: Limits,
-) -> None:
-    check_largest_step(spec, limits, dtype, cache.page_size, device, cache.memory_fraction, share, num_parts)
+) -> Limits:
+    """The limits whose largest step fits this GPU, as far as they are automatic. Raises ModelError."""
+    # What is automatic leaves half of the memory to the cache.
+    share = 0.5 if "auto" in (schedule.max_seqs, schedule.max_tokens) else 1.0
+
+    def check(tried: Limits) -> None:
+        check_largest_step(spec, tried, dtype, cache.page_size, device, cache.memory_fraction, share, num_parts)
+
+    return fitting_limits(limits, schedule, check)
 
 
 def _ops(device: torch.device, compiling: CompileConfig) -> Ops:

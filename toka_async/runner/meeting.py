@@ -52,10 +52,11 @@ def meet(place: Place, device: torch.device) -> Meeting:
             group = dist.new_group([stage * place.size + rank for rank in range(place.size)], timeout=TIMEOUT)
             if stage == place.stage:
                 tensor = DistributedComm(group, device)
-    return Meeting(world, tensor, _pairs(place, device))
+    return Meeting(world, tensor, make_pairs(place, device))
 
 
-def _pairs(place: Place, device: torch.device) -> Pairs:
+def make_pairs(place: Place, device: torch.device) -> Pairs:
+    """Of a rank among those of torch's world."""
     mine: dict[str, dist.ProcessGroup] = {}
     last = place.num_stages - 1
     ways = [(stage, stage + 1) for stage in range(last)] + [(last, 0)]

@@ -47,7 +47,10 @@ def most_tokens(max_seqs: int, max_tokens: int, num_parts: int, least_tokens: in
 
 
 class Cutter:
-    """Cuts steps into up to `num_parts` micro-batches; into one, if that is all."""
+    """Cuts steps into up to `num_parts` micro-batches; into one, if that is all.
+
+    least_tokens: of chunks in a micro-batch, as long as there are as many.
+    """
 
     def __init__(self, num_parts: int = 1, least_tokens: int = LEAST_TOKENS) -> None:
         self._num_parts = num_parts

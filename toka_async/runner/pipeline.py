@@ -19,18 +19,22 @@ from toka_async.runner.copies import upload
 from toka_async.runner.device_rows import DeviceRows
 from toka_async.runner.inputs import StepRows
 from toka_async.runner.links import StageLinks
-from toka_async.runner.micro_batches import Cutter
+from toka_async.runner.micro_batches import LEAST_TOKENS, Cutter
 
 
 @dataclass(slots=True, frozen=True)
 class StageSetup:
-    """What a stage is made of. num_parts: micro-batches of a step, at most. hidden_size, dtype: of residuals."""
+    """What a stage is made of.
+
+    num_parts: micro-batches of a step, at most. hidden_size, dtype: of residuals. least_tokens: see `Cutter`.
+    """
 
     links: StageLinks
     num_parts: int
     hidden_size: int
     dtype: torch.dtype
     device: torch.device
+    least_tokens: int = LEAST_TOKENS
 
     @property
     def is_first(self) -> bool:
@@ -52,7 +56,7 @@ class Pipeline:
     """
 
     def __init__(self, setup: StageSetup, rows: DeviceRows) -> None:
-        self.cutter = Cutter(setup.num_parts)
+        self.cutter = Cutter(setup.num_parts, setup.least_tokens)
         self._links = setup.links
         self._rows = rows
         # Of the first stage: how many micro-batches sampled, which one a slot's newest token comes from (-1: the host
