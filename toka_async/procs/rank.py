@@ -38,6 +38,12 @@ NO_MULTICAST = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
+# A stage's streams wait for other ranks: none may hold up another because they share a queue of the device. Sends and
+# receives have groups of their own, so that a warning that they wait for each other does not apply.
+STAGE_STREAMS = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
+}
 
 
 class Launched(Protocol):
@@ -170,13 +176,11 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Launched], Callable[
     # Steps differ in size: blocks that cannot grow would leave more and more memory in pieces.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     os.environ.update(NO_MULTICAST)
-    # Sends and receives have groups of their own: nothing waits for anything else, of which there would be a warning.
-    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    # A stage's streams wait for other ranks: none may hold up another because they share a queue of the device.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     # Captured graphs would have NCCL register memory, which it cannot where the allocator's blocks grow.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     place = place_of(spec)
+    if place.num_stages > 1:
+        os.environ.update(STAGE_STREAMS)
     if place.world_size > 1 and LOOPBACK in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # all ranks are on this machine
     from toka_async.runner.build import build_runner

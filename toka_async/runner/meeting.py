@@ -111,13 +111,14 @@ def links_of(pairs: Pairs, hidden_size: int, dtype: torch.dtype, num_tokens: int
 
 
 def _try(links: StageLinks, residual: Tensor) -> None:
-    """Something goes through each link."""
-    receivers = [receiver for receiver in (links.before, links.tokens_from_last) if receiver is not None]
-    for receiver in receivers:
-        receiver.post(1)
+    """Something goes through each link, stage after stage: a first use may wait for the other end."""
+    if links.before is not None:
+        links.before.post(1)
+        links.before.discard()
     if links.after is not None:
         links.after.send(residual)
     if links.tokens_to_first is not None:
         links.tokens_to_first.send(torch.zeros(1, dtype=torch.int64, device=residual.device))
-    for receiver in receivers:
-        receiver.discard()
+    if links.tokens_from_last is not None:
+        links.tokens_from_last.post(1)
+        links.tokens_from_last.discard()
