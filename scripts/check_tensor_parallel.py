@@ -313,6 +313,7 @@ def check_layer(bench: Bench, decoder: Decoder, what: str, way: Shards, num_toke
 def same_on_all(decoder: Decoder, num_tokens: int, seed: int) -> Tensor:
     import torch
 
+    assert decoder.norm is not None
     weight = decoder.norm.weight
     generator = torch.Generator(weight.device).manual_seed(seed)
     return torch.randn(num_tokens, weight.numel(), dtype=weight.dtype, device=weight.device, generator=generator)

@@ -59,6 +59,7 @@ class FakeGraphs:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.graphs: list[FakeGraph] = []
         self.num_collections = 0
+        self._before: tuple[Tensor, ...] = ()
         patch.setattr(gc, "collect", self._collect)
         self._capturing: FakeGraph | None = None
         self.milliseconds = 0.0
@@ -95,10 +96,12 @@ class FakeGraphs:
     def capturable(self, decode: DecodeStep) -> DecodeStep:
         """The same step, and one that a capture keeps for later."""
 
-        def step(num_rows: int, grouped: bool) -> tuple[Tensor, Tensor]:
+        def step(num_rows: int, grouped: bool) -> tuple[Tensor, ...]:
             if self._capturing is None:
-                return decode(num_rows, grouped)
-            outputs = torch.full((num_rows,), -1), torch.full((num_rows,), torch.nan)
+                self._before = decode(num_rows, grouped)
+                return self._before
+            # As many and as large as the run before the capture made.
+            outputs = tuple(torch.full_like(output, -1) for output in self._before)
 
             def body() -> None:
                 self.milliseconds += num_rows + self.slow.get(num_rows, 0.0)

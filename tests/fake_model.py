@@ -83,11 +83,11 @@ class FakeModel:
         self.cache = cache
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
+        self, inputs: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
     ) -> Tensor:
         assert isinstance(attention, FakeAttention)
         batch = attention.batch
-        self.cache.tokens.reshape(-1)[batch.write_indices.numpy()] = token_ids.numpy()
+        self.cache.tokens.reshape(-1)[batch.write_indices.numpy()] = inputs.numpy()
         hashes: list[int] = []
         expected: list[int] = []
         for pages, length, context in zip(
@@ -106,3 +106,23 @@ class FakeModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return _logits(hidden, self.vocab_size)
+
+
+class FakeStage(FakeModel):
+    """A stage of such a model: residuals are the tokens, which every stage keeps in a cache of its own."""
+
+    def __init__(self, vocab_size: int, cache: FakeCache, is_first: bool, is_last: bool) -> None:
+        super().__init__(vocab_size, cache)
+        self.is_first = is_first
+        self.is_last = is_last
+
+    def forward(
+        self, inputs: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
+    ) -> Tensor:
+        assert inputs.shape == ((len(positions),) if self.is_first else (len(positions), 1))
+        tokens = inputs if self.is_first else inputs[:, 0].long()
+        hidden = super().forward(tokens, positions, attention, wanted)
+        if self.is_last:
+            return hidden
+        assert wanted is None, "the next stage needs every token"
+        return tokens[:, None].double()

@@ -1,4 +1,7 @@
-"""Ranks as processes that gloo connects, for tests: four, of which the first two and three are groups as well."""
+"""Ranks as processes that gloo connects, for tests: four, of which the first two and three are groups as well.
+
+All four are two stages of two ranks, too.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.mean_attention import MeanAttention, in_shards, load, run
 from toka_async.model.comm import DistributedComm, join
@@ -16,8 +20,12 @@ from toka_async.model.compiled import CompiledForward
 from toka_async.model.decoder import Decoder
 from toka_async.model.overlap import overlapped
 from toka_async.model.spread import Spreads, Whole
+from toka_async.runner.links import StageLinks
+from toka_async.runner.meeting import links_of, make_pairs
+from toka_async.runner.place import Place
 
 NUM_RANKS = 4
+LENGTHS = (5, 1, 3, 4)  # of what stages send each other
 SIZES = (2, 3, 4)
 CPU = torch.device("cpu")
 
@@ -46,6 +54,8 @@ def _rank(folder: Path, rank: int, checkpoints: dict[int, list[Path]]) -> None:
         group = dist.new_group(list(range(size)))
         if rank < size:
             torch.save(_answers(DistributedComm(group, CPU), checkpoints[size]), _file(folder, size, rank))
+    links = links_of(make_pairs(Place(rank % 2, 2, rank // 2, 2, num_micro_batches=1), CPU), 3, torch.float32, 7, 5)
+    torch.save(stage_answers(links, rank), folder / f"stage-{rank}")
     dist.destroy_process_group()
 
 
@@ -86,10 +96,37 @@ def model_answers(decoder: Decoder, comm: DistributedComm) -> dict[str, torch.Te
     for name, spreads in {"shards": in_shards(comm), "overlapped": overlapping(comm)}.items():
         decoder.spreads = spreads
         answers[name] = run(decoder)
+    assert decoder.norm is not None
     with torch.inference_mode():
         hidden = torch.randn(12, decoder.norm.weight.numel(), generator=torch.Generator().manual_seed(0)).double()
         answers["own"] = torch.cat([decoder.own_logits(hidden), decoder.logits(hidden)])
     return answers
+
+
+@torch.inference_mode()
+def stage_answers(links: StageLinks, rank: int) -> list[Tensor]:
+    """What goes over the links of the rank's stage: LENGTHS residuals forward, and as many tokens back.
+
+    All are sent before any is taken, as far as there is room.
+    """
+    received = []
+    for number, length in enumerate(LENGTHS):
+        sent = torch.full((length, 3), float(10 * number + rank))
+        if links.after is not None and links.tokens_from_last is not None:
+            links.tokens_from_last.post(length)
+            links.after.send(sent)
+            sent.zero_()  # what was sent can be written again
+        if links.before is not None and links.tokens_to_first is not None:
+            links.before.post(length)
+            received.append(links.before.take().clone())
+            links.before.release()
+            links.tokens_to_first.send(torch.arange(length) + 10 * number + rank)
+    if links.tokens_from_last is not None:
+        assert links.tokens_from_last.is_full
+        for _ in LENGTHS:
+            received.append(links.tokens_from_last.take().clone())
+            links.tokens_from_last.release()
+    return received
 
 
 def compiled_error(decoder: Decoder) -> float:

@@ -130,10 +130,12 @@ class Watch:
         self.num_grouped += int(as_i32(step.group_rows).sum())
         return self._runner.run(step)
 
-    def _watched(self, step_rows: StepRows, groups: tuple[PrefixGroup, ...]) -> Samples:
+    def _watched(
+        self, step_rows: StepRows, groups: tuple[PrefixGroup, ...], residuals: Tensor | None = None
+    ) -> tuple[Samples | None, Tensor | None]:
         self.num_replays += 1
         self.num_grouped_replays += bool(groups)
-        return self._replay(step_rows, groups)
+        return self._replay(step_rows, groups, residuals)
 
 
 class WatchedEngine(Engine):

@@ -71,15 +71,13 @@ class PageRank:
         chunks = [(int(slot), int(length), bool(samples)) for slot, length, samples in lengths]
         assert not {slot for slot, _, _ in chunks} & set(self.order.tolist())
         starts = {slot: self.rows[slot].position for slot, _, _ in work + chunks}
-        for slot, length, _ in work:  # all are written before any is read
-            self._write(slot, np.asarray([self.rows[slot].last_token], np.int32), length)
-        for slot, length, _ in chunks:
+        for slot, length, samples in work + chunks:  # in order, as parts of a step are: nothing later is seen
             row = self.rows[slot]
-            tokens = as_i32(row.prompt.token_ids)[row.position : row.position + length]
-            assert tokens.size == length > 0
+            tokens = np.asarray([row.last_token], np.int32)
+            if (slot, length, samples) in chunks:
+                tokens = as_i32(row.prompt.token_ids)[row.position : row.position + length]
+                assert tokens.size == length > 0
             self._write(slot, tokens, length)
-        for slot, length, samples in work + chunks:
-            row = self.rows[slot]
             context = self._read(row)
             assert (context >= 0).all(), "a row sees a page that was never written"
             if samples:

@@ -70,7 +70,7 @@ def run_rows(
 ) -> None:
     """Steps until every row is done, each step with a random part of the rows; fills their `logits`."""
     rng = np.random.default_rng(seed)
-    device = decoder.embedding.weight.device
+    device = next(decoder.parameters()).device
     while unfinished := [row for row in rows if row.done < len(row.token_ids)]:
         chosen = [row for row in unfinished if rng.random() < 0.8] or unfinished
         chosen.sort(key=lambda row: row.done < row.num_prompt)

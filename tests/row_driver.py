@@ -13,12 +13,14 @@ import msgspec
 import numpy as np
 import torch
 
-from tests.fake_model import FakeAttention, FakeCache, FakeModel, logits_of
+from tests.fake_model import FakeAttention, FakeCache, FakeModel, FakeStage, logits_of
+from tests.stage_runners import StageRunners, setups
 from toka_async.arrays import as_f32, as_i32, column, i32_column
 from toka_async.messages import Prompt, Ready, Sampling, Step, StepDone
 from toka_async.model.comm import Comm
 from toka_async.model.sampling import params_of, sample
 from toka_async.model.streams import uniforms
+from toka_async.runner.pipeline import StageSetup
 from toka_async.runner.row_shares import RowShares
 from toka_async.runner.runner import Runner
 
@@ -72,7 +74,7 @@ class Driver:
     """Builds steps, runs them, compares what comes back.
 
     use_kernels: the runner samples by kernels, and its steps of decoding rows can be captured. comm: of ranks that
-    share the rows which they sample.
+    share the rows which they sample. num_stages: of a pipeline, with a runner each, of which `runner` is the last.
     """
 
     def __init__(
@@ -83,6 +85,8 @@ class Driver:
         *,
         use_kernels: bool = False,
         comm: Comm | None = None,
+        num_stages: int = 1,
+        num_parts: int = 1,
     ) -> None:
         self.page_size = page_size
         self.free_pages = list(range(num_pages))[::-1]
@@ -92,17 +96,27 @@ class Driver:
         self.order: list[Row] = []
         self.keys = 0
         self.step_id = 0
-        cache, attention = FakeCache(num_pages + 1, page_size), FakeAttention()
         ready = Ready(num_pages=num_pages, page_size=page_size, max_seqs=max_seqs, max_context=10_000, vocab_size=VOCAB)
-        model = FakeModel(VOCAB, cache)
-        shares = None
-        if comm is not None:
-            rank, size = comm.rank, comm.size
-            shares = RowShares(comm, lambda hidden: model.logits(hidden.chunk(size)[rank]), max_seqs)
-        self.runner = Runner(
-            model, cache, attention, ready, torch.device("cpu"), use_kernels=use_kernels, graphs=attention,
-            shares=shares,
-        )  # fmt: skip
+
+        def runner(setup: StageSetup | None) -> Runner:
+            cache, attention = FakeCache(num_pages + 1, page_size), FakeAttention()
+            shares = None
+            if setup is None:
+                model = FakeModel(VOCAB, cache)
+                if comm is not None:
+                    rank, size = comm.rank, comm.size
+                    shares = RowShares(comm, lambda hidden: model.logits(hidden.chunk(size)[rank]), max_seqs)
+            else:
+                model = FakeStage(VOCAB, cache, setup.is_first, setup.is_last)
+            return Runner(
+                model, cache, attention, ready, torch.device("cpu"), use_kernels=use_kernels, graphs=attention,
+                shares=shares, setup=setup,
+            )  # fmt: skip
+
+        of_stages = setups(num_stages, num_parts, 1, torch.float64, capacity=num_parts + 1)
+        self.stages = [runner(setup) for setup in of_stages] if num_stages > 1 else [runner(None)]
+        self.runner = self.stages[-1]
+        self.rank = StageRunners(self.stages)
         self._reset()
 
     def _reset(self) -> None:
@@ -216,7 +230,7 @@ class Driver:
             while len(row.pages) * self.page_size < row.computed + length:
                 self._append(row)
             row.computed += length
-        done = self.runner.run(self._message(chunks, reverse))
+        done = self.rank.run(self._message(chunks, reverse))
         self._reset()
         sampling = [*decoding, *(row for row, _ in chunks if row.computed == row.fed)]
         self._check(sampling, as_i32(done.token_ids).tolist())

@@ -76,7 +76,7 @@ def _plan(options: argparse.Namespace) -> int:
     from toka_async.model.spec import ModelError
     from toka_async.plan import GIB, device_memory, make_plan, plan_lines
 
-    config = load_config(options.config, options.overrides, to_serve=False)
+    config = load_config(options.config, options.overrides)
     memory = device_memory() if options.gpu_memory is None else int(options.gpu_memory * GIB)
     if memory is None:
         return _wrong("there is no GPU here: say how much memory one has, with --gpu-memory GIB")

@@ -103,8 +103,12 @@ class ScheduleConfig(Section, frozen=True, kw_only=True):
 
 class ParallelConfig(Section, frozen=True, kw_only=True):
     dp: Annotated[int, Meta(ge=1, le=64, description="data-parallel replicas, each on a GPU of its own")] = 1
-    pp: Annotated[int, Meta(ge=1, description="pipeline stages")] = 1
-    tp: Annotated[int, Meta(ge=1, description="tensor-parallel ranks")] = 1
+    pp: Annotated[int, Meta(ge=1, description="pipeline stages, each of some of the layers")] = 1
+    tp: Annotated[int, Meta(ge=1, description="tensor-parallel ranks, of each stage")] = 1
+    pp_micro_batches: Annotated[
+        Annotated[int, Meta(ge=1, le=64)] | Auto,
+        Meta(description="parts of a step that are in the pipeline at once; auto: pp + 1"),
+    ] = "auto"
     async_tp_min_tokens: Annotated[
         Annotated[int, Meta(ge=0, le=2**31 - 1)] | Auto,
         Meta(
@@ -112,6 +116,11 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
             "auto: as measured at the start"
         ),
     ] = "auto"
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of a step, at most; without a pipeline it stays whole."""
+        return self.pp + (self.pp > 1) if self.pp_micro_batches == "auto" else self.pp_micro_batches
 
 
 class AttentionConfig(Section, frozen=True, kw_only=True):
@@ -168,13 +177,11 @@ _FIELDS = {
 }
 
 
-def load_config(path: Path | None = None, overrides: Sequence[str] = (), *, to_serve: bool = True) -> Config:
+def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a TOML file, then `section.key=value` overrides, then defaults for the rest.
 
-    With `to_serve` it is one that this version can serve.
-
     Raises:
-        ConfigError: unreadable file, unknown key, ill-typed value, or a value that this version cannot serve.
+        ConfigError: unreadable file, unknown key, ill-typed value, or values that make no sense.
     """
     values: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
     if path is not None:
@@ -189,14 +196,7 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = (), *, to_s
         values[section][name] = _convert(key, value, strict=False)
     config = msgspec.convert(values, Config)
     _check(config)
-    if to_serve and (reason := not_served(config.parallel)):
-        raise ConfigError(reason)
     return config
-
-
-def not_served(parallel: ParallelConfig) -> str | None:
-    """Why this version cannot serve it, if it cannot."""
-    return f"parallel.pp: only 1 is available in this version, got {parallel.pp}" if parallel.pp != 1 else None
 
 
 def describe(config: Config | None = None) -> list[Field]:
@@ -276,6 +276,8 @@ def _check(config: Config) -> None:
         raise ConfigError("schedule.group_min_seqs: expected 0 for none, or at least 2, got 1")
     if config.model.device != "simulated" and config.simulated != SimulatedConfig():
         raise ConfigError("simulated: its keys need model.device=simulated")
+    if config.parallel.pp == 1 and config.parallel.pp_micro_batches != "auto":
+        raise ConfigError("parallel.pp_micro_batches: needs parallel.pp above 1, or auto")
     backend = config.attention.backend
     if backend in ("triton", "flashinfer") and config.model.device in ("cpu", "simulated"):
         raise ConfigError(f"attention.backend={backend}: needs model.device=cuda, got {config.model.device}; use auto")

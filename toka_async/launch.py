@@ -17,13 +17,13 @@ import msgspec
 
 from toka_async.config import Config
 from toka_async.listening import open_listener, raise_limits, url_of
-from toka_async.model.division import check_tensor_size
+from toka_async.model.division import check_division
 from toka_async.model.generation import read_generation_defaults
 from toka_async.model.hub import resolve_model, resolve_tokenizer
 from toka_async.model.spec import ModelError, read_spec
 from toka_async.procs.child import BatchJob, ChildSpec, Status
 from toka_async.supervisor import Launch, Supervisor, say
-from toka_async.topology import local_topology
+from toka_async.topology import Layout, local_topology
 
 BATCH_DRAIN = 5.0  # seconds in which a batch that is stopped keeps what is done
 LONGEST_FOLDER = 60  # characters; addresses of unix sockets, names included, end at about 100
@@ -42,7 +42,7 @@ def serve(config: Config) -> int:
         spec = ChildSpec(
             role="server",
             config=config,
-            topology=local_topology(folder, config.parallel.dp, config.parallel.tp),
+            topology=local_topology(folder, _layout(config)),
             model_dir=str(model_dir),
             tokenizer_dir=str(tokenizer_dir),
             served_name=config.model.served_name or config.model.path,
@@ -75,7 +75,7 @@ def run_batch(config: Config, job: BatchJob, show: Callable[[Status], int | None
         spec = ChildSpec(
             role="batch",
             config=config,
-            topology=local_topology(folder, config.parallel.dp),
+            topology=local_topology(folder, _layout(config)),
             model_dir=str(model_dir),
             tokenizer_dir=str(tokenizer_dir),
             served_name=config.model.served_name or config.model.path,
@@ -86,6 +86,10 @@ def run_batch(config: Config, job: BatchJob, show: Callable[[Status], int | None
             for child in _children(spec):
                 supervisor.start(_launch(child))
             return supervisor.run(lambda: None)
+
+
+def _layout(config: Config) -> Layout:
+    return Layout(config.parallel.dp, config.parallel.pp, config.parallel.tp)
 
 
 def _supervisor(
@@ -102,7 +106,7 @@ def _files(config: Config) -> tuple[Path, Path]:
     weights = config.model.device != "simulated" and config.model.load == "weights"
     model_dir = resolve_model(config.model.path, weights)
     spec = read_spec(model_dir)
-    check_tensor_size(spec, config.parallel.tp)
+    check_division(spec, config.parallel.pp, config.parallel.tp)
     read_generation_defaults(model_dir, spec, use_file=config.model.generation_config == "auto")
     tokenizer_dir = resolve_tokenizer(config.model.tokenizer, model_dir)
     if not (tokenizer_dir / "tokenizer.json").is_file():

@@ -207,6 +207,8 @@ class Stats(Tagged, frozen=True, kw_only=True):
     stage_seconds: tuple[float, ...] = ()  # CPU time of the scheduler in all, by SCHEDULER_STAGES
     replica: int = 0  # as in Ready
     life: int = 0
+    # Of each stage of a pipeline: seconds in steps, of these waiting for other stages, and between steps.
+    pipeline: tuple[tuple[float, float, float], ...] = ()
 
 
 ToServer = Ready | Tokens | Prefilled | StopChecks | Failed | Stats
@@ -231,6 +233,9 @@ class Prompt(Message, frozen=True, kw_only=True):
 
 class Step(Tagged, frozen=True, kw_only=True):
     """One forward pass, as events since the step before it. A rank applies them in the order of the fields.
+
+    What chunks compute is read by later chunks of the same pass, but not by its decoding rows: stages of a pipeline
+    compute it in parts, each with some of both.
 
     Rows are slots (0 <= slot < max_seqs). The pass computes one token for each decoding row, in row order, then the
     chunks of prompts. Sampled tokens come back in the same order: decoding rows, then chunks with `chunk_samples`.
@@ -310,6 +315,16 @@ class StepDone(Tagged, frozen=True, kw_only=True):
     seconds: float = 0.0  # on the device
     waited: float = 0.0  # seconds that the device had nothing to do since the step before
     num_compiles: int = 0  # kernels and graphs compiled since the rank was ready: 0, or it was not warm
+    stalled: float = 0.0  # seconds of `seconds` in which the device waited for other stages
 
 
-FromRank = Ready | StepDone
+class StageTimes(Tagged, frozen=True):
+    """What a stage of a pipeline has spent its time with, in seconds since the rank was ready; sent now and then."""
+
+    stage: int
+    seconds: float  # in steps, from when they could begin
+    stalled: float  # of these: waiting for other stages
+    waited: float  # between steps
+
+
+FromRank = Ready | StepDone | StageTimes

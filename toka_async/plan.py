@@ -14,7 +14,8 @@ import msgspec
 import torch
 
 from toka_async.attention.kv_cache import bytes_per_token
-from toka_async.config import Config, ParallelConfig, not_served
+from toka_async.config import Config, ParallelConfig
+from toka_async.model.division import check_division, layer_weights, spec_of_rank, spec_of_stage, stage_parts
 from toka_async.model.hub import resolve_model
 from toka_async.model.spec import ModelError, ModelSpec, read_spec
 from toka_async.runner.cache_size import fitting_limits, page_bytes_of, row_bytes, spare_bytes, token_bytes
@@ -70,11 +71,12 @@ class Stage:
     is_last: bool
     dtype: torch.dtype
 
-    def largest_step(self, limits: Limits, page_size: int) -> int:
+    def largest_step(self, limits: Limits, config: Config) -> int:
         """Bytes; only the last stage has logits."""
+        page_size, num_parts = config.cache.page_size, config.parallel.num_micro_batches
         rows = self.part if self.is_last else msgspec.structs.replace(self.part, vocab_size=0)
-        of_tokens = limits.max_tokens * token_bytes(self.part, self.dtype)
-        return of_tokens + limits.max_seqs * row_bytes(rows, limits, self.dtype, page_size)
+        of_tokens = limits.max_tokens * token_bytes(self.part, self.dtype, num_parts)
+        return of_tokens + limits.max_seqs * row_bytes(rows, limits, self.dtype, page_size, num_parts)
 
 
 def make_plan(config: Config, memory: int) -> Plan:
@@ -84,7 +86,7 @@ def make_plan(config: Config, memory: int) -> Plan:
         ModelError: there is no such model, it cannot be divided so, or the largest step does not fit.
     """
     spec = read_spec(resolve_model(config.model.path, weights=False))
-    check_division(spec, config.parallel)
+    check_division(spec, config.parallel.pp, config.parallel.tp)
     dtype: torch.dtype = getattr(torch, spec.dtype if config.model.dtype == "auto" else config.model.dtype)
     stages = make_stages(spec, config.parallel, dtype)
     usable = int(config.cache.memory_fraction * memory) - spare_bytes(memory)
@@ -108,7 +110,7 @@ def _check_step(config: Config, stages: Sequence[Stage], usable: int, limits: Li
     """Raises ModelError when a stage's largest step does not fit; as at the start, what is automatic takes half."""
     share = 0.5 if "auto" in (config.schedule.max_seqs, config.schedule.max_tokens) else 1.0
     for stage in stages:
-        step, left = stage.largest_step(limits, config.cache.page_size), usable - stage.weights
+        step, left = stage.largest_step(limits, config), usable - stage.weights
         if step > share * left:
             raise ModelError(
                 f"schedule.max_seqs={limits.max_seqs}, schedule.max_tokens={limits.max_tokens}: the largest step "
@@ -120,7 +122,7 @@ def _rank_plan(
     config: Config, limits: Limits, usable: int, gpu: int, index: int, tp_rank: int, stages: Sequence[Stage]
 ) -> RankPlan:
     stage, page_size = stages[index], config.cache.page_size
-    step = stage.largest_step(limits, page_size)
+    step = stage.largest_step(limits, config)
     num_pages = max(0, usable - stage.weights - step) // page_bytes_of(stage.part, config.cache, stage.dtype)
     return RankPlan(
         gpu=gpu,
@@ -135,57 +137,15 @@ def _rank_plan(
     )
 
 
-def check_division(spec: ModelSpec, parallel: ParallelConfig) -> None:
-    """Raises ModelError, which lists the sizes that work out."""
-    if parallel.pp > spec.num_layers:
-        raise ModelError(f"parallel.pp={parallel.pp}: the model has {spec.num_layers} layers; use at most as many")
-    sizes = [tp for tp in range(1, spec.num_heads + 1) if _divides(tp, spec)]
-    if parallel.tp not in sizes:
-        raise ModelError(
-            f"parallel.tp={parallel.tp}: does not divide the model's {spec.num_heads} heads, {spec.num_kv_heads} KV "
-            f"heads and {spec.intermediate_size} columns; use one of {', '.join(map(str, sizes))}"
-        )
-
-
-def _divides(tp: int, spec: ModelSpec) -> bool:
-    """KV heads are repeated when there are fewer than ranks."""
-    kv = spec.num_kv_heads
-    return spec.num_heads % tp == 0 and spec.intermediate_size % tp == 0 and (kv % tp == 0 or tp % kv == 0)
-
-
 def make_stages(spec: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -> list[Stage]:
     """The stages of one replica."""
-    tp, pp = parallel.tp, parallel.pp
-    part = msgspec.structs.replace(
-        spec,
-        num_heads=spec.num_heads // tp,
-        num_kv_heads=max(1, spec.num_kv_heads // tp),
-        intermediate_size=spec.intermediate_size // tp,
-        vocab_size=-(-spec.vocab_size // tp),
-    )
-    stages, first = [], 0
-    for index, count in enumerate(
-        stage_layers(spec.num_layers, pp, _layer_weights(part), part.vocab_size * part.hidden_size)
-    ):
-        of_stage = msgspec.structs.replace(part, num_layers=count)
-        weights = dtype.itemsize * num_weights(of_stage, index, pp)
-        stages.append(Stage(of_stage, first, weights, index == pp - 1, dtype))
-        first += count
+    rank_spec = msgspec.structs.replace(spec_of_rank(spec, parallel.tp), vocab_size=-(-spec.vocab_size // parallel.tp))
+    stages = []
+    for index, part in enumerate(stage_parts(spec, parallel.pp, parallel.tp)):
+        of_stage = spec_of_stage(rank_spec, part)
+        weights = dtype.itemsize * num_weights(of_stage, index, parallel.pp)
+        stages.append(Stage(of_stage, part.first, weights, part.is_last, dtype))
     return stages
-
-
-def stage_layers(num_layers: int, num_stages: int, layer: int, ends: int) -> list[int]:
-    """Layers of each stage, one at least, so that the heaviest is as light as can be.
-
-    layer: what a layer weighs. ends: the embedding, which the first stage has, and the head, which the last has.
-    """
-    assert 1 <= num_stages <= num_layers
-    counts = [1] * num_stages
-    for _ in range(num_layers - num_stages):
-        extra = [ends * ((stage == 0) + (stage == num_stages - 1)) for stage in range(num_stages)]
-        lightest = min(range(num_stages), key=lambda stage: counts[stage] * layer + extra[stage])
-        counts[lightest] += 1
-    return counts
 
 
 def num_weights(part: ModelSpec, stage: int, num_stages: int) -> int:
@@ -193,16 +153,7 @@ def num_weights(part: ModelSpec, stage: int, num_stages: int) -> int:
     first, last = stage == 0, stage == num_stages - 1
     table = part.vocab_size * part.hidden_size
     head = table if last and not (first and part.tie_embeddings) else 0
-    return part.num_layers * _layer_weights(part) + first * table + head + last * part.hidden_size
-
-
-def _layer_weights(part: ModelSpec) -> int:
-    hidden, inter = part.hidden_size, part.intermediate_size
-    queries, keys = part.num_heads * part.head_dim, part.num_kv_heads * part.head_dim
-    attention = hidden * (queries + 2 * keys) + queries * hidden
-    biases = part.attention_bias * (queries + 2 * keys) + part.output_bias * hidden
-    biases += part.mlp_bias * (2 * inter + hidden)
-    return attention + 3 * hidden * inter + biases + 2 * hidden + part.qk_norm * (queries + keys)
+    return part.num_layers * layer_weights(part) + first * table + head + last * part.hidden_size
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
@@ -235,8 +186,6 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         f"{plan.num_tokens:,} tokens a replica, {plan.num_tokens * parallel.dp:,} in all; a sequence of "
         f"model.max_context takes {plan.limits.max_context:,}"
     )
-    if reason := not_served(parallel):
-        yield f"not served yet: {reason}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -10,12 +10,44 @@ from pathlib import Path
 import msgspec
 
 
+class Layout(msgspec.Struct, frozen=True):
+    """The ranks of `dp` replicas: each has `pp` stages of `tp` tensor ranks.
+
+    Rank r of a replica is tensor rank r % tp of stage r // tp. GPUs are in order of replicas, then of ranks.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Of one replica."""
+        return self.pp * self.tp
+
+    @property
+    def answering(self) -> int:
+        """The rank whose results count: the last stage's first. What the others of that stage sample is the same."""
+        return (self.pp - 1) * self.tp
+
+    def stage_of(self, rank: int) -> tuple[int, int]:
+        """A rank's stage, and its number within it."""
+        return divmod(rank, self.tp)
+
+    def gpu_of(self, replica: int, rank: int) -> int:
+        return replica * self.num_ranks + rank
+
+
+ONE_RANK = Layout()
+
+
 class Topology(msgspec.Struct, frozen=True):
     """Where each process listens (ZeroMQ addresses), one entry per data-parallel replica.
 
     server: the server's inbox (Ready, Tokens, …). schedulers[d]: replica d's inbox of requests.
     scheduler_ranks[d]: replica d's inbox of StepDone. ranks[d][r]: rank r of replica d's inbox of steps.
     groups[d]: where the ranks of replica d find each other (a URL as torch.distributed takes it).
+    layout: which rank does what.
     """
 
     server: str
@@ -23,10 +55,13 @@ class Topology(msgspec.Struct, frozen=True):
     scheduler_ranks: tuple[str, ...]
     ranks: tuple[tuple[str, ...], ...]
     groups: tuple[str, ...]
+    layout: Layout = ONE_RANK
 
 
-def local_topology(folder: Path, dp: int = 1, ranks: int = 1) -> Topology:
+def local_topology(folder: Path, layout: Layout = ONE_RANK) -> Topology:
     """A topology of unix sockets under `folder` (its path must be short: sockets allow about 100 bytes)."""
+
+    dp, num_ranks = layout.dp, layout.num_ranks
 
     def at(name: str) -> str:
         return f"ipc://{folder / name}"
@@ -35,6 +70,7 @@ def local_topology(folder: Path, dp: int = 1, ranks: int = 1) -> Topology:
         server=at("server"),
         schedulers=tuple(at(f"scheduler-{d}") for d in range(dp)),
         scheduler_ranks=tuple(at(f"scheduler-{d}-ranks") for d in range(dp)),
-        ranks=tuple(tuple(at(f"rank-{d}-{r}") for r in range(ranks)) for d in range(dp)),
+        ranks=tuple(tuple(at(f"rank-{d}-{r}") for r in range(num_ranks)) for d in range(dp)),
         groups=tuple(f"file://{folder / f'group-{d}'}" for d in range(dp)),
+        layout=layout,
     )

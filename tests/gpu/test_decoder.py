@@ -100,4 +100,5 @@ def test_random_weights_are_made_on_the_device(tmp_path: Path) -> None:
     decoder = build_decoder(read_spec(make_checkpoint(tmp_path, "qwen3")), torch.bfloat16, device)
     random_weights(decoder, seed=0)
     assert {parameter.device.type for parameter in decoder.parameters()} == {"cuda"}
+    assert decoder.embedding is not None
     assert decoder.embedding.weight.float().std().item() == pytest.approx(0.02, rel=0.05)

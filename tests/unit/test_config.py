@@ -92,19 +92,17 @@ def test_a_wrong_override_is_one_line_that_names_it(override: str, parts: list[s
 
 
 def test_several_replicas_and_ranks_can_be_served() -> None:
-    parallel = load_config(None, ["parallel.dp=3", "parallel.tp=2"]).parallel
-    assert (parallel.dp, parallel.tp) == (3, 2)
+    parallel = load_config(None, ["parallel.dp=3", "parallel.pp=4", "parallel.tp=2"]).parallel
+    assert (parallel.dp, parallel.pp, parallel.tp) == (3, 4, 2)
 
 
-@pytest.mark.parametrize("override", ["parallel.pp=2"])
-def test_what_cannot_be_served_is_refused(override: str) -> None:
-    with pytest.raises(ConfigError, match=r"available in this version") as caught:
-        load_config(None, [override])
-    assert str(caught.value).startswith(override.partition("=")[0])
-
-
-def test_several_tensor_ranks_can_be() -> None:
-    assert load_config(None, ["parallel.tp=2"]).parallel.tp == 2
+def test_micro_batches_are_one_more_than_stages() -> None:
+    counts = {1: 1, 2: 3, 8: 9}
+    for pp, expected in counts.items():
+        assert load_config(None, [f"parallel.pp={pp}"]).parallel.num_micro_batches == expected
+    assert load_config(None, ["parallel.pp=2", "parallel.pp_micro_batches=7"]).parallel.num_micro_batches == 7
+    with pytest.raises(ConfigError, match=r"^parallel\.pp_micro_batches: needs parallel\.pp above 1, or auto$"):
+        load_config(None, ["parallel.pp_micro_batches=2"])
 
 
 @pytest.mark.parametrize(

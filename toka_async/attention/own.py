@@ -32,6 +32,7 @@ PREFIX_PROGRAMS_PER_SM = 2
 SHORT = 400  # keys of a row, on average, for which blocks are small
 UNEVEN = 1.3  # times the mean that the longest row must have for the rows' order to matter
 MOST_PREFIX_SPLITS = 8
+KEPT_GROUPS = 64  # descriptions of groups: those of a step's parts come again in the next step
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,6 +75,7 @@ class TritonDecode:
         self.graph_groups: tuple[PrefixGroup, ...] = ()
         self.graph_rows = 0
         self.graph_data = torch.empty(0, dtype=torch.int32, device=self.device)
+        self.graph_kept: dict[tuple[PrefixGroup, ...], Tensor] = {}  # pinned, the newest last
 
     def plan(self, batch: AttentionBatch, groups: tuple[PrefixGroup, ...], window: int) -> None:
         contexts = batch.context_lengths[: batch.num_decode]
@@ -112,11 +114,16 @@ class TritonDecode:
         assert self.graph_rows, "no grouped graph was planned"
         if groups == self.graph_groups:
             return
-        spans = _group_columns(groups)
-        spans[:, 2] *= self.cache.page_size
-        data, _, _ = self._describe(spans, self.graph_rows)
+        data = self.graph_kept.pop(groups, None)
+        if data is None:
+            spans = _group_columns(groups)
+            spans[:, 2] *= self.cache.page_size
+            data = pinned(self._describe(spans, self.graph_rows)[0], self.device)
+            if len(self.graph_kept) == KEPT_GROUPS:
+                del self.graph_kept[next(iter(self.graph_kept))]
+        self.graph_kept[groups] = data
         # In the stream's order: a replay under way is done with the old groups before the copy.
-        self.graph_data[: len(data)].copy_(pinned(data, self.device), non_blocking=True)
+        self.graph_data[: len(data)].copy_(data, non_blocking=True)
         self.graph_groups = groups
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:

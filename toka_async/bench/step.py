@@ -91,8 +91,9 @@ def measure(options: argparse.Namespace, config: Config) -> Result:
     """Raises ModelError when the rank cannot be built, BenchError when it is not one that computes."""
     if config.model.device == "simulated":
         raise BenchError("model.device=simulated: computes nothing; use cpu or cuda")
-    if config.parallel.tp > 1:
-        raise BenchError(f"parallel.tp={config.parallel.tp}: one rank alone is measured; use 1")
+    for name in ("pp", "tp"):
+        if (size := getattr(config.parallel, name)) > 1:
+            raise BenchError(f"parallel.{name}={size}: one rank alone is measured; use 1")
     model_dir = resolve_model(config.model.path, weights=config.model.load == "weights")
     spec = read_spec(model_dir)
     # As a rank's process does, before torch loads.

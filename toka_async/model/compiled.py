@@ -30,10 +30,10 @@ class CompiledForward:
         self.frozen = False
         op = OpAttention(attention, decoder.num_heads)
 
-        def forward(token_ids: Tensor, positions: Tensor) -> Tensor:
+        def forward(inputs: Tensor, positions: Tensor) -> Tensor:
             if not torch.compiler.is_compiling():
                 self.num_eager += 1
-            hidden: Tensor = decoder(token_ids, positions, op)
+            hidden: Tensor = decoder(inputs, positions, op)
             return hidden
 
         # Graphs are kept with the code: code of its own, or other models of this process would run this one's.
@@ -43,13 +43,13 @@ class CompiledForward:
         )
 
     @torch.inference_mode()
-    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """token_ids, positions: int64 [t], contiguous, t > 0. Returns the normalised hidden states [t, hidden]."""
-        token_ids, positions = _inference_tensor(token_ids), _inference_tensor(positions)
+    def __call__(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        """As `Decoder.forward` of all tokens, t > 0: inputs and positions, contiguous, to hidden states [t, hidden]."""
+        inputs, positions = _inference_tensor(inputs), _inference_tensor(positions)
         if not self.frozen:
-            return self.forward(token_ids, positions)
+            return self.forward(inputs, positions)
         with torch.compiler.set_stance("eager_on_recompile"):
-            return self.forward(token_ids, positions)
+            return self.forward(inputs, positions)
 
     def freeze(self) -> None:
         """Compile nothing from here on."""
@@ -71,7 +71,7 @@ def _keep_argument_guards(guards: Sequence[GuardFilterEntry]) -> list[bool]:
 
     The decoder stays as it is once compiled; to check each of its parameters in every call would take a millisecond.
     """
-    return [not guard.name or "token_ids" in guard.name or "positions" in guard.name for guard in guards]
+    return [not guard.name or "inputs" in guard.name or "positions" in guard.name for guard in guards]
 
 
 def num_compiles() -> int:

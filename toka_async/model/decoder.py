@@ -2,8 +2,9 @@
 
 Shapes: t tokens of all rows of a step, one after the other. Which tokens see which is the attention backend's
 business, how their activations lie on tensor ranks (u, v) a `Spread`'s. Each half of a layer adds its input to the
-residual as it norms it, and returns what the next one adds. Knows no rows, no pages, no checkpoint; families differ
-only by their `ModelSpec`.
+residual as it norms it, and returns what the next one adds. A decoder may be one stage of a pipeline: some of the
+layers, with the residual coming in or going out in place of ids and norm. Knows no rows, no pages, no checkpoint;
+families differ only by their `ModelSpec`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from toka_async.attention.base import AttentionBackend
 from toka_async.model.comm import Comm, kv_share_of, share_of
+from toka_async.model.division import StagePart, whole
 from toka_async.model.layers import ColumnLinear, HeadNorm, RMSNorm, RowLinear, Vocabulary
 from toka_async.model.ops import Ops
 from toka_async.model.rope import Rope
@@ -22,45 +24,70 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer. Its parameters are unset: see `toka_async.model.weights`."""
+    """A decoder-only transformer, or the part of one. Its parameters are unset: see `toka_async.model.weights`.
 
-    def __init__(self, spec: ModelSpec, comm: Comm, ops: Ops, spreads: Spreads | None = None) -> None:
-        """spreads: how steps lie on the ranks of `comm`; None: whole on each of them."""
+    layers: of the part; they number themselves from 0, as its attention does. A head that is tied to the embedding is
+    a copy of it where the part has but one of them.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        comm: Comm,
+        ops: Ops,
+        spreads: Spreads | None = None,
+        part: StagePart | None = None,
+    ) -> None:
+        """spec: of the whole model. spreads: how steps lie on the ranks of `comm`; None: whole on each of them."""
         super().__init__()
         self.spreads = spreads or Spreads(Whole(comm))
+        self.part = part = part or whole(spec)
+        self.tied = spec.tie_embeddings
         self.num_heads = share_of(spec.num_heads, comm).size  # the rank's query heads
-        self.embedding = Vocabulary(spec.vocab_size, spec.hidden_size, comm, ops)
+        self.embedding = Vocabulary(spec.vocab_size, spec.hidden_size, comm, ops) if part.is_first else None
         self.rope = Rope(spec.rope, spec.head_dim)
-        self.layers = nn.ModuleList(Layer(spec, index, comm, ops) for index in range(spec.num_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops)
-        tied = spec.tie_embeddings
-        self.head = self.embedding if tied else Vocabulary(spec.vocab_size, spec.hidden_size, comm, ops)
+        self.layers = nn.ModuleList(Layer(spec, index, comm, ops) for index in range(part.size))
+        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops) if part.is_last else None
+        self.head: Vocabulary | None = None
+        if part.is_last:
+            tied = self.embedding if self.tied else None
+            self.head = tied or Vocabulary(spec.vocab_size, spec.hidden_size, comm, ops)
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
+        self, inputs: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
     ) -> Tensor:
         """Normalised hidden states [t, hidden] of all tokens, or [w, hidden] of the wanted ones.
 
-        token_ids, positions: int64 [t]. wanted: int64 [w], indices of tokens; the others leave their keys and values
-        in every layer, which is all that later tokens need of them, and skip the rest of the last one.
+        inputs: token ids, int64 [t]. A later part takes what the one before it gives, and one that is not the last
+        gives the residual, [t, hidden], which the norm of the next layer would see. positions: int64 [t].
+        wanted: int64 [w], indices of tokens; the others leave their keys and values in every layer, which is all that
+        later tokens need of them, and skip the rest of the last one.
         """
-        spread = self.spreads.of(len(token_ids))
-        embedded = self.embedding.embed(token_ids, spread)  # [u, hidden]
-        rotation = self.rope(positions, embedded.dtype)  # cos, sin: [t, 1, dim]
-        hidden: Tensor | None = embedded
+        num_tokens = len(inputs)
+        spread = self.spreads.of(num_tokens)
+        # [u, hidden] each
+        first = spread.own(inputs) if self.embedding is None else self.embedding.embed(inputs, spread)
+        rotation = self.rope(positions, first.dtype)  # cos, sin: [t, 1, dim]
+        hidden: Tensor | None = first
         residual: Tensor | None = None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
             hidden, residual = layer(hidden, residual, rotation, attention, spread, wanted if index == last else None)
+        if self.norm is None:
+            assert residual is not None
+            total = residual if hidden is None else residual + hidden
+            return spread.trimmed(spread.gathered(total), num_tokens)
         normed: Tensor = self.norm(hidden, residual)[0]
-        return spread.trimmed(spread.gathered(normed), len(token_ids)) if wanted is None else normed
+        return spread.trimmed(spread.gathered(normed), num_tokens) if wanted is None else normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[s, hidden] to [s, vocab], in the activations' dtype."""
+        """[s, hidden] to [s, vocab], in the activations' dtype; of a part that is the last."""
+        assert self.head is not None
         return self.head.logits(hidden)
 
     def own_logits(self, hidden: Tensor) -> Tensor:
         """[s, hidden] to [s / ranks, vocab] of the rank's rows; s > 0 is a multiple of the tensor ranks."""
+        assert self.head is not None
         return self.head.own_logits(hidden)
 
 

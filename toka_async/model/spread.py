@@ -36,6 +36,10 @@ class Spread(Protocol):
         """[t, n] to [v, n], with any rows for the padding."""
         ...
 
+    def own(self, x: Tensor) -> Tensor:
+        """[t, n] to [u, n]."""
+        ...
+
     def trimmed(self, x: Tensor, num_tokens: int) -> Tensor:
         """[v, n] to [t, n]."""
         ...
@@ -68,6 +72,9 @@ class Whole:
         return self
 
     def padded(self, x: Tensor) -> Tensor:
+        return x
+
+    def own(self, x: Tensor) -> Tensor:
         return x
 
     def trimmed(self, x: Tensor, num_tokens: int) -> Tensor:  # noqa: ARG002
@@ -103,6 +110,9 @@ class Shards:
         if torch.compiler.is_compiling() or missing:
             return F.pad(x, (0, 0, 0, missing))
         return x
+
+    def own(self, x: Tensor) -> Tensor:
+        return self.padded(x).chunk(self.comm.size)[self.comm.rank]
 
     def trimmed(self, x: Tensor, num_tokens: int) -> Tensor:
         return x[:num_tokens]

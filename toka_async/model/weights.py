@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.decoder import Decoder, Layer
+from toka_async.model.division import StagePart
 from toka_async.model.json_file import JsonFile, ModelError
-from toka_async.model.layers import HeadNorm, Part, RMSNorm
+from toka_async.model.layers import Part
 from toka_async.model.ops import Ops, TorchOps
 from toka_async.model.progress import Progress
 from toka_async.model.spec import ModelSpec
@@ -36,10 +38,14 @@ def build_decoder(
     comm: Comm | None = None,
     ops: Ops | None = None,
     spreads: Spreads | None = None,
+    part: StagePart | None = None,
 ) -> Decoder:
-    """A decoder with unset parameters of `dtype`, made on `device` (`meta` included); `ops` default to plain torch."""
+    """A decoder with unset parameters of `dtype`, made on `device` (`meta` included); `ops` default to plain torch.
+
+    spec: of the whole model. part: of it, for a stage; None: all.
+    """
     with _default_dtype(dtype), torch.device(device):
-        return Decoder(spec, comm or LocalComm(), ops or TorchOps(), spreads).eval()
+        return Decoder(spec, comm or LocalComm(), ops or TorchOps(), spreads, part).eval()
 
 
 @contextmanager
@@ -54,14 +60,20 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @torch.inference_mode()
 def random_weights(decoder: Decoder, seed: int) -> None:
-    """Sets norms to 1 and everything else to N(0, 0.02), in place."""
-    generator = torch.Generator(decoder.embedding.weight.device).manual_seed(seed)
-    norms = {id(module.weight) for module in decoder.modules() if isinstance(module, (RMSNorm, HeadNorm))}
-    for parameter in decoder.parameters():
-        if id(parameter) in norms:
-            parameter.fill_(1.0)
-        else:
-            parameter.normal_(0.0, 0.02, generator=generator)
+    """Sets norms to 1 and everything else to N(0, 0.02), in place.
+
+    Each tensor's numbers are its name's: however a model is divided, its ranks together hold the same one.
+    """
+    for name, part in checkpoint_parts(decoder):
+        if name.endswith("norm.weight"):
+            part.target.fill_(1.0)
+            continue
+        generator = torch.Generator(part.target.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+        if part.share is None or part.share.size == part.share.total:
+            part.target.normal_(0.0, 0.02, generator=generator)
+            continue
+        numbers = part.target.new_empty(part.shape).normal_(0.0, 0.02, generator=generator)
+        part.target.copy_(numbers.narrow(part.dim, part.share.start, part.share.size))
 
 
 @torch.inference_mode()
@@ -76,7 +88,7 @@ def load_weights(decoder: Decoder, model_dir: Path, progress: bool = True) -> No
     total = sum(part.target.nbytes for part in parts.values())
     bar = Progress("loading weights", total, sys.stderr) if progress else None
     for path in weight_files(model_dir):
-        missing -= _load_file(path, parts, len(decoder.layers), bar)
+        missing -= _load_file(path, parts, decoder.part, bar)
     if bar is not None:
         bar.finish()
     if missing:
@@ -87,15 +99,18 @@ def load_weights(decoder: Decoder, model_dir: Path, progress: bool = True) -> No
 
 
 def checkpoint_parts(decoder: Decoder) -> Iterator[tuple[str, Part]]:
-    """Every tensor that a checkpoint must have, by name, and where it goes."""
-    yield "model.embed_tokens.weight", decoder.embedding.part()
-    for index, layer in enumerate(decoder.layers):
+    """Every tensor that a checkpoint must have, by name, and where it goes; of a stage's decoder, those of its part."""
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    if decoder.embedding is not None:
+        yield embedding, decoder.embedding.part()
+    for index, layer in enumerate(decoder.layers, decoder.part.first):
         assert isinstance(layer, Layer)
         for name, part in _layer_parts(layer):
             yield f"model.layers.{index}.{name}", part
-    yield "model.norm.weight", decoder.norm.part()
-    if decoder.head is not decoder.embedding:
-        yield "lm_head.weight", decoder.head.part()
+    if decoder.norm is not None:
+        yield "model.norm.weight", decoder.norm.part()
+    if decoder.head is not None and decoder.head is not decoder.embedding:
+        yield embedding if decoder.tied else head, decoder.head.part()
 
 
 def _layer_parts(layer: Layer) -> Iterator[tuple[str, Part]]:
@@ -138,7 +153,7 @@ def weight_files(model_dir: Path) -> list[Path]:
     return files
 
 
-def _load_file(path: Path, parts: dict[str, Part], num_layers: int, bar: Progress | None) -> set[str]:
+def _load_file(path: Path, parts: dict[str, Part], stage: StagePart, bar: Progress | None) -> set[str]:
     """Copies the file's tensors into place; returns their names."""
     loaded: set[str] = set()
     try:
@@ -146,7 +161,7 @@ def _load_file(path: Path, parts: dict[str, Part], num_layers: int, bar: Progres
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
                 part = parts.get(name)
                 if part is None:
-                    _check_unexpected(path, name, num_layers)
+                    _check_unexpected(path, name, stage)
                     continue
                 part.target.copy_(_read(path, name, part, file.get_slice(name)))
                 loaded.add(name)
@@ -172,8 +187,8 @@ def _read(path: Path, name: str, part: Part, tensor: Any) -> Tensor:
     return values
 
 
-def _check_unexpected(path: Path, name: str, num_layers: int) -> None:
+def _check_unexpected(path: Path, name: str, stage: StagePart) -> None:
     """A tensor without a place is harmless outside of the layers (a tied head, a value head) but not within."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
-    if match and int(match[1]) < num_layers and not name.endswith("rotary_emb.inv_freq"):
+    if match and stage.first <= int(match[1]) < stage.last and not name.endswith("rotary_emb.inv_freq"):
         raise ModelError(f"{path}: tensor {name} has no place in the model that config.json describes")

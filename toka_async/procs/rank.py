@@ -23,6 +23,7 @@ import zmq
 from toka_async.messages import FromRank, Ready, Step, StepDone, ToRank
 from toka_async.model.spec import ModelError, read_spec
 from toka_async.procs.child import ChildSpec, ParentLink, Started
+from toka_async.procs.stage_report import StageReport
 from toka_async.runner.place import Place
 from toka_async.runner.simulated import SimulatedRank, simulated_ready
 from toka_async.transport.base import Outbox
@@ -36,6 +37,12 @@ NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
+}
+# A stage's streams wait for other ranks: none may hold up another because they share a queue of the device. Sends and
+# receives have groups of their own, so that a warning that they wait for each other does not apply.
+STAGE_STREAMS = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
 }
 
 
@@ -69,7 +76,7 @@ def serve_simulated(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbo
     ready = simulated_ready(shape, config.model, config.cache, config.schedule)
     rank = SimulatedRank(ready, config.simulated)
     announce(link, results, ready)
-    answers = link.spec.rank == 0
+    answers = link.spec.rank == link.spec.topology.layout.answering
     while True:
         queued = steps.drain()
         if not queued:
@@ -91,10 +98,8 @@ def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank
         raise
     announce(link, results, ready)
     launched: SimpleQueue[Launched] = SimpleQueue()
-    # All ranks sample the same tokens.
-    answers = results if link.spec.rank == 0 else None
     sender = threading.Thread(
-        target=send_results, args=(link, launched, answers, enter_thread), name="results", daemon=True
+        target=send_results, args=(link, launched, outbox_of(link, results), enter_thread), name="results", daemon=True
     )
     sender.start()
     try:
@@ -105,22 +110,35 @@ def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank
         device_failed(link, error)
 
 
+def outbox_of(link: ParentLink, results: Outbox[FromRank]) -> Callable[[StepDone], None]:
+    """What a rank does with a step's results: one sends them, the first of each stage tells of its times."""
+    layout, rank = link.spec.topology.layout, link.spec.rank
+    stage, tensor_rank = layout.stage_of(rank)
+    report = StageReport(stage, results) if layout.pp > 1 and tensor_rank == 0 else None
+
+    def done(step: StepDone) -> None:
+        if rank == layout.answering:  # all ranks of the last stage sample the same tokens
+            results.send(step)
+        if report is not None:
+            report.add(step)
+
+    return done
+
+
 def send_results(
     link: ParentLink,
     launched: SimpleQueue[Launched],
-    results: Outbox[FromRank] | None,
+    send: Callable[[StepDone], None],
     enter_thread: Callable[[], None],
 ) -> None:
-    """Every step's results, in order, as they are computed; None: another rank sends the same ones.
+    """Every step's results, in order, as they are computed.
 
     An error ends the process: no step may go missing.
     """
     try:
         enter_thread()
         while True:
-            done = launched.get().collect()
-            if results is not None:
-                results.send(done)
+            send(launched.get().collect())
     except RuntimeError as error:
         device_failed(link, error)
     except Exception as error:  # else this thread alone would end, and the scheduler wait for ever
@@ -137,7 +155,7 @@ def device_failed(link: ParentLink, error: RuntimeError) -> NoReturn:
 
 def let_others_end(link: ParentLink) -> None:
     """A rank among others may have failed because one of them is dead: the parent stops it when it hears of that."""
-    if link.spec.config.parallel.tp > 1:
+    if link.spec.topology.layout.num_ranks > 1:
         time.sleep(OTHERS_FIRST)
 
 
@@ -161,7 +179,9 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Launched], Callable[
     # Captured graphs would have NCCL register memory, which it cannot where the allocator's blocks grow.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     place = place_of(spec)
-    if place.size > 1 and LOOPBACK in (name for _, name in socket.if_nameindex()):
+    if place.num_stages > 1:
+        os.environ.update(STAGE_STREAMS)
+    if place.world_size > 1 and LOOPBACK in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # all ranks are on this machine
     from toka_async.runner.build import build_runner
 
@@ -180,12 +200,16 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Launched], Callable[
 
 
 def place_of(spec: ChildSpec) -> Place:
-    """GPUs in order of replicas, then ranks. Ranks of a replica that is started anew meet at another address."""
-    parallel = spec.config.parallel
+    """Ranks of a replica that is started anew meet at another address."""
+    layout, parallel = spec.topology.layout, spec.config.parallel
+    stage, rank = layout.stage_of(spec.rank)
     return Place(
-        rank=spec.rank,
-        size=parallel.tp,
-        device_index=spec.replica * parallel.tp + spec.rank,
+        rank=rank,
+        size=layout.tp,
+        stage=stage,
+        num_stages=layout.pp,
+        device_index=layout.gpu_of(spec.replica, spec.rank),
         group=f"{spec.topology.groups[spec.replica]}-{spec.life}",
-        num_sharing=parallel.dp * parallel.tp,
+        num_sharing=layout.dp * layout.num_ranks,
+        num_micro_batches=parallel.num_micro_batches,
     )

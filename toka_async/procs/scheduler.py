@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from toka_async.config import Config
-from toka_async.messages import FromRank, Ready, Stats, ToRank, ToScheduler, ToServer
+from toka_async.messages import FromRank, Ready, StageTimes, Stats, ToRank, ToScheduler, ToServer
 from toka_async.procs.child import ParentLink, Started
 from toka_async.procs.step_times import StepTimes
 from toka_async.scheduler.core import Core
@@ -54,11 +54,12 @@ def wait_ready(results: ZmqInbox[FromRank], num_ranks: int) -> Ready:
 
 def make_core(ready: Ready, config: Config) -> Core:
     """The core for what the ranks can hold; they know what `auto` is."""
-    schedule = config.schedule
+    schedule, parallel = config.schedule, config.parallel
     return Core(
         ready,
         max_tokens=ready.max_tokens,
         steps_ahead=schedule.steps_ahead,
+        pipeline_lag=(parallel.pp - 1) / parallel.num_micro_batches,
         prefix=config.cache.prefix,
         group_min_seqs=ready.group_min_seqs if schedule.group_min_seqs == "auto" else schedule.group_min_seqs,
         group_min_tokens=ready.group_min_tokens if schedule.group_min_tokens == "auto" else schedule.group_min_tokens,
@@ -80,10 +81,14 @@ def turn(
     """
     now = time.monotonic()
     times.begin()
-    completed = results.drain()
-    for result in completed:
+    num_completed = 0
+    for result in results.drain():
         assert not isinstance(result, Ready), "a rank is ready once"
+        if isinstance(result, StageTimes):
+            core.stage_times(result)
+            continue
         core.complete(result, now)
+        num_completed += 1
     times.lap("results")
     for request in requests.drain():
         core.receive(request)
@@ -97,4 +102,4 @@ def turn(
             message = msgspec.structs.replace(times.fill(message), replica=ready.replica, life=ready.life)
         server.send(message)
     times.lap("messages")
-    times.end(len(completed))
+    times.end(num_completed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,14 +20,14 @@ import msgspec
 import torch
 from torch import nn
 
-from toka_async.attention.build import NOT_MEASURED, build_attention
+from toka_async.attention.build import NOT_MEASURED, Attention, build_attention
 from toka_async.attention.choice import Table
 from toka_async.attention.kv_cache import KVCache
 from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
 from toka_async.messages import Ready
-from toka_async.model.comm import Comm, join
+from toka_async.model.comm import Comm
 from toka_async.model.decoder import Decoder
-from toka_async.model.division import spec_of_rank
+from toka_async.model.division import spec_of_rank, spec_of_stage, stage_parts
 from toka_async.model.ops import Ops, TorchOps
 from toka_async.model.spec import ModelError, ModelSpec
 from toka_async.model.weights import build_decoder, load_weights, random_weights
@@ -39,7 +40,10 @@ from toka_async.runner.cache_size import (
     pages_for_trial,
 )
 from toka_async.runner.limits import DeviceKind, Limits, resolve_limits, resolve_num_pages
+from toka_async.runner.meeting import Meeting, Pairs, links_of, meet
 from toka_async.runner.memory import available_memory
+from toka_async.runner.micro_batches import most_rows, most_tokens
+from toka_async.runner.pipeline import StageSetup
 from toka_async.runner.place import ALONE, Place
 from toka_async.runner.row_shares import RowShares
 from toka_async.runner.runner import Runner
@@ -69,36 +73,39 @@ def build_runner(
     Ranks of one model are built at the same time: they wait for each other. async_tp: `parallel.async_tp_min_tokens`.
     """
     device = resolve_device(model, place)
-    comm = join(place.group, place.rank, place.size, device)
-    progress = progress and place.rank == 0
+    meeting = meet(place, device)
+    progress = progress and place.world_rank == 0
     kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
     limits = resolve_limits(model, schedule, spec, kind)
-    rank_spec = spec_of_rank(spec, place.size)
+    part = stage_parts(spec, place.num_stages, place.size)[place.stage]
+    rank_spec = spec_of_stage(spec_of_rank(spec, place.size), part)
     dtype = resolve_dtype(model, spec, device)
     stages = Stages(sys.stderr, progress and kind == "cuda")
-    ops, max_graph_seqs = _ops(device, dtype, compiling), compiling.max_graph_seqs if compiling.graphs else 0
+    num_parts = place.num_micro_batches
+    ops = _ops(device, dtype, compiling)
+    max_graph_seqs = min(compiling.max_graph_seqs, most_rows(limits.max_seqs, num_parts)) if compiling.graphs else 0
     with stages.stage("tensor ranks") if place.size > 1 else nullcontext():
-        shape = RankShape(spec, dtype, device, ops, limits.max_tokens)
-        spreads = build_spreads(async_tp, comm, shape, min(max_graph_seqs, limits.max_seqs))
+        shape = RankShape(spec, dtype, device, ops, most_tokens(limits.max_seqs, limits.max_tokens, num_parts))
+        spreads = build_spreads(async_tp, meeting.tensor, shape, max_graph_seqs, world=meeting.world)
     if spreads.shards is not None:
         max_graph_seqs = min(max_graph_seqs, spreads.min_tokens - 1)  # what is in shards is not captured
     with stages.stage("weights"):
-        decoder = build_decoder(spec, dtype, device, comm, ops, spreads)
+        decoder = build_decoder(spec, dtype, device, meeting.tensor, ops, spreads, part)
         if model.load == "random":
-            random_weights(decoder, seed=place.rank)
+            random_weights(decoder, seed=0)
         else:
             load_weights(decoder, model_dir, progress)
     if kind == "cpu":
         torch.set_num_threads(resolve_num_threads(attention, decoder, place.num_sharing))
     else:
-        # What is automatic leaves half of the memory to the cache.
-        share = 0.5 if "auto" in (schedule.max_seqs, schedule.max_tokens) else 1.0
-        check = partial(_check_fits, rank_spec, dtype, cache, device, share)
-        limits = least_limits(comm, fitting_limits(limits, schedule, check))
+        # Only the last stage has logits.
+        counted = rank_spec if part.is_last else msgspec.structs.replace(rank_spec, vocab_size=0)
+        fitting = _fitting_limits(limits, counted, dtype, cache, schedule, device, place.num_micro_batches)
+        limits = least_limits(meeting.world, fitting)
     parts = Parts(
         decoder,
         rank_spec,
-        comm,
+        meeting,
         limits,
         cache,
         schedule,
@@ -107,23 +114,50 @@ def build_runner(
         dtype,
         device,
         num_sharing=place.num_sharing,
+        setup=_setup(meeting.pairs, spec, limits, dtype, device) if meeting.pairs is not None else None,
     )
     with stages.stage("matrices"):
-        _tune(decoder, ops, limits, max_graph_seqs, stages)
+        of_parts = replace(
+            limits,
+            max_seqs=most_rows(limits.max_seqs, num_parts),
+            max_tokens=most_tokens(limits.max_seqs, limits.max_tokens, num_parts),
+        )
+        _tune(decoder, ops, of_parts, max_graph_seqs, stages)
     with stages.stage("memory"):
         num_pages = parts.num_pages()
     with stages.stage("attention"):
         runner = parts.runner(num_pages)
     grouped = runner.ready.group_min_seqs if schedule.group_min_seqs == "auto" else schedule.group_min_seqs
-    warm_up(runner, stages, max_graph_seqs, grouped > 0)
+    warm_up(runner, stages, max_graph_seqs, grouped > 0, num_parts)
     stages.report()
     return runner
 
 
-def _check_fits(
-    spec: ModelSpec, dtype: torch.dtype, cache: CacheConfig, device: torch.device, share: float, limits: Limits
-) -> None:
-    check_largest_step(spec, limits, dtype, cache.page_size, device, cache.memory_fraction, share)
+def _setup(pairs: Pairs, spec: ModelSpec, limits: Limits, dtype: torch.dtype, device: torch.device) -> StageSetup:
+    """Of this rank's stage; its links need memory, which what measures memory must see."""
+    num_parts = pairs.place.num_micro_batches
+    num_tokens = most_tokens(limits.max_seqs, limits.max_tokens, num_parts)
+    links = links_of(pairs, spec.hidden_size, dtype, num_tokens, limits.max_seqs)
+    return StageSetup(links, num_parts, spec.hidden_size, dtype, device)
+
+
+def _fitting_limits(
+    limits: Limits,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    cache: CacheConfig,
+    schedule: ScheduleConfig,
+    device: torch.device,
+    num_parts: int,
+) -> Limits:
+    """The limits whose largest step fits this GPU, as far as they are automatic. Raises ModelError."""
+    # What is automatic leaves half of the memory to the cache.
+    share = 0.5 if "auto" in (schedule.max_seqs, schedule.max_tokens) else 1.0
+
+    def check(tried: Limits) -> None:
+        check_largest_step(spec, tried, dtype, cache.page_size, device, cache.memory_fraction, share, num_parts)
+
+    return fitting_limits(limits, schedule, check)
 
 
 def _ops(device: torch.device, dtype: torch.dtype, compiling: CompileConfig) -> Ops:
@@ -153,11 +187,11 @@ def has_kernels(device: torch.device) -> bool:
 
 @dataclass(slots=True, frozen=True)
 class Parts:
-    """What a runner is made of, but for the size of its cache. spec: of the rank."""
+    """What a runner is made of, but for the size of its cache. spec: of the rank. setup: of a pipeline's stage."""
 
     decoder: Decoder
     spec: ModelSpec
-    comm: Comm
+    meeting: Meeting
     limits: Limits
     cache: CacheConfig
     schedule: ScheduleConfig
@@ -166,10 +200,11 @@ class Parts:
     dtype: torch.dtype
     device: torch.device
     num_sharing: int = 1
+    setup: StageSetup | None = None
 
     def num_pages(self) -> int:
         """Of the cache: as many as every rank can have."""
-        return self.comm.minimum(self._own_num_pages())
+        return self.meeting.world.minimum(self._own_num_pages())
 
     def _own_num_pages(self) -> int:
         """As configured or as memory allows once the largest step has what it needs."""
@@ -216,9 +251,9 @@ class Parts:
             max_seqs=limits.max_seqs,
             max_tokens=limits.max_tokens,
             table=NOT_MEASURED if trial else None,
-            agree=partial(table_of_first, self.comm),
+            agree=partial(table_of_first, self.meeting.tensor),
         )
-        group_min_seqs, group_min_tokens = built.smallest_group
+        group_min_seqs, group_min_tokens = group_of_first(self.meeting.world, built.smallest_group)
         room = num_pages * self.cache.page_size
         ready = Ready(
             num_pages=num_pages,
@@ -251,15 +286,35 @@ class Parts:
             freeze=compiled.freeze if compiled else None,
             use_kernels=has_kernels(self.device),
             graphs=built.graphs,
-            agree=self.comm.of_first,
-            pays=built.pays if self.schedule.group_min_seqs == self.schedule.group_min_tokens == "auto" else None,
-            shares=RowShares(self.comm, self.decoder.own_logits, limits.max_seqs) if self.comm.size > 1 else None,
+            pays=self._pays(built),
+            agree=self.meeting.tensor.of_first,
+            shares=self._shares(),
+            setup=self.setup,
         )
+
+    def _shares(self) -> RowShares | None:
+        """Of the stage that samples, if it is of several ranks."""
+        tensor = self.meeting.tensor
+        if tensor.size == 1 or self.decoder.head is None:
+            return None
+        return RowShares(tensor, self.decoder.own_logits, self.limits.max_seqs)
+
+    def _pays(self, built: Attention) -> Callable[[int, int], bool] | None:
+        """What was measured, unless the configuration says; a micro-batch's part of a group may be too small for it."""
+        least = self.schedule.group_min_seqs
+        if least == self.schedule.group_min_tokens == "auto":
+            return built.pays
+        return None if least == "auto" else lambda num_rows, num_tokens: num_rows >= least  # noqa: ARG005
 
 
 def least_limits(comm: Comm, limits: Limits) -> Limits:
     """What the rank with the least memory can do."""
     return replace(limits, max_seqs=comm.minimum(limits.max_seqs), max_tokens=comm.minimum(limits.max_tokens))
+
+
+def group_of_first(comm: Comm, smallest: tuple[int, int]) -> tuple[int, int]:
+    """The fewest rows and tokens of a group, as the first rank has it."""
+    return msgspec.json.decode(comm.of_first(msgspec.json.encode(smallest)), type=tuple[int, int])
 
 
 def table_of_first(comm: Comm, table: Table) -> Table:
@@ -275,9 +330,9 @@ def resolve_device(model: ModelConfig, place: Place = ALONE) -> torch.device:
         num_devices = torch.cuda.device_count()
         if place.device_index >= num_devices:
             raise ModelError(
-                f"parallel.dp={place.num_sharing // place.size}, parallel.tp={place.size}: each of "
-                f"{place.num_sharing} ranks needs a GPU where this machine shows {num_devices}; use fewer, or "
-                "model.device=cpu"
+                f"parallel.dp={place.num_sharing // place.world_size}, parallel.pp={place.num_stages}, "
+                f"parallel.tp={place.size}: each of {place.num_sharing} ranks needs a GPU where this machine shows "
+                f"{num_devices}; use fewer, or model.device=cpu"
             )
         torch.cuda.set_device(place.device_index)
         return torch.device("cuda", place.device_index)

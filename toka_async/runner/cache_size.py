@@ -18,6 +18,7 @@ from toka_async.runner.memory import free_cuda_memory
 from toka_async.runner.slab_sampler import SLAB_BYTES
 
 _HISTORY_BYTES = 4  # per token: its id
+LINKED = 4  # residuals of a token that a stage holds beside its own: two that come, two that go
 # Beyond what a step allocates: graphs, libraries' workspaces, and what an allocator's blocks waste.
 _SPARE_SHARE = 0.02
 _SPARE_BYTES = 1 << 30
@@ -67,13 +68,15 @@ def check_largest_step(
     device: torch.device,
     fraction: float,
     share: float = 1.0,
+    num_parts: int = 1,
 ) -> None:
     """Refuse limits whose largest step cannot fit in a share of the memory that is left, before it is tried.
 
-    Raises ModelError, which names the setting that takes more, and a value that would fit.
+    num_parts: micro-batches that it is computed in, one after the other. Raises ModelError, which names the setting
+    that takes more, and a value that would fit.
     """
     free = int(share * (free_cuda_memory(device, fraction) - _slab_bytes(spec, limits)))
-    token, row = token_bytes(spec, dtype), row_bytes(spec, limits, dtype, page_size)
+    token, row = token_bytes(spec, dtype, num_parts), row_bytes(spec, limits, dtype, page_size, num_parts)
     needed = limits.max_tokens * token + limits.max_seqs * row
     if needed <= free:
         return
@@ -127,13 +130,19 @@ def _slab_bytes(spec: ModelSpec, limits: Limits) -> int:
     return 12 * min(SLAB_BYTES["cuda"], limits.max_tokens * spec.vocab_size * 4)
 
 
-def token_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Of a token in a step: a layer's widest moment (residual, norm, gate, up and their product) and its keys."""
+def token_bytes(spec: ModelSpec, dtype: torch.dtype, num_parts: int = 1) -> int:
+    """Of a token in a step: a layer's widest moment (residual, norm, gate, up and their product) and its keys.
+
+    Of a step in parts, the moment is that of one part's tokens, whose residuals come and go as well.
+    """
     projections = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     a_token = 4 * spec.hidden_size + 3 * spec.intermediate_size + 2 * projections
+    if num_parts > 1:
+        a_token = -(-(a_token + LINKED * spec.hidden_size) // num_parts)
     return a_token * dtype.itemsize + bytes_per_token(spec, dtype)
 
 
-def row_bytes(spec: ModelSpec, limits: Limits, dtype: torch.dtype, page_size: int) -> int:
+def row_bytes(spec: ModelSpec, limits: Limits, dtype: torch.dtype, page_size: int, num_parts: int = 1) -> int:
     """Of a row: its logits, its line in the page table, what sampling keeps of it."""
-    return spec.vocab_size * dtype.itemsize + spec.vocab_size // 4 + 4 * limits.max_context // page_size
+    logits = -(-spec.vocab_size * dtype.itemsize // num_parts)
+    return logits + spec.vocab_size // 4 + 4 * limits.max_context // page_size

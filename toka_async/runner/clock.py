@@ -1,4 +1,4 @@
-"""How long steps take on the device, and how long it waited between them.
+"""How long steps take on the device, and how long it waited between them, and within them for other ranks.
 
 Steps are launched ahead of the device, so the host's clock says little: events on the device's stream mark where a
 step begins and ends. On a CPU, where steps are computed as they are launched, the host's clock does. Knows no steps'
@@ -8,17 +8,22 @@ contents.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
+
+Mark = torch.cuda.Event | float  # a place in the device's stream, or a time
 
 
 @dataclass(slots=True)
 class StepSpan:
-    """Begin and end of a step, as times or as events on the device."""
+    """Begin and end of a step, and of each time in it that the device waited for other ranks."""
 
-    begin: torch.cuda.Event | float
-    end: torch.cuda.Event | float | None = None
+    begin: Mark
+    end: Mark | None = None
+    stalls: list[tuple[Mark, Mark]] = field(default_factory=list)
 
 
 class StepClock:
@@ -36,6 +41,17 @@ class StepClock:
         span.end = self._now()
         return span
 
+    @contextmanager
+    def stalled(self, span: StepSpan) -> Iterator[None]:
+        """What the device is told in here is to wait for other ranks."""
+        begin = self._now()
+        yield
+        span.stalls.append((begin, self._now()))
+
+    def stall_seconds(self, span: StepSpan) -> float:
+        """How long the device waited within a step that has ended."""
+        return sum(_between(begin, end) for begin, end in span.stalls)
+
     def seconds(self, span: StepSpan) -> tuple[float, float]:
         """Of a step that has ended: how long it took, and how long the device had waited for it.
 
@@ -48,7 +64,7 @@ class StepClock:
         self._last = span
         return seconds, waited
 
-    def _now(self) -> torch.cuda.Event | float:
+    def _now(self) -> Mark:
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -56,7 +72,7 @@ class StepClock:
         return event
 
 
-def _between(begin: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+def _between(begin: Mark, end: Mark) -> float:
     """Seconds; an event's `elapsed_time` needs both to have happened."""
     if isinstance(begin, float):
         assert isinstance(end, float)

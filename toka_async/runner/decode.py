@@ -1,10 +1,12 @@
 """A pass of decoding rows on a GPU, from the device's tables to the rows' next tokens, captured in graphs.
 
-Knows the rows and how they sample; knows no messages.
+A stage of a pipeline may begin with residuals in place of tokens, and end with them. Knows the rows and how they
+sample; knows no messages.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from toka_async.arrays import Int32
 from toka_async.attention.base import AttentionBatch, GraphAttention, PrefixGroup
+from toka_async.runner.device_rows import DecodeInputs
 from toka_async.runner.graphs import Agree, DecodeGraphs, graph_sizes
 from toka_async.runner.history import History
 from toka_async.runner.inputs import StepRows
@@ -21,32 +24,42 @@ from toka_async.runner.row_shares import RowShares
 from toka_async.runner.rows import Rows
 from toka_async.runner.samples import Samples
 
+_KINDS = 64  # arrays of slots that are remembered: as many as a step has micro-batches at most
+
 
 class DecodePass:
     """What a step of decoding rows alone computes, without the host; captured where `attention` can be.
 
-    sampler: by kernels, over parameters that stay on the device.
+    sampler: by kernels, over parameters that stay on the device; None on a stage that does not sample.
     """
 
     def __init__(
         self,
         forward: Callable[[Tensor, Tensor], Tensor],
-        head: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor] | None,
         attention: GraphAttention | None,
         rows: Rows,
-        history: History,
+        history: History | None,
         agree: Agree = bytes,
         shares: RowShares | None = None,
+        residuals: Callable[[int], Tensor] | None = None,
     ) -> None:
-        """agree: see `DecodeGraphs`."""
+        """head, history: of a stage that samples. residuals: makes the memory that a graph reads so many rows from.
+
+        agree: see `DecodeGraphs`.
+        """
+        assert (head is None) == (history is None)
         self._forward = forward
         self._attention = attention
         self._agree = agree
         self._rows = rows
         self._history = history
-        self.sampler = KernelSampler(head, rows, history, shares)
+        self._make_residuals = residuals
+        self._residuals: Tensor | None = None
+        self.sampler = KernelSampler(head, rows, history, shares) if head is not None and history is not None else None
         self._graphs: DecodeGraphs | None = None
-        self._fast: tuple[Int32, bool, bool] | None = None  # an order, whether it is fast, whether it wants log-probs
+        # Arrays of slots, whether kernels sample them all, and whether any wants log-probs; the newest last.
+        self._kinds: deque[tuple[Int32, bool, bool]] = deque(maxlen=_KINDS)
 
     def capture(self, most: int, grouped: bool) -> Iterator[tuple[int, int]]:
         """Capture graphs of up to `most` rows; gives (captured, all) after each. No row decodes meanwhile."""
@@ -57,6 +70,8 @@ class DecodePass:
         self._rows.on_device.set_order(self._rows.order, most)
         graphs = DecodeGraphs(self._decode, self._attention, graph_sizes(most), grouped, self._agree)
         with torch.inference_mode():
+            if self._make_residuals is not None:
+                self._residuals = self._make_residuals(most)
             yield from graphs.capture()
         self._graphs = graphs
 
@@ -70,21 +85,34 @@ class DecodePass:
         num_rows = step_rows.num_decode
         if self._graphs is None or step_rows.slots.size != num_rows or not self._graphs.has(num_rows, grouped):
             return False
-        return self._kind_of(step_rows.slots)[0]
+        return self.sampler is None or self._kind_of(self.sampler, step_rows.slots)[0]
 
-    def replay(self, step_rows: StepRows, groups: tuple[PrefixGroup, ...]) -> Samples:
-        """The rows' next tokens; they stay in the graph's memory until the next replay."""
+    def replay(
+        self, step_rows: StepRows, groups: tuple[PrefixGroup, ...], residuals: Tensor | None = None
+    ) -> tuple[Samples | None, Tensor | None]:
+        """The rows' next tokens or their residuals [n, hidden], which stay in the graph's memory until the next replay.
+
+        residuals: [n, hidden], of a stage that is not the first.
+        """
         assert self._graphs is not None
-        token_ids, logprobs = self._graphs.replay(step_rows.num_decode, groups)
-        return Samples(token_ids, logprobs if self._kind_of(step_rows.slots)[1] else None)
+        if residuals is not None:
+            assert self._residuals is not None
+            self._residuals[: len(residuals)].copy_(residuals)
+        outputs = self._graphs.replay(step_rows.num_decode, groups)
+        if self.sampler is None:
+            return None, outputs[0]
+        token_ids, logprobs = outputs
+        return Samples(token_ids, logprobs if self._kind_of(self.sampler, step_rows.slots)[1] else None), None
 
-    def _kind_of(self, order: Int32) -> tuple[bool, bool]:
-        """Whether kernels sample all rows, and whether any wants log-probs; looked up once an order."""
-        if self._fast is None or self._fast[0] is not order:
-            self._fast = order, self.sampler.all_fast(order), self.sampler.wants_logprobs(order)
-        return self._fast[1:]
+    def _kind_of(self, sampler: KernelSampler, slots: Int32) -> tuple[bool, bool]:
+        """Whether kernels sample all rows, and whether any wants log-probs; looked up once for an array of slots."""
+        for kind in self._kinds:
+            if kind[0] is slots:
+                return kind[1:]
+        self._kinds.append((slots, sampler.all_fast(slots), sampler.wants_logprobs(slots)))
+        return self._kinds[-1][1:]
 
-    def _decode(self, num_rows: int, grouped: bool) -> tuple[Tensor, Tensor]:
+    def _decode(self, num_rows: int, grouped: bool) -> tuple[Tensor, ...]:
         """The first rows in the device's order, padding included: reads and writes tables, takes no inputs."""
         rows = self._rows.on_device
         inputs = rows.decode_inputs(num_rows)
@@ -99,9 +127,16 @@ class DecodePass:
         )
         assert self._attention is not None
         self._attention.plan_graph(batch, grouped)
-        self._history.write(inputs.write_indices, inputs.token_ids)
-        hidden = self._forward(inputs.token_ids, inputs.positions)
-        token_ids, logprobs = self.sampler.draw(hidden, inputs.slots, inputs.contexts)
+        if self._history is not None:
+            self._history.write(inputs.write_indices, inputs.token_ids)
+        hidden = self._forward(self._first_of(inputs), inputs.positions)
         rows.advance(inputs.slots, inputs.contexts)
+        if self.sampler is None:
+            return (hidden,)
+        token_ids, logprobs = self.sampler.draw(hidden, inputs.slots, inputs.contexts)
         rows.sampled(inputs.slots, token_ids)
         return token_ids, logprobs
+
+    def _first_of(self, inputs: DecodeInputs) -> Tensor:
+        """What the first layer begins with."""
+        return inputs.token_ids if self._residuals is None else self._residuals[: len(inputs.slots)]

@@ -32,7 +32,8 @@ class DeviceRows:
 
     page_table: int32 [max_seqs + 1, width]; entries past a slot's pages are any pages; those of the padding slot are
     `scratch_page`, which no row owns. last_tokens, positions: int64 [max_seqs + 1]: the next token of a decoding slot,
-    and the number of its tokens whose keys and values are computed. order: int64, the decoding slots, then padding.
+    and the number of its tokens whose keys and values are computed. order: int64, the decoding slots, then padding; of
+    a step in parts, those of the part that is computed, taken from the `whole_order`.
 
     Args:
         width: pages of a row that there is room for; more than that makes the table grow.
@@ -48,6 +49,7 @@ class DeviceRows:
         self.last_tokens = torch.zeros(max_seqs + 1, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_seqs + 1, dtype=torch.int64, device=device)
         self.order = torch.full((max_seqs,), self.padding, dtype=torch.int64, device=device)
+        self.whole_order = self.order
 
     def widen(self, width: int) -> None:
         """Room for `width` pages in every row; grows by doubling."""
@@ -64,6 +66,20 @@ class DeviceRows:
         padded[: order.size] = order
         (uploaded,) = upload((padded,), self.device)
         self.order[: padded.size].copy_(uploaded)
+
+    def keep_order(self, order: Int32) -> None:
+        """The decoding slots of a step in parts, in row order."""
+        if self.whole_order is self.order:
+            self.whole_order = torch.empty_like(self.order)
+        if order.size:
+            (uploaded,) = upload((order,), self.device)
+            self.whole_order[: order.size].copy_(uploaded)
+
+    def take_order(self, first: int, num_rows: int, num_padded: int) -> None:
+        """The part of the order from row `first` on, and padding up to `num_padded` rows, is what is decoded next."""
+        self.order[:num_rows].copy_(self.whole_order[first : first + num_rows])
+        if num_padded > num_rows:
+            self.order[num_rows:num_padded].fill_(self.padding)
 
     def decode_inputs(self, num_rows: int) -> DecodeInputs:
         """Of the first rows in order. Everything is computed on the device, from tables that stay where they are."""

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from toka_async.attention.base import GraphAttention, PrefixGroup
 
-# What a captured step computes: from (rows, grouped) to token ids int64 [rows] and log-probs float32 [rows].
-DecodeStep = Callable[[int, bool], tuple[Tensor, Tensor]]
-# Makes of what one rank measured what all ranks of a model go by.
+# What a captured step computes: from (rows, grouped) to tensors of as many rows.
+DecodeStep = Callable[[int, bool], tuple[Tensor, ...]]
+# Makes of what one rank measured what all ranks of a stage go by.
 Agree = Callable[[bytes], bytes]
 
 _REPLAYS = 3  # of a graph that is timed
@@ -29,8 +29,7 @@ _REPLAYS = 3  # of a graph that is timed
 @dataclass(slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    token_ids: Tensor
-    logprobs: Tensor
+    outputs: tuple[Tensor, ...]
 
 
 def graph_sizes(most: int) -> list[int]:
@@ -79,8 +78,8 @@ class DecodeGraphs:
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with _no_collection(), torch.cuda.graph(graph, pool=pool, stream=stream):
-                token_ids, logprobs = self._decode(size, grouped)
-            self._graphs[size, grouped] = _Captured(graph, token_ids, logprobs)
+                outputs = self._decode(size, grouped)
+            self._graphs[size, grouped] = _Captured(graph, outputs)
             yield number, len(todo)
         self._keep(fastest(self._sizes, self._times()))
 
@@ -101,14 +100,14 @@ class DecodeGraphs:
         """Whether so many rows, with groups or without, can be replayed."""
         return (self.size_for(num_rows), grouped) in self._graphs
 
-    def replay(self, num_rows: int, groups: tuple[PrefixGroup, ...]) -> tuple[Tensor, Tensor]:
-        """Token ids and log-probs of the rows, until the next replay; the order's padding fills the graph's size."""
+    def replay(self, num_rows: int, groups: tuple[PrefixGroup, ...]) -> tuple[Tensor, ...]:
+        """What the step gives of the rows, until the next replay; the order's padding fills the graph's size."""
         size = self.size_for(num_rows)
         captured = self._graphs[size, bool(groups)]
         if groups:
             self._attention.set_groups(groups)
         captured.graph.replay()
-        return captured.token_ids[:num_rows], captured.logprobs[:num_rows]
+        return tuple(output[:num_rows] for output in captured.outputs)
 
 
 def fastest(sizes: Sequence[int], times: Sequence[float]) -> list[int]:

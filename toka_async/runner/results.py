@@ -6,13 +6,16 @@ Knows messages and log-probs; knows no model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from toka_async.arrays import EMPTY, Float32, Int32, column
+from toka_async.arrays import EMPTY, Float32, Int32, Int64, column
 from toka_async.messages import ChunkLogprobs, StepDone
 from toka_async.model.logprobs import Logprobs
 from toka_async.runner.clock import StepClock, StepSpan
@@ -21,64 +24,117 @@ from toka_async.runner.prompt_logprobs import AskedChunk
 from toka_async.runner.samples import Samples, TopLogprobs
 
 
-class Launched:
-    """A step that the device has been told to compute; `collect` waits for it, in the order of launching."""
+class PartResults:
+    """What a micro-batch samples, on its way to the host from the making of this on.
+
+    places: int64 [s], of its samples among the step's; None: they are all of them.
+    """
 
     def __init__(
         self,
-        step_id: int,
         samples: Samples | None,
-        asked: Sequence[AskedChunk],
-        of_chunks: Logprobs | None,
-        clock: StepClock,
-        span: StepSpan,
-        num_compiles: int,
+        asked: Sequence[AskedChunk] = (),
+        of_chunks: Logprobs | None = None,
+        places: Int64 | None = None,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
-        self._step_id = step_id
-        self._samples = samples
+        self.places = places
+        self.top = None if samples is None else samples.top
         self._asked = asked
-        self._clock = clock
-        self._num_compiles = num_compiles
         tensors = [] if samples is None else samples.tensors()
         self._num_own = len(tensors)
+        self._download = Download([*tensors, *_tensors(of_chunks)], stream)
+
+    def collect(self) -> tuple[list[npt.NDArray[Any]], tuple[ChunkLogprobs, ...]]:
+        """Waits: token ids, then log-probs, then likeliest ids and theirs, as far as there are any; and of prompts."""
+        arrays = self._download.arrays()
+        own, of_chunks = arrays[: self._num_own], arrays[self._num_own :]
+        return own, _chunks(self._asked, *of_chunks) if of_chunks else ()
+
+
+class Launched:
+    """A step that the device has been told to compute, in parts; `collect` waits for it, in the order of launching."""
+
+    def __init__(
+        self, step_id: int, parts: Sequence[PartResults], clock: StepClock, span: StepSpan, num_compiles: int
+    ) -> None:
+        self._step_id = step_id
+        self._parts = parts
+        self._clock = clock
+        self._num_compiles = num_compiles
         self._span = clock.end(span)
-        self._download = Download([*tensors, *_tensors(of_chunks)], clock.copies)
 
     def collect(self) -> StepDone:
         """What the step sampled, and the log-probs of prompts."""
-        arrays = self._download.arrays()
+        collected = [part.collect() for part in self._parts]
         seconds, waited = self._clock.seconds(self._span)
-        own, of_chunks = arrays[: self._num_own], arrays[self._num_own :]
         done = StepDone(
             step_id=self._step_id,
-            token_ids=column(own[0]) if own else EMPTY,
-            prompts=_chunks(self._asked, *of_chunks) if of_chunks else (),
+            token_ids=EMPTY,
+            prompts=tuple(chunk for _, chunks in collected for chunk in chunks),
             seconds=seconds,
             waited=waited,
+            stalled=self._clock.stall_seconds(self._span),
             num_compiles=self._num_compiles,
         )
-        if len(own) < 2:
+        sampled = [(part, own) for part, (own, _) in zip(self._parts, collected, strict=True) if own]
+        if not sampled:
             return done
-        assert self._samples is not None
-        done = msgspec.structs.replace(done, logprobs=column(own[1]))
-        return done if self._samples.top is None else _with_top(done, self._samples.top, own[2], own[3])
+        places = [part.places for part, _ in sampled]
+        tokens = _in_order([own[0] for _, own in sampled], places)
+        done = msgspec.structs.replace(done, token_ids=column(tokens))
+        if all(len(own) < 2 for _, own in sampled):
+            return done
+        chosen = [own[1] if len(own) > 1 else np.zeros(own[0].size, np.float32) for _, own in sampled]
+        done = msgspec.structs.replace(done, logprobs=column(_in_order(chosen, places)))
+        tops = [_top_of(part, part.top, own[2], own[3]) for part, own in sampled if part.top is not None]
+        return _with_top(done, tops) if tops else done
+
+
+def _in_order(parts: Sequence[npt.NDArray[Any]], places: Sequence[Int64 | None]) -> npt.NDArray[Any]:
+    """The parts' values in the step's order."""
+    if places[0] is None:
+        (values,) = parts
+        return values
+    ordered = np.empty(sum(part.size for part in parts), parts[0].dtype)
+    for part, at in zip(parts, places, strict=True):
+        ordered[at] = part
+    return ordered
 
 
 def _tensors(logprobs: Logprobs | None) -> list[Tensor]:
     return [] if logprobs is None else [logprobs.chosen, logprobs.top_ids.to(torch.int32), logprobs.top]
 
 
-def _with_top(done: StepDone, top: TopLogprobs, ids: Int32, values: Float32) -> StepDone:
+@dataclass(slots=True, frozen=True)
+class _Top:
+    """Rows of the step, int64 [m], how many likeliest ids each has, int32 [m], and these, row after row."""
+
+    rows: Int64
+    counts: Int32
+    ids: Int32
+    values: Float32
+
+
+def _top_of(part: PartResults, top: TopLogprobs, ids: Int32, values: Float32) -> _Top:
     """Arrays of the rows that ask for likeliest tokens, [m, k]."""
     counts = np.minimum(top.counts, values.shape[1])
     wanted = np.arange(values.shape[1]) < counts[:, None]
     has_top = counts > 0
+    rows = top.rows[has_top] if part.places is None else part.places[top.rows[has_top]]
+    return _Top(rows, counts[has_top], ids[wanted], values[wanted])
+
+
+def _with_top(done: StepDone, tops: Sequence[_Top]) -> StepDone:
+    """The rows in the step's order."""
+    rows, counts, ids, values = (np.concatenate([getattr(top, name) for top in tops]) for name in _Top.__slots__)
+    order, each = np.argsort(rows, kind="stable"), np.argsort(np.repeat(rows, counts), kind="stable")
     return msgspec.structs.replace(
         done,
-        top_rows=column(top.rows[has_top].astype(np.int32)),
-        top_counts=column(counts[has_top]),
-        top_ids=column(ids[wanted]),
-        top_logprobs=column(values[wanted]),
+        top_rows=column(rows[order].astype(np.int32)),
+        top_counts=column(counts[order]),
+        top_ids=column(ids[each]),
+        top_logprobs=column(values[each]),
     )
 
 

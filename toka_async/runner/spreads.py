@@ -63,19 +63,27 @@ class RankShape:
 
 
 def build_spreads(
-    asked: int | Literal["auto"], comm: Comm, shape: RankShape, most_captured: int, clock: Clock | None = None
+    asked: int | Literal["auto"],
+    comm: Comm,
+    shape: RankShape,
+    most_captured: int,
+    clock: Clock | None = None,
+    world: Comm | None = None,
 ) -> Spreads:
     """How steps are spread over the ranks, the same on each of them, which wait for each other.
 
+    comm: the ranks that hold the same layers. world: those of all stages, which do alike; None: there is one.
     asked: `parallel.async_tp_min_tokens`. most_captured: tokens of the largest step that is captured; what is measured
     is never as little, as a captured step has no host's time. clock: of tests.
     """
-    whole = Whole(comm)
+    whole, world = Whole(comm), world or comm
     if comm.size == 1 or asked == 0:
         return Spreads(whole)
     reason = why_not(comm, shape.device) or reserve(comm, shape.workspace(comm.size))
+    if not world.minimum(int(not reason)):
+        reason = reason or "another stage's GPUs cannot"
     if reason:
-        return _not_overlapped(asked, comm, reason)
+        return _not_overlapped(asked, comm, world, reason)
     shards = overlapped(comm)
     if asked != "auto":
         return Spreads(whole, shards, asked)
@@ -83,21 +91,21 @@ def build_spreads(
     timings = measure(whole, shards, comm, shape, counts, clock or cuda_clock) if counts else []
     if shape.device.type == "cuda":
         torch.cuda.empty_cache()  # what was taken for it
-    least = int(comm.of_first(str(least_tokens(timings)).encode()))
-    _report(comm, least, timings)
+    least = int(world.of_first(str(least_tokens(timings)).encode()))
+    _report(world, least, timings)
     if not least:
         release(comm)
         return Spreads(whole)
     return Spreads(whole, shards, least)
 
 
-def _not_overlapped(asked: int | Literal["auto"], comm: Comm, reason: str) -> Spreads:
+def _not_overlapped(asked: int | Literal["auto"], comm: Comm, world: Comm, reason: str) -> Spreads:
     """`auto` is never; a number stands, and collectives take their turn."""
     if asked == "auto":
-        if comm.rank == 0:
+        if world.rank == 0:
             logger.info("async TP: never: %s", reason)
         return Spreads(Whole(comm))
-    if comm.rank == 0:
+    if world.rank == 0:
         logger.warning(
             "parallel.async_tp_min_tokens=%d: steps from %d tokens on are in shards, but nothing overlaps: %s",
             asked,
@@ -157,6 +165,7 @@ class LayerRun:
     """A step's layers, computed by one: `num_tokens`, of which the rank has `num_own`."""
 
     def __init__(self, decoder: Decoder, spread: Spread, num_tokens: int, num_own: int) -> None:
+        assert decoder.norm is not None
         norm = decoder.norm.weight
         self._layer = decoder.layers[0]
         self.spread = spread

@@ -13,6 +13,7 @@ import numpy as np
 
 from toka_async.arrays import column, i32_column
 from toka_async.messages import Ready, Sampling
+from toka_async.runner.micro_batches import LEAST_TOKENS
 from toka_async.runner.runner import Runner
 from toka_async.runner.stages import Stages
 from toka_async.runner.synthetic import GREEDY, SyntheticRows
@@ -39,11 +40,14 @@ SLOW = (
 )
 
 
-def warm_up(runner: Runner, stages: Stages, max_graph_seqs: int = 0, grouped: bool = False) -> None:
-    """Compute, and on a GPU capture, all that steps can be made of; `grouped`: steps may have shared prefixes."""
+def warm_up(runner: Runner, stages: Stages, max_graph_seqs: int = 0, grouped: bool = False, num_parts: int = 1) -> None:
+    """Compute, and on a GPU capture, all that steps can be made of.
+
+    grouped: steps may have shared prefixes. num_parts: micro-batches that they are computed in.
+    """
     on_gpu = runner.decode is not None
     with stages.stage("warm-up"):
-        loads = gpu_loads(runner.ready) if on_gpu else cpu_loads(runner.ready)
+        loads = gpu_loads(runner.ready, num_parts) if on_gpu else cpu_loads(runner.ready)
         if runner.ready.async_tp_min_tokens:
             loads.append(largest_load(runner.ready))
         for number, load in enumerate(loads):
@@ -69,26 +73,32 @@ def cpu_loads(ready: Ready) -> list[Load]:
     return [rows_load([length], (Sampling(top_p=0.9),))]
 
 
-def gpu_loads(ready: Ready) -> list[Load]:
-    """Few rows and many, short and long, alone and grouped."""
+def gpu_loads(ready: Ready, num_parts: int = 1) -> list[Load]:
+    """Few rows and many, short and long, alone and grouped; in a step, and in each of its parts."""
     size = ready.page_size
     room = max(1, min(SyntheticRows(ready).room(_DECODE_STEPS + 2), ready.max_tokens))
     length = min(_PROMPT_TOKENS, room)
     pages = -(-(length + _DECODE_STEPS + 2) // size)
     most = min(ready.max_seqs, max(1, ready.num_pages // pages - 1), ready.max_tokens // length)
     loads: list[Load] = []
-    for count in dict.fromkeys((1, 2, 3, 17, 64, 300, 1100, most)):
+    for count in dict.fromkeys((*in_parts((1, 2, 3, 17, 64, 300, 1100), num_parts), most)):
         if 0 < count <= most:
             loads.append(rows_load([length] * count, FAST))
             if count in (1, 17, most):
                 loads.append(rows_load([length] * min(count, 300), (*SLOW, GREEDY)))
     loads.append(rows_load([1], (GREEDY,)))
-    loads += [rows_load([room // part], (GREEDY,)) for part in (1, 2, 16) if room // part]
-    for count, shared in ((2, 1), (64, 4), (most, 32)):
+    lengths = [room // part for part in (1, 2, 16)] + [LEAST_TOKENS * num_parts] * (num_parts > 1)
+    loads += [rows_load([length], (GREEDY,)) for length in lengths if 0 < length <= room]
+    for count, shared in (*((count, 4) for count in in_parts((64,), num_parts)), (2, 1), (most, 32)):
         fits = shared + count * pages <= ready.num_pages and 1 < count <= ready.max_seqs
         if fits and (shared + pages) * size <= ready.max_context and count * 2 <= ready.max_tokens:
             loads.append(rows_load([shared * size + 2] * count, FAST, shared, count))
     return loads
+
+
+def in_parts(counts: Sequence[int], num_parts: int) -> list[int]:
+    """Rows of a step: so many, and as many as give each part so many."""
+    return [*counts, *(count * num_parts for count in counts)] if num_parts > 1 else [*counts]
 
 
 def largest_load(ready: Ready) -> Load:

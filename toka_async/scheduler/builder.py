@@ -180,7 +180,7 @@ class StepBuilder:
         early = [run for run in running.prefilling if run.num_pending]
         num_reserved = 0  # slots for samples of prompts that this step opens
         while budget > 0:
-            run = running.forking[0] if running.forking else None
+            run = next((run for run in running.forking if not self._waits(plan, run)), None)
             job = self._queue.first()
             if run is not None and (job is None or run.job.order <= job.order):
                 taken = self._fork(plan, run, budget)
@@ -194,11 +194,15 @@ class StepBuilder:
                 opened = self._open(plan)
                 if opened is None:
                     return
-                if not opened.computed:
+                if not opened.computed or self._waits(plan, opened):
                     num_reserved += opened.num_pending
                     budget -= self._add_chunk(plan, opened, budget)
             else:
                 return
+
+    def _waits(self, plan: Plan, run: PromptRun) -> bool:
+        """Its pages may be such as this step's chunks fill, which decoding rows of the same step do not read."""
+        return bool(plan.chunks) and run in self._opened
 
     def _begin_admission(self) -> None:
         num_preemptions = self._preemption.num_preemptions

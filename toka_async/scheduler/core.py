@@ -19,6 +19,7 @@ from toka_async.messages import (
     EndSample,
     Ready,
     Reason,
+    StageTimes,
     Step,
     StepDone,
     StopMask,
@@ -50,6 +51,7 @@ class Core:
         ready: what the ranks can hold.
         max_tokens: tokens of one step, at least `ready.max_seqs`.
         steps_ahead: steps queued on the ranks at once, at most or exactly (`StepDepth`).
+        pipeline_lag: of a step's time, what passes between the first rank's end of a step and the last one's.
         prefix: reuse cached pages of earlier prompts.
         admission: makes the policy that says how much may start.
         group_min_seqs: decoding rows of the smallest group with a shared prefix, at least 2; 0: no groups.
@@ -62,6 +64,7 @@ class Core:
         *,
         max_tokens: int,
         steps_ahead: int | Literal["auto"] = 2,
+        pipeline_lag: float = 0.0,
         prefix: bool = True,
         admission: Callable[[RunningSet], Admission] = LookAhead,
         group_min_seqs: int = 0,
@@ -69,7 +72,9 @@ class Core:
     ) -> None:
         assert max_tokens >= ready.max_seqs
         self._ready = ready
-        self._depth = StepDepth() if steps_ahead == "auto" else StepDepth(steps_ahead, steps_ahead)
+        self._depth = (
+            StepDepth(lag=pipeline_lag) if steps_ahead == "auto" else StepDepth(steps_ahead, steps_ahead, pipeline_lag)
+        )
         self._requests: dict[int, Request] = {}
         self._queue = JobQueue()
         self._stops = StopTable(ready.vocab_size)
@@ -232,6 +237,10 @@ class Core:
         self._results.take_tokens(done, record, has_time=bool(self._in_flight))
         self._preemption.requeue_drained(record.step_id)
         self._running.lanes.complete(record.step_id)
+
+    def stage_times(self, times: StageTimes) -> None:
+        """A stage of the ranks' pipeline tells what it does with its time."""
+        self._stats.stages[times.stage] = (times.seconds, times.stalled, times.waited)
 
     def take_messages(self, now: float) -> list[ToServer]:
         """Messages for the server, in order."""

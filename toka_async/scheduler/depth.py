@@ -22,17 +22,20 @@ WASTE = 0.02  # share of computed tokens that may be wasted for depth beyond the
 class StepDepth:
     """The depth between `least` and `most`; fixed where they are equal.
 
+    lag: share of a step that the first rank is ahead of the one that answers: it needs the next step so much earlier.
+
     Attributes:
         depth: steps to have queued.
         idle_seconds: in which the ranks had nothing queued although there was work.
         histogram: how often a step came back with 0, 1, … steps still queued.
     """
 
-    def __init__(self, least: int = LEAST, most: int = MOST) -> None:
+    def __init__(self, least: int = LEAST, most: int = MOST, lag: float = 0.0) -> None:
         self.depth = least
         self.idle_seconds = 0.0
         self.histogram = [0] * (most + 1)
         self._least, self._most = least, most
+        self._lag = lag
         self._waste_limit = most
         self._steps: deque[float] = deque(maxlen=WINDOW)
         self._latencies: deque[float] = deque(maxlen=WINDOW)
@@ -70,7 +73,7 @@ class StepDepth:
     def _adapt(self) -> None:
         step = max(float(np.median(self._steps)), 1e-6)
         latency = float(np.percentile(self._latencies, 99)) + TRANSPORT if self._latencies else TRANSPORT
-        wanted = math.ceil(latency / step) + 1
+        wanted = math.ceil(latency / step + self._lag) + 1
         share = self._num_wasted / max(1, self._num_computed)
         if share > WASTE:
             self._waste_limit = max(self._least, self.depth - 1)

@@ -15,6 +15,7 @@ from toka_async.scheduler.preemption import Preemption
 from toka_async.scheduler.running import RunningSet
 
 PERCENTILES = (50, 99, 100)
+NO_TIMES = (0.0, 0.0, 0.0)
 INTERVAL = 0.25  # seconds between two messages while work goes on
 
 
@@ -38,6 +39,7 @@ class StatsSource:
         self.step_seconds = 0.0
         self.device_idle_seconds = 0.0
         self.num_compiles = 0
+        self.stages: dict[int, tuple[float, float, float]] = {}  # of a pipeline: see `Stats.pipeline`
 
     def stepped(self, done: StepDone, was_queued: bool) -> None:
         """A step came back; it was queued, or not, when the one before it did."""
@@ -86,6 +88,7 @@ class StatsSource:
             depths=tuple(self._depth.histogram),
             forecast_us=percentiles(self._admission.forecast_times()),
             expected_length=self._admission.expected_length(),
+            pipeline=tuple(self.stages.get(stage, NO_TIMES) for stage in range(max(self.stages, default=-1) + 1)),
         )
 
 

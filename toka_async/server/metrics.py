@@ -169,11 +169,26 @@ class StatsCollector(Collector):
         for stage, seconds in zip(SCHEDULER_STAGES, stats.stage_seconds, strict=False):
             stages.add_metric([stage], seconds)
         yield stages
+        if stats.pipeline:
+            yield self._pipeline(stats)
         for name, (meaning, values) in QUANTILES.items():
             family = GaugeMetricFamily(f"toka:{name}", meaning, labels=["quantile"])
             for quantile, microseconds in zip(("0.5", "0.99", "1.0"), values(stats), strict=False):
                 family.add_metric([quantile], microseconds)
             yield family
+
+    @staticmethod
+    def _pipeline(stats: Stats) -> Metric:
+        """The share of stalled in computing and stalled is the pipeline's bubble."""
+        family = CounterMetricFamily(
+            "toka:pipeline_seconds",
+            "of the stages' devices: computing steps, waiting for other stages within them, waiting for a step",
+            labels=["stage", "state"],
+        )
+        for stage, (seconds, stalled, waited) in enumerate(stats.pipeline):
+            for state, value in (("computing", seconds - stalled), ("stalled", stalled), ("waiting", waited)):
+                family.add_metric([str(stage), state], value)
+        return family
 
     @staticmethod
     def _depths(stats: Stats) -> Metric:

@@ -24,6 +24,7 @@ _COUNTERS = (
     "device_idle_seconds",
     "num_compiles",
 )
+NO_TIMES = (0.0, 0.0, 0.0)
 
 
 def merged(parts: Sequence[Stats]) -> Stats:
@@ -36,6 +37,7 @@ def merged(parts: Sequence[Stats]) -> Stats:
     return Stats(
         **sums,
         depths=tuple(int(sum(column)) for column in _columns(part.depths for part in parts)),
+        pipeline=tuple(_sums(stages) for stages in zip_longest(*(part.pipeline for part in parts), fillvalue=NO_TIMES)),
         stage_seconds=tuple(sum(column) for column in _columns(part.stage_seconds for part in parts)),
         scheduler_us=tuple(max(column) for column in _columns(part.scheduler_us for part in parts)),
         forecast_us=tuple(max(column) for column in _columns(part.forecast_us for part in parts)),
@@ -47,6 +49,12 @@ def counters(stats: Stats) -> Stats:
     """What stays of a scheduler that is gone: its counters, so that sums never fall."""
     state = dict.fromkeys(_STATE, 0)
     return msgspec.structs.replace(stats, **state, scheduler_us=(), forecast_us=(), expected_length=None)
+
+
+def _sums(stages: Iterable[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """One stage's times of all replicas."""
+    seconds, stalled, waited = (sum(column) for column in zip(*stages, strict=True))
+    return seconds, stalled, waited
 
 
 def _columns(rows: Iterable[Sequence[float]]) -> Iterable[tuple[float, ...]]:

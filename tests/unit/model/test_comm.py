@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gloo_ranks import SIZES, answers_of_ranks
+from tests.gloo_ranks import LENGTHS, SIZES, answers_of_ranks
 from tests.mean_attention import load, run
 from tests.models import make_checkpoint
 from toka_async.model.comm import LocalComm, join
@@ -91,6 +91,20 @@ def test_ranks_have_all_logits_of_their_rows(answers: Answers, size: int) -> Non
 def test_a_split_model_compiles_as_a_whole(answers: Answers) -> None:
     """Both ways to spread a step, chosen by its tokens, are in the graphs."""
     assert [answer["compiled"] < 1e-6 for answer in answers[2]] == [True, True]
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_stages_send_each_other_what_they_should(answers: Answers, folder: Path, rank: int) -> None:
+    """Equal ranks of two stages, in order, without mixing the two directions."""
+    assert answers
+    received: list[torch.Tensor] = torch.load(folder / f"stage-{rank}")
+    other = (rank + 2) % 4
+    for number, (length, tensor) in enumerate(zip(LENGTHS, received, strict=True)):
+        if rank >= 2:
+            expected = torch.full((length, 3), float(10 * number + other))
+        else:
+            expected = torch.arange(length) + 10 * number + other
+        assert torch.equal(tensor, expected)
 
 
 def test_one_rank_starts_no_group() -> None:

@@ -1,13 +1,24 @@
-"""Which numbers of tensor ranks a shape admits, and what it is of each."""
+"""Which numbers of stages and tensor ranks a shape admits, and what it is of each."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.models import make_checkpoint
-from toka_async.model.division import check_tensor_size, spec_of_rank, tensor_sizes
+from toka_async.model.division import (
+    check_division,
+    check_tensor_size,
+    spec_of_rank,
+    spec_of_stage,
+    stage_layers,
+    stage_parts,
+    tensor_sizes,
+    whole,
+)
 from toka_async.model.spec import ModelError, ModelSpec, read_spec
 
 
@@ -45,3 +56,32 @@ def test_other_sizes_are_refused_with_those_that_are_possible(tmp_path: Path) ->
     spec = shape(tmp_path, 6, 2, 72)
     with pytest.raises(ModelError, match=r"^parallel\.tp=3: .*6 heads, 2 KV heads.*use one of 1, 2, 6$"):
         check_tensor_size(spec, 3)
+
+
+@given(st.integers(1, 100), st.data())
+def test_stages_are_balanced(num_layers: int, data: st.DataObject) -> None:
+    num_stages = data.draw(st.integers(1, num_layers))
+    layer, ends = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 30))
+    counts = stage_layers(num_layers, num_stages, layer, ends)
+    assert sum(counts) == num_layers
+    assert min(counts) >= 1
+    weights = [count * layer + ends * ((stage == 0) + (stage == num_stages - 1)) for stage, count in enumerate(counts)]
+    for stage, weight in enumerate(weights):  # no layer would be better off elsewhere
+        assert counts[stage] == 1 or all(weight - layer <= other for other in weights)
+
+
+def test_parts_of_stages_follow_each_other(tmp_path: Path) -> None:
+    fields = {"num_hidden_layers": 7, "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 4}
+    spec = read_spec(make_checkpoint(tmp_path, "qwen2", **fields))
+    for pp in range(1, 8):
+        check_division(spec, pp, 1)
+        parts = stage_parts(spec, pp, 1)
+        assert [parts[0].first, *(part.last for part in parts)] == [*(part.first for part in parts), 7]
+        assert [part.is_first for part in parts] == [True, *[False] * (pp - 1)]
+        assert [part.is_last for part in parts] == [*[False] * (pp - 1), True]
+        of_stages = [spec_of_stage(spec, part) for part in parts]
+        assert [part.size for part in parts] == [stage.num_layers for stage in of_stages]
+        assert sum((stage.windows for stage in of_stages), ()) == spec.windows == (0, 0, 0, 0, 64, 64, 64)
+    assert stage_parts(spec, 1, 1) == [whole(spec)]
+    with pytest.raises(ModelError, match=r"^parallel\.pp=8: the model has 7 layers; use at most 7$"):
+        check_division(spec, 8, 1)

@@ -41,6 +41,7 @@ def test_a_rank_norms_its_share_of_the_tokens(tmp_path: Path) -> None:
 
     def normed(comm: Comm, wanted: torch.Tensor | None) -> list[int]:
         decoder, rows = load(folder, comm, in_shards(comm)), list[int]()
+        assert decoder.norm is not None
         add_norm = decoder.norm.ops.add_norm
 
         class Ops:

@@ -10,7 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.models import make_checkpoint
+from toka_async.model.comm import LocalComm
 from toka_async.model.decoder import Decoder
+from toka_async.model.division import stage_parts
 from toka_async.model.layers import HeadNorm, RMSNorm
 from toka_async.model.spec import ModelError, read_spec
 from toka_async.model.weights import build_decoder, checkpoint_parts, load_weights, random_weights
@@ -62,6 +64,7 @@ def test_conversion(tmp_path: Path) -> None:
     for dtype in (torch.float32, torch.float16):
         decoder = load(folder, dtype)
         assert {parameter.dtype for parameter in decoder.parameters()} == {dtype}
+        assert decoder.norm is not None
         assert torch.equal(decoder.norm.weight, stored.to(dtype))
     assert torch.get_default_dtype() == torch.float32
 
@@ -187,12 +190,60 @@ def test_random_weights(tmp_path: Path) -> None:
     random_weights(other, seed=1)
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert not torch.equal(one.embedding.weight, other.embedding.weight)
-    assert one.embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)
-    assert (one.norm.weight == 1).all()
+    of_one, of_other = (decoder.embedding.weight for decoder in (one, other) if decoder.embedding is not None)
+    assert not torch.equal(of_one, of_other)
+    assert of_one.std().item() == pytest.approx(0.02, rel=0.05)
     norms = [module.weight for module in one.modules() if isinstance(module, (RMSNorm, HeadNorm))]
     assert len(norms) == 1 + 2 * 3
     assert all((weight == 1).all() for weight in norms)
+
+
+class Rank(LocalComm):
+    """One of several, which have nothing to say to each other while they are made."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 1), (3, 2)])
+def test_random_weights_are_those_of_the_whole_model(tmp_path: Path, pp: int, tp: int, tied: bool) -> None:
+    spec = read_spec(make_checkpoint(tmp_path, "qwen3", num_hidden_layers=5, tie_word_embeddings=tied))
+    alone = build_decoder(spec, torch.bfloat16, CPU)
+    random_weights(alone, seed=3)
+    whole = {name: part.target for name, part in checkpoint_parts(alone)}
+    seen = set()
+    for stage in stage_parts(spec, pp, tp):
+        for rank in range(tp):
+            decoder = build_decoder(spec, torch.bfloat16, CPU, Rank(rank, tp), part=stage)
+            random_weights(decoder, seed=3)
+            for name, part in checkpoint_parts(decoder):
+                seen.add(name)
+                expected = whole[name]
+                if part.share is not None:
+                    expected = expected.narrow(part.dim, part.share.start, part.share.size)
+                if "_norm." not in name:  # a row for each head, of which a rank has some
+                    assert torch.equal(part.target, expected)
+    assert seen == whole.keys()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_stage_loads_its_own_tensors(tmp_path: Path, tied: bool) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=5, tie_word_embeddings=tied)
+    spec, stored = read_spec(folder), load_file(folder / "model.safetensors")
+    of_stages = []
+    for stage in stage_parts(spec, 3, 1):
+        decoder = build_decoder(spec, torch.float32, CPU, part=stage)
+        load_weights(decoder, folder, progress=False)
+        parts = dict(checkpoint_parts(decoder))
+        assert {int(name.split(".")[2]) for name in parts if ".layers." in name} == {*range(stage.first, stage.last)}
+        for name, part in parts.items():
+            if "_norm." not in name:
+                assert torch.equal(part.target, stored[name])
+        of_stages.append({name for name in parts if ".layers." not in name})
+    embedding = "model.embed_tokens.weight"
+    assert of_stages == [{embedding}, set(), {"model.norm.weight", embedding if tied else "lm_head.weight"}]
 
 
 def test_a_meta_decoder_has_shapes_only(tmp_path: Path) -> None:

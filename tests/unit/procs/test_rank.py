@@ -15,13 +15,13 @@ import msgspec
 import pytest
 
 from toka_async.arrays import i32_column
-from toka_async.config import Config, ParallelConfig
-from toka_async.messages import FromRank, Ready, Step, StepDone, ToRank
+from toka_async.config import Config
+from toka_async.messages import FromRank, Ready, StageTimes, Step, StepDone, ToRank
 from toka_async.model.spec import ModelError
 from toka_async.procs import rank
 from toka_async.procs.child import ChildSpec, Fatal, ParentLink, Started, Status
-from toka_async.procs.rank import Launched, announce, send_results, serve
-from toka_async.topology import local_topology
+from toka_async.procs.rank import Launched, announce, outbox_of, send_results, serve
+from toka_async.topology import Layout, local_topology
 from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
 
 READY = Ready(num_pages=1, page_size=1, max_seqs=1, max_context=1, vocab_size=1)
@@ -109,6 +109,10 @@ def nothing() -> None:
     """What a thread does first where there is no GPU."""
 
 
+def ignore(_: StepDone) -> None:
+    """What a rank does whose results are another's too."""
+
+
 def queue_of(*launched: Launched) -> SimpleQueue[Launched]:
     queue: SimpleQueue[Launched] = SimpleQueue()
     for step in launched:
@@ -135,21 +139,40 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def test_a_rank_beside_the_first_waits_for_its_steps_and_sends_nothing(link: Link) -> None:
-    with pytest.raises(SystemExit):
-        send_results(link, queue_of(Computed(6), Computed(7, RuntimeError("broken"))), None, nothing)
-    assert link.statuses == [Fatal("the device failed: broken")]
-
-
-@pytest.mark.parametrize(("tp", "waits"), [(1, []), (2, [rank.OTHERS_FIRST])])
-def test_a_rank_among_others_lets_a_dead_one_be_heard_of_first(
-    link: Link, monkeypatch: pytest.MonkeyPatch, tp: int, waits: list[float]
+@pytest.mark.parametrize(("number", "sent"), [(0, []), (1, []), (2, [6, 7]), (3, [])])
+def test_the_last_stages_first_rank_answers(
+    link: Link, results: Results, monkeypatch: pytest.MonkeyPatch, number: int, sent: list[int]
 ) -> None:
-    link.spec = msgspec.structs.replace(link.spec, config=Config(parallel=ParallelConfig(tp=tp)))
+    """The first of each stage tells of its times."""
+    topology = local_topology(Path("unused"), Layout(pp=2, tp=2))
+    link.spec = msgspec.structs.replace(link.spec, topology=topology, rank=number)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    with pytest.raises(SystemExit):
+        send_results(
+            link,
+            queue_of(Computed(6), Computed(7), Computed(8, RuntimeError("broken"))),
+            outbox_of(link, results),
+            nothing,
+        )
+    assert link.statuses == [Fatal("the device failed: broken")]
+    assert results.step_ids == sent
+    times = [message.stage for message in results.sent if isinstance(message, StageTimes)]
+    assert times == ([] if number % 2 else [number // 2])
+
+
+@pytest.mark.parametrize(
+    ("layout", "waits"),
+    [(Layout(dp=2), []), (Layout(tp=2), [rank.OTHERS_FIRST]), (Layout(pp=2), [rank.OTHERS_FIRST])],
+)
+def test_a_rank_among_others_lets_a_dead_one_be_heard_of_first(
+    link: Link, monkeypatch: pytest.MonkeyPatch, layout: Layout, waits: list[float]
+) -> None:
+    topology = local_topology(Path("unused"), layout)
+    link.spec = msgspec.structs.replace(link.spec, topology=topology)
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
     with pytest.raises(SystemExit):
-        send_results(link, queue_of(Computed(7, RuntimeError("Connection closed by peer"))), None, nothing)
+        send_results(link, queue_of(Computed(7, RuntimeError("Connection closed by peer"))), ignore, nothing)
     assert waited == waits
 
 
@@ -159,7 +182,7 @@ def test_results_are_sent_in_order_until_one_fails(
     failing = Computed(8, RuntimeError("CUDA error: an illegal access\nCompile with `TORCH_USE_CUDA_DSA`"))
     queue = queue_of(Computed(6), Computed(7), failing, Computed(9))
     with pytest.raises(SystemExit):
-        send_results(link, queue, results, nothing)
+        send_results(link, queue, results.send, nothing)
     assert results.step_ids == [6, 7]
     message = "the device failed: CUDA error: an illegal access Compile with `TORCH_USE_CUDA_DSA`"
     assert link.statuses == [Fatal(message, user=False)]
@@ -172,7 +195,7 @@ def test_no_error_ends_the_thread_alone(
     link: Link, results: Results, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(SystemExit):
-        send_results(link, queue_of(Computed(1, error)), results, nothing)
+        send_results(link, queue_of(Computed(1, error)), results.send, nothing)
     assert link.statuses == [Fatal(f"{type(error).__name__}: two lines", user=False)]
     assert link.code == 1
     assert caplog.records[0].levelno == logging.ERROR

@@ -117,7 +117,9 @@ def test_every_rank_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert resolve_device(ModelConfig(), Place(1, 2, device_index=1)) == torch.device("cuda", 1)
     assert current == [1]
-    with pytest.raises(ModelError, match=r"parallel\.dp=1, parallel\.tp=4: each of 4 ranks .* shows 2; use fewer"):
+    with pytest.raises(
+        ModelError, match=r"parallel\.dp=1, parallel\.pp=1, parallel\.tp=4: each of 4 ranks .* shows 2; use fewer"
+    ):
         resolve_device(ModelConfig(), Place(2, 4, device_index=2, num_sharing=4))
     assert resolve_device(ModelConfig(device="cpu"), Place(2, 4, device_index=2)) == torch.device("cpu")
 

@@ -54,3 +54,15 @@ def test_a_cpu_copies_on_no_stream(clock: StepClock) -> None:
 def test_a_step_must_have_ended(clock: StepClock) -> None:
     with pytest.raises(AssertionError):
         clock.seconds(clock.begin())
+
+
+def test_waits_for_other_ranks_are_part_of_a_step(clock: StepClock, host: Host) -> None:
+    span = clock.begin()
+    for waits, takes in ((0.25, 1.0), (0.5, 2.0)):
+        with clock.stalled(span):
+            host.now += waits
+        host.now += takes
+    clock.end(span)
+    assert clock.seconds(span) == (3.75, 0.0)
+    assert clock.stall_seconds(span) == 0.75
+    assert clock.stall_seconds(step(clock, host, 1.0, 1.0)) == 0.0

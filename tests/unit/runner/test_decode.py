@@ -148,6 +148,7 @@ def test_replays_keep_the_history(fake_graphs: FakeGraphs) -> None:
     for _ in range(7):
         driver.step()
     assert fake_graphs.num_replays() == 7
+    assert driver.runner._history is not None
     for row in rows:
         ids = driver.runner._history.ids[row.pages].flatten()
         assert ids[: row.computed].tolist() == row.tokens[: row.computed]
@@ -240,6 +241,7 @@ def test_a_capture_changes_nothing_but_padding(fake_graphs: FakeGraphs) -> None:
     assert runner.decode is not None
     run(runner, FAST)
     tables = runner._rows.on_device
+    assert runner._history is not None
     before = [tables.positions.clone(), tables.last_tokens[:-1].clone(), runner._history.ids[:-1].clone()]
     list(runner.decode.capture(4, grouped=True))
     after = [tables.positions, tables.last_tokens[:-1], runner._history.ids[:-1]]

@@ -106,7 +106,7 @@ def test_collections_wait_for_the_capture(fake: FakeGraphs, monkeypatch: pytest.
     graphs = Graphs(fake, [2], grouped=False)
     capturable = fake.capturable(graphs.decode)
 
-    def decode(num_rows: int, grouped: bool) -> tuple[Tensor, Tensor]:
+    def decode(num_rows: int, grouped: bool) -> tuple[Tensor, ...]:
         collecting.append(gc.isenabled())
         return capturable(num_rows, grouped)
 

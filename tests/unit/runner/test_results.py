@@ -13,7 +13,7 @@ from toka_async.messages import StepDone
 from toka_async.model.logprobs import Logprobs
 from toka_async.runner.clock import StepClock
 from toka_async.runner.prompt_logprobs import AskedChunk
-from toka_async.runner.results import Launched
+from toka_async.runner.results import Launched, PartResults
 from toka_async.runner.samples import Samples, TopLogprobs
 
 
@@ -29,7 +29,7 @@ def launch(
     of_chunks: Logprobs | None = None,
     step_id: int = 5,
 ) -> Launched:
-    return Launched(step_id, samples, asked, of_chunks, clock, clock.begin(), 3)
+    return Launched(step_id, [PartResults(samples, asked, of_chunks)], clock, clock.begin(), 3)
 
 
 def test_a_step_of_events_alone(clock: StepClock) -> None:
@@ -99,3 +99,26 @@ def test_steps_that_share_their_memory_are_collected_in_order(
     assert [as_i32(d.token_ids).tolist() for d in done] == [[i, i] for i in range(3)]
     assert [as_f32(d.logprobs).tolist() for d in done] == [[-i, -i] for i in range(3)]
     assert [(d.seconds, d.waited) for d in done] == [(1.0, 0.0), (2.5, 0.5), (1.0, 0.0)]
+
+
+def test_parts_are_put_together_in_the_steps_order(clock: StepClock) -> None:
+    """Decoding rows 0 to 3, then two chunks that sample; log-probs and likeliest tokens of one part only."""
+    top = TopLogprobs(
+        rows=np.array([0, 1]), counts=np.array([2, 1], dtype=np.int32), ids=torch.tensor([[8, 9], [6, 7]]),
+        values=torch.tensor([[-1.0, -2.0], [-3.0, -4.0]]),
+    )  # fmt: skip
+    plain = Samples(torch.tensor([10, 11, 14]))
+    scored = Samples(torch.tensor([15, 12, 13]), torch.tensor([-5.0, -6, -7]), top)
+    parts = [
+        PartResults(plain, places=np.array([0, 1, 4])),
+        PartResults(None, (chunk(2, 0, 1),), Logprobs(torch.zeros(1), torch.zeros(1, 0), torch.zeros(1, 0))),
+        PartResults(scored, places=np.array([5, 2, 3])),
+    ]
+    done = Launched(5, parts, clock, clock.begin(), 3).collect()
+    assert as_i32(done.token_ids).tolist() == [10, 11, 12, 13, 14, 15]
+    assert as_f32(done.logprobs).tolist() == [0, 0, -6, -7, 0, -5]
+    assert as_i32(done.top_rows).tolist() == [2, 5]
+    assert as_i32(done.top_counts).tolist() == [1, 2]
+    assert as_i32(done.top_ids).tolist() == [6, 8, 9]
+    assert as_f32(done.top_logprobs).tolist() == [-3, -1, -2]
+    assert [message.slot for message in done.prompts] == [2]

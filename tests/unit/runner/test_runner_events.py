@@ -43,18 +43,28 @@ EVENTS = st.one_of(
 NewDriver = Callable[[int, int], Driver]
 
 
-@pytest.fixture(params=["torch", "kernels", "graphs"])
+KINDS = ["torch", "kernels", "graphs", "2 stages torch", "3 stages graphs"]
+
+
+@pytest.fixture(params=KINDS)
 def new_driver(request: pytest.FixtureRequest) -> NewDriver:
     """Of a page size and a number of pages. Graphs are of up to 4 rows, so that more rows go without."""
-    if request.param == "torch":
-        return lambda page_size, num_pages: Driver(page_size, num_pages=num_pages)
-    request.getfixturevalue("fake_graphs" if request.param == "graphs" else "plain_kernels")
+    *stages, kind = request.param.split()
+    num_stages = int(stages[0]) if stages else 1
+    if kind == "torch":
+        return lambda page_size, num_pages: Driver(
+            page_size, num_pages=num_pages, num_stages=num_stages, num_parts=num_stages + 1
+        )
+    request.getfixturevalue("fake_graphs" if kind == "graphs" else "plain_kernels")
 
     def new(page_size: int, num_pages: int) -> Driver:
-        driver = Driver(page_size, num_pages=num_pages, use_kernels=True)
-        assert driver.runner.decode is not None
-        if request.param == "graphs":
-            list(driver.runner.decode.capture(4, grouped=False))
+        driver = Driver(
+            page_size, num_pages=num_pages, use_kernels=True, num_stages=num_stages, num_parts=num_stages + 1
+        )
+        for stage in driver.stages:
+            assert stage.decode is not None
+            if kind == "graphs":
+                list(stage.decode.capture(4, grouped=False))
         return driver
 
     return new

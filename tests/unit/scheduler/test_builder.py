@@ -256,3 +256,20 @@ def test_a_prompt_owns_no_twin_of_its_pages() -> None:
     core.drain()
     assert got(received) == wanted(received)
     assert core.stats.num_preemptions == 0
+
+
+def test_samples_do_not_start_in_the_step_that_computes_their_prompt() -> None:
+    """Stages of a pipeline compute a step in parts: a row would read what a later part writes."""
+    core = SmallCore(num_pages=64, page_size=4, steps_ahead=1)
+    prompt = PROMPT[:9]  # two pages, and the token that samples begin with
+    received = [core.submit(submit(i, prompt, n=2, max_tokens=3)) for i in range(2)]
+    first = built(core)
+    assert as_i32(first.chunk_lengths).tolist() == [8]
+    assert not first.joined
+    core.complete()
+    core.build()
+    assert len(as_i32(core.queued[0].joined)) == 4
+    core.drain()
+    for one in received:
+        assert got(one) == wanted(one)
+    assert core.stats.prompt_tokens == 8

@@ -51,6 +51,13 @@ def test_waste_takes_depth_back_until_it_is_small() -> None:
     assert depth.depth == deep
 
 
+def test_a_pipeline_needs_the_next_step_before_the_last_rank_has_this_one() -> None:
+    for latency, lag, expected in ((0.005, 7 / 9, 2), (0.020, 7 / 9, 3), (0.020, 0.0, 2)):
+        depth = StepDepth(lag=lag)
+        run(depth, 4 * EVERY, step=0.040, latency=latency)
+        assert depth.depth == expected
+
+
 def test_a_fixed_depth_stays() -> None:
     depth = StepDepth(1, 1)
     run(depth, 4 * EVERY, step=0.001, latency=0.05)

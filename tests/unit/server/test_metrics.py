@@ -31,3 +31,15 @@ def test_times_of_the_scheduler() -> None:
     assert 'toka:scheduler_microseconds{quantile="1.0"} 3.5' in lines
     assert 'toka:forecast_microseconds{quantile="0.5"} 0.5' in lines
     assert any(line.startswith("process_cpu_seconds_total ") for line in lines)
+
+
+def test_times_of_a_pipelines_stages() -> None:
+    metrics, stats = Metrics(), Stats()
+    metrics.watch(lambda: stats)
+    assert b"toka:pipeline_seconds" not in metrics.text()
+    stats = Stats(pipeline=((2.0, 0.5, 0.25), (3.0, 0.0, 1.0)))
+    lines = metrics.text().decode().splitlines()
+    assert 'toka:pipeline_seconds_total{stage="0",state="computing"} 1.5' in lines
+    assert 'toka:pipeline_seconds_total{stage="0",state="stalled"} 0.5' in lines
+    assert 'toka:pipeline_seconds_total{stage="1",state="computing"} 3.0' in lines
+    assert 'toka:pipeline_seconds_total{stage="1",state="waiting"} 1.0' in lines

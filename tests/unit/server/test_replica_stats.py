@@ -19,6 +19,11 @@ def test_sums_worst_percentiles_and_mean_lengths() -> None:
     assert merged([one]) is one
 
 
+def test_times_of_stages_are_summed_stage_by_stage() -> None:
+    parts = [Stats(pipeline=((1.0, 0.5, 0.0), (2.0, 0.25, 0.5))), Stats(), Stats(pipeline=((3.0, 0.5, 1.0),))]
+    assert merged(parts).pipeline == ((4.0, 1.0, 1.0), (2.0, 0.25, 0.5))
+
+
 def test_what_stays_of_a_scheduler_that_is_gone() -> None:
     stats = Stats(
         num_running=3, pages_used=2, num_pages=9, generated_tokens=7, depths=(1,), scheduler_us=(1.0, 2.0, 3.0)
@@ -38,6 +43,7 @@ def test_every_field_is_merged(data: st.DataObject) -> None:
         "forecast_us": (1.0, 2.0, 3.0),
         "stage_seconds": (0.5,),
         "expected_length": (0.5, 0.25),
+        "pipeline": ((2.0, 0.5, 0.25), (3.0, 0.25, 0.125)),
     }.get(name, 3)
     stats = msgspec.structs.replace(Stats(), **{name: value})
     assert merged([stats, Stats()]) == stats

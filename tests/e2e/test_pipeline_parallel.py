@@ -1,0 +1,49 @@
+"""A model in stages, each some processes: its tokens, its end when one of them dies, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.parallel_case import OPTIONS, REQUESTS, TIE, Reference, ask_all, kill_under_load, make_model
+from tests.serving import serving, wait_until_gone
+from toka_async.topology import Layout
+
+TOKENS = 8
+
+
+@pytest.mark.parametrize(
+    ("layout", "tied", "victim"), [(Layout(pp=3), True, "rank-0-1"), (Layout(pp=2, tp=2), False, "rank-0-2")]
+)
+def test_greedy_tokens_equal_the_reference_and_no_death_is_missed(
+    tmp_path: Path, layout: Layout, tied: bool, victim: str
+) -> None:
+    model = make_model(tmp_path / "model", tie_word_embeddings=tied)
+    options = (f"model.path={model}", f"parallel.pp={layout.pp}", f"parallel.tp={layout.tp}", *OPTIONS)
+    with serving(tmp_path, *options) as server:
+        assert {f"rank-0-{rank}" for rank in range(layout.num_ranks)} < set(server.children)
+        answers = ask_all(server, TOKENS)
+        metrics = server.get("/metrics")[1]
+        outcomes = kill_under_load(server, victim, 400)
+        assert (outcomes.num_right, outcomes.num_wrong) == (0, 0)
+        assert sum(f"{victim} was killed by SIGKILL" in message for message in outcomes.messages) > len(REQUESTS)
+        assert server.wait() == 1
+        wait_until_gone(server.pids, 0)
+    for stage in range(layout.pp):
+        assert f'toka:pipeline_seconds_total{{stage="{stage}",state="stalled"}}' in metrics
+    reference = Reference(model)
+    prompts = [prompt for prompt, num_samples in REQUESTS for _ in range(num_samples)]
+    for prompt, tokens in zip(prompts, answers, strict=True):
+        assert len(tokens) == TOKENS
+        assert reference.gap(prompt, tokens) < TIE
+
+
+def test_more_stages_than_layers_are_refused_before_anything_starts() -> None:
+    command = [sys.executable, "-m", "toka_async.cli", "serve", "server.port=0", "parallel.pp=4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("parallel.pp=4: the model has 3 layers; use at most 3")

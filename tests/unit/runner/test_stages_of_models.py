@@ -1,0 +1,118 @@
+"""A real, tiny model in stages computes what it does as a whole: tokens, log-probs, those of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.core_driver import CoreDriver, Received
+from tests.models import make_checkpoint
+from tests.page_rank import submit
+from tests.stage_runners import StageRunners, setups, stage_runners
+from toka_async.arrays import as_f32
+from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.reference import ReferenceAttention
+from toka_async.messages import Ready, Sampling
+from toka_async.model.compiled import CompiledForward
+from toka_async.model.division import spec_of_stage, stage_parts
+from toka_async.model.spec import read_spec
+from toka_async.model.weights import build_decoder, load_weights
+from toka_async.runner.pipeline import StageSetup
+from toka_async.runner.runner import Runner
+
+CPU = torch.device("cpu")
+READY = Ready(num_pages=300, page_size=4, max_seqs=12, max_context=200, vocab_size=261, max_tokens=40)
+SAMPLINGS = (
+    Sampling(temperature=0),
+    Sampling(temperature=0.9, num_logprobs=3, num_prompt_logprobs=2),
+    Sampling(temperature=0.7, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.3, num_logprobs=0),
+    Sampling(temperature=0, num_logprobs=1, num_prompt_logprobs=0),
+)
+SHARED = [(5 * i) % 250 for i in range(33)]
+PROMPTS = [[3], [*range(9, 70)], SHARED, SHARED, [*SHARED, 4, 5], SHARED[:17]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Windows in some of the layers, and a head that is tied to the embedding."""
+    fields = {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 2}
+    return make_checkpoint(
+        tmp_path_factory.mktemp("stages"), "qwen3", num_hidden_layers=5, tie_word_embeddings=True, **fields
+    )
+
+
+def in_stages(folder: Path, num_stages: int, num_parts: int, compiled: bool = False) -> StageRunners:
+    spec = read_spec(folder)
+    parts = stage_parts(spec, num_stages, 1)
+
+    def runner(setup: StageSetup | None, stage: int) -> Runner:
+        own = spec_of_stage(spec, parts[stage])
+        decoder = build_decoder(spec, torch.float32, CPU, part=parts[stage])
+        load_weights(decoder, folder, progress=False)
+        cache = KVCache(own.num_layers, 301, spec.num_kv_heads, 4, spec.head_dim, torch.float32, CPU)
+        attention = ReferenceAttention(cache, spec.num_heads, own.windows)
+        forward = CompiledForward(decoder, attention, "eager") if compiled else None
+        return Runner(decoder, cache, attention, READY, CPU, forward=forward, setup=setup)
+
+    if num_stages == 1:
+        return StageRunners([runner(None, 0)])
+    return stage_runners(runner, setups(num_stages, num_parts, spec.hidden_size, torch.float32))
+
+
+def answers(rank: StageRunners) -> list[Received]:
+    driver = CoreDriver(READY, max_tokens=READY.max_tokens, rank=rank, group_min_seqs=2, group_min_tokens=8)
+    received = [
+        driver.submit(submit(i, prompt, sampling=SAMPLINGS[i % len(SAMPLINGS)], n=1 + i % 3, max_tokens=9))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    driver.drain()
+    return received
+
+
+def check(got: list[Received], expected: list[Received]) -> None:
+    for one, other in zip(got, expected, strict=True):
+        assert one.failed is None
+        for sample, right in zip(one.samples, other.samples, strict=True):
+            assert sample.token_ids == right.token_ids
+            assert sample.logprobs == pytest.approx(right.logprobs, abs=1e-4)
+            assert sample.top_ids == right.top_ids
+        prefilled, right_one = one.prefilled, other.prefilled
+        assert prefilled is not None
+        assert right_one is not None
+        np.testing.assert_allclose(as_f32(prefilled.logprobs), as_f32(right_one.logprobs), atol=1e-4)
+        assert prefilled.top_ids == right_one.top_ids
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> list[Received]:
+    return answers(in_stages(folder, 1, 1))
+
+
+@pytest.mark.parametrize(("num_stages", "num_parts"), [(2, 1), (2, 3), (3, 2), (5, 6)])
+def test_stages_answer_as_the_whole_model_does(
+    folder: Path, whole: list[Received], num_stages: int, num_parts: int
+) -> None:
+    check(answers(in_stages(folder, num_stages, num_parts)), whole)
+
+
+def test_stages_compile(folder: Path, whole: list[Received]) -> None:
+    """First, middle and last: each takes and gives something else."""
+    torch._dynamo.reset()
+    rank = in_stages(folder, 3, 4, compiled=True)
+    check(answers(rank), whole)
+    for stage in rank.stages:
+        assert isinstance(stage._forward, CompiledForward)
+        assert stage._forward.num_eager == 0
+    torch._dynamo.reset()
