@@ -68,6 +68,23 @@ class Request:
         """For n > 1: samples that have not started."""
         return self.submit.n - self.next_sample
 
+    def columns(self) -> tuple[int, ...]:
+        """What the lanes' tables have of it, in the order of `Lanes.describe`."""
+        submit, sampling = self.submit, self.submit.sampling
+        return (
+            submit.request_id,
+            submit.priority,
+            self.arrival,
+            submit.max_tokens,
+            self.can_stop,
+            self.group,
+            submit.stream,
+            submit.n == 1,
+            sampling.num_logprobs,
+            self.stop_row,
+            sampling.min_tokens,
+        )
+
 
 @dataclass(slots=True)
 class Generated:

@@ -15,13 +15,14 @@ from time import monotonic
 import msgspec
 import numpy as np
 
-from toka_async.arrays import Int32, column
+from toka_async.arrays import Int32, as_i32, column
 from toka_async.messages import (
     Cancel,
     DropStop,
     EndSample,
     Failed,
     Prefilled,
+    Prefills,
     Ready,
     Reason,
     Sampling,
@@ -29,10 +30,13 @@ from toka_async.messages import (
     StopChecks,
     StopMask,
     Submit,
+    Submits,
     Tokens,
     ToScheduler,
     ToServer,
 )
+from toka_async.server.direct import FIRST, Direct, Owner
+from toka_async.server.direct_rows import DirectJobs
 from toka_async.server.inflight import Batch, EngineStoppedError, InFlight, RequestFailedError
 from toka_async.server.metrics import Metrics
 from toka_async.server.replicas import Replicas
@@ -74,6 +78,7 @@ class Engine:
 
     Attributes:
         replicas: which of them has what.
+        direct: requests that were submitted in columns (`submit_direct`).
         on_stop_checks: called with each StopChecks message.
         on_busy: called when the first request arrives after an idle time.
     """
@@ -93,6 +98,7 @@ class Engine:
         self._max_requests = max_requests
         self._clock = clock
         self._inflight: dict[int, InFlight] = {}
+        self.direct = Direct(self.replicas, self.metrics, clock, max_requests, self._check_idle)
         self._next_id = 0
         self._num_holders = 0
         self._draining = False
@@ -117,7 +123,7 @@ class Engine:
     @property
     def num_requests(self) -> int:
         """Engine requests (one a prompt) that have not ended."""
-        return len(self._inflight)
+        return len(self._inflight) + self.direct.num_requests
 
     @property
     def busy(self) -> bool:
@@ -154,8 +160,10 @@ class Engine:
     def fail_all(self, reason: str) -> None:
         """The engine is gone: every request held ends with EngineStoppedError, new ones raise NotServingError."""
         self._stopped = reason
+        error = EngineStoppedError(f"the engine has stopped: {reason}")
+        self.direct.fail_all(error)
         for flight in list(self._inflight.values()):
-            self._end(flight, EngineStoppedError(f"the engine has stopped: {reason}"))
+            self._end(flight, error)
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
@@ -168,9 +176,7 @@ class Engine:
         """
         self.check_serving(len(jobs))
         self._num_holders += 1
-        if not self.busy:
-            self._idle.clear()
-            self.on_busy()
+        self._wake()
         batch = Batch()
         for job in jobs:
             self._submit(job, batch)
@@ -183,6 +189,23 @@ class Engine:
         finally:
             self._num_holders -= 1
             self._check_idle()
+
+    def submit_direct(self, jobs: DirectJobs, owner: Owner) -> None:
+        """Submits the jobs, all or none; the owner is told what becomes of them.
+
+        Raises:
+            NotServingError, OverloadedError: none was submitted.
+        """
+        self.check_serving(len(jobs))
+        if self.direct.num_requests + len(jobs) > self.direct.capacity:
+            raise OverloadedError(f"at most {self.direct.capacity} requests of direct submission can be held")
+        self._wake()
+        self.direct.submit(jobs, owner)
+
+    def _wake(self) -> None:
+        if not self.busy:
+            self._idle.clear()
+            self.on_busy()
 
     def end_sample(self, flight: InFlight, sample: int, num_tokens: int) -> None:
         """A stop string ended a sample after `num_tokens` tokens: the scheduler is told, once.
@@ -202,7 +225,7 @@ class Engine:
         self.replicas.tell_all(message)
 
     def _new_id(self) -> int:
-        request_id, self._next_id = self._next_id, (self._next_id + 1) % 2**31
+        request_id, self._next_id = self._next_id, (self._next_id + 1) % FIRST
         return request_id
 
     def _submit(self, job: Job, batch: Batch) -> None:
@@ -236,14 +259,17 @@ class Engine:
         for message in messages:
             match message:
                 case Tokens():
-                    self._on_tokens(message)
+                    if rest := self.direct.on_tokens(message):
+                        self._on_tokens(rest)
                 case Prefilled():
                     self._on_prefilled(message)
+                case Prefills():
+                    self.direct.on_prefills(message)
+                    self._on_prefills(message)
                 case StopChecks():
                     self.on_stop_checks(message)
                 case Failed():
-                    if flight := self._inflight.get(message.request_id):
-                        self._end(flight, RequestFailedError(message.message))
+                    self._on_failed(message)
                 case Stats():
                     self.replicas.on_stats(message)
                 case Ready():
@@ -256,14 +282,18 @@ class Engine:
         EngineStoppedError. So do all when no other is there.
         """
         for placement in self.replicas.lose(replica, life, reason, outbox):
-            flight = self._inflight.pop(placement.submit.request_id)
+            error = EngineStoppedError(f"replica {replica} has stopped: {reason}")
+            if isinstance(placement.submit, Submits):
+                self.direct.lost(placement, error)
+                continue
+            flight = self._inflight.pop(placement.key)
             if self.replicas.live and not placement.retried and not (flight.stream and flight.touched):
                 submit = msgspec.structs.replace(placement.submit, request_id=self._new_id())
                 flight.restart(submit.request_id, submit.n)
                 self._inflight[submit.request_id] = flight
                 self.replicas.submit(submit, retried=True)
             else:
-                self._ended(flight, EngineStoppedError(f"replica {replica} has stopped: {reason}"))
+                self._ended(flight, error)
 
     def _on_tokens(self, message: Tokens) -> None:
         now, num_rows = self._clock(), len(message.counts) // 4
@@ -324,6 +354,18 @@ class Engine:
             flight.first_token = self._clock()
             self.metrics.prefilled(flight.num_prompt, flight.first_token - flight.submitted)
 
+    def _on_prefills(self, message: Prefills) -> None:
+        for request_id, cached in zip(as_i32(message.request_ids), as_i32(message.cached_tokens), strict=True):
+            if int(request_id) in self._inflight:
+                self._on_prefilled(Prefilled(request_id=int(request_id), cached_tokens=int(cached)))
+
+    def _on_failed(self, message: Failed) -> None:
+        error = RequestFailedError(message.message)
+        if flight := self._inflight.get(message.request_id):
+            self._end(flight, error)
+        else:
+            self.direct.on_failed(message.request_id, error)
+
     def _end(self, flight: InFlight, error: Exception | None) -> None:
         del self._inflight[flight.request_id]
         self.replicas.end(flight.request_id)
@@ -339,7 +381,7 @@ class Engine:
         self._check_idle()
 
     def _check_idle(self) -> None:
-        if not self._inflight and not self._num_holders:
+        if not self.num_requests and not self._num_holders:
             self._idle.set()
 
 
