@@ -132,6 +132,10 @@ class Service:
         """Token ids of a text, perhaps none."""
         return (await self._encode.run([(text, add_special_tokens)]))[0]
 
+    async def tokenize_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """As `tokenize`, of many."""
+        return await self._encode.run([(text, add_special_tokens) for text in texts])
+
     async def render(self, chat: Chat) -> str:
         """The prompt of a chat. Raises ApiError (400) when there is no template, or it refuses the messages."""
         try:
