@@ -105,7 +105,7 @@ class Delivery:
         num_new = int(fresh.sum()) + len(again)
         if self.num_used + num_new > self.credit:
             raise CreditError(
-                f"{self.num_used} requests are open, and {num_new} more are above the credit, {self.credit}"
+                f"{self.num_used} requests are open, and {num_new} more are above the credit of {self.credit}"
             )
         new = listed if len(known) == 0 and num_new == len(listed) else ids[fresh].tolist()
         self.open.update(dict.fromkeys(new, self._seq))

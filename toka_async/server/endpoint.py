@@ -30,7 +30,7 @@ from toka_async.protocol import (
     from_client,
     pack,
 )
-from toka_async.server.delivery import WINDOW, Delivery
+from toka_async.server.delivery import WINDOW, CreditError, Delivery
 from toka_async.server.engine import NotServingError
 from toka_async.server.plans import Plans
 from toka_async.server.service import Service
@@ -90,15 +90,24 @@ class Endpoint:
     # ---- what clients say --------------------------------------------------------------------------------------------
 
     def _on_frames(self, frames: list[Frame]) -> None:
-        identity = bytes(frames[0])
+        identity, columns = bytes(frames[0]), Columns()
         try:
             header, columns = from_client(frames[1:])
             self._on_message(identity, header, columns)
         except ProtocolError as error:
-            self._send(identity, Error(status=400, code="protocol", param=error.field, message=str(error)))
+            self._refuse(identity, 400, "protocol", error.field, str(error), columns)
+        except CreditError as error:
+            self._refuse(identity, 429, "credit", "ids", str(error), columns)
         except Exception:
             logger.exception("a message of direct submission failed")
             self._send(identity, Error(status=500, code="internal_error", message="internal error"))
+
+    def _refuse(
+        self, identity: bytes, status: int, code: str, field: str | None, message: str, columns: Columns
+    ) -> None:
+        """A whole message, with all of its requests: none of them was taken, so none of them counts."""
+        ids = {"ids": columns["ids"]} if "ids" in columns else {}
+        self._send(identity, Error(status=status, code=code, param=field, message=message, columns=tuple(ids)), ids)
 
     def _on_message(self, identity: bytes, header: FromClient, columns: Columns) -> None:
         if isinstance(header, Hello):
@@ -227,9 +236,9 @@ class Endpoint:
                 message = "results were not acknowledged: server.zmq_buffer_mb"
                 self._end(session, Closed(code="too_slow", message=message))
                 continue
-            for message in session.take():
+            for outgoing in session.take():
                 if session.identity is not None:
-                    self._send(session.identity, message.header, message.columns)
+                    self._send(session.identity, outgoing.header, outgoing.columns)
         self._check_settled()
 
     def _check_settled(self) -> None:

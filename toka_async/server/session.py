@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from toka_async.arrays import Bool, Int32, Int64, places
 from toka_async.openai.errors import ApiError, bad_request
 from toka_async.protocol import Cancellation, Columns, Error, Header, ProtocolError, Results, Submission
-from toka_async.server.delivery import CreditError, Delivery, Outgoing
+from toka_async.server.delivery import Delivery, Outgoing
 from toka_async.server.direct_requests import run_request
 from toka_async.server.direct_rows import DirectJobs, DirectRows, joined
 from toka_async.server.engine import NotServingError, OverloadedError
@@ -25,7 +25,7 @@ from toka_async.server.errors import as_api_error
 from toka_async.server.plans import Plan, Plans
 from toka_async.server.result_columns import chosen, of_rows
 from toka_async.server.service import Service
-from toka_async.server.submissions import Submitted, faults, submitted
+from toka_async.server.submissions import Submitted, as_tokens, faults, submitted
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +88,13 @@ class Session:
     # ---- from the client ---------------------------------------------------------------------------------------------
 
     def submit(self, message: Submission, columns: Columns) -> None:
-        """Takes requests; those that cannot be run are refused, each with its reason. Raises ProtocolError."""
+        """Takes requests; those that cannot be run are refused, each with its reason.
+
+        Raises:
+            ProtocolError, CreditError: none was taken.
+        """
         requests = submitted(columns, self._random)
-        try:
-            fresh, again = self.delivery.admit(requests.ids)
-        except CreditError as error:
-            raise ProtocolError(str(error), "ids") from None
+        fresh, again = self.delivery.admit(requests.ids)
         if again:
             self._add_again(again)
         requests = requests.chosen(fresh)
@@ -197,7 +198,7 @@ class Session:
         jobs = DirectJobs(
             client_ids=requests.ids,
             lengths=requests.lengths,
-            prompts=requests.data.astype(np.int32, copy=False),
+            prompts=as_tokens(requests),
             seeds=requests.seeds,
             n=generation.n,
             max_tokens=generation.max_tokens,
@@ -245,7 +246,7 @@ class Session:
 
     def add(self, header: Header, columns: Columns, ids: Int64, ended: list[int], *, remember: bool = True) -> None:
         """Something to be sent. `ids`: whom it is about; `ended`: requests that end with it."""
-        for key in ended:
+        for key in ended if self._tasks else ():
             self._tasks.pop(key, None)
         self._parts.append(Part(header, columns, ids, ended, remember))
         self._part_bytes += sum(column.nbytes for column in columns.values())

@@ -82,7 +82,7 @@ def faults(requests: Submitted, limits: Limits, max_tokens: int) -> dict[int, Ap
     found: dict[int, ApiError] = {}
     room = min(limits.max_context, limits.cache_tokens)
     bad = (requests.lengths < 1) | (requests.lengths.astype(np.int64) + max_tokens > room)
-    ids = requests.data
+    ids = as_tokens(requests)
     if ids.size and (int(ids.max()) >= limits.vocab_size or int(ids.min()) < 0):
         places = np.flatnonzero((ids >= limits.vocab_size) | (ids < 0))
         bad[np.searchsorted(np.cumsum(requests.lengths, dtype=np.int64), places, side="right")] = True
@@ -90,12 +90,18 @@ def faults(requests: Submitted, limits: Limits, max_tokens: int) -> dict[int, Ap
         return found
     ends = np.cumsum(requests.lengths, dtype=np.int64)
     for row in np.flatnonzero(bad).tolist():
-        prompt = ids[ends[row] - requests.lengths[row] : ends[row]].astype(np.int32)
+        prompt = ids[ends[row] - requests.lengths[row] : ends[row]]
         try:
             check_prompt(prompt, limits, max_tokens)
         except ApiError as error:
             found[row] = error
     return found
+
+
+def as_tokens(requests: Submitted) -> Int32:
+    """The token ids of all prompts, one after the other."""
+    assert not requests.is_text
+    return requests.data.astype(np.int32, copy=False)
 
 
 def check_prompt(prompt: Int32, limits: Limits, max_tokens: int) -> None:
