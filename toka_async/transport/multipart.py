@@ -101,7 +101,7 @@ class Router(FrameSocket):
         socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
         socket.setsockopt(zmq.SNDHWM, max_queued)
         socket.setsockopt(zmq.RCVHWM, max_queued)
-        set_options(socket, alive)
+        set_options(socket, address, alive)
         if keys is not None:
             socket.curve_server = True
             socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
@@ -142,7 +142,7 @@ class Dealer(FrameSocket):
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        set_options(socket, alive)
+        set_options(socket, address, alive)
         if keys is not None:
             socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = (
                 keys.public,
@@ -191,10 +191,10 @@ class Dealer(FrameSocket):
         super().close(linger)
 
 
-def set_options(socket: zmq.Socket[bytes], alive: float) -> None:
+def set_options(socket: zmq.Socket[bytes], address: str, alive: float) -> None:
     """What both ends have in common: silent connections are probed, and given up."""
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.IPV6, int("[" in address))
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(alive * 1000 / 3))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(alive * 1000))
     socket.setsockopt(zmq.HANDSHAKE_IVL, int(alive * 1000))

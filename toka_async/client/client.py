@@ -1,0 +1,258 @@
+"""The asyncio client: a connection, kept alive and made again, and the requests that go over it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from toka_async.arrays import Int32
+from toka_async.client.errors import ConnectionLostError, RequestError
+from toka_async.client.exchange import Exchange
+from toka_async.client.fields import Fields
+from toka_async.client.pending import Events, ManyResults, OneResult, Pending, Waiter, Wishes
+from toka_async.client.results import Event, Result
+from toka_async.protocol import ProtocolError
+from toka_async.transport.curve import read_pair, read_public
+from toka_async.transport.multipart import Dealer, Frame
+
+Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]]
+MOST_WISHES = 256  # that are remembered
+BYE_TIMEOUT = 500  # milliseconds for the last words to leave
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class Client:
+    """Requests to one server. To be used as an async context manager; any number of tasks may share it.
+
+    Args:
+        url: of the server, such as tcp://127.0.0.1:10211.
+        key: this client's NAME.key_secret, and server_key: the server's NAME.key, for an encrypted connection.
+        timeout: seconds to wait for the first connection.
+
+    Raises:
+        ConnectionLostError: no connection came about (entering the context).
+        KeyFileError: a key file is missing or wrong.
+    """
+
+    def __init__(
+        self, url: str, *, key: Path | str | None = None, server_key: Path | str | None = None, timeout: float = 10.0
+    ) -> None:
+        if (key is None) != (server_key is None):
+            raise ValueError("key and server_key: give both, or none")
+        self._url = url
+        self._keys = None if key is None else read_pair(Path(key))
+        self._server_key = None if server_key is None else read_public(Path(server_key))
+        self._timeout = timeout
+        self._next_id = 0
+        self._wishes: dict[bytes, Wishes] = {}
+        self._flushing = False
+        self._timers: set[asyncio.TimerHandle] = set()
+
+    # ---- the connection ----------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._dealer = Dealer(self._context, self._url, keys=self._keys, server_key=self._server_key)
+        self._exchange = Exchange(self._dealer.send, self._retry)
+        self._welcomed = asyncio.Event()
+        self._problem: str | None = None
+        try:
+            self._dealer.connect(self._loop, self._on_frames, self._on_connected, self._on_lost)
+            async with asyncio.timeout(self._timeout):
+                await self._welcomed.wait()
+        except (TimeoutError, zmq.ZMQError) as error:
+            await self._close()
+            reason = self._problem or (error.strerror if isinstance(error, zmq.ZMQError) else "nobody answers")
+            raise ConnectionLostError(f"no connection to {self._url}: {reason}") from None
+        if self._exchange.refused is not None:
+            await self._close()
+            raise ConnectionLostError(f"{self._url}: {self._exchange.refused}")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._exchange.fail_all(ConnectionLostError("the client was closed"))
+        self._exchange.bye()
+        await self._close()
+
+    async def _close(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._dealer.close(linger=BYE_TIMEOUT)
+        await self._loop.run_in_executor(None, self._context.term)
+
+    def _on_connected(self) -> None:
+        if not self._exchange.connected():
+            self._later(0.05, self._on_connected)
+
+    def _on_lost(self, problem: str | None) -> None:
+        self._exchange.disconnected()
+        self._problem = problem
+
+    def _on_frames(self, frames: list[Frame]) -> None:
+        had_welcome = self._exchange.welcome is not None
+        try:
+            self._exchange.on_frames(frames)
+        except ProtocolError as error:
+            self._exchange.fail_all(ConnectionLostError(f"{self._url} does not speak the protocol: {error}"))
+        welcome = self._exchange.welcome
+        if welcome is not None and not had_welcome:
+            self._ping(welcome.heartbeat / 2)
+        if welcome is not None or self._exchange.refused is not None:
+            self._welcomed.set()
+        self._wake()
+
+    def _ping(self, interval: float) -> None:
+        """Again and again while the connection lasts."""
+        if self._exchange.welcome is not None and self._exchange.welcome.heartbeat / 2 == interval:
+            self._exchange.ping()
+            self._later(interval, self._ping, interval)
+
+    def _retry(self, seconds: float) -> None:
+        self._later(seconds, self._try_again)
+
+    def _try_again(self) -> None:
+        if self._exchange.welcome is None:
+            self._exchange.connected()
+        self._wake()
+
+    def _later(self, seconds: float, call: Any, *arguments: Any) -> None:
+        def run() -> None:
+            self._timers.discard(timer)
+            call(*arguments)
+
+        timer = self._loop.call_later(seconds, run)
+        self._timers.add(timer)
+
+    def _wake(self) -> None:
+        """Everything that one turn of the loop brings goes out together."""
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if not self._dealer.socket.closed:
+            self._exchange.flush()
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, prompt: Prompt, *, seed: int | None = None, **fields: Unpack[Fields]) -> Result:
+        """All samples of a prompt: text, or token ids.
+
+        Raises:
+            RequestError: the server refuses it; names the field.
+            ConnectionLostError: the client was closed.
+        """
+        waiter = OneResult()
+        pending = self._add(prompt, seed, self._wish(fields, stream=False), waiter)
+        try:
+            return await waiter.future
+        except asyncio.CancelledError:
+            self._abandon([pending])
+            raise
+
+    async def generate_many(
+        self, prompts: Sequence[Prompt], *, seeds: Sequence[int] | None = None, **fields: Unpack[Fields]
+    ) -> list[Result]:
+        """As `generate` of each prompt, in order; the first error cancels the rest."""
+        if not prompts:
+            return []
+        if seeds is not None and len(seeds) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts, but {len(seeds)} seeds", field="seeds")
+        waiter, wishes = ManyResults(len(prompts)), self._wish(fields, stream=False)
+        pendings: list[Pending] = []
+        try:
+            for place, prompt in enumerate(prompts):
+                seed = None if seeds is None else seeds[place]
+                pendings.append(self._add(prompt, seed, wishes, waiter, place))
+            return await waiter.future
+        except BaseException:
+            self._abandon(pendings)
+            raise
+
+    async def stream(
+        self, prompt: Prompt, *, seed: int | None = None, **fields: Unpack[Fields]
+    ) -> AsyncIterator[Event]:
+        """The tokens of all samples as they come. Leaving the loop early cancels the request.
+
+        Raises:
+            RequestError: as `generate`.
+            ConnectionLostError: the client was closed, or the server has forgotten what it had begun.
+        """
+        waiter = Events()
+        pending = self._add(prompt, seed, self._wish(fields, stream=True), waiter)
+        num_open = pending.wishes.n
+        try:
+            while num_open:
+                event = await waiter.next()
+                num_open -= event.finish_reason is not None
+                yield event
+        finally:
+            self._abandon([pending])
+
+    def _wish(self, fields: Mapping[str, Any], *, stream: bool) -> Wishes:
+        try:
+            encoded = _ENCODER.encode({**fields, "stream": True} if stream else fields)
+        except (TypeError, OverflowError) as error:
+            raise RequestError(f"the fields cannot be sent: {error}") from None
+        wishes = self._wishes.get(encoded)
+        if wishes is None:
+            if len(self._wishes) >= MOST_WISHES:
+                self._wishes.clear()
+            wishes = self._wishes[encoded] = Wishes(fields, encoded, stream)
+        return wishes
+
+    def _add(self, prompt: Prompt, seed: int | None, wishes: Wishes, waiter: Waiter, place: int = 0) -> Pending:
+        if self._exchange.refused is not None or self._dealer.socket.closed:
+            raise ConnectionLostError(self._exchange.refused or "the client is closed")
+        key, self._next_id = self._next_id, self._next_id + 1
+        pending = Pending(key, as_prompt(prompt), checked_seed(seed), wishes, waiter, place)
+        self._exchange.add(pending)
+        self._wake()
+        return pending
+
+    def _abandon(self, pendings: Sequence[Pending]) -> None:
+        for pending in pendings:
+            self._exchange.abandon(pending)
+        if not self._dealer.socket.closed:
+            self._wake()
+
+
+def as_prompt(prompt: Prompt) -> Int32 | bytes:
+    """As it is sent. Raises RequestError for what is neither text nor token ids."""
+    if isinstance(prompt, str):
+        try:
+            return prompt.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"'prompt' is no text: {error.reason}", field="prompt") from None
+    try:
+        ids = np.asarray(prompt)
+        if ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size):
+            info = np.iinfo(np.int32)
+            if not ids.size or (int(ids.min()) >= info.min and int(ids.max()) <= info.max):
+                return ids.astype(np.int32)
+    except (ValueError, OverflowError):
+        pass
+    raise RequestError("'prompt' must be text, or token ids", field="prompt")
+
+
+def checked_seed(seed: int | None) -> int:
+    """A random one where none is given. Raises RequestError for one out of range."""
+    if seed is None:
+        return secrets.randbits(63)
+    if not -(2**63) <= seed < 2**63:
+        raise RequestError("'seed' has more than 64 bits", field="seed")
+    return seed
