@@ -369,7 +369,7 @@ class StepBuilder:
             sampling = replace(sampling, num_prompt_logprobs=-1)
         return Prompt(
             key=run.key,
-            token_ids=column(run.job.token_ids),
+            token_ids=column(run.job.token_ids) if run.job.again else run.request.submit.prompt,
             num_prompt=run.request.prompt.size,
             pages=column(run.pages),
             sampling=sampling,

@@ -60,6 +60,7 @@ class LookAhead:
     _times: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _curve: UsageCurve | None = None
     _growths: dict[tuple[int, int, int, int, bool], Growth] = field(default_factory=dict)
+    _limit: int = 0  # pages that may be in use
     _turn: int = 0
     _grown: float = 0.0  # the part of the margin that preemptions made
 
@@ -79,6 +80,7 @@ class LookAhead:
         self._grown *= math.exp(-1.0 / MARGIN_FADES)
         self._grown = min(LARGEST_MARGIN, self._grown + MARGIN_GROWTH * num_preemptions / rows)
         self.margin = min(LARGEST_MARGIN, least + self._grown)
+        self._limit = int(self.running.cache.num_pages * (1.0 - self.margin))
 
     def closed(self, request: Request) -> None:
         self.predictor.close_group(request.group)
@@ -93,7 +95,7 @@ class LookAhead:
 
     def samples_that_fit(self, run: PromptRun) -> int:
         """How many more samples of a computed prompt the forecast has room for."""
-        return self._usage().room(self._sample_profile(run).pages, self._limit())
+        return self._usage().room(self._sample_profile(run).pages, self._limit)
 
     def add_samples(self, run: PromptRun, count: int) -> None:
         """So many of them start."""
@@ -106,7 +108,7 @@ class LookAhead:
             usage = usage.copy()
             for run in waiting:
                 usage.add(self._sample_profile(run).pages, run.num_pending)
-        return usage.fits(self._job_profile(job, num_new_pages), self._limit())
+        return usage.fits(self._job_profile(job, num_new_pages), self._limit)
 
     def add_prompt(self, job: Job, num_new_pages: int) -> None:
         """It starts; of several samples, only the prompt is counted yet. They inform each other, if they are many."""
@@ -117,9 +119,6 @@ class LookAhead:
             self._usage().hold(num_new_pages)
         else:
             self._usage().put(self._job_profile(job, num_new_pages))
-
-    def _limit(self) -> int:
-        return int(self.running.cache.num_pages * (1.0 - self.margin))
 
     # ---- candidates
 

@@ -133,10 +133,10 @@ class PromptRun:
     lane: int = -1  # computes the prompt; -1 when there is nothing (left) to compute
     num_lanes: int = 0  # lanes that hold pages of the run, the computing one included
     closed: bool = False
+    request: Request = field(init=False)
 
-    @property
-    def request(self) -> Request:
-        return self.job.request
+    def __post_init__(self) -> None:
+        self.request = self.job.request
 
     @property
     def forks(self) -> bool:

@@ -140,7 +140,7 @@ class RunningSet:
 
     def pending_runs(self) -> list[PromptRun]:
         """Prompts that are being computed and have samples to start."""
-        return [run for run in self._sharing if run.num_pending]
+        return [run for run in self._sharing if run.num_pending] if self._sharing else []
 
     def advance(self, run: PromptRun, count: int) -> None:
         """`count` more prompt tokens are built into a step: full pages enter the prefix tree at once.
