@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from random import Random
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -26,6 +26,7 @@ from toka_async.transport.multipart import Dealer, Frame
 
 Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]]
 MOST_WISHES = 256  # that are remembered
+NOT_IDS = np.empty((0, 0))
 BYE_TIMEOUT = 500  # milliseconds for the last words to leave
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -54,6 +55,7 @@ class Client:
         self._server_key = None if server_key is None else read_public(Path(server_key))
         self._timeout = timeout
         self._next_id = 0
+        self._random = Random()
         self._wishes: dict[bytes, Wishes] = {}
         self._flushing = False
         self._timers: set[asyncio.TimerHandle] = set()
@@ -99,7 +101,7 @@ class Client:
 
     def _on_lost(self, problem: str | None) -> None:
         self._exchange.disconnected()
-        self._problem = problem
+        self._problem = problem or self._problem
 
     def _on_frames(self, frames: list[Frame]) -> None:
         had_welcome = self._exchange.welcome is not None
@@ -126,6 +128,7 @@ class Client:
     def _try_again(self) -> None:
         if self._exchange.welcome is None:
             self._exchange.connected()
+        self._exchange.retry()
         self._wake()
 
     def _later(self, seconds: float, call: Any, *arguments: Any) -> None:
@@ -219,10 +222,18 @@ class Client:
         if self._exchange.refused is not None or self._dealer.socket.closed:
             raise ConnectionLostError(self._exchange.refused or "the client is closed")
         key, self._next_id = self._next_id, self._next_id + 1
-        pending = Pending(key, as_prompt(prompt), checked_seed(seed), wishes, waiter, place)
+        pending = Pending(key, as_prompt(prompt), self._seed(seed), wishes, waiter, place)
         self._exchange.add(pending)
         self._wake()
         return pending
+
+    def _seed(self, seed: int | None) -> int:
+        """A random one where none is given. Raises RequestError for one out of range."""
+        if seed is None:
+            return self._random.getrandbits(63)
+        if not -(2**63) <= seed < 2**63:
+            raise RequestError("'seed' has more than 64 bits", field="seed")
+        return seed
 
     def _abandon(self, pendings: Sequence[Pending]) -> None:
         for pending in pendings:
@@ -240,19 +251,12 @@ def as_prompt(prompt: Prompt) -> Int32 | bytes:
             raise RequestError(f"'prompt' is no text: {error.reason}", field="prompt") from None
     try:
         ids = np.asarray(prompt)
-        if ids.ndim == 1 and (ids.dtype.kind in "iu" or not ids.size):
-            info = np.iinfo(np.int32)
-            if not ids.size or (int(ids.min()) >= info.min and int(ids.max()) <= info.max):
-                return ids.astype(np.int32)
     except (ValueError, OverflowError):
-        pass
-    raise RequestError("'prompt' must be text, or token ids", field="prompt")
-
-
-def checked_seed(seed: int | None) -> int:
-    """A random one where none is given. Raises RequestError for one out of range."""
-    if seed is None:
-        return secrets.randbits(63)
-    if not -(2**63) <= seed < 2**63:
-        raise RequestError("'seed' has more than 64 bits", field="seed")
-    return seed
+        ids = NOT_IDS
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise RequestError("'prompt' must be text, or token ids", field="prompt")
+    if ids.dtype == np.int32:
+        return ids
+    if ids.size and (int(ids.min()) < -1 or int(ids.max()) >= 2**31):
+        raise RequestError("'prompt' has a token id out of range", field="prompt")
+    return ids.astype(np.int32)

@@ -60,6 +60,7 @@ class Exchange:
         self.refused: str | None = None
         self._open: dict[int, Pending] = {}
         self._waiting: dict[tuple[bytes, bool], deque[Pending]] = {}  # by wishes and kind of prompt
+        self._later: deque[Pending] = deque()  # refused for now
         self._num_sent = 0
         self._cancelled: list[int] = []
         self._received = 0
@@ -83,6 +84,13 @@ class Exchange:
             queue = self._waiting[kind] = deque()
         queue.append(pending)
 
+    def retry(self, count: int | None = None) -> None:
+        """So many (None: all) of those that the server had no room for are sent by the next `flush`."""
+        for _ in range(len(self._later) if count is None else min(count, len(self._later))):
+            pending = self._later.popleft()
+            if pending.id in self._open:
+                self._wait(pending)
+
     def abandon(self, pending: Pending) -> None:
         """Nobody waits for it any more."""
         pending.waiter = None
@@ -98,6 +106,7 @@ class Exchange:
         pendings = list(self._open.values())
         self._open.clear()
         self._waiting.clear()
+        self._later.clear()
         for pending in pendings:
             pending.fail(error)
 
@@ -190,10 +199,12 @@ class Exchange:
             if pending := self._open.get(header.id):
                 pending.scores = prompt_scores(header, columns)
             return
+        before = len(self._open)
         for row in rows(header, columns):
             pending = self._open.get(row.id)
             if pending is not None and pending.take(row):
                 self._close(pending)
+        self.retry(before - len(self._open))
 
     def _is_new(self, seq: int) -> bool:
         """Whether it was not received before, over a connection that broke."""
@@ -219,7 +230,7 @@ class Exchange:
         if error.code in RETRIED and pending.waiter is not None:
             self._num_sent -= 1
             pending.is_sent = False
-            self._wait(pending)
+            self._later.append(pending)
         else:
             self._end(pending, RequestError(error.message, field=error.param, status=error.status, code=error.code))
 
@@ -228,6 +239,7 @@ class Exchange:
         pendings = list(self._open.values())
         self.welcome, self._num_sent = welcome, 0
         self._waiting.clear()
+        self._later.clear()
         self._cancelled.clear()
         if not welcome.resumed:
             self._received = self._acknowledged = 0

@@ -126,6 +126,11 @@ class Engine:
         return len(self._inflight) + self.direct.num_requests
 
     @property
+    def num_free(self) -> int:
+        """Requests of direct submission that can be held besides those that are."""
+        return max(0, min(self._max_requests - self.num_requests, self.direct.capacity - self.direct.num_requests))
+
+    @property
     def busy(self) -> bool:
         return not self._idle.is_set()
 
@@ -197,7 +202,7 @@ class Engine:
             NotServingError, OverloadedError: none was submitted.
         """
         self.check_serving(len(jobs))
-        if self.direct.num_requests + len(jobs) > self.direct.capacity:
+        if len(jobs) > self.num_free:
             raise OverloadedError(f"at most {self.direct.capacity} requests of direct submission can be held")
         self._wake()
         self.direct.submit(jobs, owner)

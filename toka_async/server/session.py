@@ -56,6 +56,7 @@ class Session:
         identity: of its connection; None while it has none.
         heard: when it last said something.
         is_too_slow: it has to be cut off.
+        most_bytes: see above.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Session:
         self._service = service
         self._plans = plans
         self._wake = wake
-        self._most_bytes = most_bytes
+        self.most_bytes = most_bytes
         self._parts: list[Part] = []
         self._part_bytes = 0
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -183,6 +184,10 @@ class Session:
         wrong = faults(requests, limits, generation.max_tokens)
         good: Bool = np.ones(len(requests), np.bool_)
         good[list(wrong)] = False
+        if (num_free := self._service.engine.num_free) < len(requests):  # the first that fit; the rest may try again
+            late = np.flatnonzero(good)[num_free:]
+            good[late] = False
+            self.on_failed(requests.ids[late], OverloadedError("as many requests as server.max_requests are held"))
         if plan.in_columns:
             self._submit(requests.chosen(good), plan)
         else:
@@ -250,7 +255,7 @@ class Session:
             self._tasks.pop(key, None)
         self._parts.append(Part(header, columns, ids, ended, remember))
         self._part_bytes += sum(column.nbytes for column in columns.values())
-        self.is_too_slow |= self._part_bytes + self.delivery.num_bytes > self._most_bytes
+        self.is_too_slow |= self._part_bytes + self.delivery.num_bytes > self.most_bytes
         self._wake(self)
 
     def _add_again(self, ids: list[int]) -> None:
