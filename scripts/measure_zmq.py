@@ -162,7 +162,8 @@ def main() -> None:
     parser.add_argument("--connections", type=int, default=128, help="of the HTTP client")
     parser.add_argument("--one-by-one", action="store_true", help="a call of generate for each request")
     parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
-    args, args.overrides = parser.parse_known_args()
+    args, rest = parser.parse_known_args()
+    args.overrides = rest
     if args.client:
         work = msgspec.json.decode(sys.stdin.buffer.read(), type=Work)
         sys.stdout.buffer.write(msgspec.json.encode(uvloop.run(client(work))))

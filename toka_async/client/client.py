@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from types import TracebackType
@@ -59,6 +59,7 @@ class Client:
         self._wishes: dict[bytes, Wishes] = {}
         self._flushing = False
         self._timers: set[asyncio.TimerHandle] = set()
+        self._pings: asyncio.TimerHandle | None = None
 
     # ---- the connection ----------------------------------------------------------------------------------------------
 
@@ -70,17 +71,22 @@ class Client:
         self._welcomed = asyncio.Event()
         self._problem: str | None = None
         try:
+            await self._connect()
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def _connect(self) -> None:
+        try:
             self._dealer.connect(self._loop, self._on_frames, self._on_connected, self._on_lost)
             async with asyncio.timeout(self._timeout):
                 await self._welcomed.wait()
         except (TimeoutError, zmq.ZMQError) as error:
-            await self._close()
             reason = self._problem or (error.strerror if isinstance(error, zmq.ZMQError) else "nobody answers")
             raise ConnectionLostError(f"no connection to {self._url}: {reason}") from None
         if self._exchange.refused is not None:
-            await self._close()
             raise ConnectionLostError(f"{self._url}: {self._exchange.refused}")
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
@@ -111,16 +117,20 @@ class Client:
             self._exchange.fail_all(ConnectionLostError(f"{self._url} does not speak the protocol: {error}"))
         welcome = self._exchange.welcome
         if welcome is not None and not had_welcome:
-            self._ping(welcome.heartbeat / 2)
+            self._ping()
         if welcome is not None or self._exchange.refused is not None:
             self._welcomed.set()
         self._wake()
 
-    def _ping(self, interval: float) -> None:
+    def _ping(self) -> None:
         """Again and again while the connection lasts."""
-        if self._exchange.welcome is not None and self._exchange.welcome.heartbeat / 2 == interval:
+        if self._pings is not None:
+            self._pings.cancel()
+            self._timers.discard(self._pings)
+            self._pings = None
+        if self._exchange.welcome is not None:
             self._exchange.ping()
-            self._later(interval, self._ping, interval)
+            self._pings = self._later(self._exchange.welcome.heartbeat / 2, self._ping)
 
     def _retry(self, seconds: float) -> None:
         self._later(seconds, self._try_again)
@@ -131,13 +141,14 @@ class Client:
         self._exchange.retry()
         self._wake()
 
-    def _later(self, seconds: float, call: Any, *arguments: Any) -> None:
+    def _later(self, seconds: float, call: Callable[[], None]) -> asyncio.TimerHandle:
         def run() -> None:
             self._timers.discard(timer)
-            call(*arguments)
+            call()
 
         timer = self._loop.call_later(seconds, run)
         self._timers.add(timer)
+        return timer
 
     def _wake(self) -> None:
         """Everything that one turn of the loop brings goes out together."""
@@ -153,7 +164,7 @@ class Client:
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, prompt: Prompt, *, seed: int | None = None, **fields: Unpack[Fields]) -> Result:
-        """All samples of a prompt: text, or token ids.
+        """All samples of a prompt: text, or token ids; an array of int32 is not copied, and not to be changed meanwhile.
 
         Raises:
             RequestError: the server refuses it; names the field.
@@ -188,7 +199,7 @@ class Client:
 
     async def stream(
         self, prompt: Prompt, *, seed: int | None = None, **fields: Unpack[Fields]
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event, None]:
         """The tokens of all samples as they come. Leaving the loop early cancels the request.
 
         Raises:

@@ -16,6 +16,7 @@ from toka_async.openai.requests import DirectRequest
 from toka_async.server.service import Service
 
 MOST = 1024  # plans that are kept
+LONGEST = 65536  # bytes of the fields of a plan that is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,11 @@ class Plans:
         """
         plan = self._plans.get(fields)
         if plan is None:
+            plan = self._make(fields)
             if len(self._plans) >= MOST:
                 self._plans.clear()
-            plan = self._plans[fields] = self._make(fields)
+            if len(fields) <= LONGEST:
+                self._plans[fields] = plan
         return plan
 
     def _make(self, fields: bytes) -> Plan:

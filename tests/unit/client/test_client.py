@@ -237,7 +237,7 @@ async def test_a_server_that_comes_back_without_memory_runs_them_again() -> None
             client = await stack.enter_async_context(Client(address))
             call = asyncio.create_task(client.generate(PROMPT, max_tokens=3, text=False))
             begun = client.stream(PROMPT, max_tokens=9, text=False)
-            reading = asyncio.create_task(anext(aiter(begun)))
+            reading = asyncio.create_task(begun.__anext__())
             await wait_for_runs(first, 2)
             first.step()
             async with asyncio.timeout(5):
@@ -284,7 +284,7 @@ async def test_keys_let_their_clients_in_and_nobody_else(tmp_path: Path) -> None
     make_keys(tmp_path, "server")
     make_keys(tmp_path / "clients", "ours")
     make_keys(tmp_path, "stranger")
-    keys = {"zmq_key": str(tmp_path / "server.key_secret"), "zmq_clients": str(tmp_path / "clients")}
+    keys: dict[str, Any] = {"zmq_key": str(tmp_path / "server.key_secret"), "zmq_clients": str(tmp_path / "clients")}
     async with direct_server(**keys) as world:
         ours, server_key = tmp_path / "clients" / "ours.key_secret", tmp_path / "server.key"
         async with Client(world.url, key=ours, server_key=server_key) as client:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,7 +33,7 @@ from toka_async.server.delivery import WINDOW
 
 
 @pytest.fixture
-async def bare() -> Iterator[Bare]:
+async def bare() -> AsyncIterator[Bare]:
     with bare_endpoint() as made:
         yield made
 
@@ -233,7 +234,7 @@ async def test_only_what_is_wrong_is_refused(bare: Bare) -> None:
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ],
 )
-async def test_a_wrong_field_is_named(bare: Bare, fields: dict[str, object], param: str) -> None:
+async def test_a_wrong_field_is_named(bare: Bare, fields: dict[str, Any], param: str) -> None:
     bare.hello()
     bare.submit(1, 2, **fields)
     await turns()
