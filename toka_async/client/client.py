@@ -164,7 +164,7 @@ class Client:
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, prompt: Prompt, *, seed: int | None = None, **fields: Unpack[Fields]) -> Result:
-        """All samples of a prompt: text, or token ids; an array of int32 is not copied, and not to be changed meanwhile.
+        """All samples of a prompt: text, or token ids. An array of int32 is not copied: it must not change meanwhile.
 
         Raises:
             RequestError: the server refuses it; names the field.

@@ -102,20 +102,28 @@ async def test_a_broken_connection_is_taken_up_where_it_broke(bare: Bare) -> Non
 
 
 async def test_a_client_that_says_nothing_for_too_long_is_gone() -> None:
-    with bare_endpoint(zmq_grace=0.05) as bare:
+    with bare_endpoint(zmq_grace=0.3) as bare:
         bare.hello()
         bare.submit(1, max_tokens=400)
         bare.submit(2, max_tokens=400, text=True)
         await run(bare, 2)
         assert bare.service.engine.num_requests == 2
-        for _ in range(4):
-            await asyncio.sleep(0.03)
-            bare.say(Ping())
-        assert bare.endpoint.num_sessions == 1
         await asyncio.wait_for(bare.service.engine.wait_idle(), 5)
         assert bare.endpoint.num_sessions == 0
         bare.scheduler.step()
         assert not bare.scheduler.requests
+
+
+async def test_a_word_is_enough_to_be_expected_for_longer(bare: Bare) -> None:
+    bare.hello()
+    (session,) = bare.endpoint._sessions.values()
+    session.heard -= 1000
+    bare.say(Ping())
+    bare.endpoint._check_alive(session)
+    assert bare.endpoint.num_sessions == 1
+    session.heard -= 1000
+    bare.endpoint._check_alive(session)
+    assert bare.endpoint.num_sessions == 0
 
 
 async def test_bye_ends_what_runs(bare: Bare) -> None:
