@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -103,6 +104,16 @@ def overrides(args: argparse.Namespace) -> list[str]:
     ]
 
 
+def peak_memory(served: Served) -> str:
+    """Of each process, in MB, from its start on."""
+    peaks = []
+    for process, pid in served.children.items():
+        status = Path(f"/proc/{pid}/status").read_text()
+        kilobytes = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+        peaks.append(f"{process} {kilobytes / 1024:.0f}")
+    return ", ".join(peaks)
+
+
 def report(name: str, served: Served, before: dict[str, float], requests: int, done: Done) -> float:
     cpu = {process: seconds - before[process] for process, seconds in served.cpu_seconds().items()}
     cpu["client"] = done.cpu_seconds
@@ -110,7 +121,8 @@ def report(name: str, served: Served, before: dict[str, float], requests: int, d
     rate = requests / done.seconds
     print(
         f"{name}: {requests} requests in {done.seconds:.2f} s: {rate:.0f} requests/s; "
-        f"CPU us a request: {sum(cpu.values()) / requests * 1e6:.1f} ({each}); load {os.getloadavg()[0]:.1f}",
+        f"CPU us a request: {sum(cpu.values()) / requests * 1e6:.1f} ({each}); "
+        f"peak MB: {peak_memory(served)}; load {os.getloadavg()[0]:.1f}",
         flush=True,
     )
     return rate

@@ -41,7 +41,8 @@ class Outgoing:
 
     @property
     def num_bytes(self) -> int:
-        return 256 + sum(column.nbytes for column in self.columns.values())
+        """Of memory, about: the columns', and what is noted of each row's request."""
+        return 256 + 128 * self.ids.size + sum(column.nbytes for column in self.columns.values())
 
 
 class Delivery:

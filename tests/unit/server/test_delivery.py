@@ -15,7 +15,7 @@ from toka_async.protocol import Ack
 from toka_async.server.delivery import CreditError, Delivery, Outgoing
 
 CREDIT = 6
-SIZE = 256 + 16  # of a message with one row
+SIZE = 256 + 128 + 16  # of a message with one row
 MOST_REMEMBERED = 5 * SIZE
 
 
