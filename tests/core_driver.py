@@ -9,11 +9,13 @@ from typing import Protocol
 import numpy as np
 
 from tests.page_rank import PageRank
-from toka_async.arrays import as_f32, as_i32
+from toka_async.arrays import as_f32, as_i32, column, i32_column
 from toka_async.messages import (
+    Cancels,
     EndSample,
     Failed,
     Prefilled,
+    Prefills,
     Ready,
     Reason,
     Stats,
@@ -21,6 +23,7 @@ from toka_async.messages import (
     StepDone,
     StopChecks,
     Submit,
+    Submits,
     Tokens,
     ToRank,
     ToServer,
@@ -104,6 +107,32 @@ class CoreDriver:
         self.collect()
         return received
 
+    def submit_all(self, messages: list[Submit]) -> None:
+        """As one message of columns; they differ in id, prompt and seed only."""
+        for message in messages:
+            self.received[message.request_id] = Received(message, [Sample() for _ in range(message.n)])
+        like = messages[0]
+        prompts = [as_i32(message.prompt) for message in messages]
+        self.core.receive(
+            Submits(
+                request_ids=i32_column([message.request_id for message in messages]),
+                lengths=i32_column([prompt.size for prompt in prompts]),
+                prompts=column(np.concatenate(prompts)),
+                seeds=column(np.asarray([message.seed for message in messages], np.int64)),
+                n=like.n,
+                max_tokens=like.max_tokens,
+                sampling=like.sampling,
+                stream=like.stream,
+                priority=like.priority,
+            )
+        )
+        self.collect()
+
+    def cancel_all(self, request_ids: list[int]) -> None:
+        self.cancelled.update(request_ids)
+        self.core.receive(Cancels(request_ids=i32_column(request_ids)))
+        self.collect()
+
     def cancel(self, request_id: int) -> None:
         self.cancelled.add(request_id)
         self.core.cancel(request_id)
@@ -156,6 +185,9 @@ class CoreDriver:
                 received = self.received[message.request_id]
                 assert received.prefilled is None
                 received.prefilled = message
+            case Prefills():
+                for request_id, cached in zip(as_i32(message.request_ids), as_i32(message.cached_tokens), strict=True):
+                    self._take(Prefilled(request_id=int(request_id), cached_tokens=int(cached)))
             case Failed():
                 self.received[message.request_id].failed = message.message
             case StopChecks():

@@ -14,20 +14,24 @@ import numpy as np
 from toka_async.arrays import as_bool, as_i32, f32_column, i32_column
 from toka_async.messages import (
     Cancel,
+    Cancels,
     DropStop,
     EndSample,
     Failed,
     Prefilled,
+    Prefills,
     Ready,
     Reason,
     Stats,
     StopChecks,
     StopMask,
     Submit,
+    Submits,
     Tokens,
     ToScheduler,
     ToServer,
 )
+from toka_async.scheduler.core import each_of
 from toka_async.transport.codec import Codec
 from toka_async.transport.local import LocalChannel
 
@@ -125,8 +129,14 @@ class FakeScheduler:
                 assert message.stop_id < 0 or message.stop_id in self.masks
                 samples = [FakeSample(self.script(message, index)[: message.max_tokens]) for index in range(message.n)]
                 self.requests[message.request_id] = FakeRequest(message, samples)
+            case Submits():
+                for submit in each_of(message):
+                    self._take(submit)
             case Cancel():
                 self.requests.pop(message.request_id, None)
+            case Cancels():
+                for request_id in as_i32(message.request_ids).tolist():
+                    self.requests.pop(request_id, None)
             case StopMask():
                 self.masks[message.stop_id] = message
             case DropStop():
@@ -140,7 +150,11 @@ class FakeScheduler:
             return
         request.prefilled = True
         width = request.submit.sampling.num_prompt_logprobs
-        rest = as_i32(request.submit.prompt)[1:] if width >= 0 else np.empty(0, np.int32)
+        if width < 0:
+            cached = len(as_i32(request.submit.prompt)) // 16 * 16
+            self._replies.send(Prefills(request_ids=i32_column([request_id]), cached_tokens=i32_column([cached])))
+            return
+        rest = as_i32(request.submit.prompt)[1:]
         top = top_of(rest, max(width, 0))
         self._replies.send(
             Prefilled(

@@ -89,7 +89,7 @@ class Serving:
                     yield json.loads(line.removeprefix(b"data: "))
 
     def metric(self, name: str) -> float:
-        """A metric without labels, such as `num_requests_running`."""
+        """A metric, such as `num_requests_running`."""
         _, text = self.get("/metrics")
         return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"toka:{name} "))
 

@@ -5,7 +5,8 @@ Knows dtypes and buffers; knows nothing of what a column means.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,8 @@ Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 
 EMPTY = memoryview(b"")
+
+K = TypeVar("K", bound=Hashable)
 
 
 def column(values: npt.NDArray[np.generic]) -> memoryview:
@@ -58,6 +61,14 @@ def as_f32(field: memoryview) -> Float32:
 def as_bool(field: memoryview) -> Bool:
     """A read-only boolean array over a column's bytes, shape [n]."""
     return np.frombuffer(field, dtype=np.bool_)
+
+
+def places(keys: Iterable[K]) -> dict[K, list[int]]:
+    """Where each key stands: its indices, ascending."""
+    found: dict[K, list[int]] = {}
+    for place, key in enumerate(keys):
+        found.setdefault(key, []).append(place)
+    return found
 
 
 def next_rows(rows: Int32, freed: Int32, joined: Int32) -> Int32:

@@ -45,6 +45,8 @@ def _run(options: argparse.Namespace) -> int:
             return _config(options)
         case "ping":
             return _ping(options)
+        case "keys":
+            return _keys(options)
         case "bench":
             return run_benchmark(options)
         case _:
@@ -97,6 +99,17 @@ def _ping(options: argparse.Namespace) -> int:
             print(piece, end="", flush=True)
         print()
     except PingError as error:
+        return _wrong(error, code=1)
+    return 0
+
+
+def _keys(options: argparse.Namespace) -> int:
+    from toka_async.transport.curve import KeyFileError, make_keys
+
+    try:
+        for path in make_keys(options.folder, options.name):
+            print(path)
+    except KeyFileError as error:
         return _wrong(error, code=1)
     return 0
 
@@ -163,6 +176,9 @@ def _parser() -> argparse.ArgumentParser:
     config = command("config", "show every configuration key, its type, value and meaning")
     config.add_argument("--markdown", action="store_true", help="as a Markdown table")
     _add_configuration(config)
+    pair = command("keys", "make a pair of keys for direct submission: NAME.key is public, NAME.key_secret is not")
+    pair.add_argument("name", type=_name)
+    pair.add_argument("--folder", type=Path, default=Path(), help="where to write them; default: here")
     ping = command("ping", "ask a running server and print its answer as it comes")
     ping.add_argument("prompt")
     ping.add_argument("--chat", action="store_true", help="as a user's chat message, not as text to complete")
@@ -180,6 +196,12 @@ def _add_batch(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
     run.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.jsonl", help="one answer a line")
     run.add_argument("-e", "--errors", type=Path, metavar="ERR.jsonl", help="failed lines; default: OUT.errors.jsonl")
     _add_configuration(run)
+
+
+def _name(text: str) -> str:
+    if not text or Path(text).name != text:
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a file")
+    return text
 
 
 def _positive(text: str) -> float:

@@ -60,6 +60,19 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     max_requests: Annotated[int, Meta(ge=1, description="requests held at once, running and queued; more get 429")] = (
         65536
     )
+    zmq_bind: Annotated[
+        str, Meta(description="address for direct submission, such as tcp://127.0.0.1:10211; empty: none")
+    ] = ""
+    zmq_key: Annotated[str, Meta(description="its secret key, a file of `toka-async keys`; empty: no encryption")] = ""
+    zmq_clients: Annotated[str, Meta(description="folder with the public keys of the clients that may connect")] = ""
+    zmq_insecure: Annotated[bool, Meta(description="allow an address that others can reach without keys")] = False
+    zmq_credit: Annotated[int, Meta(ge=1, le=2**20, description="requests that a client may have open at once")] = 16384
+    zmq_buffer_mb: Annotated[
+        int, Meta(ge=1, description="results kept for a client that does not take them, in MiB; more: it is cut off")
+    ] = 256
+    zmq_grace: Annotated[
+        float, Meta(gt=0, le=86400, description="seconds that a lost client's requests run on, for it to come back")
+    ] = 30.0
     stats_interval: Annotated[float, Meta(ge=0, description="seconds between status lines while busy; 0: none")] = 5.0
     drain_timeout: Annotated[
         float, Meta(ge=0, description="seconds that running requests get to finish on SIGTERM")

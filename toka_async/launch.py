@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from toka_async.config import Config
-from toka_async.listening import open_listener, raise_limits, url_of
+from toka_async.listening import check_direct, open_listener, raise_limits, url_of
 from toka_async.model.division import check_division
 from toka_async.model.generation import read_generation_defaults
 from toka_async.model.hub import resolve_model, resolve_tokenizer
@@ -33,9 +33,10 @@ def serve(config: Config) -> int:
     """Serve until a signal or a failure; the exit code.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: the address cannot be listened on, or needs keys.
         ModelError: there is no such model or tokenizer, or its files are wrong.
     """
+    check_direct(config.server)
     model_dir, tokenizer_dir = _files(config)
     with closing(open_listener(config.server)) as listener, _socket_folder() as folder:
         limits, url = raise_limits(), url_of(listener)

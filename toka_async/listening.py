@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import resource
 import socket
@@ -58,6 +59,31 @@ def url_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def check_direct(server: ServerConfig) -> None:
+    """Raises ConfigError when `server.zmq_bind` is no address, or one that others can reach and that has no keys."""
+    address = server.zmq_bind
+    if not address or address.startswith("ipc://"):
+        return
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://") or not host or not (port == "*" or port.isdecimal()):
+        raise ConfigError(f"server.zmq_bind: expected tcp://HOST:PORT or ipc://PATH, got {address!r}")
+    if bool(server.zmq_key) != bool(server.zmq_clients):
+        raise ConfigError("server.zmq_key: needs server.zmq_clients, and the other way round")
+    if not (server.zmq_key or server.zmq_insecure or _is_local(host.strip("[]"))):
+        raise ConfigError(
+            f"server.zmq_bind: others can reach {address}: set server.zmq_key and server.zmq_clients (toka-async keys "
+            "makes keys), or server.zmq_insecure=true"
+        )
+
+
+def _is_local(host: str) -> bool:
+    """Only this machine can reach it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def raise_limits() -> list[str]:

@@ -77,10 +77,30 @@ class Submit(Tagged, frozen=True, kw_only=True):
     stop_id: int = -1
 
 
+class Submits(Tagged, frozen=True, kw_only=True):
+    """Requests that differ in their prompts and seeds only: as if each were a Submit, in order."""
+
+    request_ids: memoryview  # int32 [r]
+    lengths: memoryview  # int32 [r]: tokens of each prompt, at least 1
+    prompts: memoryview  # int32 [sum(lengths)], one after the other
+    seeds: memoryview  # int64 [r]
+    n: int = 1
+    max_tokens: int
+    sampling: Sampling
+    stream: bool = False
+    priority: int = 0
+
+
 class Cancel(Tagged, frozen=True, kw_only=True):
     """The client is gone: end all samples of the request; nothing more is sent for it."""
 
     request_id: int
+
+
+class Cancels(Tagged, frozen=True, kw_only=True):
+    """As a Cancel of each."""
+
+    request_ids: memoryview  # int32 [r]
 
 
 class StopMask(Tagged, frozen=True, kw_only=True):
@@ -105,7 +125,7 @@ class EndSample(Tagged, frozen=True, kw_only=True):
     num_tokens: int
 
 
-ToScheduler = Submit | Cancel | StopMask | DropStop | EndSample
+ToScheduler = Submit | Submits | Cancel | Cancels | StopMask | DropStop | EndSample
 
 
 # ---- scheduler -> server ---------------------------------------------------------------------------------------------
@@ -154,6 +174,13 @@ class Prefilled(Tagged, frozen=True, kw_only=True):
     logprobs: memoryview = EMPTY  # float32 [p - 1]
     top_ids: memoryview = EMPTY  # int32 [p - 1, num_prompt_logprobs]
     top_logprobs: memoryview = EMPTY  # float32 [p - 1, num_prompt_logprobs]
+
+
+class Prefills(Tagged, frozen=True, kw_only=True):
+    """As Prefilled, for requests without prompt log-probs."""
+
+    request_ids: memoryview  # int32 [r]
+    cached_tokens: memoryview  # int32 [r]
 
 
 class StopChecks(Tagged, frozen=True, kw_only=True):
@@ -211,7 +238,7 @@ class Stats(Tagged, frozen=True, kw_only=True):
     pipeline: tuple[tuple[float, float, float], ...] = ()
 
 
-ToServer = Ready | Tokens | Prefilled | StopChecks | Failed | Stats
+ToServer = Ready | Tokens | Prefilled | Prefills | StopChecks | Failed | Stats
 
 
 # ---- scheduler -> rank -----------------------------------------------------------------------------------------------

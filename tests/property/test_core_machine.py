@@ -93,6 +93,23 @@ class CoreMachine(RuleBasedStateMachine):
             fields = {"max_tokens": max_tokens, "sampling": sampling}
             self.driver.submit(submit(len(self.driver.received), [*(7 * [first]), i % 3], **fields))
 
+    @rule(
+        prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=6),
+        n=st.sampled_from([1, 1, 2]),
+        max_tokens=st.integers(1, 9),
+    )
+    def submit_columns(self, prompts: list[list[int]], n: int, max_tokens: int) -> None:
+        """Many in one message."""
+        fields = {"n": n, "max_tokens": max_tokens, "sampling": Sampling(end_ids=i32_column(ENDS))}
+        first = len(self.driver.received)
+        self.driver.submit_all([submit(first + i, prompt, **fields) for i, prompt in enumerate(prompts)])
+
+    @rule(data=st.data(), count=st.integers(1, 5))
+    @precondition(lambda self: self.open_ids())
+    def cancel_several(self, data: st.DataObject, count: int) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(self.open_ids()), max_size=count, unique=True))
+        self.driver.cancel_all(chosen)
+
     @rule(data=st.data())
     @precondition(lambda self: self.open_ids())
     def cancel(self, data: st.DataObject) -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from tests.fake_scheduler import READY, FakeScheduler
 from toka_async.messages import Sampling, StopMask
-from toka_async.server.engine import Engine, Job, NotServingError
+from toka_async.server.engine import Engine
 from toka_async.server.inflight import Batch, EngineStoppedError, InFlight
+from toka_async.server.jobs import Job, NotServingError
 
 NUM = 3
 

@@ -103,3 +103,14 @@ def test_import_loads_nothing_heavy() -> None:
     program = "import sys, toka_async.cli; print(*sorted({'torch', 'zmq', 'aiohttp', 'numpy'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    code, out, err = run(capsys, "keys", "trainer", "--folder", str(folder))
+    assert (code, err) == (0, "")
+    assert [Path(line).name for line in out.splitlines()] == ["trainer.key", "trainer.key_secret"]
+    assert all(Path(line).is_file() for line in out.splitlines())
+    code, out, err = run(capsys, "keys", "trainer", "--folder", str(folder))
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert run(capsys, "keys", "a/b")[0] == 2

@@ -13,12 +13,13 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "toka_async"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-CORE = {"", "config", "topology", "messages", "arrays"}  # L0; "" is the package itself
+CORE = {"", "config", "topology", "messages", "arrays", "protocol"}  # L0; "" is the package itself
 FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and itself
     "openai": {"text"},
     "text": {"openai"},
     "scheduler": set(),
     "transport": set(),
+    "client": {"transport"},
     "listening": set(),
     "batches": set(),
     "kernels": set(),
@@ -27,7 +28,7 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "server": {"openai", "text", "transport", "batches", "model.spec", "model.generation"},
     "runner": {"model", "attention", "kernels"},
 }
-FAMILIES["procs"] = set(FAMILIES)
+FAMILIES["procs"] = set(FAMILIES) - {"client"}
 TOP = {"cli", "__main__", "launch", "supervisor", "restarts", "plan", "ping", "bench", "batch_run"}  # L4
 EXTERNAL = {  # all that these may import from elsewhere
     "": {"msgspec", "numpy"},
@@ -88,6 +89,8 @@ def test_the_rule_sees_a_wrong_import() -> None:
     assert not allowed("messages", "scheduler.core")
     assert not allowed("model", "runner.build")
     assert not allowed("server", "procs.child")
+    assert not allowed("server", "client.client")
+    assert not allowed("client", "server.session")
     assert allowed("server", "model.spec.ModelSpec")
     assert allowed("procs", "runner.build.build_runner")
     assert allowed("scheduler", "__version__")
@@ -103,6 +106,7 @@ def test_the_rule_sees_a_wrong_import() -> None:
         ("toka_async.cli", {"torch", "aiohttp", "zmq"}),
         ("toka_async.server.app", {"torch"}),
         ("toka_async.launch", {"torch", "zmq", "aiohttp"}),
+        ("toka_async.client", {"torch", "aiohttp", "uvloop"}),
     ],
 )
 def test_importing_loads_nothing_heavy(module: str, heavy: set[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from toka_async import listening
 from toka_async.config import ConfigError, ServerConfig
-from toka_async.listening import open_listener, raise_limits, url_of
+from toka_async.listening import check_direct, open_listener, raise_limits, url_of
 
 
 def test_a_free_port() -> None:
@@ -55,3 +55,33 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     files, backlog = raise_limits()
     assert "4096" in files
     assert "128" in backlog
+
+
+@pytest.mark.parametrize(
+    "address", ["", "ipc:///tmp/x", "tcp://127.0.0.1:1", "tcp://127.9.9.9:*", "tcp://[::1]:1", "tcp://localhost:1"]
+)
+def test_direct_submission_from_this_machine_needs_no_keys(address: str) -> None:
+    check_direct(ServerConfig(zmq_bind=address))
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://0.0.0.0:1", "tcp://*:1", "tcp://[::]:1", "tcp://10.0.0.1:1", "tcp://eth0:1"]
+)
+def test_direct_submission_that_others_can_reach_needs_keys(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"server\.zmq_key"):
+        check_direct(ServerConfig(zmq_bind=address))
+    check_direct(ServerConfig(zmq_bind=address, zmq_insecure=True))
+    check_direct(ServerConfig(zmq_bind=address, zmq_key="server.key_secret", zmq_clients="clients"))
+
+
+@pytest.mark.parametrize(
+    "address", ["10211", "127.0.0.1:1", "tcp://127.0.0.1", "tcp://:1", "tcp://127.0.0.1:x", "udp://h:1"]
+)
+def test_what_is_no_address_is_told(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"server\.zmq_bind"):
+        check_direct(ServerConfig(zmq_bind=address))
+
+
+def test_one_key_without_the_others_is_told() -> None:
+    with pytest.raises(ConfigError, match=r"server\.zmq_clients"):
+        check_direct(ServerConfig(zmq_bind="tcp://127.0.0.1:1", zmq_key="server.key_secret"))

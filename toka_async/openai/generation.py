@@ -6,7 +6,7 @@ Checks what depends on the model and what ties two fields together. Knows no tex
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
@@ -16,7 +16,7 @@ from toka_async.arrays import EMPTY, f32_column, i32_column
 from toka_async.messages import Sampling
 from toka_async.openai.errors import bad_request
 from toka_async.openai.prompts import check_vocabulary
-from toka_async.openai.requests import ChatRequest, CompletionRequest, GenerationFields
+from toka_async.openai.requests import ChatRequest, CompletionRequest, DirectRequest, GenerationFields
 
 N = TypeVar("N", int, float)
 
@@ -92,6 +92,16 @@ def chat_generation(request: ChatRequest, limits: Limits, defaults: Defaults) ->
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     num_logprobs = (request.top_logprobs or 0) if request.logprobs else -1
     return generation(request, limits, defaults, max_tokens, num_logprobs, -1, False)
+
+
+def direct_generation(request: DirectRequest, limits: Limits, defaults: Defaults) -> Generation:
+    """Raises ApiError (400) that names the field. The seed is each prompt's own."""
+    for name in ("seed", "stream_options", "return_token_ids"):
+        if getattr(request, name) not in (None, False):
+            raise bad_request(f"'{name}' is no field of a direct submission", param=name)
+    num_logprobs = -1 if request.logprobs is None else request.logprobs
+    made = generation(request, limits, defaults, request.max_tokens, num_logprobs, -1, False)
+    return replace(made, return_token_ids=True)
 
 
 def generation(

@@ -30,7 +30,11 @@ def parse_request(raw: bytes, kind: type[T]) -> T:
     Raises:
         ApiError: 400; not JSON, a lone surrogate, NaN, a wrong type, an unknown or unsupported field, …
     """
-    fields = decode_object(raw)
+    return parse_fields(decode_object(raw), kind)
+
+
+def parse_fields(fields: dict[str, Any], kind: type[T]) -> T:
+    """As `parse_request`, of an object that is decoded already."""
     supported = frozenset(kind.__struct_encode_fields__)
     fields = drop_neutral(fields, supported)
     check_names(fields, supported)

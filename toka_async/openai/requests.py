@@ -72,6 +72,15 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     add_special_tokens: bool = True
 
 
+class DirectRequest(GenerationFields, frozen=True, kw_only=True):
+    """The fields of a direct submission: how to generate. `text`: it is wanted, and not only token ids."""
+
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_COUNT)] = 16
+    logprobs: NumLogprobs | None = None
+    add_special_tokens: bool = True
+    text: bool = True
+
+
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     """POST /v1/chat/completions. `messages` are checked in `chat_messages`."""
 

@@ -19,15 +19,18 @@ from aiohttp import web
 
 from toka_async.batches.disk import StorageError
 from toka_async.batches.store import Store
-from toka_async.config import ModelConfig
+from toka_async.config import ConfigError, ModelConfig
 from toka_async.listening import BACKLOG, inherited
 from toka_async.messages import ToScheduler, ToServer
 from toka_async.model.generation import GenerationDefaults, read_generation_defaults
 from toka_async.model.spec import ModelError, read_spec
 from toka_async.procs.child import ChildSpec, Drain, Drained, Fail, Lost, Order, ParentLink, Started
+from toka_async.procs.direct import DirectServer
 from toka_async.server.app import create_app
 from toka_async.server.engine import Engine
+from toka_async.server.respond import SERVICE
 from toka_async.server.runner import Runner
+from toka_async.server.service import Service
 from toka_async.text.chat import ChatTemplate, ChatTemplateError
 from toka_async.text.tokenizer import Tokenizer
 from toka_async.text.tokenizer_files import TokenizerError
@@ -58,6 +61,7 @@ async def serve(link: ParentLink) -> NoReturn:
     await runner.setup()
     site = web.SockSite(runner, inherited(spec.listen_fd), backlog=BACKLOG)
     await site.start()
+    direct = open_direct(link, app[SERVICE])
     orders = take_orders(link, context, outboxes, engine)
     is_ready = asyncio.Event()
 
@@ -75,7 +79,17 @@ async def serve(link: ParentLink) -> NoReturn:
         link.report(Started())
     first = await order
     await site.stop()
-    await finish(link, first, orders, engine, runner)
+    await finish(link, first, orders, engine, runner, direct)
+
+
+def open_direct(link: ParentLink, service: Service) -> DirectServer | None:
+    """The endpoint of direct submission, where one is configured; ends the process when it cannot listen."""
+    if not link.spec.config.server.zmq_bind:
+        return None
+    try:
+        return DirectServer(link.spec.config.server, service)
+    except ConfigError as error:
+        link.fatal(str(error), user=True)
 
 
 def take_orders(
@@ -108,7 +122,12 @@ def connect(context: zmq.Context[zmq.Socket[bytes]], address: str) -> ZmqOutbox[
 
 
 async def finish(
-    link: ParentLink, order: Order, orders: asyncio.Queue[Order], engine: Engine, runner: Runner
+    link: ParentLink,
+    order: Order,
+    orders: asyncio.Queue[Order],
+    engine: Engine,
+    runner: Runner,
+    direct: DirectServer | None,
 ) -> NoReturn:
     """Carry out the parent's last order (a Fail may follow a Drain), and end."""
     loop = asyncio.get_running_loop()
@@ -122,7 +141,8 @@ async def finish(
         num_cut = engine.num_requests
         order = further.result() if further.done() else order
     engine.fail_all(order.reason if isinstance(order, Fail) else "the server is shutting down")
-    await close(runner, max(0.0, deadline - loop.time()) + FLUSH_TIMEOUT)
+    timeout = max(0.0, deadline - loop.time()) + FLUSH_TIMEOUT
+    await asyncio.gather(close(runner, timeout), *([] if direct is None else [direct.close(FLUSH_TIMEOUT)]))
     if isinstance(order, Fail):
         link.exit(1)
     link.report(Drained(num_cut))

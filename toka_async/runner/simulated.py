@@ -12,12 +12,25 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from toka_async.arrays import EMPTY, Bool, Int32, as_bool, as_i32, as_i64, column, f32_column, i32_column, next_rows
+from toka_async.arrays import (
+    EMPTY,
+    Bool,
+    Int32,
+    as_bool,
+    as_i32,
+    as_i64,
+    column,
+    f32_column,
+    i32_column,
+    next_rows,
+    places,
+)
 from toka_async.config import CacheConfig, ModelConfig, ScheduleConfig, SimulatedConfig
-from toka_async.messages import ChunkLogprobs, Prompt, Ready, Step, StepDone
+from toka_async.messages import ChunkLogprobs, Prompt, Ready, Sampling, Step, StepDone
 from toka_async.model.spec import ModelSpec
 from toka_async.runner.limits import resolve_limits, resolve_num_pages
 
+Want = tuple[bytes, int, int, int]  # end ids, min_tokens, num_logprobs, num_prompt_logprobs
 UInt64 = npt.NDArray[np.uint64]
 
 AUTO_TOKENS = 4096  # of the cache for each of max_seqs sequences, at most
@@ -129,23 +142,24 @@ class SimulatedRank:
         slots, keys = as_i32(step.admit_slots), as_i32(step.admit_keys)
         self._positions[slots] = as_i32(step.admit_starts)
         self._seeds[slots] = as_i64(step.admit_seeds).view(np.uint64)
-        for key in np.unique(keys).tolist():
-            self._describe(slots[keys == key], self._prompts[key])
+        prompts = [self._prompts[key] for key in keys.tolist()]
+        self._num_prompt[slots] = [prompt.num_prompt for prompt in prompts]
+        for want, rows in places(wants_of(prompt.sampling) for prompt in prompts).items():
+            self._describe(slots[rows], want)
 
-    def _describe(self, slots: Int32, prompt: Prompt) -> None:
-        """What the rows of one prompt want."""
-        sampling = prompt.sampling
-        ends = as_i32(sampling.end_ids)
+    def _describe(self, slots: Int32, want: Want) -> None:
+        """What rows that want the same want."""
+        end_ids, min_tokens, num_logprobs, num_prompt_logprobs = want
+        ends = np.frombuffer(end_ids, np.int32)
         ends = np.unique(ends[(ends >= 0) & (ends < self.ready.vocab_size)])
         if (missing := ends.size - len(self._ends)) > 0:
             self._ends = np.concatenate([self._ends, np.full((missing, self.ready.max_seqs), -1, np.int32)])
         self._ends[:, slots] = -1
         self._ends[: ends.size, slots] = ends[:, None]
         self._num_ends[slots] = ends.size
-        self._first_end[slots] = prompt.num_prompt + sampling.min_tokens
-        self._num_prompt[slots] = prompt.num_prompt
-        self._num_logprobs[slots] = min(sampling.num_logprobs, self.ready.vocab_size)
-        self._num_prompt_logprobs[slots] = min(sampling.num_prompt_logprobs, self.ready.vocab_size)
+        self._first_end[slots] = self._num_prompt[slots] + min_tokens
+        self._num_logprobs[slots] = min(num_logprobs, self.ready.vocab_size)
+        self._num_prompt_logprobs[slots] = min(num_prompt_logprobs, self.ready.vocab_size)
 
     # ---- results
 
@@ -200,6 +214,11 @@ class SimulatedRank:
                 )
             )
         return tuple(chunks)
+
+
+def wants_of(sampling: Sampling) -> Want:
+    """What a simulated row looks at."""
+    return (bytes(sampling.end_ids), sampling.min_tokens, sampling.num_logprobs, sampling.num_prompt_logprobs)
 
 
 def random_bits(seeds: UInt64, positions: UInt64) -> UInt64:

@@ -5,22 +5,24 @@ Knows the running set and the queue; not sampled tokens, nor what is sent to the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from msgspec.structs import replace
 
-from toka_async.arrays import EMPTY, Bool, Int32, column, i32_column
+from toka_async.arrays import EMPTY, Int32, column, i32_column
 from toka_async.messages import Prompt, Step
 from toka_async.scheduler.grouping import NO_GROUPS, Grouping
 from toka_async.scheduler.output_pages import cache_outputs
+from toka_async.scheduler.plan import Plan
 from toka_async.scheduler.policy import Admission
 from toka_async.scheduler.preemption import Preemption
 from toka_async.scheduler.queues import JobQueue
-from toka_async.scheduler.requests import MASK, Job, PromptRun, Request, sample_seeds
+from toka_async.scheduler.requests import MASK, Job, PromptRun, Request, UInt64, sample_seeds
 from toka_async.scheduler.running import RunningSet
 
 NO_LANES: Int32 = np.empty(0, np.int32)
+NO_SEEDS: UInt64 = np.empty(0, np.uint64)
 
 
 @dataclass(slots=True)
@@ -37,31 +39,6 @@ class StepRecord:
     computed: list[PromptRun]
     scored: dict[int, Request]
     was_queued: bool = False
-
-
-@dataclass(slots=True)
-class Plan:
-    """The columns of a step while it is being built."""
-
-    admit_lanes: list[Int32] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=list)  # of the requests, one each of admit_lanes
-    copy_sources: list[Int32] = field(default_factory=list)
-    copy_targets: list[Int32] = field(default_factory=list)
-    page_slots: list[Int32] = field(default_factory=list)
-    page_ids: list[Int32] = field(default_factory=list)
-    joined: list[Int32] = field(default_factory=list)
-    chunks: list[tuple[PromptRun, int, int]] = field(default_factory=list)  # run, lane, tokens
-
-    def chunk_lanes(self) -> Int32:
-        return np.asarray([lane for _, lane, _ in self.chunks], dtype=np.int32)
-
-    def chunk_samples(self) -> Bool:
-        """Which chunks are the last of a sample's prompt."""
-        return np.asarray([run.job.sample >= 0 and run.computed for run, _, _ in self.chunks], dtype=np.bool_)
-
-    def add_pages(self, slots: Int32, pages: Int32) -> None:
-        self.page_slots.append(slots)
-        self.page_ids.append(pages)
 
 
 class StepBuilder:
@@ -87,6 +64,8 @@ class StepBuilder:
         self._next_step = 0
         self._joining = NO_LANES  # lanes that sampled from their prompt's last chunk in the step before
         self._opened: list[PromptRun] = []  # runs that the ranks do not know yet
+        self._opened_keys: set[int] = set()
+        self._starting: list[tuple[PromptRun, int]] = []  # opened, without a lane; tokens of their chunk
         self.ready: list[PromptRun] = []  # runs opened with nothing to compute; taken by the core
         self.recomputed_tokens = 0
         self.prompt_tokens = 0
@@ -169,40 +148,68 @@ class StepBuilder:
         count = min(budget, run.num_to_compute - run.num_computed)
         if count > 0:
             plan.chunks.append((run, run.lane, count))
-            self._running.advance(run, count)
-            self.prompt_tokens += count
-            self.recomputed_tokens += count if run.job.again else 0
+            self._advance(run, count)
         return count
+
+    def _advance(self, run: PromptRun, count: int) -> None:
+        self._running.advance(run, count)
+        self.prompt_tokens += count
+        self.recomputed_tokens += count if run.job.again else 0
 
     def _admit(self, plan: Plan, budget: int) -> None:
         """Start samples and prompts in strict order, as far as slots, pages and the budget allow."""
         running = self._running
-        early = [run for run in running.prefilling if run.num_pending]
+        early = running.pending_runs()
         num_reserved = 0  # slots for samples of prompts that this step opens
         while budget > 0:
             run = next((run for run in running.forking if not self._waits(plan, run)), None)
             job = self._queue.first()
             if run is not None and (job is None or run.job.order <= job.order):
+                self._start_opened(plan)
                 taken = self._fork(plan, run, budget)
                 if taken == 0:
-                    return
+                    break
                 budget -= taken
             elif job is not None:
-                num_earlier = sum(run.num_pending for run in early if run.job.order < job.order)
-                if running.num_free_slots <= num_reserved + num_earlier and running.num_running:
-                    return
-                opened = self._open(plan)
+                num_earlier = sum(run.num_pending for run in early if run.job.order < job.order) if early else 0
+                num_free = running.num_free_slots - len(self._starting)
+                if num_free <= num_reserved + num_earlier and not self._is_alone:
+                    break
+                opened = self._open(job)
                 if opened is None:
-                    return
-                if not opened.computed or self._waits(plan, opened):
+                    break
+                if not opened.computed:
                     num_reserved += opened.num_pending
-                    budget -= self._add_chunk(plan, opened, budget)
+                    count = min(budget, opened.num_to_compute - opened.num_computed)
+                    self._advance(opened, count)
+                    self._starting.append((opened, count))
+                    budget -= count
+                elif self._waits(plan, opened):
+                    num_reserved += opened.num_pending
             else:
-                return
+                break
+        self._start_opened(plan)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Nothing runs: what comes next can have everything."""
+        return not self._running.num_running and not self._starting
+
+    def _start_opened(self, plan: Plan) -> None:
+        """Lanes for the runs that were opened, all at once."""
+        if not self._starting:
+            return
+        running, opened = self._running, self._starting
+        self._starting = []
+        lanes, tails = running.start_computing([run for run, _ in opened])
+        seeds = np.asarray([run.request.submit.seed & MASK for run, _ in opened], np.uint64)
+        self._note_admitted(plan, lanes, seeds)
+        plan.add_pages(running.lanes.slot[lanes[tails >= 0]], tails[tails >= 0])
+        plan.chunks.extend((run, lane, count) for (run, count), lane in zip(opened, lanes.tolist(), strict=True))
 
     def _waits(self, plan: Plan, run: PromptRun) -> bool:
         """Its pages may be such as this step's chunks fill, which decoding rows of the same step do not read."""
-        return bool(plan.chunks) and run in self._opened
+        return bool(plan.chunks or self._starting) and run.key in self._opened_keys
 
     def _begin_admission(self) -> None:
         num_preemptions = self._preemption.num_preemptions
@@ -211,7 +218,7 @@ class StepBuilder:
 
     def _fits(self, job: Job, num_new_pages: int) -> bool:
         """Alone, any prompt may start: it was checked on arrival that it can end."""
-        return not self._running.num_running or self._admission.prompt_fits(job, num_new_pages)
+        return self._is_alone or self._admission.prompt_fits(job, num_new_pages)
 
     def _fork(self, plan: Plan, run: PromptRun, budget: int) -> int:
         """Start pending samples of a computed prompt as decoding rows; returns how many."""
@@ -232,38 +239,31 @@ class StepBuilder:
             plan.add_pages(slots, copies)
         else:
             plan.add_pages(slots, running.grow(lanes))
-        self._note_admitted(plan, run, lanes)
+        self._note_admitted(plan, lanes, np.full(count, run.request.submit.seed & MASK, np.uint64))
         plan.joined.append(lanes)
         running.rows = np.concatenate([running.rows, lanes])
         return count
 
-    def _open(self, plan: Plan) -> PromptRun | None:
-        """Open the queue's first job if its pages fit; a lane starts on it when there is something to compute."""
-        running, job = self._running, self._queue.first()
-        assert job is not None
+    def _open(self, job: Job) -> PromptRun | None:
+        """Open the queue's first job if its pages fit; a lane must start on it when there is something to compute."""
+        running = self._running
         num_before = running.cache.num_reclaimable
         run = running.open(job, self._fits)
-        if run is None and not running.num_running:
+        if run is None and self._is_alone:
             self._preemption.drop_idle_runs(job.order, running.cache.num_pages)
             num_before = running.cache.num_reclaimable
             run = running.open(job, self._fits)
         if run is None:
-            assert running.num_running, "a prompt that fits an empty cache does not fit"
+            assert not self._is_alone, "a prompt that fits an empty cache does not fit"
             return None
         self._queue.pop()
         self._admission.add_prompt(job, num_before - running.cache.num_reclaimable)
         self._opened.append(run)
+        self._opened_keys.add(run.key)
         self._count(run)
         if run.computed:
             running.add_forking(run)
             self.ready.append(run)
-            return run
-        lane = running.start_computing(run)
-        lanes = np.asarray([lane], np.int32)
-        self._note_admitted(plan, run, lanes)
-        tail = run.tail_page if job.sample < 0 else int(running.lanes.head[lane])
-        if tail >= 0:
-            plan.add_pages(running.lanes.slot[lanes], np.asarray([tail], np.int32))
         return run
 
     def _count(self, run: PromptRun) -> None:
@@ -273,9 +273,10 @@ class StepBuilder:
             self.prefix_queries += run.job.token_ids.size
             self.prefix_hits += run.num_found
 
-    def _note_admitted(self, plan: Plan, run: PromptRun, lanes: Int32) -> None:
+    @staticmethod
+    def _note_admitted(plan: Plan, lanes: Int32, seeds: UInt64) -> None:
         plan.admit_lanes.append(lanes)
-        plan.seeds.append(run.request.submit.seed & MASK)
+        plan.seeds.append(seeds)
 
     # ---- the step
 
@@ -295,7 +296,7 @@ class StepBuilder:
         step_id, self._next_step = self._next_step, self._next_step + num_passes
         chunk_lanes, samples = plan.chunk_lanes(), plan.chunk_samples()
         admitted = np.concatenate([NO_LANES, *plan.admit_lanes])
-        seeds = np.repeat(np.asarray(plan.seeds, np.uint64), [lanes.size for lanes in plan.admit_lanes])
+        seeds = np.concatenate([NO_SEEDS, *plan.seeds])
         starts = tables.position[admitted]
         in_chunk = {lane: count for _, lane, count in plan.chunks}
         if in_chunk:  # a chunk admitted with this step has moved its position already
@@ -326,6 +327,7 @@ class StepBuilder:
             num_passes=num_passes,
         )
         running.freed, self._opened = [], []
+        self._opened_keys.clear()
         return step
 
     def _commit(self, step_id: int, plan: Plan) -> StepRecord:
@@ -376,7 +378,7 @@ class StepBuilder:
             sampling = replace(sampling, num_prompt_logprobs=-1)
         return Prompt(
             key=run.key,
-            token_ids=column(run.job.token_ids),
+            token_ids=column(run.job.token_ids) if run.job.again else run.request.submit.prompt,
             num_prompt=run.request.prompt.size,
             pages=column(run.pages),
             sampling=sampling,

@@ -7,14 +7,15 @@ and no event loop; knows token ids, not text.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import numpy as np
 
-from toka_async.arrays import Float32, Int32, as_i32
+from toka_async.arrays import Float32, Int32, as_i32, as_i64
 from toka_async.messages import (
     Cancel,
+    Cancels,
     DropStop,
     EndSample,
     Ready,
@@ -24,6 +25,7 @@ from toka_async.messages import (
     StepDone,
     StopMask,
     Submit,
+    Submits,
     ToScheduler,
     ToServer,
 )
@@ -107,8 +109,14 @@ class Core:
         match message:
             case Submit():
                 self.submit(message)
+            case Submits():
+                for submit in each_of(message):
+                    self.submit(submit)
             case Cancel():
                 self.cancel(message.request_id)
+            case Cancels():
+                for request_id in as_i32(message.request_ids).tolist():
+                    self.cancel(request_id)
             case EndSample():
                 self.end_sample(message)
             case StopMask():
@@ -299,6 +307,24 @@ class Core:
             assert running.cache.num_used == 0
             assert running.num_running == 0
             assert len(self._queue) == 0
+
+
+def each_of(message: Submits) -> Iterator[Submit]:
+    """The requests one by one."""
+    columns = (as_i32(message.request_ids), np.cumsum(as_i32(message.lengths)), as_i64(message.seeds))
+    start, prompts = 0, message.prompts
+    for request_id, end, seed in zip(*(values.tolist() for values in columns), strict=True):
+        yield Submit(
+            request_id=request_id,
+            prompt=prompts[4 * start : 4 * end],
+            n=message.n,
+            max_tokens=message.max_tokens,
+            seed=seed,
+            sampling=message.sampling,
+            stream=message.stream,
+            priority=message.priority,
+        )
+        start = end
 
 
 def _empty_scores(count: int, num_top: int) -> PromptScores | None:

@@ -7,6 +7,9 @@ and page counts, not how lengths were guessed.
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
+
 import numpy as np
 
 from toka_async.arrays import Float64, Int32, Int64
@@ -65,20 +68,55 @@ def last_use(pages: Int32, ends: Int32, num_pages: int) -> tuple[Int32, Int32]:
     return ends[first], np.diff(first, append=ends.size).astype(np.int32)
 
 
+@dataclass(slots=True, eq=False)
+class Profile:
+    """Pages of one candidate at each step from its start on, float64 [steps], and the most of them."""
+
+    pages: Float64
+    peak: float
+
+
 class UsageCurve:
     """A kept forecast to which candidates are added one after the other.
 
-    curve: float64 [horizon]: pages in use at each future step, in expectation. rest: in use ever after.
+    Candidates are put off until the curve is needed: as long as the sum of all peaks is below the limit, nobody has to
+    look when they come.
+
+    Args:
+        curve: float64 [horizon]: pages in use at each future step, in expectation.
+        rest: in use ever after.
     """
 
     def __init__(self, curve: Float64, rest: float = 0.0) -> None:
-        self.curve = curve
+        self._curve = curve
         self.rest = rest
+        self._later: Counter[Profile] = Counter()
+        self._most = self._peak()  # no step has more, those put off included
+
+    @property
+    def curve(self) -> Float64:
+        """With all that was added."""
+        if self._later:
+            later, self._later = self._later, Counter()
+            for profile, count in later.items():
+                self.add(profile.pages, count)
+            self._most = self._peak()
+        return self._curve
+
+    def fits(self, profile: Profile, limit: int) -> bool:
+        """Whether one more fits below `limit` pages."""
+        return self._most + profile.peak <= limit or self.room(profile.pages, limit) > 0
+
+    def put(self, profile: Profile) -> None:
+        """Reserve for one more."""
+        self._later[profile] += 1
+        self._most += profile.peak
 
     def room(self, profile: Float64, limit: int) -> int:
         """How many copies of `profile` (pages of one sample at each future step) fit below `limit` pages."""
-        length = min(profile.size, self.curve.size)
-        base, one = self.curve[:length], np.maximum(profile[:length], 1e-9)
+        curve = self.curve
+        length = min(profile.size, curve.size)
+        base, one = curve[:length], np.maximum(profile[:length], 1e-9)
         room = float(((limit - base) / one).min(initial=float(limit) * 1e9))
         beyond = float(profile[length:].max(initial=0.0))
         if beyond > 0:
@@ -87,14 +125,20 @@ class UsageCurve:
 
     def add(self, profile: Float64, count: int = 1) -> None:
         """Reserve for `count` copies of `profile`."""
-        if profile.size > self.curve.size:
-            self.curve = np.concatenate([self.curve, np.full(profile.size - self.curve.size, self.rest)])
-        self.curve[: profile.size] += count * profile
+        if profile.size > self._curve.size:
+            longer = np.full(profile.size - self._curve.size, self.rest)
+            self._curve = np.concatenate([self._curve, longer])
+        self._curve[: profile.size] += count * profile
+        self._most += count * float(profile.max(initial=0.0))
+
+    def hold(self, num_pages: float) -> None:
+        """Reserve pages for as long as there are steps."""
+        self._curve += num_pages
+        self.rest += num_pages
+        self._most += num_pages
 
     def copy(self) -> UsageCurve:
         return UsageCurve(self.curve.copy(), self.rest)
 
-    def hold(self, num_pages: float) -> None:
-        """Reserve pages for as long as there are steps."""
-        self.curve += num_pages
-        self.rest += num_pages
+    def _peak(self) -> float:
+        return max(self.rest, float(self._curve.max(initial=0.0)))

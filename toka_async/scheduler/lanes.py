@@ -7,6 +7,7 @@ tokens are still on their way; the lane is used again when no queued step refers
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,24 @@ class Lanes:
         self.ends[where] = -1
         self.end_set[where] = -1
         return lanes
+
+    def describe(self, where: Int32 | slice, requests: Sequence[tuple[int, ...]]) -> None:
+        """What the lanes' requests say: `Request.columns`, of one for all the lanes, or of each."""
+        tables: tuple[npt.NDArray[Any], ...] = (
+            self.request,
+            self.priority,
+            self.arrival,
+            self.max_tokens,
+            self.can_stop,
+            self.group,
+            self.stream,
+            self.single,
+            self.num_logprobs,
+            self.stop_row,
+            self.min_tokens,
+        )
+        for table, values in zip(tables, np.asarray(requests, np.int64).T, strict=True):
+            table[where] = values
 
     def retire(self, lanes: Int32, completed: int) -> None:
         """The lanes are done with; each is free once the last step that computes it is complete."""

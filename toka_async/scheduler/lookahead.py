@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from toka_async.arrays import Bool, Float64, Int32, Int64
-from toka_async.scheduler.forecast import UsageCurve
+from toka_async.scheduler.forecast import Profile, UsageCurve
 from toka_async.scheduler.requests import Job, PromptRun, Request
 from toka_async.scheduler.running import RunningSet
 from toka_async.scheduler.running_usage import running_usage, sequence_lanes
@@ -40,9 +40,14 @@ class Growth:
 
     alive: Float64
     pages: Int64  # beyond those of its prompt
+    _profiles: dict[int, Profile] = field(default_factory=dict)
 
-    def profile(self, num_prompt_pages: int) -> Float64:
-        return self.alive * (num_prompt_pages + self.pages)
+    def profile(self, num_prompt_pages: int) -> Profile:
+        profile = self._profiles.get(num_prompt_pages)
+        if profile is None:
+            pages = self.alive * (num_prompt_pages + self.pages)
+            profile = self._profiles[num_prompt_pages] = Profile(pages, float(pages.max()))
+        return profile
 
 
 @dataclass(slots=True)
@@ -55,6 +60,7 @@ class LookAhead:
     _times: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _curve: UsageCurve | None = None
     _growths: dict[tuple[int, int, int, int, bool], Growth] = field(default_factory=dict)
+    _limit: int = 0  # pages that may be in use
     _turn: int = 0
     _grown: float = 0.0  # the part of the margin that preemptions made
 
@@ -74,6 +80,7 @@ class LookAhead:
         self._grown *= math.exp(-1.0 / MARGIN_FADES)
         self._grown = min(LARGEST_MARGIN, self._grown + MARGIN_GROWTH * num_preemptions / rows)
         self.margin = min(LARGEST_MARGIN, least + self._grown)
+        self._limit = int(self.running.cache.num_pages * (1.0 - self.margin))
 
     def closed(self, request: Request) -> None:
         self.predictor.close_group(request.group)
@@ -88,20 +95,20 @@ class LookAhead:
 
     def samples_that_fit(self, run: PromptRun) -> int:
         """How many more samples of a computed prompt the forecast has room for."""
-        return self._usage().room(self._sample_profile(run), self._limit())
+        return self._usage().room(self._sample_profile(run).pages, self._limit)
 
     def add_samples(self, run: PromptRun, count: int) -> None:
         """So many of them start."""
-        self._usage().add(self._sample_profile(run), count)
+        self._usage().add(self._sample_profile(run).pages, count)
 
     def prompt_fits(self, job: Job, num_new_pages: int) -> bool:
         """Whether there is room for a prompt that takes so many new pages, and for (the first of) its samples."""
-        usage, waiting = self._usage(), [run for run in self.running.prefilling if run.num_pending]
+        usage, waiting = self._usage(), self.running.pending_runs()
         if waiting:  # their samples come first: a prompt computed long before its own only takes pages
             usage = usage.copy()
             for run in waiting:
-                usage.add(self._sample_profile(run), run.num_pending)
-        return usage.room(self._job_profile(job, num_new_pages), self._limit()) > 0
+                usage.add(self._sample_profile(run).pages, run.num_pending)
+        return usage.fits(self._job_profile(job, num_new_pages), self._limit)
 
     def add_prompt(self, job: Job, num_new_pages: int) -> None:
         """It starts; of several samples, only the prompt is counted yet. They inform each other, if they are many."""
@@ -111,20 +118,17 @@ class LookAhead:
         if job.sample < 0:
             self._usage().hold(num_new_pages)
         else:
-            self._usage().add(self._job_profile(job, num_new_pages))
-
-    def _limit(self) -> int:
-        return int(self.running.cache.num_pages * (1.0 - self.margin))
+            self._usage().put(self._job_profile(job, num_new_pages))
 
     # ---- candidates
 
-    def _sample_profile(self, run: PromptRun) -> Float64:
+    def _sample_profile(self, run: PromptRun) -> Profile:
         request = run.request
         start = request.prompt.size - 1
         tail = -(-start // self.running.cache.page_size) - run.pages.size
         return self._growth(request, 0, start).profile(tail)
 
-    def _job_profile(self, job: Job, num_new_pages: int) -> Float64:
+    def _job_profile(self, job: Job, num_new_pages: int) -> Profile:
         """A prompt's pages and those of its sample, or of the first of them."""
         generated = 0 if job.generated is None else job.generated.tokens.size
         return self._growth(job.request, generated, job.token_ids.size).profile(num_new_pages)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from toka_async.arrays import EMPTY, Bool, Float32, Int32, column, i32_column
-from toka_async.messages import EndSample, Failed, Prefilled, Reason, StopChecks, Tokens, ToServer
+from toka_async.messages import EndSample, Failed, Prefilled, Prefills, Reason, StopChecks, Tokens, ToServer
 from toka_async.scheduler.lanes import Lanes
 from toka_async.scheduler.requests import Generated, Request, Top
 from toka_async.scheduler.token_log import TokenLog
@@ -20,9 +20,13 @@ class Outbox:
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._messages: list[ToServer] = []
+        self._prefilled: list[tuple[int, int]] = []  # requests and their cached tokens, to be told before all else
 
     def take(self) -> list[ToServer]:
         messages, self._messages = self._messages, []
+        if self._prefilled:
+            columns, self._prefilled = np.asarray(self._prefilled, np.int32).T, []
+            messages.insert(0, Prefills(request_ids=column(columns[0]), cached_tokens=column(columns[1])))
         return messages
 
     def rows(
@@ -93,18 +97,20 @@ class Outbox:
 
     def prefilled(self, request: Request) -> None:
         """The request's prompt is computed, its scores are complete."""
-        scores = request.scores
+        scores, cached_tokens = request.scores, max(0, request.num_found)
+        request.scores, request.prefilled = None, True
+        if scores is None:
+            self._prefilled.append((request.request_id, cached_tokens))
+            return
         self._messages.append(
             Prefilled(
                 request_id=request.request_id,
-                cached_tokens=max(0, request.num_found),
-                logprobs=column(scores.logprobs) if scores else EMPTY,
-                top_ids=column(scores.top_ids) if scores else EMPTY,
-                top_logprobs=column(scores.top_logprobs) if scores else EMPTY,
+                cached_tokens=cached_tokens,
+                logprobs=column(scores.logprobs),
+                top_ids=column(scores.top_ids),
+                top_logprobs=column(scores.top_logprobs),
             )
         )
-        request.scores = None
-        request.prefilled = True
 
     def stop_checks(self, lanes: Int32, windows: list[int], log: TokenLog) -> None:
         """Ask whether the newest tokens of the lanes complete a stop string."""

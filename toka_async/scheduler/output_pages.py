@@ -19,7 +19,8 @@ def cache_outputs(running: RunningSet, lanes: Int32) -> None:
     if not running.cache.prefix or not lanes.size:
         return
     tables = running.lanes
-    for lane in lanes[tables.holds[lanes] & tables.single[lanes]].tolist():
+    has_page = tables.position[lanes] // running.cache.page_size > tables.num_shared[lanes]
+    for lane in lanes[has_page & tables.holds[lanes] & tables.single[lanes]].tolist():
         _cache_output(running, lane)
 
 

@@ -3,40 +3,64 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
+from itertools import pairwise
 
 from toka_async.scheduler.requests import Job
+
+Entry = tuple[tuple[int, int, int], int, Job]  # its order, a serial number, the job
 
 
 class JobQueue:
     """A priority queue with removal in constant time (cancelled jobs are dropped when they surface).
 
-    A request knows its jobs that wait here (`Request.waiting`), one a sample.
+    Most jobs come in order: they stand in a line, the others in a heap. A request knows its jobs that wait here
+    (`Request.waiting`), one a sample.
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int, int], int, Job]] = []
+        self._line: deque[Entry] = deque()
+        self._heap: list[Entry] = []
         self._serial = 0
         self._num_cancelled = 0
 
     def __len__(self) -> int:
-        return len(self._heap) - self._num_cancelled
+        return len(self._line) + len(self._heap) - self._num_cancelled
 
     def push(self, job: Job) -> None:
         assert job.sample not in job.request.waiting
         job.request.waiting[job.sample] = job
         self._serial += 1
-        heapq.heappush(self._heap, (job.order, self._serial, job))
+        entry = (job.order, self._serial, job)
+        if not self._line or entry > self._line[-1]:
+            self._line.append(entry)
+        else:
+            heapq.heappush(self._heap, entry)
 
     def first(self) -> Job | None:
-        while self._heap and self._heap[0][2].cancelled:
-            heapq.heappop(self._heap)
+        line, heap = self._line, self._heap
+        while line and line[0][2].cancelled:
+            line.popleft()
             self._num_cancelled -= 1
-        return self._heap[0][2] if self._heap else None
+        while heap and heap[0][2].cancelled:
+            heapq.heappop(heap)
+            self._num_cancelled -= 1
+        if self._is_in_line:
+            return line[0][2]
+        return heap[0][2] if heap else None
+
+    @property
+    def _is_in_line(self) -> bool:
+        """The first of the line is the first of all."""
+        return bool(self._line) and (not self._heap or self._line[0] < self._heap[0])
 
     def pop(self) -> Job:
         job = self.first()
         assert job is not None
-        heapq.heappop(self._heap)
+        if self._is_in_line:
+            self._line.popleft()
+        else:
+            heapq.heappop(self._heap)
         del job.request.waiting[job.sample]
         return job
 
@@ -45,12 +69,14 @@ class JobQueue:
         job.cancelled = True
         del job.request.waiting[job.sample]
         self._num_cancelled += 1
-        if self._num_cancelled > 64 and self._num_cancelled * 2 > len(self._heap):
+        if self._num_cancelled > 64 and self._num_cancelled > len(self):
+            self._line = deque(entry for entry in self._line if not entry[2].cancelled)
             self._heap = [entry for entry in self._heap if not entry[2].cancelled]
             heapq.heapify(self._heap)
             self._num_cancelled = 0
 
     def check(self) -> None:
-        jobs = [job for _, _, job in self._heap if not job.cancelled]
+        jobs = [job for _, _, job in (*self._line, *self._heap) if not job.cancelled]
+        assert all(entry < after for entry, after in pairwise(self._line))
         assert len(jobs) == len(self)
         assert all(job.request.waiting[job.sample] is job for job in jobs)

@@ -68,6 +68,23 @@ class Request:
         """For n > 1: samples that have not started."""
         return self.submit.n - self.next_sample
 
+    def columns(self) -> tuple[int, ...]:
+        """What the lanes' tables have of it, in the order of `Lanes.describe`."""
+        submit, sampling = self.submit, self.submit.sampling
+        return (
+            submit.request_id,
+            submit.priority,
+            self.arrival,
+            submit.max_tokens,
+            self.can_stop,
+            self.group,
+            submit.stream,
+            submit.n == 1,
+            sampling.num_logprobs,
+            self.stop_row,
+            sampling.min_tokens,
+        )
+
 
 @dataclass(slots=True)
 class Generated:
@@ -116,10 +133,10 @@ class PromptRun:
     lane: int = -1  # computes the prompt; -1 when there is nothing (left) to compute
     num_lanes: int = 0  # lanes that hold pages of the run, the computing one included
     closed: bool = False
+    request: Request = field(init=False)
 
-    @property
-    def request(self) -> Request:
-        return self.job.request
+    def __post_init__(self) -> None:
+        self.request = self.job.request
 
     @property
     def forks(self) -> bool:

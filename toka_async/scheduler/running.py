@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from toka_async.arrays import Float64, Int32, as_i32
+from toka_async.arrays import Float64, Int32, places
 from toka_async.messages import Ready
 from toka_async.scheduler.cache import PageCache
 from toka_async.scheduler.lanes import Lanes, index
-from toka_async.scheduler.requests import Job, PromptRun, Top
+from toka_async.scheduler.requests import Generated, Job, PromptRun, Top
 from toka_async.scheduler.token_log import TokenLog
 
 GOLDEN_RATIO = 0.6180339887498949
@@ -36,7 +36,8 @@ class RunningSet:
         self.tops: dict[int, list[Top]] = {}
         self.cache = PageCache(ready.num_pages, ready.page_size, prefix)
         self.rows = np.empty(0, np.int32)
-        self.prefilling: list[PromptRun] = []
+        self.prefilling: dict[PromptRun, None] = {}
+        self._sharing: dict[PromptRun, None] = {}  # of them, those for several samples
         self.forking: list[PromptRun] = []
         self.runs: dict[int, PromptRun] = {}
         self.freed: list[Int32] = []
@@ -76,7 +77,9 @@ class RunningSet:
             cache.release(nodes)
             return None
         new = cache.take(needed)
-        found = np.asarray([node.page for node in nodes], dtype=np.int32)
+        pages = new[: num_full - len(nodes)]
+        if nodes:
+            pages = np.concatenate([np.asarray([node.page for node in nodes], dtype=np.int32), pages])
         run = PromptRun(
             key=self._take_key(),
             job=job,
@@ -84,7 +87,7 @@ class RunningSet:
             num_found=len(nodes) * cache.page_size,
             num_computed=len(nodes) * cache.page_size,
             nodes=nodes,
-            pages=np.concatenate([found, new[: num_full - len(nodes)]]),
+            pages=pages,
             tail_page=int(new[-1]) if num_tail else -1,
         )
         self.runs[run.key] = run
@@ -105,24 +108,39 @@ class RunningSet:
         self._free_keys.extend(dropped)
         return dropped
 
-    def start_computing(self, run: PromptRun) -> int:
-        """Give a run the lane that computes its prompt. A sample's own lane takes over the tail page."""
-        job = run.job
-        lane = self._start(run, np.asarray([job.sample], np.int32), run.num_computed)
-        index = int(lane[0])
-        run.lane = index
-        if job.sample >= 0:
-            self.lanes.head[index] = run.tail_page
-            if run.tail_page >= 0:
-                self.cache.chains.append(np.asarray([-1], np.int32), np.asarray([run.tail_page], np.int32))
-            run.tail_page = -1
-        if job.generated is not None:
-            self.lanes.remaining[index] -= job.generated.tokens.size
-            self.log.restore(index, job.generated.tokens, job.generated.logprobs)
-            if job.generated.tops:
-                self.tops[index] = list(job.generated.tops)
-        self.prefilling.append(run)
-        return index
+    def start_computing(self, runs: Sequence[PromptRun]) -> tuple[Int32, Int32]:
+        """Give each run the lane that computes its prompt. A sample's own lane takes over the tail page.
+
+        Returns:
+            The lanes, and for each the page that is not full, or -1.
+        """
+        samples = np.asarray([run.job.sample for run in runs], np.int32)
+        tails = np.asarray([run.tail_page for run in runs], np.int32)
+        lanes = self._start(runs, samples, np.asarray([run.num_computed for run in runs], np.int32))
+        for run, lane in zip(runs, lanes.tolist(), strict=True):
+            run.lane = lane
+            self.prefilling[run] = None
+            if run.job.sample < 0:
+                self._sharing[run] = None
+            else:
+                run.tail_page = -1
+            if run.job.generated is not None:
+                self._restore(lane, run.job.generated)
+        own = (samples >= 0) & (tails >= 0)
+        self.lanes.head[lanes[own]] = tails[own]
+        self.cache.chains.append(np.full(int(own.sum()), -1, np.int32), tails[own])
+        return lanes, tails
+
+    def _restore(self, lane: int, generated: Generated) -> None:
+        """The lane goes on with a preempted sample's tokens."""
+        self.lanes.remaining[lane] -= generated.tokens.size
+        self.log.restore(lane, generated.tokens, generated.logprobs)
+        if generated.tops:
+            self.tops[lane] = list(generated.tops)
+
+    def pending_runs(self) -> list[PromptRun]:
+        """Prompts that are being computed and have samples to start."""
+        return [run for run in self._sharing if run.num_pending] if self._sharing else []
 
     def advance(self, run: PromptRun, count: int) -> None:
         """`count` more prompt tokens are built into a step: full pages enter the prefix tree at once.
@@ -132,7 +150,8 @@ class RunningSet:
         """
         run.num_computed += count
         assert run.num_computed <= run.num_to_compute
-        self.lanes.position[run.lane] += count
+        if run.lane >= 0:  # else it starts there
+            self.lanes.position[run.lane] += count
         if not self.cache.prefix:
             return
         size = self.cache.page_size
@@ -145,7 +164,7 @@ class RunningSet:
 
     def finish_computing(self, run: PromptRun) -> None:
         """The whole prompt is built into steps: the lane goes on as its sample's, or is done."""
-        self.prefilling.remove(run)
+        self._computes_no_more(run)
         lane, run.lane = run.lane, -1
         if run.job.sample < 0:
             self.lanes.alive[lane] = False
@@ -154,6 +173,10 @@ class RunningSet:
             lanes = np.asarray([lane], np.int32)
             self.release(lanes)
             self.retire(lanes)
+
+    def _computes_no_more(self, run: PromptRun) -> None:
+        del self.prefilling[run]
+        self._sharing.pop(run, None)
 
     def add_forking(self, run: PromptRun) -> None:
         """Samples of a computed run can start."""
@@ -166,7 +189,7 @@ class RunningSet:
         """
         request = run.request
         samples = np.arange(request.next_sample, request.next_sample + count, dtype=np.int32)
-        lanes = self._start(run, samples, run.request.prompt.size - 1)
+        lanes = self._start([run], samples, run.request.prompt.size - 1)
         request.next_sample += count
         copies = np.empty(0, np.int32)
         if run.tail_page >= 0:
@@ -186,13 +209,14 @@ class RunningSet:
         assert not run.closed
         run.closed = True
         if not run.computed:
-            self.prefilling.remove(run)
-        elif run in self.forking:
+            self._computes_no_more(run)
+        elif run.forks and run in self.forking:
             self.forking.remove(run)
         if run.request.shared_run is run:
             run.request.shared_run = None
         self.cache.give(run.own_pages())
-        self.cache.release(run.nodes)
+        if run.nodes:
+            self.cache.release(run.nodes)
         del self.runs[run.key]
         self.dropped.append(run.key)
 
@@ -204,34 +228,27 @@ class RunningSet:
             return {}
         return {lane: self.tops.pop(lane) for lane in lanes.tolist() if lane in self.tops}
 
-    def _start(self, run: PromptRun, samples: Int32, position: int) -> Int32:
-        tables, request, count = self.lanes, run.request, samples.size
+    def _start(self, runs: Sequence[PromptRun], samples: Int32, position: Int32 | int) -> Int32:
+        """A lane for each of the samples, which are of one run, or of one each."""
+        tables, count = self.lanes, samples.size
         lanes = tables.take(count)
         if self.log.count.size < tables.capacity:
             self.log.resize(tables.capacity)
         where = index(lanes)
         tables.slot[where] = self._slots[self._slots.size - count :]
         self._slots = self._slots[: self._slots.size - count]
-        sampling = request.submit.sampling
         tables.position[where] = position
-        tables.remaining[where] = tables.max_tokens[where] = request.max_tokens
-        tables.request[where] = request.request_id
         tables.sample[where] = samples
-        tables.priority[where] = request.submit.priority
-        tables.arrival[where] = request.arrival
-        tables.prompt_key[where] = run.key
-        tables.num_shared[where] = run.pages.size
-        tables.can_stop[where] = request.can_stop
-        tables.group[where] = request.group
         tables.length_rank[where] = self._ranks(count)
         tables.expected[where] = 0
-        tables.stream[where] = request.submit.stream
-        tables.single[where] = request.submit.n == 1
-        tables.num_logprobs[where] = sampling.num_logprobs
-        tables.stop_row[where] = request.stop_row
-        tables.min_tokens[where] = sampling.min_tokens
-        tables.set_ends(lanes, as_i32(sampling.end_ids))
-        run.num_lanes += count
+        tables.describe(where, [run.request.columns() for run in runs])
+        tables.remaining[where] = tables.max_tokens[where]
+        tables.prompt_key[where] = [run.key for run in runs]
+        tables.num_shared[where] = [run.pages.size for run in runs]
+        for end_ids, rows in places(bytes(run.request.submit.sampling.end_ids) for run in runs).items():
+            tables.set_ends(lanes if len(runs) == 1 else lanes[rows], np.frombuffer(end_ids, np.int32))
+        for run in runs:
+            run.num_lanes += count if len(runs) == 1 else 1
         return lanes
 
     def _ranks(self, count: int) -> Float64:

@@ -9,58 +9,38 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import monotonic
 
 import msgspec
 import numpy as np
 
-from toka_async.arrays import Int32, column
+from toka_async.arrays import as_i32, column
 from toka_async.messages import (
     Cancel,
     DropStop,
     EndSample,
     Failed,
     Prefilled,
+    Prefills,
     Ready,
     Reason,
-    Sampling,
     Stats,
     StopChecks,
     StopMask,
     Submit,
+    Submits,
     Tokens,
     ToScheduler,
     ToServer,
 )
+from toka_async.server.direct import FIRST, Direct, Owner
+from toka_async.server.direct_rows import DirectJobs
 from toka_async.server.inflight import Batch, EngineStoppedError, InFlight, RequestFailedError
+from toka_async.server.jobs import Job, NotServingError, OverloadedError
 from toka_async.server.metrics import Metrics
 from toka_async.server.replicas import Replicas
 from toka_async.server.rows import REASONS, Block, Rows, split, split_requests
 from toka_async.transport.base import Outbox
-
-
-class NotServingError(Exception):
-    """No requests are taken: the engine is not ready yet, draining, or gone. The message says which."""
-
-
-class OverloadedError(Exception):
-    """As many requests as `server.max_requests` allows are held already."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One prompt to be submitted: token ids [p] and what to generate after it. in_blocks: see InFlight."""
-
-    prompt: Int32
-    n: int
-    max_tokens: int
-    seed: int
-    sampling: Sampling
-    stream: bool
-    priority: int
-    stop_id: int = -1
-    in_blocks: bool = False
 
 
 class Engine:
@@ -74,6 +54,7 @@ class Engine:
 
     Attributes:
         replicas: which of them has what.
+        direct: requests that were submitted in columns (`submit_direct`).
         on_stop_checks: called with each StopChecks message.
         on_busy: called when the first request arrives after an idle time.
         on_state: called when what it can take has changed, or what it reports.
@@ -95,6 +76,7 @@ class Engine:
         self._max_requests = max_requests
         self._clock = clock
         self._inflight: dict[int, InFlight] = {}
+        self.direct = Direct(self.replicas, self.metrics, clock, max_requests, self._check_idle)
         self._next_id = 0
         self._num_holders = 0
         self._draining = False
@@ -124,7 +106,12 @@ class Engine:
     @property
     def num_requests(self) -> int:
         """Engine requests (one a prompt) that have not ended."""
-        return len(self._inflight)
+        return len(self._inflight) + self.direct.num_requests
+
+    @property
+    def num_free(self) -> int:
+        """Requests of direct submission that can be held besides those that are."""
+        return max(0, min(self._max_requests - self.num_requests, self.direct.capacity - self.direct.num_requests))
 
     @property
     def busy(self) -> bool:
@@ -163,8 +150,10 @@ class Engine:
         """The engine is gone: every request held ends with EngineStoppedError, new ones raise NotServingError."""
         self._stopped = reason
         self.on_state()
+        error = EngineStoppedError(f"the engine has stopped: {reason}")
+        self.direct.fail_all(error)
         for flight in list(self._inflight.values()):
-            self._end(flight, EngineStoppedError(f"the engine has stopped: {reason}"))
+            self._end(flight, error)
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
@@ -177,9 +166,7 @@ class Engine:
         """
         self.check_serving(len(jobs))
         self._num_holders += 1
-        if not self.busy:
-            self._idle.clear()
-            self.on_busy()
+        self._wake()
         batch = Batch()
         for job in jobs:
             self._submit(job, batch)
@@ -192,6 +179,23 @@ class Engine:
         finally:
             self._num_holders -= 1
             self._check_idle()
+
+    def submit_direct(self, jobs: DirectJobs, owner: Owner) -> None:
+        """Submits the jobs, all or none; the owner is told what becomes of them.
+
+        Raises:
+            NotServingError, OverloadedError: none was submitted.
+        """
+        self.check_serving(len(jobs))
+        if len(jobs) > self.num_free:
+            raise OverloadedError(f"at most {self.direct.capacity} requests of direct submission can be held")
+        self._wake()
+        self.direct.submit(jobs, owner)
+
+    def _wake(self) -> None:
+        if not self.busy:
+            self._idle.clear()
+            self.on_busy()
 
     def end_sample(self, flight: InFlight, sample: int, num_tokens: int) -> None:
         """A stop string ended a sample after `num_tokens` tokens: the scheduler is told, once.
@@ -211,7 +215,7 @@ class Engine:
         self.replicas.tell_all(message)
 
     def _new_id(self) -> int:
-        request_id, self._next_id = self._next_id, (self._next_id + 1) % 2**31
+        request_id, self._next_id = self._next_id, (self._next_id + 1) % FIRST
         return request_id
 
     def _submit(self, job: Job, batch: Batch) -> None:
@@ -245,14 +249,17 @@ class Engine:
         for message in messages:
             match message:
                 case Tokens():
-                    self._on_tokens(message)
+                    if rest := self.direct.on_tokens(message):
+                        self._on_tokens(rest)
                 case Prefilled():
                     self._on_prefilled(message)
+                case Prefills():
+                    self.direct.on_prefills(message)
+                    self._on_prefills(message)
                 case StopChecks():
                     self.on_stop_checks(message)
                 case Failed():
-                    if flight := self._inflight.get(message.request_id):
-                        self._end(flight, RequestFailedError(message.message))
+                    self._on_failed(message)
                 case Stats():
                     self.replicas.on_stats(message)
                     self.on_state()
@@ -267,14 +274,18 @@ class Engine:
         EngineStoppedError. So do all when no other is there.
         """
         for placement in self.replicas.lose(replica, life, reason, outbox):
-            flight = self._inflight.pop(placement.submit.request_id)
+            error = EngineStoppedError(f"replica {replica} has stopped: {reason}")
+            if isinstance(placement.submit, Submits):
+                self.direct.lost(placement, error)
+                continue
+            flight = self._inflight.pop(placement.key)
             if self.replicas.live and not placement.retried and not (flight.stream and flight.touched):
                 submit = msgspec.structs.replace(placement.submit, request_id=self._new_id())
                 flight.restart(submit.request_id, submit.n)
                 self._inflight[submit.request_id] = flight
                 self.replicas.submit(submit, retried=True)
             else:
-                self._ended(flight, EngineStoppedError(f"replica {replica} has stopped: {reason}"))
+                self._ended(flight, error)
         self.on_state()
 
     def _on_tokens(self, message: Tokens) -> None:
@@ -336,6 +347,18 @@ class Engine:
             flight.first_token = self._clock()
             self.metrics.prefilled(flight.num_prompt, flight.first_token - flight.submitted)
 
+    def _on_prefills(self, message: Prefills) -> None:
+        for request_id, cached in zip(as_i32(message.request_ids), as_i32(message.cached_tokens), strict=True):
+            if int(request_id) in self._inflight:
+                self._on_prefilled(Prefilled(request_id=int(request_id), cached_tokens=int(cached)))
+
+    def _on_failed(self, message: Failed) -> None:
+        error = RequestFailedError(message.message)
+        if flight := self._inflight.get(message.request_id):
+            self._end(flight, error)
+        else:
+            self.direct.on_failed(message.request_id, error)
+
     def _end(self, flight: InFlight, error: Exception | None) -> None:
         del self._inflight[flight.request_id]
         self.replicas.end(flight.request_id)
@@ -351,7 +374,7 @@ class Engine:
         self._check_idle()
 
     def _check_idle(self) -> None:
-        if not self._inflight and not self._num_holders:
+        if not self.num_requests and not self._num_holders:
             self._idle.set()
 
 

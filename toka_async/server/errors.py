@@ -13,8 +13,8 @@ import msgspec
 from aiohttp import web
 
 from toka_async.openai.errors import ApiError
-from toka_async.server.engine import NotServingError, OverloadedError
 from toka_async.server.inflight import EngineStoppedError, RequestFailedError
+from toka_async.server.jobs import NotServingError, OverloadedError
 
 logger = logging.getLogger(__name__)
 

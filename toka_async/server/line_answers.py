@@ -22,9 +22,9 @@ from toka_async.openai.requests import ChatRequest, CompletionRequest
 from toka_async.server.answers import Answer
 from toka_async.server.chat import chat_run
 from toka_async.server.completions import completion_run
-from toka_async.server.engine import NotServingError, OverloadedError
 from toka_async.server.errors import as_api_error
 from toka_async.server.inflight import EngineStoppedError
+from toka_async.server.jobs import NotServingError, OverloadedError
 from toka_async.server.respond import LARGE, whole_body
 from toka_async.server.service import Run, Service
 

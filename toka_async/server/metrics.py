@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -88,8 +88,7 @@ class Metrics:
         self._cancelled = Counter("toka:request_cancelled", "requests cancelled by clients", registry=self.registry)
         self._failed = Counter("toka:request_failed", "requests failed by the engine", registry=self.registry)
         self._first = self._histogram("time_to_first_token_seconds", "until the prompt was computed", SECONDS)
-        self._gaps = ArrayHistogram("inter_token_latency_seconds", "between tokens, mean of an arrival", SECONDS)
-        self.registry.register(self._gaps)
+        self._gaps = self._histogram("inter_token_latency_seconds", "between tokens, mean of an arrival", SECONDS)
         self._whole = self._histogram("e2e_request_latency_seconds", "until all samples had ended", REQUEST_SECONDS)
 
     def watch(self, stats: Callable[[], Stats]) -> None:
@@ -106,7 +105,7 @@ class Metrics:
 
     def prefilled(self, num_prompt: int, seconds: float) -> None:
         self._prompt_tokens.inc(num_prompt)
-        self._first.observe(seconds)
+        self._first.observe(np.array([seconds]))
 
     def token_gaps(self, seconds: Float64) -> None:
         """Of many samples at once, [s]."""
@@ -115,17 +114,28 @@ class Metrics:
     def sample_ended(self, reason: Reason, count: int = 1) -> None:
         self._ended[reason].inc(count)
 
+    def prefills(self, num_prompt: int, seconds: Float64) -> None:
+        """As `prefilled`, of many requests [r]; `num_prompt` of all together."""
+        self._prompt_tokens.inc(num_prompt)
+        self._first.observe(seconds)
+
     def request_ended(self, seconds: float) -> None:
+        self._whole.observe(np.array([seconds]))
+
+    def requests_ended(self, seconds: Float64) -> None:
+        """As `request_ended`, of many [r]."""
         self._whole.observe(seconds)
 
-    def cancelled(self) -> None:
-        self._cancelled.inc()
+    def cancelled(self, count: int = 1) -> None:
+        self._cancelled.inc(count)
 
-    def failed(self) -> None:
-        self._failed.inc()
+    def failed(self, count: int = 1) -> None:
+        self._failed.inc(count)
 
-    def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"toka:{name}", meaning, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, meaning: str, buckets: tuple[float, ...]) -> ArrayHistogram:
+        histogram = ArrayHistogram(name, meaning, buckets)
+        self.registry.register(histogram)
+        return histogram
 
 
 class ArrayHistogram(Collector):

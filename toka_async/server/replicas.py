@@ -10,7 +10,18 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from toka_async.messages import Cancel, DropStop, EndSample, Ready, Stats, StopMask, Submit, ToScheduler
+from toka_async.messages import (
+    Cancel,
+    Cancels,
+    DropStop,
+    EndSample,
+    Ready,
+    Stats,
+    StopMask,
+    Submit,
+    Submits,
+    ToScheduler,
+)
 from toka_async.server.replica_stats import counters, merged
 from toka_async.server.router import Router
 from toka_async.transport.base import Outbox
@@ -30,9 +41,10 @@ class Replica:
 
 @dataclass(slots=True)
 class Placement:
-    """A request's replica, and the tokens for which that counts as busy."""
+    """The replica of a request, or of a bundle of them, and the tokens for which that counts as busy."""
 
-    submit: Submit
+    key: int  # the request's id, or the first one's
+    submit: Submit | Submits
     replica: int
     charged: int
     retried: bool
@@ -75,8 +87,19 @@ class Replicas:
         """Sends a new request to the replica that suits it best; one must be live."""
         charged = len(submit.prompt) // 4 + submit.n * submit.max_tokens
         replica = self.router.place(submit.prompt, charged, self.live)
-        self._placements[submit.request_id] = Placement(submit, replica, charged, retried)
+        self._placements[submit.request_id] = Placement(submit.request_id, submit, replica, charged, retried)
         self.replicas[replica].outbox.send(submit)
+
+    def send_bundle(self, key: int, submits: Submits, replica: int, *, retried: bool) -> None:
+        """Sends new requests to a replica that was chosen, and charged, by the router. One entry for all of them."""
+        num_samples = submits.n * (len(submits.lengths) // 4)
+        charged = len(submits.prompts) // 4 + num_samples * submits.max_tokens
+        self._placements[key] = Placement(key, submits, replica, charged, retried)
+        self.replicas[replica].outbox.send(submits)
+
+    def tell_bundle(self, key: int, message: Cancels) -> None:
+        """Sends to the replica that has the bundle."""
+        self.replicas[self._placements[key].replica].outbox.send(message)
 
     def tell(self, message: Cancel | EndSample) -> None:
         """Sends to the replica that has the request."""
@@ -93,14 +116,14 @@ class Replicas:
                 replica.outbox.send(message)
 
     def settle(self, request_id: int, num_open: int) -> None:
-        """So many of the request's samples still run."""
+        """So many of the samples of the request, or of the bundle, still run."""
         placement = self._placements[request_id]
         left = min(placement.charged, num_open * placement.submit.max_tokens)
         self.router.release(placement.replica, placement.charged - left)
         placement.charged = left
 
     def end(self, request_id: int) -> None:
-        """The request is over, however it ended."""
+        """The request, or the bundle, is over, however it ended."""
         placement = self._placements.pop(request_id)
         self.router.release(placement.replica, placement.charged)
 
@@ -132,7 +155,7 @@ class Replicas:
         self._count()
         had = [placement for placement in self._placements.values() if placement.replica == index]
         for placement in had:
-            self.end(placement.submit.request_id)
+            self.end(placement.key)
         return had
 
     def _count(self) -> None:

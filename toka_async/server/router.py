@@ -44,6 +44,10 @@ class Router:
         self.outstanding[replica] += num_tokens
         return replica
 
+    def charge(self, replica: int, num_tokens: int) -> None:
+        """It has so many more to do; where there is nothing to choose."""
+        self.outstanding[replica] += num_tokens
+
     def release(self, replica: int, num_tokens: int) -> None:
         """So many tokens are done, or need not be."""
         self.outstanding[replica] -= num_tokens

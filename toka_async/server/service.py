@@ -24,8 +24,9 @@ from toka_async.openai.generation import Defaults, Generation, Limits, token_bud
 from toka_async.openai.prompts import Prompt, check_vocabulary
 from toka_async.server.batching import Batcher
 from toka_async.server.block_texts import MANY, BlockTexts
-from toka_async.server.engine import Engine, Job
+from toka_async.server.engine import Engine
 from toka_async.server.inflight import Batch
+from toka_async.server.jobs import Job
 from toka_async.server.json_texts import JsonTexts
 from toka_async.server.logprob_columns import LogprobColumns
 from toka_async.server.rows import REASONS, Block, Rows
@@ -131,6 +132,10 @@ class Service:
     async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text, perhaps none."""
         return (await self._encode.run([(text, add_special_tokens)]))[0]
+
+    async def tokenize_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """As `tokenize`, of many."""
+        return await self._encode.run([(text, add_special_tokens) for text in texts])
 
     async def render(self, chat: Chat) -> str:
         """The prompt of a chat. Raises ApiError (400) when there is no template, or it refuses the messages."""

@@ -12,7 +12,7 @@ from toka_async.arrays import as_i32, i32_column
 from toka_async.config import load_config
 from toka_async.messages import (
     FromRank,
-    Prefilled,
+    Prefills,
     Ready,
     Reason,
     Sampling,
@@ -53,9 +53,9 @@ def test_a_request_goes_through() -> None:
     results.send(StepDone(step_id=step.step_id, token_ids=i32_column([5])))
     turn(core, requests, results, server, ranks, times, ready)
     answered = server.drain()
-    (prefilled,) = [message for message in answered if isinstance(message, Prefilled)]
+    (prefilled,) = [message for message in answered if isinstance(message, Prefills)]
     (tokens,) = [message for message in answered if isinstance(message, Tokens)]
-    assert prefilled.request_id == 7
+    assert as_i32(prefilled.request_ids).tolist() == [7]
     assert as_i32(tokens.request_ids).tolist() == [7]
     assert as_i32(tokens.token_ids).tolist() == [5]
     assert as_i32(tokens.reasons).tolist() == [Reason.LENGTH]

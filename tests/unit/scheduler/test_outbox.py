@@ -6,7 +6,7 @@ import numpy as np
 
 from tests.page_rank import submit
 from toka_async.arrays import Float32, Int32, as_f32, as_i32
-from toka_async.messages import EndSample, Failed, Prefilled, Reason, Sampling, StopChecks, Tokens
+from toka_async.messages import EndSample, Failed, Prefilled, Prefills, Reason, Sampling, StopChecks, Tokens
 from toka_async.scheduler.lanes import Lanes
 from toka_async.scheduler.outbox import Outbox
 from toka_async.scheduler.requests import Generated, PromptScores, Request
@@ -68,10 +68,23 @@ def test_messages_are_taken_once_and_in_order() -> None:
     lanes, _ = lanes_wanting(-1)
     outbox = Outbox(lanes)
     outbox.failed(3, "no")
+    outbox.failed(4, "no")
+    assert outbox.take() == [Failed(request_id=3, message="no"), Failed(request_id=4, message="no")]
+    assert outbox.take() == []
+
+
+def test_prompts_without_scores_are_told_of_together_and_before_all_else() -> None:
+    lanes, _ = lanes_wanting(-1)
+    outbox, found = Outbox(lanes), request()
+    outbox.failed(3, "no")
+    found.num_found = 16
+    outbox.prefilled(found)
     outbox.prefilled(request())
-    first, second = outbox.take()
-    assert first == Failed(request_id=3, message="no")
-    assert isinstance(second, Prefilled)
+    prefills, failed = outbox.take()
+    assert isinstance(failed, Failed)
+    assert isinstance(prefills, Prefills)
+    assert as_i32(prefills.request_ids).tolist() == [7, 7]
+    assert as_i32(prefills.cached_tokens).tolist() == [16, 0]
     assert outbox.take() == []
 
 
@@ -89,8 +102,7 @@ def test_prefilled_carries_scores_once_and_lets_go_of_them() -> None:
     assert scored.prefilled
     outbox.prefilled(scored)
     (again,) = outbox.take()
-    assert isinstance(again, Prefilled)
-    assert len(again.logprobs) == 0
+    assert isinstance(again, Prefills)
 
 
 def test_ends_have_no_tokens() -> None:

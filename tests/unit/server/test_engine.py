@@ -10,8 +10,9 @@ import pytest
 from tests.fake_scheduler import READY, FakeScheduler
 from toka_async.arrays import i32_column
 from toka_async.messages import Cancel, EndSample, Reason, Sampling, Submit, Tokens
-from toka_async.server.engine import Engine, Job, NotServingError, OverloadedError
+from toka_async.server.engine import Engine
 from toka_async.server.inflight import Batch, EngineStoppedError
+from toka_async.server.jobs import Job, NotServingError, OverloadedError
 
 
 class Clock:

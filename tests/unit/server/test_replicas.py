@@ -10,8 +10,9 @@ import pytest
 
 from tests.fake_scheduler import READY, FakeScheduler
 from toka_async.messages import Cancel, DropStop, Ready, Sampling, Stats, StopMask, Submit
-from toka_async.server.engine import Engine, Job, NotServingError
+from toka_async.server.engine import Engine
 from toka_async.server.inflight import EngineStoppedError
+from toka_async.server.jobs import Job, NotServingError
 
 MASK = StopMask(stop_id=0, mask=memoryview(bytes(400)), window=2)
 

@@ -9,12 +9,14 @@ import pytest
 from toka_async.arrays import as_bool, as_i32, as_i64, column, f32_column, i32_column
 from toka_async.messages import (
     Cancel,
+    Cancels,
     ChunkLogprobs,
     DropStop,
     EndSample,
     Failed,
     FromRank,
     Prefilled,
+    Prefills,
     Prompt,
     Ready,
     Reason,
@@ -25,6 +27,7 @@ from toka_async.messages import (
     StopChecks,
     StopMask,
     Submit,
+    Submits,
     Tokens,
     ToRank,
     ToScheduler,
@@ -87,7 +90,11 @@ TO_SCHEDULER: list[ToScheduler] = [
         priority=-3,
         stop_id=2,
     ),
+    Submits(
+        request_ids=IDS, lengths=IDS, prompts=IDS, seeds=IDS, max_tokens=3, sampling=Sampling(top_k=2), priority=-1
+    ),
     Cancel(request_id=2**31 - 1),
+    Cancels(request_ids=IDS),
     StopMask(stop_id=1, mask=FLAGS, window=9),
     DropStop(stop_id=1),
     EndSample(request_id=1, sample=2, num_tokens=3),
@@ -106,6 +113,7 @@ TO_SERVER: list[ToServer] = [
         top_logprobs=FLOATS,
     ),
     Prefilled(request_id=1, cached_tokens=16, logprobs=FLOATS, top_ids=IDS, top_logprobs=FLOATS),
+    Prefills(request_ids=IDS, cached_tokens=IDS),
     StopChecks(request_ids=IDS, samples=IDS, num_tokens=IDS, counts=IDS, token_ids=IDS),
     Failed(request_id=1, message="zu groß"),
     Stats(num_running=1, num_pages=2**40, step_seconds=0.5),

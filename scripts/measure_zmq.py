@@ -1,0 +1,189 @@
+"""Small requests per second through ZeroMQ and through HTTP, side by side, on a simulated rank: all but the model.
+
+    python scripts/measure_zmq.py 100000
+    python scripts/measure_zmq.py 1000000 --http 0 --one-by-one
+
+Starts a server for each, and a client in a process of its own, which checks that each answer has its tokens. CPU times
+are of whole processes, client included. The machine's cores are shared by all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import uvloop
+
+from toka_async.bench.load import Load, run_apart
+from toka_async.bench.served import Served, serve
+from toka_async.client import Client
+from toka_async.client.results import Result
+
+VOCAB = 512  # ids below it are in the built-in model's vocabulary
+AHEAD = 32  # calls of generate_many at once
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """What the client's process does: `requests` in all, `chunk` a call."""
+
+    url: str
+    requests: int
+    chunk: int
+    prompt_tokens: int
+    output_tokens: int
+    one_by_one: bool
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True):
+    seconds: float
+    cpu_seconds: float
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def check(results: list[Result], work: Work) -> None:
+    for result in results:
+        (sample,) = result.samples
+        assert sample.finish_reason == "length", sample
+        assert sample.token_ids.size == work.output_tokens, sample
+
+
+async def client(work: Work) -> Done:
+    """Sends all of the work, so many calls at a time."""
+    prompts = np.random.default_rng(0).integers(1, VOCAB, (work.requests, work.prompt_tokens), np.int32)
+    numbers = iter(range(0, work.requests, work.chunk))
+
+    async def run(client: Client) -> None:
+        for start in numbers:
+            chunk = list(prompts[start : start + work.chunk])
+            if work.one_by_one:
+                calls = [
+                    client.generate(prompt, max_tokens=work.output_tokens, text=False, ignore_eos=True)
+                    for prompt in chunk
+                ]
+                results = await asyncio.gather(*calls)
+            else:
+                results = await client.generate_many(chunk, max_tokens=work.output_tokens, text=False, ignore_eos=True)
+            assert len(results) == len(chunk)
+            check(results, work)
+
+    async with Client(work.url) as connected:
+        cpu, began = time.process_time(), time.perf_counter()
+        await asyncio.gather(*(run(connected) for _ in range(AHEAD)))
+        return Done(seconds=time.perf_counter() - began, cpu_seconds=time.process_time() - cpu)
+
+
+def run_client(work: Work) -> Done:
+    command = [sys.executable, __file__, "--client"]
+    done = subprocess.run(command, input=msgspec.json.encode(work), stdout=subprocess.PIPE, check=True)
+    return msgspec.json.decode(done.stdout, type=Done)
+
+
+def overrides(args: argparse.Namespace) -> list[str]:
+    pages = 2 + (args.prompt_tokens + args.output_tokens) // 16
+    return [
+        "model.path=demo",
+        "model.device=simulated",
+        f"schedule.max_seqs={args.sequences}",
+        "schedule.max_tokens=32768",
+        f"cache.num_tokens={16 * pages * args.sequences * 2}",
+        "server.stats_interval=0",
+    ]
+
+
+def peak_memory(served: Served) -> str:
+    """Of each process, in MB, from its start on."""
+    peaks = []
+    for process, pid in served.children.items():
+        status = Path(f"/proc/{pid}/status").read_text()
+        kilobytes = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+        peaks.append(f"{process} {kilobytes / 1024:.0f}")
+    return ", ".join(peaks)
+
+
+def report(name: str, served: Served, before: dict[str, float], requests: int, done: Done) -> float:
+    cpu = {process: seconds - before[process] for process, seconds in served.cpu_seconds().items()}
+    cpu["client"] = done.cpu_seconds
+    each = ", ".join(f"{process} {seconds / requests * 1e6:.1f}" for process, seconds in cpu.items())
+    rate = requests / done.seconds
+    print(
+        f"{name}: {requests} requests in {done.seconds:.2f} s: {rate:.0f} requests/s; "
+        f"CPU us a request: {sum(cpu.values()) / requests * 1e6:.1f} ({each}); "
+        f"peak MB: {peak_memory(served)}; load {os.getloadavg()[0]:.1f}",
+        flush=True,
+    )
+    return rate
+
+
+def measure_zmq(args: argparse.Namespace) -> float:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    work = Work(
+        url=url,
+        requests=args.requests,
+        chunk=args.chunk,
+        prompt_tokens=args.prompt_tokens,
+        output_tokens=args.output_tokens,
+        one_by_one=args.one_by_one,
+    )
+    with serve([*overrides(args), f"server.zmq_bind={url}", *args.overrides]) as served:
+        run_client(msgspec.structs.replace(work, requests=2000))
+        before = served.cpu_seconds()
+        return report("ZeroMQ", served, before, args.requests, run_client(work))
+
+
+def measure_http(args: argparse.Namespace, requests: int) -> float:
+    with serve([*overrides(args), *args.overrides]) as served:
+        load = Load(
+            url=served.url,
+            model="demo",
+            connections=args.connections,
+            waves=max(1, requests // args.connections),
+            samples=1,
+            prompt_tokens=args.prompt_tokens,
+            output_tokens=args.output_tokens,
+            vocab_size=VOCAB,
+            stream=False,
+        )
+        run_apart(msgspec.structs.replace(load, waves=2))
+        before, result = served.cpu_seconds(), run_apart(load)
+        done = Done(seconds=result.seconds, cpu_seconds=result.cpu_seconds)
+        return report("HTTP", served, before, load.connections * load.waves, done)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("requests", type=int, nargs="?", default=100_000, help="through ZeroMQ")
+    parser.add_argument("--http", type=int, help="requests through HTTP; default: a tenth; 0: none")
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--output-tokens", type=int, default=4)
+    parser.add_argument("--sequences", type=int, default=1024, help="that run at once")
+    parser.add_argument("--chunk", type=int, default=256, help="prompts of a call")
+    parser.add_argument("--connections", type=int, default=128, help="of the HTTP client")
+    parser.add_argument("--one-by-one", action="store_true", help="a call of generate for each request")
+    parser.add_argument("--client", action="store_true", help=argparse.SUPPRESS)
+    args, rest = parser.parse_known_args()
+    args.overrides = rest
+    if args.client:
+        work = msgspec.json.decode(sys.stdin.buffer.read(), type=Work)
+        sys.stdout.buffer.write(msgspec.json.encode(uvloop.run(client(work))))
+        return
+    over_zmq = measure_zmq(args)
+    if requests := args.requests // 10 if args.http is None else args.http:
+        print(f"ZeroMQ / HTTP: {over_zmq / measure_http(args, requests):.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""A TCP proxy whose connections a test can cut."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit
+
+
+class Cuttable:
+    """Stands before a server at tcp://HOST:PORT. num_connections: that were made up to now."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._host, self._port = parts.hostname, parts.port
+        self._writers: list[asyncio.StreamWriter] = []
+        self.num_connections = 0
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._server.close()
+        self.cut()
+        await self._server.wait_closed()
+
+    @property
+    def url(self) -> str:
+        return f"tcp://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def cut(self) -> None:
+        """Breaks every connection, without a word."""
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        there, back = await asyncio.open_connection(self._host, self._port)
+        self._writers += [writer, back]
+        await asyncio.gather(self._copy(reader, back), self._copy(there, writer))
+
+    @staticmethod
+    async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()

@@ -1,0 +1,117 @@
+"""Direct submission to a real server on the built-in model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cuttable import Cuttable
+from tests.serving import Serving, serving
+from toka_async.client import Client, RequestError, SyncClient
+
+QUESTION = "Question: Wei has 26 apples. Ivan has 2 times as many. How many do they have together?\nAnswer:"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving, str]]:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    with serving(tmp_path_factory.mktemp("direct"), f"server.zmq_bind={url}", "server.zmq_credit=64") as server:
+        yield server, url
+
+
+async def wait_until_idle(server: Serving) -> None:
+    """The counters are a quarter of a second old at most."""
+    deadline = time.monotonic() + 10
+    while server.metric("num_requests_running") or server.metric("kv_cache_usage_perc"):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+def test_the_same_answer_as_over_http(running: tuple[Serving, str]) -> None:
+    server, url = running
+    _, answer = server.post("/v1/completions", prompt=QUESTION, max_tokens=100, seed=3, return_token_ids=True)
+    (choice,) = answer["choices"]
+    with SyncClient(url) as client:
+        (sample,) = client.generate(QUESTION, max_tokens=100, seed=3).samples
+    assert sample.text == choice["text"]
+    assert sample.token_ids.tolist() == choice["token_ids"]
+    assert sample.finish_reason == choice["finish_reason"]
+
+
+async def test_streams_and_many_samples_beyond_the_credit(running: tuple[Serving, str]) -> None:
+    _, url = running
+    async with Client(url) as client:
+        results = await client.generate_many([[i, i + 1, 2] for i in range(200)], n=2, max_tokens=5, ignore_eos=True)
+        assert {sample.token_ids.size for result in results for sample in result.samples} == {5}
+        whole = await client.generate(QUESTION, max_tokens=40, seed=1, n=5)
+        texts = [""] * 5
+        async for event in client.stream(QUESTION, max_tokens=40, seed=1, n=5):
+            texts[event.sample] += event.text
+        assert texts == [sample.text for sample in whole.samples]
+
+
+async def test_cancelled_requests_cost_nothing_more(running: tuple[Serving, str]) -> None:
+    server, url = running
+    async with Client(url) as client:
+        task = asyncio.create_task(client.generate([1, 2, 3], n=8, max_tokens=1900, ignore_eos=True, text=False))
+        async with contextlib.aclosing(client.stream([1, 2], max_tokens=1900, ignore_eos=True, text=False)) as events:
+            await anext(events)
+        task.cancel()
+        await wait_until_idle(server)
+
+
+async def test_refused_input_names_its_field(running: tuple[Serving, str]) -> None:
+    _, url = running
+    async with Client(url) as client:
+        with pytest.raises(RequestError) as caught:
+            await client.generate(QUESTION, top_p=7.0)
+        assert caught.value.field == "top_p"
+
+
+async def test_a_broken_connection_costs_nothing(running: tuple[Serving, str]) -> None:
+    server, url = running
+    before = server.metric('request_success_total{finished_reason="length"}')
+    async with Cuttable(url) as cuttable, Client(cuttable.url) as client:
+
+        async def cut() -> None:
+            for _ in range(3):
+                await asyncio.sleep(0.1)
+                cuttable.cut()
+
+        cutting = asyncio.create_task(cut())
+        calls = [client.generate([i], max_tokens=150, ignore_eos=True, text=i % 2 == 0) for i in range(40)]
+        results = await asyncio.gather(*calls)
+        await cutting
+        assert {result.samples[0].token_ids.size for result in results} == {150}
+        assert cuttable.num_connections >= 2
+    assert server.metric('request_success_total{finished_reason="length"}') - before == 40, "each ran once"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        (["server.zmq_bind=tcp://0.0.0.0:10211"], "server.zmq_key"),
+        (["server.zmq_bind=tcp://*:10211"], "server.zmq_key"),
+        (["server.zmq_bind=10211"], "tcp://HOST:PORT"),
+        (["server.zmq_bind=tcp://127.0.0.1:10211", "server.zmq_key=x"], "server.zmq_clients"),
+    ],
+)
+def test_a_public_address_without_keys_is_refused(overrides: list[str], part: str) -> None:
+    command = [sys.executable, "-m", "toka_async.cli", "serve", "server.port=0", *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert part in done.stderr

@@ -1,0 +1,323 @@
+"""The client against the endpoint over real sockets, with the fake scheduler behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.cuttable import Cuttable
+from tests.direct import World, direct_server
+from tests.fake_scheduler import FakeScheduler
+from toka_async.client import Client, ConnectionLostError, RequestError, SyncClient
+from toka_async.messages import Cancel, Cancels, Submit, Submits
+from toka_async.transport.curve import make_keys
+
+PROMPT = [1, 2, 3]
+
+
+def runs(scheduler: FakeScheduler) -> int:
+    """Requests that the scheduler was sent."""
+    sent = [message for message in scheduler.log if isinstance(message, Submit | Submits)]
+    return sum(len(message.request_ids) // 4 if isinstance(message, Submits) else 1 for message in sent)
+
+
+async def wait_for_runs(scheduler: FakeScheduler, count: int) -> None:
+    async with asyncio.timeout(5):
+        while runs(scheduler) < count:
+            await asyncio.sleep(0.005)
+            scheduler.step()
+
+
+async def test_token_ids_in_and_out() -> None:
+    async with direct_server() as world, Client(world.url) as client:
+        result = await client.generate(PROMPT, n=3, max_tokens=5, seed=7, text=False, logprobs=2)
+        assert [sample.finish_reason for sample in result.samples] == ["length"] * 3
+        assert [sample.token_ids.tolist() for sample in result.samples] == [
+            world.scheduler.script(submit_of(world), sample)[:5] for sample in range(3)
+        ]
+        assert [sample.text for sample in result.samples] == [""] * 3
+        assert all(sample.logprobs.shape == (5,) for sample in result.samples)
+        assert all(sample.top_ids.shape == sample.top_logprobs.shape == (5, 2) for sample in result.samples)
+        same = await client.generate(np.asarray(PROMPT), n=3, max_tokens=5, seed=7)
+        assert [sample.token_ids.tolist() for sample in same.samples] == [
+            sample.token_ids.tolist() for sample in result.samples
+        ]
+        assert all(sample.text for sample in same.samples)
+
+
+def submit_of(world: World) -> Submit:
+    """The newest request, as one."""
+    submits = [message for message in world.scheduler.log if isinstance(message, Submits)][-1]
+    (seed,) = np.frombuffer(submits.seeds, np.int64)
+    return Submit(request_id=0, prompt=submits.prompts, max_tokens=5, seed=int(seed), sampling=submits.sampling)
+
+
+async def test_text_in_and_out() -> None:
+    async with direct_server() as world, Client(world.url) as client:
+        result = await client.generate("the answer is", max_tokens=20, prompt_logprobs=1)
+        (sample,) = result.samples
+        assert sample.text == world.service.tokenizer.decode(sample.token_ids.tolist(), True)
+        assert result.prompt is not None
+        num_prompt = len(world.service.tokenizer.encode_batch(["the answer is"], True)[0])
+        assert result.prompt.logprobs.shape == (num_prompt - 1,)
+        assert result.prompt.top_ids.shape == (num_prompt - 1, 1)
+        same = await client.generate("the answer is", max_tokens=20, text=False)
+        assert same.samples[0].token_ids.size == 20
+
+
+async def test_a_stop_string_and_a_stop_token_are_told() -> None:
+    ids = [260, 261, 262, 263]
+
+    def script(_submit: Submit, _sample: int) -> list[int]:
+        return ids * 9
+
+    async with direct_server(FakeScheduler(script)) as world:
+        text = world.service.tokenizer.decode(ids, True, continues=True)
+        async with Client(world.url) as client:
+            result = await client.generate(PROMPT, max_tokens=30, n=2, stop=["never", text[2:4]])
+            assert {sample.stop for sample in result.samples} == {text[2:4]}
+            assert {sample.finish_reason for sample in result.samples} == {"stop"}
+            assert {sample.text for sample in result.samples} == {text[:2]}
+            result = await client.generate(PROMPT, max_tokens=30, stop_token_ids=[262], text=False)
+            assert (result.samples[0].stop, result.samples[0].token_ids.tolist()) == (262, [260, 261, 262])
+
+
+@pytest.mark.parametrize("text", [False, True])
+async def test_a_stream_is_the_same_as_the_whole(text: bool) -> None:
+    async with direct_server() as world, Client(world.url) as client:
+        asked: dict[str, Any] = {"n": 2, "max_tokens": 9, "seed": 3, "text": text, "logprobs": 1}
+        whole = await client.generate(PROMPT, **asked)
+        tokens: dict[int, list[int]] = {0: [], 1: []}
+        texts, reasons, num_events = {0: "", 1: ""}, {}, 0
+        async for event in client.stream(PROMPT, **asked):
+            num_events += 1
+            tokens[event.sample] += event.token_ids.tolist()
+            texts[event.sample] += event.text
+            assert event.top_ids.shape == (event.token_ids.size, 1)
+            if event.finish_reason:
+                reasons[event.sample] = event.finish_reason
+        assert [*tokens.values()] == [sample.token_ids.tolist() for sample in whole.samples]
+        assert [*texts.values()] == [sample.text for sample in whole.samples]
+        assert reasons == {0: "length", 1: "length"}
+        assert num_events > 2
+
+
+async def test_many_calls_of_a_turn_are_one_message() -> None:
+    async with direct_server(zmq_credit=40) as world, Client(world.url) as client:
+        results = await asyncio.gather(
+            *(client.generate([i, 2], max_tokens=2, seed=i, text=False) for i in range(100)),
+            client.generate_many([[1], [2, 3]], seeds=[1, 2], max_tokens=3, text=False),
+        )
+        assert [len(result) for result in results if isinstance(result, list)] == [2]
+        submits = [message for message in world.scheduler.log if isinstance(message, Submits)]
+        assert len(submits[0].request_ids) // 4 == 40
+        assert runs(world.scheduler) == 102
+        assert len(submits) < 10
+        assert client._exchange.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "field"),
+    [
+        (PROMPT, {"temperature": 9.0}, "temperature"),
+        (PROMPT, {"nonsense": 1}, "nonsense"),
+        (PROMPT, {"seed": 2**70}, "seed"),
+        ([], {}, "prompt"),
+        ("", {}, "prompt"),
+        ([[1]], {}, "prompt"),
+        ([1.5], {}, "prompt"),
+        ([2**40], {}, "prompt"),
+        ([399, 400], {}, "prompt"),
+        ("\ud800", {}, "prompt"),
+        ([1] * 600, {}, "prompt"),
+        ("the answer " * 300, {}, "prompt"),
+    ],
+)
+async def test_refused_input_names_the_field(prompt: Any, fields: dict[str, Any], field: str) -> None:
+    async with direct_server() as world, Client(world.url) as client:
+        with pytest.raises(RequestError) as caught:
+            await client.generate(prompt, **fields)
+        assert (caught.value.field, caught.value.status) == (field, 400)
+        with pytest.raises(RequestError):
+            await anext(aiter(client.stream(prompt, **fields)))
+        with pytest.raises(RequestError):
+            await client.generate_many([PROMPT, prompt], seeds=None, **fields)
+        assert (await client.generate(PROMPT, max_tokens=2)).samples[0].token_ids.size == 2
+
+
+async def test_a_task_that_is_cancelled_cancels_its_request() -> None:
+    async with direct_server(FakeScheduler(held=True)) as world, Client(world.url) as client:
+        task = asyncio.create_task(client.generate(PROMPT, max_tokens=400, text=False))
+        texts = asyncio.create_task(client.generate(PROMPT, max_tokens=400))
+        await wait_for_runs(world.scheduler, 2)
+        task.cancel()
+        texts.cancel()
+        await asyncio.wait({task, texts})
+        async with asyncio.timeout(5):
+            await world.engine.wait_idle()
+            while client._exchange.num_open:
+                await asyncio.sleep(0.005)
+        world.scheduler.step()
+        assert {type(message) for message in world.scheduler.log if not isinstance(message, Submit | Submits)} == {
+            Cancel,
+            Cancels,
+        }
+
+
+async def test_leaving_a_stream_cancels_its_request() -> None:
+    async with direct_server() as world, Client(world.url) as client:
+        async with contextlib.aclosing(client.stream(PROMPT, max_tokens=400, text=False)) as events:
+            async for _ in events:
+                break
+        async with asyncio.timeout(5):
+            await world.engine.wait_idle()
+
+
+@pytest.mark.parametrize("text", [False, True])
+async def test_a_connection_that_breaks_costs_nothing_and_runs_nothing_twice(text: bool) -> None:
+    async with (
+        direct_server(FakeScheduler(held=True)) as world,
+        Cuttable(world.url) as cuttable,
+        Client(cuttable.url) as client,
+    ):
+        calls = [asyncio.create_task(client.generate(PROMPT, max_tokens=3, seed=i, text=text)) for i in range(5)]
+        await wait_for_runs(world.scheduler, 5)
+        cuttable.cut()
+        late = asyncio.create_task(client.generate(PROMPT, max_tokens=3, seed=9, text=text))
+        for _ in range(4):
+            world.scheduler.step()
+            await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            results = await asyncio.gather(*calls)
+            await wait_for_runs(world.scheduler, 6)
+            world.scheduler.held = False
+            world.scheduler.step()
+            results.append(await late)
+        assert [result.samples[0].token_ids.size for result in results] == [3] * 6
+        assert runs(world.scheduler) == 6
+        assert cuttable.num_connections == 2
+
+
+async def test_a_stream_goes_on_over_a_new_connection() -> None:
+    async with (
+        direct_server(FakeScheduler(held=True)) as world,
+        Cuttable(world.url) as cuttable,
+        Client(cuttable.url) as client,
+    ):
+        tokens: list[int] = []
+
+        async def read() -> None:
+            async for event in client.stream(PROMPT, max_tokens=50, seed=4, text=False):
+                tokens.extend(event.token_ids.tolist())
+
+        reading = asyncio.create_task(read())
+        await wait_for_runs(world.scheduler, 1)
+        async with asyncio.timeout(10):
+            while len(tokens) < 5:
+                world.scheduler.step()
+                await asyncio.sleep(0.005)
+            cuttable.cut()
+            world.scheduler.held = False
+            world.scheduler.step()
+            await reading
+        assert len(tokens) == 50
+        assert runs(world.scheduler) == 1
+
+
+async def test_a_server_that_comes_back_without_memory_runs_them_again() -> None:
+    first = FakeScheduler(held=True)
+    async with contextlib.AsyncExitStack() as stack:
+        async with direct_server(first) as world:
+            address = world.url
+            client = await stack.enter_async_context(Client(address))
+            call = asyncio.create_task(client.generate(PROMPT, max_tokens=3, text=False))
+            begun = client.stream(PROMPT, max_tokens=9, text=False)
+            reading = asyncio.create_task(begun.__anext__())
+            await wait_for_runs(first, 2)
+            first.step()
+            async with asyncio.timeout(5):
+                await reading
+        async with direct_server(bind=address), asyncio.timeout(5):
+            assert (await call).samples[0].token_ids.size == 3
+            with pytest.raises(ConnectionLostError, match="forgotten"):
+                async for _ in begun:
+                    pass
+
+
+async def test_an_engine_that_is_full_is_asked_again() -> None:
+    async with direct_server(max_requests=2) as world, Client(world.url) as client:
+        results = await asyncio.gather(*(client.generate([i], max_tokens=2, text=False) for i in range(3)))
+        assert len(results) == 3
+
+
+async def test_nobody_answers() -> None:
+    with pytest.raises(ConnectionLostError, match="nobody answers"):
+        async with Client("tcp://127.0.0.1:9", timeout=0.1):
+            pass
+    with pytest.raises(ConnectionLostError, match="no connection to nonsense"):
+        async with Client("nonsense"):
+            pass
+
+
+async def test_closing_fails_what_is_open() -> None:
+    async with direct_server(FakeScheduler(held=True)) as world:
+        async with Client(world.url) as client:
+            call = asyncio.create_task(client.generate(PROMPT, max_tokens=5, text=False))
+            await wait_for_runs(world.scheduler, 1)
+        with pytest.raises(ConnectionLostError):
+            await call
+        with pytest.raises(ConnectionLostError):
+            await client.generate(PROMPT)
+        async with asyncio.timeout(5):
+            await world.engine.wait_idle()
+
+
+# ---- keys
+
+
+async def test_keys_let_their_clients_in_and_nobody_else(tmp_path: Path) -> None:
+    make_keys(tmp_path, "server")
+    make_keys(tmp_path / "clients", "ours")
+    make_keys(tmp_path, "stranger")
+    keys: dict[str, Any] = {"zmq_key": str(tmp_path / "server.key_secret"), "zmq_clients": str(tmp_path / "clients")}
+    async with direct_server(**keys) as world:
+        ours, server_key = tmp_path / "clients" / "ours.key_secret", tmp_path / "server.key"
+        async with Client(world.url, key=ours, server_key=server_key) as client:
+            assert (await client.generate(PROMPT, max_tokens=2, text=False)).samples[0].token_ids.size == 2
+        with pytest.raises(ConnectionLostError, match="accept the keys"):
+            async with Client(world.url, key=tmp_path / "stranger.key_secret", server_key=server_key, timeout=0.5):
+                pass
+        with pytest.raises(ConnectionLostError):
+            async with Client(world.url, timeout=0.3):
+                pass
+        with pytest.raises(ConnectionLostError):
+            async with Client(world.url, key=ours, server_key=tmp_path / "stranger.key", timeout=0.3):
+                pass
+
+
+# ---- without asyncio
+
+
+async def test_the_same_without_asyncio() -> None:
+    async with direct_server() as world:
+        await asyncio.to_thread(use, world.url)
+
+
+def use(url: str) -> None:
+    with SyncClient(url) as client:
+        result = client.generate(PROMPT, max_tokens=4, seed=1, text=False)
+        events = list(client.stream(PROMPT, max_tokens=4, seed=1, text=False))
+        assert [int(i) for event in events for i in event.token_ids] == result.samples[0].token_ids.tolist()
+        assert len(client.generate_many([PROMPT, PROMPT], max_tokens=2)) == 2
+        for event in client.stream(PROMPT, max_tokens=300):
+            assert event.finish_reason is None
+            break
+        with pytest.raises(RequestError, match="temperature"):
+            client.generate(PROMPT, temperature=-1.0)
+    with pytest.raises(ConnectionLostError), SyncClient("tcp://127.0.0.1:9", timeout=0.1):
+        pass

@@ -1,0 +1,233 @@
+"""The client's side of the protocol without sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import pytest
+
+from toka_async.client.errors import RequestError
+from toka_async.client.exchange import MARGIN, Exchange
+from toka_async.client.pending import News, Pending, Wishes
+from toka_async.client.results import Result
+from toka_async.protocol import (
+    Ack,
+    Buffer,
+    Cancellation,
+    Closed,
+    Columns,
+    Error,
+    FromClient,
+    FromServer,
+    Hello,
+    ProtocolError,
+    Results,
+    Submission,
+    Welcome,
+    from_client,
+    pack,
+)
+
+
+@dataclass
+class Wire:
+    """An exchange and what it sends."""
+
+    sent: list[tuple[FromClient, Columns]] = field(default_factory=list)
+    retries: list[float] = field(default_factory=list)
+    news: dict[int, News] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.exchange = Exchange(self._send, self.retries.append)
+
+    def _send(self, frames: Sequence[Buffer]) -> bool:
+        self.sent.append(from_client([bytes(frame) for frame in frames]))
+        return True
+
+    def tell(self, pending: Pending, news: News) -> None:
+        self.news[pending.id] = news
+
+    def say(self, header: FromServer, columns: Columns | None = None) -> None:
+        self.exchange.on_frames(pack(header, columns))
+
+    def welcome(self, *, resumed: bool = False, credit: int = 100, max_message: int = 1 << 20) -> None:
+        self.exchange.connected()
+        self.say(
+            Welcome(
+                version=1,
+                resumed=resumed,
+                credit=credit,
+                window=8,
+                heartbeat=9.0,
+                model="tiny",
+                vocab_size=9,
+                max_context=9,
+                max_n=9,
+                max_message=max_message,
+            )
+        )
+        self.exchange.flush()
+
+    def ask(self, *keys: int, length: int = 2, n: int = 1, stream: bool = False) -> list[Pending]:
+        fields = {"n": n}
+        wishes = Wishes(fields, msgspec.msgpack.encode(fields), stream)
+        prompt = np.ones(length, np.int32)
+        made = [Pending(key, prompt, 0, wishes, self) for key in keys]
+        for pending in made:
+            self.exchange.add(pending)
+        self.exchange.flush()
+        return made
+
+    def result(self, seq: int, *keys: int, sample: int = 0) -> None:
+        size = len(keys)
+        columns: Columns = {
+            "ids": np.asarray(keys),
+            "samples": np.full(size, sample, np.int32),
+            "counts": np.ones(size, np.int32),
+            "reasons": np.full(size, 2, np.int32),
+            "cached": np.zeros(size, np.int32),
+            "token_ids": np.asarray(keys, np.int32),
+        }
+        self.say(Results(seq=seq, columns=tuple(columns)), columns)
+        self.exchange.flush()
+
+    def submitted(self) -> list[list[int]]:
+        return [columns["ids"].tolist() for header, columns in self.sent if isinstance(header, Submission)]
+
+    def error(self, seq: int, key: int, code: str) -> None:
+        header = Error(seq=seq, status=400, code=code, param="n", message="no", retry_after=2.0, columns=("ids",))
+        self.say(header, {"ids": np.asarray([key])})
+        self.exchange.flush()
+
+
+def test_nothing_is_sent_before_the_welcome() -> None:
+    wire = Wire()
+    wire.ask(1, 2)
+    assert wire.sent == []
+    wire.welcome()
+    assert isinstance(wire.sent[0][0], Hello)
+    assert wire.submitted() == [[1, 2]]
+
+
+def test_the_credit_is_respected_and_comes_back() -> None:
+    wire = Wire()
+    wire.welcome(credit=3)
+    wire.ask(*range(5))
+    assert wire.submitted() == [[0, 1, 2]]
+    wire.result(1, 0, 2)
+    assert wire.submitted() == [[0, 1, 2], [3, 4]]
+    (submission,) = [header for header, columns in wire.sent[-1:] if isinstance(header, Submission)]
+    assert submission.ack == 1
+    wire.result(2, 1, 3, 4)
+    assert [header.ack for header, _ in wire.sent if isinstance(header, Ack)] == [2]
+    assert wire.exchange.num_open == 0
+
+
+def test_messages_are_no_larger_than_the_server_takes() -> None:
+    wire = Wire()
+    wire.welcome(max_message=MARGIN + 100)
+    wire.ask(1, 2, 3, length=12)
+    assert wire.submitted() == [[1, 2], [3]]
+    wire.ask(4, length=30)
+    error = wire.news[4]
+    assert isinstance(error, RequestError)
+    assert (error.field, error.status) == ("prompt", 413)
+
+
+def test_what_comes_twice_counts_once() -> None:
+    wire = Wire()
+    wire.welcome()
+    wire.ask(1, n=2)
+    wire.result(1, 1)
+    wire.result(1, 1)
+    assert not wire.news
+    wire.result(2, 1, sample=1)
+    result = wire.news[1]
+    assert isinstance(result, Result)
+    assert len(result.samples) == 2
+
+
+def test_a_new_connection_says_what_was_received_and_asks_again() -> None:
+    wire = Wire()
+    wire.welcome()
+    wire.ask(1, 2)
+    wire.result(1, 1)
+    wire.exchange.disconnected()
+    wire.ask(3)
+    wire.welcome(resumed=True)
+    hello = [header for header, _ in wire.sent if isinstance(header, Hello)][-1]
+    assert hello.received == 1
+    assert hello.session == next(header.session for header, _ in wire.sent if isinstance(header, Hello))
+    assert wire.submitted() == [[1, 2], [2, 3]]
+
+
+def test_a_server_without_memory_counts_from_the_beginning() -> None:
+    wire = Wire()
+    wire.welcome()
+    wire.ask(1, 2, n=2)
+    wire.result(1, 1)
+    wire.welcome(resumed=False)
+    wire.result(1, 1)
+    assert not wire.news, "the sample that came of the first run is not taken for the second's"
+    wire.result(2, 1, sample=1)
+    assert wire.news.keys() == {1}
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_an_abandoned_request_is_cancelled_also_over_a_new_connection(resumed: bool) -> None:
+    wire = Wire()
+    wire.welcome()
+    (pending,) = wire.ask(1)
+    wire.exchange.disconnected()
+    wire.exchange.abandon(pending)
+    wire.welcome(resumed=resumed)
+    cancelled = [columns["ids"].tolist() for header, columns in wire.sent if isinstance(header, Cancellation)]
+    assert cancelled == ([[1]] if resumed else [])
+    assert wire.exchange.num_open == resumed
+    if resumed:
+        wire.error(1, 1, "cancelled")
+    assert wire.exchange.num_open == 0
+    assert not wire.news
+
+
+def test_one_that_was_not_sent_needs_no_cancelling() -> None:
+    wire = Wire()
+    (pending,) = wire.ask(1)
+    wire.exchange.abandon(pending)
+    wire.welcome()
+    assert wire.submitted() == []
+    assert wire.exchange.num_open == 0
+
+
+def test_what_passes_is_tried_again_later_and_what_does_not_is_told() -> None:
+    wire = Wire()
+    wire.welcome()
+    wire.ask(1, 2, 3)
+    wire.error(1, 1, "overloaded")
+    wire.error(2, 2, "request_failed")
+    assert wire.retries == [2.0]
+    error = wire.news[2]
+    assert isinstance(error, RequestError)
+    assert (error.field, error.code, str(error)) == ("n", "request_failed", "no")
+    assert wire.submitted() == [[1, 2, 3]]
+    wire.result(3, 3)
+    assert wire.submitted() == [[1, 2, 3], [1]]
+
+
+def test_a_closed_session_begins_anew_unless_it_is_refused() -> None:
+    wire = Wire()
+    wire.welcome()
+    wire.say(Closed(code="unknown", message="who?"))
+    assert [type(header) for header, _ in wire.sent] == [Hello, Hello]
+    wire.say(Closed(code="stopping", message="bye"))
+    assert wire.retries == [1.0]
+    wire.say(Closed(code="refused", message="no version"))
+    assert wire.exchange.refused == "no version"
+
+
+def test_nonsense_of_a_server_is_an_error() -> None:
+    with pytest.raises(ProtocolError):
+        Wire().exchange.on_frames([b"nonsense"])

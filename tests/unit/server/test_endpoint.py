@@ -1,0 +1,400 @@
+"""The endpoint of direct submission without sockets: sessions, flow control, errors, and anything else sent to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.direct import SESSION, Bare, bare_endpoint, turns
+from tests.fake_scheduler import FakeScheduler
+from toka_async.messages import Cancels, Submits
+from toka_async.protocol import (
+    Ack,
+    Bye,
+    Cancellation,
+    Closed,
+    Columns,
+    Error,
+    Hello,
+    Ping,
+    Pong,
+    Results,
+    Submission,
+    Welcome,
+)
+from toka_async.server.delivery import WINDOW
+
+
+@pytest.fixture
+async def bare() -> AsyncIterator[Bare]:
+    with bare_endpoint() as made:
+        yield made
+
+
+async def run(bare: Bare, steps: int = 20) -> None:
+    for _ in range(steps):
+        bare.scheduler.step()
+        await turns()
+
+
+def ids_column(*ids: int) -> Columns:
+    return {"ids": np.asarray(ids, np.int64)}
+
+
+# ---- sessions
+
+
+async def test_hello(bare: Bare) -> None:
+    bare.hello()
+    ((welcome, _),) = bare.heard(Welcome)
+    assert (welcome.version, welcome.resumed, welcome.window) == (1, False, WINDOW)
+    assert (welcome.credit, welcome.vocab_size, welcome.max_context) == (16384, 400, 512)
+    assert (welcome.heartbeat, welcome.max_message) == (10.0, 64 << 20)
+    bare.say(Ping())
+    assert len(bare.heard(Pong)) == 1
+
+
+async def test_a_version_that_is_not_spoken_is_refused(bare: Bare) -> None:
+    bare.say(Hello(versions=(2, 3), session=SESSION))
+    ((closed, _),) = bare.heard(Closed)
+    assert closed.code == "refused"
+    assert "version 1" in closed.message
+    assert not bare.heard(Welcome)
+
+
+async def test_who_has_not_said_hello_is_told_so(bare: Bare) -> None:
+    bare.submit(1)
+    bare.say(Ack(ack=1))
+    assert [closed.code for closed, _ in bare.heard(Closed)] == ["unknown", "unknown"]
+
+
+async def test_before_the_engine_is_ready_nobody_is_welcome() -> None:
+    with bare_endpoint(FakeScheduler(held=True, ready=None)) as bare:
+        bare.hello()
+        ((error, _),) = bare.heard(Error)
+        assert (error.status, error.code, error.retry_after) == (503, "not_serving", 1)
+
+
+async def test_a_broken_connection_is_taken_up_where_it_broke(bare: Bare) -> None:
+    bare.hello()
+    bare.submit(1, 2, max_tokens=2)
+    bare.submit(3, max_tokens=4)
+    await run(bare, 2)
+    assert bare.ended() == [1, 2]
+    (first,) = bare.heard(Results)
+    bare.wire.gone.add(b"one")
+    await run(bare)
+    bare.hello(identity=b"two", received=0)
+    ((welcome, _),) = bare.heard(Welcome, b"two")
+    assert welcome.resumed
+    assert bare.ended(b"two") == [1, 2, 3]
+    again = bare.heard(Results, b"two")
+    assert again[0][0] == first[0]
+    bare.hello(identity=b"three", received=again[0][0].seq)
+    assert bare.ended(b"three") == [3]
+
+
+async def test_a_client_that_says_nothing_for_too_long_is_gone() -> None:
+    with bare_endpoint(zmq_grace=0.3) as bare:
+        bare.hello()
+        bare.submit(1, max_tokens=400)
+        bare.submit(2, max_tokens=400, text=True)
+        await run(bare, 2)
+        assert bare.service.engine.num_requests == 2
+        await asyncio.wait_for(bare.service.engine.wait_idle(), 5)
+        assert bare.endpoint.num_sessions == 0
+        bare.scheduler.step()
+        assert not bare.scheduler.requests
+
+
+async def test_a_word_is_enough_to_be_expected_for_longer(bare: Bare) -> None:
+    bare.hello()
+    (session,) = bare.endpoint._sessions.values()
+    session.heard -= 1000
+    bare.say(Ping())
+    bare.endpoint._check_alive(session)
+    assert bare.endpoint.num_sessions == 1
+    session.heard -= 1000
+    bare.endpoint._check_alive(session)
+    assert bare.endpoint.num_sessions == 0
+
+
+async def test_bye_ends_what_runs(bare: Bare) -> None:
+    bare.hello()
+    bare.submit(1, max_tokens=400)
+    await run(bare, 2)
+    bare.say(Bye())
+    assert bare.service.engine.num_requests == 0
+    assert bare.endpoint.num_sessions == 0
+    await run(bare, 1)
+    assert not bare.scheduler.requests
+
+
+async def test_closing_waits_for_what_clients_are_owed(bare: Bare) -> None:
+    bare.hello()
+    bare.submit(1, max_tokens=2)
+    await run(bare, 3)
+    closing = asyncio.create_task(bare.endpoint.close(5))
+    await turns()
+    assert not closing.done()
+    bare.say(Ack(ack=1))
+    await asyncio.wait_for(closing, 1)
+    assert [closed.code for closed, _ in bare.heard(Closed)] == ["stopping"]
+
+
+# ---- requests
+
+
+async def test_requests_of_a_message_are_one_message_to_the_scheduler_and_one_back(bare: Bare) -> None:
+    bare.hello()
+    bare.submit(*range(100, 150), max_tokens=3, logprobs=1)
+    await run(bare, 4)
+    assert [type(message) for message in bare.scheduler.log] == [Submits]
+    ((results, columns),) = bare.heard(Results)
+    assert columns["ids"].tolist() == [*range(100, 150)]
+    assert (results.seq, results.num_top) == (1, 1)
+    assert columns["counts"].tolist() == [3] * 50
+    assert columns["token_ids"].size == columns["logprobs"].size == columns["top_ids"].size == 150
+    assert columns["reasons"].tolist() == [2] * 50
+
+
+async def test_the_same_id_twice_is_one_run(bare: Bare) -> None:
+    bare.hello()
+    bare.submit(7, max_tokens=3)
+    bare.submit(7, max_tokens=3)
+    await run(bare, 5)
+    bare.submit(7, max_tokens=3)
+    assert bare.ended() == [7]
+    bare.submit(7, max_tokens=3, ack=1)
+    await run(bare, 5)
+    assert bare.ended() == [7, 7]
+    (_, first), (_, second) = bare.heard(Results)
+    assert {name: values.tolist() for name, values in first.items()} == {
+        name: values.tolist() for name, values in second.items()
+    }
+    assert len([message for message in bare.scheduler.log if isinstance(message, Submits)]) == 1
+
+
+async def test_streams_come_step_by_step(bare: Bare) -> None:
+    bare.hello()
+    bare.submit(1, 2, max_tokens=3, stream=True, n=2)
+    await run(bare, 4)
+    assert [columns["ids"].tolist() for _, columns in bare.heard(Results)] == [[1, 1, 2, 2]] * 3
+    assert bare.ended() == [1, 1, 2, 2]
+
+
+async def test_a_cancelled_request_ends_once(bare: Bare) -> None:
+    bare.hello()
+    bare.submit(1, 2, 3, max_tokens=400)
+    bare.submit(4, max_tokens=400, text=True)
+    await run(bare, 2)
+    bare.say(Cancellation(columns=("ids",)), ids_column(2, 4, 99))
+    bare.say(Cancellation(columns=("ids",)), ids_column(2, 4))
+    await run(bare, 2)
+    ((error, columns),) = bare.heard(Error)
+    assert (error.code, error.status, sorted(columns["ids"].tolist())) == ("cancelled", 499, [2, 4])
+    assert bare.service.engine.num_requests == 2
+    assert len([message for message in bare.scheduler.log if isinstance(message, Cancels)]) == 1
+    assert len(bare.scheduler.requests) == 2
+
+
+async def test_only_what_is_wrong_is_refused(bare: Bare) -> None:
+    bare.hello()
+    columns: Columns = {
+        "ids": np.asarray([1, 2, 3, 4, 5]),
+        "lengths": np.asarray([2, 0, 1, 600, 1], np.int32),
+        "prompts": np.asarray([5, 6, 400, *([1] * 600), -1], np.int32),
+    }
+    fields = msgspec.Raw(msgspec.msgpack.encode({"text": False, "max_tokens": 2}))
+    bare.say(Submission(fields=fields, columns=tuple(columns)), columns)
+    await run(bare, 3)
+    assert bare.ended() == [1]
+    said = {int(c["ids"][0]): (e.status, e.param, e.message) for e, c in bare.heard(Error)}
+    assert said.keys() == {2, 3, 4, 5}
+    assert {(status, param) for status, param, _ in said.values()} == {(400, "prompt")}
+    assert "empty" in said[2][2]
+    assert "400" in said[3][2]
+    assert "512" in said[4][2]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 5}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"n": 2**40}, "n"),
+        ({"nonsense": 1}, "nonsense"),
+        ({"seed": 1}, "seed"),
+        ({"tools": [1]}, "tools"),
+        ({"stop": [""]}, "stop"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10**6}, "max_tokens"),
+        ({"model": "other"}, "model"),
+        ({"logit_bias": {"401": 1.0}}, "logit_bias"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ],
+)
+async def test_a_wrong_field_is_named(bare: Bare, fields: dict[str, Any], param: str) -> None:
+    bare.hello()
+    bare.submit(1, 2, **fields)
+    await turns()
+    ids = [key for _, columns in bare.heard(Error) for key in columns["ids"].tolist()]
+    assert ids == [1, 2]
+    assert {error.param for error, _ in bare.heard(Error)} == {param}
+
+
+@pytest.mark.parametrize(
+    ("columns", "field"),
+    [
+        ({"ids": [1]}, "lengths"),
+        ({"lengths": [1]}, "ids"),
+        ({"ids": [1], "lengths": [1]}, "prompts"),
+        ({"ids": [1], "lengths": [1], "prompts": [1], "texts": [1]}, "prompts"),
+        ({"ids": [1], "lengths": [1, 1], "prompts": [1, 1]}, "lengths"),
+        ({"ids": [1], "lengths": [2], "prompts": [1]}, "prompts"),
+        ({"ids": [-1], "lengths": [1], "prompts": [1]}, "ids"),
+        ({"ids": [1], "lengths": [-1], "prompts": []}, "lengths"),
+        ({"ids": [1], "lengths": [1], "prompts": [1], "seeds": []}, "seeds"),
+        ({"ids": [1], "lengths": [1], "prompts": [1], "samples": [1]}, "samples"),
+    ],
+)
+async def test_wrong_columns_are_named(bare: Bare, columns: dict[str, list[int]], field: str) -> None:
+    bare.hello()
+    made: Columns = {name: np.asarray(values) for name, values in columns.items()}
+    bare.say(Submission(columns=tuple(made)), made)
+    ((error, about),) = bare.heard(Error)
+    assert (error.status, error.code, error.param, error.seq) == (400, "protocol", field, 0)
+    assert about.keys() <= {"ids"}
+    assert bare.service.engine.num_requests == 0
+
+
+# ---- flow control
+
+
+async def test_more_than_the_credit_is_refused_and_does_not_count() -> None:
+    with bare_endpoint(zmq_credit=3) as bare:
+        bare.hello()
+        bare.submit(1, 2, max_tokens=2)
+        bare.submit(3, 4, max_tokens=2)
+        ((error, columns),) = bare.heard(Error)
+        assert (error.code, error.status, columns["ids"].tolist()) == ("credit", 429, [3, 4])
+        await run(bare, 3)
+        bare.submit(3, 4, max_tokens=2, ack=1)
+        await run(bare, 3)
+        assert bare.ended() == [1, 2, 3, 4]
+
+
+async def test_too_much_for_the_engine_is_refused_with_a_time_to_retry() -> None:
+    with bare_endpoint(max_requests=2) as bare:
+        bare.hello()
+        bare.submit(1, 2, 3)
+        bare.submit(4, 5, 6, text=True)
+        await turns()
+        ((error, columns),) = bare.heard(Error)
+        assert (error.code, error.status, error.retry_after) == ("overloaded", 429, 1)
+        assert columns["ids"].tolist() == [3, 4, 5, 6]
+        assert bare.service.engine.num_requests == 2
+        await run(bare, 17)
+        bare.submit(3, 4)
+        assert bare.service.engine.num_requests == 0, "its refusal is not acknowledged yet"
+        bare.submit(3, 4, ack=1)
+        assert bare.service.engine.num_requests == 2
+
+
+async def test_a_slow_client_gets_a_window_of_messages_and_then_all_that_came_as_one(bare: Bare) -> None:
+    bare.hello()
+    bare.submit(1, max_tokens=100, stream=True)
+    await run(bare, 101)
+    assert len(bare.heard(Results)) == WINDOW
+    bare.say(Ack(ack=1))
+    await turns()
+    assert len(bare.heard(Results)) == WINDOW + 1
+    _, columns = bare.heard(Results)[-1]
+    assert columns["ids"].size == 100 - WINDOW
+    assert bare.ended() == [1]
+
+
+async def test_a_client_that_takes_nothing_is_cut_off(bare: Bare) -> None:
+    bare.hello()
+    (session,) = bare.endpoint._sessions.values()
+    session.most_bytes = 20_000
+    bare.submit(1, max_tokens=400, stream=True, n=4)
+    await run(bare, 300)
+    assert [closed.code for closed, _ in bare.heard(Closed)] == ["too_slow"]
+    assert bare.service.engine.num_requests == 0
+    assert bare.endpoint.num_sessions == 0
+    bare.hello()
+    assert not bare.heard(Welcome)[-1][0].resumed
+
+
+# ---- whatever else is sent
+
+
+WORDS = st.sampled_from(["", "a", "temperature", "text", "stop", "n", "\x00"])
+ANY = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | WORDS | st.binary(max_size=9)
+NAMES = ["ids", "lengths", "prompts", "texts", "seeds", "counts"]
+SUBMITTED = st.builds(
+    lambda fields, columns: [
+        msgspec.msgpack.encode({"type": "submit", "fields": fields, "columns": list(columns)}),
+        *columns.values(),
+    ],
+    st.dictionaries(WORDS, ANY | st.lists(ANY, max_size=2), max_size=3),
+    st.dictionaries(st.sampled_from(NAMES), st.sampled_from([b"", bytes(4), bytes(8), bytes(7), b"\xff" * 8])),
+)
+OTHERS = st.builds(
+    lambda kind, fields, frames: [msgspec.msgpack.encode({"type": kind, **fields}), *frames],
+    st.sampled_from(["hello", "cancel", "ack", "ping", "results", "nonsense"]),
+    st.dictionaries(st.sampled_from(["versions", "session", "ack", "columns", "received"]), ANY | st.lists(ANY)),
+    st.lists(st.binary(max_size=16), max_size=2),
+)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[tuple[asyncio.AbstractEventLoop, Bare]]:
+    """One endpoint for all that is sent to it."""
+    loop = asyncio.new_event_loop()
+
+    async def make() -> tuple[Bare, object]:
+        manager = bare_endpoint(FakeScheduler())
+        return manager.__enter__(), manager
+
+    bare, manager = loop.run_until_complete(make())
+    yield loop, bare
+    manager.__exit__(None, None, None)  # type: ignore[attr-defined]
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+
+
+@settings(deadline=None, max_examples=150)
+@given(frames=st.lists(st.binary(max_size=40), max_size=4) | SUBMITTED | OTHERS)
+def test_nothing_that_is_sent_harms_the_endpoint(
+    world: tuple[asyncio.AbstractEventLoop, Bare], frames: list[bytes]
+) -> None:
+    loop, bare = world
+
+    async def send() -> None:
+        bare.wire.sent.clear()
+        bare.hello(session=b"hostile_" * 2)
+        bare.wire.deliver([b"one", *frames])
+        bare.wire.deliver([b"nobody", *frames])
+        await turns()
+        assert not [error for error, _ in bare.heard(Error) if error.status == 500]
+        bare.hello(identity=b"good", session=b"faithful" * 2)
+        number = bare.endpoint._sessions[b"faithful" * 2].delivery._seq + 1
+        bare.submit(number, max_tokens=1, identity=b"good")
+        for _ in range(50):
+            await turns()
+            if number in bare.ended(b"good"):
+                break
+        assert number in bare.ended(b"good")
+        bare.say(Ack(ack=10**9), identity=b"good")
+
+    loop.run_until_complete(send())

@@ -1,0 +1,111 @@
+"""Messages of several frames over real sockets on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import numpy as np
+import pytest
+import zmq
+
+from toka_async.transport.multipart import SMALL, TURN, Dealer, Frame, Router
+
+MAX_FRAME = 1 << 20
+
+
+class Wires:
+    """A router, and dealers that say hello to it. heard: what each end got."""
+
+    def __init__(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.router = Router(self.context, "tcp://127.0.0.1:*", max_frame=MAX_FRAME, max_queued=9)
+        self.heard: list[list[Frame]] = []
+        self.lost: list[str | None] = []
+        self._dealers: list[Dealer] = []
+        self.router.attach(asyncio.get_running_loop(), self.heard.append)
+
+    async def dealer(self, heard: Callable[[list[Frame]], None] = print) -> Dealer:
+        made, connected = Dealer(self.context, self.router.address), asyncio.Event()
+        self._dealers.append(made)
+        made.connect(asyncio.get_running_loop(), heard, connected.set, self.lost.append)
+        async with asyncio.timeout(5):
+            await connected.wait()
+        return made
+
+    def close(self) -> None:
+        for dealer in self._dealers:
+            dealer.close()
+        self.router.close()
+        self.context.term()
+
+
+@pytest.fixture
+async def wires() -> AsyncIterator[Wires]:
+    made = Wires()
+    yield made
+    made.close()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def test_frames_go_both_ways(wires: Wires) -> None:
+    answers: list[list[Frame]] = []
+    dealer = await wires.dealer(answers.append)
+    numbers = np.arange(SMALL, dtype=np.int32)
+    assert dealer.send([b"head", numbers.data.cast("B"), b""])
+    await until(lambda: wires.heard)
+    ((identity, head, column, empty),) = wires.heard
+    assert (bytes(head), bytes(empty)) == (b"head", b"")
+    assert isinstance(column, memoryview), "large frames are not copied"
+    assert np.frombuffer(column, np.int32).tolist() == numbers.tolist()
+    assert wires.router.send([identity, b"back", column])
+    await until(lambda: answers)
+    assert [bytes(frame)[:4] for frame in answers[0]] == [b"back", bytes(4)]
+
+
+async def test_more_messages_than_a_turn(wires: Wires) -> None:
+    dealer = await wires.dealer()
+    for number in range(3 * TURN):
+        assert dealer.send([b"%d" % number])
+    await until(lambda: len(wires.heard) == 3 * TURN)
+    assert [bytes(frames[1]) for frames in wires.heard] == [b"%d" % number for number in range(3 * TURN)]
+
+
+async def test_a_frame_that_is_too_long_ends_its_connection_and_no_other(wires: Wires) -> None:
+    good, bad = await wires.dealer(), await wires.dealer()
+    bad.send([b"head", bytes(MAX_FRAME + 1)])
+    await until(lambda: wires.lost)
+    assert good.send([b"hello"])
+    await until(lambda: wires.heard)
+    assert [bytes(frames[1]) for frames in wires.heard] == [b"hello"]
+
+
+async def test_nobody_is_there(wires: Wires) -> None:
+    assert not wires.router.send([b"nobody", b"hello"])
+    dealer = await wires.dealer()
+    dealer.send([b"hello"])
+    await until(lambda: wires.heard)
+    dealer.close()
+    await until(lambda: not wires.router.send([wires.heard[0][0], b"hello"]))
+
+
+async def test_one_that_does_not_read_is_not_waited_for(wires: Wires) -> None:
+    dealer = await wires.dealer()
+    dealer.send([b"hello"])
+    await until(lambda: wires.heard)
+    asyncio.get_running_loop().remove_reader(dealer.socket.fileno())
+    dealer.socket.setsockopt(zmq.RCVHWM, 1)
+    sent = 0
+    while wires.router.send([wires.heard[0][0], bytes(MAX_FRAME)]):
+        sent += 1
+        assert sent < 10_000
+
+
+async def test_an_address_that_is_taken(wires: Wires) -> None:
+    with pytest.raises(zmq.ZMQError, match="in use"):
+        Router(wires.context, wires.router.address, max_frame=1, max_queued=1)

@@ -1,0 +1,28 @@
+"""Clients of direct submission over ZeroMQ: token ids or text in, samples out, thousands of requests in a message.
+
+    async with Client("tcp://127.0.0.1:10211") as client:
+        result = await client.generate([1, 15, 27], n=4, max_tokens=64, text=False)
+        result.samples[0].token_ids, result.samples[0].finish_reason
+
+`Client` is for asyncio, `SyncClient` for everybody else. A connection that breaks is made again, and what was asked for
+is asked for again under the same id, so it runs once. Loads neither torch nor a web server. The protocol, for clients
+in other languages, is in the README: "Direct submission over ZeroMQ".
+"""
+
+from toka_async.client.client import Client
+from toka_async.client.errors import ConnectionLostError, RequestError
+from toka_async.client.fields import Fields
+from toka_async.client.results import Event, PromptScores, Result, Sample
+from toka_async.client.sync import SyncClient
+
+__all__ = [
+    "Client",
+    "ConnectionLostError",
+    "Event",
+    "Fields",
+    "PromptScores",
+    "RequestError",
+    "Result",
+    "Sample",
+    "SyncClient",
+]

@@ -1,0 +1,273 @@
+"""The asyncio client: a connection, kept alive and made again, and the requests that go over it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from toka_async.arrays import Int32
+from toka_async.client.errors import ConnectionLostError, RequestError
+from toka_async.client.exchange import Exchange
+from toka_async.client.fields import Fields
+from toka_async.client.pending import Events, ManyResults, OneResult, Pending, Waiter, Wishes
+from toka_async.client.results import Event, Result
+from toka_async.protocol import ProtocolError
+from toka_async.transport.curve import read_pair, read_public
+from toka_async.transport.multipart import Dealer, Frame
+
+Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]]
+MOST_WISHES = 256  # that are remembered
+NOT_IDS = np.empty((0, 0))
+BYE_TIMEOUT = 500  # milliseconds for the last words to leave
+
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+class Client:
+    """Requests to one server. To be used as an async context manager; any number of tasks may share it.
+
+    Args:
+        url: of the server, such as tcp://127.0.0.1:10211.
+        key: this client's NAME.key_secret, and server_key: the server's NAME.key, for an encrypted connection.
+        timeout: seconds to wait for the first connection.
+
+    Raises:
+        ConnectionLostError: no connection came about (entering the context).
+        KeyFileError: a key file is missing or wrong.
+    """
+
+    def __init__(
+        self, url: str, *, key: Path | str | None = None, server_key: Path | str | None = None, timeout: float = 10.0
+    ) -> None:
+        if (key is None) != (server_key is None):
+            raise ValueError("key and server_key: give both, or none")
+        self._url = url
+        self._keys = None if key is None else read_pair(Path(key))
+        self._server_key = None if server_key is None else read_public(Path(server_key))
+        self._timeout = timeout
+        self._next_id = 0
+        self._random = Random()
+        self._wishes: dict[bytes, Wishes] = {}
+        self._flushing = False
+        self._timers: set[asyncio.TimerHandle] = set()
+        self._pings: asyncio.TimerHandle | None = None
+
+    # ---- the connection ----------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._dealer = Dealer(self._context, self._url, keys=self._keys, server_key=self._server_key)
+        self._exchange = Exchange(self._dealer.send, self._retry)
+        self._welcomed = asyncio.Event()
+        self._problem: str | None = None
+        try:
+            await self._connect()
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def _connect(self) -> None:
+        try:
+            self._dealer.connect(self._loop, self._on_frames, self._on_connected, self._on_lost)
+            async with asyncio.timeout(self._timeout):
+                await self._welcomed.wait()
+        except (TimeoutError, zmq.ZMQError) as error:
+            reason = self._problem or (error.strerror if isinstance(error, zmq.ZMQError) else "nobody answers")
+            raise ConnectionLostError(f"no connection to {self._url}: {reason}") from None
+        if self._exchange.refused is not None:
+            raise ConnectionLostError(f"{self._url}: {self._exchange.refused}")
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._exchange.fail_all(ConnectionLostError("the client was closed"))
+        self._exchange.bye()
+        await self._close()
+
+    async def _close(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        self._dealer.close(linger=BYE_TIMEOUT)
+        await self._loop.run_in_executor(None, self._context.term)
+
+    def _on_connected(self) -> None:
+        if not self._exchange.connected():
+            self._later(0.05, self._on_connected)
+
+    def _on_lost(self, problem: str | None) -> None:
+        self._exchange.disconnected()
+        self._problem = problem or self._problem
+
+    def _on_frames(self, frames: list[Frame]) -> None:
+        had_welcome = self._exchange.welcome is not None
+        try:
+            self._exchange.on_frames(frames)
+        except ProtocolError as error:
+            self._exchange.fail_all(ConnectionLostError(f"{self._url} does not speak the protocol: {error}"))
+        welcome = self._exchange.welcome
+        if welcome is not None and not had_welcome:
+            self._ping()
+        if welcome is not None or self._exchange.refused is not None:
+            self._welcomed.set()
+        self._wake()
+
+    def _ping(self) -> None:
+        """Again and again while the connection lasts."""
+        if self._pings is not None:
+            self._pings.cancel()
+            self._timers.discard(self._pings)
+            self._pings = None
+        if self._exchange.welcome is not None:
+            self._exchange.ping()
+            self._pings = self._later(self._exchange.welcome.heartbeat / 2, self._ping)
+
+    def _retry(self, seconds: float) -> None:
+        self._later(seconds, self._try_again)
+
+    def _try_again(self) -> None:
+        if self._exchange.welcome is None:
+            self._exchange.connected()
+        self._exchange.retry()
+        self._wake()
+
+    def _later(self, seconds: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+        def run() -> None:
+            self._timers.discard(timer)
+            call()
+
+        timer = self._loop.call_later(seconds, run)
+        self._timers.add(timer)
+        return timer
+
+    def _wake(self) -> None:
+        """Everything that one turn of the loop brings goes out together."""
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if not self._dealer.socket.closed:
+            self._exchange.flush()
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, prompt: Prompt, *, seed: int | None = None, **fields: Unpack[Fields]) -> Result:
+        """All samples of a prompt: text, or token ids. An array of int32 is not copied: it must not change meanwhile.
+
+        Raises:
+            RequestError: the server refuses it; names the field.
+            ConnectionLostError: the client was closed.
+        """
+        waiter = OneResult()
+        pending = self._add(prompt, seed, self._wish(fields, stream=False), waiter)
+        try:
+            return await waiter.future
+        except asyncio.CancelledError:
+            self._abandon([pending])
+            raise
+
+    async def generate_many(
+        self, prompts: Sequence[Prompt], *, seeds: Sequence[int] | None = None, **fields: Unpack[Fields]
+    ) -> list[Result]:
+        """As `generate` of each prompt, in order; the first error cancels the rest."""
+        if not prompts:
+            return []
+        if seeds is not None and len(seeds) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts, but {len(seeds)} seeds", field="seeds")
+        waiter, wishes = ManyResults(len(prompts)), self._wish(fields, stream=False)
+        pendings: list[Pending] = []
+        try:
+            for place, prompt in enumerate(prompts):
+                seed = None if seeds is None else seeds[place]
+                pendings.append(self._add(prompt, seed, wishes, waiter, place))
+            return await waiter.future
+        except BaseException:
+            self._abandon(pendings)
+            raise
+
+    async def stream(
+        self, prompt: Prompt, *, seed: int | None = None, **fields: Unpack[Fields]
+    ) -> AsyncGenerator[Event, None]:
+        """The tokens of all samples as they come. Leaving the loop early cancels the request.
+
+        Raises:
+            RequestError: as `generate`.
+            ConnectionLostError: the client was closed, or the server has forgotten what it had begun.
+        """
+        waiter = Events()
+        pending = self._add(prompt, seed, self._wish(fields, stream=True), waiter)
+        num_open = pending.wishes.n
+        try:
+            while num_open:
+                event = await waiter.next()
+                num_open -= event.finish_reason is not None
+                yield event
+        finally:
+            self._abandon([pending])
+
+    def _wish(self, fields: Mapping[str, Any], *, stream: bool) -> Wishes:
+        try:
+            encoded = _ENCODER.encode({**fields, "stream": True} if stream else fields)
+        except (TypeError, OverflowError) as error:
+            raise RequestError(f"the fields cannot be sent: {error}") from None
+        wishes = self._wishes.get(encoded)
+        if wishes is None:
+            if len(self._wishes) >= MOST_WISHES:
+                self._wishes.clear()
+            wishes = self._wishes[encoded] = Wishes(fields, encoded, stream)
+        return wishes
+
+    def _add(self, prompt: Prompt, seed: int | None, wishes: Wishes, waiter: Waiter, place: int = 0) -> Pending:
+        if self._exchange.refused is not None or self._dealer.socket.closed:
+            raise ConnectionLostError(self._exchange.refused or "the client is closed")
+        key, self._next_id = self._next_id, self._next_id + 1
+        pending = Pending(key, as_prompt(prompt), self._seed(seed), wishes, waiter, place)
+        self._exchange.add(pending)
+        self._wake()
+        return pending
+
+    def _seed(self, seed: int | None) -> int:
+        """A random one where none is given. Raises RequestError for one out of range."""
+        if seed is None:
+            return self._random.getrandbits(63)
+        if not -(2**63) <= seed < 2**63:
+            raise RequestError("'seed' has more than 64 bits", field="seed")
+        return seed
+
+    def _abandon(self, pendings: Sequence[Pending]) -> None:
+        for pending in pendings:
+            self._exchange.abandon(pending)
+        if not self._dealer.socket.closed:
+            self._wake()
+
+
+def as_prompt(prompt: Prompt) -> Int32 | bytes:
+    """As it is sent. Raises RequestError for what is neither text nor token ids."""
+    if isinstance(prompt, str):
+        try:
+            return prompt.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"'prompt' is no text: {error.reason}", field="prompt") from None
+    try:
+        ids = np.asarray(prompt)
+    except (ValueError, OverflowError):
+        ids = NOT_IDS
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise RequestError("'prompt' must be text, or token ids", field="prompt")
+    if ids.dtype == np.int32:
+        return ids
+    if ids.size and (int(ids.min()) < -1 or int(ids.max()) >= 2**31):
+        raise RequestError("'prompt' has a token id out of range", field="prompt")
+    return ids.astype(np.int32)

@@ -1,0 +1,24 @@
+"""What can go wrong with a request."""
+
+from __future__ import annotations
+
+
+class RequestError(Exception):
+    """The server refuses the request, or cannot finish it.
+
+    Args:
+        message: for people.
+        field: the field at fault, if one is.
+        status: as over HTTP: 400 for wrong input, 500 when the engine has stopped.
+        code: for programs.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self.status = status
+        self.code = code
+
+
+class ConnectionLostError(Exception):
+    """There is no connection to the server, or the server has forgotten a stream of which a part has come."""

@@ -1,0 +1,94 @@
+"""The client without asyncio: the same, with an event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+from toka_async.client.client import Client, Prompt
+from toka_async.client.fields import Fields
+from toka_async.client.results import Event, Result
+
+T = TypeVar("T")
+
+
+class SyncClient:
+    """As `Client`, for any number of threads."""
+
+    def __init__(
+        self, url: str, *, key: Path | str | None = None, server_key: Path | str | None = None, timeout: float = 10.0
+    ) -> None:
+        self._client = Client(url, key=key, server_key=server_key, timeout=timeout)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="toka-client", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        try:
+            self._run(self._client.__aenter__())
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._run(self._client.__aexit__(kind, error, at))
+        self._stop()
+
+    def _stop(self) -> None:
+        self._run(self._loop.shutdown_default_executor())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except KeyboardInterrupt:
+            future.cancel()
+            raise
+
+    def generate(self, prompt: Prompt, *, seed: int | None = None, **fields: Unpack[Fields]) -> Result:
+        """See `Client.generate`."""
+        return self._run(self._client.generate(prompt, seed=seed, **fields))
+
+    def generate_many(
+        self, prompts: Sequence[Prompt], *, seeds: Sequence[int] | None = None, **fields: Unpack[Fields]
+    ) -> list[Result]:
+        """See `Client.generate_many`."""
+        return self._run(self._client.generate_many(prompts, seeds=seeds, **fields))
+
+    def stream(self, prompt: Prompt, *, seed: int | None = None, **fields: Unpack[Fields]) -> Iterator[Event]:
+        """See `Client.stream`."""
+        queue: SimpleQueue[Event | Exception | None] = SimpleQueue()
+
+        async def run() -> None:
+            try:
+                async for event in self._client.stream(prompt, seed=seed, **fields):
+                    queue.put(event)
+                queue.put(None)
+            except Exception as error:
+                queue.put(error)
+
+        with closing(_Task(asyncio.run_coroutine_threadsafe(run(), self._loop))):
+            while (item := queue.get()) is not None:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+
+
+class _Task:
+    """A running stream; closing it cancels what is left of it."""
+
+    def __init__(self, future: Any) -> None:
+        self._future = future
+
+    def close(self) -> None:
+        self._future.cancel()

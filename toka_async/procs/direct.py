@@ -1,0 +1,60 @@
+"""The endpoint of direct submission with what it needs: sockets of its own, keys, and the gate that checks clients.
+
+Knows the configuration's keys; knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import zmq
+
+from toka_async.config import ConfigError, ServerConfig
+from toka_async.server.endpoint import Endpoint
+from toka_async.server.service import Service
+from toka_async.transport.curve import Gate, KeyFileError, check_clients, read_pair
+from toka_async.transport.multipart import Router
+
+logger = logging.getLogger(__name__)
+
+MOST_QUEUED = 1000  # messages for a client that does not read
+
+
+class DirectServer:
+    """Listens at `server.zmq_bind`. Needs a running event loop.
+
+    Raises:
+        ConfigError: it cannot listen there, or a key file is wrong.
+    """
+
+    def __init__(self, config: ServerConfig, service: Service) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._gate: Gate | None = None
+        try:
+            keys = read_pair(Path(config.zmq_key)) if config.zmq_key else None
+            if keys is not None:
+                check_clients(Path(config.zmq_clients))
+                self._gate = Gate(self._context, Path(config.zmq_clients))
+            router = Router(
+                self._context,
+                config.zmq_bind,
+                max_frame=config.max_body_mb << 20,
+                max_queued=MOST_QUEUED,
+                keys=keys,
+                alive=config.zmq_grace,
+            )
+        except KeyFileError as error:
+            raise ConfigError(f"server.zmq_key, server.zmq_clients: {error}") from None
+        except zmq.ZMQError as error:
+            raise ConfigError(f"server.zmq_bind: cannot listen on {config.zmq_bind}: {error.strerror}") from None
+        self.endpoint = Endpoint(router, service, config)
+        logger.info("direct submission at %s", self.endpoint.address)
+
+    async def close(self, timeout: float) -> None:
+        """Gives clients so many seconds to take what they are owed."""
+        await self.endpoint.close(timeout)
+        if self._gate is not None:
+            self._gate.close()
+        await asyncio.get_running_loop().run_in_executor(None, self._context.term)

@@ -1,0 +1,236 @@
+"""The public protocol of direct submission over ZeroMQ: headers, columns, and how they become frames.
+
+A message is several frames: the header (a msgpack map with its `type`), then one frame for each of the columns that the
+header names: raw little-endian numbers, one after the other. The README's section "Direct submission over ZeroMQ" is
+the reference for clients in other languages. Knows no sockets and no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta, Raw
+
+VERSIONS = (1,)  # those spoken here
+
+Column = npt.NDArray[Any]
+Columns = dict[str, Column]
+Buffer = bytes | memoryview
+
+DTYPES: dict[str, str] = {
+    "ids": "<i8",  # of requests, chosen by the client, 0 or more
+    "lengths": "<i4",  # of prompts, in tokens or bytes
+    "prompts": "<i4",  # token ids
+    "texts": "u1",  # UTF-8
+    "seeds": "<i8",
+    "samples": "<i4",
+    "counts": "<i4",  # of tokens
+    "reasons": "<i4",  # messages.Reason
+    "cached": "<i4",  # prompt tokens found in the cache
+    "token_ids": "<i4",
+    "logprobs": "<f4",
+    "top_ids": "<i4",
+    "top_logprobs": "<f4",
+    "text_lengths": "<i4",  # bytes
+    "stops": "<i4",  # which of the request's stop strings was found, or -1
+}
+
+Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+
+
+class ProtocolError(ValueError):
+    """A message that is none of this protocol's. field: of the header, or the column at fault, where one is."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", forbid_unknown_fields=True):
+    """The first frame. columns: the names of the frames that follow, in order."""
+
+    columns: Annotated[tuple[str, ...], Meta(max_length=len(DTYPES))] = ()
+
+
+# ---- client -> server ------------------------------------------------------------------------------------------------
+
+
+class Hello(Header, frozen=True, kw_only=True, tag="hello"):
+    """The first message on every connection.
+
+    session: a name that nobody can guess; the same after a broken connection, so that the server knows whose it is.
+    received: the `seq` of the last message that was dealt with; what came after it is sent again.
+    """
+
+    versions: Annotated[tuple[int, ...], Meta(min_length=1, max_length=64)]
+    session: Annotated[bytes, Meta(min_length=16, max_length=64)]
+    received: Count = 0
+
+
+class Submission(Header, frozen=True, kw_only=True, tag="submit"):
+    """Requests that differ in their prompts and seeds only.
+
+    Columns: ids [r], lengths [r], prompts or texts [sum(lengths)], and perhaps seeds [r].
+    fields: a map with the fields of /v1/completions that say how to generate.
+    """
+
+    fields: Raw = Raw(b"\x80")
+    ack: Count = 0
+
+
+class Cancellation(Header, frozen=True, kw_only=True, tag="cancel"):
+    """Columns: ids [r]. Each ends with an error of code `cancelled`, unless it has ended already."""
+
+
+class Ack(Header, frozen=True, kw_only=True, tag="ack"):
+    """All messages up to that `seq` were dealt with: the server forgets them, and their requests' credit is back."""
+
+    ack: Count
+
+
+class Ping(Header, frozen=True, kw_only=True, tag="ping"):
+    """The client lives; answered with a Pong."""
+
+
+class Bye(Header, frozen=True, kw_only=True, tag="bye"):
+    """The session is over: what still runs is cancelled."""
+
+
+FromClient = Hello | Submission | Cancellation | Ack | Ping | Bye
+
+
+# ---- server -> client ------------------------------------------------------------------------------------------------
+
+
+class Welcome(Header, frozen=True, kw_only=True, tag="welcome"):
+    """The answer to a Hello.
+
+    resumed: the session was known, with all of its requests. credit: requests that may be open at once; one is open
+    from its submission until the message that ended it was acknowledged. window: messages that the server sends ahead
+    of the last acknowledged one. heartbeat: seconds, at the longest, between two messages of a client. model, max_…:
+    what requests may ask for; max_message: bytes of a frame.
+    """
+
+    version: int
+    resumed: bool
+    credit: int
+    window: int
+    heartbeat: float
+    model: str
+    vocab_size: int
+    max_context: int
+    max_n: int
+    max_message: int
+
+
+class Results(Header, frozen=True, kw_only=True, tag="results"):
+    """Tokens of samples, one row each.
+
+    Columns: ids, samples, counts, reasons, cached [r], token_ids [t], t = sum(counts); where asked for: logprobs [t],
+    top_ids and top_logprobs [t, num_top], text_lengths [r] and texts, stops [r]. A request has ended when each of its
+    samples has had a row with a reason.
+    """
+
+    seq: int
+    num_top: int = 0
+
+
+class PromptLogprobs(Header, frozen=True, kw_only=True, tag="prompt"):
+    """Of one request that asked for `prompt_logprobs`, before its results: entry i is of prompt token i + 1.
+
+    Columns: logprobs [p - 1], top_ids and top_logprobs [p - 1, num_top].
+    """
+
+    seq: int
+    id: int
+    num_top: int
+
+
+class Error(Header, frozen=True, kw_only=True, tag="error"):
+    """Requests ended without (further) results, those of the column `ids`; or, without it, a message was wrong.
+
+    seq is 0 in the second case. status, code, param, message: as in HTTP's errors.
+    """
+
+    seq: int = 0
+    status: int
+    code: str | None = None
+    param: str | None = None
+    message: str
+    retry_after: float | None = None
+
+
+class Pong(Header, frozen=True, kw_only=True, tag="pong"):
+    """The server lives."""
+
+
+class Closed(Header, frozen=True, kw_only=True, tag="closed"):
+    """The server knows no (longer any) session of this connection; code: `unknown`, `too_slow`, `stopping`, `refused`.
+
+    Say Hello again to begin anew; after `refused` it would be refused again.
+    """
+
+    code: str
+    message: str
+
+
+FromServer = Welcome | Results | PromptLogprobs | Error | Pong | Closed
+
+H = TypeVar("H", bound=Header)
+
+
+# ---- frames ----------------------------------------------------------------------------------------------------------
+
+_ENCODER = msgspec.msgpack.Encoder()
+_FROM_CLIENT: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
+_FROM_SERVER: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
+
+
+def pack(header: Header, columns: Mapping[str, Column] | None = None) -> list[Buffer]:
+    """The frames of a message; nothing of the columns is copied where they are contiguous."""
+    columns = columns or {}
+    assert header.columns == tuple(columns)
+    return [_ENCODER.encode(header), *map(_bytes_of, columns.items())]
+
+
+def from_client(frames: Sequence[Buffer]) -> tuple[FromClient, Columns]:
+    """A client's message. Raises ProtocolError for anything else."""
+    return _unpack(_FROM_CLIENT, frames)
+
+
+def from_server(frames: Sequence[Buffer]) -> tuple[FromServer, Columns]:
+    """A server's message. Raises ProtocolError for anything else."""
+    return _unpack(_FROM_SERVER, frames)
+
+
+def _bytes_of(named: tuple[str, Column]) -> memoryview:
+    name, values = named
+    return np.ascontiguousarray(values, DTYPES[name]).reshape(-1).view(np.uint8).data
+
+
+def _unpack(decoder: msgspec.msgpack.Decoder[H], frames: Sequence[Buffer]) -> tuple[H, Columns]:
+    if not frames:
+        raise ProtocolError("a message without frames")
+    try:
+        header = decoder.decode(frames[0])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        what, _, path = str(error).partition(" - at `$")
+        raise ProtocolError(f"the header cannot be read: {what}", path.strip("`.") or None) from None
+    names = header.columns
+    if len(names) != len(frames) - 1 or len(set(names)) != len(names):
+        raise ProtocolError(f"{len(frames) - 1} frames follow, {len(names)} columns are named", "columns")
+    return header, {name: _column(name, frame) for name, frame in zip(names, frames[1:], strict=True)}
+
+
+def _column(name: str, frame: Buffer) -> Column:
+    if name not in DTYPES:
+        raise ProtocolError(f"there is no column {name[:64]!r}", "columns")
+    kind = np.dtype(DTYPES[name])
+    if len(frame) % kind.itemsize:
+        raise ProtocolError(f"{len(frame)} bytes are no whole number of {kind.itemsize}-byte values", name)
+    return np.frombuffer(frame, kind)

@@ -1,0 +1,113 @@
+"""One request of direct submission that wants more than token ids: text, stop strings, log-probs of its prompt.
+
+The same way through the service as a request over HTTP takes. Knows no sockets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from toka_async.arrays import Int32, Int64, as_f32, as_i32
+from toka_async.messages import Reason
+from toka_async.protocol import Columns, Header, PromptLogprobs
+from toka_async.server.plans import Plan
+from toka_async.server.result_columns import SampleColumns
+from toka_async.server.sample_text import SampleStream
+from toka_async.server.service import Run, Service
+
+
+class Sink(Protocol):
+    """Takes what is to be sent: see `Session.add`."""
+
+    def __call__(self, header: Header, columns: Columns, ids: Int64, ended: list[int]) -> None: ...
+
+
+async def run_request(service: Service, plan: Plan, key: int, prompt: Int32, seed: int, sink: Sink) -> None:
+    """Runs it to its end; cancelled, it ends at once.
+
+    Raises:
+        ApiError, NotServingError, OverloadedError, RequestFailedError, EngineStoppedError: it ends otherwise.
+    """
+    generation = replace(plan.generation, seed=seed)
+    async with service.running(generation, [prompt], "prompt") as run:
+        answer = Answer(service, plan, key, run, sink)
+        if generation.stream:
+            await answer.stream()
+        else:
+            await answer.whole()
+
+
+class Answer:
+    """Turns what comes of a running request into messages. `key`: its client's id."""
+
+    def __init__(self, service: Service, plan: Plan, key: int, run: Run, sink: Sink) -> None:
+        self._service = service
+        self._plan = plan
+        self._key = key
+        self._run = run
+        self._sink = sink
+
+    async def whole(self) -> None:
+        """Waits for all samples."""
+        (outputs,) = await self._service.outputs(self._run)
+        if self._run.generation.num_prompt_logprobs >= 0:
+            self._send_prompt()
+        columns = self._columns()
+        for sample, output in enumerate(outputs):
+            stop = self._stop_place(output.stop if isinstance(output.stop, str) else None)
+            columns.add(sample, output.rows, output.text, output.reason, stop)
+        header, made = columns.columns()
+        self._sink(header, made, made["ids"], [self._key])
+
+    async def stream(self) -> None:
+        """Sends tokens as they come."""
+        (flight,) = self._run.batch.flights
+        streams = [SampleStream(self._service.tokenizer, self._run.options) for _ in range(self._run.generation.n)]
+        num_open = len(streams)
+        while num_open:
+            columns, num_rows = self._columns(), 0
+            for _, sample in await self._run.batch.news():
+                state = flight.samples[sample]
+                if state.muted:
+                    continue
+                piece = streams[sample].push(state.take(), state.reason)
+                reason = state.reason
+                if piece.stop is not None:
+                    self._service.engine.end_sample(flight, sample, streams[sample].num_tokens)
+                    reason = Reason.STOP_STRING
+                num_open -= reason is not Reason.NONE
+                if reason is not Reason.NONE or len(piece.rows):
+                    columns.add(sample, piece.rows, piece.text, reason, self._stop_place(piece.stop))
+                    num_rows += 1
+            if num_rows:
+                header, made = columns.columns()
+                self._sink(header, made, made["ids"], [] if num_open else [self._key])
+
+    def _columns(self) -> SampleColumns:
+        generation = self._run.generation
+        num_cached = self._run.batch.flights[0].num_cached
+        return SampleColumns(
+            self._key,
+            num_cached,
+            generation.sampling.num_logprobs,
+            text=self._plan.text,
+            stops=bool(generation.stops),
+        )
+
+    def _stop_place(self, stop: str | None) -> int:
+        return -1 if stop is None else self._run.generation.stops.index(stop)
+
+    def _send_prompt(self) -> None:
+        prefilled = self._run.batch.flights[0].prefilled
+        assert prefilled is not None, "the prompt is computed before its samples"
+        columns: Columns = {
+            "logprobs": as_f32(prefilled.logprobs),
+            "top_ids": as_i32(prefilled.top_ids),
+            "top_logprobs": as_f32(prefilled.top_logprobs),
+        }
+        num_top = self._run.generation.num_prompt_logprobs
+        header = PromptLogprobs(seq=0, id=self._key, num_top=num_top, columns=tuple(columns))
+        self._sink(header, columns, np.asarray([self._key]), [])

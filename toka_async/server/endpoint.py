@@ -1,0 +1,253 @@
+"""The public ZeroMQ endpoint: connections and the sessions behind them, which outlive a connection for a while.
+
+Nothing that a client sends ends it: what is no message of the protocol is answered with an error. Everything that a
+client is owed is bounded; who does not take it is cut off. Knows nothing of how requests are run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from time import monotonic
+
+from toka_async.config import ServerConfig
+from toka_async.protocol import (
+    VERSIONS,
+    Ack,
+    Bye,
+    Cancellation,
+    Closed,
+    Columns,
+    Error,
+    FromClient,
+    Header,
+    Hello,
+    Ping,
+    Pong,
+    ProtocolError,
+    Submission,
+    Welcome,
+    from_client,
+    pack,
+)
+from toka_async.server.delivery import WINDOW, CreditError, Delivery
+from toka_async.server.jobs import NotServingError
+from toka_async.server.plans import Plans
+from toka_async.server.service import Service
+from toka_async.server.session import Session
+from toka_async.transport.multipart import Frame, Router
+
+logger = logging.getLogger(__name__)
+
+MOST_SESSIONS = 1024
+REMEMBERED = 4  # the share of `zmq_buffer_mb` that is for what was acknowledged: a quarter
+NOT_KNOWN = Closed(code="unknown", message="say hello first")
+
+
+class Endpoint:
+    """All clients of direct submission.
+
+    Args:
+        router: the socket; attached here.
+    """
+
+    def __init__(self, router: Router, service: Service, config: ServerConfig) -> None:
+        self._router = router
+        self._service = service
+        self._config = config
+        self._plans = Plans(service)
+        self._sessions: dict[bytes, Session] = {}  # by name
+        self._connected: dict[bytes, Session] = {}  # by the connection's identity
+        self._timers: dict[int, asyncio.TimerHandle] = {}  # by the session's number
+        self._num_sessions = 0  # ever
+        self._awake: dict[Session, None] = {}
+        self._stopping = False
+        self._settled = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        router.attach(self._loop, self._on_frames)
+
+    @property
+    def address(self) -> str:
+        return self._router.address
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    async def close(self, timeout: float) -> None:
+        """Takes no more; gives clients so many seconds to acknowledge what has ended."""
+        self._stopping = True
+        self._flush()
+        self._check_settled()
+        try:
+            await asyncio.wait_for(self._settled.wait(), timeout)
+        except TimeoutError:
+            logger.info("clients of direct submission have not taken everything")
+        for session in list(self._sessions.values()):
+            self._end(session, Closed(code="stopping", message="the server is shutting down"))
+        self._router.close(linger=500)
+
+    # ---- what clients say --------------------------------------------------------------------------------------------
+
+    def _on_frames(self, frames: list[Frame]) -> None:
+        identity, columns = bytes(frames[0]), Columns()
+        try:
+            header, columns = from_client(frames[1:])
+            self._on_message(identity, header, columns)
+        except ProtocolError as error:
+            self._refuse(identity, 400, "protocol", error.field, str(error), columns)
+        except CreditError as error:
+            self._refuse(identity, 429, "credit", "ids", str(error), columns)
+        except Exception:
+            logger.exception("a message of direct submission failed")
+            self._send(identity, Error(status=500, code="internal_error", message="internal error"))
+
+    def _refuse(
+        self, identity: bytes, status: int, code: str, field: str | None, message: str, columns: Columns
+    ) -> None:
+        """A whole message, with all of its requests: none of them was taken, so none of them counts."""
+        ids = {"ids": columns["ids"]} if "ids" in columns else {}
+        self._send(identity, Error(status=status, code=code, param=field, message=message, columns=tuple(ids)), ids)
+
+    def _on_message(self, identity: bytes, header: FromClient, columns: Columns) -> None:
+        if isinstance(header, Hello):
+            self._on_hello(identity, header)
+            return
+        session = self._connected.get(identity)
+        if session is None:
+            self._send(identity, NOT_KNOWN)
+            return
+        session.heard = monotonic()
+        match header:
+            case Submission():
+                self._acknowledge(session, header.ack)
+                session.submit(header, columns)
+            case Ack():
+                self._acknowledge(session, header.ack)
+            case Cancellation():
+                session.cancel(header, columns)
+            case Ping():
+                self._send(identity, Pong())
+            case Bye():
+                self._end(session, None)
+
+    def _on_hello(self, identity: bytes, hello: Hello) -> None:
+        if not set(hello.versions) & set(VERSIONS):
+            spoken = ", ".join(map(str, VERSIONS))
+            self._send(identity, Closed(code="refused", message=f"this server speaks version {spoken} of the protocol"))
+            return
+        if self._stopping:
+            self._send(identity, Closed(code="stopping", message="the server is shutting down"))
+            return
+        try:
+            limits = self._service.limits()
+        except NotServingError as error:
+            self._send(identity, Error(status=503, code="not_serving", message=str(error), retry_after=1))
+            return
+        session = self._sessions.get(hello.session)
+        resumed = session is not None
+        if session is None:
+            if len(self._sessions) >= MOST_SESSIONS:
+                self._send(identity, Error(status=429, code="overloaded", message="too many clients", retry_after=1))
+                return
+            session = self._begin(hello.session)
+        self._connect(session, identity)
+        welcome = Welcome(
+            version=max(set(hello.versions) & set(VERSIONS)),
+            resumed=resumed,
+            credit=session.delivery.credit,
+            window=WINDOW,
+            heartbeat=self._config.zmq_grace / 3,
+            model=self._service.name,
+            vocab_size=limits.vocab_size,
+            max_context=min(limits.max_context, limits.cache_tokens),
+            max_n=limits.max_n,
+            max_message=self._config.max_body_mb << 20,
+        )
+        self._send(identity, welcome)
+        self._acknowledge(session, hello.received)
+        for message in session.delivery.unconfirmed():
+            self._send(identity, message.header, message.columns)
+
+    def _acknowledge(self, session: Session, seq: int) -> None:
+        session.delivery.acknowledge(seq)
+        self._wake(session)
+
+    # ---- sessions ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, name: bytes) -> Session:
+        self._num_sessions += 1
+        buffered = self._config.zmq_buffer_mb << 20
+        delivery = Delivery(self._config.zmq_credit, buffered // REMEMBERED)
+        session = Session(self._num_sessions, name, self._service, self._plans, delivery, self._wake, buffered)
+        self._sessions[name] = session
+        self._expect(session, self._config.zmq_grace)
+        return session
+
+    def _connect(self, session: Session, identity: bytes) -> None:
+        """The session goes on over this connection, and another session that was on it stays without one."""
+        self._disconnect(session)
+        if other := self._connected.get(identity):
+            self._disconnect(other)
+        session.identity, session.heard = identity, monotonic()
+        self._connected[identity] = session
+
+    def _disconnect(self, session: Session) -> None:
+        if session.identity is not None:
+            del self._connected[session.identity]
+            session.identity = None
+
+    def _expect(self, session: Session, seconds: float) -> None:
+        """Unless it says something until then, the client is gone."""
+        self._timers[session.number] = self._loop.call_later(seconds, self._check_alive, session)
+
+    def _check_alive(self, session: Session) -> None:
+        left = session.heard + self._config.zmq_grace - monotonic()
+        if left > 0:
+            self._expect(session, left)
+        else:
+            logger.info("a client of direct submission is gone; %d requests cancelled", len(session.delivery.open))
+            self._end(session, Closed(code="unknown", message="nothing was heard for server.zmq_grace seconds"))
+
+    def _end(self, session: Session, reason: Closed | None) -> None:
+        """What runs of it is cancelled, and what it is owed is forgotten."""
+        if reason is not None and session.identity is not None:
+            self._send(session.identity, reason)
+        self._disconnect(session)
+        self._timers.pop(session.number).cancel()
+        del self._sessions[session.name]
+        self._awake.pop(session, None)
+        session.close()
+        self._check_settled()
+
+    # ---- to clients --------------------------------------------------------------------------------------------------
+
+    def _wake(self, session: Session) -> None:
+        if not self._awake:
+            self._loop.call_soon(self._flush)
+        self._awake[session] = None
+
+    def _flush(self) -> None:
+        """What came together goes out together."""
+        awake, self._awake = self._awake, {}
+        for session in awake:
+            if session.is_too_slow:
+                logger.warning("a client of direct submission does not take its results, and is cut off")
+                message = "results were not acknowledged: server.zmq_buffer_mb"
+                self._end(session, Closed(code="too_slow", message=message))
+                continue
+            for outgoing in session.take():
+                if session.identity is not None:
+                    self._send(session.identity, outgoing.header, outgoing.columns)
+        self._check_settled()
+
+    def _check_settled(self) -> None:
+        if self._stopping and all(session.is_settled for session in self._sessions.values()):
+            self._settled.set()
+
+    def _send(self, identity: bytes, header: Header, columns: Columns | None = None) -> None:
+        """A connection that is gone, or takes nothing, is one no more: the client says hello on the next."""
+        if not self._router.send([identity, *pack(header, columns)]):
+            session = self._connected.get(identity)
+            if session is not None:
+                self._disconnect(session)

@@ -1,0 +1,31 @@
+"""What the server asks of the engine, and why it may be refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toka_async.arrays import Int32
+from toka_async.messages import Sampling
+
+
+class NotServingError(Exception):
+    """No requests are taken: the engine is not ready yet, draining, or gone. The message says which."""
+
+
+class OverloadedError(Exception):
+    """As many requests as `server.max_requests` allows are held already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One prompt to be submitted: token ids [p] and what to generate after it. in_blocks: see InFlight."""
+
+    prompt: Int32
+    n: int
+    max_tokens: int
+    seed: int
+    sampling: Sampling
+    stream: bool
+    priority: int
+    stop_id: int = -1
+    in_blocks: bool = False

@@ -1,0 +1,298 @@
+"""One client of direct submission: takes its requests, and turns what comes back of them into messages.
+
+Many rows at once where token ids are all that is wanted; a task for each request where text is. Knows no sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from time import monotonic
+
+import numpy as np
+from msgspec.structs import replace
+
+from toka_async.arrays import Bool, Int32, Int64, places
+from toka_async.openai.errors import ApiError, bad_request
+from toka_async.protocol import Cancellation, Columns, Error, Header, ProtocolError, Results, Submission
+from toka_async.server.delivery import Delivery, Outgoing
+from toka_async.server.direct_requests import run_request
+from toka_async.server.direct_rows import DirectJobs, DirectRows, joined
+from toka_async.server.errors import as_api_error
+from toka_async.server.jobs import NotServingError, OverloadedError
+from toka_async.server.plans import Plan, Plans
+from toka_async.server.result_columns import chosen, of_rows
+from toka_async.server.service import Service
+from toka_async.server.submissions import Submitted, as_tokens, faults, submitted
+
+logger = logging.getLogger(__name__)
+
+CANCELLED = ApiError(499, "cancelled by its client", code="cancelled")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a message; those with equal headers make one message. See `Outgoing`."""
+
+    header: Header
+    columns: Columns
+    ids: Int64
+    ended: list[int]
+    remember: bool = True
+
+
+class Session:
+    """The requests and the account of a client.
+
+    Args:
+        number: nobody else's.
+        name: the client's, a secret between it and the server.
+        wake: called when there is something to send, or to be closed.
+        most_bytes: of results that the client has not acknowledged.
+
+    Attributes:
+        identity: of its connection; None while it has none.
+        heard: when it last said something.
+        is_too_slow: it has to be cut off.
+        most_bytes: see above.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        name: bytes,
+        service: Service,
+        plans: Plans,
+        delivery: Delivery,
+        wake: Callable[[Session], None],
+        most_bytes: int,
+    ) -> None:
+        self.number = number
+        self.name = name
+        self.delivery = delivery
+        self.identity: bytes | None = None
+        self.heard = monotonic()
+        self.is_too_slow = False
+        self._service = service
+        self._plans = plans
+        self._wake = wake
+        self.most_bytes = most_bytes
+        self._parts: list[Part] = []
+        self._part_bytes = 0
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._encoding: set[int] = set()  # requests whose prompts are being tokenized
+        self._encoders: set[asyncio.Task[None]] = set()
+        self._random = np.random.default_rng()
+
+    # ---- from the client ---------------------------------------------------------------------------------------------
+
+    def submit(self, message: Submission, columns: Columns) -> None:
+        """Takes requests; those that cannot be run are refused, each with its reason.
+
+        Raises:
+            ProtocolError, CreditError: none was taken.
+        """
+        requests = submitted(columns, self._random)
+        fresh, again = self.delivery.admit(requests.ids)
+        if again:
+            self._add_again(again)
+        requests = requests.chosen(fresh)
+        if not len(requests):
+            return
+        try:
+            plan = self._plans.get(bytes(message.fields))
+            if requests.is_text:
+                self._encode(requests, plan)
+            else:
+                self._start(requests, plan)
+        except (ApiError, NotServingError, OverloadedError) as error:
+            self.on_failed(requests.ids, error)
+
+    def cancel(self, message: Cancellation, columns: Columns) -> None:
+        """Ends requests, as far as they have not ended. Raises ProtocolError."""
+        if message.columns != ("ids",):
+            raise ProtocolError("a cancellation has the column 'ids'", "columns")
+        ids: Int64 = columns["ids"]
+        cancelled = self._service.engine.direct.cancel(self, ids).tolist()
+        for key in ids.tolist():
+            if key in self._encoding:
+                self._encoding.discard(key)
+                cancelled.append(key)
+            elif task := self._tasks.pop(key, None):
+                task.cancel()
+                cancelled.append(key)
+        if cancelled:
+            self.on_failed(np.asarray(cancelled, np.int64), CANCELLED)
+
+    def close(self) -> None:
+        """The client is gone for good."""
+        self._service.engine.direct.leave(self)
+        self._encoding.clear()
+        for task in (*self._tasks.values(), *self._encoders):
+            task.cancel()
+        self._tasks.clear()
+        self._parts.clear()
+        self._part_bytes = 0
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    def _encode(self, requests: Submitted, plan: Plan) -> None:
+        """Texts to token ids, in a task."""
+        texts: dict[int, str] = {}
+        for key, data in zip(requests.ids.tolist(), requests.prompts(), strict=True):
+            try:
+                texts[key] = data.tobytes().decode()
+            except UnicodeDecodeError as error:
+                wrong = bad_request(f"'prompt' is not valid UTF-8: {error.reason}", param="prompt")
+                self.on_failed(np.asarray([key]), wrong)
+        if texts:
+            self._encoding.update(texts)
+            seeds = requests.seeds[np.isin(requests.ids, list(texts))]
+            task = asyncio.create_task(self._encode_all(texts, seeds, plan))
+            self._encoders.add(task)
+            task.add_done_callback(self._encoders.discard)
+
+    async def _encode_all(self, texts: dict[int, str], seeds: Int64, plan: Plan) -> None:
+        try:
+            prompts = await self._service.tokenize_all(list(texts.values()), plan.add_special_tokens)
+        except Exception as error:
+            self.on_failed(np.asarray(self._still_encoding(texts), np.int64), error)
+            return
+        keys = self._still_encoding(texts)
+        mask = np.isin(list(texts), keys)
+        lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
+        data = np.asarray([token_id for prompt in prompts for token_id in prompt], np.int32)
+        requests = Submitted(np.asarray(list(texts), np.int64), lengths, data, seeds).chosen(mask)
+        try:
+            self._start(requests, plan)
+        except (ApiError, NotServingError, OverloadedError) as error:
+            self.on_failed(requests.ids, error)
+
+    def _still_encoding(self, texts: Iterable[int]) -> list[int]:
+        """Those that were not cancelled meanwhile; they are being encoded no more."""
+        keys = [key for key in texts if key in self._encoding]
+        self._encoding.difference_update(keys)
+        return keys
+
+    def _start(self, requests: Submitted, plan: Plan) -> None:
+        """Token ids to running requests. Raises NotServingError or OverloadedError: none runs."""
+        generation = plan.generation
+        assert generation.max_tokens is not None
+        limits = self._service.limits(generation.n)
+        wrong = faults(requests, limits, generation.max_tokens)
+        good: Bool = np.ones(len(requests), np.bool_)
+        good[list(wrong)] = False
+        if (num_free := self._service.engine.num_free) < len(requests):  # the first that fit; the rest may try again
+            late = np.flatnonzero(good)[num_free:]
+            good[late] = False
+            self.on_failed(requests.ids[late], OverloadedError("as many requests as server.max_requests are held"))
+        if plan.in_columns:
+            self._submit(requests.chosen(good), plan)
+        else:
+            self._run_each(requests.chosen(good), plan)
+        for row, error in wrong.items():
+            self.on_failed(requests.ids[row : row + 1], error)
+
+    def _submit(self, requests: Submitted, plan: Plan) -> None:
+        if not len(requests):
+            return
+        generation = plan.generation
+        assert generation.max_tokens is not None
+        jobs = DirectJobs(
+            client_ids=requests.ids,
+            lengths=requests.lengths,
+            prompts=as_tokens(requests),
+            seeds=requests.seeds,
+            n=generation.n,
+            max_tokens=generation.max_tokens,
+            sampling=generation.sampling,
+            stream=generation.stream,
+            priority=generation.priority,
+        )
+        self._service.engine.submit_direct(jobs, self)
+
+    def _run_each(self, requests: Submitted, plan: Plan) -> None:
+        self._service.engine.check_serving(len(requests))
+        rows = zip(requests.ids.tolist(), requests.prompts(), requests.seeds.tolist(), strict=True)
+        for key, prompt, seed in rows:
+            self._tasks[key] = asyncio.create_task(self._run(key, prompt.astype(np.int32), seed, plan))
+
+    async def _run(self, key: int, prompt: Int32, seed: int, plan: Plan) -> None:
+        try:
+            await run_request(self._service, plan, key, prompt, seed, self.add)
+        except Exception as error:
+            if as_api_error(error).code == "internal_error":
+                logger.exception("a request of direct submission failed")
+            self.on_failed(np.asarray([key]), error)
+
+    # ---- to the client -----------------------------------------------------------------------------------------------
+
+    def on_rows(self, rows: DirectRows, cached: Int32, ended: Int64) -> None:
+        """The engine has tokens of requests in columns."""
+        header, columns = of_rows(rows, cached)
+        self.add(header, columns, rows.keys, ended.tolist())
+
+    def on_failed(self, client_ids: Int64, error: Exception) -> None:
+        """Requests end with an error."""
+        if not client_ids.size:
+            return
+        known = as_api_error(error)
+        header = Error(
+            status=known.status,
+            code=known.code,
+            param=known.param,
+            message=known.message,
+            retry_after=known.retry_after,
+            columns=("ids",),
+        )
+        self.add(header, {"ids": client_ids}, client_ids, client_ids.tolist(), remember=False)
+
+    def add(self, header: Header, columns: Columns, ids: Int64, ended: list[int], *, remember: bool = True) -> None:
+        """Something to be sent. `ids`: whom it is about; `ended`: requests that end with it."""
+        for key in ended if self._tasks else ():
+            self._tasks.pop(key, None)
+        self._parts.append(Part(header, columns, ids, ended, remember))
+        self._part_bytes += sum(column.nbytes for column in columns.values())
+        self.is_too_slow |= self._part_bytes + self.delivery.num_bytes > self.most_bytes
+        self._wake(self)
+
+    def _add_again(self, ids: list[int]) -> None:
+        for message in self.delivery.recall(ids, part_of):
+            self.add(message.header, message.columns, message.ids, message.ended, remember=False)
+
+    def take(self) -> list[Outgoing]:
+        """Messages to be sent now: everything, when the client has acknowledged enough of what it was sent before."""
+        if not self._parts or not self.delivery.has_window:
+            return []
+        parts, self._parts, self._part_bytes = self._parts, [], 0
+        messages = []
+        for header, rows in places(part.header for part in parts).items():
+            message = merged(header, [parts[row] for row in rows])
+            self.delivery.add(message)
+            message.header = replace(header, seq=message.seq)
+            messages.append(message)
+        return messages
+
+    @property
+    def is_settled(self) -> bool:
+        """The client has acknowledged everything, and nothing is on its way."""
+        return not self._parts and self.delivery.is_settled and not self.delivery.open
+
+
+def merged(header: Header, parts: list[Part]) -> Outgoing:
+    """One message of parts with equal headers."""
+    columns = {name: joined([part.columns[name] for part in parts]) for name in header.columns}
+    ended = [key for part in parts for key in part.ended]
+    return Outgoing(header, columns, joined([part.ids for part in parts]), ended, parts[0].remember)
+
+
+def part_of(message: Outgoing, rows: Bool) -> Outgoing:
+    """Some rows of a message, not to be remembered again."""
+    header, columns = message.header, message.columns
+    about = set(message.ids[rows].tolist())
+    ended = [key for key in message.ended if key in about]
+    if isinstance(header, Results):
+        columns = chosen(columns, rows)
+    return Outgoing(replace(header, seq=0), columns, message.ids[rows], ended, remember=False)

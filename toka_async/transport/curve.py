@@ -1,0 +1,97 @@
+"""CURVE keys (RFC 26) in files, as pyzmq's own tools write them: NAME.key is public, NAME.key_secret is not.
+
+Knows no configuration and no messages.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+import zmq.auth
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+
+class KeyFileError(ValueError):
+    """A key file is missing or wrong; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """One side's keys, 40 characters of Z85 each."""
+
+    public: bytes
+    secret: bytes
+
+
+def make_keys(folder: Path, name: str) -> tuple[Path, Path]:
+    """Writes a new pair to `folder`, which is made: NAME.key, and NAME.key_secret for its owner's eyes only.
+
+    Raises:
+        KeyFileError: such files are there already, or cannot be written.
+    """
+    public, secret = folder / f"{name}.key", folder / f"{name}.key_secret"
+    for path in (public, secret):
+        if path.exists():
+            raise KeyFileError(f"{path} exists already")
+    before = os.umask(0o077)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        zmq.auth.create_certificates(folder, name)
+        public.chmod(0o644)
+    except OSError as error:
+        raise KeyFileError(f"{folder}: {error.strerror or error}") from None
+    finally:
+        os.umask(before)
+    return public, secret
+
+
+def read_pair(path: Path) -> KeyPair:
+    """The keys in a NAME.key_secret. Raises KeyFileError."""
+    public, secret = _read(path)
+    if secret is None:
+        raise KeyFileError(f"{path} has no secret key: it should be a NAME.key_secret")
+    return KeyPair(public, secret)
+
+
+def read_public(path: Path) -> bytes:
+    """The public key in a NAME.key. Raises KeyFileError."""
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[bytes, bytes | None]:
+    try:
+        public, secret = zmq.auth.load_certificate(path)
+    except (OSError, ValueError, UnicodeDecodeError) as error:
+        raise KeyFileError(f"{path}: {error}") from None
+    if len(public) != 40 or (secret is not None and len(secret) != 40):
+        raise KeyFileError(f"{path}: a key has 40 characters")
+    return public, secret
+
+
+def check_clients(folder: Path) -> None:
+    """Raises KeyFileError unless the folder has public keys (`*.key`), all of them readable."""
+    paths = sorted(folder.glob("*.key"))
+    if not paths:
+        raise KeyFileError(f"{folder} has no *.key files: the public keys of the clients that may connect")
+    for path in paths:
+        read_public(path)
+
+
+class Gate:
+    """Lets clients with these keys in, and nobody else (ZAP, RFC 27). Needs a running event loop.
+
+    Args:
+        clients: a folder of public keys.
+    """
+
+    def __init__(self, context: zmq.Context[Any], clients: Path) -> None:
+        self._authenticator = AsyncioAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve(domain="*", location=clients)
+
+    def close(self) -> None:
+        self._authenticator.stop()

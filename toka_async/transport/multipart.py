@@ -1,0 +1,200 @@
+"""Sockets of messages in several frames, read by an event loop: one end that many connect to, and the other end.
+
+Frames are received without a copy, so that columns are views of what came over the wire. Knows nothing of what the
+frames hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from toka_async.transport.curve import KeyPair
+
+Frame = bytes | memoryview
+SMALL = 4096  # bytes up to which a frame is copied: cheaper than to share it
+TURN = 256  # messages that are taken before other work of the loop gets its turn
+
+
+class FrameSocket:
+    """A socket on the loop. `attach` before anything else."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_frames: Callable[[list[Frame]], None] | None = None
+
+    def attach(self, loop: asyncio.AbstractEventLoop, on_frames: Callable[[list[Frame]], None]) -> None:
+        """Call `on_frames` with each message.
+
+        The descriptor signals edges, so each wake-up drains to EAGAIN, in turns; and so does whoever has sent, since
+        that may swallow an edge.
+        """
+        self._loop, self._on_frames = loop, on_frames
+        loop.add_reader(self.socket.fileno(), self.drain)
+        loop.call_soon(self.drain)
+
+    def drain(self) -> None:
+        """Take what has come."""
+        assert self._loop is not None
+        assert self._on_frames is not None
+        for _ in range(TURN):
+            if self.socket.closed:
+                return
+            try:
+                parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._on_frames([part.bytes if len(part) <= SMALL else part.buffer for part in parts])
+        self._loop.call_soon(self.drain)
+
+    def send(self, frames: Sequence[Frame]) -> bool:
+        """False when the message cannot be taken: the other end is gone, or takes nothing."""
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except (zmq.Again, zmq.ZMQError) as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            return False
+        finally:
+            if self._loop is not None and not self.socket.closed:
+                self._loop.call_soon(self.drain)
+        return True
+
+    def close(self, linger: int = 0) -> None:
+        """linger: milliseconds that what was sent gets to leave, while the context lives."""
+        if self._loop is not None and not self.socket.closed:
+            self._loop.remove_reader(self.socket.fileno())
+        self.socket.close(linger=linger)
+
+
+class Router(FrameSocket):
+    """Binds; every message that comes has the connection's name as its first frame, and so must what is sent.
+
+    Args:
+        max_frame: bytes; who sends a longer frame is disconnected.
+        max_queued: messages for a connection that does not read.
+        keys: with them, connections are encrypted.
+        alive: seconds after which a silent connection is given up.
+
+    Raises:
+        zmq.ZMQError: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        address: str,
+        *,
+        max_frame: int,
+        max_queued: int,
+        keys: KeyPair | None = None,
+        alive: float = 30.0,
+    ) -> None:
+        socket = context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
+        socket.setsockopt(zmq.SNDHWM, max_queued)
+        socket.setsockopt(zmq.RCVHWM, max_queued)
+        set_options(socket, address, alive)
+        if keys is not None:
+            socket.curve_server = True
+            socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+        try:
+            socket.bind(address)
+        except zmq.ZMQError:
+            socket.close()
+            raise
+        super().__init__(socket)
+
+    @property
+    def address(self) -> str:
+        """Where it listens, a port of 0 or `*` replaced by the real one."""
+        return self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+class Dealer(FrameSocket):
+    """Connects, again and again when the connection breaks; what was not sent by then is lost.
+
+    Args:
+        on_connected: called when a connection is made, also anew. on_lost: called when it is broken, or refused for
+            good (with the reason).
+        keys, server_key: for an encrypted connection.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        address: str,
+        *,
+        keys: KeyPair | None = None,
+        server_key: bytes | None = None,
+        alive: float = 30.0,
+    ) -> None:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.SNDHWM, 0)  # whoever sends is bounded by the other end's credit
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        set_options(socket, address, alive)
+        if keys is not None:
+            socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = (
+                keys.public,
+                keys.secret,
+                server_key,
+            )
+        self._monitor = socket.get_monitor_socket()
+        self._address = address
+        super().__init__(socket)
+
+    def connect(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_frames: Callable[[list[Frame]], None],
+        on_connected: Callable[[], None],
+        on_lost: Callable[[str | None], None],
+    ) -> None:
+        """Raises zmq.ZMQError for what is no address."""
+
+        def on_event() -> None:
+            while True:
+                try:
+                    event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                except zmq.Again:
+                    return
+                match event["event"]:
+                    case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                        on_connected()
+                    case zmq.EVENT_DISCONNECTED:
+                        on_lost(None)
+                    case zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                        on_lost("the server does not accept the keys")
+
+        self.attach(loop, on_frames)
+        loop.add_reader(self._monitor.fileno(), on_event)
+        self._on_event = on_event
+        loop.call_soon(on_event)
+        self.socket.connect(self._address)
+
+    def close(self, linger: int = 0) -> None:
+        if self._loop is not None and not self._monitor.closed:
+            self._loop.remove_reader(self._monitor.fileno())
+        with contextlib.suppress(zmq.ZMQError):
+            self.socket.disable_monitor()
+        self._monitor.close(linger=0)
+        super().close(linger)
+
+
+def set_options(socket: zmq.Socket[bytes], address: str, alive: float) -> None:
+    """What both ends have in common: silent connections are probed, and given up."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.IPV6, int("[" in address))
+    socket.setsockopt(zmq.HEARTBEAT_IVL, int(alive * 1000 / 3))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(alive * 1000))
+    socket.setsockopt(zmq.HANDSHAKE_IVL, int(alive * 1000))
