@@ -75,6 +75,7 @@ class Wire:
     gone: set[bytes] = field(default_factory=set)
     deliver: Callable[[list[bytes]], None] = print
     address: str = "nowhere"
+    sender: str = ""
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_frames: Callable[[list[bytes]], None]) -> None:
         del loop

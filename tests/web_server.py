@@ -18,8 +18,9 @@ from tests.tokenizers_small import byte_level
 from toka_async.batches.store import Store
 from toka_async.config import ServerConfig
 from toka_async.model.generation import GenerationDefaults
-from toka_async.server.app import create_app
+from toka_async.server.app import NO_KEYS, create_app
 from toka_async.server.engine import Engine
+from toka_async.server.keys import Keys
 from toka_async.server.runner import Runner
 from toka_async.text.chat import ChatTemplate
 from toka_async.text.tokenizer import Tokenizer
@@ -97,6 +98,7 @@ async def web_server(
     tokenizer: Tokenizer | None = None,
     template: str | None = TEMPLATE,
     defaults: GenerationDefaults | None = None,
+    keys: Keys = NO_KEYS,
     **config: Any,
 ) -> AsyncIterator[WebServer]:
     """A server; `config` are fields of ServerConfig, `data_dir` among them."""
@@ -105,7 +107,7 @@ async def web_server(
     engine = Engine([scheduler], settings.max_requests)
     chat_template = None if template is None else ChatTemplate(template, tokenizer.special_tokens)
     store = Store(Path(settings.data_dir), time.time) if settings.data_dir else None
-    app = create_app(settings, NAME, tokenizer, chat_template, defaults or GenerationDefaults(), engine, store)
+    app = create_app(settings, NAME, tokenizer, chat_template, defaults or GenerationDefaults(), engine, store, keys)
     runner = Runner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

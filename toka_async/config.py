@@ -60,6 +60,27 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     max_requests: Annotated[int, Meta(ge=1, description="requests held at once, running and queued; more get 429")] = (
         65536
     )
+    max_held_tokens: Annotated[
+        int,
+        Meta(ge=0, le=2**53, description="tokens held at once, prompts and n x max_tokens; more get 429; 0: no limit"),
+    ] = 0
+    request_timeout: Annotated[
+        float, Meta(ge=0, le=2**31, description="seconds that a request may take, then it gets 504; 0: any")
+    ] = 0.0
+    api_keys: Annotated[
+        str,
+        Meta(description="file of API keys, one a line; TOKA_API_KEYS can have more; none at all: open to everybody"),
+    ] = ""
+    key_max_requests: Annotated[
+        int, Meta(ge=0, description="as max_requests, of each API key without a limit of its own; 0: no limit")
+    ] = 0
+    key_max_held_tokens: Annotated[
+        int, Meta(ge=0, le=2**53, description="as max_held_tokens, of each API key likewise; 0: no limit")
+    ] = 0
+    open_metrics: Annotated[bool, Meta(description="answer /metrics without an API key")] = False
+    tls_cert: Annotated[str, Meta(description="PEM file of the certificate and its chain; empty: no TLS")] = ""
+    tls_key: Annotated[str, Meta(description="PEM file of its private key, without a passphrase")] = ""
+    log_prompts: Annotated[bool, Meta(description="write every prompt to the log")] = False
     zmq_bind: Annotated[
         str, Meta(description="address for direct submission, such as tcp://127.0.0.1:10211; empty: none")
     ] = ""

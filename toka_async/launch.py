@@ -6,6 +6,7 @@ Loads no torch and knows nothing of HTTP or of models beyond their files.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -16,12 +17,14 @@ from pathlib import Path
 import msgspec
 
 from toka_async.config import Config
-from toka_async.listening import check_direct, open_listener, raise_limits, url_of
+from toka_async.listening import check_direct, exposed, open_listener, raise_limits, url_of
 from toka_async.model.division import check_division
 from toka_async.model.generation import read_generation_defaults
 from toka_async.model.hub import resolve_model, resolve_tokenizer
 from toka_async.model.spec import ModelError, read_spec
 from toka_async.procs.child import BatchJob, ChildSpec, Status
+from toka_async.server.keys import read_keys
+from toka_async.server.tls import tls_context
 from toka_async.supervisor import Launch, Supervisor, say
 from toka_async.topology import Layout, local_topology
 
@@ -33,13 +36,15 @@ def serve(config: Config) -> int:
     """Serve until a signal or a failure; the exit code.
 
     Raises:
-        ConfigError: the address cannot be listened on, or needs keys.
+        ConfigError: the address cannot be listened on, or needs keys; files of keys or certificates are wrong.
         ModelError: there is no such model or tokenizer, or its files are wrong.
     """
     check_direct(config.server)
+    tls, keys = tls_context(config.server), read_keys(config.server, os.environ)
     model_dir, tokenizer_dir = _files(config)
     with closing(open_listener(config.server)) as listener, _socket_folder() as folder:
-        limits, url = raise_limits(), url_of(listener)
+        limits = [*raise_limits(), *exposed(config.server, has_keys=bool(keys))]
+        url = url_of(listener, "http" if tls is None else "https")
         spec = ChildSpec(
             role="server",
             config=config,

@@ -54,11 +54,25 @@ def inherited(fd: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
     """The URL of a listener; where it listens on every address, one that reaches it from this machine."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def exposed(server: ServerConfig, *, has_keys: bool) -> list[str]:
+    """A line for each thing that is missing where others can reach the server."""
+    if _is_local(server.host):
+        return []
+    lines = []
+    if not has_keys:
+        lines.append(f"whoever can reach {server.host} can use this server: set server.api_keys or TOKA_API_KEYS")
+    if not server.tls_cert:
+        lines.append(
+            "what is said over HTTP can be read on its way, keys too: set server.tls_cert, or put a proxy before it"
+        )
+    return lines
 
 
 def check_direct(server: ServerConfig) -> None:

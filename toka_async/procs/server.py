@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,9 +29,11 @@ from toka_async.procs.child import ChildSpec, Drain, Drained, Fail, Lost, Order,
 from toka_async.procs.direct import DirectServer
 from toka_async.server.app import create_app
 from toka_async.server.engine import Engine
+from toka_async.server.keys import read_keys
 from toka_async.server.respond import SERVICE
 from toka_async.server.runner import Runner
 from toka_async.server.service import Service
+from toka_async.server.tls import tls_context
 from toka_async.text.chat import ChatTemplate, ChatTemplateError
 from toka_async.text.tokenizer import Tokenizer
 from toka_async.text.tokenizer_files import TokenizerError
@@ -53,13 +56,14 @@ async def serve(link: ParentLink) -> NoReturn:
     engine = Engine(outboxes, spec.config.server.max_requests, page_size=spec.config.cache.page_size)
     try:
         app = build_app(spec, engine)
-    except (ModelError, TokenizerError, ChatTemplateError) as error:
+        tls = tls_context(spec.config.server)
+    except (ConfigError, ModelError, TokenizerError, ChatTemplateError) as error:
         link.fatal(str(error), user=True)
     except StorageError as error:
         link.fatal(f"server.data_dir: {error}", user=True)
     runner = Runner(app, shutdown_timeout=spec.config.server.drain_timeout)
     await runner.setup()
-    site = web.SockSite(runner, inherited(spec.listen_fd), backlog=BACKLOG)
+    site = web.SockSite(runner, inherited(spec.listen_fd), backlog=BACKLOG, ssl_context=tls)
     await site.start()
     direct = open_direct(link, app[SERVICE])
     orders = take_orders(link, context, outboxes, engine)
@@ -160,11 +164,12 @@ async def close(runner: Runner, timeout: float) -> None:
 
 
 def build_app(spec: ChildSpec, engine: Engine) -> web.Application:
-    """Raises ModelError, TokenizerError, ChatTemplateError or StorageError; the message names the file."""
+    """Raises ConfigError, ModelError, TokenizerError, ChatTemplateError or StorageError; the message names the file."""
     tokenizer, template, defaults = load_texts(spec)
+    keys = read_keys(spec.config.server, os.environ)
     folder = spec.config.server.data_dir
     store = Store(Path(folder).absolute(), time.time) if folder else None
-    return create_app(spec.config.server, spec.served_name, tokenizer, template, defaults, engine, store)
+    return create_app(spec.config.server, spec.served_name, tokenizer, template, defaults, engine, store, keys)
 
 
 def load_texts(spec: ChildSpec) -> tuple[Tokenizer, ChatTemplate | None, GenerationDefaults]:

@@ -17,13 +17,17 @@ from toka_async.server.chat import chat_completions
 from toka_async.server.chat_batch import chat_batch
 from toka_async.server.completions import completions
 from toka_async.server.engine import Engine
-from toka_async.server.errors import error_response, json_errors
+from toka_async.server.errors import add_headers, error_response, json_errors
+from toka_async.server.guard import GUARD, OPEN, Guard, check_keys
+from toka_async.server.guard_metrics import GuardCollector
+from toka_async.server.keys import Keys
 from toka_async.server.respond import SERVICE, check_length
 from toka_async.server.service import Service, make_defaults
 from toka_async.server.status import StatusLine
 from toka_async.text.chat import ChatTemplate
 from toka_async.text.tokenizer import Tokenizer
 
+NO_KEYS = Keys()
 NUM_THREADS = 2  # for text; they hold the interpreter's lock much of the time
 
 
@@ -35,11 +39,15 @@ def create_app(
     defaults: GenerationDefaults,
     engine: Engine,
     store: Store | None = None,
+    keys: Keys = NO_KEYS,
 ) -> web.Application:
     """The app; it answers 503 until the engine is ready, so it may listen before. `store`: of files and batches."""
-    app = web.Application(middlewares=[json_errors], client_max_size=config.max_body_mb << 20)
+    app = web.Application(middlewares=[json_errors, check_keys], client_max_size=config.max_body_mb << 20)
     service = app[SERVICE] = create_service(config, served_name, tokenizer, chat_template, defaults, engine)
     batches = app[files.BATCHES] = None if store is None else BatchService(store, service)
+    app[GUARD] = Guard(keys, service.accounts, OPEN | ({"/metrics"} if config.open_metrics else set()))
+    engine.metrics.registry.register(GuardCollector(app[GUARD]))
+    app.on_response_prepare.append(add_headers)
     add_routes(app)
 
     async def text_threads(_app: web.Application) -> AsyncIterator[None]:
@@ -114,6 +122,7 @@ async def answer_expect(request: web.Request, check: Callable[[web.Request], Non
     if request.headers.get(hdrs.EXPECT, "").lower() != "100-continue":
         return error_response(ApiError(417, "the only expectation that is met is 100-continue"))
     try:
+        request.app[GUARD].account(request)
         check(request)
     except ApiError as error:
         return error_response(error)

@@ -64,7 +64,7 @@ class BatchService:
         )
         engine = self.service.engine
         engine.metrics.registry.register(BatchCollector(self.batches))
-        engine.on_state = self.follow
+        engine.on_state = self.service.accounts.total.on_room = self.follow
         self.follow()
         await self.batches.start()
 

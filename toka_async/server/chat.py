@@ -27,7 +27,9 @@ from toka_async.openai.responses import (
     PromptLogprobs,
     Usage,
 )
+from toka_async.server.accounts import Account
 from toka_async.server.answers import FINISH, Header, new_header, num_kept, run_usage
+from toka_async.server.guard import account_of
 from toka_async.server.logprobs import chat_logprobs, prompt_logprobs, prompt_rows
 from toka_async.server.respond import SERVICE, read_request, respond
 from toka_async.server.rows import Rows
@@ -38,18 +40,18 @@ from toka_async.server.service import Chat, Output, Run, Service
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Handles one request."""
     wire = await read_request(request, ChatRequest)
-    async with chat_run(request.app[SERVICE], wire) as (run, answer):
+    async with chat_run(request.app[SERVICE], wire, account_of(request)) as (run, answer):
         return await respond(request, run, answer)
 
 
 @asynccontextmanager
-async def chat_run(service: Service, wire: ChatRequest) -> AsyncIterator[tuple[Run, ChatAnswer]]:
+async def chat_run(service: Service, wire: ChatRequest, account: Account) -> AsyncIterator[tuple[Run, ChatAnswer]]:
     """A request while it runs, and what makes its response. Raises as `Service.running` does."""
     service.check_model(wire.model)
     generation = chat_generation(wire, service.limits(), service.defaults)
     text = await service.render(wire_chat(wire))
     prompts = await service.encode([text], wire.add_special_tokens, "messages")
-    async with service.running(generation, prompts, "messages") as run:
+    async with service.running(generation, prompts, "messages", account) as run:
         yield run, ChatAnswer(service, new_header("chatcmpl", service.name))
 
 

@@ -14,6 +14,7 @@ from toka_async.openai.requests import ChatRequest
 from toka_async.server.answers import new_header
 from toka_async.server.chat import ChatAnswer, one_chat
 from toka_async.server.completions import check_counts
+from toka_async.server.guard import account_of
 from toka_async.server.respond import SERVICE, read_request, respond
 from toka_async.server.service import Chat
 
@@ -30,7 +31,7 @@ async def chat_batch(request: web.Request) -> web.StreamResponse:
     check_counts(len(wire.messages), generation.n, service.config, "messages")
     texts = await service.render_all(conversations(wire))
     prompts = await service.encode(texts, wire.add_special_tokens, "messages")
-    async with service.running(generation, prompts, "messages") as run:
+    async with service.running(generation, prompts, "messages", account_of(request)) as run:
         return await respond(request, run, ChatAnswer(service, new_header("chatcmpl", service.name)))
 
 

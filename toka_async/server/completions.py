@@ -16,8 +16,10 @@ from toka_async.openai.generation import Generation, completion_generation
 from toka_async.openai.prompts import Prompt, parse_prompts
 from toka_async.openai.requests import CompletionRequest
 from toka_async.openai.responses import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage
+from toka_async.server.accounts import Account
 from toka_async.server.answers import FINISH, Header, new_header, num_kept, run_usage
 from toka_async.server.block_texts import MANY
+from toka_async.server.guard import account_of
 from toka_async.server.logprobs import (
     concatenated,
     echoed_logprobs,
@@ -35,12 +37,14 @@ from toka_async.server.service import Output, Run, Service
 async def completions(request: web.Request) -> web.StreamResponse:
     """Handles one request."""
     wire = await read_request(request, CompletionRequest)
-    async with completion_run(request.app[SERVICE], wire) as (run, answer):
+    async with completion_run(request.app[SERVICE], wire, account_of(request)) as (run, answer):
         return await respond(request, run, answer)
 
 
 @asynccontextmanager
-async def completion_run(service: Service, wire: CompletionRequest) -> AsyncIterator[tuple[Run, CompletionAnswer]]:
+async def completion_run(
+    service: Service, wire: CompletionRequest, account: Account
+) -> AsyncIterator[tuple[Run, CompletionAnswer]]:
     """A request while it runs, and what makes its response. Raises as `Service.running` does."""
     service.check_model(wire.model)
     generation = completion_generation(wire, service.limits(), service.defaults)
@@ -48,7 +52,7 @@ async def completion_run(service: Service, wire: CompletionRequest) -> AsyncIter
     check_size(given, generation, service.config)
     prompts = await service.encode(given, wire.add_special_tokens, "prompt")
     echoed = [prompt_text(service, generation, prompt) for prompt in given] if generation.echo else []
-    async with service.running(generation, prompts, "prompt") as run:
+    async with service.running(generation, prompts, "prompt", account) as run:
         yield run, CompletionAnswer(service, echoed, new_header("cmpl", service.name))
 
 

@@ -6,6 +6,7 @@ that rows that are still on their way when a slot is used again are told apart. 
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,22 +16,26 @@ import numpy as np
 
 from toka_async.arrays import Bool, Float64, Int32, Int64, as_i32, as_i64, column, i32_column
 from toka_async.messages import Cancels, Prefills, Submits, Tokens
+from toka_async.server.accounts import Account
 from toka_async.server.direct_rows import DirectJobs, DirectRows, parts_of, rows_of
+from toka_async.server.inflight import TimedOutError
 from toka_async.server.metrics import Metrics
 from toka_async.server.replicas import Placement, Replicas
 from toka_async.server.rows import REASONS
 
 FIRST = 1 << 30  # of the request ids; other requests have lower ones
 MOST = 1 << 20  # at once
+TIMER_STEPS = 100  # looks for late requests in the time that one may take, at most
 
 
 class Owner(Protocol):
     """Who submitted requests, and is told of them by the ids that it gave them; it does not answer at once.
 
-    number: nobody else's.
+    number: nobody else's. account: what its requests count in.
     """
 
     number: int
+    account: Account
 
     def on_rows(self, rows: DirectRows, cached: Int32, ended: Int64) -> None:
         """New tokens; prompt tokens found in the cache, of each row's request; the requests that ended with them."""
@@ -67,12 +72,14 @@ class Direct:
         self._open_samples: dict[int, int] = {}  # by bundle: requests that were sent to a replica together
         self._free: deque[int] = deque()  # used in turn, so that a slot's generation comes back late
         self._allocated = False
+        self._timer: asyncio.TimerHandle | None = None
 
     def _allocate(self) -> None:
         """The tables, when they are first needed.
 
         ids: -1 where a slot is free. bundle_keys: the id of the first request of its bundle. places: in the bundle.
-        opens: samples that have not ended. touched: its owner has seen something of it. last: when something last came.
+        opens: samples that have not ended. tokens: as its account counts them. touched: its owner has seen something of
+        it. last: when something last came.
         """
         size = self.capacity
         self._ids: Int64 = np.full(size, -1, np.int64)
@@ -87,6 +94,8 @@ class Direct:
         self._num_prompt = np.zeros(size, np.int32)
         self._submitted: Float64 = np.zeros(size)
         self._last: Float64 = np.zeros(size)
+        self._tokens: Int64 = np.zeros(size, np.int64)
+        self._deadlines: Float64 = np.full(size, np.inf)
         self._free.extend(range(size))
         self._allocated = True
 
@@ -134,6 +143,9 @@ class Direct:
         self._touched[slots] = False
         self._num_prompt[slots] = lengths
         self._submitted[slots] = self._last[slots] = self._clock()
+        self._tokens[slots] = lengths + np.int64(jobs.n * jobs.max_tokens)
+        owner.account.take(count, int(self._tokens[slots].sum()))
+        self._expect(slots, owner.account.timeout)
         self._open_samples[int(ids[0])] = count * jobs.n
         submits = Submits(
             request_ids=i32_column(ids),
@@ -158,19 +170,44 @@ class Direct:
 
     def leave(self, owner: Owner) -> None:
         """The owner is gone, and with it all of its requests."""
-        if self._owners.pop(owner.number, None) is not None:
+        if owner.number in self._owners:
             self._cancel(np.flatnonzero((self._ids >= 0) & (self._owner_numbers == owner.number)))
+            del self._owners[owner.number]
 
     def _cancel(self, slots: Int64) -> Int64:
-        of_bundle = self._bundle_keys[slots]
-        for key in np.unique(of_bundle).tolist():
-            ids = self._ids[slots[of_bundle == key]]
-            self._replicas.tell_bundle(key, Cancels(request_ids=i32_column(ids)))
+        self._tell_cancelled(slots)
         self._settle(np.repeat(slots, self._opens[slots]))
         self._metrics.cancelled(slots.size)
         self._release(slots)
         self._check_empty()
         return self._client_ids[slots]
+
+    def _tell_cancelled(self, slots: Int64) -> None:
+        of_bundle = self._bundle_keys[slots]
+        for key in np.unique(of_bundle).tolist():
+            ids = self._ids[slots[of_bundle == key]]
+            self._replicas.tell_bundle(key, Cancels(request_ids=i32_column(ids)))
+
+    # ---- deadlines ---------------------------------------------------------------------------------------------------
+
+    def _expect(self, slots: Int64, timeout: float) -> None:
+        """They end after so many seconds at the latest; 0: whenever they do."""
+        self._deadlines[slots] = self._clock() + timeout if timeout else np.inf
+        if timeout and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(timeout, self._time_out, timeout)
+
+    def _time_out(self, timeout: float) -> None:
+        self._timer = None
+        held = np.flatnonzero(self._ids >= 0)
+        late = held[self._deadlines[held] <= self._clock()]
+        if late.size:
+            self._tell_cancelled(late)
+            self._fail(late, TimedOutError(f"it took longer than server.request_timeout ({timeout:g} s)"))
+            self._check_empty()
+        left = float(np.min(self._deadlines[self._ids >= 0], initial=np.inf)) - self._clock()
+        if left < np.inf:
+            wait = max(left, timeout / TIMER_STEPS)
+            self._timer = asyncio.get_running_loop().call_later(wait, self._time_out, timeout)
 
     # ---- from the replicas -------------------------------------------------------------------------------------------
 
@@ -287,6 +324,8 @@ class Direct:
 
     def _release(self, slots: Int64) -> None:
         """Their requests are over."""
+        for owner, mine in self._by_owner(slots):
+            owner.account.give_back(int(mine.sum()), int(self._tokens[slots[mine]].sum()))
         self._ids[slots] = -1
         self._free.extend(slots.tolist())
 

@@ -13,6 +13,7 @@ import numpy as np
 from toka_async.arrays import Int32, Int64, as_f32, as_i32
 from toka_async.messages import Reason
 from toka_async.protocol import Columns, Header, PromptLogprobs
+from toka_async.server.accounts import Account
 from toka_async.server.plans import Plan
 from toka_async.server.result_columns import SampleColumns
 from toka_async.server.sample_text import SampleStream
@@ -25,14 +26,16 @@ class Sink(Protocol):
     def __call__(self, header: Header, columns: Columns, ids: Int64, ended: list[int]) -> None: ...
 
 
-async def run_request(service: Service, plan: Plan, key: int, prompt: Int32, seed: int, sink: Sink) -> None:
+async def run_request(
+    service: Service, account: Account, plan: Plan, key: int, prompt: Int32, seed: int, sink: Sink
+) -> None:
     """Runs it to its end; cancelled, it ends at once.
 
     Raises:
         ApiError, NotServingError, OverloadedError, RequestFailedError, EngineStoppedError: it ends otherwise.
     """
     generation = replace(plan.generation, seed=seed)
-    async with service.running(generation, [prompt], "prompt") as run:
+    async with service.running(generation, [prompt], "prompt", account) as run:
         answer = Answer(service, plan, key, run, sink)
         if generation.stream:
             await answer.stream()

@@ -30,6 +30,7 @@ from toka_async.protocol import (
     from_client,
     pack,
 )
+from toka_async.server.accounts import Account
 from toka_async.server.delivery import WINDOW, CreditError, Delivery
 from toka_async.server.jobs import NotServingError
 from toka_async.server.plans import Plans
@@ -145,12 +146,15 @@ class Endpoint:
             self._send(identity, Error(status=503, code="not_serving", message=str(error), retry_after=1))
             return
         session = self._sessions.get(hello.session)
-        resumed = session is not None
+        resumed, account = session is not None, self._account()
         if session is None:
             if len(self._sessions) >= MOST_SESSIONS:
                 self._send(identity, Error(status=429, code="overloaded", message="too many clients", retry_after=1))
                 return
-            session = self._begin(hello.session)
+            session = self._begin(hello.session, account)
+        elif session.account is not account:
+            self._send(identity, Closed(code="refused", message="the session is another client's"))
+            return
         self._connect(session, identity)
         welcome = Welcome(
             version=max(set(hello.versions) & set(VERSIONS)),
@@ -175,11 +179,16 @@ class Endpoint:
 
     # ---- sessions ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, name: bytes) -> Session:
+    def _account(self) -> Account:
+        """Of a client's public key, whatever its sessions; without keys nobody can tell clients apart."""
+        accounts, sender = self._service.accounts, self._router.sender
+        return accounts.open(f"client {sender}") if sender else accounts.total
+
+    def _begin(self, name: bytes, account: Account) -> Session:
         self._num_sessions += 1
         buffered = self._config.zmq_buffer_mb << 20
         delivery = Delivery(self._config.zmq_credit, buffered // REMEMBERED)
-        session = Session(self._num_sessions, name, self._service, self._plans, delivery, self._wake, buffered)
+        session = Session(self._num_sessions, name, self._service, account, self._plans, delivery, self._wake, buffered)
         self._sessions[name] = session
         self._expect(session, self._config.zmq_grace)
         return session

@@ -35,7 +35,7 @@ from toka_async.messages import (
 )
 from toka_async.server.direct import FIRST, Direct, Owner
 from toka_async.server.direct_rows import DirectJobs
-from toka_async.server.inflight import Batch, EngineStoppedError, InFlight, RequestFailedError
+from toka_async.server.inflight import Batch, EngineStoppedError, InFlight, RequestFailedError, TimedOutError
 from toka_async.server.jobs import Job, NotServingError, OverloadedError
 from toka_async.server.metrics import Metrics
 from toka_async.server.replicas import Replicas
@@ -158,8 +158,10 @@ class Engine:
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def submitted(self, jobs: Sequence[Job]) -> Iterator[Batch]:
+    def submitted(self, jobs: Sequence[Job], timeout: float = 0.0) -> Iterator[Batch]:
         """Submits the jobs, all or none; leaving with an exception (a client gone is one) cancels what still runs.
+
+        After `timeout` seconds (0: never) that ends with TimedOutError.
 
         Raises:
             NotServingError, OverloadedError: none was submitted.
@@ -170,6 +172,7 @@ class Engine:
         batch = Batch()
         for job in jobs:
             self._submit(job, batch)
+        timer = asyncio.get_running_loop().call_later(timeout, self._time_out, batch, timeout) if timeout else None
         try:
             yield batch
         except BaseException:
@@ -177,6 +180,8 @@ class Engine:
                 self._cancel(flight)
             raise
         finally:
+            if timer is not None:
+                timer.cancel()
             self._num_holders -= 1
             self._check_idle()
 
@@ -237,10 +242,21 @@ class Engine:
         )
 
     def _cancel(self, flight: InFlight) -> None:
-        if self._inflight.pop(flight.request_id, None) is not None:
+        if self._drop(flight):
             self.metrics.cancelled()
-            self.replicas.tell(Cancel(request_id=flight.request_id))
-            self.replicas.end(flight.request_id)
+
+    def _drop(self, flight: InFlight) -> bool:
+        """It is held no more; False when it was not."""
+        if self._inflight.pop(flight.request_id, None) is None:
+            return False
+        self.replicas.tell(Cancel(request_id=flight.request_id))
+        self.replicas.end(flight.request_id)
+        return True
+
+    def _time_out(self, batch: Batch, seconds: float) -> None:
+        for flight in batch.flights:
+            if self._drop(flight):
+                self._ended(flight, TimedOutError(f"it took longer than server.request_timeout ({seconds:g} s)"))
 
     # ---- what the schedulers say -------------------------------------------------------------------------------------
 

@@ -13,10 +13,18 @@ import msgspec
 from aiohttp import web
 
 from toka_async.openai.errors import ApiError
-from toka_async.server.inflight import EngineStoppedError, RequestFailedError
+from toka_async.server.inflight import EngineStoppedError, RequestFailedError, TimedOutError
 from toka_async.server.jobs import NotServingError, OverloadedError
 
 logger = logging.getLogger(__name__)
+
+HEADERS = {  # of every response: should a browser get to see one, it is to run nothing of it and show it nowhere
+    "X-Content-Type-Options": "nosniff",
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "Server": "toka-async",
+}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -30,6 +38,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="not_serving", retry_after=1)
         case OverloadedError():
             return ApiError(429, str(error), code="overloaded", retry_after=1)
+        case TimedOutError():
+            return ApiError(504, str(error), code="timeout")
         case RequestFailedError():
             return ApiError(400, str(error), code="request_failed")
         case EngineStoppedError():
@@ -48,13 +58,22 @@ def framework_message(error: web.HTTPException) -> str:
 
 
 def error_response(error: ApiError) -> web.Response:
-    headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+    headers = dict(HEADERS)
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(error.retry_after)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return web.Response(
         status=error.status,
         body=msgspec.json.encode(error.response()),
         content_type="application/json",
         headers=headers,
     )
+
+
+async def add_headers(_request: web.Request, response: web.StreamResponse) -> None:
+    """To every response, before it is sent."""
+    response.headers.update(HEADERS)
 
 
 @web.middleware
@@ -67,10 +86,12 @@ async def json_errors(request: web.Request, handler: Handler) -> web.StreamRespo
     except Exception as error:
         known = as_api_error(error)
         if known.code == "internal_error":
-            logger.exception("%s %s failed", request.method, request.path)
+            logger.exception("%s %s failed", request.method, request.rel_url.raw_path)  # encoded: it stays one line
         response = error_response(known)
         if isinstance(error, web.HTTPMethodNotAllowed):
             response.headers["Allow"] = error.headers["Allow"]
-        if isinstance(error, web.RequestPayloadError):  # where the next request begins is unknown
+        if (
+            isinstance(error, web.RequestPayloadError) or known.status == 408
+        ):  # where the next request begins is unknown
             response.force_close()
         return response

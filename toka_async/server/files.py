@@ -211,7 +211,7 @@ async def get_content(request: web.Request) -> web.StreamResponse:
     path = service.store.path(record.id)
     if not path.is_file():
         raise ApiError(500, f"the content of {record.id} is lost: its file is gone from the disk")
-    headers = {"Content-Type": "application/octet-stream", "X-Content-Type-Options": "nosniff"}
+    headers = {"Content-Type": "application/octet-stream", "Content-Disposition": "attachment"}
     return web.FileResponse(path, chunk_size=CHUNK, headers=headers)
 
 

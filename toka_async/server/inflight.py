@@ -18,6 +18,10 @@ class RequestFailedError(Exception):
     """The engine refused the request; the message says why."""
 
 
+class TimedOutError(RequestFailedError):
+    """The request took longer than it may."""
+
+
 class EngineStoppedError(Exception):
     """The engine is gone, and with it the requests that it held."""
 

@@ -13,7 +13,7 @@ class NotServingError(Exception):
 
 
 class OverloadedError(Exception):
-    """As many requests as `server.max_requests` allows are held already."""
+    """As many requests or tokens as are allowed are held already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,8 +108,8 @@ class LineQuestion:
 
     def _start(self) -> AbstractAsyncContextManager[tuple[Run, Answer]]:
         if isinstance(self.wire, ChatRequest):
-            return chat_run(self.service, self.wire)
-        return completion_run(self.service, self.wire)
+            return chat_run(self.service, self.wire, self.service.accounts.batches)
+        return completion_run(self.service, self.wire, self.service.accounts.batches)
 
 
 def num_prompts(wire: CompletionRequest | ChatRequest) -> int:

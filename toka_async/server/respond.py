@@ -38,12 +38,18 @@ async def read_body(request: web.Request) -> bytes:
     """The whole body.
 
     Raises:
-        ApiError: 413 when it is too large, unread if its length says so.
+        ApiError: 413 when it is too large, unread if its length says so; 408 when it comes too slowly.
         RequestPayloadError: it is broken.
     """
     check_length(request)
+    seconds = request.app[SERVICE].config.request_timeout
     try:
-        return await request.read()
+        async with asyncio.timeout(seconds or None):
+            return await request.read()
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body took longer than server.request_timeout ({seconds:g} s)", code="timeout"
+        ) from None
     except web.HTTPRequestEntityTooLarge:
         raise too_large(request) from None
 

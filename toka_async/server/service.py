@@ -6,14 +6,16 @@ Turns prompts into token ids and checked requests into running ones. Knows no HT
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from toka_async.arrays import Int32
 from toka_async.config import ServerConfig
@@ -22,6 +24,7 @@ from toka_async.model.generation import GenerationDefaults
 from toka_async.openai.errors import bad_request, model_not_found
 from toka_async.openai.generation import Defaults, Generation, Limits, token_budget
 from toka_async.openai.prompts import Prompt, check_vocabulary
+from toka_async.server.accounts import Account, Accounts
 from toka_async.server.batching import Batcher
 from toka_async.server.block_texts import MANY, BlockTexts
 from toka_async.server.engine import Engine
@@ -35,6 +38,8 @@ from toka_async.server.stop_sets import StopSets
 from toka_async.text.chat import ChatTemplate, ChatTemplateError, TemplateKwargsError
 from toka_async.text.stop import StopStrings
 from toka_async.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 MIN_SAMPLES = 4  # of a request, for which looking at them together is faster
 
@@ -81,6 +86,7 @@ class Service:
     engine: Engine
     executor: Executor
     created: int = field(default_factory=lambda: int(time.time()))
+    accounts: Accounts = field(init=False)
     json_texts: dict[bool, JsonTexts] = field(init=False)  # without and with special tokens skipped
     logprob_columns: LogprobColumns = field(init=False)
     _encode: Batcher[tuple[str, bool], list[int]] = field(init=False)
@@ -90,6 +96,7 @@ class Service:
     _stop_sets: StopSets = field(init=False)
 
     def __post_init__(self) -> None:
+        self.accounts = Accounts(self.config)
         self.json_texts = {skip: JsonTexts(self.tokenizer, skip) for skip in (False, True)}
         self.logprob_columns = LogprobColumns(self.tokenizer)
         self._encode = Batcher(self._encode_all, self.executor)
@@ -151,17 +158,24 @@ class Service:
             raise bad_request(str(error), param="messages") from None
 
     @asynccontextmanager
-    async def running(self, generation: Generation, prompts: list[Int32], param: str) -> AsyncIterator[Run]:
+    async def running(
+        self, generation: Generation, prompts: list[Int32], param: str, account: Account | None = None
+    ) -> AsyncIterator[Run]:
         """Submits the prompts; leaving with an exception cancels them. `param` names the prompt's field in errors.
 
+        They count in `account`; None: in the server's own only.
+
         Raises:
-            ApiError: 400, a prompt and its completion do not fit.
+            ApiError: 400, a prompt and its completion do not fit, or the account allows so much to nobody.
             NotServingError, OverloadedError: nothing was submitted.
         """
         options = text_options(generation)
         limits = self.limits(generation.n)
         budgets = [token_budget(limits, len(prompt), generation.max_tokens, param) for prompt in prompts]
+        num_tokens = sum(map(len, prompts)) + generation.n * sum(budgets)
+        account = self.accounts.total if account is None else account
         async with AsyncExitStack() as stack:
+            stack.enter_context(account.holding(len(prompts), num_tokens))
             stop_id = -1
             if options.stops is not None and not generation.stream:
                 stop_id = await stack.enter_async_context(self._stop_sets.use(options.stops, limits.vocab_size))
@@ -169,10 +183,16 @@ class Service:
                 job(generation, prompt, index, budget, stop_id)
                 for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
             ]
-            batch = stack.enter_context(self.engine.submitted(jobs))
+            batch = stack.enter_context(self.engine.submitted(jobs, account.timeout))
+            self.log_prompts(account, prompts)
             if stop_id >= 0:
                 stack.enter_context(self._stop_sets.watched(batch, options))
             yield Run(generation, prompts, options, batch)
+
+    def log_prompts(self, account: Account, prompts: Iterable[npt.NDArray[np.generic]]) -> None:
+        """Only where `server.log_prompts` asks for it. Quoted: a prompt is one line."""
+        for prompt in prompts if self.config.log_prompts else ():
+            logger.info("a prompt of %s: %r", account.owner, self.tokenizer.decode(prompt.tolist(), False))
 
     async def outputs(self, run: Run) -> list[list[Output]]:
         """Waits for all samples: by prompt, by sample.

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from toka_async.arrays import Bool, Int32, Int64, places
 from toka_async.openai.errors import ApiError, bad_request
 from toka_async.protocol import Cancellation, Columns, Error, Header, ProtocolError, Results, Submission
+from toka_async.server.accounts import Account
 from toka_async.server.delivery import Delivery, Outgoing
 from toka_async.server.direct_requests import run_request
 from toka_async.server.direct_rows import DirectJobs, DirectRows, joined
@@ -49,10 +50,12 @@ class Session:
     Args:
         number: nobody else's.
         name: the client's, a secret between it and the server.
+        account: what its requests count in.
         wake: called when there is something to send, or to be closed.
         most_bytes: of results that the client has not acknowledged.
 
     Attributes:
+        account: see above.
         identity: of its connection; None while it has none.
         heard: when it last said something.
         is_too_slow: it has to be cut off.
@@ -64,6 +67,7 @@ class Session:
         number: int,
         name: bytes,
         service: Service,
+        account: Account,
         plans: Plans,
         delivery: Delivery,
         wake: Callable[[Session], None],
@@ -75,6 +79,7 @@ class Session:
         self.identity: bytes | None = None
         self.heard = monotonic()
         self.is_too_slow = False
+        self.account = account
         self._service = service
         self._plans = plans
         self._wake = wake
@@ -182,18 +187,30 @@ class Session:
         assert generation.max_tokens is not None
         limits = self._service.limits(generation.n)
         wrong = faults(requests, limits, generation.max_tokens)
+        tokens = requests.lengths + np.int64(generation.n * generation.max_tokens)
+        for row in np.flatnonzero(tokens > self.account.most_tokens).tolist():
+            wrong.setdefault(row, self.account.too_large(1, int(tokens[row])))
         good: Bool = np.ones(len(requests), np.bool_)
         good[list(wrong)] = False
-        if (num_free := self._service.engine.num_free) < len(requests):  # the first that fit; the rest may try again
+        num_free, full = self._num_free(tokens[good])
+        if num_free < good.sum():  # the first that fit; the rest may try again
             late = np.flatnonzero(good)[num_free:]
             good[late] = False
-            self.on_failed(requests.ids[late], OverloadedError("as many requests as server.max_requests are held"))
+            self.account.refuse(late.size)
+            self.on_failed(requests.ids[late], full)
         if plan.in_columns:
             self._submit(requests.chosen(good), plan)
         else:
             self._run_each(requests.chosen(good), plan)
         for row, error in wrong.items():
             self.on_failed(requests.ids[row : row + 1], error)
+
+    def _num_free(self, tokens: Int64) -> tuple[int, OverloadedError]:
+        """How many of requests with so many tokens there is room for, and why there is none for more."""
+        num_free, (num_fit, account) = self._service.engine.num_free, self.account.fullest(tokens)
+        if num_fit < num_free:
+            return num_fit, account.is_full()
+        return num_free, OverloadedError("as many requests as server.max_requests are held")
 
     def _submit(self, requests: Submitted, plan: Plan) -> None:
         if not len(requests):
@@ -212,6 +229,7 @@ class Session:
             priority=generation.priority,
         )
         self._service.engine.submit_direct(jobs, self)
+        self._service.log_prompts(self.account, requests.prompts())
 
     def _run_each(self, requests: Submitted, plan: Plan) -> None:
         self._service.engine.check_serving(len(requests))
@@ -221,7 +239,7 @@ class Session:
 
     async def _run(self, key: int, prompt: Int32, seed: int, plan: Plan) -> None:
         try:
-            await run_request(self._service, plan, key, prompt, seed, self.add)
+            await run_request(self._service, self.account, plan, key, prompt, seed, self.add)
         except Exception as error:
             if as_api_error(error).code == "internal_error":
                 logger.exception("a request of direct submission failed")

@@ -28,6 +28,7 @@ class FrameSocket:
         self.socket = socket
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_frames: Callable[[list[Frame]], None] | None = None
+        self._latest: zmq.Frame | None = None
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_frames: Callable[[list[Frame]], None]) -> None:
         """Call `on_frames` with each message.
@@ -50,6 +51,7 @@ class FrameSocket:
                 parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            self._latest = parts[-1]
             self._on_frames([part.bytes if len(part) <= SMALL else part.buffer for part in parts])
         self._loop.call_soon(self.drain)
 
@@ -116,6 +118,14 @@ class Router(FrameSocket):
     def address(self) -> str:
         """Where it listens, a port of 0 or `*` replaced by the real one."""
         return self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def sender(self) -> str:
+        """The public key of whoever sent the message that is being taken; empty without keys."""
+        try:
+            return "" if self._latest is None else str(self._latest["User-Id"])
+        except zmq.ZMQError:
+            return ""
 
 
 class Dealer(FrameSocket):

@@ -12,6 +12,7 @@ import pytest
 from tests.fake_scheduler import READY, FakeScheduler
 from toka_async.arrays import Int32, Int64, i32_column
 from toka_async.messages import Failed, Reason, Sampling, Submits, Tokens
+from toka_async.server.accounts import Account
 from toka_async.server.direct_rows import DirectJobs, DirectRows
 from toka_async.server.engine import Engine
 from toka_async.server.jobs import Job, OverloadedError
@@ -22,6 +23,7 @@ class Listener:
     """An owner that keeps what it is told."""
 
     number: int = 1
+    account: Account = field(default_factory=lambda: Account("a listener"))
     tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)

@@ -1,0 +1,106 @@
+"""API keys: read from a file and from the environment, and compared in constant time.
+
+Knows no HTTP. No message has a key in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from toka_async.config import ConfigError, ServerConfig
+
+VARIABLE = "TOKA_API_KEYS"
+MIN_LENGTH = 8
+_KEY = re.compile(r"[\x21-\x7e]+", re.ASCII)
+_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_LIMITS = ("max_requests", "max_held_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key, as its digest. Limits are None where the configured ones hold."""
+
+    digest: bytes
+    name: str
+    max_requests: int | None = None
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """All that are accepted; without any, no key is asked for."""
+
+    keys: tuple[Key, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.keys)
+
+    def find(self, text: str) -> Key | None:
+        """The key that this is. It takes as long whichever it is, and however much of it is right."""
+        digest, found = digest_of(text), None
+        for key in self.keys:
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        return found
+
+
+def digest_of(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
+
+
+def read_keys(config: ServerConfig, environment: Mapping[str, str]) -> Keys:
+    """Raises ConfigError that names `server.api_keys` or the variable."""
+    keys: list[Key] = []
+    if config.api_keys:
+        keys.extend(_file_keys(Path(config.api_keys)))
+    if given := environment.get(VARIABLE, ""):
+        texts = [text for text in re.split(r"[,\s]+", given) if text]
+        if not texts:
+            raise ConfigError(f"{VARIABLE}: there are no keys in it; unset it to ask for none")
+        for number, text in enumerate(texts, 1):
+            keys.append(_key(text, f"{VARIABLE}-{number}", f"{VARIABLE}, key {number}"))
+    for what in ("digest", "name"):
+        if len({getattr(key, what) for key in keys}) < len(keys):
+            raise ConfigError(f"server.api_keys: two keys have the same {'name' if what == 'name' else 'text'}")
+    return Keys(tuple(keys))
+
+
+def _file_keys(path: Path) -> Iterator[Key]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"server.api_keys: {path}: {error.strerror or error}") from None
+    except (UnicodeDecodeError, ValueError):
+        raise ConfigError(f"server.api_keys: {path}: not a text file") from None
+    rows = [(number, line.split()) for number, line in enumerate(lines, 1) if not line.lstrip().startswith("#")]
+    if not any(words for _, words in rows):
+        raise ConfigError(f"server.api_keys: {path} has no keys: expected one a line")
+    for number, words in rows:
+        if words:
+            yield _line_key(words, number, f"server.api_keys: {path}, line {number}")
+
+
+def _line_key(words: list[str], number: int, where: str) -> Key:
+    """Of `KEY [NAME] [max_requests=N] [max_held_tokens=N]`."""
+    text, *rest = words
+    name = rest.pop(0) if rest and "=" not in rest[0] else f"line-{number}"
+    limits: dict[str, int] = {}
+    for word in rest:
+        limit, _, value = word.partition("=")
+        if limit not in _LIMITS or not (value.isascii() and value.isdecimal() and len(value) <= 18):
+            raise ConfigError(f"{where}: expected KEY [NAME] [max_requests=N] [max_held_tokens=N]")
+        limits[limit] = int(value)
+    return _key(text, name, where, limits.get("max_requests"), limits.get("max_held_tokens"))
+
+
+def _key(text: str, name: str, where: str, max_requests: int | None = None, max_tokens: int | None = None) -> Key:
+    if len(text) < MIN_LENGTH or not _KEY.fullmatch(text):
+        raise ConfigError(f"{where}: a key has at least {MIN_LENGTH} characters, all of them visible ASCII")
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{where}: a name has 1 to 64 letters, digits, dots, dashes and underscores")
+    return Key(digest_of(text), name, max_requests, max_tokens)
