@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -93,9 +94,10 @@ def _ping(options: argparse.Namespace) -> int:
     from toka_async.ping import PingError, ping
 
     server = load_config(options.config, options.overrides).server
-    url = options.url or f"http://{server.host}:{server.port}"
+    url = options.url or f"{'https' if server.tls_cert else 'http'}://{server.host}:{server.port}"
+    key = os.environ.get("TOKA_API_KEY", "")
     try:
-        for piece in ping(url, options.prompt, chat=options.chat, max_tokens=options.max_tokens):
+        for piece in ping(url, options.prompt, chat=options.chat, max_tokens=options.max_tokens, key=key):
             print(piece, end="", flush=True)
         print()
     except PingError as error:
@@ -179,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     pair = command("keys", "make a pair of keys for direct submission: NAME.key is public, NAME.key_secret is not")
     pair.add_argument("name", type=_name)
     pair.add_argument("--folder", type=Path, default=Path(), help="where to write them; default: here")
-    ping = command("ping", "ask a running server and print its answer as it comes")
+    ping = command("ping", "ask a running server and print its answer as it comes; TOKA_API_KEY is its key")
     ping.add_argument("prompt")
     ping.add_argument("--chat", action="store_true", help="as a user's chat message, not as text to complete")
     ping.add_argument("--max-tokens", type=int, metavar="N", help="of the answer; default: 256, in a chat what fits")

@@ -18,18 +18,20 @@ class PingError(Exception):
     """The server is not there or did not answer; the message is one line."""
 
 
-def ping(url: str, prompt: str, *, chat: bool = False, max_tokens: int | None = None) -> Iterator[str]:
+def ping(url: str, prompt: str, *, chat: bool = False, max_tokens: int | None = None, key: str = "") -> Iterator[str]:
     """Pieces of the served model's answer to `prompt`, as they come; `max_tokens` None: MAX_TOKENS, or in a chat any.
+
+    `key`: of the API; empty: none is sent.
 
     Raises:
         PingError: no server there, or it answered with an error.
     """
     try:
-        with _request(url, "GET", "/v1/models") as response:
+        with _request(url, key, "GET", "/v1/models") as response:
             model = json.load(response)["data"][0]["id"]
         path, body = ("/v1/chat/completions", _chat(prompt)) if chat else ("/v1/completions", _completion(prompt))
         limit = {} if max_tokens is None else {"max_tokens": max_tokens}
-        with _request(url, "POST", path, {"model": model, "stream": True, **body, **limit}) as response:
+        with _request(url, key, "POST", path, {"model": model, "stream": True, **body, **limit}) as response:
             yield from _pieces(response)
     except (OSError, http.client.HTTPException) as error:
         raise PingError(f"no answer from {url}: {_reason(error)}") from None
@@ -46,12 +48,12 @@ def _completion(prompt: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _request(url: str, method: str, path: str, body: object = None) -> Iterator[http.client.HTTPResponse]:
+def _request(url: str, key: str, method: str, path: str, body: object = None) -> Iterator[http.client.HTTPResponse]:
     """The response to a request that went well, its body still to be read."""
     parts = _parts(url)
     connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     with closing(connect(parts.hostname or "", parts.port, timeout=TIMEOUT)) as connection:
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         connection.request(method, parts.path.rstrip("/").removesuffix("/v1") + path, json.dumps(body), headers)
         with connection.getresponse() as response:
             if response.status != 200:

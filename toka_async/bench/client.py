@@ -7,6 +7,7 @@ that a client on the server's machine takes little of it. Knows no loads.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -89,10 +90,12 @@ class Reply:
 
 
 def new_session() -> aiohttp.ClientSession:
-    """For as many connections as there are requests."""
+    """For as many connections as there are requests; with the API key in the variable TOKA_API_KEY, if there is one."""
+    key = os.environ.get("TOKA_API_KEY", "")
+    headers = {"Authorization": f"Bearer {key}"} if key else None
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=60)
-    return aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=1 << 20)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=1 << 20, headers=headers)
 
 
 async def served_models(session: aiohttp.ClientSession, url: str) -> list[ServedModel]:

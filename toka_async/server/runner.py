@@ -15,6 +15,8 @@ from toka_async.server.errors import error_response
 
 logger = logging.getLogger(__name__)
 
+LINGER = 2.0  # seconds for the rest of a body that nobody wants, so that its sender gets to see why
+
 
 class Connection(web.RequestHandler):
     """A connection whose protocol errors are JSON too."""
@@ -55,7 +57,9 @@ class Runner(web.AppRunner):
     """Serves an app: handlers of clients that are gone are cancelled."""
 
     def __init__(self, app: web.Application, shutdown_timeout: float = 5.0) -> None:
-        super().__init__(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout)
+        super().__init__(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout, lingering_time=LINGER
+        )
 
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()

@@ -1,0 +1,397 @@
+"""A server that others can reach: keys, limits of each, deadlines, headers, and what a request must never touch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import openai
+import pytest
+
+from tests.direct import Bare, bare_endpoint, turns
+from tests.fake_scheduler import FakeScheduler
+from tests.web_server import WebServer, checked_error, web_server
+from toka_async.messages import Cancel, Cancels
+from toka_async.protocol import Closed, Error, Welcome
+from toka_async.server.files import BATCHES
+from toka_async.server.guard import GUARD
+from toka_async.server.keys import Key, Keys, digest_of
+from toka_async.server.respond import SERVICE
+
+ALICE, BOB = "sk-alice-0123456", "sk-bob-01234567"
+KEYS = Keys((Key(digest_of(ALICE), "alice", 2, 40), Key(digest_of(BOB), "bob")))
+ROUTES = [
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/org/tiny"),
+    ("GET", "/v1/files"),
+    ("GET", "/v1/batches"),
+    ("GET", "/metrics"),
+    ("GET", "/version"),
+    ("GET", "/nowhere"),
+    ("GET", "/health/x"),
+    ("PUT", "/v1/models"),
+    ("OPTIONS", "/v1/completions"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/chat/completions/batch"),
+    ("POST", "/v1/files"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+]
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def ask(server: WebServer, key: str, **fields: Any) -> tuple[int, Any, str | None]:
+    """Status, body and Retry-After of a completion of 3 prompt tokens."""
+    body = {"prompt": [1, 2, 3], "max_tokens": 10} | fields
+    async with server.http.post(server.url + "/v1/completions", json=body, headers=bearer(key)) as response:
+        return response.status, await response.json(), response.headers.get("Retry-After")
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[WebServer]:
+    async with web_server(keys=KEYS, data_dir=str(tmp_path)) as running:
+        yield running
+
+
+# ---- keys
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_every_route_needs_a_key(server: WebServer, method: str, path: str) -> None:
+    wrong = ({}, bearer("sk-wrong-01234"), {"Authorization": ALICE}, {"Authorization": f"Basic {ALICE}"}, bearer(""))
+    for headers in wrong:
+        async with server.http.request(method, server.url + path, headers=headers) as response:
+            assert response.status == 401
+            assert response.headers["WWW-Authenticate"] == "Bearer"
+            error = checked_error(await response.json())
+            assert error["code"] == "invalid_api_key"
+            assert "sk-" not in error["message"]
+    for key in (ALICE, BOB):
+        async with server.http.request(method, server.url + path, headers=bearer(key)) as response:
+            assert response.status != 401
+    assert server.app[GUARD].num_unauthorized == len(wrong)
+
+
+async def test_health_is_open(server: WebServer) -> None:
+    for path in ("/health", "/ping", "/%68ealth"):
+        assert await server.get(path) == (200, {"status": "ok"})
+
+
+async def test_metrics_can_be_open() -> None:
+    async with (
+        web_server(keys=KEYS, open_metrics=True) as server,
+        server.http.get(server.url + "/metrics") as response,
+    ):
+        assert response.status == 200
+        text = await response.text()
+    assert 'toka:held_requests{owner="this server"} 0.0' in text
+    assert "toka:unauthorized_requests_total 0.0" in text
+
+
+async def test_without_keys_everybody_may_ask() -> None:
+    async with web_server() as server:
+        assert (await ask(server, "anything"))[0] == 200
+
+
+async def test_who_asks_before_sending_is_told(server: WebServer) -> None:
+    host, port = server.runner.addresses[0][:2]
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(b"POST /v1/files HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 1000000\r\n\r\n")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 401")
+    writer.close()
+
+
+async def test_openai_s_client(server: WebServer) -> None:
+    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key=ALICE, max_retries=0) as client:
+        assert (await client.completions.create(model="org/tiny", prompt="hi", max_tokens=4)).choices
+        with pytest.raises(openai.AuthenticationError) as caught:
+            await client.with_options(api_key="sk-wrong-01234").models.list()
+        assert caught.value.code == "invalid_api_key"
+
+
+# ---- limits
+
+
+async def test_requests_and_tokens_of_a_key() -> None:
+    async with web_server(FakeScheduler(held=True), keys=KEYS) as server:
+        first = asyncio.create_task(ask(server, ALICE, n=2))  # 3 + 2 x 10 tokens
+        while not server.engine.num_requests:
+            await asyncio.sleep(0.001)
+        status, answer, retry = await ask(server, ALICE, max_tokens=15)
+        assert (status, retry) == (429, "1")
+        assert "key alice: 1 requests with 23 tokens" in checked_error(answer)["message"]
+        second = asyncio.create_task(ask(server, ALICE))
+        while server.engine.num_requests < 2:
+            await asyncio.sleep(0.001)
+        assert (await ask(server, ALICE, max_tokens=1))[0] == 429
+        other = asyncio.create_task(ask(server, BOB))
+        while server.engine.num_requests < 3:
+            await asyncio.sleep(0.001)
+        for _ in range(12):
+            server.scheduler.step()
+        assert [(await each)[0] for each in (first, second, other)] == [200, 200, 200]
+        status, answer, _ = await ask(server, ALICE, max_tokens=38)
+        assert status == 400
+        assert checked_error(answer)["param"] == "max_tokens"
+        accounts = server.app[SERVICE].accounts
+        assert accounts.total.num_requests == accounts.total.num_tokens == 0
+        assert accounts.by_name["key alice"].num_refused == 2
+
+
+async def test_tokens_in_total() -> None:
+    async with web_server(FakeScheduler(held=True), max_held_tokens=30) as server:
+        first = asyncio.create_task(ask(server, "", max_tokens=20))
+        while not server.engine.num_requests:
+            await asyncio.sleep(0.001)
+        status, answer, retry = await ask(server, "")
+        assert (status, retry) == (429, "1")
+        assert checked_error(answer)["message"].startswith("this server: 1 requests with 23 tokens")
+        first.cancel()
+        while server.engine.num_requests:
+            await asyncio.sleep(0.001)
+        assert server.app[SERVICE].accounts.total.num_tokens == 0
+
+
+async def test_lines_of_batches_leave_half_to_connections(tmp_path: Path) -> None:
+    """And all of them end, but the one that asks for more than that."""
+    body = {"prompt": [1, 2, 3], "max_tokens": 10}
+    line = {"method": "POST", "url": "/v1/completions", "body": body}
+    lines = [json.dumps({"custom_id": str(number), **line}) for number in range(20)]
+    lines.append(json.dumps({"custom_id": "large", **line, "body": body | {"max_tokens": 40}}))
+    async with web_server(data_dir=str(tmp_path), max_held_tokens=60) as server:
+        most, account = 0, server.app[SERVICE].accounts.batches
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
+            file = await client.files.create(file=("in", "\n".join(lines).encode()), purpose="batch")
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+            )
+            async with asyncio.timeout(10):
+                while batch.status != "completed":
+                    most = max(most, account.num_tokens)
+                    await asyncio.sleep(0.001)
+                    batch = await client.batches.retrieve(batch.id)
+        assert batch.request_counts is not None
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (20, 1)
+        assert most <= 30
+        assert (account.num_requests, account.num_tokens) == (0, 0)
+
+
+async def test_more_samples_and_longer_than_allowed() -> None:
+    async with web_server(max_n=4) as server:
+        for fields, param in (({"n": 5}, "n"), ({"max_tokens": 1000}, "max_tokens"), ({"prompt": [1] * 600}, "prompt")):
+            status, answer, _ = await ask(server, "", **fields)
+            assert (status, checked_error(answer)["param"] in (param, "max_tokens")) == (400, True), answer
+
+
+# ---- deadlines
+
+
+async def test_a_request_that_takes_too_long() -> None:
+    async with web_server(FakeScheduler(held=True), request_timeout=0.05) as server:
+        status, answer, _ = await ask(server, "", n=2)
+        error = checked_error(answer)
+        assert (status, error["code"], error["type"]) == (504, "timeout", "server_error")
+        assert server.engine.num_requests == 0
+        server.scheduler.step()
+        assert any(isinstance(message, Cancel) for message in server.scheduler.log)
+        assert server.app[SERVICE].accounts.total.num_tokens == 0
+
+
+async def test_a_stream_that_takes_too_long() -> None:
+    async with web_server(FakeScheduler(held=True), request_timeout=0.2) as server:
+        asyncio.get_running_loop().call_later(0.05, server.scheduler.step)
+        events = await server.events("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 50})
+        assert events[-1]["error"]["code"] == "timeout"
+        assert len(events) > 1
+        assert server.engine.num_requests == 0
+
+
+async def test_a_body_that_does_not_come() -> None:
+    async with web_server(request_timeout=0.05) as server:
+        host, port = server.runner.addresses[0][:2]
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        async with asyncio.timeout(5):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+            assert b"Connection: close" in await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+
+# ---- browsers
+
+
+async def test_headers_of_every_answer(server: WebServer) -> None:
+    for path in ("/health", "/metrics", "/v1/models", "/nowhere", "/v1/files"):
+        for headers in ({}, bearer(BOB)):
+            async with server.http.get(server.url + path, headers=headers) as response:
+                assert response.headers["X-Content-Type-Options"] == "nosniff"
+                assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+                assert response.headers["Server"] == "toka-async"
+                assert "html" not in response.content_type
+    with socket.create_connection(server.runner.addresses[0][:2]) as raw:
+        raw.sendall(b"no http at all\r\n\r\n")
+        answer = await asyncio.get_running_loop().run_in_executor(None, raw.recv, 4096)
+    assert answer.startswith(b"HTTP/1.")
+    assert b"X-Content-Type-Options: nosniff" in answer
+
+
+async def test_a_file_is_never_a_page(server: WebServer) -> None:
+    form = aiohttp.FormData({"purpose": "batch"})
+    form.add_field("file", b"<script>alert(1)</script>", filename="x.html", content_type="text/html")
+    async with server.http.post(server.url + "/v1/files", data=form, headers=bearer(BOB)) as response:
+        file_id = (await response.json())["id"]
+    async with server.http.get(f"{server.url}/v1/files/{file_id}/content", headers=bearer(BOB)) as response:
+        assert response.content_type == "application/octet-stream"
+        assert response.headers["Content-Disposition"] == "attachment"
+        assert response.headers["X-Content-Type-Options"] == "nosniff"
+
+
+# ---- paths
+
+HOSTILE = [
+    "../secret",
+    "..%2fsecret",
+    "%2e%2e%2fsecret",
+    "..%5csecret",
+    "%2fetc%2fpasswd",
+    "file-%00",
+    "file-..",
+    "%00",
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_no_id_is_a_path(tmp_path: Path, name: str) -> None:
+    (tmp_path / "secret").write_text("hidden words")
+    before = sorted(tmp_path.rglob("*"))
+    async with web_server(data_dir=str(tmp_path / "data")) as server:
+        for method in ("GET", "DELETE", "POST"):
+            for path in (f"/v1/files/{name}", f"/v1/files/{name}/content", f"/v1/batches/{name}/cancel"):
+                host, port = server.runner.addresses[0][:2]
+                reader, writer = await asyncio.open_connection(host, port)  # no client that tidies the path up
+                writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+                answer = await reader.read()
+                assert answer.split()[1] in (b"400", b"404", b"405"), answer
+                assert b"hidden" not in answer
+                writer.close()
+        body = {"input_file_id": name.replace("%2f", "/"), "endpoint": "/v1/completions", "completion_window": "24h"}
+        assert (await server.post("/v1/batches", body))[0] == 400
+    assert [each for each in sorted(tmp_path.rglob("*")) if (tmp_path / "data") not in (each, *each.parents)] == before
+
+
+@pytest.mark.parametrize("name", ["../../out", "/tmp/toka-out", "a/../../out", "..", "a\\..\\out"])
+async def test_no_name_is_a_path(tmp_path: Path, name: str) -> None:
+    async with web_server(data_dir=str(tmp_path / "data")) as server:
+        form = aiohttp.FormData({"purpose": "batch"}, quote_fields=False)
+        form.add_field("file", b"x", filename=name)
+        async with server.http.post(server.url + "/v1/files", data=form) as response:
+            assert response.status in (200, 400), await response.text()
+        batches = server.app[BATCHES]
+        assert batches is not None
+        assert not Path("/tmp/toka-out").exists()
+        assert [each.name for each in tmp_path.iterdir()] == ["data"]
+        assert not [each for each in tmp_path.rglob("*") if "out" in each.name]
+
+
+# ---- logs
+
+
+@pytest.mark.parametrize("asked", [False, True])
+async def test_prompts_are_logged_only_when_asked_for(caplog: pytest.LogCaptureFixture, asked: bool) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with web_server(log_prompts=asked) as server:
+        await ask(server, "", prompt="private\nwords")
+        await ask(server, "", prompt="private words", max_tokens=10_000)
+        await server.post("/v1/completions", '{"prompt": "private words"')
+        chat = {"messages": [{"role": "user", "content": "private words"}], "max_tokens": 4}
+        await server.ok("/v1/chat/completions", chat)
+    lines = [record.getMessage() for record in caplog.records if "private" in record.getMessage()]
+    assert len(lines) == (2 if asked else 0)
+    assert not any("\n" in line for line in lines)
+
+
+async def test_a_log_line_stays_one(caplog: pytest.LogCaptureFixture, server: WebServer) -> None:
+    batches = server.app[BATCHES]
+    assert batches is not None
+    batches.store.file = lambda _: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    async with server.http.get(server.url + "/v1/files/x%0aERROR%20forged", headers=bearer(BOB)) as response:
+        assert response.status == 500
+    (line,) = (record.getMessage() for record in caplog.records if "failed" in record.getMessage())
+    assert "\n" not in line
+
+
+# ---- direct submission
+
+
+@pytest.fixture
+async def bare() -> AsyncIterator[Bare]:
+    with bare_endpoint(key_max_held_tokens=50, max_held_tokens=100, request_timeout=0.05) as made:
+        made.wire.sender = "a" * 40
+        made.hello()
+        yield made
+
+
+def errors(bare: Bare, identity: bytes = b"one") -> list[tuple[int, list[int]]]:
+    return [(header.status, columns["ids"].tolist()) for header, columns in bare.heard(Error, identity)]
+
+
+@pytest.mark.parametrize("text", [False, True])
+async def test_a_client_s_key_has_its_share(bare: Bare, text: bool) -> None:
+    accounts = bare.service.accounts
+    bare.submit(1, 2, 3, max_tokens=17, text=text)  # 20 tokens each
+    await turns()
+    assert errors(bare) == [(429, [3])]
+    assert accounts.by_name["client " + "a" * 40].num_tokens == accounts.total.num_tokens == 40
+    bare.hello(session=b"f" * 16, identity=b"two")  # another session of the same client
+    bare.submit(1, max_tokens=17, identity=b"two")
+    bare.submit(2, max_tokens=60, identity=b"two")
+    await turns()
+    assert sorted(errors(bare, b"two")) == [(400, [2]), (429, [1])]
+    for _ in range(20):
+        bare.scheduler.step()
+        await turns()
+    assert sorted(bare.ended()) == [1, 2]
+    assert accounts.total.num_requests == accounts.total.num_tokens == 0
+
+
+async def test_a_session_belongs_to_one_key(bare: Bare) -> None:
+    bare.wire.sender = "b" * 40
+    bare.hello(identity=b"thief")
+    assert bare.heard(Welcome, b"thief") == []
+    ((closed, _),) = bare.heard(Closed, b"thief")
+    assert closed.code == "refused"
+
+
+async def test_direct_requests_that_take_too_long(bare: Bare) -> None:
+    bare.submit(1, max_tokens=10)
+    bare.submit(2, max_tokens=10)
+    await asyncio.sleep(0.1)
+    assert sorted(errors(bare)) == [(504, [1, 2])]
+    bare.submit(3, max_tokens=10)
+    await turns()
+    bare.scheduler.step()
+    cancelled = [m for m in bare.scheduler.log if isinstance(m, Cancels)]
+    assert sum(np.frombuffer(m.request_ids, np.int32).size for m in cancelled) == 2
+    assert bare.service.accounts.total.num_requests == 1
+    await asyncio.sleep(0.1)
+    assert errors(bare)[-1] == (504, [3])
+    assert bare.service.accounts.total.num_tokens == 0
+
+
+async def test_a_client_that_leaves_gives_everything_back(bare: Bare) -> None:
+    bare.submit(1, max_tokens=10)
+    await turns()
+    assert bare.service.accounts.total.num_tokens == 13
+    await bare.endpoint.close(0)
+    assert bare.service.accounts.total.num_tokens == 0
