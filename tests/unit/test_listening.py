@@ -10,7 +10,7 @@ import pytest
 
 from toka_async import listening
 from toka_async.config import ConfigError, ServerConfig
-from toka_async.listening import check_direct, open_listener, raise_limits, url_of
+from toka_async.listening import check_direct, exposed, open_listener, raise_limits, url_of
 
 
 def test_a_free_port() -> None:
@@ -85,3 +85,11 @@ def test_what_is_no_address_is_told(address: str) -> None:
 def test_one_key_without_the_others_is_told() -> None:
     with pytest.raises(ConfigError, match=r"server\.zmq_clients"):
         check_direct(ServerConfig(zmq_bind="tcp://127.0.0.1:1", zmq_key="server.key_secret"))
+
+
+@pytest.mark.parametrize(
+    ("host", "certificate", "has_keys", "count"),
+    [("127.0.0.1", "", False, 0), ("0.0.0.0", "", False, 2), ("0.0.0.0", "x", False, 1), ("::", "x", True, 0)],
+)
+def test_what_others_can_reach(host: str, certificate: str, has_keys: bool, count: int) -> None:
+    assert len(exposed(ServerConfig(host=host, tls_cert=certificate), has_keys=has_keys)) == count

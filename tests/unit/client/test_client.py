@@ -15,7 +15,7 @@ from tests.direct import World, direct_server
 from tests.fake_scheduler import FakeScheduler
 from toka_async.client import Client, ConnectionLostError, RequestError, SyncClient
 from toka_async.messages import Cancel, Cancels, Submit, Submits
-from toka_async.transport.curve import make_keys
+from toka_async.transport.curve import make_keys, read_public
 
 PROMPT = [1, 2, 3]
 
@@ -289,6 +289,8 @@ async def test_keys_let_their_clients_in_and_nobody_else(tmp_path: Path) -> None
         ours, server_key = tmp_path / "clients" / "ours.key_secret", tmp_path / "server.key"
         async with Client(world.url, key=ours, server_key=server_key) as client:
             assert (await client.generate(PROMPT, max_tokens=2, text=False)).samples[0].token_ids.size == 2
+            public = read_public(tmp_path / "clients" / "ours.key").decode()
+            assert list(world.service.accounts.by_name) == [f"client {public}"]
         with pytest.raises(ConnectionLostError, match="accept the keys"):
             async with Client(world.url, key=tmp_path / "stranger.key_secret", server_key=server_key, timeout=0.5):
                 pass

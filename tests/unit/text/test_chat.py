@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime
 from typing import Any
 
@@ -107,6 +108,45 @@ def test_continue_final_message_excludes_a_generation_prompt() -> None:
 def test_errors_and_limits_of_templates(source: str, message: str) -> None:
     with pytest.raises(ChatTemplateError, match=message):
         render(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__ }}",
+        "{{ ''['__class__'] }}",
+        "{{ ''|attr('__class__') }}",
+        "{{ ''.__getattribute__('__class__') }}",
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{{ '{a.__class__}'.format_map({'a': messages}) }}",
+        "{{ messages|map(attribute='__class__')|first }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ lipsum.__globals__['os'].popen('echo root:').read() }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ strftime_now.__code__.co_consts }}",
+        "{{ range.__init__.__globals__ }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ messages[0].update({'content': 'changed'}) }}",
+        "{{ messages.pop() }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}{{ os.getcwd() }}",
+        "{% extends '/etc/passwd' %}",
+    ],
+)
+def test_a_template_gets_out_of_nothing(source: str) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    try:
+        text = ChatTemplate(source).render(messages)
+    except ChatTemplateError as error:
+        text = "" if re.search("unsafe|no loader|is undefined", str(error)) else str(error)
+    assert text == ""
+    assert messages == [{"role": "user", "content": "hello"}]
+
+
+def test_what_clients_send_is_no_template() -> None:
+    text = "{{ 7 * 7 }}{% include '/etc/passwd' %}"
+    template = ChatTemplate("{{ messages[0].content }}{{ extra }}")
+    assert template.render([{"role": "user", "content": text}], kwargs={"extra": text}) == text + text
 
 
 def test_a_prompt_without_end(monkeypatch: pytest.MonkeyPatch) -> None:

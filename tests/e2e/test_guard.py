@@ -1,0 +1,111 @@
+"""A server with certificate and keys, as a user starts it; and starts that must not succeed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.certificates import make_certificate
+from tests.serving import Serving, serving
+from toka_async.cli import main
+
+KEY, OTHER = "sk-e2e-0123456", "sk-e2e-variable"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("guard")
+    make_certificate(made)
+    (made / "keys").write_text(f"{KEY} alice max_requests=1\n")
+    return made
+
+
+@pytest.fixture(scope="module")
+def running(folder: Path) -> Iterator[Serving]:
+    files = (f"server.tls_cert={folder}/server.pem", f"server.tls_key={folder}/server.key")
+    keys = (f"server.api_keys={folder}/keys", "server.request_timeout=5")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOKA_API_KEYS", OTHER)
+        with serving(folder, "model.device=simulated", *files, *keys) as server:
+            yield server
+
+
+def ask(server: Serving, folder: Path, path: str, key: str = "", body: object = None) -> tuple[int, bytes]:
+    """Status and body."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    data = None if body is None else json.dumps(body).encode()
+    context = ssl.create_default_context(cafile=folder / "server.pem")
+    request = urllib.request.Request(server.url + path, data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=20, context=context) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
+def test_https_with_keys(running: Serving, folder: Path) -> None:
+    assert running.url.startswith("https://127.0.0.1:")
+    assert ask(running, folder, "/health")[0] == 200
+    for path in ("/v1/models", "/metrics"):
+        assert [ask(running, folder, path, key)[0] for key in ("", "sk-wrong-key", KEY, OTHER)] == [401, 401, 200, 200]
+    body = {"prompt": "x", "max_tokens": 20, "stream": True}
+    status, events = ask(running, folder, "/v1/completions", KEY, body)
+    assert status == 200
+    assert events.endswith(b"data: [DONE]\n\n")
+    assert ask(running, folder, "/v1/completions", KEY, {"prompt": ["x", "y"], "max_tokens": 1})[0] == 400
+
+
+def test_plain_http_gets_nothing(running: Serving, folder: Path) -> None:
+    host, port = running.url.removeprefix("https://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"HTTP" not in raw.recv(4096)
+    assert ask(running, folder, "/health")[0] == 200
+
+
+def test_ping_has_a_key_too(running: Serving, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(folder / "server.pem"))
+    command = [sys.executable, "-m", "toka_async.cli", "ping", "x", "--max-tokens", "4", "--url", running.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, "401" in done.stderr) == (1, True)
+    monkeypatch.setenv("TOKA_API_KEY", KEY)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_end(running: Serving) -> None:
+    """No key and no prompt was written anywhere."""
+    running.process.send_signal(signal.SIGTERM)
+    assert running.wait() == 0
+    assert "sk-e2e" not in running.said()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "other"),
+    [
+        ("server.tls_cert", "none.pem", "server.tls_key={}/server.key"),
+        ("server.tls_key", "keys", "server.tls_cert={}/server.pem"),
+        ("server.api_keys", "none", ""),
+        ("server.api_keys", "server.key", ""),
+    ],
+)
+def test_wrong_files_are_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], key: str, value: str, other: str
+) -> None:
+    overrides = [f"{key}={folder}/{value}", *([other.format(folder)] if other else [])]
+    assert main(["serve", "server.port=0", *overrides]) == 2
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert written.err.startswith(f"toka-async: {key}: ")
+    assert written.err.count("\n") == 1
