@@ -21,7 +21,7 @@ UNLIMITED = 2**62
 
 
 def do_nothing() -> None:
-    """Nobody waits for room."""
+    """Nobody wants to know."""
 
 
 @dataclass(slots=True, eq=False)

@@ -33,6 +33,7 @@ from toka_async.messages import (
     ToScheduler,
     ToServer,
 )
+from toka_async.server.accounts import do_nothing
 from toka_async.server.direct import FIRST, Direct, Owner
 from toka_async.server.direct_rows import DirectJobs
 from toka_async.server.inflight import Batch, EngineStoppedError, InFlight, RequestFailedError, TimedOutError
@@ -396,7 +397,3 @@ class Engine:
 
 def ignore(_message: StopChecks) -> None:
     """No stop strings are registered yet."""
-
-
-def do_nothing() -> None:
-    """Nobody wants to know."""

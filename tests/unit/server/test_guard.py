@@ -69,7 +69,13 @@ async def server(tmp_path: Path) -> AsyncIterator[WebServer]:
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 async def test_every_route_needs_a_key(server: WebServer, method: str, path: str) -> None:
-    wrong = ({}, bearer("sk-wrong-01234"), {"Authorization": ALICE}, {"Authorization": f"Basic {ALICE}"}, bearer(""))
+    wrong: tuple[dict[str, str], ...] = (
+        {},
+        bearer("sk-wrong-01234"),
+        {"Authorization": ALICE},
+        {"Authorization": f"Basic {ALICE}"},
+        bearer(""),
+    )
     for headers in wrong:
         async with server.http.request(method, server.url + path, headers=headers) as response:
             assert response.status == 401
