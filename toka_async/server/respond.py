@@ -27,6 +27,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
 LARGE = 1 << 20  # bytes of a body that is parsed in a thread
+GRACE = 5.0  # seconds for the end of a stream that has taken too long
 DONE = b"data: [DONE]\n\n"
 
 
@@ -76,9 +77,21 @@ def too_large(request: web.Request) -> ApiError:
 async def respond(request: web.Request, run: Run, answer: Answer) -> web.StreamResponse:
     """Waits for the samples, or sends what they say as they say it."""
     if run.generation.stream:
-        return await EventStream(request, run, answer).send()
+        return await stream_in_time(request, EventStream(request, run, answer))
     body, _ = await whole_body(request.app[SERVICE], run, answer)
     return web.Response(body=body, content_type="application/json")
+
+
+async def stream_in_time(request: web.Request, stream: EventStream) -> web.StreamResponse:
+    """The engine ends what takes too long, and the stream says so; who does not even take that is cut off."""
+    seconds = request.app[SERVICE].config.request_timeout
+    try:
+        async with asyncio.timeout(seconds + GRACE if seconds else None):
+            return await stream.send()
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("the client does not take its stream") from None
 
 
 async def whole_body(service: Service, run: Run, answer: Answer) -> tuple[bytes, Usage]:

@@ -234,6 +234,28 @@ async def test_a_stream_that_takes_too_long() -> None:
         assert server.engine.num_requests == 0
 
 
+async def test_a_stream_that_is_not_read(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("toka_async.server.respond.GRACE", 0.05)
+    async with web_server(request_timeout=0.3) as server:
+        reader, writer = await asyncio.open_connection(*server.runner.addresses[0][:2], limit=1024)
+        while server.runner.server is None or not server.runner.server.connections:
+            await asyncio.sleep(0)
+        transport = server.runner.server.connections[0].transport
+        assert transport is not None
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        body = {"prompt": [1, 2, 3], "max_tokens": 400, "n": 60, "logprobs": 5, "stream": True}
+        data = json.dumps(body).encode()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        await reader.readline()
+        assert server.app[SERVICE].accounts.total.num_requests == 1
+        async with asyncio.timeout(5):
+            while server.app[SERVICE].accounts.total.num_requests or server.runner.server.connections:
+                await asyncio.sleep(0.01)
+        assert not server.engine.busy
+        writer.transport.abort()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 async def test_a_body_that_does_not_come() -> None:
     async with web_server(request_timeout=0.05) as server:
         host, port = server.runner.addresses[0][:2]
