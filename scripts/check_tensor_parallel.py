@@ -7,8 +7,7 @@
 - Sampling: all logits gathered on every rank against each rank's share of the rows, both with the head's product; and
   the latter from a CUDA graph.
 
-Times are rank 0's medians of runs in turns. The exit code is 1 where something is not right. What may hang comes last.
-
+Times are rank 0's medians of runs in turns. The exit code is 1 where something is not right. What may hang comes last:
     python scripts/check_tensor_parallel.py --ranks 2 --json two.json
     python scripts/check_tensor_parallel.py --ranks 2 --tiny      # on CPUs, with gloo: a rehearsal of this script
 """

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -45,16 +46,8 @@ def serve(config: Config) -> int:
     with closing(open_listener(config.server)) as listener, _socket_folder() as folder:
         limits = [*raise_limits(), *exposed(config.server, has_keys=bool(keys))]
         url = url_of(listener, "http" if tls is None else "https")
-        spec = ChildSpec(
-            role="server",
-            config=config,
-            topology=local_topology(folder, _layout(config)),
-            model_dir=str(model_dir),
-            tokenizer_dir=str(tokenizer_dir),
-            served_name=config.model.served_name or config.model.path,
-            folder=str(folder),
-            listen_fd=listener.fileno(),
-        )
+        of_all = _spec("server", config, folder, model_dir, tokenizer_dir)
+        spec = msgspec.structs.replace(of_all, listen_fd=listener.fileno())
 
         def on_started() -> None:
             for line in limits:
@@ -78,24 +71,26 @@ def run_batch(config: Config, job: BatchJob, show: Callable[[Status], int | None
     """
     model_dir, tokenizer_dir = _files(config)
     with _socket_folder() as folder:
-        spec = ChildSpec(
-            role="batch",
-            config=config,
-            topology=local_topology(folder, _layout(config)),
-            model_dir=str(model_dir),
-            tokenizer_dir=str(tokenizer_dir),
-            served_name=config.model.served_name or config.model.path,
-            folder=str(folder),
-            job=job,
-        )
+        spec = msgspec.structs.replace(_spec("batch", config, folder, model_dir, tokenizer_dir), job=job)
         with _supervisor(spec, BATCH_DRAIN, show) as supervisor:
             for child in _children(spec):
                 supervisor.start(_launch(child))
             return supervisor.run(lambda: None)
 
 
-def _layout(config: Config) -> Layout:
-    return Layout(config.parallel.dp, config.parallel.pp, config.parallel.tp)
+def _spec(
+    role: Literal["server", "batch"], config: Config, folder: Path, model_dir: Path, tokenizer: Path
+) -> ChildSpec:
+    """Of the process that speaks with the others; they have theirs from it."""
+    return ChildSpec(
+        role=role,
+        config=config,
+        topology=local_topology(folder, Layout(config.parallel.dp, config.parallel.pp, config.parallel.tp)),
+        model_dir=str(model_dir),
+        tokenizer_dir=str(tokenizer),
+        served_name=config.model.served_name or config.model.path,
+        folder=str(folder),
+    )
 
 
 def _supervisor(

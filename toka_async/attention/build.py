@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from toka_async.attention import flashinfer
 from toka_async.attention.base import AttentionBackend, GraphAttention
-from toka_async.attention.choice import AutoChunks, AutoDecode, Table, only
+from toka_async.attention.choice import AutoChunks, AutoDecode, Table, every_group_pays, only
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.measure import Bench, CudaClock, try_chunks, try_decode
 from toka_async.attention.reference import ReferenceAttention
@@ -86,7 +86,7 @@ def build_attention(
     chosen = resolve_backend(backend, cache)
     if chosen == "reference":
         reference = ReferenceAttention(cache, num_heads, windows, scale)
-        return Attention(reference, None, reference.smallest_group(), always)
+        return Attention(reference, None, reference.smallest_group(), every_group_pays)
     scale = scale if scale is not None else cache.head_dim**-0.5
     limits = Limits(cache, num_heads, tuple(windows), scale, max_seqs, max_tokens)
     sources = Sources()
@@ -101,11 +101,6 @@ def build_attention(
         table = agree(measured) if agree is not None else measured
     parts = _assemble(sources, limits, table)
     return Attention(parts, parts if sources.captured else None, table.smallest_group(), table.pays, table)
-
-
-def always(num_rows: int, num_tokens: int) -> bool:  # noqa: ARG001
-    """Every group: it is for someone else to choose."""
-    return True
 
 
 def resolve_backend(backend: Backend, cache: KVCache) -> Backend:

@@ -21,6 +21,7 @@ import msgspec
 from toka_async.bench.policy_plot import check_available
 from toka_async.bench.served import BenchError
 from toka_async.bench.step_load import Case, DecodeSteps, DoesNotFitError, PromptSteps
+from toka_async.bench.step_result import Result, StepTime
 from toka_async.config import Config, load_config
 from toka_async.messages import Ready, Sampling, Step, StepDone
 from toka_async.model.hub import resolve_model
@@ -33,40 +34,6 @@ if TYPE_CHECKING:
 
 AHEAD = 2  # steps queued behind the one that is waited for
 UNTIMED = 3  # first steps of a case, and after them the last AHEAD, which nothing is queued behind
-
-
-class StepTime(msgspec.Struct, frozen=True, kw_only=True):
-    """A case and its median step, in milliseconds.
-
-    ms: between results. device_ms: as the rank measures it. floor_ms: the sum of its three parts. share: floor_ms / ms.
-    """
-
-    rows: int
-    context: int
-    prefix: int
-    groups: int
-    prompt: int
-    ms: float
-    device_ms: float
-    tokens_per_second: float
-    floor_ms: float
-    matrices_ms: float
-    attention_ms: float
-    sampling_ms: float
-    share: float
-
-
-class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """bandwidth_gb_s: of a large copy, read and written. matrix_tflops: of the largest matrices. skipped: and why."""
-
-    model: str
-    device: str
-    dtype: str
-    cache_tokens: int
-    bandwidth_gb_s: float
-    matrix_tflops: float
-    steps: list[StepTime]
-    skipped: list[str]
 
 
 def main(options: argparse.Namespace) -> int:

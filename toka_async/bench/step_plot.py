@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from toka_async.bench.served import BenchError
-from toka_async.bench.step import Result
+from toka_async.bench.step_result import Result
 
 
 def plot(result: Result, path: Path) -> None:

@@ -82,26 +82,24 @@ def build_runner(
     dtype = resolve_dtype(model, spec, device)
     stages = Stages(sys.stderr, progress and kind == "cuda")
     num_parts = place.num_micro_batches
-    ops = _ops(device, dtype, compiling)
-    max_graph_seqs = min(compiling.max_graph_seqs, most_rows(limits.max_seqs, num_parts)) if compiling.graphs else 0
+    ops, of_part = _ops(device, dtype, compiling), _of_micro_batches(limits, num_parts)
+    max_graph_seqs = min(compiling.max_graph_seqs, of_part.max_seqs) if compiling.graphs else 0
     with stages.stage("tensor ranks") if place.size > 1 else nullcontext():
-        shape = RankShape(spec, dtype, device, ops, most_tokens(limits.max_seqs, limits.max_tokens, num_parts))
+        shape = RankShape(spec, dtype, device, ops, of_part.max_tokens)
         spreads = build_spreads(async_tp, meeting.tensor, shape, max_graph_seqs, world=meeting.world)
     if spreads.shards is not None:
         max_graph_seqs = min(max_graph_seqs, spreads.min_tokens - 1)  # what is in shards is not captured
     with stages.stage("weights"):
         decoder = build_decoder(spec, dtype, device, meeting.tensor, ops, spreads, part)
-        if model.load == "random":
-            random_weights(decoder, seed=0)
-        else:
-            load_weights(decoder, model_dir, progress)
+        _set_weights(decoder, model, model_dir, progress)
     if kind == "cpu":
         torch.set_num_threads(resolve_num_threads(attention, decoder, place.num_sharing))
     else:
         # Only the last stage has logits.
         counted = rank_spec if part.is_last else msgspec.structs.replace(rank_spec, vocab_size=0)
-        fitting = _fitting_limits(limits, counted, dtype, cache, schedule, device, place.num_micro_batches)
-        limits = least_limits(meeting.world, fitting)
+        limits = least_limits(
+            meeting.world, _fitting_limits(limits, counted, dtype, cache, schedule, device, num_parts)
+        )
     parts = Parts(
         decoder,
         rank_spec,
@@ -117,12 +115,7 @@ def build_runner(
         setup=_setup(meeting.pairs, spec, limits, dtype, device) if meeting.pairs is not None else None,
     )
     with stages.stage("matrices"):
-        of_parts = replace(
-            limits,
-            max_seqs=most_rows(limits.max_seqs, num_parts),
-            max_tokens=most_tokens(limits.max_seqs, limits.max_tokens, num_parts),
-        )
-        _tune(decoder, ops, of_parts, max_graph_seqs, stages)
+        _tune(decoder, ops, _of_micro_batches(limits, num_parts), max_graph_seqs, stages)
     with stages.stage("memory"):
         num_pages = parts.num_pages()
     with stages.stage("attention"):
@@ -131,6 +124,19 @@ def build_runner(
     warm_up(runner, stages, max_graph_seqs, grouped > 0, num_parts)
     stages.report()
     return runner
+
+
+def _set_weights(decoder: Decoder, model: ModelConfig, model_dir: Path, progress: bool) -> None:
+    if model.load == "random":
+        random_weights(decoder, seed=0)
+    else:
+        load_weights(decoder, model_dir, progress)
+
+
+def _of_micro_batches(limits: Limits, num_parts: int) -> Limits:
+    """The limits of each of a step's parts."""
+    num_tokens = most_tokens(limits.max_seqs, limits.max_tokens, num_parts)
+    return replace(limits, max_seqs=most_rows(limits.max_seqs, num_parts), max_tokens=num_tokens)
 
 
 def _setup(pairs: Pairs, spec: ModelSpec, limits: Limits, dtype: torch.dtype, device: torch.device) -> StageSetup:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from toka_async.arrays import Int32, as_i32
 from toka_async.attention.base import AttentionBackend, GraphAttention, PrefixGroup
+from toka_async.attention.choice import every_group_pays
 from toka_async.messages import Ready, Step, StepDone
 from toka_async.runner.clock import StepClock, StepSpan
 from toka_async.runner.copies import upload
@@ -50,10 +51,6 @@ class Cache(Protocol):
 
 def no_compiles() -> int:
     return 0
-
-
-def every_group_pays(num_rows: int, num_tokens: int) -> bool:  # noqa: ARG001
-    return True
 
 
 class Runner:

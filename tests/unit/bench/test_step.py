@@ -4,8 +4,9 @@ import msgspec
 import pytest
 
 from tests.unit.bench.conftest import Parse
-from toka_async.bench.step import Result, StepTime, cases, table, wants_groups
+from toka_async.bench.step import cases, table, wants_groups
 from toka_async.bench.step_load import Case
+from toka_async.bench.step_result import Result, StepTime
 from toka_async.cli import main
 from toka_async.config import load_config
 from toka_async.messages import Ready

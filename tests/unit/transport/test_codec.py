@@ -21,6 +21,7 @@ from toka_async.messages import (
     Ready,
     Reason,
     Sampling,
+    StageTimes,
     Stats,
     Step,
     StepDone,
@@ -120,6 +121,7 @@ TO_SERVER: list[ToServer] = [
 ]
 FROM_RANK: list[FromRank] = [
     READY,
+    StageTimes(stage=1, seconds=2.5, stalled=0.25, waited=1.5),
     StepDone(
         step_id=7,
         token_ids=IDS,

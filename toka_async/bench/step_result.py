@@ -1,0 +1,39 @@
+"""What `bench step` found, as it is printed and drawn."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class StepTime(msgspec.Struct, frozen=True, kw_only=True):
+    """A case and its median step, in milliseconds.
+
+    ms: between results. device_ms: as the rank measures it. floor_ms: the sum of its three parts. share: floor_ms / ms.
+    """
+
+    rows: int
+    context: int
+    prefix: int
+    groups: int
+    prompt: int
+    ms: float
+    device_ms: float
+    tokens_per_second: float
+    floor_ms: float
+    matrices_ms: float
+    attention_ms: float
+    sampling_ms: float
+    share: float
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """bandwidth_gb_s: of a large copy, read and written. matrix_tflops: of the largest matrices. skipped: and why."""
+
+    model: str
+    device: str
+    dtype: str
+    cache_tokens: int
+    bandwidth_gb_s: float
+    matrix_tflops: float
+    steps: list[StepTime]
+    skipped: list[str]
