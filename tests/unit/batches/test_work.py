@@ -260,6 +260,7 @@ async def test_an_input_file_that_somebody_damages(tmp_path: Path, damage: str) 
 
 async def test_a_full_disk_pauses_batches_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "FIRST_WAIT", 0.05)
+    monkeypatch.setattr(ledger, "MAX_BYTES", 2000)  # few lines are asked while a slow machine finds out
     async with running(tmp_path) as it:
         it.answers.gate.clear()
         await it.create([line(number) for number in range(500)])
