@@ -99,7 +99,8 @@ def _supervisor(
     def relaunch(replica: int, life: int) -> Iterator[Launch]:
         return map(_launch, _replica(spec, replica, life))
 
-    return Supervisor(drain_timeout, relaunch if spec.config.parallel.dp > 1 else None, on_status)
+    hang_timeout = spec.config.server.hang_timeout
+    return Supervisor(drain_timeout, relaunch if spec.config.parallel.dp > 1 else None, on_status, hang_timeout)
 
 
 def _files(config: Config) -> tuple[Path, Path]:

@@ -58,6 +58,7 @@ class Engine:
         on_stop_checks: called with each StopChecks message.
         on_busy: called when the first request arrives after an idle time.
         on_state: called when what it can take has changed, or what it reports.
+        silent: processes that have not answered their parent lately.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Engine:
         self.on_stop_checks: Callable[[StopChecks], None] = ignore
         self.on_busy: Callable[[], None] = do_nothing
         self.on_state: Callable[[], None] = do_nothing
+        self.silent: tuple[str, ...] = ()
         self._max_requests = max_requests
         self._clock = clock
         self._inflight: dict[int, InFlight] = {}
@@ -85,6 +87,11 @@ class Engine:
         self._idle.set()
         self.metrics.watch(lambda: self.stats)
         self.metrics.watch_replicas(self.replicas)
+        self.metrics.watch_gauge("requests_held", "requests (one a prompt) that have not ended", lambda: self.num_requests)
+        self.metrics.watch_gauge("requests_held_max", "more are refused: server.max_requests", lambda: max_requests)
+        self.metrics.watch_gauge(
+            "processes_silent", "processes that have not answered lately: 0, or one hangs", lambda: len(self.silent)
+        )
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -132,10 +139,12 @@ class Engine:
         return self.ready
 
     def check_whole(self) -> None:
-        """Raises NotServingError as `check_serving` does, and when one of several replicas is away."""
+        """Raises NotServingError as `check_serving` does, and when one of several replicas is away, or a process silent."""
         self.check_serving()
         for replica, reason in self.replicas.lost().items():
             raise NotServingError(f"replica {replica} is being restarted: {reason}")
+        if self.silent:
+            raise NotServingError(f"no answer from {', '.join(self.silent)}")
 
     def begin_drain(self) -> None:
         """From now on new requests raise NotServingError; those held go on."""

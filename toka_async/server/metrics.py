@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
-from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -99,6 +99,14 @@ class Metrics:
         """Reads what there is of each replica when asked for it."""
         self.registry.register(ReplicasCollector(replicas))
 
+    def watch_gauge(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+        """A number that is asked for when somebody looks."""
+        Gauge(f"toka:{name}", meaning, registry=self.registry).set_function(value)
+
+    def watch_count(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+        """As `watch_gauge`, of a number that only grows."""
+        self.registry.register(CountCollector(f"toka:{name}", meaning, value))
+
     def text(self) -> bytes:
         """Prometheus' text format."""
         return generate_latest(self.registry)
@@ -158,6 +166,18 @@ class ArrayHistogram(Collector):
         counts = np.cumsum(self._counts).tolist()
         buckets = [(name, float(count)) for name, count in zip(names, counts, strict=True)]
         yield HistogramMetricFamily(self._name, self._meaning, buckets=buckets, sum_value=self._sum)
+
+
+class CountCollector(Collector):
+    """A counter that is kept elsewhere."""
+
+    def __init__(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+        self._name = name
+        self._meaning = meaning
+        self._value = value
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(self._name, self._meaning, value=self._value())
 
 
 class StatsCollector(Collector):
