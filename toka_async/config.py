@@ -75,7 +75,8 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     ] = 30.0
     stats_interval: Annotated[float, Meta(ge=0, description="seconds between status lines while busy; 0: none")] = 5.0
     hang_timeout: Annotated[
-        float, Meta(ge=0, description="seconds without a sign of life after which a process counts as dead; 0: none does")
+        float,
+        Meta(ge=0, description="seconds without a sign of life after which a process is taken for dead; 0: never"),
     ] = 30.0
     step_timeout: Annotated[
         float, Meta(ge=0, description="seconds after which a step on a GPU counts as hung; 0: it may take any time")

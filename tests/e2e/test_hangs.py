@@ -1,4 +1,4 @@
-"""Processes that hang: they live, and answer nothing. They are noticed, told of, killed and, among replicas, replaced."""
+"""Processes that live and answer nothing: they are noticed, told of, killed and, among replicas, replaced."""
 
 from __future__ import annotations
 

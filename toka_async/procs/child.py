@@ -8,7 +8,6 @@ does. Standard output carries statuses to the parent. Everything is one JSON lin
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import signal
@@ -20,6 +19,7 @@ from typing import Literal, NoReturn
 import msgspec
 
 from toka_async.config import Config
+from toka_async.logs import configure
 from toka_async.topology import Topology
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the parent's to decide on; children ignore them
@@ -214,7 +214,5 @@ def connect_parent() -> ParentLink:
         data += chunk
     line, _, rest = data.partition(b"\n")
     spec = msgspec.json.decode(line, type=ChildSpec)
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {spec.name}: %(message)s", datefmt="%H:%M:%S"
-    )
+    configure(spec.name, spec.config.server.log_format)
     return ParentLink(spec, orders_fd, status_fd, rest)

@@ -18,6 +18,8 @@ from toka_async.server.chat_batch import chat_batch
 from toka_async.server.completions import completions
 from toka_async.server.engine import Engine
 from toka_async.server.errors import error_response, json_errors
+from toka_async.server.load import show_load
+from toka_async.server.observed import Observed
 from toka_async.server.respond import SERVICE, check_length
 from toka_async.server.service import Service, make_defaults
 from toka_async.server.status import StatusLine
@@ -37,7 +39,10 @@ def create_app(
     store: Store | None = None,
 ) -> web.Application:
     """The app; it answers 503 until the engine is ready, so it may listen before. `store`: of files and batches."""
-    app = web.Application(middlewares=[json_errors], client_max_size=config.max_body_mb << 20)
+    app = web.Application(client_max_size=config.max_body_mb << 20)
+    Observed(engine.metrics, config.log_requests).install(app)
+    app.middlewares.append(json_errors)
+    show_load(engine)
     service = app[SERVICE] = create_service(config, served_name, tokenizer, chat_template, defaults, engine)
     batches = app[files.BATCHES] = None if store is None else BatchService(store, service)
     add_routes(app)
@@ -96,6 +101,7 @@ def add_routes(app: web.Application) -> None:
     router.add_get("/v1/models/{model:.+}", info.model)
     router.add_get("/health", info.health)
     router.add_get("/ping", info.ping)
+    router.add_get("/load", info.load)
     router.add_get("/version", info.version)
     router.add_get("/metrics", info.metrics)
 

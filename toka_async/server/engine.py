@@ -58,6 +58,7 @@ class Engine:
         on_stop_checks: called with each StopChecks message.
         on_busy: called when the first request arrives after an idle time.
         on_state: called when what it can take has changed, or what it reports.
+        max_requests: see above.
         silent: processes that have not answered their parent lately.
     """
 
@@ -75,7 +76,7 @@ class Engine:
         self.on_busy: Callable[[], None] = do_nothing
         self.on_state: Callable[[], None] = do_nothing
         self.silent: tuple[str, ...] = ()
-        self._max_requests = max_requests
+        self.max_requests = max_requests
         self._clock = clock
         self._inflight: dict[int, InFlight] = {}
         self.direct = Direct(self.replicas, self.metrics, clock, max_requests, self._check_idle)
@@ -87,11 +88,6 @@ class Engine:
         self._idle.set()
         self.metrics.watch(lambda: self.stats)
         self.metrics.watch_replicas(self.replicas)
-        self.metrics.watch_gauge("requests_held", "requests (one a prompt) that have not ended", lambda: self.num_requests)
-        self.metrics.watch_gauge("requests_held_max", "more are refused: server.max_requests", lambda: max_requests)
-        self.metrics.watch_gauge(
-            "processes_silent", "processes that have not answered lately: 0, or one hangs", lambda: len(self.silent)
-        )
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -118,7 +114,7 @@ class Engine:
     @property
     def num_free(self) -> int:
         """Requests of direct submission that can be held besides those that are."""
-        return max(0, min(self._max_requests - self.num_requests, self.direct.capacity - self.direct.num_requests))
+        return max(0, min(self.max_requests - self.num_requests, self.direct.capacity - self.direct.num_requests))
 
     @property
     def busy(self) -> bool:
@@ -134,12 +130,12 @@ class Engine:
             raise NotServingError("the engine is still starting")
         if not self.replicas.live:
             raise NotServingError(f"every replica is being restarted: {next(iter(self.replicas.lost().values()))}")
-        if self.num_requests + num_requests > self._max_requests:
-            raise OverloadedError(f"{self.num_requests} requests are held; server.max_requests is {self._max_requests}")
+        if self.num_requests + num_requests > self.max_requests:
+            raise OverloadedError(f"{self.num_requests} requests are held; server.max_requests is {self.max_requests}")
         return self.ready
 
     def check_whole(self) -> None:
-        """Raises NotServingError as `check_serving` does, and when one of several replicas is away, or a process silent."""
+        """Raises NotServingError as `check_serving` does, and when a replica is away or a process silent."""
         self.check_serving()
         for replica, reason in self.replicas.lost().items():
             raise NotServingError(f"replica {replica} is being restarted: {reason}")

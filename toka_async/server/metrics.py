@@ -87,9 +87,19 @@ class Metrics:
         self._ended = {reason: self._success.labels(label) for reason, label in LABELS.items()}
         self._cancelled = Counter("toka:request_cancelled", "requests cancelled by clients", registry=self.registry)
         self._failed = Counter("toka:request_failed", "requests failed by the engine", registry=self.registry)
+        self._http = Counter(
+            "toka:http_requests",
+            "HTTP requests by route and status, 499: the client left",
+            ["path", "status"],
+            registry=self.registry,
+        )
         self._first = self._histogram("time_to_first_token_seconds", "until the prompt was computed", SECONDS)
         self._gaps = self._histogram("inter_token_latency_seconds", "between tokens, mean of an arrival", SECONDS)
         self._whole = self._histogram("e2e_request_latency_seconds", "until all samples had ended", REQUEST_SECONDS)
+
+    def http_ended(self, path: str, status: int) -> None:
+        """A request over HTTP was answered, or its client has left. `path`: of the route, not what was asked for."""
+        self._http.labels(path, str(status)).inc()
 
     def watch(self, stats: Callable[[], Stats]) -> None:
         """Reads the scheduler's counts from `stats` when asked for them."""
