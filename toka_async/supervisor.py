@@ -31,6 +31,7 @@ from toka_async.procs.child import (
     Fail,
     Fatal,
     Lost,
+    Memory,
     Order,
     Silent,
     Started,
@@ -275,6 +276,8 @@ class Supervisor:
                 elif child is not None and isinstance(status, Alive):
                     self._beats.answered(child.name)
                     self._tell_silent()
+                    if status.memory is not None:
+                        self._children[0].order(Memory(child.name, status.memory))
                 yield child, status
         except ChildError as failure:
             if not self._survives(failure):

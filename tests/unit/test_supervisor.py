@@ -311,7 +311,7 @@ started()
 for line in sys.stdin.buffer.raw:
     sys.stderr.write(f"{NAME} is told: " + line.decode())
     if b"Beat" in line:
-        say('{"type":"Alive"}')
+        say('{"type":"Alive","memory":[1,2,3]}' if NAME == "rank" else '{"type":"Alive"}')
     elif b"Drain" in line:
         say('{"type":"Drained","num_cut":0}')
     elif b"Stop" in line or b"Fail" in line:
@@ -360,6 +360,7 @@ def test_a_replica_that_hangs_is_killed_and_started_again(
     err = capfd.readouterr().err
     assert "rank-0-0 has not answered for 0.4 s; replica 0 is restarted in 0.05 s\n" in err
     assert "replica 0 is back\n" in err
+    assert 'server is told: {"type":"Memory","name":"rank-0-0","memory":[1,2,3]}' in err
     assert err.index('"names":["rank-0-0"]') < err.index('"type":"Lost"') < err.index('"names":[]')
 
 

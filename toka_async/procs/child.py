@@ -94,7 +94,9 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """Child -> parent: its answer to a Beat."""
+    """Child -> parent: its answer to a Beat. memory: bytes of its GPU that are in use, kept for more, and all."""
+
+    memory: tuple[int, int, int] | None = None
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
@@ -105,6 +107,13 @@ class Silent(msgspec.Struct, frozen=True, tag=True):
     """Parent -> server: these children, all of them, have not answered lately."""
 
     names: tuple[str, ...]
+
+
+class Memory(msgspec.Struct, frozen=True, tag=True):
+    """Parent -> server: what a child has said of its GPU; see `Alive`."""
+
+    name: str
+    memory: tuple[int, int, int]
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
@@ -132,7 +141,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 Status = Started | Fatal | Drained | Advanced | Finished | Alive
-Order = Drain | Fail | Lost | Stop | Beat | Silent
+Order = Drain | Fail | Lost | Stop | Beat | Silent | Memory
 
 _ORDERS: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
 

@@ -33,12 +33,17 @@ class Progress:
         return self._clock() - self._moved if self._num_begun > self._num_ended else 0.0
 
 
-def answer_while_moving(link: ParentLink, progress: Progress, timeout: float, what: str) -> None:
-    """From now on the process is alive as long as no `what` takes longer than `timeout` seconds (0: any time)."""
+def answer_while_moving(
+    link: ParentLink, progress: Progress, timeout: float, what: str, alive: Callable[[], Alive] = Alive
+) -> None:
+    """From now on the process is alive as long as no `what` takes longer than `timeout` seconds (0: any time).
+
+    `alive` makes its answer; it is called in the lifeline's thread.
+    """
 
     def on_beat() -> None:
         if timeout and progress.stuck() > timeout:
             link.fatal(f"{what} did not end in {timeout:g} s")
-        link.report(Alive())
+        link.report(alive())
 
     link.on_beat = on_beat

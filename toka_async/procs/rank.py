@@ -22,7 +22,7 @@ import zmq
 
 from toka_async.messages import FromRank, Ready, Step, StepDone, ToRank
 from toka_async.model.spec import ModelError, read_spec
-from toka_async.procs.child import ChildSpec, ParentLink, Started
+from toka_async.procs.child import Alive, ChildSpec, ParentLink, Started
 from toka_async.procs.progress import Progress, answer_while_moving
 from toka_async.procs.stage_report import StageReport
 from toka_async.runner.place import Place
@@ -125,8 +125,16 @@ def watch_steps(link: ParentLink, progress: Progress) -> None:
         return
     import torch
 
-    if torch.cuda.is_available():
-        answer_while_moving(link, progress, link.spec.config.server.step_timeout, "a step")
+    if not torch.cuda.is_available():
+        return
+    device = torch.cuda.current_device()
+    total = torch.cuda.get_device_properties(device).total_memory
+
+    def alive() -> Alive:
+        """The allocator's own counts: asking the driver could wait for a device that hangs."""
+        return Alive((torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), total))
+
+    answer_while_moving(link, progress, link.spec.config.server.step_timeout, "a step", alive)
 
 
 def outbox_of(link: ParentLink, results: Outbox[FromRank]) -> Callable[[StepDone], None]:

@@ -31,6 +31,7 @@ from toka_async.procs.child import (
     Drained,
     Fail,
     Lost,
+    Memory,
     Order,
     ParentLink,
     Silent,
@@ -125,6 +126,8 @@ def take_orders(
             engine.lose(order.replica, order.life, order.reason, outboxes[order.replica])
         elif isinstance(order, Silent):
             engine.silent = order.names
+        elif isinstance(order, Memory):
+            engine.memory[order.name] = order.memory
         else:
             orders.put_nowait(order)
 

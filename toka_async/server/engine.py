@@ -60,6 +60,7 @@ class Engine:
         on_state: called when what it can take has changed, or what it reports.
         max_requests: see above.
         silent: processes that have not answered their parent lately.
+        memory: bytes of each rank's GPU, by its name: in use, kept for more, all.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Engine:
         self.on_busy: Callable[[], None] = do_nothing
         self.on_state: Callable[[], None] = do_nothing
         self.silent: tuple[str, ...] = ()
+        self.memory: dict[str, tuple[int, int, int]] = {}
         self.max_requests = max_requests
         self._clock = clock
         self._inflight: dict[int, InFlight] = {}

@@ -6,7 +6,7 @@ Knows no requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,9 @@ GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "num_requests_running": ("sequences that run", lambda s: s.num_running),
     "num_requests_waiting": ("sequences that wait", lambda s: s.num_waiting),
     "kv_cache_usage_perc": ("share of the KV cache's pages in use, 1 is all", usage),
+    "kv_cache_pages_used": ("pages that running sequences own", lambda s: s.pages_used),
+    "kv_cache_pages_cached": ("pages of earlier prompts that nobody owns, free to take", lambda s: s.pages_cached),
+    "kv_cache_pages": ("pages in all", lambda s: s.num_pages),
     "expected_length_mean": (
         "of new sequences, as a share of max_tokens",
         lambda s: (s.expected_length or NO_GUESS)[0],
@@ -44,6 +47,9 @@ GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
 COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "prefix_cache_queries": ("prompt tokens looked up in the prefix tree", lambda s: s.prefix_queries),
     "prefix_cache_hits": ("prompt tokens found in the prefix tree", lambda s: s.prefix_hits),
+    "requests_started": ("requests whose prompt was begun", lambda s: s.num_started),
+    "queue_seconds": ("time that these waited for it, all together", lambda s: s.queue_seconds),
+    "computed_prompt_tokens": ("prompt tokens computed, those not found in the cache", lambda s: s.prompt_tokens),
     "num_preemptions": ("sequences preempted", lambda s: s.num_preemptions),
     "generation_tokens": ("tokens generated", lambda s: s.generated_tokens),
     "wasted_tokens": ("tokens computed after an end that was found late", lambda s: s.wasted_tokens),
@@ -112,6 +118,10 @@ class Metrics:
     def watch_gauge(self, name: str, meaning: str, value: Callable[[], float]) -> None:
         """A number that is asked for when somebody looks."""
         Gauge(f"toka:{name}", meaning, registry=self.registry).set_function(value)
+
+    def watch_memory(self, memory: Mapping[str, tuple[int, int, int]]) -> None:
+        """Reads what there is of each rank's GPU."""
+        self.registry.register(MemoryCollector(memory))
 
     def watch_count(self, name: str, meaning: str, value: Callable[[], float]) -> None:
         """As `watch_gauge`, of a number that only grows."""
@@ -188,6 +198,20 @@ class CountCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield CounterMetricFamily(self._name, self._meaning, value=self._value())
+
+
+class MemoryCollector(Collector):
+    """Bytes of GPUs, as the ranks' allocators count them."""
+
+    def __init__(self, memory: Mapping[str, tuple[int, int, int]]) -> None:
+        self._memory = memory
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily("toka:gpu_memory_bytes", "of a rank's GPU", labels=["rank", "state"])
+        for name, values in sorted(self._memory.items()):
+            for state, value in zip(("allocated", "reserved", "total"), values, strict=True):
+                family.add_metric([name.removeprefix("rank-"), state], value)
+        yield family
 
 
 class StatsCollector(Collector):
