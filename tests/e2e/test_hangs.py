@@ -60,18 +60,13 @@ def test_replicas_that_hang_come_back(tmp_path: Path) -> None:
         wait_until_gone(server.pids, 0)
 
 
-@pytest.mark.parametrize("victim", ["rank-0-0", "server"])
-def test_without_replicas_a_hang_ends_everything(tmp_path: Path, victim: str) -> None:
+def test_a_server_that_hangs_ends_everything(tmp_path: Path) -> None:
+    """So does any process of a single replica."""
     with serving(tmp_path, *SIMULATED) as server, ThreadPoolExecutor(8) as pool:
         answer = pool.submit(server.post, "/v1/completions", prompt="x", **{**BODY, "max_tokens": 1500})
         wait_until_held(server, 1)
-        os.kill(server.children[victim], signal.SIGSTOP)
+        os.kill(server.children["server"], signal.SIGSTOP)
         assert server.wait() == 1
         wait_until_gone(server.pids, 0)
-        why = f"{victim} has not answered for 1 s"
-        assert f"toka-async: {why}\n" in server.said()
-        if victim == "server":
-            assert isinstance(answer.exception(timeout=5), OSError)
-        else:
-            status, body = answer.result(timeout=5)
-            assert (status, why in body["error"]["message"]) == (500, True)
+        assert "toka-async: server has not answered for 1 s\n" in server.said()
+        assert isinstance(answer.exception(timeout=5), OSError)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
@@ -107,19 +107,15 @@ async def test_an_idle_connection_is_closed() -> None:
 async def test_a_flood_of_connections_leaves_the_first_ones_alone() -> None:
     async with web_server(max_connections=8) as server:
         assert (await server.get("/ping"))[0] == 200  # the client keeps this one
-        clients = [connected(server) for _ in range(100)]
-        try:
-            sockets = [client.__enter__() for client in clients]
-            refused = await asyncio.gather(*map(until_closed, sockets[7:]))
+        with ExitStack() as stack:
+            clients = [stack.enter_context(connected(server)) for _ in range(100)]
+            refused = await asyncio.gather(*map(until_closed, clients[7:]))
             assert all(data.startswith(b"HTTP/1.1 503 ") and b"too many connections" in data for data in refused)
             assert (await server.ok(PATH, {"prompt": "x", "max_tokens": 2}))["usage"]["completion_tokens"] == 2
             assert len(transports(server)) == 8
             text = server.engine.metrics.text()
             assert b"toka:http_connections 8.0" in text
             assert b"toka:http_connections_refused_total 93.0" in text
-        finally:
-            for client in clients:
-                client.__exit__(None, None, None)
         await until(lambda: len(transports(server)) == 1)
         with connected(server, b"GET /ping HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as client:
             assert (await until_closed(client)).startswith(b"HTTP/1.1 200 OK\r\n")

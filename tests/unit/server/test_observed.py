@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -99,3 +100,13 @@ async def test_health_says_who_is_silent() -> None:
         await server.ok(PATH, {"prompt": "x", "max_tokens": 1})  # until it counts as dead
         server.engine.silent = ()
         assert (await server.get("/health"))[0] == 200
+
+
+async def test_the_guide_explains_every_metric(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    async with web_server(data_dir=str(tmp_path)) as server:
+        text = server.engine.metrics.text().decode()
+    names = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE toka:")}
+    plain = {name.removeprefix("toka:").removesuffix("_total").removesuffix("_created") for name in names}
+    assert len(plain) > 40
+    assert {name for name in plain if f"`{name}`" not in guide} == set()
