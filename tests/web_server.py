@@ -17,11 +17,12 @@ from tests.fake_scheduler import FakeScheduler
 from tests.tokenizers_small import byte_level
 from toka_async.batches.store import Store
 from toka_async.config import ServerConfig
+from toka_async.listening import max_connections
 from toka_async.model.generation import GenerationDefaults
 from toka_async.server.app import NO_KEYS, create_app
 from toka_async.server.engine import Engine
 from toka_async.server.keys import Keys
-from toka_async.server.runner import Runner
+from toka_async.server.runner import ConnectionLimits, Runner
 from toka_async.text.chat import ChatTemplate
 from toka_async.text.tokenizer import Tokenizer
 
@@ -108,7 +109,9 @@ async def web_server(
     chat_template = None if template is None else ChatTemplate(template, tokenizer.special_tokens)
     store = Store(Path(settings.data_dir), time.time) if settings.data_dir else None
     app = create_app(settings, NAME, tokenizer, chat_template, defaults or GenerationDefaults(), engine, store, keys)
-    runner = Runner(app)
+    limits = ConnectionLimits(max_connections(settings), settings.client_timeout)
+    limits.show(engine.metrics)
+    runner = Runner(app, limits=limits)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()

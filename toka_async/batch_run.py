@@ -8,13 +8,14 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
 from toka_async.config import Config
 from toka_async.launch import run_batch
+from toka_async.logs import say, speaker
 from toka_async.procs.child import Advanced, BatchJob, Finished, Started, Status
-from toka_async.supervisor import say
 
 WIDTH = 30
 INTERVAL, QUIET_INTERVAL = 0.2, 30.0  # seconds between redraws; between lines where there is no terminal
@@ -31,16 +32,17 @@ def run(config: Config, source: Path, output: Path, errors: Path | None) -> int:
         BatchError, ModelError: nothing has begun.
     """
     job = make_job(source, output, errors or output.with_name(f"{output.stem}.errors{output.suffix}"))
-    bar = Bar(sys.stderr)
+    tell = speaker(config.server.log_format)
+    bar = Bar(sys.stderr, tell)
     code = run_batch(config, job, bar.show)
     bar.finish()
     if bar.finished is None:
         if code == 0:
-            say(f"stopped after {bar.done:,} lines; the same command goes on from there")
+            tell(f"stopped after {bar.done:,} lines; the same command goes on from there")
         return code or 1
     shutil.rmtree(job.folder, ignore_errors=True)
     failed = f", {bar.finished.failed:,} failed: see {job.errors}" if bar.finished.failed else ""
-    say(f"{bar.finished.completed:,} lines answered in {output}{failed}")
+    tell(f"{bar.finished.completed:,} lines answered in {output}{failed}")
     return code
 
 
@@ -63,7 +65,8 @@ def make_job(source: Path, output: Path, errors: Path) -> BatchJob:
 class Bar:
     """How far a batch is. finished: how it ended, once it has."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, say: Callable[[str], None] = say) -> None:
+        self._say = say
         self.done = 0
         self.finished: Finished | None = None
         self._stream = stream
@@ -101,7 +104,7 @@ class Bar:
             self._stream.flush()
             self._is_drawn = True
         else:
-            say(line)
+            self._say(line)
 
     def _rate(self, now: float, done: int) -> float:
         """Lines a second since the start."""

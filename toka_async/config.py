@@ -95,6 +95,23 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         float, Meta(gt=0, le=86400, description="seconds that a lost client's requests run on, for it to come back")
     ] = 30.0
     stats_interval: Annotated[float, Meta(ge=0, description="seconds between status lines while busy; 0: none")] = 5.0
+    hang_timeout: Annotated[
+        float,
+        Meta(ge=0, description="seconds without a sign of life after which a process is taken for dead; 0: never"),
+    ] = 30.0
+    step_timeout: Annotated[
+        float, Meta(ge=0, description="seconds after which a step on a GPU counts as hung; 0: it may take any time")
+    ] = 300.0
+    client_timeout: Annotated[
+        float, Meta(gt=0, description="seconds after which a connection that neither sends nor takes data is closed")
+    ] = 75.0
+    max_connections: Annotated[
+        Count | Auto, Meta(description="HTTP connections at once; auto: what the limit of open files allows, less 512")
+    ] = "auto"
+    log_format: Annotated[Literal["text", "json"], Meta(description="json: a JSON object a line")] = "text"
+    log_requests: Annotated[
+        bool, Meta(description="log a line for each HTTP request: id, path, status, seconds; never its content")
+    ] = False
     drain_timeout: Annotated[
         float, Meta(ge=0, description="seconds that running requests get to finish on SIGTERM")
     ] = 30.0

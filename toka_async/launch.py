@@ -19,6 +19,7 @@ import msgspec
 
 from toka_async.config import Config
 from toka_async.listening import check_direct, exposed, open_listener, raise_limits, url_of
+from toka_async.logs import speaker
 from toka_async.model.division import check_division
 from toka_async.model.generation import read_generation_defaults
 from toka_async.model.hub import resolve_model, resolve_tokenizer
@@ -26,7 +27,7 @@ from toka_async.model.spec import ModelError, read_spec
 from toka_async.procs.child import BatchJob, ChildSpec, Status
 from toka_async.server.keys import read_keys
 from toka_async.server.tls import tls_context
-from toka_async.supervisor import Launch, Supervisor, say
+from toka_async.supervisor import Launch, Supervisor
 from toka_async.topology import Layout, local_topology
 
 BATCH_DRAIN = 5.0  # seconds in which a batch that is stopped keeps what is done
@@ -50,6 +51,7 @@ def serve(config: Config) -> int:
         spec = msgspec.structs.replace(of_all, listen_fd=listener.fileno())
 
         def on_started() -> None:
+            say = speaker(config.server.log_format)
             for line in limits:
                 say(line)
             print(f"toka-async: serving {spec.served_name} at {url}", flush=True)
@@ -99,7 +101,9 @@ def _supervisor(
     def relaunch(replica: int, life: int) -> Iterator[Launch]:
         return map(_launch, _replica(spec, replica, life))
 
-    return Supervisor(drain_timeout, relaunch if spec.config.parallel.dp > 1 else None, on_status)
+    server, several = spec.config.server, spec.config.parallel.dp > 1
+    say = speaker(server.log_format)
+    return Supervisor(drain_timeout, relaunch if several else None, on_status, server.hang_timeout, say)
 
 
 def _files(config: Config) -> tuple[Path, Path]:

@@ -32,6 +32,7 @@ def open_listener(server: ServerConfig) -> socket.socket:
     listener = socket.socket(family, kind, proto)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port whose connections only linger is free
+        notice_the_dead(listener, server.client_timeout)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:
@@ -44,6 +45,23 @@ def open_listener(server: ServerConfig) -> socket.socket:
             case _:
                 raise ConfigError(f"server.host: cannot listen on {where}: {error.strerror}") from None
     return listener
+
+
+def notice_the_dead(listener: socket.socket, timeout: float) -> None:
+    """Connections inherit it: one whose other end is gone without a word, or takes nothing, ends after `timeout` s."""
+    interval = max(1, round(timeout / 4))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(timeout / 2)))
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(2**31 - 1, round(timeout * 1000)))
+
+
+def max_connections(server: ServerConfig) -> int:
+    """HTTP connections that this process can have at once, with what is spared for everything else."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fitting = 2**31 if soft == resource.RLIM_INFINITY else max(1, soft - 2 * SPARE_FILES)
+    return fitting if server.max_connections == "auto" else min(server.max_connections, fitting)
 
 
 def inherited(fd: int) -> socket.socket:

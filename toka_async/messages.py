@@ -234,6 +234,8 @@ class Stats(Tagged, frozen=True, kw_only=True):
     stage_seconds: tuple[float, ...] = ()  # CPU time of the scheduler in all, by SCHEDULER_STAGES
     replica: int = 0  # as in Ready
     life: int = 0
+    num_started: int = 0  # requests whose prompt was opened
+    queue_seconds: float = 0.0  # that these waited for it, in all
     # Of each stage of a pipeline: seconds in steps, of these waiting for other stages, and between steps.
     pipeline: tuple[tuple[float, float, float], ...] = ()
 

@@ -1,8 +1,8 @@
 """The parent's side of the child processes: starting, waiting, restarting, draining, stopping. No child outlives it.
 
-With several replicas the death of one's child ends that replica only, and its processes are started anew. Waits on
-the children's status pipes and on signals, with no polling. Knows what children say (`procs.child`) and nothing of
-what they do.
+With several replicas the death of one's child ends that replica only, and its processes are started anew. A child that
+does not answer is as good as dead, and is killed. Waits on the children's status pipes and on signals, with no polling.
+Knows what children say (`procs.child`) and nothing of what they do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,24 @@ from typing import Self
 
 import msgspec
 
-from toka_async.procs.child import SIGNALS, Drain, Drained, Fail, Fatal, Lost, Order, Started, Status, Stop
+from toka_async.heartbeats import Heartbeats
+from toka_async.logs import say
+from toka_async.procs.child import (
+    SIGNALS,
+    Alive,
+    Beat,
+    Drain,
+    Drained,
+    Fail,
+    Fatal,
+    Lost,
+    Memory,
+    Order,
+    Silent,
+    Started,
+    Status,
+    Stop,
+)
 from toka_async.restarts import Restarts
 
 ECHO = 1.0  # seconds in which a further signal is the same one (sent to the parent and to its group)
@@ -130,6 +146,8 @@ class Supervisor:
         drain_timeout: seconds that running requests get.
         relaunch: the children of a replica, by its number and how often it was lost. Without it a death ends all.
         on_status: called with what children say; a number that it returns ends all, as the exit code.
+        hang_timeout: seconds without a sign of life, once all have started, after which a child is dead; 0: none is.
+        say: writes a line for people.
     """
 
     def __init__(
@@ -137,12 +155,18 @@ class Supervisor:
         drain_timeout: float,
         relaunch: Callable[[int, int], Iterable[Launch]] | None = None,
         on_status: Callable[[Status], int | None] = lambda _status: None,
+        hang_timeout: float = 0.0,
+        say: Callable[[str], None] = say,
     ) -> None:
         self._drain_timeout = drain_timeout
         self._relaunch = relaunch
         self._on_status = on_status
         self._code: int | None = None
         self._restarts = Restarts(time.monotonic)
+        self._say = say
+        self._hang_timeout = hang_timeout
+        self._beats = Heartbeats(hang_timeout, time.monotonic)
+        self._silent: tuple[str, ...] = ()
         self._children: list[Child] = []
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
@@ -186,7 +210,7 @@ class Supervisor:
             self._wait_signal()
             return self._drain() if self._code is None else self._code
         except ChildError as failure:
-            say(str(failure))
+            self._say(str(failure))
             self._fail(str(failure))
             return 2 if failure.user and not (started and failure.child.replica >= 0) else 1
 
@@ -196,9 +220,10 @@ class Supervisor:
         while waiting:
             for child, status in self._events():
                 if child is None:
-                    say("stopped before it was ready")
+                    self._say("stopped before it was ready")
                     return False
                 if isinstance(status, Started):
+                    child.started = True
                     waiting.discard(child)
         return True
 
@@ -209,8 +234,38 @@ class Supervisor:
                 assert self._relaunch is not None
                 for launch in self._relaunch(replica, self._restarts.life(replica)):
                     self.start(launch)
-            if any(child is None for child, _ in self._surviving(self._restarts.wait())):
+            waits = [wait for wait in (self._restarts.wait(), self._beats.wait()) if wait is not None]
+            if any(child is None for child, _ in self._surviving(min(waits, default=None))):
                 return
+            self._ask_all()
+
+    def _ask_all(self) -> None:
+        """Are they alive? Whoever has not answered for too long is not; the server hears who is about to be."""
+        if not self._beats.take_due():
+            return
+        for child in [child for child in self._children if child.started]:
+            if child not in self._children:
+                continue  # lost with another of its replica
+            if self._beats.hangs(child.name):
+                failure = ChildError(f"{child.name} has not answered for {self._hang_timeout:g} s", child)
+                if not self._survives(failure):
+                    raise failure
+            else:
+                self._beats.asked(child.name)
+                child.order(Beat())
+        self._tell_silent()
+
+    def _tell_silent(self) -> None:
+        if (silent := self._beats.silent()) != self._silent:
+            self._silent = silent
+            self._children[0].order(Silent(silent))
+
+    def _survives(self, failure: ChildError) -> bool:
+        """Deals with the death of a replica's child, where replicas are restarted."""
+        if self._relaunch is None or failure.child.replica < 0:
+            return False
+        self._lose(failure.child.replica, str(failure))
+        return True
 
     def _surviving(self, timeout: float | None) -> Iterator[tuple[Child | None, Status | None]]:
         """As `_events`, but that the death of a replica's child is dealt with, where replicas are restarted."""
@@ -218,47 +273,52 @@ class Supervisor:
             for child, status in self._events(timeout):
                 if child is not None and isinstance(status, Started):
                     self._started(child)
+                elif child is not None and isinstance(status, Alive):
+                    self._beats.answered(child.name)
+                    self._tell_silent()
+                    if status.memory is not None:
+                        self._children[0].order(Memory(child.name, status.memory))
                 yield child, status
         except ChildError as failure:
-            if self._relaunch is None or failure.child.replica < 0:
+            if not self._survives(failure):
                 raise
-            self._lose(failure.child.replica, str(failure))
 
     def _started(self, child: Child) -> None:
         """Another of the children of a replica that was restarted does its work."""
         child.started = True
         if all(each.started for each in self._children if each.replica == child.replica):
             self._restarts.succeeded(child.replica)
-            say(f"replica {child.replica} is back")
+            self._say(f"replica {child.replica} is back")
 
     def _lose(self, replica: int, reason: str) -> None:
         """End what is left of the replica, then let the server deal with its requests; it will be restarted."""
         for child in [child for child in self._children if child.replica == replica]:
             self._selector.unregister(child.status_fd)
             self._children.remove(child)
+            self._beats.forget(child.name)
             child.kill()
         delay = self._restarts.lost(replica)
-        say(f"{reason}; replica {replica} is restarted in {delay:g} s")
+        self._say(f"{reason}; replica {replica} is restarted in {delay:g} s")
         self._children[0].order(Lost(replica, self._restarts.life(replica), reason))
 
     def _drain(self) -> int:
         server = self._children[0]
         signalled = time.monotonic()
         deadline = signalled + self._drain_timeout + STOP_TIMEOUT
-        say(f"finishing running requests, for {self._drain_timeout:g} s at most; a second signal stops at once")
+        self._say(f"finishing running requests, for {self._drain_timeout:g} s at most; a second signal stops at once")
         server.order(Drain(self._drain_timeout))
         while (now := time.monotonic()) < deadline:
             for child, status in self._surviving(deadline - now):
                 if isinstance(status, Drained):
-                    say(
+                    self._say(
                         "stopped"
                         + (f"; {_counted(status.num_cut, 'request')} did not finish" if status.num_cut else "")
                     )
                     return 0
                 if child is None and time.monotonic() - signalled > ECHO:
-                    say("stopped at once, by a second signal")
+                    self._say("stopped at once, by a second signal")
                     return 1
-        say("stopped; the server did not finish in time")
+        self._say("stopped; the server did not finish in time")
         return 1
 
     def _fail(self, reason: str) -> None:
@@ -290,12 +350,6 @@ class Supervisor:
                 if self._code is None:
                     self._code = self._on_status(status)
                 yield child, status
-
-
-def say(line: str) -> None:
-    """A line for people, on standard error."""
-    with contextlib.suppress(OSError):  # nobody reads it
-        print(f"toka-async: {line}", file=sys.stderr, flush=True)
 
 
 def _counted(number: int, what: str) -> str:

@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "toka_async"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-CORE = {"", "config", "topology", "messages", "arrays", "protocol"}  # L0; "" is the package itself
+CORE = {"", "config", "topology", "messages", "arrays", "protocol", "logs"}  # L0; "" is the package itself
 FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and itself
     "openai": {"text"},
     "text": {"openai"},
@@ -29,7 +29,7 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "runner": {"model", "attention", "kernels"},
 }
 FAMILIES["procs"] = set(FAMILIES) - {"client"}
-TOP = {"cli", "__main__", "launch", "supervisor", "restarts", "plan", "ping", "bench", "batch_run"}  # L4
+TOP = {"cli", "__main__", "launch", "supervisor", "restarts", "heartbeats", "plan", "ping", "bench", "batch_run"}  # L4
 EXTERNAL = {  # all that these may import from elsewhere
     "": {"msgspec", "numpy"},
     "scheduler": {"msgspec", "numpy"},

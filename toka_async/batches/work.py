@@ -23,6 +23,7 @@ from toka_async.batches.results import Answered, cut_line, done_line
 from toka_async.batches.store import Store
 from toka_async.batches.window import Window
 from toka_async.batches.writer import Writer
+from toka_async.logs import request_id
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ MAX_RUNNING = 16  # batches at once; they take turns, line by line
 READ_LINES, READ_BYTES = 512, 1 << 18  # that are read ahead of a batch
 WRITE_LINES = 4096  # that are ended at once when a batch is cut short
 MAX_TRIES = 3  # of a line with which the engine stopped
+LONGEST_SLEEP = 60.0  # seconds until a batch with an expiry looks at the wall clock again
 YIELD_EVERY = 8  # lines started before others get a turn
 
 
@@ -203,11 +205,10 @@ class Batches:
 
     async def _ask_all(self, record: BatchRecord, ending: asyncio.Future[Outcome]) -> BatchRecord:
         """Asks what is left, until all is answered or there is a reason to end."""
-        seconds = None if record.expires_at is None else max(0.0, record.expires_at - time.time())
         lines = asyncio.create_task(self._ask_lines(record))
         try:
             either: set[asyncio.Future[Any]] = {lines, ending}
-            await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            await first_before(either, record.expires_at)
         finally:
             was_done = lines.done()
             lines.cancel()
@@ -250,6 +251,7 @@ class Batches:
 
     async def _ask(self, record: BatchRecord, number: int, line: RawLine, question: Question) -> None:
         """Asks until there is an answer."""
+        request_id.set(f"{record.id}-{number}")  # of this task alone
         num_tries = 0
         try:
             while True:
@@ -282,6 +284,18 @@ class Batches:
                 done = []
         if done:
             await self.ledger.persist(partial(self.store.finish_lines, record.id, done))
+
+
+async def first_before(futures: set[asyncio.Future[Any]], expires_at: int | None) -> None:
+    """Waits until one of them is done, or until it is `expires_at` by the wall clock, which may jump meanwhile."""
+    while True:
+        left = None if expires_at is None else expires_at - time.time()
+        if left is not None and left <= 0:
+            return
+        timeout = None if left is None else min(left, LONGEST_SLEEP)
+        done, _ = await asyncio.wait(futures, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if done:
+            return
 
 
 def lost_input(task: asyncio.Task[None]) -> Fault | None:

@@ -8,7 +8,6 @@ does. Standard output carries statuses to the parent. Everything is one JSON lin
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import signal
@@ -20,6 +19,7 @@ from typing import Literal, NoReturn
 import msgspec
 
 from toka_async.config import Config
+from toka_async.logs import configure
 from toka_async.topology import Topology
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the parent's to decide on; children ignore them
@@ -93,6 +93,29 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     failed: int
 
 
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """Child -> parent: its answer to a Beat. memory: bytes of its GPU that are in use, kept for more, and all."""
+
+    memory: tuple[int, int, int] | None = None
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """Parent -> child: say Alive, if you are."""
+
+
+class Silent(msgspec.Struct, frozen=True, tag=True):
+    """Parent -> server: these children, all of them, have not answered lately."""
+
+    names: tuple[str, ...]
+
+
+class Memory(msgspec.Struct, frozen=True, tag=True):
+    """Parent -> server: what a child has said of its GPU; see `Alive`."""
+
+    name: str
+    memory: tuple[int, int, int]
+
+
 class Drain(msgspec.Struct, frozen=True, tag=True):
     """Parent -> server: accept no more, give running requests `seconds` to finish, say Drained, exit."""
 
@@ -117,18 +140,23 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Parent -> child: exit now. The pipe's end without it means that the parent was killed."""
 
 
-Status = Started | Fatal | Drained | Advanced | Finished
-Order = Drain | Fail | Lost | Stop
+Status = Started | Fatal | Drained | Advanced | Finished | Alive
+Order = Drain | Fail | Lost | Stop | Beat | Silent | Memory
 
 _ORDERS: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
 
 
 class ParentLink:
-    """A child's end of the pipes. `on_order` runs in the lifeline's thread; while None, any order ends the child."""
+    """A child's end of the pipes.
+
+    `on_order` runs in the lifeline's thread; while None, any order ends the child. So does `on_beat`: what it does when
+    it is asked whether it is alive.
+    """
 
     def __init__(self, spec: ChildSpec, orders_fd: int, status_fd: int, rest: bytes = b"") -> None:
         self.spec = spec
         self.on_order: Callable[[Order], object] | None = None
+        self.on_beat: Callable[[], object] = lambda: self.report(Alive())
         self._orders_fd = orders_fd
         self._status_fd = status_fd
         self._rest = rest
@@ -158,6 +186,9 @@ class ParentLink:
                 *lines, rest = rest.split(b"\n")
                 for line in lines:
                     order = _ORDERS.decode(line)
+                    if isinstance(order, Beat):
+                        self.on_beat()
+                        continue
                     if isinstance(order, Stop) or self.on_order is None:
                         told = True
                         return
@@ -192,7 +223,5 @@ def connect_parent() -> ParentLink:
         data += chunk
     line, _, rest = data.partition(b"\n")
     spec = msgspec.json.decode(line, type=ChildSpec)
-    logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {spec.name}: %(message)s", datefmt="%H:%M:%S"
-    )
+    configure(spec.name, spec.config.server.log_format)
     return ParentLink(spec, orders_fd, status_fd, rest)

@@ -22,7 +22,8 @@ import zmq
 
 from toka_async.messages import FromRank, Ready, Step, StepDone, ToRank
 from toka_async.model.spec import ModelError, read_spec
-from toka_async.procs.child import ChildSpec, ParentLink, Started
+from toka_async.procs.child import Alive, ChildSpec, ParentLink, Started
+from toka_async.procs.progress import Progress, answer_while_moving
 from toka_async.procs.stage_report import StageReport
 from toka_async.runner.place import Place
 from toka_async.runner.simulated import SimulatedRank, simulated_ready
@@ -98,16 +99,42 @@ def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank
         raise
     announce(link, results, ready)
     launched: SimpleQueue[Launched] = SimpleQueue()
+    progress, send = Progress(), outbox_of(link, results)
+
+    def done(step: StepDone) -> None:
+        progress.end()
+        send(step)
+
+    watch_steps(link, progress)
     sender = threading.Thread(
-        target=send_results, args=(link, launched, outbox_of(link, results), enter_thread), name="results", daemon=True
+        target=send_results, args=(link, launched, done, enter_thread), name="results", daemon=True
     )
     sender.start()
     try:
         while True:
             for part in steps.receive().passes():
+                progress.begin()
                 launched.put(launch(part))
     except RuntimeError as error:
         device_failed(link, error)
+
+
+def watch_steps(link: ParentLink, progress: Progress) -> None:
+    """A GPU that hangs ends the process. On a CPU a step takes as long as it takes."""
+    if link.spec.config.model.device == "cpu":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    device = torch.cuda.current_device()
+    total = torch.cuda.get_device_properties(device).total_memory
+
+    def alive() -> Alive:
+        """The allocator's own counts: asking the driver could wait for a device that hangs."""
+        return Alive((torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), total))
+
+    answer_while_moving(link, progress, link.spec.config.server.step_timeout, "a step", alive)
 
 
 def outbox_of(link: ParentLink, results: Outbox[FromRank]) -> Callable[[StepDone], None]:

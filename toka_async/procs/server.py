@@ -21,17 +21,29 @@ from aiohttp import web
 from toka_async.batches.disk import StorageError
 from toka_async.batches.store import Store
 from toka_async.config import ConfigError, ModelConfig
-from toka_async.listening import BACKLOG, inherited
+from toka_async.listening import BACKLOG, inherited, max_connections
 from toka_async.messages import ToScheduler, ToServer
 from toka_async.model.generation import GenerationDefaults, read_generation_defaults
 from toka_async.model.spec import ModelError, read_spec
-from toka_async.procs.child import ChildSpec, Drain, Drained, Fail, Lost, Order, ParentLink, Started
+from toka_async.procs.child import (
+    Alive,
+    ChildSpec,
+    Drain,
+    Drained,
+    Fail,
+    Lost,
+    Memory,
+    Order,
+    ParentLink,
+    Silent,
+    Started,
+)
 from toka_async.procs.direct import DirectServer
 from toka_async.server.app import create_app
 from toka_async.server.engine import Engine
 from toka_async.server.keys import read_keys
 from toka_async.server.respond import SERVICE
-from toka_async.server.runner import Runner
+from toka_async.server.runner import ConnectionLimits, Runner
 from toka_async.server.service import Service
 from toka_async.server.tls import tls_context
 from toka_async.text.chat import ChatTemplate, ChatTemplateError
@@ -61,7 +73,9 @@ async def serve(link: ParentLink) -> NoReturn:
         link.fatal(str(error), user=True)
     except StorageError as error:
         link.fatal(f"server.data_dir: {error}", user=True)
-    runner = Runner(app, shutdown_timeout=spec.config.server.drain_timeout)
+    limits = ConnectionLimits(max_connections(spec.config.server), spec.config.server.client_timeout)
+    limits.show(engine.metrics)
+    runner = Runner(app, shutdown_timeout=spec.config.server.drain_timeout, limits=limits)
     await runner.setup()
     site = web.SockSite(runner, inherited(spec.listen_fd), backlog=BACKLOG, ssl_context=tls)
     await site.start()
@@ -114,9 +128,14 @@ def take_orders(
             outboxes[order.replica].drop()
             outboxes[order.replica] = connect(context, link.spec.topology.schedulers[order.replica])
             engine.lose(order.replica, order.life, order.reason, outboxes[order.replica])
+        elif isinstance(order, Silent):
+            engine.silent = order.names
+        elif isinstance(order, Memory):
+            engine.memory[order.name] = order.memory
         else:
             orders.put_nowait(order)
 
+    link.on_beat = lambda: loop.call_soon_threadsafe(link.report, Alive())  # alive is whose event loop turns
     link.on_order = lambda order: loop.call_soon_threadsafe(on_order, order)
     return orders
 

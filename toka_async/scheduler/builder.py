@@ -5,6 +5,7 @@ Knows the running set and the queue; not sampled tokens, nor what is sent to the
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,6 +69,8 @@ class StepBuilder:
         self._starting: list[tuple[PromptRun, int]] = []  # opened, without a lane; tokens of their chunk
         self.ready: list[PromptRun] = []  # runs opened with nothing to compute; taken by the core
         self.recomputed_tokens = 0
+        self.num_started = 0
+        self.queue_seconds = 0.0
         self.prompt_tokens = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -272,6 +275,8 @@ class StepBuilder:
             run.request.num_found = run.num_found
             self.prefix_queries += run.job.token_ids.size
             self.prefix_hits += run.num_found
+            self.num_started += 1
+            self.queue_seconds += time.monotonic() - run.request.since
 
     @staticmethod
     def _note_admitted(plan: Plan, lanes: Int32, seeds: UInt64) -> None:

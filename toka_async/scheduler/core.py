@@ -6,6 +6,7 @@ and no event loop; knows token ids, not text.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -135,6 +136,7 @@ class Core:
             submit=submit,
             prompt=prompt,
             arrival=self._num_arrived,
+            since=time.monotonic(),
             num_open=submit.n,
             stop_row=self._stops.row(submit.stop_id),
             scores=_empty_scores(prompt.size - 1, sampling.num_prompt_logprobs),

@@ -45,6 +45,7 @@ class Request:
     shared_run: PromptRun | None = None  # for n > 1: the prompt on the ranks, while samples are to start from it
     waiting: dict[int, Job] = field(default_factory=dict)  # jobs in the queue, by sample
     group: int = 0  # of the stopping predictor
+    since: float = 0.0  # when it arrived, in seconds of the monotonic clock
 
     @property
     def request_id(self) -> int:

@@ -80,6 +80,8 @@ class StatsSource:
             generated_tokens=self.generated_tokens,
             wasted_tokens=self.wasted_tokens,
             recomputed_tokens=builder.recomputed_tokens,
+            num_started=builder.num_started,
+            queue_seconds=round(builder.queue_seconds, 6),
             num_steps=self.num_steps,
             step_seconds=self.step_seconds,
             idle_seconds=self._depth.idle_seconds,

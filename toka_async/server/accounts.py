@@ -20,7 +20,7 @@ from toka_async.server.jobs import OverloadedError
 UNLIMITED = 2**62
 
 
-def do_nothing() -> None:
+def do_nothing(*_: object) -> None:
     """Nobody wants to know."""
 
 

@@ -21,6 +21,8 @@ from toka_async.server.errors import add_headers, error_response, json_errors
 from toka_async.server.guard import GUARD, OPEN, Guard, check_keys
 from toka_async.server.guard_metrics import GuardCollector
 from toka_async.server.keys import Keys
+from toka_async.server.load import show_load
+from toka_async.server.observed import Observed
 from toka_async.server.respond import SERVICE, check_length
 from toka_async.server.service import Service, make_defaults
 from toka_async.server.status import StatusLine
@@ -42,7 +44,10 @@ def create_app(
     keys: Keys = NO_KEYS,
 ) -> web.Application:
     """The app; it answers 503 until the engine is ready, so it may listen before. `store`: of files and batches."""
-    app = web.Application(middlewares=[json_errors, check_keys], client_max_size=config.max_body_mb << 20)
+    app = web.Application(client_max_size=config.max_body_mb << 20)
+    Observed(engine.metrics, config.log_requests).install(app)
+    app.middlewares.extend([json_errors, check_keys])
+    show_load(engine)
     service = app[SERVICE] = create_service(config, served_name, tokenizer, chat_template, defaults, engine)
     batches = app[files.BATCHES] = None if store is None else BatchService(store, service)
     app[GUARD] = Guard(keys, service.accounts, OPEN | ({"/metrics"} if config.open_metrics else set()))
@@ -104,6 +109,7 @@ def add_routes(app: web.Application) -> None:
     router.add_get("/v1/models/{model:.+}", info.model)
     router.add_get("/health", info.health)
     router.add_get("/ping", info.ping)
+    router.add_get("/load", info.load)
     router.add_get("/version", info.version)
     router.add_get("/metrics", info.metrics)
 

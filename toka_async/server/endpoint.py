@@ -66,6 +66,15 @@ class Endpoint:
         self._settled = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         router.attach(self._loop, self._on_frames)
+        watch = service.engine.metrics.watch_gauge
+        watch("zmq_clients", "clients of direct submission, those too that may come back", lambda: self.num_sessions)
+        watch("zmq_clients_connected", "of these: now", lambda: len(self._connected))
+        watch("zmq_buffer_bytes", "results that clients have not acknowledged", lambda: self.num_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of results that clients have not acknowledged."""
+        return sum(session.delivery.num_bytes for session in self._sessions.values())
 
     @property
     def address(self) -> str:

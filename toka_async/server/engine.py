@@ -59,6 +59,8 @@ class Engine:
         on_stop_checks: called with each StopChecks message.
         on_busy: called when the first request arrives after an idle time.
         on_state: called when what it can take has changed, or what it reports.
+        silent: processes that have not answered their parent lately.
+        memory: bytes of each rank's GPU, by its name: in use, kept for more, all.
     """
 
     def __init__(
@@ -71,10 +73,12 @@ class Engine:
     ) -> None:
         self.replicas = Replicas(outboxes, page_size)
         self.metrics = metrics or Metrics()
-        self.on_stop_checks: Callable[[StopChecks], None] = ignore
+        self.on_stop_checks: Callable[[StopChecks], None] = do_nothing
         self.on_busy: Callable[[], None] = do_nothing
         self.on_state: Callable[[], None] = do_nothing
-        self._max_requests = max_requests
+        self.silent: tuple[str, ...] = ()
+        self.memory: dict[str, tuple[int, int, int]] = {}
+        self.max_requests = max_requests
         self._clock = clock
         self._inflight: dict[int, InFlight] = {}
         self.direct = Direct(self.replicas, self.metrics, clock, max_requests, self._check_idle)
@@ -86,8 +90,6 @@ class Engine:
         self._idle.set()
         self.metrics.watch(lambda: self.stats)
         self.metrics.watch_replicas(self.replicas)
-
-    # ---- state -------------------------------------------------------------------------------------------------------
 
     @property
     def ready(self) -> Ready | None:
@@ -112,7 +114,7 @@ class Engine:
     @property
     def num_free(self) -> int:
         """Requests of direct submission that can be held besides those that are."""
-        return max(0, min(self._max_requests - self.num_requests, self.direct.capacity - self.direct.num_requests))
+        return max(0, min(self.max_requests - self.num_requests, self.direct.capacity - self.direct.num_requests))
 
     @property
     def busy(self) -> bool:
@@ -128,15 +130,17 @@ class Engine:
             raise NotServingError("the engine is still starting")
         if not self.replicas.live:
             raise NotServingError(f"every replica is being restarted: {next(iter(self.replicas.lost().values()))}")
-        if self.num_requests + num_requests > self._max_requests:
-            raise OverloadedError(f"{self.num_requests} requests are held; server.max_requests is {self._max_requests}")
+        if self.num_requests + num_requests > self.max_requests:
+            raise OverloadedError(f"{self.num_requests} requests are held; server.max_requests is {self.max_requests}")
         return self.ready
 
     def check_whole(self) -> None:
-        """Raises NotServingError as `check_serving` does, and when one of several replicas is away."""
+        """Raises NotServingError as `check_serving` does, and when a replica is away or a process silent."""
         self.check_serving()
         for replica, reason in self.replicas.lost().items():
             raise NotServingError(f"replica {replica} is being restarted: {reason}")
+        if self.silent:
+            raise NotServingError(f"no answer from {', '.join(self.silent)}")
 
     def begin_drain(self) -> None:
         """From now on new requests raise NotServingError; those held go on."""
@@ -393,7 +397,3 @@ class Engine:
     def _check_idle(self) -> None:
         if not self.num_requests and not self._num_holders:
             self._idle.set()
-
-
-def ignore(_message: StopChecks) -> None:
-    """No stop strings are registered yet."""

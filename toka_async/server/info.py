@@ -11,6 +11,7 @@ from toka_async.openai.prompts import check_vocabulary, token_ids
 from toka_async.openai.requests import DetokenizeRequest, TokenizeRequest
 from toka_async.openai.responses import DetokenizeResponse, Model, ModelList, TokenizeResponse
 from toka_async.server.chat import wire_chat
+from toka_async.server.load import load_of
 from toka_async.server.respond import SERVICE, json_response, read_request
 from toka_async.server.service import Service
 
@@ -44,6 +45,11 @@ async def health(request: web.Request) -> web.Response:
 async def ping(_request: web.Request) -> web.Response:
     """200 while the process answers, whatever the engine does."""
     return web.json_response({"status": "ok"})
+
+
+async def load(request: web.Request) -> web.Response:
+    """How busy the server is: for routers and autoscalers, cheaper to read than /metrics."""
+    return web.json_response(load_of(request.app[SERVICE].engine))
 
 
 async def version(_request: web.Request) -> web.Response:

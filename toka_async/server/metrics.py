@@ -6,11 +6,11 @@ Knows no requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
-from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -35,6 +35,9 @@ GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "num_requests_running": ("sequences that run", lambda s: s.num_running),
     "num_requests_waiting": ("sequences that wait", lambda s: s.num_waiting),
     "kv_cache_usage_perc": ("share of the KV cache's pages in use, 1 is all", usage),
+    "kv_cache_pages_used": ("pages that running sequences own", lambda s: s.pages_used),
+    "kv_cache_pages_cached": ("pages of earlier prompts that nobody owns, free to take", lambda s: s.pages_cached),
+    "kv_cache_pages": ("pages in all", lambda s: s.num_pages),
     "expected_length_mean": (
         "of new sequences, as a share of max_tokens",
         lambda s: (s.expected_length or NO_GUESS)[0],
@@ -44,6 +47,9 @@ GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
 COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "prefix_cache_queries": ("prompt tokens looked up in the prefix tree", lambda s: s.prefix_queries),
     "prefix_cache_hits": ("prompt tokens found in the prefix tree", lambda s: s.prefix_hits),
+    "requests_started": ("requests whose prompt was begun", lambda s: s.num_started),
+    "queue_seconds": ("time that these waited for it, all together", lambda s: s.queue_seconds),
+    "computed_prompt_tokens": ("prompt tokens computed, those not found in the cache", lambda s: s.prompt_tokens),
     "num_preemptions": ("sequences preempted", lambda s: s.num_preemptions),
     "generation_tokens": ("tokens generated", lambda s: s.generated_tokens),
     "wasted_tokens": ("tokens computed after an end that was found late", lambda s: s.wasted_tokens),
@@ -87,9 +93,19 @@ class Metrics:
         self._ended = {reason: self._success.labels(label) for reason, label in LABELS.items()}
         self._cancelled = Counter("toka:request_cancelled", "requests cancelled by clients", registry=self.registry)
         self._failed = Counter("toka:request_failed", "requests failed by the engine", registry=self.registry)
+        self._http = Counter(
+            "toka:http_requests",
+            "HTTP requests by route and status, 499: the client left",
+            ["path", "status"],
+            registry=self.registry,
+        )
         self._first = self._histogram("time_to_first_token_seconds", "until the prompt was computed", SECONDS)
         self._gaps = self._histogram("inter_token_latency_seconds", "between tokens, mean of an arrival", SECONDS)
         self._whole = self._histogram("e2e_request_latency_seconds", "until all samples had ended", REQUEST_SECONDS)
+
+    def http_ended(self, path: str, status: int) -> None:
+        """A request over HTTP was answered, or its client has left. `path`: of the route, not what was asked for."""
+        self._http.labels(path, str(status)).inc()
 
     def watch(self, stats: Callable[[], Stats]) -> None:
         """Reads the scheduler's counts from `stats` when asked for them."""
@@ -98,6 +114,18 @@ class Metrics:
     def watch_replicas(self, replicas: Replicas) -> None:
         """Reads what there is of each replica when asked for it."""
         self.registry.register(ReplicasCollector(replicas))
+
+    def watch_gauge(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+        """A number that is asked for when somebody looks."""
+        Gauge(f"toka:{name}", meaning, registry=self.registry).set_function(value)
+
+    def watch_memory(self, memory: Mapping[str, tuple[int, int, int]]) -> None:
+        """Reads what there is of each rank's GPU."""
+        self.registry.register(MemoryCollector(memory))
+
+    def watch_count(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+        """As `watch_gauge`, of a number that only grows."""
+        self.registry.register(CountCollector(f"toka:{name}", meaning, value))
 
     def text(self) -> bytes:
         """Prometheus' text format."""
@@ -158,6 +186,32 @@ class ArrayHistogram(Collector):
         counts = np.cumsum(self._counts).tolist()
         buckets = [(name, float(count)) for name, count in zip(names, counts, strict=True)]
         yield HistogramMetricFamily(self._name, self._meaning, buckets=buckets, sum_value=self._sum)
+
+
+class CountCollector(Collector):
+    """A counter that is kept elsewhere."""
+
+    def __init__(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+        self._name = name
+        self._meaning = meaning
+        self._value = value
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(self._name, self._meaning, value=self._value())
+
+
+class MemoryCollector(Collector):
+    """Bytes of GPUs, as the ranks' allocators count them."""
+
+    def __init__(self, memory: Mapping[str, tuple[int, int, int]]) -> None:
+        self._memory = memory
+
+    def collect(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily("toka:gpu_memory_bytes", "of a rank's GPU", labels=["rank", "state"])
+        for name, values in sorted(self._memory.items()):
+            for state, value in zip(("allocated", "reserved", "total"), values, strict=True):
+                family.add_metric([name.removeprefix("rank-"), state], value)
+        yield family
 
 
 class StatsCollector(Collector):

@@ -23,6 +23,8 @@ _COUNTERS = (
     "idle_seconds",
     "device_idle_seconds",
     "num_compiles",
+    "num_started",
+    "queue_seconds",
 )
 NO_TIMES = (0.0, 0.0, 0.0)
 

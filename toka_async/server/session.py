@@ -15,6 +15,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from toka_async.arrays import Bool, Int32, Int64, places
+from toka_async.logs import request_id
 from toka_async.openai.errors import ApiError, bad_request
 from toka_async.protocol import Cancellation, Columns, Error, Header, ProtocolError, Results, Submission
 from toka_async.server.accounts import Account
@@ -238,6 +239,7 @@ class Session:
             self._tasks[key] = asyncio.create_task(self._run(key, prompt.astype(np.int32), seed, plan))
 
     async def _run(self, key: int, prompt: Int32, seed: int, plan: Plan) -> None:
+        request_id.set(f"zmq-{self.number}-{key}")  # of this task alone
         try:
             await run_request(self._service, self.account, plan, key, prompt, seed, self.add)
         except Exception as error:

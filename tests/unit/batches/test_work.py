@@ -202,6 +202,25 @@ async def test_a_batch_expires(tmp_path: Path) -> None:
         assert expired["error"]["code"] == "batch_expired"
 
 
+@pytest.mark.parametrize(("jump", "waits"), [(4000.0, False), (-4000.0, True)])
+async def test_expiry_follows_a_wall_clock_that_jumps(
+    monkeypatch: pytest.MonkeyPatch, jump: float, waits: bool
+) -> None:
+    """Forward: it has expired soon after. Back: it has not, whatever was reckoned before."""
+    now = 1_000_000.0
+    monkeypatch.setattr(work, "LONGEST_SLEEP", 0.02)
+    monkeypatch.setattr("time.time", lambda: now)
+    never = asyncio.get_running_loop().create_future()
+    waiting = asyncio.create_task(work.first_before({never}, 1_000_000 + (3600 if jump > 0 else 1)))
+    await asyncio.sleep(0.01)
+    assert not waiting.done()
+    now += jump
+    await asyncio.sleep(0.1)
+    assert waiting.done() != waits
+    now = 1_000_000.0 + 3600
+    await asyncio.wait_for(waiting, 1)
+
+
 async def test_a_batch_that_is_cancelled_before_it_was_looked_at(tmp_path: Path) -> None:
     async with running(tmp_path) as it:
         async with it.batches._checks:

@@ -9,17 +9,20 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import NoReturn, cast
 
 import msgspec
 import pytest
+import torch
 
 from toka_async.arrays import i32_column
 from toka_async.config import Config
 from toka_async.messages import FromRank, Ready, StageTimes, Step, StepDone, ToRank
 from toka_async.model.spec import ModelError
 from toka_async.procs import rank
-from toka_async.procs.child import ChildSpec, Fatal, ParentLink, Started, Status
+from toka_async.procs.child import Alive, ChildSpec, Fatal, ParentLink, Started, Status
+from toka_async.procs.progress import Progress
 from toka_async.procs.rank import Launched, announce, outbox_of, send_results, serve
 from toka_async.topology import Layout, local_topology
 from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
@@ -31,6 +34,7 @@ class Link(ParentLink):
     """A child's link without a parent: keeps what would be said, and ends a thread in place of the process."""
 
     def __init__(self) -> None:
+        self.on_beat = lambda: self.report(Alive())
         folder = Path("unused")
         self.spec = ChildSpec(
             role="rank",
@@ -293,3 +297,29 @@ def test_a_model_that_does_not_fit_is_never_ready(
         serve(link, cast("ZmqInbox[ToRank]", None), cast("ZmqOutbox[FromRank]", results))
     assert not results.sent
     assert not link.statuses
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_a_rank_tells_of_its_gpu_and_of_a_step_that_hangs(
+    link: Link, monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+) -> None:
+    """On a CPU a step takes as long as it takes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=3))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 2)
+    now = 0.0
+    progress = Progress(lambda: now)
+    rank.watch_steps(link, progress)
+    progress.begin()
+    link.on_beat()
+    assert link.statuses == [Alive((1, 2, 3) if has_gpu else None)]
+    now = 301.0
+    if has_gpu:
+        with pytest.raises(SystemExit):
+            link.on_beat()
+        assert link.statuses[1:] == [Fatal("a step did not end in 300 s")]
+    else:
+        link.on_beat()
+        assert link.statuses[1:] == [Alive()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from tests.page_rank import PageRank, submit
 from toka_async.messages import Ready, Stats
@@ -56,3 +57,19 @@ def test_idle_and_unchanged_is_silence() -> None:
     core.complete(rank.run(step), 0.0)
     assert len(stats_at(core, 0.0)) == 1  # at once: it fell idle
     assert stats_at(core, 1000.0) == []
+
+
+def test_how_long_requests_wait_to_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four rows, eight requests of three steps: half of them wait for the others."""
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    core, rank = Core(READY, max_tokens=32, steps_ahead=1), PageRank(READY)
+    for key in range(8):
+        core.submit(submit(key, [1, 2, key], max_tokens=3))
+    while steps := core.next_steps(now):
+        for step in steps:
+            core.complete(rank.run(step), now)
+        now += 1.0
+    last = stats_at(core, now)[-1]
+    assert last.num_started == 8
+    assert last.queue_seconds == 4 * 3.0

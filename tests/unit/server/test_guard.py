@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import numpy as np
 import openai
 import pytest
 
-from tests.direct import Bare, bare_endpoint, turns
 from tests.fake_scheduler import FakeScheduler
 from tests.web_server import WebServer, checked_error, web_server
-from toka_async.messages import Cancel, Cancels
-from toka_async.protocol import Closed, Error, Welcome
+from toka_async.messages import Cancel
 from toka_async.server.files import BATCHES
 from toka_async.server.guard import GUARD
 from toka_async.server.keys import Key, Keys, digest_of
@@ -368,69 +365,3 @@ async def test_a_log_line_stays_one(caplog: pytest.LogCaptureFixture, server: We
         assert response.status == 500
     (line,) = (record.getMessage() for record in caplog.records if "failed" in record.getMessage())
     assert "\n" not in line
-
-
-# ---- direct submission
-
-
-@pytest.fixture
-async def bare() -> AsyncIterator[Bare]:
-    with bare_endpoint(key_max_held_tokens=50, max_held_tokens=100, request_timeout=0.05) as made:
-        made.wire.sender = "a" * 40
-        made.hello()
-        yield made
-
-
-def errors(bare: Bare, identity: bytes = b"one") -> list[tuple[int, list[int]]]:
-    return [(header.status, columns["ids"].tolist()) for header, columns in bare.heard(Error, identity)]
-
-
-@pytest.mark.parametrize("text", [False, True])
-async def test_a_client_s_key_has_its_share(bare: Bare, text: bool) -> None:
-    accounts = bare.service.accounts
-    bare.submit(1, 2, 3, max_tokens=17, text=text)  # 20 tokens each
-    await turns()
-    assert errors(bare) == [(429, [3])]
-    assert accounts.by_name["client " + "a" * 40].num_tokens == accounts.total.num_tokens == 40
-    bare.hello(session=b"f" * 16, identity=b"two")  # another session of the same client
-    bare.submit(1, max_tokens=17, identity=b"two")
-    bare.submit(2, max_tokens=60, identity=b"two")
-    await turns()
-    assert sorted(errors(bare, b"two")) == [(400, [2]), (429, [1])]
-    for _ in range(20):
-        bare.scheduler.step()
-        await turns()
-    assert sorted(bare.ended()) == [1, 2]
-    assert accounts.total.num_requests == accounts.total.num_tokens == 0
-
-
-async def test_a_session_belongs_to_one_key(bare: Bare) -> None:
-    bare.wire.sender = "b" * 40
-    bare.hello(identity=b"thief")
-    assert bare.heard(Welcome, b"thief") == []
-    ((closed, _),) = bare.heard(Closed, b"thief")
-    assert closed.code == "refused"
-
-
-async def test_direct_requests_that_take_too_long(bare: Bare) -> None:
-    bare.submit(1, max_tokens=10)
-    bare.submit(2, max_tokens=10)
-    await asyncio.sleep(0.1)
-    assert sorted(errors(bare)) == [(504, [1, 2])]
-    bare.submit(3, max_tokens=10)
-    await turns()
-    bare.scheduler.step()
-    cancelled = [m for m in bare.scheduler.log if isinstance(m, Cancels)]
-    assert sum(np.frombuffer(m.request_ids, np.int32).size for m in cancelled) == 2
-    assert bare.service.accounts.total.num_requests == 1
-    await asyncio.sleep(0.1)
-    assert errors(bare)[-1] == (504, [3])
-    assert bare.service.accounts.total.num_tokens == 0
-
-
-async def test_a_client_that_leaves_gives_everything_back(bare: Bare) -> None:
-    bare.submit(1, max_tokens=10)
-    await turns()
-    assert bare.service.accounts.total.num_tokens == 13
-    await bare.endpoint.close(0)
-    assert bare.service.accounts.total.num_tokens == 0

@@ -43,3 +43,15 @@ def test_times_of_a_pipelines_stages() -> None:
     assert 'toka:pipeline_seconds_total{stage="0",state="stalled"} 0.5' in lines
     assert 'toka:pipeline_seconds_total{stage="1",state="computing"} 3.0' in lines
     assert 'toka:pipeline_seconds_total{stage="1",state="waiting"} 1.0' in lines
+
+
+def test_memory_of_gpus() -> None:
+    metrics, memory = Metrics(), dict[str, tuple[int, int, int]]()
+    metrics.watch_memory(memory)
+    assert b"toka:gpu_memory_bytes{" not in metrics.text()
+    memory["rank-1-0"] = (10, 20, 80)
+    lines = metrics.text().decode().splitlines()
+    values = [f'toka:gpu_memory_bytes{{rank="1-0",state="{state}"}}' for state in ("allocated", "reserved", "total")]
+    assert [line for line in lines if line.startswith("toka:gpu")] == [
+        f"{name} {value}" for name, value in zip(values, ("10.0", "20.0", "80.0"), strict=True)
+    ]

@@ -133,6 +133,7 @@ FROM_RANK: list[FromRank] = [
         prompts=(CHUNK, CHUNK),
         seconds=0.04,
     ),
+    StageTimes(1, 2.5, 0.5, 0.25),
 ]
 CHANNELS = [
     *((ToScheduler, message) for message in TO_SCHEDULER),

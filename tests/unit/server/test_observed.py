@@ -1,0 +1,112 @@
+"""Ids of requests, their lines in the log, and what is counted of them; how busy the server is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from tests.fake_scheduler import READY, FakeScheduler
+from tests.unit.server.test_lifecycle import until
+from tests.web_server import WebServer, web_server
+from toka_async.logs import JsonLines
+
+PATH = "/v1/completions"
+BODY = json.dumps({"prompt": "the secret", "max_tokens": 2})
+
+
+async def id_of(server: WebServer, path: str, body: str | None = None, **headers: str) -> str:
+    method = "GET" if body is None else "POST"
+    async with server.http.request(method, server.url + path, data=body, headers=headers) as response:
+        await response.read()
+        return response.headers["X-Request-Id"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(PATH, BODY), (PATH, '{"prompt": "x", "max_tokens": 2, "stream": true}'), (PATH, "{"), ("/nowhere", None)],
+)
+async def test_every_answer_has_an_id(path: str, body: str | None) -> None:
+    async with web_server() as server:
+        assert await id_of(server, path, body, **{"X-Request-Id": "mine-1"}) == "mine-1"
+        made = [await id_of(server, path, body) for _ in range(2)]
+        assert made[0] != made[1]
+        assert len(made[0]) == 32
+        assert await id_of(server, path, body, **{"X-Request-Id": "a b"}) != "a b"
+        assert await id_of(server, path, body, **{"X-Request-Id": "x" * 129}) != "x" * 129
+
+
+@pytest.mark.parametrize("log", [False, True])
+async def test_a_line_for_each_request_without_its_content(log: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    caplog.handler.setFormatter(JsonLines("server"))
+    async with web_server(log_requests=log) as server:
+        await id_of(server, PATH, BODY, **{"X-Request-Id": "mine-1"})
+        await id_of(server, "/v1/files%0Aforged?x=secret", None, **{"X-Request-Id": "mine-2"})
+    lines = [json.loads(line) for line in caplog.text.splitlines()]
+    ours = [line for line in lines if line["logger"] == "toka_async.server.observed"]
+    assert "secret" not in caplog.text
+    assert "forged" not in caplog.text
+    assert [(each["request_id"], each["path"], each["status"]) for each in ours] == (
+        [("mine-1", PATH, 200), ("mine-2", "other", 404)] if log else []
+    )
+
+
+async def test_requests_are_counted_by_route_and_status() -> None:
+    async with web_server(FakeScheduler(held=True)) as server:
+        await server.error(PATH, {"max_tokens": 0})
+        await server.get("/v1/models/a")
+        await server.get("/v1/models/b")
+        leaving = asyncio.create_task(server.post(PATH, {"prompt": "x"}))
+        await until(lambda: server.engine.num_requests == 1)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        await until(lambda: not server.engine.busy)
+        text = server.engine.metrics.text().decode()
+    assert f'toka:http_requests_total{{path="{PATH}",status="400"}} 1.0' in text
+    assert 'toka:http_requests_total{path="/v1/models/{model}",status="404"} 2.0' in text
+    assert f'toka:http_requests_total{{path="{PATH}",status="499"}} 1.0' in text
+
+
+async def test_load() -> None:
+    scheduler = FakeScheduler(ready=None, held=True)
+    async with web_server(scheduler, max_requests=5) as server:
+        _, load = await server.get("/load")
+        assert (load["replicas"][0]["state"], load["requests"], load["max_requests"]) == ("starting", 0, 5)
+        server.engine.on_messages([READY])
+        answer = asyncio.create_task(server.ok(PATH, {"prompt": [5, 6, 7], "n": 2, "max_tokens": 4}))
+        await until(lambda: server.engine.num_requests == 1)
+        scheduler.step()
+        _, load = await server.get("/load")
+        replica = load["replicas"][0]
+        assert (load["requests"], load["running"], load["waiting"], load["outstanding_tokens"]) == (1, 1, 0, 3 + 2 * 4)
+        assert (replica["state"], replica["running"], replica["outstanding_tokens"]) == ("up", 1, 11)
+        for _ in range(3):
+            scheduler.step()
+        await answer
+        _, load = await server.get("/load")
+        assert (load["requests"], load["outstanding_tokens"]) == (0, 0)
+
+
+async def test_health_says_who_is_silent() -> None:
+    async with web_server() as server:
+        server.engine.silent = ("rank-0-1",)
+        status, answer = await server.get("/health")
+        assert (status, answer["error"]["message"]) == (503, "no answer from rank-0-1")
+        assert "toka:processes_silent 1.0" in server.engine.metrics.text().decode()
+        await server.ok(PATH, {"prompt": "x", "max_tokens": 1})  # until it counts as dead
+        server.engine.silent = ()
+        assert (await server.get("/health"))[0] == 200
+
+
+async def test_the_guide_explains_every_metric(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    async with web_server(data_dir=str(tmp_path)) as server:
+        text = server.engine.metrics.text().decode()
+    names = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE toka:")}
+    plain = {name.removeprefix("toka:").removesuffix("_total").removesuffix("_created") for name in names}
+    assert len(plain) > 40
+    assert {name for name in plain if f"`{name}`" not in guide} == set()
