@@ -223,9 +223,16 @@ async def test_a_request_that_takes_too_long() -> None:
 
 
 async def test_a_stream_that_takes_too_long() -> None:
-    async with web_server(FakeScheduler(held=True), request_timeout=0.2) as server:
-        asyncio.get_running_loop().call_later(0.05, server.scheduler.step)
+    async with web_server(FakeScheduler(held=True), request_timeout=0.5) as server:
+
+        async def answer_a_token() -> None:
+            while not server.engine.num_requests:
+                await asyncio.sleep(0.001)
+            server.scheduler.step()
+
+        answering = asyncio.create_task(answer_a_token())
         events = await server.events("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 50})
+        await answering
         assert events[-1]["error"]["code"] == "timeout"
         assert len(events) > 1
         assert server.engine.num_requests == 0
