@@ -18,7 +18,7 @@ LOG2E = 1.4426950408889634
 MOST_SPLITS = 32
 PROGRAMS_PER_SM = 12  # that run at once, about
 SMALLEST_SPLIT = 128  # keys; the merge of smaller ones costs more than they save
-FEW_ROWS = 16
+FEW_ROWS = 16  # with more, splits must be larger to pay
 MERGED_HEADS = 4  # of a program of the merge
 MOST_PARTIALS = 1 << 26  # numbers of all partial results of a step
 
@@ -65,6 +65,7 @@ class Splits:
     least: int
 
 
+# From so many programs for each row and KV head, if they are to fill the chip.
 _SPLITS = (
     (100.0, Splits(32, 64)),
     (8.0, Splits(16, 128)),
