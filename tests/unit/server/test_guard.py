@@ -225,12 +225,14 @@ async def test_a_request_that_takes_too_long() -> None:
 async def test_a_stream_that_takes_too_long() -> None:
     async with web_server(FakeScheduler(held=True), request_timeout=0.5) as server:
 
-        async def answer_a_token() -> None:
+        async def answer_some() -> None:
             while not server.engine.num_requests:
                 await asyncio.sleep(0.001)
-            server.scheduler.step()
+            for _ in range(20):  # a token may be a part of a character, which is no event yet
+                server.scheduler.step()
+                await asyncio.sleep(0.005)
 
-        answering = asyncio.create_task(answer_a_token())
+        answering = asyncio.create_task(answer_some())
         events = await server.events("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 50})
         await answering
         assert events[-1]["error"]["code"] == "timeout"
