@@ -20,6 +20,8 @@ PROGRAMS_PER_SM = 12  # that run at once, about
 SMALLEST_SPLIT = 128  # keys; the merge of smaller ones costs more than they save
 FEW_ROWS = 16  # with more, splits must be larger to pay
 MERGED_HEADS = 4  # of a program of the merge
+MERGED_AT_ONCE = 8  # parts that it reads at once, where rows are too few for programs to wait in turn
+MANY_ROWS = 128
 MOST_PARTIALS = 1 << 26  # numbers of all partial results of a step
 
 
@@ -192,6 +194,7 @@ def merge(parts: Partial, output: Tensor) -> None:
         num_rows * num_heads,
         parts_pad=MOST_SPLITS,
         heads=MERGED_HEADS,
+        at_once=1 if num_rows > MANY_ROWS else MERGED_AT_ONCE,
         dim=dim,
         dim_pad=triton.next_power_of_2(dim),
         num_warps=4,
@@ -320,10 +323,14 @@ def _merge(
     num_heads,
     parts_pad: tl.constexpr,
     heads: tl.constexpr,
+    at_once: tl.constexpr,
     dim: tl.constexpr,
     dim_pad: tl.constexpr,
 ):
-    """`heads` of all rows' heads a program; most rows have few parts that are not empty, and only these are read."""
+    """`heads` of all rows' heads a program; most rows have few parts that are not empty, and only these are read.
+
+    `at_once` of them are on their way together: one after the other, a few programs would wait for memory all the time.
+    """
     head = tl.program_id(0).to(tl.int64) * heads + tl.arange(0, heads)
     number = tl.arange(0, parts_pad)
     place = number[None, :] * num_heads + head[:, None]
@@ -339,11 +346,13 @@ def _merge(
     column = tl.arange(0, dim_pad)
     is_column = (column < dim)[None, :]
     mixed = tl.zeros([heads, dim_pad], tl.float32)
-    for part in range(count):
-        weight = tl.sum(tl.where(number[None, :] == part, weights, 0.0), 1)
-        at = (part * num_heads + head)[:, None] * dim + column[None, :]
-        value = tl.load(parts + at, mask=(weight > 0.0)[:, None] & is_column, other=0.0).to(tl.float32)
-        mixed += value * weight[:, None]
+    for start in range(0, count, at_once):
+        for step in tl.static_range(at_once):
+            part = start + step
+            weight = tl.sum(tl.where(number[None, :] == part, weights, 0.0), 1)
+            at = (part * num_heads + head)[:, None] * dim + column[None, :]
+            value = tl.load(parts + at, mask=(weight > 0.0)[:, None] & is_column, other=0.0).to(tl.float32)
+            mixed += value * weight[:, None]
     total = tl.sum(weights, 1)
     result = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
     at = head[:, None] * dim + column[None, :]

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from tests.paged_case import PagedCase
 from toka_async.kernels.decode import (
+    MANY_ROWS,
     MOST_PARTIALS,
     DecodeConfig,
     Partial,
@@ -190,6 +191,19 @@ def test_merge() -> None:
     expected = (outputs * weights[..., None]).sum(0)
     lse[0, 3:, 1] = math.inf
     expected[3:, 1] = 7.0  # already there
+    merge(Partial(outputs.to(DEVICE), lse.to(DEVICE)), merged)
+    torch.testing.assert_close(merged.cpu(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("num_rows", "num_parts"), [(1, 20), (3, 8), (MANY_ROWS + 2, 3)])
+def test_merge_of_few_rows_reads_parts_together_and_of_many_in_turn(num_rows: int, num_parts: int) -> None:
+    torch.manual_seed(num_parts)
+    outputs, lse = torch.randn(num_parts, num_rows, 2, 16), torch.randn(num_parts, num_rows, 2)
+    lse[num_parts // 2 :, 0] = -math.inf
+    outputs[num_parts // 2 :, 0] = torch.nan  # of no keys, and so never written
+    weights = (lse * math.log(2)).softmax(0)[..., None]
+    expected = (outputs.nan_to_num() * weights).sum(0)
+    merged = torch.empty(num_rows, 2, 16, device=DEVICE)
     merge(Partial(outputs.to(DEVICE), lse.to(DEVICE)), merged)
     torch.testing.assert_close(merged.cpu(), expected, atol=1e-5, rtol=1e-5)
 
