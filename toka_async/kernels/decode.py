@@ -329,7 +329,7 @@ def _merge(
 ):
     """`heads` of all rows' heads a program; most rows have few parts that are not empty, and only these are read.
 
-    `at_once` of them are on their way together: one after the other, a few programs would wait for memory all the time.
+    Programs that are few would wait for memory all the time, if they did not read `at_once` of them together.
     """
     head = tl.program_id(0).to(tl.int64) * heads + tl.arange(0, heads)
     number = tl.arange(0, parts_pad)
@@ -346,13 +346,20 @@ def _merge(
     column = tl.arange(0, dim_pad)
     is_column = (column < dim)[None, :]
     mixed = tl.zeros([heads, dim_pad], tl.float32)
-    for start in range(0, count, at_once):
-        for step in tl.static_range(at_once):
-            part = start + step
+    if at_once == 1:
+        for part in range(count):
             weight = tl.sum(tl.where(number[None, :] == part, weights, 0.0), 1)
             at = (part * num_heads + head)[:, None] * dim + column[None, :]
             value = tl.load(parts + at, mask=(weight > 0.0)[:, None] & is_column, other=0.0).to(tl.float32)
             mixed += value * weight[:, None]
+    else:
+        for start in range(0, count, at_once):
+            some = start + tl.arange(0, at_once)
+            is_part = some[None, :, None] == number[None, None, :]
+            shares = tl.sum(tl.where(is_part, weights[:, None, :], 0.0), 2)  # [heads, at_once]
+            places = (some[None, :] * num_heads + head[:, None])[:, :, None] * dim + column[None, None, :]
+            values = tl.load(parts + places, mask=(shares > 0.0)[:, :, None] & is_column[:, None, :], other=0.0)
+            mixed += tl.sum(values.to(tl.float32) * shares[:, :, None], 1)
     total = tl.sum(weights, 1)
     result = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
     at = head[:, None] * dim + column[None, :]
