@@ -6,6 +6,7 @@ proposals: chips that are out of power run slower than the library expects. Know
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,9 +22,11 @@ from toka_async.kernels.cublaslt import ALIGNMENT, Algorithm, Library, Product
 Clock = Callable[[Callable[[], None], int], float]
 
 GAIN = 0.985  # of torch's time: what is closer is torch's
-_FINALISTS = 2
+_FINALISTS = 3
 _ROUNDS = 3
 _LEAST_MILLISECONDS = 0.5  # of a round
+_LONG = 1.0  # milliseconds of a product after which the chip may have to slow down
+_SUSTAINED_MILLISECONDS = 12.0  # of a round of such products: what is fastest at full speed is not always so after it
 _MOST_CALLS = 8
 _FAR = 128  # rows between sizes that are not alike
 
@@ -112,7 +115,7 @@ class _Trial:
         order = sorted(range(len(algorithms)), key=once.__getitem__)[:_FINALISTS]
         finalists: list[Algorithm | None] = [None, *(algorithms[i] for i in order)]
         self._milliseconds(None, 1)  # what torch does at first use does not count
-        num_calls = max(1, min(_MOST_CALLS, int(_LEAST_MILLISECONDS / max(min(once), 1e-6))))
+        num_calls = _calls_of_a_round(min(once) / len(self.operands))
         rounds = [[self._milliseconds(algorithm, num_calls) for algorithm in finalists] for _ in range(_ROUNDS)]
         medians = [sorted(column)[_ROUNDS // 2] for column in zip(*rounds, strict=True)]
         best = min(range(1, len(finalists)), key=medians.__getitem__)
@@ -136,6 +139,12 @@ class _Trial:
             output.addmm_(x, weight.t())
         else:
             torch.mm(x, weight.t(), out=output)
+
+
+def _calls_of_a_round(milliseconds: float) -> int:
+    """Of products that take so long each."""
+    least = _SUSTAINED_MILLISECONDS if milliseconds >= _LONG else _LEAST_MILLISECONDS
+    return max(1, min(_MOST_CALLS, math.ceil(least / max(milliseconds, 1e-6))))
 
 
 def event_clock(call: Callable[[], None], num_calls: int) -> float:
