@@ -49,9 +49,9 @@ def create_app(
     app.middlewares.extend([json_errors, check_keys])
     show_load(engine)
     service = app[SERVICE] = create_service(config, served_name, tokenizer, chat_template, defaults, engine)
-    batches = app[files.BATCHES] = None if store is None else BatchService(store, service)
-    app[GUARD] = Guard(keys, service.accounts, OPEN | ({"/metrics"} if config.open_metrics else set()))
-    engine.metrics.registry.register(GuardCollector(app[GUARD]))
+    guard = app[GUARD] = Guard(keys, service.accounts, OPEN | ({"/metrics"} if config.open_metrics else set()))
+    batches = app[files.BATCHES] = None if store is None else BatchService(store, service, guard.owner_account)
+    engine.metrics.registry.register(GuardCollector(guard))
     app.on_response_prepare.append(add_headers)
     add_routes(app)
 
@@ -128,7 +128,7 @@ async def answer_expect(request: web.Request, check: Callable[[web.Request], Non
     if request.headers.get(hdrs.EXPECT, "").lower() != "100-continue":
         return error_response(ApiError(417, "the only expectation that is met is 100-continue"))
     try:
-        request.app[GUARD].account(request)
+        request.app[GUARD].key(request)
         check(request)
     except ApiError as error:
         return error_response(error)
