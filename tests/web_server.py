@@ -22,7 +22,7 @@ from toka_async.model.generation import GenerationDefaults
 from toka_async.server.app import NO_KEYS, create_app
 from toka_async.server.engine import Engine
 from toka_async.server.keys import Keys
-from toka_async.server.runner import ConnectionLimits, Runner
+from toka_async.server.runner import Runner, connection_limits
 from toka_async.text.chat import ChatTemplate
 from toka_async.text.tokenizer import Tokenizer
 
@@ -109,7 +109,7 @@ async def web_server(
     chat_template = None if template is None else ChatTemplate(template, tokenizer.special_tokens)
     store = Store(Path(settings.data_dir), time.time) if settings.data_dir else None
     app = create_app(settings, NAME, tokenizer, chat_template, defaults or GenerationDefaults(), engine, store, keys)
-    limits = ConnectionLimits(max_connections(settings), settings.client_timeout)
+    limits = connection_limits(max_connections(settings), settings)
     limits.show(engine.metrics)
     runner = Runner(app, limits=limits)
     await runner.setup()

@@ -114,6 +114,13 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     max_connections: Annotated[
         Count | Auto, Meta(description="HTTP connections at once; auto: what the limit of open files allows, less 512")
     ] = "auto"
+    max_address_connections: Annotated[
+        int, Meta(ge=0, le=2**31 - 1, description="HTTP connections at once from one address; 0: no limit of its own")
+    ] = 0
+    receive_timeout: Annotated[
+        float,
+        Meta(ge=0, le=2**31, description="seconds for a header to arrive, or a body, with 1 more per 16 KiB; 0: any"),
+    ] = 60.0
     log_format: Annotated[Literal["text", "json"], Meta(description="json: a JSON object a line")] = "text"
     log_requests: Annotated[
         bool, Meta(description="log a line for each HTTP request: id, path, status, seconds; never its content")
