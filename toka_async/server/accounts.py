@@ -40,18 +40,21 @@ class Accounts:
         max_tokens: int | None = None,
         max_waiting: int | None = None,
     ) -> Account:
-        """The account of that name, with limits of its own or the configured ones when it is new."""
-        if name not in self.by_name:
-            config = self.config
-            self.by_name[name] = self._account(
-                name,
-                config.key_max_requests if max_requests is None else max_requests,
-                config.key_max_held_tokens if max_tokens is None else max_tokens,
-                self.total,
-                timeout=config.request_timeout,
-                max_waiting=(config.key_max_waiting if max_waiting is None else max_waiting) or None,
+        """The account of that name, from now on with these limits; None: the configured ones."""
+        config = self.config
+        requests = config.key_max_requests if max_requests is None else max_requests
+        tokens = config.key_max_held_tokens if max_tokens is None else max_tokens
+        waiting = (config.key_max_waiting if max_waiting is None else max_waiting) or None
+        account = self.by_name.get(name)
+        if account is None:
+            timeout = config.request_timeout
+            account = self.by_name[name] = self._account(
+                name, requests, tokens, self.total, timeout=timeout, max_waiting=waiting
             )
-        return self.by_name[name]
+        elif (account.max_requests, account.max_tokens, account.max_waiting) != (requests, tokens, waiting):
+            account.max_requests, account.max_tokens, account.max_waiting = requests, tokens, waiting
+            self.turns.let_in()
+        return account
 
     def batches_of(self, account: Account) -> Account:
         """What the lines of an owner's batches count in: the limits of the owner, and those of all batches."""

@@ -29,7 +29,6 @@ from toka_async.server.status import StatusLine
 from toka_async.text.chat import ChatTemplate
 from toka_async.text.tokenizer import Tokenizer
 
-NO_KEYS = Keys()
 NUM_THREADS = 2  # for text; they hold the interpreter's lock much of the time
 
 
@@ -41,9 +40,12 @@ def create_app(
     defaults: GenerationDefaults,
     engine: Engine,
     store: Store | None = None,
-    keys: Keys = NO_KEYS,
+    keys: Callable[[], Keys] = Keys,
 ) -> web.Application:
-    """The app; it answers 503 until the engine is ready, so it may listen before. `store`: of files and batches."""
+    """The app; it answers 503 until the engine is ready, so it may listen before. `store`: of files and batches.
+
+    keys: those that are accepted now.
+    """
     app = web.Application(client_max_size=config.max_body_mb << 20)
     Observed(engine.metrics, config.log_requests).install(app)
     app.middlewares.extend([json_errors, check_keys])

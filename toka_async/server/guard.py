@@ -5,6 +5,7 @@ Knows aiohttp; knows nothing of what is asked.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import hdrs, web
@@ -20,9 +21,12 @@ OPEN = frozenset({"/health", "/ping"})  # for load balancers, which have no keys
 
 @dataclass(slots=True)
 class Guard:
-    """Of one server. open_paths: of the routes that need no key. num_unauthorized: requests, ever."""
+    """Of one server. source: the keys as of now. open_paths: of the routes that need no key.
 
-    keys: Keys
+    num_unauthorized: requests, ever.
+    """
+
+    source: Callable[[], Keys]
     accounts: Accounts
     open_paths: frozenset[str]
     num_unauthorized: int = 0
@@ -30,10 +34,11 @@ class Guard:
     def key(self, request: web.Request) -> Key | None:
         """Whose request it is; None where none is asked for. Raises ApiError (401) when it may not be answered."""
         resource = request.match_info.route.resource
-        if not self.keys or (resource is not None and resource.canonical in self.open_paths):
+        keys = self.source()
+        if not keys or (resource is not None and resource.canonical in self.open_paths):
             return None
         scheme, _, text = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-        key = self.keys.find(text.strip()) if scheme.lower() == "bearer" else None
+        key = keys.find(text.strip()) if scheme.lower() == "bearer" else None
         if key is None:
             self.num_unauthorized += 1
             raise unauthorized(is_missing=not text)
@@ -47,7 +52,7 @@ class Guard:
 
     def owner_account(self, owner: str) -> Account | None:
         """Of the key that is that owner; None when there is none (any more)."""
-        key = self.keys.of_owner(owner)
+        key = self.source().of_owner(owner)
         return None if key is None else self.account(key)
 
 

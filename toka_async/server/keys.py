@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 
 from toka_async.config import ConfigError, ServerConfig
 
+logger = logging.getLogger(__name__)
+
 VARIABLE = "TOKA_API_KEYS"
+PAUSE = 1.0  # seconds
 MIN_LENGTH = 8
 _KEY = re.compile(r"[\x21-\x7e]+", re.ASCII)
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -57,6 +63,51 @@ class Keys:
             if hmac.compare_digest(key.digest, digest):
                 found = key
         return found
+
+
+class KeySource:
+    """The keys as their file has them now: it is looked at when they are asked for, at most once in PAUSE seconds.
+
+    A file that is wrong, or gone, changes nothing but the log: the keys stay those that they were.
+
+    Raises:
+        ConfigError: as `read_keys`, at first.
+    """
+
+    def __init__(
+        self, config: ServerConfig, environment: Mapping[str, str], clock: Callable[[], float] = monotonic
+    ) -> None:
+        self._config = config
+        self._environment = environment
+        self._clock = clock
+        self._state = self._newest()
+        self._looked = clock()
+        self._keys = read_keys(config, environment)
+
+    def __call__(self) -> Keys:
+        """As of now, or of a moment ago."""
+        if self._config.api_keys and (now := self._clock()) >= self._looked + PAUSE:
+            self._looked = now
+            if (state := self._newest()) != self._state:
+                self._state = state
+                self._read()
+        return self._keys
+
+    def _newest(self) -> tuple[int, int, int] | None:
+        """What tells a file from what it was before."""
+        try:
+            stat = os.stat(self._config.api_keys)
+        except (OSError, ValueError):
+            return None
+        return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+    def _read(self) -> None:
+        try:
+            self._keys = read_keys(self._config, self._environment)
+        except ConfigError as error:
+            logger.error("the API keys stay as they were: %s", error)
+        else:
+            logger.info("there are %d API keys now", len(self._keys.keys))
 
 
 def digest_of(text: str) -> bytes:

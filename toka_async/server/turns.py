@@ -10,6 +10,7 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass
 
+from toka_async.openai.errors import ApiError
 from toka_async.server.account import Account
 
 
@@ -91,11 +92,13 @@ class Turns:
                     turns.append(account)
 
     def _let_in(self, account: Account, needed: set[Account]) -> bool:
-        """Whether the first of the account has entered."""
+        """Whether the first of the account waits no more."""
         if self._is_behind_others(account) or self._waiting[account][0].future.cancelled():  # it is about to leave
             return False
         line = self._waiting[account]
         first = line[0]
+        if self._can_never_enter(account, first):
+            return True
         full = account.lacking(first.num_requests, first.num_tokens)
         if full is not None:
             if full is not account:
@@ -108,6 +111,17 @@ class Turns:
         if line:
             self._waiting[account] = self._waiting.pop(account)  # its next turn is after all others'
         return True
+
+    def _can_never_enter(self, account: Account, waiting: Waiting) -> bool:
+        """Its limits are lower than they were: it is refused."""
+        try:
+            account.check_ever(waiting.num_requests, waiting.num_tokens)
+        except ApiError as error:
+            self._waiting[account].popleft()
+            waiting.future.set_exception(error)
+            self._leave(account, waiting)
+            return True
+        return False
 
     def _leave(self, account: Account, waiting: Waiting) -> None:
         account.wait(-waiting.num_requests)

@@ -18,10 +18,11 @@ from openai.types import Batch, BatchRequestCounts
 
 from tests.fake_scheduler import FakeScheduler
 from tests.web_server import WebServer, checked_error, web_server
+from toka_async.config import ServerConfig
 from toka_async.messages import Cancel
 from toka_async.server.files import BATCHES
 from toka_async.server.guard import GUARD
-from toka_async.server.keys import Key, Keys, digest_of
+from toka_async.server.keys import Key, Keys, KeySource, digest_of
 from toka_async.server.respond import SERVICE
 
 ALICE, BOB = "sk-alice-0123456", "sk-bob-01234567"
@@ -86,6 +87,21 @@ async def test_every_route_needs_a_key(server: WebServer, method: str, path: str
         async with server.http.request(method, server.url + path, headers=bearer(key)) as response:
             assert response.status != 401
     assert server.app[GUARD].num_unauthorized == len(wrong)
+
+
+async def test_keys_come_and_go_while_it_serves(tmp_path: Path) -> None:
+    path, now = tmp_path / "keys", [0.0]
+    path.write_text(f"{ALICE} alice max_requests=1\n")
+    source = KeySource(ServerConfig(api_keys=str(path)), {}, lambda: now[0])
+    async with web_server(keys=source) as server:
+        assert [(await ask(server, key))[0] for key in (ALICE, BOB)] == [200, 401]
+        path.write_text(f"{BOB} bob\n{ALICE} alice max_requests=9\n")
+        now[0] += 1
+        assert [(await ask(server, key))[0] for key in (ALICE, BOB)] == [200, 200]
+        assert server.app[SERVICE].accounts.by_name["key alice"].max_requests == 9
+        path.write_text(f"{BOB} bob\n")
+        now[0] += 1
+        assert [(await ask(server, key))[0] for key in (ALICE, BOB)] == [401, 200]
 
 
 async def test_health_is_open(server: WebServer) -> None:

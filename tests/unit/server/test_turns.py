@@ -165,6 +165,23 @@ async def test_waiting_lines_refuse_no_request() -> None:
     await entering.settle()
 
 
+async def test_limits_that_change() -> None:
+    accounts = accounts_of()
+    alice, entering = accounts.open("alice", max_requests=1, max_tokens=50), Entering(accounts)
+    await entering.start("a", alice)
+    await entering.start("b", alice)
+    await entering.start("large", alice, 40)
+    await entering.start("c", alice)
+    assert accounts.open("alice", max_requests=2, max_tokens=50) is alice
+    await entering.settle()
+    assert entering.entered == ["a", "b"]
+    accounts.open("alice", max_requests=3, max_tokens=30)
+    await entering.settle()
+    assert entering.entered == ["a", "b", "c"]
+    assert isinstance(entering.tasks["large"].exception(), ApiError)
+    assert (alice.num_waiting, alice.num_requests) == (0, 3)
+
+
 async def test_what_is_done_while_one_waits() -> None:
     accounts = accounts_of()
     events: list[str] = []
