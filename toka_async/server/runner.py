@@ -98,8 +98,8 @@ class Connection(web.RequestHandler):
         self._arrival_timer, now = None, self._loop.time()
         if not self._is_arriving or self.transport is None:
             return
-        if self._reading_paused:  # it is the server that takes its time
-            self._arrival.since = now
+        if self._reading_paused or (self._has_begun and self._current_request is not None):
+            self._arrival.since = now  # it is the server that takes its time: it reads nothing, or answers another one
         if self._arrival.deadline > now:
             self._arrival_timer = self._loop.call_at(self._arrival.deadline, self._check_arrival)
             return
@@ -109,7 +109,7 @@ class Connection(web.RequestHandler):
         if self._is_body_arriving:
             assert self._body is not None
             self._body.set_exception(SlowBodyError(message))
-        elif self._current_request is None:
+        else:
             self.transport.write(refusal(ApiError(408, message, code="timeout")))
             self.force_close()
 

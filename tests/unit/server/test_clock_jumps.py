@@ -20,9 +20,8 @@ from toka_async.batches import work
 
 DAY = 86400.0
 PACKAGE = Path(__file__).parents[3] / "toka_async"
-WALL = {  # what people are shown, and what expires by the calendar
+WALL = {  # what expires by the calendar, and what people are shown
     "batches/work.py",
-    "logs.py",
     "procs/batch.py",
     "procs/server.py",
     "server/answers.py",

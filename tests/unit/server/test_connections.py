@@ -191,6 +191,19 @@ async def test_a_body_that_trickles(tmp_path: Path, start: bytes, caplog: pytest
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+async def test_a_next_header_has_time_while_an_answer_is_made() -> None:
+    async with web_server(FakeScheduler(held=True), receive_timeout=0.1) as server:
+        body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1}).encode()
+        with connected(server, request(body) + b"GET /ping HTTP/1.1\r\nHos") as client:
+            await asyncio.sleep(0.3)
+            assert b"toka:http_requests_late_total 0.0" in server.engine.metrics.text()
+            server.scheduler.step()
+            await until(lambda: not server.engine.num_requests)
+            await asyncio.get_running_loop().sock_sendall(client, b"t: x\r\nConnection: close\r\n\r\n")
+            data = await until_closed(client)
+            assert data.count(b"HTTP/1.1 200 OK\r\n") == 2
+
+
 async def test_who_sends_fast_enough_has_time() -> None:
     """Requests one after the other, a body that takes longer than the timeout but is large, waits in between."""
     async with web_server(receive_timeout=0.2) as server:
