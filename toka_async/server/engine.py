@@ -163,10 +163,10 @@ class Engine:
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def submitted(self, jobs: Sequence[Job], timeout: float = 0.0, since: float | None = None) -> Iterator[Batch]:
+    def submitted(self, jobs: Sequence[Job], timeout: float = 0.0, waited: float = 0.0) -> Iterator[Batch]:
         """Submits the jobs, all or none; leaving with an exception (a client gone is one) cancels what still runs.
 
-        `timeout` seconds (0: never) after `since` (None: now; by the loop's clock) that ends with TimedOutError.
+        After `timeout` seconds (0: never), of which `waited` have passed, that ends with TimedOutError.
 
         Raises:
             NotServingError, OverloadedError: none was submitted.
@@ -177,9 +177,8 @@ class Engine:
         batch = Batch()
         for job in jobs:
             self._submit(job, batch)
-        loop = asyncio.get_running_loop()
-        end = (loop.time() if since is None else since) + timeout
-        timer = loop.call_at(end, self._time_out, batch, timeout) if timeout else None
+        loop = asyncio.get_running_loop() if timeout else None
+        timer = None if loop is None else loop.call_later(timeout - waited, self._time_out, batch, timeout)
         try:
             yield batch
         except BaseException:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -170,7 +171,7 @@ class Service:
             ApiError: 400, a prompt and its completion do not fit, or the account allows so much to nobody.
             NotServingError, OverloadedError, TimedOutError: nothing was submitted.
         """
-        options, since = text_options(generation), asyncio.get_running_loop().time()
+        options, arrival = text_options(generation), monotonic()
         limits = self.limits(generation.n)
         budgets = [token_budget(limits, len(prompt), generation.max_tokens, param) for prompt in prompts]
         num_tokens = sum(map(len, prompts)) + generation.n * sum(budgets)
@@ -185,7 +186,7 @@ class Service:
                 job(generation, prompt, index, budget, stop_id)
                 for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
             ]
-            batch = stack.enter_context(self.engine.submitted(jobs, account.timeout, since))
+            batch = stack.enter_context(self.engine.submitted(jobs, account.timeout, monotonic() - arrival))
             self.log_prompts(account, prompts)
             if stop_id >= 0:
                 stack.enter_context(self._stop_sets.watched(batch, options))
