@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toka_async.batches.lines import custom_id_of
+from toka_async.batches.records import BatchRecord
 from toka_async.batches.results import Answered
 from toka_async.batches.work import Question, TryLaterError
 
@@ -49,9 +50,9 @@ class FakeAnswers:
     num_running: int = 0
     most_running: int = 0
 
-    async def question(self, endpoint: str, raw: bytes) -> Question | Answered:
+    async def question(self, record: BatchRecord, raw: bytes) -> Question | Answered:
         custom_id = custom_id_of(raw)
         line = json.loads(raw)
-        if line.get("url") != endpoint:
+        if line.get("url") != record.endpoint:
             return Answered(custom_id, 400, b'{"error":{}}')
         return FakeQuestion(self, custom_id, line.get("body", {}))

@@ -19,10 +19,10 @@ from toka_async.batches.store import Store
 from toka_async.config import ServerConfig
 from toka_async.listening import max_connections
 from toka_async.model.generation import GenerationDefaults
-from toka_async.server.app import NO_KEYS, create_app
+from toka_async.server.app import create_app
 from toka_async.server.engine import Engine
-from toka_async.server.keys import Keys
-from toka_async.server.runner import ConnectionLimits, Runner
+from toka_async.server.keys import Keys, KeySource
+from toka_async.server.runner import Runner, connection_limits
 from toka_async.text.chat import ChatTemplate
 from toka_async.text.tokenizer import Tokenizer
 
@@ -99,7 +99,7 @@ async def web_server(
     tokenizer: Tokenizer | None = None,
     template: str | None = TEMPLATE,
     defaults: GenerationDefaults | None = None,
-    keys: Keys = NO_KEYS,
+    keys: Keys | KeySource | None = None,
     **config: Any,
 ) -> AsyncIterator[WebServer]:
     """A server; `config` are fields of ServerConfig, `data_dir` among them."""
@@ -108,8 +108,9 @@ async def web_server(
     engine = Engine([scheduler], settings.max_requests)
     chat_template = None if template is None else ChatTemplate(template, tokenizer.special_tokens)
     store = Store(Path(settings.data_dir), time.time) if settings.data_dir else None
-    app = create_app(settings, NAME, tokenizer, chat_template, defaults or GenerationDefaults(), engine, store, keys)
-    limits = ConnectionLimits(max_connections(settings), settings.client_timeout)
+    source = keys if isinstance(keys, KeySource) else lambda: keys or Keys()
+    app = create_app(settings, NAME, tokenizer, chat_template, defaults or GenerationDefaults(), engine, store, source)
+    limits = connection_limits(max_connections(settings), settings)
     limits.show(engine.metrics)
     runner = Runner(app, limits=limits)
     await runner.setup()

@@ -57,12 +57,15 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: a free one")] = 10210
     max_n: Annotated[int, Meta(ge=1, description="most samples (n) of one request")] = 16384
     max_body_mb: Annotated[int, Meta(ge=1, description="largest request body, in MiB")] = 64
-    max_requests: Annotated[int, Meta(ge=1, description="requests held at once, running and queued; more get 429")] = (
-        65536
-    )
+    max_requests: Annotated[
+        int, Meta(ge=1, description="requests held at once, in the engine and its queue; more wait, or get 429")
+    ] = 65536
     max_held_tokens: Annotated[
         int,
-        Meta(ge=0, le=2**53, description="tokens held at once, prompts and n x max_tokens; more get 429; 0: no limit"),
+        Meta(ge=0, le=2**53, description="tokens held at once, prompts and n x max_tokens; likewise; 0: no limit"),
+    ] = 0
+    max_waiting: Annotated[
+        int, Meta(ge=0, le=2**31 - 1, description="requests that wait in order for room; more get 429; 0: none waits")
     ] = 0
     request_timeout: Annotated[
         float, Meta(ge=0, le=2**31, description="seconds that a request may take, then it gets 504; 0: any")
@@ -76,6 +79,9 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     ] = 0
     key_max_held_tokens: Annotated[
         int, Meta(ge=0, le=2**53, description="as max_held_tokens, of each API key likewise; 0: no limit")
+    ] = 0
+    key_max_waiting: Annotated[
+        int, Meta(ge=0, le=2**31 - 1, description="as max_waiting, of each API key likewise; 0: no limit of its own")
     ] = 0
     open_metrics: Annotated[bool, Meta(description="answer /metrics without an API key")] = False
     tls_cert: Annotated[str, Meta(description="PEM file of the certificate and its chain; empty: no TLS")] = ""
@@ -108,6 +114,13 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     max_connections: Annotated[
         Count | Auto, Meta(description="HTTP connections at once; auto: what the limit of open files allows, less 512")
     ] = "auto"
+    max_address_connections: Annotated[
+        int, Meta(ge=0, le=2**31 - 1, description="HTTP connections at once from one address; 0: no limit of its own")
+    ] = 0
+    receive_timeout: Annotated[
+        float,
+        Meta(ge=0, le=2**31, description="seconds for a header to arrive, or a body, with 1 more per 16 KiB; 0: any"),
+    ] = 60.0
     log_format: Annotated[Literal["text", "json"], Meta(description="json: a JSON object a line")] = "text"
     log_requests: Annotated[
         bool, Meta(description="log a line for each HTTP request: id, path, status, seconds; never its content")

@@ -15,8 +15,13 @@ Outcome = Literal["completed", "expired", "cancelled"]
 FINAL: frozenset[Status] = frozenset({"failed", "completed", "expired", "cancelled"})
 
 
+def may_see(owner: str, viewer: str | None) -> bool:
+    """Whether what `owner` made is there for `viewer`; without an owner it is everybody's. None: who sees all."""
+    return viewer is None or owner in ("", viewer)
+
+
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A file. Times are seconds since 1970."""
+    """A file. Times are seconds since 1970. owner: see `may_see`."""
 
     id: str
     filename: str
@@ -24,6 +29,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     created_at: int
     expires_at: int | None = None
+    owner: str = ""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +46,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     endpoint: empty, when each line says which. output_id, error_id: chosen at the start; there are such files when
     something was written. total: lines, once they were counted. outcome: decided, while it is brought about.
+    owner: see `may_see`; whose limits its lines count in.
     """
 
     id: str
@@ -63,6 +70,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     expired_at: int | None = None
     cancelling_at: int | None = None
     cancelled_at: int | None = None
+    owner: str = ""
 
     def accepted(self, total: int, now: int) -> BatchRecord:
         """The input file is in order."""

@@ -20,7 +20,17 @@ import msgspec
 
 from toka_async.batches.database import Database, Order
 from toka_async.batches.disk import Disk, StorageError, storage_errors
-from toka_async.batches.records import FINAL, Batch, BatchRecord, DoneLine, Fault, FileRecord, Outcome, Progress
+from toka_async.batches.records import (
+    FINAL,
+    Batch,
+    BatchRecord,
+    DoneLine,
+    Fault,
+    FileRecord,
+    Outcome,
+    Progress,
+    may_see,
+)
 from toka_async.batches.spans import Gap, Spans
 
 OUTPUT_PURPOSE = "batch_output"
@@ -106,23 +116,27 @@ class Store:
         self._disk.rename(upload, self.path(record.id))
         self.database.add_file(record)
 
-    def file(self, file_id: str) -> FileRecord:
-        """Raises NotFoundError, also when it has expired."""
+    def file(self, file_id: str, viewer: str | None = None) -> FileRecord:
+        """Raises NotFoundError, also when it has expired, or is not the viewer's to see (`may_see`)."""
         record = self.database.file(file_id)
         if record is None or (record.expires_at is not None and record.expires_at <= self._now()):
             raise NotFoundError(file_id)
+        if not may_see(record.owner, viewer):
+            raise NotFoundError(file_id)
         return record
 
-    def files(self, purpose: str | None, after: str | None, order: Order, limit: int) -> list[FileRecord]:
-        """Raises NotFoundError when there is no file `after`."""
-        records = self.database.files(purpose, after, order, limit, int(self._now()))
+    def files(
+        self, purpose: str | None, after: str | None, order: Order, limit: int, viewer: str | None = None
+    ) -> list[FileRecord]:
+        """Those that the viewer may see. Raises NotFoundError when there is no file `after`."""
+        records = self.database.files(purpose, after, order, limit, int(self._now()), viewer)
         if records is None:
             raise NotFoundError(after)
         return records
 
-    def remove_file(self, file_id: str) -> None:
+    def remove_file(self, file_id: str, viewer: str | None = None) -> None:
         """Raises NotFoundError or InUseError."""
-        self.file(file_id)
+        self.file(file_id, viewer)
         if user := self._user(file_id):
             raise InUseError(user)
         self._drop(file_id)
@@ -162,16 +176,16 @@ class Store:
         self.database.add_batch(record)
         return Batch(record, Progress())
 
-    def batch(self, batch_id: str) -> Batch:
-        """Raises NotFoundError."""
+    def batch(self, batch_id: str, viewer: str | None = None) -> Batch:
+        """Raises NotFoundError, also when it is not the viewer's to see."""
         batch = self.database.batch(batch_id)
-        if batch is None:
+        if batch is None or not may_see(batch.record.owner, viewer):
             raise NotFoundError(batch_id)
         return batch
 
-    def batches(self, after: str | None, limit: int) -> list[Batch]:
-        """The newest first. Raises NotFoundError when there is no batch `after`."""
-        batches = self.database.batches(after, limit)
+    def batches(self, after: str | None, limit: int, viewer: str | None = None) -> list[Batch]:
+        """Those that the viewer may see, the newest first. Raises NotFoundError when there is no batch `after`."""
+        batches = self.database.batches(after, limit, viewer)
         if batches is None:
             raise NotFoundError(after)
         return batches
@@ -191,9 +205,9 @@ class Store:
             self._disk.create(self.path(file_id))
         return self._put(batch, batch.record.accepted(total, now))
 
-    def end(self, batch_id: str, outcome: Outcome) -> Batch:
-        """No line is started any more. One that has ended stays as it is."""
-        batch = self.batch(batch_id)
+    def end(self, batch_id: str, outcome: Outcome, viewer: str | None = None) -> Batch:
+        """No line is started any more. One that has ended stays as it is. Raises NotFoundError as `batch` does."""
+        batch = self.batch(batch_id, viewer)
         if batch.record.status in FINAL:
             return batch
         return self._put(batch, batch.record.ending(outcome, int(self._now())))
@@ -270,6 +284,7 @@ class Store:
                 bytes=size,
                 created_at=now,
                 expires_at=None if lasts is None else now + lasts,
+                owner=record.owner,
             )
         )
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 MIN_WAITING = 64  # sequences in the schedulers' queues, so that rows that end are followed by others
@@ -80,6 +82,15 @@ class Window:
         self.in_flight -= cost
         assert self.in_flight >= 0
         self._wake()
+
+    @contextmanager
+    def paused(self, cost: int) -> Iterator[None]:
+        """Who has entered waits for something else: meanwhile others can have its room. It gets it back at once."""
+        self.leave(cost)
+        try:
+            yield
+        finally:
+            self.in_flight += cost
 
     async def changed(self) -> None:
         """Waits for the next report of an engine that takes requests."""

@@ -57,8 +57,10 @@ class Question(Protocol):
 class Answers(Protocol):
     """What lines are given to."""
 
-    async def question(self, endpoint: str, raw: bytes) -> Question | Answered:
-        """What a line asks; the error when it asks nothing that can be answered. `endpoint`: empty for any.
+    async def question(self, record: BatchRecord, raw: bytes) -> Question | Answered:
+        """What a line of the batch asks; the error when it asks nothing that can be answered.
+
+        Waits while lines of the batch's owner wait for room.
 
         Raises:
             StorageError: it is no line that was checked.
@@ -133,9 +135,9 @@ class Batches:
         self.run(record)
         return batch
 
-    async def cancel(self, batch_id: str) -> Batch:
+    async def cancel(self, batch_id: str, viewer: str | None = None) -> Batch:
         """One that has ended stays as it is. Raises NotFoundError or StorageError."""
-        batch = await self.writer.run(lambda: self.store.end(batch_id, "cancelled"))
+        batch = await self.writer.run(lambda: self.store.end(batch_id, "cancelled", viewer))
         running = self._running.get(batch_id)
         if running is not None and not running.ending.done():
             running.ending.set_result("cancelled")
@@ -225,7 +227,7 @@ class Batches:
         async with self._slots, asyncio.TaskGroup() as group:
             async for number, line in self._left_lines(record):
                 await self.ledger.room()
-                question = await self._answers.question(record.endpoint, line.raw)
+                question = await self._answers.question(record, line.raw)
                 if isinstance(question, Answered):
                     self._put(record, number, line, question)
                 else:

@@ -55,7 +55,7 @@ async def work(link: ParentLink) -> NoReturn:
     except (ModelError, TokenizerError, ChatTemplateError, StorageError) as error:
         link.fatal(str(error), user=True)
     ended: asyncio.Future[Batch] = loop.create_future()
-    batches = BatchService(store, service, Reporter(link).on_progress, ended.set_result)
+    batches = BatchService(store, service, on_progress=Reporter(link).on_progress, on_end=ended.set_result)
     orders = take_orders(link, context, outboxes, engine)
     is_ready = asyncio.Event()
 

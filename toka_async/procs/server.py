@@ -41,9 +41,9 @@ from toka_async.procs.child import (
 from toka_async.procs.direct import DirectServer
 from toka_async.server.app import create_app
 from toka_async.server.engine import Engine
-from toka_async.server.keys import read_keys
+from toka_async.server.keys import KeySource
 from toka_async.server.respond import SERVICE
-from toka_async.server.runner import ConnectionLimits, Runner
+from toka_async.server.runner import Runner, connection_limits
 from toka_async.server.service import Service
 from toka_async.server.tls import tls_context
 from toka_async.text.chat import ChatTemplate, ChatTemplateError
@@ -73,7 +73,7 @@ async def serve(link: ParentLink) -> NoReturn:
         link.fatal(str(error), user=True)
     except StorageError as error:
         link.fatal(f"server.data_dir: {error}", user=True)
-    limits = ConnectionLimits(max_connections(spec.config.server), spec.config.server.client_timeout)
+    limits = connection_limits(max_connections(spec.config.server), spec.config.server)
     limits.show(engine.metrics)
     runner = Runner(app, shutdown_timeout=spec.config.server.drain_timeout, limits=limits)
     await runner.setup()
@@ -185,7 +185,7 @@ async def close(runner: Runner, timeout: float) -> None:
 def build_app(spec: ChildSpec, engine: Engine) -> web.Application:
     """Raises ConfigError, ModelError, TokenizerError, ChatTemplateError or StorageError; the message names the file."""
     tokenizer, template, defaults = load_texts(spec)
-    keys = read_keys(spec.config.server, os.environ)
+    keys = KeySource(spec.config.server, os.environ)
     folder = spec.config.server.data_dir
     store = Store(Path(folder).absolute(), time.time) if folder else None
     return create_app(spec.config.server, spec.served_name, tokenizer, template, defaults, engine, store, keys)

@@ -21,6 +21,7 @@ from toka_async.scheduler.preemption import Preemption
 from toka_async.scheduler.queues import JobQueue
 from toka_async.scheduler.requests import MASK, Job, PromptRun, Request, UInt64, sample_seeds
 from toka_async.scheduler.running import RunningSet
+from toka_async.scheduler.yielding import Yielding
 
 NO_LANES: Int32 = np.empty(0, np.int32)
 NO_SEEDS: UInt64 = np.empty(0, np.uint64)
@@ -60,6 +61,7 @@ class StepBuilder:
         self._seen_preemptions = 0
         self._has_time = True
         self._preemption = preemption
+        self._yielding = Yielding(running, queue, preemption, max_tokens)
         self._max_tokens = max_tokens
         self._grouping = grouping
         self._next_step = 0
@@ -83,6 +85,8 @@ class StepBuilder:
         """
         running, tables, plan = self._running, self._running.lanes, Plan()
         self._has_time = admit
+        if admit:
+            self._yielding.make_way()
         running.rows = running.rows[tables.holds[running.rows]]
         joined = self._joining[tables.holds[self._joining]]
         num_old = running.rows.size
@@ -171,6 +175,7 @@ class StepBuilder:
                 self._start_opened(plan)
                 taken = self._fork(plan, run, budget)
                 if taken == 0:
+                    self._yielding.refused(run.job)
                     break
                 budget -= taken
             elif job is not None:
@@ -180,6 +185,7 @@ class StepBuilder:
                     break
                 opened = self._open(job)
                 if opened is None:
+                    self._yielding.refused(job)
                     break
                 if not opened.computed:
                     num_reserved += opened.num_pending
@@ -215,7 +221,7 @@ class StepBuilder:
         return bool(plan.chunks or self._starting) and run.key in self._opened_keys
 
     def _begin_admission(self) -> None:
-        num_preemptions = self._preemption.num_preemptions
+        num_preemptions = self._preemption.num_preemptions - self._preemption.num_yielded
         self._admission.begin(num_preemptions - self._seen_preemptions)
         self._seen_preemptions = num_preemptions
 

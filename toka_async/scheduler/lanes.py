@@ -158,6 +158,17 @@ class Lanes:
             lanes = lanes[values == values.max(initial=-(2**31))]
         return int(lanes[0]) if lanes.size else -1
 
+    def last_in_order(self) -> Int32:
+        """The lanes that hold a slot, the last in order first."""
+        lanes = np.flatnonzero(self.holds).astype(np.int32)
+        keys = (self.sample[lanes], self.arrival[lanes], self.priority[lanes])
+        return lanes[np.lexsort(keys)[::-1]]
+
+    def lowest_priority(self) -> int | None:
+        """The greatest number, of the lanes that hold a slot."""
+        priorities = self.priority[self.holds]
+        return int(priorities.max()) if priorities.size else None
+
     def order(self, lane: int) -> tuple[int, int, int]:
         """The place of a lane in the order of work, as `Job.order`."""
         return (int(self.priority[lane]), int(self.arrival[lane]), int(self.sample[lane]))

@@ -1,4 +1,5 @@
-"""Taking pages back from running work when the cache is too small: the youngest first, by recompute.
+"""Taking slots and pages back from running work by recompute: when the cache is too small, the youngest first, and
+where work of a higher priority waits (`yielding`).
 
 A preempted lane gives up its slot and pages at once, but runs again only when its queued steps have come back: their
 tokens are valid and belong to it. Knows the running set and the queue.
@@ -25,6 +26,7 @@ class Preemption:
         self.draining: dict[int, Request] = {}
         self.completed = -1  # the newest step that is complete
         self.num_preemptions = 0
+        self.num_yielded = 0  # of them, those that made way for a higher priority
 
     def preempt_youngest(self) -> None:
         """Make the work that is last in order give back its pages."""
@@ -45,6 +47,12 @@ class Preemption:
                 return
             self._requeue_idle(idle)
             self.num_preemptions += 1
+
+    def make_way(self, lane: int) -> None:
+        """The lane gives back its slot and its pages, for work of a higher priority."""
+        self._preempt(lane)
+        self.num_preemptions += 1
+        self.num_yielded += 1
 
     def requeue_drained(self, step_id: int) -> None:
         """A step is complete: preempted lanes that waited for it and still live go back to the queue."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from itertools import pairwise
 
 from toka_async.scheduler.requests import Job
@@ -23,6 +23,8 @@ class JobQueue:
         self._heap: list[Entry] = []
         self._serial = 0
         self._num_cancelled = 0
+        self._num_jobs: Counter[int] = Counter()  # by priority
+        self._num_tokens: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._line) + len(self._heap) - self._num_cancelled
@@ -30,6 +32,7 @@ class JobQueue:
     def push(self, job: Job) -> None:
         assert job.sample not in job.request.waiting
         job.request.waiting[job.sample] = job
+        self._count(job, 1)
         self._serial += 1
         entry = (job.order, self._serial, job)
         if not self._line or entry > self._line[-1]:
@@ -62,12 +65,26 @@ class JobQueue:
         else:
             heapq.heappop(self._heap)
         del job.request.waiting[job.sample]
+        self._count(job, -1)
         return job
+
+    def before(self, priority: int) -> tuple[int, int]:
+        """Jobs that come before all of a priority, and the tokens of their prompts."""
+        before = [each for each in self._num_jobs if each < priority]
+        return sum(self._num_jobs[each] for each in before), sum(self._num_tokens[each] for each in before)
+
+    def _count(self, job: Job, sign: int) -> None:
+        priority = job.request.submit.priority
+        self._num_jobs[priority] += sign
+        self._num_tokens[priority] += sign * job.token_ids.size
+        if not self._num_jobs[priority]:
+            del self._num_jobs[priority], self._num_tokens[priority]
 
     def cancel(self, job: Job) -> None:
         assert not job.cancelled
         job.cancelled = True
         del job.request.waiting[job.sample]
+        self._count(job, -1)
         self._num_cancelled += 1
         if self._num_cancelled > 64 and self._num_cancelled > len(self):
             self._line = deque(entry for entry in self._line if not entry[2].cancelled)
@@ -79,4 +96,6 @@ class JobQueue:
         jobs = [job for _, _, job in (*self._line, *self._heap) if not job.cancelled]
         assert all(entry < after for entry, after in pairwise(self._line))
         assert len(jobs) == len(self)
+        assert self._num_jobs == Counter(job.request.submit.priority for job in jobs)
+        assert self._num_tokens.total() == sum(job.token_ids.size for job in jobs)
         assert all(job.request.waiting[job.sample] is job for job in jobs)

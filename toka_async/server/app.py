@@ -29,7 +29,6 @@ from toka_async.server.status import StatusLine
 from toka_async.text.chat import ChatTemplate
 from toka_async.text.tokenizer import Tokenizer
 
-NO_KEYS = Keys()
 NUM_THREADS = 2  # for text; they hold the interpreter's lock much of the time
 
 
@@ -41,17 +40,20 @@ def create_app(
     defaults: GenerationDefaults,
     engine: Engine,
     store: Store | None = None,
-    keys: Keys = NO_KEYS,
+    keys: Callable[[], Keys] = Keys,
 ) -> web.Application:
-    """The app; it answers 503 until the engine is ready, so it may listen before. `store`: of files and batches."""
+    """The app; it answers 503 until the engine is ready, so it may listen before. `store`: of files and batches.
+
+    keys: those that are accepted now.
+    """
     app = web.Application(client_max_size=config.max_body_mb << 20)
     Observed(engine.metrics, config.log_requests).install(app)
     app.middlewares.extend([json_errors, check_keys])
     show_load(engine)
     service = app[SERVICE] = create_service(config, served_name, tokenizer, chat_template, defaults, engine)
-    batches = app[files.BATCHES] = None if store is None else BatchService(store, service)
-    app[GUARD] = Guard(keys, service.accounts, OPEN | ({"/metrics"} if config.open_metrics else set()))
-    engine.metrics.registry.register(GuardCollector(app[GUARD]))
+    guard = app[GUARD] = Guard(keys, service.accounts, OPEN | ({"/metrics"} if config.open_metrics else set()))
+    batches = app[files.BATCHES] = None if store is None else BatchService(store, service, guard.owner_account)
+    engine.metrics.registry.register(GuardCollector(guard))
     app.on_response_prepare.append(add_headers)
     add_routes(app)
 
@@ -128,7 +130,7 @@ async def answer_expect(request: web.Request, check: Callable[[web.Request], Non
     if request.headers.get(hdrs.EXPECT, "").lower() != "100-continue":
         return error_response(ApiError(417, "the only expectation that is met is 100-continue"))
     try:
-        request.app[GUARD].account(request)
+        request.app[GUARD].key(request)
         check(request)
     except ApiError as error:
         return error_response(error)

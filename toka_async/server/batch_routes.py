@@ -25,6 +25,7 @@ from toka_async.openai.batches import (
 from toka_async.openai.errors import ApiError, bad_request
 from toka_async.server.batch_service import BatchService
 from toka_async.server.files import PURPOSE, Query, asked, batch_service, storage_failed
+from toka_async.server.guard import viewer_of
 from toka_async.server.respond import json_response, read_request
 
 PAGE, MAX_PAGE = 20, 100
@@ -38,7 +39,8 @@ async def create_batch(request: web.Request) -> web.Response:
     wire = await read_request(request, CreateBatch)
     check_metadata(wire.metadata or {})
     lasts, now = seconds_of(wire.completion_window), int(time.time())
-    await check_input(service, wire.input_file_id)
+    viewer = viewer_of(request)
+    await check_input(service, wire.input_file_id, viewer)
     name = secrets.token_hex(12)
     record = BatchRecord(
         id=f"batch_{name}",
@@ -51,6 +53,7 @@ async def create_batch(request: web.Request) -> web.Response:
         expires_at=now + lasts,
         output_expires_after=None if wire.output_expires_after is None else wire.output_expires_after.seconds,
         metadata=wire.metadata,
+        owner=viewer or "",
     )
     try:
         return json_response(batch_object(service, await service.batches.create(record)))
@@ -60,10 +63,10 @@ async def create_batch(request: web.Request) -> web.Response:
         raise storage_failed(error) from error
 
 
-async def check_input(service: BatchService, file_id: str) -> None:
-    """Raises ApiError (400) when it is no file to make a batch of."""
+async def check_input(service: BatchService, file_id: str, viewer: str | None) -> None:
+    """Raises ApiError (400) when it is no file that the viewer can make a batch of."""
     try:
-        record = await asked(service, partial(service.store.file, file_id), "file", file_id)
+        record = await asked(service, partial(service.store.file, file_id, viewer), "file", file_id)
     except ApiError as error:
         raise no_input(file_id) if error.status == 404 else error from None
     if record.purpose != PURPOSE:
@@ -100,7 +103,7 @@ def check_metadata(metadata: dict[str, str]) -> None:
 async def list_batches(request: web.Request) -> web.Response:
     service, query = batch_service(request), Query(request, {"after", "limit"})
     limit, after = query.number("limit", PAGE, MAX_PAGE), query.text("after")
-    found = await asked(service, partial(service.store.batches, after, limit + 1), "batch", after)
+    found = await asked(service, partial(service.store.batches, after, limit + 1, viewer_of(request)), "batch", after)
     data = [batch_object(service, batch) for batch in found[:limit]]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     return json_response(BatchList(data=data, first_id=first, last_id=last, has_more=len(found) > limit))
@@ -108,14 +111,14 @@ async def list_batches(request: web.Request) -> web.Response:
 
 async def get_batch(request: web.Request) -> web.Response:
     service, batch_id = batch_service(request), request.match_info["batch"]
-    batch = await asked(service, partial(service.store.batch, batch_id), "batch", batch_id)
+    batch = await asked(service, partial(service.store.batch, batch_id, viewer_of(request)), "batch", batch_id)
     return json_response(batch_object(service, batch))
 
 
 async def cancel_batch(request: web.Request) -> web.Response:
     service, batch_id = batch_service(request), request.match_info["batch"]
     try:
-        batch = await service.batches.cancel(batch_id)
+        batch = await service.batches.cancel(batch_id, viewer_of(request))
     except NotFoundError:
         raise ApiError(404, f"there is no batch {batch_id[:64]!r}", param="id", code="not_found") from None
     except StorageError as error:

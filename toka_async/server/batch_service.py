@@ -16,6 +16,7 @@ from toka_async.batches.store import Store
 from toka_async.batches.window import Load, Window
 from toka_async.batches.work import Batches, Limits
 from toka_async.batches.writer import Transactions, Writer
+from toka_async.server.account import Account
 from toka_async.server.engine import Engine
 from toka_async.server.line_answers import LineAnswers
 from toka_async.server.service import Service
@@ -28,6 +29,7 @@ class BatchService:
 
     Args:
         store: opened; closed by `stop`.
+        owner_account: what the requests of a batch's owner count in; None: there is none of that name (any more).
         on_progress, on_end: see Batches.
     """
 
@@ -35,6 +37,7 @@ class BatchService:
         self,
         store: Store,
         service: Service,
+        owner_account: Callable[[str], Account | None] = lambda _owner: None,
         on_progress: Callable[[Batch], None] = lambda _batch: None,
         on_end: Callable[[Batch], None] = lambda _batch: None,
     ) -> None:
@@ -42,8 +45,10 @@ class BatchService:
         self.service = service
         self.executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="files")
         self.window = Window(max(1, service.config.max_requests // 2))  # the other half is for connections
+        service.accounts.batches.while_waiting = self.window.paused
         self.batches: Batches
         self.writer: Writer
+        self._owner_account = owner_account
         self._on_progress = on_progress
         self._on_end = on_end
 
@@ -55,7 +60,7 @@ class BatchService:
         self.batches = Batches(
             self.store,
             self.writer,
-            LineAnswers(self.service),
+            LineAnswers(self.service, self.account_of),
             self.window,
             limits,
             self.executor,
@@ -64,9 +69,14 @@ class BatchService:
         )
         engine = self.service.engine
         engine.metrics.registry.register(BatchCollector(self.batches))
-        engine.on_state = self.service.accounts.total.on_room = self.follow
+        engine.on_state = self.follow
         self.follow()
         await self.batches.start()
+
+    def account_of(self, owner: str) -> Account:
+        """What the lines of a batch count in: an owner who is gone has no limits but the server's own."""
+        accounts = self.service.accounts
+        return accounts.batches_of((self._owner_account(owner) if owner else None) or accounts.total)
 
     def follow(self) -> None:
         """The engine's state has changed."""

@@ -27,7 +27,7 @@ from toka_async.openai.responses import (
     PromptLogprobs,
     Usage,
 )
-from toka_async.server.accounts import Account
+from toka_async.server.account import Account
 from toka_async.server.answers import FINISH, Header, new_header, num_kept, run_usage
 from toka_async.server.guard import account_of
 from toka_async.server.logprobs import chat_logprobs, prompt_logprobs, prompt_rows

@@ -16,7 +16,7 @@ from toka_async.openai.generation import Generation, completion_generation
 from toka_async.openai.prompts import Prompt, parse_prompts
 from toka_async.openai.requests import CompletionRequest
 from toka_async.openai.responses import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage
-from toka_async.server.accounts import Account
+from toka_async.server.account import Account
 from toka_async.server.answers import FINISH, Header, new_header, num_kept, run_usage
 from toka_async.server.block_texts import MANY
 from toka_async.server.guard import account_of

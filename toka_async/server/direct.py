@@ -16,9 +16,9 @@ import numpy as np
 
 from toka_async.arrays import Bool, Float64, Int32, Int64, as_i32, as_i64, column, i32_column
 from toka_async.messages import Cancels, Prefills, Submits, Tokens
-from toka_async.server.accounts import Account
+from toka_async.server.account import Account
 from toka_async.server.direct_rows import DirectJobs, DirectRows, parts_of, rows_of
-from toka_async.server.inflight import TimedOutError
+from toka_async.server.inflight import timed_out
 from toka_async.server.metrics import Metrics
 from toka_async.server.replicas import Placement, Replicas
 from toka_async.server.rows import REASONS
@@ -202,7 +202,7 @@ class Direct:
         late = held[self._deadlines[held] <= self._clock()]
         if late.size:
             self._tell_cancelled(late)
-            self._fail(late, TimedOutError(f"it took longer than server.request_timeout ({timeout:g} s)"))
+            self._fail(late, timed_out(timeout))
             self._check_empty()
         left = float(np.min(self._deadlines[self._ids >= 0], initial=np.inf)) - self._clock()
         if left < np.inf:

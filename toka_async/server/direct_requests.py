@@ -13,7 +13,7 @@ import numpy as np
 from toka_async.arrays import Int32, Int64, as_f32, as_i32
 from toka_async.messages import Reason
 from toka_async.protocol import Columns, Header, PromptLogprobs
-from toka_async.server.accounts import Account
+from toka_async.server.account import Account
 from toka_async.server.plans import Plan
 from toka_async.server.result_columns import SampleColumns
 from toka_async.server.sample_text import SampleStream

@@ -30,7 +30,7 @@ from toka_async.protocol import (
     from_client,
     pack,
 )
-from toka_async.server.accounts import Account
+from toka_async.server.account import Account
 from toka_async.server.delivery import WINDOW, CreditError, Delivery
 from toka_async.server.jobs import NotServingError
 from toka_async.server.plans import Plans

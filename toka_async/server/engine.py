@@ -33,10 +33,10 @@ from toka_async.messages import (
     ToScheduler,
     ToServer,
 )
-from toka_async.server.accounts import do_nothing
+from toka_async.server.account import do_nothing
 from toka_async.server.direct import FIRST, Direct, Owner
 from toka_async.server.direct_rows import DirectJobs
-from toka_async.server.inflight import Batch, EngineStoppedError, InFlight, RequestFailedError, TimedOutError
+from toka_async.server.inflight import Batch, EngineStoppedError, InFlight, RequestFailedError, timed_out
 from toka_async.server.jobs import Job, NotServingError, OverloadedError
 from toka_async.server.metrics import Metrics
 from toka_async.server.replicas import Replicas
@@ -163,10 +163,10 @@ class Engine:
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def submitted(self, jobs: Sequence[Job], timeout: float = 0.0) -> Iterator[Batch]:
+    def submitted(self, jobs: Sequence[Job], timeout: float = 0.0, waited: float = 0.0) -> Iterator[Batch]:
         """Submits the jobs, all or none; leaving with an exception (a client gone is one) cancels what still runs.
 
-        After `timeout` seconds (0: never) that ends with TimedOutError.
+        After `timeout` seconds (0: never), of which `waited` have passed, that ends with TimedOutError.
 
         Raises:
             NotServingError, OverloadedError: none was submitted.
@@ -177,7 +177,8 @@ class Engine:
         batch = Batch()
         for job in jobs:
             self._submit(job, batch)
-        timer = asyncio.get_running_loop().call_later(timeout, self._time_out, batch, timeout) if timeout else None
+        loop = asyncio.get_running_loop() if timeout else None
+        timer = None if loop is None else loop.call_later(timeout - waited, self._time_out, batch, timeout)
         try:
             yield batch
         except BaseException:
@@ -261,7 +262,7 @@ class Engine:
     def _time_out(self, batch: Batch, seconds: float) -> None:
         for flight in batch.flights:
             if self._drop(flight):
-                self._ended(flight, TimedOutError(f"it took longer than server.request_timeout ({seconds:g} s)"))
+                self._ended(flight, timed_out(seconds))
 
     # ---- what the schedulers say -------------------------------------------------------------------------------------
 

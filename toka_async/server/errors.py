@@ -29,6 +29,10 @@ HEADERS = {  # of every response: should a browser get to see one, it is to run 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+class SlowBodyError(web.RequestPayloadError):
+    """A body comes too slowly; the message says so."""
+
+
 def as_api_error(error: Exception) -> ApiError:
     """What a client is told of `error`; nothing of the inside of an unexpected one."""
     match error:
@@ -44,6 +48,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), code="request_failed")
         case EngineStoppedError():
             return ApiError(500, str(error), code="engine_stopped")
+        case SlowBodyError():
+            return ApiError(408, str(error), code="timeout")
         case web.RequestPayloadError():
             return ApiError(400, f"the body cannot be read: {error}")
         case web.HTTPException():

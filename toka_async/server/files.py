@@ -22,6 +22,7 @@ from toka_async.batches.store import InUseError, NotFoundError
 from toka_async.openai.batches import ExpiresAfter, FileDeleted, FileList, FileObject
 from toka_async.openai.errors import ApiError, bad_request
 from toka_async.server.batch_service import BatchService
+from toka_async.server.guard import viewer_of
 from toka_async.server.respond import SERVICE, json_response
 
 BATCHES: web.AppKey[BatchService | None] = web.AppKey("batches")
@@ -51,7 +52,7 @@ async def create_file(request: web.Request) -> web.Response:
     upload = Upload(service.store.uploads / secrets.token_hex(16), service.service.config.max_file_mb << 20)
     try:
         await receive(request, upload, service.executor)
-        record = upload.record()
+        record = upload.record(viewer_of(request) or "")
         try:
             await service.writer.run(partial(service.store.add_file, record, upload.path))
         except StorageError:
@@ -85,7 +86,7 @@ class Upload:
     filename: str | None = None
     num_bytes: int = 0
 
-    def record(self) -> FileRecord:
+    def record(self, owner: str) -> FileRecord:
         """The file. Raises ApiError (400) when something is missing or wrong."""
         if self.filename is None:
             raise bad_request("'file' is required", param="file")
@@ -103,6 +104,7 @@ class Upload:
             bytes=self.num_bytes,
             created_at=now,
             expires_at=None if lasts is None else now + lasts,
+            owner=owner,
         )
 
 
@@ -195,7 +197,7 @@ def clean(name: str) -> str:
 async def list_files(request: web.Request) -> web.Response:
     service, query = batch_service(request), Query(request, {"after", "limit", "order", "purpose"})
     limit, order, after = query.number("limit", PAGE, PAGE), query.order(), query.text("after")
-    find = partial(service.store.files, query.text("purpose"), after, order, limit + 1)
+    find = partial(service.store.files, query.text("purpose"), after, order, limit + 1, viewer_of(request))
     found = await asked(service, find, "file", after)
     data = [file_object(record) for record in found[:limit]]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
@@ -218,7 +220,7 @@ async def get_content(request: web.Request) -> web.StreamResponse:
 async def delete_file(request: web.Request) -> web.Response:
     service, file_id = batch_service(request), request.match_info["file"]
     try:
-        await asked(service, partial(service.store.remove_file, file_id), "file", file_id)
+        await asked(service, partial(service.store.remove_file, file_id, viewer_of(request)), "file", file_id)
     except InUseError as error:
         message = f"the file is the input of {error}, which has not ended; cancel it first"
         raise ApiError(409, message, code="file_in_use") from None
@@ -227,7 +229,7 @@ async def delete_file(request: web.Request) -> web.Response:
 
 async def find_file(request: web.Request) -> FileRecord:
     service, file_id = batch_service(request), request.match_info["file"]
-    return await asked(service, partial(service.store.file, file_id), "file", file_id)
+    return await asked(service, partial(service.store.file, file_id, viewer_of(request)), "file", file_id)
 
 
 async def asked(service: BatchService, work: Callable[[], T], what: str, name: str | None) -> T:

@@ -5,38 +5,55 @@ Knows aiohttp; knows nothing of what is asked.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import hdrs, web
 
 from toka_async.openai.errors import ApiError
-from toka_async.server.accounts import Account, Accounts
+from toka_async.server.account import Account
+from toka_async.server.accounts import Accounts
 from toka_async.server.errors import Handler
-from toka_async.server.keys import Keys
+from toka_async.server.keys import Key, Keys
 
 OPEN = frozenset({"/health", "/ping"})  # for load balancers, which have no keys
 
 
 @dataclass(slots=True)
 class Guard:
-    """Of one server. open_paths: of the routes that need no key. num_unauthorized: requests, ever."""
+    """Of one server. source: the keys as of now. open_paths: of the routes that need no key.
 
-    keys: Keys
+    num_unauthorized: requests, ever.
+    """
+
+    source: Callable[[], Keys]
     accounts: Accounts
     open_paths: frozenset[str]
     num_unauthorized: int = 0
 
-    def account(self, request: web.Request) -> Account:
-        """Whose request it is. Raises ApiError (401) when it has no right to an answer."""
+    def key(self, request: web.Request) -> Key | None:
+        """Whose request it is; None where none is asked for. Raises ApiError (401) when it may not be answered."""
         resource = request.match_info.route.resource
-        if not self.keys or (resource is not None and resource.canonical in self.open_paths):
-            return self.accounts.total
+        keys = self.source()
+        if not keys or (resource is not None and resource.canonical in self.open_paths):
+            return None
         scheme, _, text = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-        key = self.keys.find(text.strip()) if scheme.lower() == "bearer" else None
+        key = keys.find(text.strip()) if scheme.lower() == "bearer" else None
         if key is None:
             self.num_unauthorized += 1
             raise unauthorized(is_missing=not text)
-        return self.accounts.open(f"key {key.name}", key.max_requests, key.max_tokens)
+        return key
+
+    def account(self, key: Key | None) -> Account:
+        """What a key's requests count in."""
+        if key is None:
+            return self.accounts.total
+        return self.accounts.open(f"key {key.name}", key.max_requests, key.max_tokens, key.max_waiting)
+
+    def owner_account(self, owner: str) -> Account | None:
+        """Of the key that is that owner; None when there is none (any more)."""
+        key = self.source().of_owner(owner)
+        return None if key is None else self.account(key)
 
 
 GUARD: web.AppKey[Guard] = web.AppKey("guard", Guard)
@@ -48,12 +65,19 @@ def unauthorized(*, is_missing: bool) -> ApiError:
 
 
 def account_of(request: web.Request) -> Account:
-    """As `Guard.account`."""
-    return request.app[GUARD].account(request)
+    """What a request counts in. Raises ApiError (401)."""
+    guard = request.app[GUARD]
+    return guard.account(guard.key(request))
+
+
+def viewer_of(request: web.Request) -> str | None:
+    """Whose files and batches the request is about; None: everybody's. Raises ApiError (401)."""
+    key = request.app[GUARD].key(request)
+    return None if key is None else key.owner
 
 
 @web.middleware
 async def check_keys(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Lets those in who may ask."""
-    account_of(request)
+    request.app[GUARD].key(request)
     return await handler(request)

@@ -20,11 +20,13 @@ class GuardCollector(Collector):
         accounts = self._guard.accounts
         requests = GaugeMetricFamily("toka:held_requests", "prompts held, by owner", labels=["owner"])
         tokens = GaugeMetricFamily("toka:held_tokens", "their tokens, max_tokens included", labels=["owner"])
+        waiting = GaugeMetricFamily("toka:waiting_requests", "prompts that wait for room, by owner", labels=["owner"])
         refused = CounterMetricFamily("toka:refused_requests", "prompts refused with 429", labels=["owner"])
         for account in (accounts.total, accounts.batches, *accounts.by_name.values()):
             requests.add_metric([account.owner], account.num_requests)
             tokens.add_metric([account.owner], account.num_tokens)
+            waiting.add_metric([account.owner], account.num_waiting)
             refused.add_metric([account.owner], account.num_refused)
         unauthorized = CounterMetricFamily("toka:unauthorized_requests", "without a key, or with a wrong one")
         unauthorized.add_metric([], self._guard.num_unauthorized)
-        yield from (requests, tokens, refused, unauthorized)
+        yield from (requests, tokens, waiting, refused, unauthorized)

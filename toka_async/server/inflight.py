@@ -22,6 +22,10 @@ class TimedOutError(RequestFailedError):
     """The request took longer than it may."""
 
 
+def timed_out(timeout: float) -> TimedOutError:
+    return TimedOutError(f"it took longer than server.request_timeout ({timeout:g} s)")
+
+
 class EngineStoppedError(Exception):
     """The engine is gone, and with it the requests that it held."""
 

@@ -7,28 +7,41 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 
 from toka_async.config import ConfigError, ServerConfig
 
+logger = logging.getLogger(__name__)
+
 VARIABLE = "TOKA_API_KEYS"
+PAUSE = 1.0  # seconds
 MIN_LENGTH = 8
 _KEY = re.compile(r"[\x21-\x7e]+", re.ASCII)
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
-_LIMITS = ("max_requests", "max_held_tokens")
+_LIMITS = ("max_requests", "max_held_tokens", "max_waiting")
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key, as its digest. Limits are None where the configured ones hold."""
+    """A key, as its digest. Limits are None where the configured ones hold. is_named: by a person, not by its place."""
 
     digest: bytes
     name: str
     max_requests: int | None = None
     max_tokens: int | None = None
+    max_waiting: int | None = None
+    is_named: bool = True
+
+    @property
+    def owner(self) -> str:
+        """Of files and batches: the same as long as the name is; without a name of its own, as long as the key is."""
+        return f"name {self.name}" if self.is_named else f"digest {self.digest.hex()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +53,9 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self.keys)
 
+    def of_owner(self, owner: str) -> Key | None:
+        return next((key for key in self.keys if key.owner == owner), None)
+
     def find(self, text: str) -> Key | None:
         """The key that this is. It takes as long whichever it is, and however much of it is right."""
         digest, found = digest_of(text), None
@@ -47,6 +63,51 @@ class Keys:
             if hmac.compare_digest(key.digest, digest):
                 found = key
         return found
+
+
+class KeySource:
+    """The keys as their file has them now: it is looked at when they are asked for, at most once in PAUSE seconds.
+
+    A file that is wrong, or gone, changes nothing but the log: the keys stay those that they were.
+
+    Raises:
+        ConfigError: as `read_keys`, at first.
+    """
+
+    def __init__(
+        self, config: ServerConfig, environment: Mapping[str, str], clock: Callable[[], float] = monotonic
+    ) -> None:
+        self._config = config
+        self._environment = environment
+        self._clock = clock
+        self._state = self._newest()
+        self._looked = clock()
+        self._keys = read_keys(config, environment)
+
+    def __call__(self) -> Keys:
+        """As of now, or of a moment ago."""
+        if self._config.api_keys and (now := self._clock()) >= self._looked + PAUSE:
+            self._looked = now
+            if (state := self._newest()) != self._state:
+                self._state = state
+                self._read()
+        return self._keys
+
+    def _newest(self) -> tuple[int, int, int] | None:
+        """What tells a file from what it was before."""
+        try:
+            stat = os.stat(self._config.api_keys)
+        except (OSError, ValueError):
+            return None
+        return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+    def _read(self) -> None:
+        try:
+            self._keys = read_keys(self._config, self._environment)
+        except ConfigError as error:
+            logger.error("the API keys stay as they were: %s", error)
+        else:
+            logger.info("there are %d API keys now", len(self._keys.keys))
 
 
 def digest_of(text: str) -> bytes:
@@ -63,7 +124,7 @@ def read_keys(config: ServerConfig, environment: Mapping[str, str]) -> Keys:
         if not texts:
             raise ConfigError(f"{VARIABLE}: there are no keys in it; unset it to ask for none")
         for number, text in enumerate(texts, 1):
-            keys.append(_key(text, f"{VARIABLE}-{number}", f"{VARIABLE}, key {number}"))
+            keys.append(_key(text, f"{VARIABLE}-{number}", f"{VARIABLE}, key {number}", {}, is_named=False))
     for what in ("digest", "name"):
         if len({getattr(key, what) for key in keys}) < len(keys):
             raise ConfigError(f"server.api_keys: two keys have the same {'name' if what == 'name' else 'text'}")
@@ -86,21 +147,23 @@ def _file_keys(path: Path) -> Iterator[Key]:
 
 
 def _line_key(words: list[str], number: int, where: str) -> Key:
-    """Of `KEY [NAME] [max_requests=N] [max_held_tokens=N]`."""
+    """Of `KEY [NAME] [max_requests=N] [max_held_tokens=N] [max_waiting=N]`."""
     text, *rest = words
-    name = rest.pop(0) if rest and "=" not in rest[0] else f"line-{number}"
+    is_named = bool(rest) and "=" not in rest[0]
+    name = rest.pop(0) if is_named else f"line-{number}"
     limits: dict[str, int] = {}
     for word in rest:
         limit, _, value = word.partition("=")
         if limit not in _LIMITS or not (value.isascii() and value.isdecimal() and len(value) <= 18):
-            raise ConfigError(f"{where}: expected KEY [NAME] [max_requests=N] [max_held_tokens=N]")
+            raise ConfigError(f"{where}: expected KEY [NAME] [{'=N] ['.join(_LIMITS)}=N]")
         limits[limit] = int(value)
-    return _key(text, name, where, limits.get("max_requests"), limits.get("max_held_tokens"))
+    return _key(text, name, where, limits, is_named=is_named)
 
 
-def _key(text: str, name: str, where: str, max_requests: int | None = None, max_tokens: int | None = None) -> Key:
+def _key(text: str, name: str, where: str, limits: Mapping[str, int], *, is_named: bool) -> Key:
     if len(text) < MIN_LENGTH or not _KEY.fullmatch(text):
         raise ConfigError(f"{where}: a key has at least {MIN_LENGTH} characters, all of them visible ASCII")
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{where}: a name has 1 to 64 letters, digits, dots, dashes and underscores")
-    return Key(digest_of(text), name, max_requests, max_tokens)
+    max_requests, max_tokens, max_waiting = (limits.get(limit) for limit in _LIMITS)
+    return Key(digest_of(text), name, max_requests, max_tokens, max_waiting, is_named)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,13 @@ from typing import Any
 import msgspec
 
 from toka_async.batches.lines import Line, custom_id_of
+from toka_async.batches.records import BatchRecord
 from toka_async.batches.results import Answered
 from toka_async.batches.work import Question, TryLaterError
 from toka_async.openai.errors import ApiError, bad_request
 from toka_async.openai.parse import parse_request
 from toka_async.openai.requests import ChatRequest, CompletionRequest
+from toka_async.server.account import Account
 from toka_async.server.answers import Answer
 from toka_async.server.chat import chat_run
 from toka_async.server.completions import completion_run
@@ -41,12 +44,15 @@ _LINE = msgspec.json.Decoder(Line)
 
 @dataclass(frozen=True, slots=True)
 class LineAnswers:
-    """Gives lines to the engine."""
+    """Gives lines to the engine. account_of: what the lines of a batch of that owner count in."""
 
     service: Service
+    account_of: Callable[[str], Account]
 
-    async def question(self, endpoint: str, raw: bytes) -> Question | Answered:
+    async def question(self, record: BatchRecord, raw: bytes) -> Question | Answered:
         """See `Answers`."""
+        account, endpoint = self.account_of(record.owner), record.endpoint
+        await self.service.accounts.turns.gone(account)
         custom_id = custom_id_of(raw)
         try:
             if len(raw) < LARGE:
@@ -56,7 +62,7 @@ class LineAnswers:
                 wire = await loop.run_in_executor(self.service.executor, parse_line, endpoint, raw)
         except ApiError as error:
             return refused(custom_id, error)
-        return LineQuestion(self.service, custom_id, wire)
+        return LineQuestion(self.service, account, custom_id, wire)
 
 
 def parse_line(endpoint: str, raw: bytes) -> CompletionRequest | ChatRequest:
@@ -83,6 +89,7 @@ class LineQuestion:
     """A line that can be asked."""
 
     service: Service
+    account: Account
     custom_id: str
     wire: CompletionRequest | ChatRequest
 
@@ -108,8 +115,8 @@ class LineQuestion:
 
     def _start(self) -> AbstractAsyncContextManager[tuple[Run, Answer]]:
         if isinstance(self.wire, ChatRequest):
-            return chat_run(self.service, self.wire, self.service.accounts.batches)
-        return completion_run(self.service, self.wire, self.service.accounts.batches)
+            return chat_run(self.service, self.wire, self.account)
+        return completion_run(self.service, self.wire, self.account)
 
 
 def num_prompts(wire: CompletionRequest | ChatRequest) -> int:

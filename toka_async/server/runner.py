@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
+from http import HTTPStatus
 from typing import Any, cast
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 
+from toka_async.config import ServerConfig
 from toka_async.openai.errors import ApiError
-from toka_async.server.errors import error_response
+from toka_async.server.arrival import Arrival
+from toka_async.server.errors import HEADERS, SlowBodyError, error_response
 from toka_async.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -20,10 +24,7 @@ logger = logging.getLogger(__name__)
 LINGER = 2.0  # seconds for the rest of a body that nobody wants, so that its sender gets to see why
 
 
-FULL = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\n"
-    b"Content-Length: %d\r\n\r\n%s"
-)
+REFUSED = b"HTTP/1.1 %d %s\r\nContent-Type: application/json\r\n%sConnection: close\r\nContent-Length: %d\r\n\r\n%s"
 
 
 class Connection(web.RequestHandler):
@@ -31,10 +32,11 @@ class Connection(web.RequestHandler):
 
     While a part of a body is awaited, or of a response is to be taken, something must move within the server's
     `client_timeout`; else the connection is cut off, and its request cancelled. Waiting for a request is the
-    framework's own keep-alive, with the same limit.
+    framework's own keep-alive, with the same limit. What does move must be done in time (`Arrival`): a header, and
+    then a body; the framework knows no such limit.
     """
 
-    __slots__ = ("_limits", "_num_received", "_seen", "_timer")
+    __slots__ = ("_arrival", "_arrival_timer", "_body", "_has_begun", "_limits", "_num_received", "_seen", "_timer")
 
     def __init__(self, manager: Server, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(manager, **options)
@@ -42,14 +44,16 @@ class Connection(web.RequestHandler):
         self._num_received = 0
         self._seen: tuple[int, ...] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._arrival = Arrival(limits.receive_timeout)
+        self._arrival_timer: asyncio.TimerHandle | None = None
+        self._has_begun = False  # a header, and it is not whole
+        self._body: StreamReader | None = None  # the newest
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Refuses it at once when there are too many."""
-        if not self._limits.enter(self):
-            whole = cast(asyncio.Transport, transport)
-            body = error_response(ApiError(503, "too many connections", code="overloaded")).body
-            assert isinstance(body, bytes)
-            whole.write(FULL % (len(body), body))
+        whole = cast(asyncio.Transport, transport)
+        if (error := self._limits.enter(self, address_of(whole))) is not None:
+            whole.write(refusal(error))
             whole.close()
             return
         super().connection_made(transport)
@@ -57,14 +61,57 @@ class Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._limits.leave(self)
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._arrival_timer):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport is not None:  # None: it was refused
-            self._num_received += 1
-            super().data_received(data)
+        if self.transport is None:  # it was refused
+            return
+        self._num_received += 1
+        if not self._is_arriving:
+            self._arrival.begin(self._loop.time())
+        num_requests = self._request_count
+        super().data_received(data)
+        if self._request_count != num_requests:
+            self._has_begun = False
+            self._body = self._messages[-1][1] if self._messages else None
+            self._arrival.begin(self._loop.time())
+        elif self._is_body_arriving:
+            self._arrival.num_bytes += len(data)
+        else:
+            self._has_begun |= bool(data)
+        if self._is_arriving and self._arrival_timer is None and self._arrival.timeout:
+            self._arrival_timer = self._loop.call_at(self._arrival.deadline, self._check_arrival)
+
+    @property
+    def _is_body_arriving(self) -> bool:
+        return self._body is not None and not self._body.is_eof() and self._body.exception() is None
+
+    @property
+    def _is_arriving(self) -> bool:
+        return self._has_begun or self._is_body_arriving
+
+    def _check_arrival(self) -> None:
+        """What is late is told so: its header here, its body by who reads it."""
+        self._arrival_timer, now = None, self._loop.time()
+        if not self._is_arriving or self.transport is None:
+            return
+        if self._reading_paused or (self._has_begun and self._current_request is not None):
+            self._arrival.since = now  # it is the server that takes its time: it reads nothing, or answers another one
+        if self._arrival.deadline > now:
+            self._arrival_timer = self._loop.call_at(self._arrival.deadline, self._check_arrival)
+            return
+        self._limits.num_late += 1
+        what = "body" if self._is_body_arriving else "header"
+        message = f"the request's {what} came too slowly: server.receive_timeout is {self._arrival.timeout:g} s"
+        if self._is_body_arriving:
+            assert self._body is not None
+            self._body.set_exception(SlowBodyError(message))
+        else:
+            self.transport.write(refusal(ApiError(408, message, code="timeout")))
+            self.force_close()
 
     def _watch(self) -> None:
         """Looks twice in the time in which something must move."""
@@ -116,39 +163,76 @@ class Connection(web.RequestHandler):
             super().log_exception(*args, **kwargs)
 
 
-class ConnectionLimits:
-    """How many connections there may be at once, and for how many seconds one may wait for its client.
+def address_of(transport: asyncio.Transport) -> str:
+    """Of the other end."""
+    peer = transport.get_extra_info("peername")
+    return str(peer[0]) if isinstance(peer, tuple) else ""
 
-    num_cut: connections that were cut off. num_refused: those that were too many.
+
+def refusal(error: ApiError) -> bytes:
+    """A whole response, for what has no request."""
+    response = error_response(error)
+    assert isinstance(response.body, bytes)
+    names = [*HEADERS, *(["Retry-After"] if error.retry_after is not None else [])]
+    headers = "".join(f"{name}: {response.headers[name]}\r\n" for name in names)
+    reason = HTTPStatus(error.status).phrase
+    return REFUSED % (error.status, reason.encode(), headers.encode(), len(response.body), response.body)
+
+
+class ConnectionLimits:
+    """How many connections there may be at once, in all and from one address, and how long one waits for its client.
+
+    most_of_address: 0 for no limit. client_timeout, receive_timeout: seconds; 0 of the latter for any. num_cut:
+    connections that were cut off. num_late: requests that came too slowly. num_refused: connections that were too many.
     """
 
-    def __init__(self, most: int, client_timeout: float) -> None:
+    def __init__(
+        self, most: int, client_timeout: float, most_of_address: int = 0, receive_timeout: float = 0.0
+    ) -> None:
         self.most = most
+        self.most_of_address = most_of_address
         self.client_timeout = client_timeout
+        self.receive_timeout = receive_timeout
         self.num_cut = 0
+        self.num_late = 0
         self.num_refused = 0
-        self._open: set[Connection] = set()
+        self._open: dict[Connection, str] = {}
+        self._num_of_address: Counter[str] = Counter()
 
     @property
     def num_open(self) -> int:
         return len(self._open)
 
-    def enter(self, connection: Connection) -> bool:
-        """False when there are too many."""
+    def enter(self, connection: Connection, address: str) -> ApiError | None:
+        """Why it must not, when there are too many."""
         if self.num_open >= self.most:
             self.num_refused += 1
-            return False
-        self._open.add(connection)
-        return True
+            return ApiError(503, "too many connections", code="overloaded", retry_after=1)
+        if 0 < self.most_of_address <= self._num_of_address[address]:
+            self.num_refused += 1
+            message = f"too many connections from one address: server.max_address_connections is {self.most_of_address}"
+            return ApiError(429, message, code="overloaded", retry_after=1)
+        self._open[connection] = address
+        self._num_of_address[address] += 1
+        return None
 
     def leave(self, connection: Connection) -> None:
-        self._open.discard(connection)
+        address = self._open.pop(connection, None)
+        if address is not None:
+            self._num_of_address[address] -= 1
+            if not self._num_of_address[address]:
+                del self._num_of_address[address]
 
     def show(self, metrics: Metrics) -> None:
         """From now on they are metrics."""
         metrics.watch_gauge("http_connections", "open HTTP connections", lambda: self.num_open)
         metrics.watch_count("http_connections_cut", "whose client neither sent nor took data", lambda: self.num_cut)
+        metrics.watch_count("http_requests_late", "that came too slowly", lambda: self.num_late)
         metrics.watch_count("http_connections_refused", "more than may be open at once", lambda: self.num_refused)
+
+
+def connection_limits(most: int, config: ServerConfig) -> ConnectionLimits:
+    return ConnectionLimits(most, config.client_timeout, config.max_address_connections, config.receive_timeout)
 
 
 class Server(web.Server):

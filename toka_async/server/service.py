@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,12 @@ from toka_async.model.generation import GenerationDefaults
 from toka_async.openai.errors import bad_request, model_not_found
 from toka_async.openai.generation import Defaults, Generation, Limits, token_budget
 from toka_async.openai.prompts import Prompt, check_vocabulary
-from toka_async.server.accounts import Account, Accounts
+from toka_async.server.account import Account
+from toka_async.server.accounts import Accounts
 from toka_async.server.batching import Batcher
 from toka_async.server.block_texts import MANY, BlockTexts
 from toka_async.server.engine import Engine
-from toka_async.server.inflight import Batch
+from toka_async.server.inflight import Batch, timed_out
 from toka_async.server.jobs import Job
 from toka_async.server.json_texts import JsonTexts
 from toka_async.server.logprob_columns import LogprobColumns
@@ -163,19 +165,20 @@ class Service:
     ) -> AsyncIterator[Run]:
         """Submits the prompts; leaving with an exception cancels them. `param` names the prompt's field in errors.
 
-        They count in `account`; None: in the server's own only.
+        They count in `account`, and wait for room in it; None: in the server's own only.
 
         Raises:
             ApiError: 400, a prompt and its completion do not fit, or the account allows so much to nobody.
-            NotServingError, OverloadedError: nothing was submitted.
+            NotServingError, OverloadedError, TimedOutError: nothing was submitted.
         """
-        options = text_options(generation)
+        options, arrival = text_options(generation), monotonic()
         limits = self.limits(generation.n)
         budgets = [token_budget(limits, len(prompt), generation.max_tokens, param) for prompt in prompts]
         num_tokens = sum(map(len, prompts)) + generation.n * sum(budgets)
         account = self.accounts.total if account is None else account
         async with AsyncExitStack() as stack:
-            stack.enter_context(account.holding(len(prompts), num_tokens))
+            await self._enter(account, len(prompts), num_tokens, generation.n * len(prompts))
+            stack.callback(account.give_back, len(prompts), num_tokens)
             stop_id = -1
             if options.stops is not None and not generation.stream:
                 stop_id = await stack.enter_async_context(self._stop_sets.use(options.stops, limits.vocab_size))
@@ -183,11 +186,19 @@ class Service:
                 job(generation, prompt, index, budget, stop_id)
                 for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
             ]
-            batch = stack.enter_context(self.engine.submitted(jobs, account.timeout))
+            batch = stack.enter_context(self.engine.submitted(jobs, account.timeout, monotonic() - arrival))
             self.log_prompts(account, prompts)
             if stop_id >= 0:
                 stack.enter_context(self._stop_sets.watched(batch, options))
             yield Run(generation, prompts, options, batch)
+
+    async def _enter(self, account: Account, num_requests: int, num_tokens: int, num_samples: int) -> None:
+        """Takes room; waits for it where that is allowed. Raises as `running` does, or TimedOutError."""
+        try:
+            async with asyncio.timeout(account.timeout or None):
+                await self.accounts.turns.enter(account, num_requests, num_tokens, num_samples)
+        except TimeoutError:
+            raise timed_out(account.timeout) from None
 
     def log_prompts(self, account: Account, prompts: Iterable[npt.NDArray[np.generic]]) -> None:
         """Only where `server.log_prompts` asks for it. Quoted: a prompt is one line."""

@@ -18,7 +18,7 @@ from toka_async.arrays import Bool, Int32, Int64, places
 from toka_async.logs import request_id
 from toka_async.openai.errors import ApiError, bad_request
 from toka_async.protocol import Cancellation, Columns, Error, Header, ProtocolError, Results, Submission
-from toka_async.server.accounts import Account
+from toka_async.server.account import Account
 from toka_async.server.delivery import Delivery, Outgoing
 from toka_async.server.direct_requests import run_request
 from toka_async.server.direct_rows import DirectJobs, DirectRows, joined
@@ -209,6 +209,8 @@ class Session:
     def _num_free(self, tokens: Int64) -> tuple[int, OverloadedError]:
         """How many of requests with so many tokens there is room for, and why there is none for more."""
         num_free, (num_fit, account) = self._service.engine.num_free, self.account.fullest(tokens)
+        if not self._service.accounts.turns.is_open(self.account):  # others wait for room, and are first
+            return 0, self.account.is_full()
         if num_fit < num_free:
             return num_fit, account.is_full()
         return num_free, OverloadedError("as many requests as server.max_requests are held")

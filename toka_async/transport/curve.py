@@ -5,6 +5,8 @@ Knows no configuration and no messages.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Any
 import zmq
 import zmq.auth
 from zmq.auth.asyncio import AsyncioAuthenticator
+
+logger = logging.getLogger(__name__)
 
 
 class KeyFileError(ValueError):
@@ -81,17 +85,55 @@ def check_clients(folder: Path) -> None:
         read_public(path)
 
 
+State = tuple[tuple[str, int, int, int], ...]  # of each file: name, number, length, when it was written
+
+
+class Clients:
+    """The public keys in a folder, as it is now: it is looked at whenever a client comes, and read when it has changed.
+
+    A file that cannot be read lets nobody in, and is no reason to keep others out.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._state: State | None = None
+        self._keys: frozenset[bytes] = frozenset()
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        """Whether the client may come in; called by pyzmq."""
+        state = self._newest()
+        if state != self._state:
+            self._state = state
+            self._keys = frozenset(found for name, *_ in state if (found := self._read(name)))
+        return key in self._keys
+
+    def _newest(self) -> State:
+        found = []
+        for path in sorted(self._folder.glob("*.key")):
+            with contextlib.suppress(OSError):  # it goes away just now
+                stat = path.stat()
+                found.append((path.name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+        return tuple(found)
+
+    def _read(self, name: str) -> bytes:
+        try:
+            return read_public(self._folder / name)
+        except KeyFileError as error:
+            logger.error("the key of a client is passed over: %s", error)
+            return b""
+
+
 class Gate:
     """Lets clients with these keys in, and nobody else (ZAP, RFC 27). Needs a running event loop.
 
     Args:
-        clients: a folder of public keys.
+        clients: a folder of public keys; who is added or removed there is let in or kept out from then on.
     """
 
     def __init__(self, context: zmq.Context[Any], clients: Path) -> None:
         self._authenticator = AsyncioAuthenticator(context)
         self._authenticator.start()
-        self._authenticator.configure_curve(domain="*", location=clients)
+        self._authenticator.configure_curve_callback(domain="*", credentials_provider=Clients(clients))
 
     def close(self) -> None:
         self._authenticator.stop()

@@ -8,10 +8,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from toka_async.batches.disk import Disk, StorageError
-from toka_async.batches.records import FileRecord
+from toka_async.batches.records import FileRecord, Progress
 from toka_async.batches.store import NotFoundError, Store
 from toka_async.batches.writer import Transactions, Writer
 
@@ -52,6 +53,37 @@ def test_a_database_of_a_later_version_is_left_alone(tmp_path: Path) -> None:
     connection.close()
     with pytest.raises(StorageError, match="version 9"):
         opened(tmp_path)
+
+
+def test_a_database_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> None:
+    """What is in it has no owner: it is everybody's."""
+    with sqlite3.connect(tmp_path / "batches.sqlite") as connection:
+        connection.executescript("""
+            CREATE TABLE files (serial INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
+                purpose TEXT NOT NULL, expires_at INTEGER, record TEXT NOT NULL);
+            CREATE INDEX files_expire ON files (expires_at) WHERE expires_at IS NOT NULL;
+            CREATE TABLE batches (serial INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
+                input_file_id TEXT NOT NULL, is_open INTEGER NOT NULL, record TEXT NOT NULL, progress BLOB NOT NULL);
+            CREATE INDEX batches_open ON batches (is_open) WHERE is_open = 1;
+            PRAGMA user_version = 1;
+            INSERT INTO files (id, purpose, record) VALUES ('file-old', 'batch',
+                '{"id":"file-old","filename":"in","purpose":"batch","bytes":1,"created_at":1}');
+        """)
+        batch = '{"id":"b","endpoint":"","input_file_id":"file-old","output_id":"o","error_id":"e","created_at":1}'
+        row = ("b", "file-old", 1, batch, msgspec.msgpack.encode(Progress()))
+        connection.execute(
+            "INSERT INTO batches (id, input_file_id, is_open, record, progress) VALUES (?, ?, ?, ?, ?)", row
+        )
+    connection.close()
+    for _ in range(2):
+        store = opened(tmp_path)
+        assert store.file("file-old", "name alice").owner == ""
+        assert [each.record.id for each in store.batches(None, 9, "name bob")] == ["b"]
+        if not store.database.file("file-1"):
+            put(store, msgspec.structs.replace(FILE, owner="name alice"))
+        seen = [[each.id for each in store.files(None, None, "asc", 9, viewer)] for viewer in (None, "name bob")]
+        assert seen == [["file-old", "file-1"], ["file-old"]]
+        store.close()
 
 
 def test_nobody_else_can_read_it(tmp_path: Path) -> None:

@@ -300,6 +300,13 @@ async def test_keys_let_their_clients_in_and_nobody_else(tmp_path: Path) -> None
         with pytest.raises(ConnectionLostError):
             async with Client(world.url, key=ours, server_key=tmp_path / "stranger.key", timeout=0.3):
                 pass
+        (tmp_path / "stranger.key").rename(tmp_path / "clients" / "stranger.key")  # no stranger any more
+        ours.with_suffix(".key").unlink()
+        async with Client(world.url, key=tmp_path / "stranger.key_secret", server_key=server_key) as client:
+            assert (await client.generate(PROMPT, max_tokens=2, text=False)).samples[0].token_ids.size == 2
+        with pytest.raises(ConnectionLostError):
+            async with Client(world.url, key=ours, server_key=server_key, timeout=0.3):
+                pass
 
 
 # ---- without asyncio

@@ -12,7 +12,7 @@ import pytest
 from tests.fake_scheduler import READY, FakeScheduler
 from toka_async.arrays import Int32, Int64, i32_column
 from toka_async.messages import Failed, Reason, Sampling, Submits, Tokens
-from toka_async.server.accounts import Account
+from toka_async.server.account import Account
 from toka_async.server.direct_rows import DirectJobs, DirectRows
 from toka_async.server.engine import Engine
 from toka_async.server.jobs import Job, OverloadedError

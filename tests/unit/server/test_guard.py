@@ -7,20 +7,22 @@ import gzip
 import json
 import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
+from openai.types import Batch, BatchRequestCounts
 
 from tests.fake_scheduler import FakeScheduler
 from tests.web_server import WebServer, checked_error, web_server
+from toka_async.config import ServerConfig
 from toka_async.messages import Cancel
 from toka_async.server.files import BATCHES
 from toka_async.server.guard import GUARD
-from toka_async.server.keys import Key, Keys, digest_of
+from toka_async.server.keys import Key, Keys, KeySource, digest_of
 from toka_async.server.respond import SERVICE
 
 ALICE, BOB = "sk-alice-0123456", "sk-bob-01234567"
@@ -85,6 +87,21 @@ async def test_every_route_needs_a_key(server: WebServer, method: str, path: str
         async with server.http.request(method, server.url + path, headers=bearer(key)) as response:
             assert response.status != 401
     assert server.app[GUARD].num_unauthorized == len(wrong)
+
+
+async def test_keys_come_and_go_while_it_serves(tmp_path: Path) -> None:
+    path, now = tmp_path / "keys", [0.0]
+    path.write_text(f"{ALICE} alice max_requests=1\n")
+    source = KeySource(ServerConfig(api_keys=str(path)), {}, lambda: now[0])
+    async with web_server(keys=source) as server:
+        assert [(await ask(server, key))[0] for key in (ALICE, BOB)] == [200, 401]
+        path.write_text(f"{BOB} bob\n{ALICE} alice max_requests=9\n")
+        now[0] += 1
+        assert [(await ask(server, key))[0] for key in (ALICE, BOB)] == [200, 200]
+        assert server.app[SERVICE].accounts.by_name["key alice"].max_requests == 9
+        path.write_text(f"{BOB} bob\n")
+        now[0] += 1
+        assert [(await ask(server, key))[0] for key in (ALICE, BOB)] == [401, 200]
 
 
 async def test_health_is_open(server: WebServer) -> None:
@@ -153,6 +170,87 @@ async def test_requests_and_tokens_of_a_key() -> None:
         assert accounts.by_name["key alice"].num_refused == 2
 
 
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not is_so():
+            await asyncio.sleep(0.001)
+
+
+async def test_requests_wait_in_order_for_room() -> None:
+    """One at a time of alice's; who waits longest is next; bob is not in their way, nor they in his."""
+    async with web_server(FakeScheduler(held=True), keys=KEYS, max_waiting=2) as server:
+        alice = server.app[GUARD].owner_account("name alice")
+        assert alice is not None
+        first = asyncio.create_task(ask(server, ALICE, max_tokens=30))
+        await until(lambda: server.engine.num_requests == 1)
+        others = []
+        for number in range(1, 3):
+            others.append(asyncio.create_task(ask(server, ALICE, max_tokens=20)))
+            await until(lambda expected=number: alice.num_waiting == expected)  # type: ignore[misc]
+        status, _, retry = await ask(server, ALICE)
+        assert (status, retry) == (429, "1")
+        bob = asyncio.create_task(ask(server, BOB))
+        await until(lambda: server.engine.num_requests == 2)
+        async with server.http.get(server.url + "/metrics", headers=bearer(BOB)) as response:
+            assert 'toka:waiting_requests{owner="key alice"} 2.0' in await response.text()
+        for running in (first, *others):
+            while not running.done():
+                server.scheduler.step()
+                await asyncio.sleep(0)
+            assert alice.num_requests <= 1
+        assert [(await each)[0] for each in (first, *others, bob)] == [200] * 4
+        assert (alice.num_requests, alice.num_tokens, alice.num_waiting, alice.num_refused) == (0, 0, 0, 1)
+
+
+async def test_who_hangs_up_waits_no_more() -> None:
+    async with web_server(FakeScheduler(held=True), max_requests=1, max_waiting=5) as server:
+        total = server.app[SERVICE].accounts.total
+        first = asyncio.create_task(ask(server, ""))
+        await until(lambda: server.engine.num_requests == 1)
+        second = asyncio.create_task(ask(server, ""))
+        await until(lambda: total.num_waiting == 1)
+        third = asyncio.create_task(ask(server, ""))
+        await until(lambda: total.num_waiting == 2)
+        second.cancel()
+        await until(lambda: total.num_waiting == 1)
+        while not third.done():
+            server.scheduler.step()
+            await asyncio.sleep(0)
+        assert [(await each)[0] for each in (first, third)] == [200, 200]
+        assert (total.num_waiting, total.num_requests) == (0, 0)
+
+
+async def test_the_deadline_holds_while_waiting() -> None:
+    async with web_server(FakeScheduler(held=True), max_requests=1, max_waiting=5, request_timeout=0.2) as server:
+        started = asyncio.get_running_loop().time()
+        answers = await asyncio.gather(*(ask(server, "") for _ in range(3)))
+        assert [status for status, _, _ in answers] == [504] * 3
+        assert asyncio.get_running_loop().time() - started < 0.39  # each from its own arrival, not one after the other
+        assert server.app[SERVICE].accounts.total.num_requests == 0
+
+
+async def test_a_deadline_counts_from_before_the_wait() -> None:
+    async with web_server(FakeScheduler(held=True), max_requests=1, max_waiting=5, request_timeout=0.4) as server:
+        first = asyncio.create_task(ask(server, ""))
+        await until(lambda: server.engine.num_requests == 1)
+        started = asyncio.get_running_loop().time()
+        second = asyncio.create_task(ask(server, "", max_tokens=100))
+        await asyncio.sleep(0.2)
+        while not first.done():
+            server.scheduler.step()
+            await asyncio.sleep(0)
+        assert (await second)[0] == 504
+        assert asyncio.get_running_loop().time() - started < 0.55
+
+
+async def test_who_waits_when_the_engine_stops_is_told() -> None:
+    async with web_server(FakeScheduler(held=True), max_requests=1, max_waiting=5) as server:
+        asked = [asyncio.create_task(ask(server, "")) for _ in range(3)]
+        await until(lambda: server.app[SERVICE].accounts.total.num_waiting == 2)
+        server.engine.fail_all("gone")
+        assert [(await each)[0] for each in asked] == [500, 503, 503]
+
+
 async def test_tokens_in_total() -> None:
     async with web_server(FakeScheduler(held=True), max_held_tokens=30) as server:
         first = asyncio.create_task(ask(server, "", max_tokens=20))
@@ -189,6 +287,137 @@ async def test_lines_of_batches_leave_half_to_connections(tmp_path: Path) -> Non
         assert (batch.request_counts.completed, batch.request_counts.failed) == (20, 1)
         assert most <= 30
         assert (account.num_requests, account.num_tokens) == (0, 0)
+
+
+async def batch_of(client: openai.AsyncOpenAI, num_lines: int) -> Batch:
+    body = {"prompt": [1, 2, 3], "max_tokens": 10}
+    line = {"method": "POST", "url": "/v1/completions", "body": body}
+    lines = [json.dumps({"custom_id": str(number), **line}) for number in range(num_lines)]
+    file = await client.files.create(file=("in", "\n".join(lines).encode()), purpose="batch")
+    return await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+
+
+async def ended(client: openai.AsyncOpenAI, batch: Batch, each: Callable[[], None] = lambda: None) -> Batch:
+    async with asyncio.timeout(10):
+        while batch.status != "completed":
+            each()
+            await asyncio.sleep(0.001)
+            batch = await client.batches.retrieve(batch.id)
+    return batch
+
+
+async def test_a_batch_counts_in_its_key_and_waits_at_its_limits(server: WebServer) -> None:
+    """All lines end; no more than the key's 2 requests and 40 tokens run; another key's are not in line behind."""
+    most = [0, 0]
+    alice = server.app[SERVICE].accounts.open("key alice", 2, 40)
+
+    def look() -> None:
+        most[:] = max(most[0], alice.num_requests), max(most[1], alice.num_tokens)
+
+    async with (
+        openai.AsyncOpenAI(base_url=server.url + "/v1", api_key=ALICE, max_retries=0) as client,
+        openai.AsyncOpenAI(base_url=server.url + "/v1", api_key=BOB, max_retries=0) as other,
+    ):
+        slow, fast = await batch_of(client, 200), await batch_of(other, 200)
+        assert (await ended(other, fast, look)).request_counts == BatchRequestCounts(completed=200, failed=0, total=200)
+        batch = await client.batches.retrieve(slow.id)
+        assert batch.request_counts is not None
+        assert batch.request_counts.completed < 200
+        assert (await ended(client, batch, look)).request_counts == BatchRequestCounts(
+            completed=200, failed=0, total=200
+        )
+    assert 0 < most[0] <= 2
+    assert 0 < most[1] <= 40
+    assert (alice.num_requests, alice.num_tokens, alice.num_refused) == (0, 0, 0)
+
+
+async def test_a_key_s_request_goes_before_its_batch(tmp_path: Path) -> None:
+    async with (
+        web_server(FakeScheduler(held=True), keys=KEYS, data_dir=str(tmp_path), max_waiting=5) as server,
+        openai.AsyncOpenAI(base_url=server.url + "/v1", api_key=ALICE, max_retries=0) as client,
+    ):
+        await batch_of(client, 50)
+        accounts = server.app[SERVICE].accounts
+        await until(lambda: "batches of key alice" in accounts.by_name)
+        lines = accounts.by_name["batches of key alice"]
+        await until(lambda: lines.num_waiting > 0)
+        asked = asyncio.create_task(ask(server, ALICE))
+        await until(lambda: accounts.by_name["key alice"].num_waiting == 1)
+        num_steps = 0
+        while not asked.done():
+            server.scheduler.step()
+            num_steps += 1
+            await asyncio.sleep(0)
+        assert (await asked)[0] == 200
+        assert lines.num_waiting > 0
+
+
+async def test_files_and_batches_are_their_key_s(server: WebServer) -> None:
+    async with (
+        openai.AsyncOpenAI(base_url=server.url + "/v1", api_key=ALICE, max_retries=0) as client,
+        openai.AsyncOpenAI(base_url=server.url + "/v1", api_key=BOB, max_retries=0) as other,
+    ):
+        batch = await ended(client, await batch_of(client, 3))
+        assert batch.output_file_id is not None
+        for file_id in (batch.input_file_id, batch.output_file_id):
+            assert (await client.files.retrieve(file_id)).id == file_id
+            for attempt in (other.files.retrieve, other.files.content, other.files.delete):
+                with pytest.raises(openai.NotFoundError):
+                    await attempt(file_id)
+            with pytest.raises(openai.NotFoundError):
+                await other.files.list(after=file_id)
+        for action in (other.batches.retrieve, other.batches.cancel):
+            with pytest.raises(openai.NotFoundError):
+                await action(batch.id)
+        with pytest.raises(openai.NotFoundError):
+            await other.batches.list(after=batch.id)
+        with pytest.raises(openai.BadRequestError, match="there is no file"):
+            await other.batches.create(
+                input_file_id=batch.input_file_id, endpoint="/v1/completions", completion_window="24h"
+            )
+        theirs = await batch_of(other, 1)
+        for lister, mine in ((client, batch), (other, theirs)):
+            assert [each.id for each in (await lister.batches.list()).data] == [mine.id]
+            files = {each.id for each in (await lister.files.list()).data}
+            assert mine.input_file_id in files
+        assert len((await client.files.list()).data) == 2
+        assert (await client.files.delete(batch.output_file_id)).deleted
+
+
+async def test_after_a_restart_keys_may_be_gone(tmp_path: Path) -> None:
+    """A batch of a key that is gone runs, in the server's limits; its name brings its files back."""
+    data_dir = str(tmp_path)
+    held = FakeScheduler(held=True)
+    async with (
+        web_server(held, keys=KEYS, data_dir=data_dir) as server,
+        openai.AsyncOpenAI(base_url=server.url + "/v1", api_key=ALICE, max_retries=0) as client,
+    ):
+        batch = await batch_of(client, 5)
+        await until(lambda: server.engine.num_requests == 2)
+    async with web_server(keys=Keys((Key(digest_of(BOB), "bob"),)), data_dir=data_dir) as server:
+        service = server.app[BATCHES]
+        assert service is not None
+        while (record := await service.writer.run(lambda: service.store.batch(batch.id))).record.status != "completed":
+            await asyncio.sleep(0.001)
+        assert record.progress.completed == 5
+        assert "key alice" not in server.app[SERVICE].accounts.by_name
+        async with server.http.get(f"{server.url}/v1/batches/{batch.id}", headers=bearer(BOB)) as response:
+            assert response.status == 404
+    renewed = "sk-alice-another"
+    async with (
+        web_server(keys=Keys((Key(digest_of(renewed), "alice"),)), data_dir=data_dir) as server,
+        openai.AsyncOpenAI(base_url=server.url + "/v1", api_key=renewed, max_retries=0) as client,
+    ):
+        assert (await client.batches.retrieve(batch.id)).status == "completed"
+    async with web_server(data_dir=data_dir) as server:  # without keys, all is everybody's
+        assert (await server.get(f"/v1/batches/{batch.id}"))[0] == 200
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
+            shared = await ended(client, await batch_of(client, 1))
+    async with (
+        web_server(keys=KEYS, data_dir=data_dir) as server,
+        openai.AsyncOpenAI(base_url=server.url + "/v1", api_key=BOB, max_retries=0) as client,
+    ):
+        assert [each.id for each in (await client.batches.list()).data] == [shared.id]
 
 
 async def test_more_samples_and_longer_than_allowed() -> None:
@@ -369,7 +598,7 @@ async def test_prompts_are_logged_only_when_asked_for(caplog: pytest.LogCaptureF
 async def test_a_log_line_stays_one(caplog: pytest.LogCaptureFixture, server: WebServer) -> None:
     batches = server.app[BATCHES]
     assert batches is not None
-    batches.store.file = lambda _: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    batches.store.file = lambda *_: 1 / 0  # type: ignore[method-assign,assignment]
     async with server.http.get(server.url + "/v1/files/x%0aERROR%20forged", headers=bearer(BOB)) as response:
         assert response.status == 500
     (line,) = (record.getMessage() for record in caplog.records if "failed" in record.getMessage())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from toka_async.config import ConfigError, ServerConfig
-from toka_async.server.keys import Keys, read_keys
+from toka_async.server.keys import PAUSE, Keys, KeySource, read_keys
 
 FIRST, SECOND, THIRD = "sk-first-0123", "sk-second-456", "sk-third-7890"
 
@@ -42,6 +42,36 @@ def test_a_file_and_the_environment(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", ["", FIRST[:-1], FIRST + "x", FIRST.upper(), "\udcff", "é" * 12, "\x00"])
 def test_a_wrong_key(tmp_path: Path, wrong: str) -> None:
     assert read(tmp_path, FIRST).find(wrong) is None
+
+
+def test_a_file_that_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Keys come and go with it; what is wrong with it changes nothing."""
+    path, now = tmp_path / "keys", [0.0]
+    path.write_text(f"{FIRST} alice\n")
+    source = KeySource(ServerConfig(api_keys=str(path)), {}, lambda: now[0])
+
+    def known() -> list[bool]:
+        return [source().find(each) is not None for each in (FIRST, SECOND)]
+
+    path.write_text(f"{FIRST} alice\n{SECOND} bob\n")
+    assert known() == [True, False]  # it was looked at a moment ago
+    now[0] += PAUSE
+    assert known() == [True, True]
+    for wrong in ("", "short", None):
+        if wrong is None:
+            path.unlink()
+        else:
+            path.write_text(wrong)
+        now[0] += PAUSE
+        assert known() == [True, True]
+    assert caplog.text.count("the API keys stay as they were: server.api_keys: ") == 3
+    path.write_text(f"{SECOND} bob max_requests=7\n")
+    now[0] += PAUSE
+    assert known() == [False, True]
+    bob = source().find(SECOND)
+    assert bob is not None
+    assert bob.max_requests == 7
+    assert FIRST not in caplog.text
 
 
 def test_every_key_is_compared_in_constant_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
