@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,7 @@ from toka_async.batches.records import FileRecord
 from toka_async.batches.store import InUseError, NotFoundError
 from toka_async.openai.batches import ExpiresAfter, FileDeleted, FileList, FileObject
 from toka_async.openai.errors import ApiError, bad_request
+from toka_async.openai.schemas import components
 from toka_async.server.batch_service import BatchService
 from toka_async.server.respond import SERVICE, json_response
 
@@ -31,6 +32,33 @@ MAX_NAME = 255  # characters of a file's name
 CHUNK = 1 << 20  # bytes that are written at once
 OVERHEAD = 1 << 16  # bytes of a form around its file
 PAGE = 10_000
+
+LIMIT = {"type": "integer", "minimum": 1, "maximum": PAGE, "default": PAGE}
+ORDER = {"enum": ["asc", "desc"], "default": "desc"}
+LIST_QUERY: dict[str, dict[str, Any]] = {  # the parameters of a list of files, and their schemas
+    "after": {"type": "string"},
+    "limit": LIMIT,
+    "order": ORDER,
+    "purpose": {"type": "string"},
+}
+LASTS = components([ExpiresAfter])["ExpiresAfter"]
+FORM: dict[str, Any] = {  # the schema of what `receive` takes
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "purpose": {"const": PURPOSE},
+        **{
+            f"expires_after[{name}]": schema
+            for name, schema in components([ExpiresAfter])["ExpiresAfter"]["properties"].items()
+        },
+    },
+    "required": ["file", "purpose"],
+    "dependentRequired": {
+        "expires_after[anchor]": ["expires_after[seconds]"],
+        "expires_after[seconds]": ["expires_after[anchor]"],
+    },
+    "additionalProperties": False,
+}
 
 T = TypeVar("T")
 
@@ -193,7 +221,7 @@ def clean(name: str) -> str:
 
 
 async def list_files(request: web.Request) -> web.Response:
-    service, query = batch_service(request), Query(request, {"after", "limit", "order", "purpose"})
+    service, query = batch_service(request), Query(request, LIST_QUERY)
     limit, order, after = query.number("limit", PAGE, PAGE), query.order(), query.text("after")
     find = partial(service.store.files, query.text("purpose"), after, order, limit + 1)
     found = await asked(service, find, "file", after)
@@ -260,7 +288,7 @@ def file_object(record: FileRecord) -> FileObject:
 class Query:
     """The parameters of a list. Raises ApiError (400) for others."""
 
-    def __init__(self, request: web.Request, known: set[str]) -> None:
+    def __init__(self, request: web.Request, known: Container[str]) -> None:
         self._values = {name: clean(value) for name, value in request.query.items() if value}
         for name in request.query:
             if name not in known:
