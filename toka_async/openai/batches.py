@@ -30,7 +30,7 @@ class ExpiresAfter(WireRequest, frozen=True, kw_only=True):
 class CreateBatch(WireRequest, frozen=True, kw_only=True):
     """POST /v1/batches. `completion_window` is read in `seconds_of`."""
 
-    input_file_id: str
+    input_file_id: Annotated[str, Meta(extra_json_schema={"minLength": 1})]
     endpoint: Endpoint
     completion_window: Annotated[str, Meta(extra_json_schema={"pattern": WINDOW, "examples": ["24h"]})]
     metadata: Annotated[dict[str, str], Meta(extra_json_schema=METADATA)] | None = None
