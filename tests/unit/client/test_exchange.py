@@ -274,9 +274,8 @@ def test_results_that_do_not_fit_are_an_error_that_names_the_column(
     wire = Wire()
     wire.welcome()
     wire.ask(1, n=2)
-    columns: dict[str, list[int] | None] = {
-        "ids": [1], "samples": [0], "counts": [1], "reasons": [2], "cached": [0], "token_ids": [7]
-    } | change  # fmt: skip
+    good = {"ids": [1], "samples": [0], "counts": [1], "reasons": [2], "cached": [0], "token_ids": [7]}
+    columns: dict[str, list[int] | None] = {**good, **change}
     made = {name: np.asarray(values, DTYPES[name]) for name, values in columns.items() if values is not None}
     with pytest.raises(ProtocolError) as caught:
         wire.exchange.on_frames(pack(Results(seq=1, columns=tuple(made)), made))
