@@ -1,14 +1,19 @@
-"""Lines of batches that are almost right, as hypothesis makes them."""
+"""Lines of batches that are almost right, as hypothesis makes them, and what must become of them."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from hypothesis import strategies as st
 
 from tests.wire_cases import FLOATS, WORDS, bits, cuts
+from toka_async.batches.lines import Checker, custom_id_of, read_lines
+from toka_async.batches.results import done_line
+from toka_async.openai.errors import ApiError
 from toka_async.openai.requests import ChatRequest, CompletionRequest
+from toka_async.server.line_answers import num_prompts, parse_line, refused
 
 FIELDS = sorted({*ChatRequest.__struct_encode_fields__, *CompletionRequest.__struct_encode_fields__, "tools", "x"})
 URLS = ("/v1/completions", "/v1/chat/completions")
@@ -61,3 +66,45 @@ def spoiled(draw: st.DrawFn) -> bytes:
     for _ in range(draw(st.integers(0, 2))):
         frames = draw(st.sampled_from([bits, cuts]))(draw, frames)
     return frames[0]
+
+
+ENDS = st.sampled_from([b"\n", b"\r\n", b"\n\n", b" \n\t", b"\x0c\n"])
+FILES = st.lists(st.tuples(spoiled() | st.binary(max_size=40), ENDS), max_size=5).map(
+    lambda lines: b"".join(raw + end for raw, end in lines)
+)
+
+
+def checked(path: Path, data: bytes) -> Checker:
+    path.write_bytes(data)
+    checker = Checker(path, max_lines=100, max_line_bytes=1 << 16)
+    while not checker.done:
+        checker.step()
+    return checker
+
+
+def check_line(raw: bytes, endpoint: str) -> None:
+    """It asks something, or what it is answered is one line of JSON with its name."""
+    custom_id = custom_id_of(raw)
+    try:
+        wire = parse_line(endpoint, raw)
+    except ApiError as refusal:
+        answered = refused(custom_id, refusal)
+    else:
+        assert wire.n * num_prompts(wire) > 0
+        return
+    done = done_line("batch_1", 0, len(raw), answered)
+    assert (done.failed, answered.status) == (True, 400)
+    assert done.data.count(b"\n") == 1
+    assert msgspec.json.decode(done.data)["custom_id"] == custom_id
+
+
+def check_file(path: Path, data: bytes) -> None:
+    """It has faults, or each of its lines has an answer or asks something."""
+    checker = checked(path, data)
+    if checker.faults:
+        assert all(fault.message for fault in checker.faults)
+        return
+    read = read_lines(path, 0, 100, 1 << 20)
+    assert len(read) == checker.total
+    for each in read:
+        check_line(each.raw, "")
