@@ -7,13 +7,17 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
+import openai
+from openai.types import Batch
 
+from tests.line_cases import URLS, encoded
 from tests.serving import Serving
 
 ROOT = Path(__file__).parents[1]
@@ -29,7 +33,7 @@ OPTIONS = (
     "--generation-database=none",
     "--report-dir=reports",
 )
-LINE = '{"custom_id": "%d", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 2}}\n'
+LONGEST = 300.0  # seconds for a batch
 
 _ANSWERS = re.compile(r'^toka:http_requests_total\{path="(.*)",status="(\d+)"\} (\S+)$', re.MULTILINE)
 
@@ -51,23 +55,37 @@ class Tried:
         return sum(count for counts in self.statuses.values() for status, count in counts.items() if status >= 500)
 
 
-async def seeded(server: Serving) -> dict[str, str]:
+def seeded(server: Serving) -> dict[str, str]:
     """The ids of a file and of a batch that the server has now, by the names under which the hooks look for them."""
-    form = aiohttp.FormData({"purpose": "batch"})
-    form.add_field("file", "".join(LINE % number for number in range(3)), filename="in.jsonl")
-    async with aiohttp.ClientSession(server.url) as http:
-        async with http.post("/v1/files", data=form) as response:
-            file = (await response.json())["id"]
-        body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
-        async with http.post("/v1/batches", json=body) as response:
-            batch = (await response.json())["id"]
-    return {"FUZZ_FILE": file, "FUZZ_BATCH": batch}
+    lines = [{"prompt": "x", "max_tokens": 2}] * 3
+    batch = run_batch(server, [{"method": "POST", "url": URLS[0], "body": body} for body in lines])
+    return {"FUZZ_FILE": batch.input_file_id, "FUZZ_BATCH": batch.id}
 
 
-def fuzz(server: Serving, folder: Path, ids: dict[str, str], *options: str, seed: int = 1) -> Tried:
+def run_batch(server: Serving, lines: Sequence[dict[str, Any]]) -> Batch:
+    """A batch of these lines, named by their numbers, when it has ended; fails unless each has ended exactly once."""
+    data = b"\n".join(encoded(line, str(number)) for number, line in enumerate(lines))
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        file = client.files.create(file=("in.jsonl", data), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        deadline = time.monotonic() + LONGEST
+        while batch.status in ("validating", "in_progress", "finalizing"):
+            assert time.monotonic() < deadline, batch
+            time.sleep(0.05)
+            batch = client.batches.retrieve(batch.id)
+        assert batch.status == "completed", batch
+        files = [client.files.content(name).content for name in (batch.output_file_id, batch.error_file_id) if name]
+    ended = [json.loads(line) for content in files for line in content.splitlines()]
+    assert Counter(line["custom_id"] for line in ended) == Counter(map(str, range(len(lines))))
+    assert all(line["response"]["status_code"] < 500 for line in ended)
+    return batch
+
+
+def fuzz(server: Serving, folder: Path, ids: dict[str, str], *options: str, seed: int = 1, config: str = "") -> Tried:
     """One run of schemathesis, in `folder`, where it leaves its files. Its cases are those of the seed."""
     before = answers(server)
     environment = os.environ | ids | {"SCHEMATHESIS_HOOKS": "tests.fuzz_hooks", "PYTHONPATH": str(ROOT)}
+    (folder / "schemathesis.toml").write_text(config)  # it looks there for one
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", f"--seed={seed}"]
     done = subprocess.run(
         [*command, *OPTIONS, *options], cwd=folder, env=environment, capture_output=True, text=True, check=False
