@@ -27,7 +27,7 @@ phases.fuzzing.enabled = false
 [[operations]]
 include-operation-id = ["createChatCompletion", "createChatCompletions"]
 phases.coverage.enabled = false
-generation.max-examples = 3
+generation.max-examples = 1
 """
 
 
