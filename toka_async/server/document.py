@@ -24,8 +24,8 @@ MEDIA: dict[str, Schema] = {  # answers that are no Struct
     "text/plain": {"type": "string"},
     "application/octet-stream": {},
 }
-ANY_TIME = (400, 500, 503)  # bad HTTP; an error of the server's; too many connections
-WITH_BODY = (408, 413, 417)
+ANY_TIME = (400, 417, 500, 503)  # bad HTTP; a strange Expect; an error of the server's; too many connections
+WITH_BODY = (408, 413)
 
 _PLACE = re.compile(r"\{(\w+)(?::[^}]*)?\}")
 

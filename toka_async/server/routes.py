@@ -211,10 +211,10 @@ ROUTES: dict[tuple[str, str], tuple[Handler, Operation]] = {
 def add_routes(app: web.Application) -> None:
     app[DESCRIBED] = Described()
     for (method, path), (handler, operation) in ROUTES.items():
+        asked = expect if operation.form is None else expect_upload
         if method == "GET":
-            app.router.add_get(path, handler)  # and HEAD
+            app.router.add_get(path, handler, expect_handler=asked)  # and HEAD
         else:
-            asked = expect if operation.form is None else expect_upload
             app.router.add_route(method, path, handler, expect_handler=asked)
 
 
