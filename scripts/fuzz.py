@@ -1,6 +1,6 @@
 """Sends made-up things to a real server, by hand and for as long as one likes: nothing may be the server's fault.
 
-    PYTHONPATH=. python scripts/fuzz.py 300                  # examples of each part; http: of each operation
+    PYTHONPATH=. python scripts/fuzz.py 1000 --seconds 300   # examples of each part; seconds for http
     PYTHONPATH=. python scripts/fuzz.py 20000 --parts direct client lines --seed 7
 
 http: requests by schemathesis from the served document, streams among them; statuses, media types and
@@ -44,6 +44,7 @@ class World:
     url: str
     folder: Path
     examples: int
+    seconds: int
     seed: int
 
 
@@ -51,7 +52,7 @@ Part = Callable[[World], tuple[int, str]]  # the cases, and a word on what becam
 
 
 def fuzz_http(world: World) -> tuple[int, str]:
-    options = ("--phases=coverage,fuzzing,stateful", f"--max-examples={world.examples}")
+    options = ("--phases=coverage,fuzzing,stateful", f"--max-time={world.seconds}")
     tried = fuzz(world.server, world.folder, seeded(world.server), *options, seed=world.seed)
     for path, counts in sorted(tried.statuses.items()):
         if counts.total():
@@ -139,6 +140,7 @@ def check_serves(server: Serving) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("examples", type=int, nargs="?", default=100)
+    parser.add_argument("--seconds", type=int, default=120)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
@@ -146,7 +148,7 @@ def main() -> int:
         folder, url = Path(name), f"tcp://127.0.0.1:{free_port()}"
         options = (*SMALL, f"server.data_dir={folder / 'data'}", f"server.zmq_bind={url}")
         with serving(folder, *options) as server:
-            world = World(server, url, folder, args.examples, args.seed)
+            world = World(server, url, folder, args.examples, args.seconds, args.seed)
             good = [run_part(part, world) for part in args.parts]
             said = server.said()
     if "Traceback" in said:
