@@ -24,7 +24,7 @@ NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenIds = list[Annotated[int, Meta(ge=0, le=MAX_COUNT)]]
 
-# What is not told by a type is told by a schema, for readers; it is checked where the docstring below says.
+# What no type tells is told by a schema, for readers; the modules that are named above check it.
 _ID = {"type": "integer", "minimum": 0, "maximum": MAX_COUNT}
 _IDS = {"type": "array", "items": _ID, "minItems": 1}
 Prompts = Annotated[
