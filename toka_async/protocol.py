@@ -41,6 +41,7 @@ DTYPES: dict[str, str] = {
 
 Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, Meta(ge=0, le=86400)]
 
 
 class ProtocolError(ValueError):
@@ -118,14 +119,14 @@ class Welcome(Header, frozen=True, kw_only=True, tag="welcome"):
 
     version: int
     resumed: bool
-    credit: int
-    window: int
-    heartbeat: float
+    credit: Count
+    window: Count
+    heartbeat: Annotated[float, Meta(gt=0, le=86400)]
     model: str
-    vocab_size: int
-    max_context: int
-    max_n: int
-    max_message: int
+    vocab_size: Count
+    max_context: Count
+    max_n: Count
+    max_message: Count
 
 
 class Results(Header, frozen=True, kw_only=True, tag="results"):
@@ -136,8 +137,8 @@ class Results(Header, frozen=True, kw_only=True, tag="results"):
     samples has had a row with a reason.
     """
 
-    seq: int
-    num_top: int = 0
+    seq: Count
+    num_top: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
 
 
 class PromptLogprobs(Header, frozen=True, kw_only=True, tag="prompt"):
@@ -146,9 +147,9 @@ class PromptLogprobs(Header, frozen=True, kw_only=True, tag="prompt"):
     Columns: logprobs [p - 1], top_ids and top_logprobs [p - 1, num_top].
     """
 
-    seq: int
-    id: int
-    num_top: int
+    seq: Count
+    id: Id
+    num_top: Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class Error(Header, frozen=True, kw_only=True, tag="error"):
@@ -157,12 +158,12 @@ class Error(Header, frozen=True, kw_only=True, tag="error"):
     seq is 0 in the second case. status, code, param, message: as in HTTP's errors.
     """
 
-    seq: int = 0
+    seq: Count = 0
     status: int
     code: str | None = None
     param: str | None = None
     message: str
-    retry_after: float | None = None
+    retry_after: Seconds | None = None
 
 
 class Pong(Header, frozen=True, kw_only=True, tag="pong"):

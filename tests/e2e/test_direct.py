@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import subprocess
 import sys
 import time
@@ -13,16 +12,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cuttable import Cuttable
-from tests.serving import Serving, serving
+from tests.serving import Serving, free_port, serving
 from toka_async.client import Client, RequestError, SyncClient
 
 QUESTION = "Question: Wei has 26 apples. Ivan has 2 times as many. How many do they have together?\nAnswer:"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

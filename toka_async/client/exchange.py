@@ -227,9 +227,10 @@ class Exchange:
             self._on_retry(error.retry_after or 1.0)
 
     def _on_refused(self, pending: Pending, error: Error) -> None:
-        if error.code in RETRIED and pending.waiter is not None:
-            self._num_sent -= 1
+        if error.code in RETRIED and pending.waiter is not None and not (pending.has_begun and pending.wishes.stream):
+            self._num_sent -= pending.is_sent
             pending.is_sent = False
+            pending.restart()
             self._later.append(pending)
         else:
             self._end(pending, RequestError(error.message, field=error.param, status=error.status, code=error.code))

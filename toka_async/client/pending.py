@@ -14,6 +14,7 @@ import numpy as np
 from toka_async.arrays import Int32
 from toka_async.client.errors import ConnectionLostError
 from toka_async.client.results import FINISH, Event, PromptScores, Result, Row, Sample
+from toka_async.protocol import ProtocolError
 
 STOP = 1  # messages.Reason: an end token
 
@@ -31,8 +32,10 @@ class Wishes:
         self._stop_token_ids = frozenset(fields.get("stop_token_ids") or ())
 
     def stop_of(self, row: Row) -> str | int | None:
-        """What ended the sample, of what the request named."""
+        """What ended the sample, of what the request named. Raises ProtocolError for a string that it did not."""
         if row.stop >= 0:
+            if row.stop >= len(self._stops):
+                raise ProtocolError(f"request {row.id} has no stop string {row.stop}", "stops")
             return self._stops[row.stop]
         if row.reason == STOP and self._stop_token_ids and row.token_ids.size:
             last = int(row.token_ids[-1])
@@ -86,9 +89,13 @@ class Pending:
         self.scores: PromptScores | None = None
 
     def take(self, row: Row) -> bool:
-        """A row of it has come; True when it was the last."""
-        self.has_begun = True
+        """A row of it has come; True when it was the last. Raises ProtocolError for one that it cannot have."""
         reason, wishes = FINISH[row.reason], self.wishes
+        if not 0 <= row.sample < max(1, wishes.n):
+            raise ProtocolError(f"request {self.id} has no sample {row.sample}", "samples")
+        if reason is None and not wishes.stream:
+            raise ProtocolError(f"request {self.id} is not streamed, but has a sample that goes on", "reasons")
+        self.has_begun = True
         stop = wishes.stop_of(row)
         self.num_open -= reason is not None
         parts = (row.token_ids, row.text, reason, stop, row.logprobs, row.top_ids, row.top_logprobs)
@@ -104,6 +111,8 @@ class Pending:
 
     def _keep(self, place: int, sample: Sample, cached: int) -> None:
         self.samples = self.samples or [None] * self.wishes.n
+        if self.samples[place] is not None:
+            raise ProtocolError(f"sample {place} of request {self.id} has ended twice", "samples")
         self.samples[place] = sample
         if not self.num_open and self.waiter is not None:
             samples = [each for each in self.samples if each is not None]

@@ -12,10 +12,11 @@ from typing import Literal
 import numpy as np
 
 from toka_async.arrays import Float32, Int32
-from toka_async.protocol import Columns, PromptLogprobs, Results
+from toka_async.protocol import Columns, PromptLogprobs, ProtocolError, Results
 
 FinishReason = Literal["stop", "length"]
 FINISH: tuple[FinishReason | None, ...] = (None, "stop", "length", "stop")  # by messages.Reason
+PER_ROW = ("ids", "samples", "counts", "reasons", "cached")
 NO_FLOATS: Float32 = np.empty(0, np.float32)
 NO_TOP_IDS: Int32 = np.empty((0, 0), np.int32)
 NO_TOPS: Float32 = np.empty((0, 0), np.float32)
@@ -80,7 +81,53 @@ class Row:
 
 
 def rows(header: Results, columns: Columns) -> Iterator[Row]:
-    """The rows of a message."""
+    """The rows of a message. Raises ProtocolError before the first one, when the columns do not fit each other."""
+    check_rows(header, columns)
+    return _rows(header, columns)
+
+
+def check_rows(header: Results, columns: Columns) -> None:
+    """Raises ProtocolError that names the column."""
+    for name in (*PER_ROW, "token_ids"):
+        if name not in columns:
+            raise ProtocolError(f"results have the column {name!r}", name)
+    num_rows, num_tokens = columns["ids"].size, columns["token_ids"].size
+    for name in (*PER_ROW, "text_lengths", "stops"):
+        check_size(columns, name, num_rows)
+    check_lengths(columns, "counts", "token_ids")
+    if "texts" in columns or "text_lengths" in columns:
+        check_lengths(columns, "text_lengths", "texts")
+    check_scores(header.num_top, columns, num_tokens)
+    if num_rows and not 0 <= int(columns["reasons"].min()) <= int(columns["reasons"].max()) < len(FINISH):
+        raise ProtocolError("there is no such reason", "reasons")
+
+
+def check_size(columns: Columns, name: str, size: int) -> None:
+    """Of a column that may be absent."""
+    if name in columns and columns[name].size != size:
+        raise ProtocolError(f"{columns[name].size} {name} where {size} are needed", name)
+
+
+def check_lengths(columns: Columns, name: str, of: str) -> None:
+    """A column of lengths, and that which they divide."""
+    for each in (name, of):
+        if each not in columns:
+            raise ProtocolError(f"the column {each!r} is missing", each)
+    lengths = columns[name]
+    if (lengths.size and int(lengths.min()) < 0) or int(lengths.sum(dtype=np.int64)) != columns[of].size:
+        raise ProtocolError(f"{name} do not divide {of}", name)
+
+
+def check_scores(num_top: int, columns: Columns, num_tokens: int) -> None:
+    """Log-probs of tokens and of the likeliest ones, where there are some."""
+    check_size(columns, "logprobs", num_tokens)
+    for name in ("top_ids", "top_logprobs"):
+        if num_top and name not in columns:
+            raise ProtocolError(f"the column {name!r} is missing", name)
+        check_size(columns, name, num_tokens * num_top)
+
+
+def _rows(header: Results, columns: Columns) -> Iterator[Row]:
     token_ids, ends = columns["token_ids"], np.cumsum(columns["counts"])
     names = ("ids", "samples", "reasons", "cached")
     lists = [*(columns[name].tolist() for name in names), (ends - columns["counts"]).tolist(), ends.tolist()]
@@ -115,10 +162,23 @@ class _Details:
         if self._stops is not None:
             row.stop = self._stops[place]
         if self._texts is not None:
-            row.text = self._texts[self._text_ends[place - 1] if place else 0 : self._text_ends[place]].decode()
+            row.text = decoded(self._texts[self._text_ends[place - 1] if place else 0 : self._text_ends[place]])
+
+
+def decoded(text: bytes) -> str:
+    """Raises ProtocolError."""
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise ProtocolError(f"a text is not valid UTF-8: {error.reason}", "texts") from None
 
 
 def prompt_scores(header: PromptLogprobs, columns: Columns) -> PromptScores:
+    """Raises ProtocolError when the columns do not fit each other."""
+    for name in ("logprobs", "top_ids", "top_logprobs"):
+        if name not in columns:
+            raise ProtocolError(f"log-probs of a prompt have the column {name!r}", name)
+    check_scores(header.num_top, columns, columns["logprobs"].size)
     width = header.num_top
     shape = (-1, width) if width else (0, 0)
     tops, values = columns["top_ids"].reshape(shape), columns["top_logprobs"].reshape(shape)

@@ -10,7 +10,16 @@ from msgspec import Meta
 from toka_async.openai.requests import WireRequest
 
 Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
+# As toka_async.batches has them.
+Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 Lifetime = Annotated[int, Meta(ge=3600, le=2_592_000)]  # seconds
+WINDOW = "^[1-9][0-9]{0,8}[smhd]$"
+MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # of metadata
+METADATA = {
+    "maxProperties": MAX_PAIRS,
+    "propertyNames": {"maxLength": MAX_KEY},
+    "additionalProperties": {"maxLength": MAX_VALUE},
+}
 
 
 class ExpiresAfter(WireRequest, frozen=True, kw_only=True):
@@ -21,26 +30,26 @@ class ExpiresAfter(WireRequest, frozen=True, kw_only=True):
 class CreateBatch(WireRequest, frozen=True, kw_only=True):
     """POST /v1/batches. `completion_window` is read in `seconds_of`."""
 
-    input_file_id: str
+    input_file_id: Annotated[str, Meta(extra_json_schema={"minLength": 1})]
     endpoint: Endpoint
-    completion_window: str
-    metadata: dict[str, str] | None = None
+    completion_window: Annotated[str, Meta(extra_json_schema={"pattern": WINDOW, "examples": ["24h"]})]
+    metadata: Annotated[dict[str, str], Meta(extra_json_schema=METADATA)] | None = None
     output_expires_after: ExpiresAfter | None = None
 
 
 class FileObject(msgspec.Struct, frozen=True, kw_only=True):
     id: str
-    object: str = "file"
+    object: Literal["file"] = "file"
     bytes: int
     created_at: int
     expires_at: int | None
     filename: str
     purpose: str
-    status: str = "processed"
+    status: Literal["processed"] = "processed"
 
 
 class FileList(msgspec.Struct, frozen=True, kw_only=True):
-    object: str = "list"
+    object: Literal["list"] = "list"
     data: list[FileObject]
     first_id: str | None
     last_id: str | None
@@ -49,7 +58,7 @@ class FileList(msgspec.Struct, frozen=True, kw_only=True):
 
 class FileDeleted(msgspec.Struct, frozen=True, kw_only=True):
     id: str
-    object: str = "file"
+    object: Literal["file"] = "file"
     deleted: bool = True
 
 
@@ -61,7 +70,7 @@ class BatchError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchErrors(msgspec.Struct, frozen=True, kw_only=True):
-    object: str = "list"
+    object: Literal["list"] = "list"
     data: list[BatchError]
 
 
@@ -89,13 +98,13 @@ class BatchUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 class BatchObject(msgspec.Struct, frozen=True, kw_only=True):
     id: str
-    object: str = "batch"
+    object: Literal["batch"] = "batch"
     endpoint: str
     model: str
     errors: BatchErrors | None
     input_file_id: str
     completion_window: str
-    status: str
+    status: Status
     output_file_id: str | None
     error_file_id: str | None
     created_at: int
@@ -113,7 +122,7 @@ class BatchObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchList(msgspec.Struct, frozen=True, kw_only=True):
-    object: str = "list"
+    object: Literal["list"] = "list"
     data: list[BatchObject]
     first_id: str | None
     last_id: str | None

@@ -14,6 +14,38 @@ STRING_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
 Message = dict[str, Any]
 
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+_CONTENT: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
+_CALL = {"type": "object", "properties": {"function": {"type": "object"}}, "required": ["function"]}
+_TEXTS = {name: {"type": ["string", "null"]} for name in STRING_FIELDS}
+MESSAGE: dict[str, Any] = {  # the schema of what `parse_message` takes
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {"role": {"enum": list(ROLES)}, "content": _CONTENT, **_TEXTS},
+            "required": ["role", "content"],
+            "additionalProperties": False,
+        },
+        {
+            "title": "tool calls made earlier",
+            "type": "object",
+            "properties": {
+                "role": {"const": "assistant"},
+                "content": {"anyOf": [*_CONTENT["anyOf"], {"type": "null"}]},
+                "tool_calls": {"type": "array", "items": _CALL},
+                **_TEXTS,
+            },
+            "required": ["role", "tool_calls"],
+            "additionalProperties": False,
+        },
+    ]
+}
+
 
 def parse_messages(messages: list[Any], where: str = "messages") -> list[Message]:
     """The messages with nulls dropped. A developer's message is a system message, which templates know.

@@ -16,12 +16,17 @@ from toka_async.arrays import EMPTY, f32_column, i32_column
 from toka_async.messages import Sampling
 from toka_async.openai.errors import bad_request
 from toka_async.openai.prompts import check_vocabulary
-from toka_async.openai.requests import ChatRequest, CompletionRequest, DirectRequest, GenerationFields
+from toka_async.openai.requests import (
+    MAX_STOP_LENGTH,
+    MAX_STOPS,
+    ChatRequest,
+    CompletionRequest,
+    DirectRequest,
+    GenerationFields,
+)
 
 N = TypeVar("N", int, float)
 
-MAX_STOPS = 64
-MAX_STOP_LENGTH = 1024
 COMPLETION_TOKENS = 16  # OpenAI's default of a completion's max_tokens
 
 

@@ -11,7 +11,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from toka_async.openai.chat_messages import MESSAGE
+
 MAX_LOGPROBS = 20
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 1024
 
 MAX_COUNT = 2**31 - 1  # of anything: counts travel as int32
 
@@ -19,6 +23,25 @@ Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenIds = list[Annotated[int, Meta(ge=0, le=MAX_COUNT)]]
+
+# What no type tells is told by a schema, for readers; the modules that are named above check it.
+_ID = {"type": "integer", "minimum": 0, "maximum": MAX_COUNT}
+_IDS = {"type": "array", "items": _ID, "minItems": 1}
+Prompts = Annotated[
+    list[Any],
+    Meta(extra_json_schema={"minItems": 1, "anyOf": [{"items": each} for each in ({"type": "string"}, _ID, _IDS)]}),
+]
+Stop = Annotated[str, Meta(extra_json_schema={"minLength": 1, "maxLength": MAX_STOP_LENGTH})]
+Stops = Annotated[list[Stop], Meta(extra_json_schema={"maxItems": MAX_STOPS})]
+Bias = Annotated[
+    dict[str, Annotated[float, Meta(ge=-100, le=100)]],
+    Meta(extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,11}$"}}),
+]
+Messages = Annotated[list[Any], Meta(extra_json_schema={"items": MESSAGE, "minItems": 1})]
+Conversations = Annotated[
+    list[Any],
+    Meta(extra_json_schema={"items": {"type": "array", "items": MESSAGE, "minItems": 1}, "minItems": 1}),
+]
 
 
 class WireRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,9 +65,9 @@ class GenerationFields(WireRequest, frozen=True, kw_only=True):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] = {}
+    logit_bias: Bias = {}
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: str | list[str] = []
+    stop: Stop | Stops = []
     stop_token_ids: TokenIds = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -64,7 +87,7 @@ class GenerationFields(WireRequest, frozen=True, kw_only=True):
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     """POST /v1/completions. `prompt` is told apart in `prompts`."""
 
-    prompt: str | list[Any]
+    prompt: str | Prompts
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
     best_of: Count | None = None
     echo: bool = False
@@ -84,7 +107,7 @@ class DirectRequest(GenerationFields, frozen=True, kw_only=True):
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     """POST /v1/chat/completions. `messages` are checked in `chat_messages`."""
 
-    messages: list[Any]
+    messages: Messages
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool = False
@@ -95,12 +118,20 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
 
 
+class ChatBatchRequest(ChatRequest, frozen=True, kw_only=True):
+    """POST /v1/chat/completions/batch: `messages` are conversations. Neither streamed nor with log-probs of prompts."""
+
+    messages: Conversations
+    stream: Annotated[bool, Meta(extra_json_schema={"const": False})] = False
+    prompt_logprobs: Annotated[NumLogprobs | None, Meta(extra_json_schema={"const": None})] = None
+
+
 class TokenizeRequest(WireRequest, frozen=True, kw_only=True):
     """POST /tokenize: a prompt, or messages as chat has them."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Any] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False

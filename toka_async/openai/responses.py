@@ -60,7 +60,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     """A completion, or a chunk of a streamed one: `usage` is UNSET, null or, in the last chunk, the numbers."""
 
     id: str
-    object: str = "text_completion"
+    object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     choices: list[CompletionChoice]
@@ -86,7 +86,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    role: str = "assistant"
+    role: Literal["assistant"] = "assistant"
     content: str
     refusal: None = None
 
@@ -102,7 +102,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     id: str
-    object: str = "chat.completion"
+    object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
     choices: list[ChatChoice]
@@ -111,7 +111,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
-    role: str | UnsetType = UNSET
+    role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
 
 
@@ -126,7 +126,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     id: str
-    object: str = "chat.completion.chunk"
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
     choices: list[ChatChunkChoice]
@@ -135,15 +135,15 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     id: str
-    object: str = "model"
+    object: Literal["model"] = "model"
     created: int
-    owned_by: str = "toka-async"
+    owned_by: Literal["toka-async"] = "toka-async"
     max_model_len: int | None = None
     vocab_size: int | None = None
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    object: str = "list"
+    object: Literal["list"] = "list"
     data: list[Model]
 
 
@@ -155,3 +155,11 @@ class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 class DetokenizeResponse(msgspec.Struct, frozen=True):
     prompt: str
+
+
+class Health(msgspec.Struct, frozen=True):
+    status: Literal["ok"] = "ok"
+
+
+class Version(msgspec.Struct, frozen=True):
+    version: str

@@ -10,13 +10,14 @@ import contextlib
 import gc
 import os
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import uvloop
 import zmq
-from aiohttp import web
+from aiohttp import BadContentDispositionHeader, BadContentDispositionParam, web
 
 from toka_async.batches.disk import StorageError
 from toka_async.batches.store import Store
@@ -57,6 +58,8 @@ FLUSH_TIMEOUT = 1.0  # seconds for answers to leave once there is nothing more t
 
 def run(link: ParentLink) -> None:
     """Serve until the parent says otherwise."""
+    for kind in (BadContentDispositionHeader, BadContentDispositionParam):
+        warnings.simplefilter("ignore", kind)  # they quote what clients send, and each is remembered for ever
     uvloop.run(serve(link))
 
 

@@ -1,29 +1,26 @@
-"""The web application: routes to handlers, and the threads that the handlers' text work runs in."""
+"""The web application: what is around its routes, and the threads that the handlers' text work runs in."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from aiohttp import hdrs, web
+from aiohttp import web
 
 from toka_async.batches.store import Store
 from toka_async.config import ServerConfig
 from toka_async.model.generation import GenerationDefaults
-from toka_async.openai.errors import ApiError
-from toka_async.server import batch_routes, files, info
+from toka_async.server import files
 from toka_async.server.batch_service import BatchService
-from toka_async.server.chat import chat_completions
-from toka_async.server.chat_batch import chat_batch
-from toka_async.server.completions import completions
 from toka_async.server.engine import Engine
-from toka_async.server.errors import add_headers, error_response, json_errors
+from toka_async.server.errors import add_headers, json_errors
 from toka_async.server.guard import GUARD, OPEN, Guard, check_keys
 from toka_async.server.guard_metrics import GuardCollector
 from toka_async.server.keys import Keys
 from toka_async.server.load import show_load
 from toka_async.server.observed import Observed
-from toka_async.server.respond import SERVICE, check_length
+from toka_async.server.respond import SERVICE
+from toka_async.server.routes import add_routes
 from toka_async.server.service import Service, make_defaults
 from toka_async.server.status import StatusLine
 from toka_async.text.chat import ChatTemplate
@@ -89,51 +86,3 @@ def create_service(
     executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
     ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     return Service(config, served_name, tokenizer, chat_template, make_defaults(defaults, ends), engine, executor)
-
-
-def add_routes(app: web.Application) -> None:
-    router = app.router
-    router.add_post("/v1/completions", completions, expect_handler=expect)
-    router.add_post("/v1/chat/completions", chat_completions, expect_handler=expect)
-    router.add_post("/v1/chat/completions/batch", chat_batch, expect_handler=expect)
-    router.add_post("/v1/files", files.create_file, expect_handler=expect_upload)
-    router.add_get("/v1/files", files.list_files)
-    router.add_get("/v1/files/{file}", files.get_file)
-    router.add_get("/v1/files/{file}/content", files.get_content)
-    router.add_delete("/v1/files/{file}", files.delete_file)
-    router.add_post("/v1/batches", batch_routes.create_batch, expect_handler=expect)
-    router.add_get("/v1/batches", batch_routes.list_batches)
-    router.add_get("/v1/batches/{batch}", batch_routes.get_batch)
-    router.add_post("/v1/batches/{batch}/cancel", batch_routes.cancel_batch)
-    router.add_post("/tokenize", info.tokenize, expect_handler=expect)
-    router.add_post("/detokenize", info.detokenize, expect_handler=expect)
-    router.add_get("/v1/models", info.models)
-    router.add_get("/v1/models/{model:.+}", info.model)
-    router.add_get("/health", info.health)
-    router.add_get("/ping", info.ping)
-    router.add_get("/load", info.load)
-    router.add_get("/version", info.version)
-    router.add_get("/metrics", info.metrics)
-
-
-async def expect(request: web.Request) -> web.StreamResponse | None:
-    """Tells a client that asks first (curl does) whether to send its body."""
-    return await answer_expect(request, check_length)
-
-
-async def expect_upload(request: web.Request) -> web.StreamResponse | None:
-    """The same of a file."""
-    return await answer_expect(request, files.check_upload)
-
-
-async def answer_expect(request: web.Request, check: Callable[[web.Request], None]) -> web.StreamResponse | None:
-    if request.headers.get(hdrs.EXPECT, "").lower() != "100-continue":
-        return error_response(ApiError(417, "the only expectation that is met is 100-continue"))
-    try:
-        request.app[GUARD].key(request)
-        check(request)
-    except ApiError as error:
-        return error_response(error)
-    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    request.writer.output_size = 0  # what aiohttp's own handler does: nothing of the response is sent yet
-    return None

@@ -6,6 +6,7 @@ import re
 import secrets
 import time
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 
@@ -13,6 +14,10 @@ from toka_async.batches.disk import StorageError
 from toka_async.batches.records import FINAL, Batch, BatchRecord
 from toka_async.batches.store import NotFoundError
 from toka_async.openai.batches import (
+    MAX_KEY,
+    MAX_PAIRS,
+    MAX_VALUE,
+    WINDOW,
     BatchError,
     BatchErrors,
     BatchList,
@@ -29,9 +34,12 @@ from toka_async.server.guard import viewer_of
 from toka_async.server.respond import json_response, read_request
 
 PAGE, MAX_PAGE = 20, 100
+LIST_QUERY: dict[str, dict[str, Any]] = {  # the parameters of a list, and their schemas
+    "after": {"type": "string"},
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": PAGE},
+}
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 LONGEST_DAYS = 365
-MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # of metadata
 
 
 async def create_batch(request: web.Request) -> web.Response:
@@ -81,8 +89,8 @@ def no_input(file_id: str) -> ApiError:
 
 def seconds_of(window: str) -> int:
     """Of text like 24h. Raises ApiError (400)."""
-    match = re.fullmatch(r"([1-9][0-9]{0,8})([smhd])", window, re.ASCII)
-    seconds = int(match[1]) * UNITS[match[2]] if match else 0
+    match = re.fullmatch(WINDOW, window)
+    seconds = int(window[:-1]) * UNITS[window[-1]] if match else 0
     if not 0 < seconds <= LONGEST_DAYS * UNITS["d"]:
         raise bad_request(
             f"'completion_window' must be a number with s, m, h or d, such as 24h, up to {LONGEST_DAYS}d; "
@@ -101,7 +109,7 @@ def check_metadata(metadata: dict[str, str]) -> None:
 
 
 async def list_batches(request: web.Request) -> web.Response:
-    service, query = batch_service(request), Query(request, {"after", "limit"})
+    service, query = batch_service(request), Query(request, LIST_QUERY)
     limit, after = query.number("limit", PAGE, MAX_PAGE), query.text("after")
     found = await asked(service, partial(service.store.batches, after, limit + 1, viewer_of(request)), "batch", after)
     data = [batch_object(service, batch) for batch in found[:limit]]

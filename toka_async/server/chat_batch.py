@@ -10,7 +10,7 @@ from aiohttp import web
 
 from toka_async.openai.errors import bad_request
 from toka_async.openai.generation import chat_generation
-from toka_async.openai.requests import ChatRequest
+from toka_async.openai.requests import ChatBatchRequest
 from toka_async.server.answers import new_header
 from toka_async.server.chat import ChatAnswer, one_chat
 from toka_async.server.completions import check_counts
@@ -22,7 +22,7 @@ from toka_async.server.service import Chat
 async def chat_batch(request: web.Request) -> web.StreamResponse:
     """Handles one request."""
     service = request.app[SERVICE]
-    wire = await read_request(request, ChatRequest)
+    wire = await read_request(request, ChatBatchRequest)
     service.check_model(wire.model)
     for name, is_given in (("stream", wire.stream), ("prompt_logprobs", wire.prompt_logprobs is not None)):
         if is_given:
@@ -35,7 +35,7 @@ async def chat_batch(request: web.Request) -> web.StreamResponse:
         return await respond(request, run, ChatAnswer(service, new_header("chatcmpl", service.name)))
 
 
-def conversations(wire: ChatRequest) -> list[Chat]:
+def conversations(wire: ChatBatchRequest) -> list[Chat]:
     """Raises ApiError (400) that names the place."""
     if not wire.messages:
         raise bad_request("'messages' must not be empty", param="messages")

@@ -6,8 +6,9 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,12 +16,14 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from toka_async.batches.disk import Disk, StorageError, storage_errors
 from toka_async.batches.records import FileRecord
 from toka_async.batches.store import InUseError, NotFoundError
 from toka_async.openai.batches import ExpiresAfter, FileDeleted, FileList, FileObject
 from toka_async.openai.errors import ApiError, bad_request
+from toka_async.openai.schemas import components
 from toka_async.server.batch_service import BatchService
 from toka_async.server.guard import viewer_of
 from toka_async.server.respond import SERVICE, json_response
@@ -32,6 +35,33 @@ MAX_NAME = 255  # characters of a file's name
 CHUNK = 1 << 20  # bytes that are written at once
 OVERHEAD = 1 << 16  # bytes of a form around its file
 PAGE = 10_000
+
+LIMIT = {"type": "integer", "minimum": 1, "maximum": PAGE, "default": PAGE}
+ORDER = {"enum": ["asc", "desc"], "default": "desc"}
+LIST_QUERY: dict[str, dict[str, Any]] = {  # the parameters of a list of files, and their schemas
+    "after": {"type": "string"},
+    "limit": LIMIT,
+    "order": ORDER,
+    "purpose": {"type": "string"},
+}
+LASTS = components([ExpiresAfter])["ExpiresAfter"]
+FORM: dict[str, Any] = {  # the schema of what `receive` takes
+    "type": "object",
+    "properties": {
+        "file": {"contentMediaType": "application/octet-stream"},
+        "purpose": {"const": PURPOSE},
+        **{
+            f"expires_after[{name}]": schema
+            for name, schema in components([ExpiresAfter])["ExpiresAfter"]["properties"].items()
+        },
+    },
+    "required": ["file", "purpose"],
+    "dependentRequired": {
+        "expires_after[anchor]": ["expires_after[seconds]"],
+        "expires_after[seconds]": ["expires_after[anchor]"],
+    },
+    "additionalProperties": False,
+}
 
 T = TypeVar("T")
 
@@ -94,8 +124,6 @@ class Upload:
         if purpose != PURPOSE:
             raise bad_request(f"'purpose' must be {PURPOSE!r}, got {purpose!r}", param="purpose")
         lasts = expires_after({name: self.fields.pop(f"expires_after[{name}]", None) for name in ("anchor", "seconds")})
-        for name in self.fields:
-            raise bad_request(f"'{name}' is not supported", param=name)
         now = int(time.time())
         return FileRecord(
             id=f"file-{secrets.token_hex(12)}",
@@ -123,28 +151,54 @@ async def receive(request: web.Request, upload: Upload, executor: Executor) -> N
     """Reads the form. Raises ApiError (400, 413) or StorageError."""
     if request.content_type != "multipart/form-data":
         raise bad_request(f"the body must be multipart/form-data, not {request.content_type[:64]}")
-    try:
+    with form_errors():
         reader = await request.multipart()
-        async for part in reader:
-            if not isinstance(part, BodyPartReader) or part.name is None:
-                raise bad_request("a part of the form has no name")
-            if part.headers.get("Content-Transfer-Encoding", "binary").lower() not in ("binary", "8bit", "7bit"):
-                raise bad_request(f"'{part.name[:64]}' must not be encoded for transfer", param=part.name[:64])
-            if part.name == "file":
-                await receive_file(part, upload, executor)
-            else:
-                upload.fields[clean(part.name)] = await read_field(part)
-    except (ValueError, web.HTTPRequestEntityTooLarge) as error:
-        raise bad_request(f"the form cannot be read: {error}") from None
+    while True:
+        with form_errors():
+            part = await reader.next()
+        if part is None:
+            return
+        if not isinstance(part, BodyPartReader) or part.name is None:
+            raise bad_request("a part of the form has no name")
+        name = clean(part.name)
+        if part.headers.get("Content-Transfer-Encoding", "binary").lower() not in ("binary", "8bit", "7bit"):
+            raise bad_request(f"'{name[:64]}' must not be encoded for transfer", param=name[:64])
+        if name == "file":
+            await receive_file(part, upload, executor)
+        elif name in upload.fields:
+            raise bad_request(f"there is more than one '{name}'", param=name)
+        elif name not in FORM["properties"]:
+            raise bad_request(f"'{name}' is not supported", param=name)
+        else:
+            upload.fields[name] = await read_field(part)
+
+
+@contextmanager
+def form_errors() -> Iterator[None]:
+    """Whatever the framework's parser raises for a form that is none is an ApiError (400)."""
+    try:
+        yield
+    except HttpProcessingError:  # it quotes all of what was sent
+        raise bad_request(
+            "the form cannot be read: a part has a header that is none, or one that is too long"
+        ) from None
+    except (ValueError, LookupError, RuntimeError, AssertionError, web.HTTPRequestEntityTooLarge) as error:
+        raise bad_request(f"the form cannot be read: {clean(str(error))}") from None
 
 
 async def read_field(part: BodyPartReader) -> str:
     data = b""
-    while chunk := await part.read_chunk(MAX_FIELD):
+    while chunk := await read_chunk(part, MAX_FIELD):
         data += chunk
         if len(data) > MAX_FIELD:
             raise bad_request(f"'{clean(part.name or '')}' is too long", param=clean(part.name or ""))
     return data.decode("utf-8", "replace")
+
+
+async def read_chunk(part: BodyPartReader, most: int) -> bytes:
+    """Nothing at its end. Raises ApiError (400)."""
+    with form_errors():
+        return await part.read_chunk(most)
 
 
 async def receive_file(part: BodyPartReader, upload: Upload, executor: Executor) -> None:
@@ -157,7 +211,7 @@ async def receive_file(part: BodyPartReader, upload: Upload, executor: Executor)
         fd = os.open(upload.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         held = bytearray()
-        while chunk := await part.read_chunk(CHUNK):
+        while chunk := await read_chunk(part, CHUNK):
             upload.num_bytes += len(chunk)
             if upload.num_bytes > upload.max_bytes:
                 raise too_large(upload.max_bytes >> 20)
@@ -195,7 +249,7 @@ def clean(name: str) -> str:
 
 
 async def list_files(request: web.Request) -> web.Response:
-    service, query = batch_service(request), Query(request, {"after", "limit", "order", "purpose"})
+    service, query = batch_service(request), Query(request, LIST_QUERY)
     limit, order, after = query.number("limit", PAGE, PAGE), query.order(), query.text("after")
     find = partial(service.store.files, query.text("purpose"), after, order, limit + 1, viewer_of(request))
     found = await asked(service, find, "file", after)
@@ -212,6 +266,7 @@ async def get_content(request: web.Request) -> web.StreamResponse:
     record, service = await find_file(request), batch_service(request)
     path = service.store.path(record.id)
     if not path.is_file():
+        await find_file(request)  # 404, when it was deleted meanwhile
         raise ApiError(500, f"the content of {record.id} is lost: its file is gone from the disk")
     headers = {"Content-Type": "application/octet-stream", "Content-Disposition": "attachment"}
     return web.FileResponse(path, chunk_size=CHUNK, headers=headers)
@@ -262,11 +317,14 @@ def file_object(record: FileRecord) -> FileObject:
 class Query:
     """The parameters of a list. Raises ApiError (400) for others."""
 
-    def __init__(self, request: web.Request, known: set[str]) -> None:
-        self._values = {name: clean(value) for name, value in request.query.items() if value}
-        for name in request.query:
+    def __init__(self, request: web.Request, known: Container[str]) -> None:
+        self._values: dict[str, str] = {}
+        for name, value in request.query.items():
             if name not in known:
                 raise bad_request(f"'{clean(name)}' is not supported", param=clean(name))
+            if name in self._values:
+                raise bad_request(f"'{name}' is given more than once", param=name)
+            self._values[name] = clean(value)
 
     def text(self, name: str) -> str | None:
         return self._values.get(name)

@@ -9,7 +9,7 @@ import toka_async
 from toka_async.openai.errors import bad_request, model_not_found
 from toka_async.openai.prompts import check_vocabulary, token_ids
 from toka_async.openai.requests import DetokenizeRequest, TokenizeRequest
-from toka_async.openai.responses import DetokenizeResponse, Model, ModelList, TokenizeResponse
+from toka_async.openai.responses import DetokenizeResponse, Health, Model, ModelList, TokenizeResponse, Version
 from toka_async.server.chat import wire_chat
 from toka_async.server.load import load_of
 from toka_async.server.respond import SERVICE, json_response, read_request
@@ -39,21 +39,21 @@ def served_model(service: Service) -> Model:
 async def health(request: web.Request) -> web.Response:
     """200 when requests are taken and every replica is there, else 503."""
     request.app[SERVICE].engine.check_whole()
-    return web.json_response({"status": "ok"})
+    return json_response(Health())
 
 
 async def ping(_request: web.Request) -> web.Response:
     """200 while the process answers, whatever the engine does."""
-    return web.json_response({"status": "ok"})
+    return json_response(Health())
 
 
 async def load(request: web.Request) -> web.Response:
     """How busy the server is: for routers and autoscalers, cheaper to read than /metrics."""
-    return web.json_response(load_of(request.app[SERVICE].engine))
+    return json_response(load_of(request.app[SERVICE].engine))
 
 
 async def version(_request: web.Request) -> web.Response:
-    return web.json_response({"version": toka_async.__version__})
+    return json_response(Version(toka_async.__version__))
 
 
 async def metrics(request: web.Request) -> web.Response:

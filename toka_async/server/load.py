@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Literal
+
+import msgspec
 
 from toka_async.server.engine import Engine
 from toka_async.server.metrics import usage
@@ -18,30 +20,51 @@ def show_load(engine: Engine) -> None:
     watch("processes_silent", "processes that have not answered lately: 0, or one hangs", lambda: len(engine.silent))
 
 
-def load_of(engine: Engine) -> dict[str, Any]:
+class ReplicaLoad(msgspec.Struct, frozen=True, kw_only=True):
+    replica: int
+    state: Literal["up", "starting", "lost"]
+    running: int
+    waiting: int
+    outstanding_tokens: int
+    kv_cache_usage: float
+
+
+class ServerLoad(msgspec.Struct, frozen=True, kw_only=True):
     """All together, then each replica; sequences (samples) run and wait, requests (prompts) are held.
 
     `outstanding_tokens` is what requests may still have to compute: prompts, and `max_tokens` of every open sample.
     """
+
+    requests: int
+    max_requests: int
+    running: int
+    waiting: int
+    outstanding_tokens: int
+    kv_cache_usage: float
+    replicas: list[ReplicaLoad]
+
+
+def load_of(engine: Engine) -> ServerLoad:
+    """As of now."""
     outstanding = engine.replicas.router.outstanding
     each = [
-        {
-            "replica": index,
-            "state": "up" if replica.lost is None and replica.ready else "lost" if replica.lost else "starting",
-            "running": replica.stats.num_running,
-            "waiting": replica.stats.num_waiting,
-            "outstanding_tokens": int(tokens),
-            "kv_cache_usage": usage(replica.stats),
-        }
+        ReplicaLoad(
+            replica=index,
+            state="up" if replica.lost is None and replica.ready else "lost" if replica.lost else "starting",
+            running=replica.stats.num_running,
+            waiting=replica.stats.num_waiting,
+            outstanding_tokens=int(tokens),
+            kv_cache_usage=usage(replica.stats),
+        )
         for index, (replica, tokens) in enumerate(zip(engine.replicas.replicas, outstanding, strict=True))
     ]
     stats = engine.stats
-    return {
-        "requests": engine.num_requests,
-        "max_requests": engine.max_requests,
-        "running": stats.num_running,
-        "waiting": stats.num_waiting,
-        "outstanding_tokens": sum(int(tokens) for tokens in outstanding),
-        "kv_cache_usage": usage(stats),
-        "replicas": each,
-    }
+    return ServerLoad(
+        requests=engine.num_requests,
+        max_requests=engine.max_requests,
+        running=stats.num_running,
+        waiting=stats.num_waiting,
+        outstanding_tokens=sum(int(tokens) for tokens in outstanding),
+        kv_cache_usage=usage(stats),
+        replicas=each,
+    )

@@ -14,6 +14,7 @@ from toka_async.client.exchange import MARGIN, Exchange
 from toka_async.client.pending import News, Pending, Wishes
 from toka_async.client.results import Result
 from toka_async.protocol import (
+    DTYPES,
     Ack,
     Buffer,
     Cancellation,
@@ -23,6 +24,7 @@ from toka_async.protocol import (
     FromClient,
     FromServer,
     Hello,
+    PromptLogprobs,
     ProtocolError,
     Results,
     Submission,
@@ -215,6 +217,91 @@ def test_what_passes_is_tried_again_later_and_what_does_not_is_told() -> None:
     assert wire.submitted() == [[1, 2, 3]]
     wire.result(3, 3)
     assert wire.submitted() == [[1, 2, 3], [1]]
+
+
+def test_one_that_is_tried_again_begins_from_nothing() -> None:
+    """Also when a part of it had come, as from a replica that is gone."""
+    wire = Wire()
+    wire.welcome()
+    wire.ask(1, n=2)
+    wire.result(1, 1)
+    wire.error(2, 1, "not_serving")
+    wire.exchange.retry()
+    wire.exchange.flush()
+    assert wire.submitted() == [[1], [1]]
+    wire.result(3, 1)
+    assert not wire.news
+    wire.result(4, 1, sample=1)
+    result = wire.news[1]
+    assert isinstance(result, Result)
+    assert len(result.samples) == 2
+
+
+def test_a_stream_that_has_begun_is_not_tried_again() -> None:
+    wire = Wire()
+    wire.welcome()
+    wire.ask(1, n=2, stream=True)
+    wire.result(1, 1)
+    wire.error(2, 1, "not_serving")
+    assert isinstance(wire.news[1], RequestError)
+    assert wire.retries == [2.0]
+    assert wire.exchange.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"samples": [2]}, "samples"),
+        ({"samples": [-1]}, "samples"),
+        ({"reasons": [0]}, "reasons"),
+        ({"reasons": [4]}, "reasons"),
+        ({"reasons": [-1]}, "reasons"),
+        ({"counts": [2]}, "counts"),
+        ({"counts": [-1]}, "counts"),
+        ({"counts": [1, 0]}, "counts"),
+        ({"cached": None}, "cached"),
+        ({"token_ids": None}, "token_ids"),
+        ({"logprobs": [0.0, 0.0]}, "logprobs"),
+        ({"stops": [0]}, "stops"),
+        ({"texts": [0xE2], "text_lengths": [1]}, "texts"),
+        ({"texts": [65], "text_lengths": [2]}, "text_lengths"),
+        ({"texts": [65]}, "text_lengths"),
+    ],
+)
+def test_results_that_do_not_fit_are_an_error_that_names_the_column(
+    change: dict[str, list[int] | None], field: str
+) -> None:
+    wire = Wire()
+    wire.welcome()
+    wire.ask(1, n=2)
+    good = {"ids": [1], "samples": [0], "counts": [1], "reasons": [2], "cached": [0], "token_ids": [7]}
+    columns: dict[str, list[int] | None] = {**good, **change}
+    made = {name: np.asarray(values, DTYPES[name]) for name, values in columns.items() if values is not None}
+    with pytest.raises(ProtocolError) as caught:
+        wire.exchange.on_frames(pack(Results(seq=1, columns=tuple(made)), made))
+    assert caught.value.field == field
+    assert not wire.news
+
+
+def test_log_probs_that_do_not_fit_are_an_error() -> None:
+    wire = Wire()
+    wire.welcome()
+    wire.ask(1)
+    columns: Columns = {"logprobs": np.zeros(2, np.float32), "top_ids": np.zeros(3, np.int32)}
+    with pytest.raises(ProtocolError, match="top_logprobs"):
+        wire.say(PromptLogprobs(seq=1, id=1, num_top=1, columns=tuple(columns)), columns)
+    columns["top_logprobs"] = np.zeros(2, np.float32)
+    with pytest.raises(ProtocolError, match="top_ids"):
+        wire.say(PromptLogprobs(seq=2, id=1, num_top=1, columns=tuple(columns)), columns)
+
+
+def test_a_sample_that_ends_twice_is_an_error() -> None:
+    wire = Wire()
+    wire.welcome()
+    wire.ask(1, n=2)
+    wire.result(1, 1)
+    with pytest.raises(ProtocolError, match="twice"):
+        wire.result(2, 1)
 
 
 def test_a_closed_session_begins_anew_unless_it_is_refused() -> None:

@@ -160,10 +160,10 @@ async def test_a_huge_body_without_a_length(server: WebServer) -> None:
         assert "max_body_mb" in checked_error(await response.json())["message"]
 
 
-async def test_an_unknown_expectation(server: WebServer) -> None:
-    async with server.http.post(
-        server.url + "/v1/completions", data="{}", headers={"Expect": "the-unexpected"}
-    ) as response:
+@pytest.mark.parametrize(("method", "path"), [("POST", "/v1/completions"), ("GET", "/v1/models")])
+async def test_an_unknown_expectation(server: WebServer, method: str, path: str) -> None:
+    headers = {"Expect": "the-unexpected"}
+    async with server.http.request(method, server.url + path, data="{}", headers=headers) as response:
         assert response.status == 417
         checked_error(await response.json())
 

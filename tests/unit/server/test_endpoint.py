@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.direct import SESSION, Bare, bare_endpoint, turns
 from tests.fake_scheduler import FakeScheduler
@@ -333,68 +331,3 @@ async def test_a_client_that_takes_nothing_is_cut_off(bare: Bare) -> None:
     assert bare.endpoint.num_sessions == 0
     bare.hello()
     assert not bare.heard(Welcome)[-1][0].resumed
-
-
-# ---- whatever else is sent
-
-
-WORDS = st.sampled_from(["", "a", "temperature", "text", "stop", "n", "\x00"])
-ANY = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | WORDS | st.binary(max_size=9)
-NAMES = ["ids", "lengths", "prompts", "texts", "seeds", "counts"]
-SUBMITTED = st.builds(
-    lambda fields, columns: [
-        msgspec.msgpack.encode({"type": "submit", "fields": fields, "columns": list(columns)}),
-        *columns.values(),
-    ],
-    st.dictionaries(WORDS, ANY | st.lists(ANY, max_size=2), max_size=3),
-    st.dictionaries(st.sampled_from(NAMES), st.sampled_from([b"", bytes(4), bytes(8), bytes(7), b"\xff" * 8])),
-)
-OTHERS = st.builds(
-    lambda kind, fields, frames: [msgspec.msgpack.encode({"type": kind, **fields}), *frames],
-    st.sampled_from(["hello", "cancel", "ack", "ping", "results", "nonsense"]),
-    st.dictionaries(st.sampled_from(["versions", "session", "ack", "columns", "received"]), ANY | st.lists(ANY)),
-    st.lists(st.binary(max_size=16), max_size=2),
-)
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[tuple[asyncio.AbstractEventLoop, Bare]]:
-    """One endpoint for all that is sent to it."""
-    loop = asyncio.new_event_loop()
-
-    async def make() -> tuple[Bare, object]:
-        manager = bare_endpoint(FakeScheduler())
-        return manager.__enter__(), manager
-
-    bare, manager = loop.run_until_complete(make())
-    yield loop, bare
-    manager.__exit__(None, None, None)  # type: ignore[attr-defined]
-    loop.run_until_complete(loop.shutdown_default_executor())
-    loop.close()
-
-
-@settings(deadline=None, max_examples=150)
-@given(frames=st.lists(st.binary(max_size=40), max_size=4) | SUBMITTED | OTHERS)
-def test_nothing_that_is_sent_harms_the_endpoint(
-    world: tuple[asyncio.AbstractEventLoop, Bare], frames: list[bytes]
-) -> None:
-    loop, bare = world
-
-    async def send() -> None:
-        bare.wire.sent.clear()
-        bare.hello(session=b"hostile_" * 2)
-        bare.wire.deliver([b"one", *frames])
-        bare.wire.deliver([b"nobody", *frames])
-        await turns()
-        assert not [error for error, _ in bare.heard(Error) if error.status == 500]
-        bare.hello(identity=b"good", session=b"faithful" * 2)
-        number = bare.endpoint._sessions[b"faithful" * 2].delivery._seq + 1
-        bare.submit(number, max_tokens=1, identity=b"good")
-        for _ in range(50):
-            await turns()
-            if number in bare.ended(b"good"):
-                break
-        assert number in bare.ended(b"good")
-        bare.say(Ack(ack=10**9), identity=b"good")
-
-    loop.run_until_complete(send())

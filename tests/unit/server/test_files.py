@@ -13,9 +13,12 @@ import aiohttp
 import pytest
 
 from tests.web_server import WebServer, checked_error, web_server
+from toka_async.batches.records import FileRecord
 from toka_async.server.files import BATCHES
 
 LINE = b'{"custom_id": "a"}\n'
+
+CHARSET = b'--x\r\nContent-Disposition: form-data; name="_charset_"\r\n\r\nVALUE\r\n--x--'  # RFC 7578, 4.6
 
 
 @pytest.fixture
@@ -99,6 +102,8 @@ async def test_pages(server: WebServer) -> None:
         ("limit=10001", 400, "limit"),
         ("limit=-1", 400, "limit"),
         ("limit=%D9%A3", 400, "limit"),
+        ("limit=", 400, "limit"),
+        ("limit=1&limit=2", 400, "limit"),
         ("order=up", 400, "order"),
         ("color=red", 400, "color"),
         ("after=file-nope", 404, "id"),
@@ -167,10 +172,39 @@ async def test_wrong_forms(server: WebServer, tmp_path: Path, sent: aiohttp.Form
             b"--x\r\nContent-Type: multipart/mixed; boundary=y\r\n\r\n--y\r\n\r\n--y--\r\n--x--",
             "multipart/form-data; boundary=x",
         ),
+        (b'--x\r\nContent-Disposition: form-data; name="\x0f"\r\n\r\n\r\n--x--', "multipart/form-data; boundary=x"),
+        (b"--x\r\nX: " + b"y" * 9000 + b"\r\n\r\n\r\n--x--", "multipart/form-data; boundary=x"),
+        (b"--x\r\n" + b"X: y\r\n" * 200 + b"\r\n\r\n--x--", "multipart/form-data; boundary=x"),
+        (CHARSET.replace(b"VALUE", b"y" * 40), "multipart/form-data; boundary=x"),
+        (CHARSET.replace(b"--x", b"--" + b"x" * 60), "multipart/form-data; boundary=" + "x" * 60),
     ],
 )
 async def test_what_is_no_form(server: WebServer, body: bytes, kind: str) -> None:
-    await upload(server, body, 400, **{"Content-Type": kind})
+    error = await upload(server, body, 400, **{"Content-Type": kind})
+    assert len(error["message"]) < 400
+
+
+async def test_a_field_that_is_given_twice(server: WebServer) -> None:
+    sent = form()
+    sent.add_field("purpose", "batch")
+    assert (await upload(server, sent, 400))["param"] == "purpose"
+
+
+async def test_a_file_that_is_deleted_while_it_is_asked_for(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, service = await upload(server, form()), server.app[BATCHES]
+    assert service is not None
+    find = service.store.file
+
+    def found_and_deleted(file_id: str) -> FileRecord:
+        record = find(file_id)
+        monkeypatch.undo()
+        service.store.remove_file(file_id)
+        return record
+
+    monkeypatch.setattr(service.store, "file", found_and_deleted)
+    status, answer = await server.get(f"/v1/files/{made['id']}/content")
+    assert status == 404
+    assert checked_error(answer)["code"] == "not_found"
 
 
 async def test_two_files(server: WebServer, tmp_path: Path) -> None:
