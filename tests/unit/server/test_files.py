@@ -195,8 +195,8 @@ async def test_a_file_that_is_deleted_while_it_is_asked_for(server: WebServer, m
     assert service is not None
     find = service.store.file
 
-    def found_and_deleted(file_id: str) -> FileRecord:
-        record = find(file_id)
+    def found_and_deleted(file_id: str, viewer: str | None) -> FileRecord:
+        record = find(file_id, viewer)
         monkeypatch.undo()
         service.store.remove_file(file_id)
         return record
