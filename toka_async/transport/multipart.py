@@ -129,7 +129,10 @@ class Router(FrameSocket):
 
 
 class Dealer(FrameSocket):
-    """Connects, again and again when the connection breaks; what was not sent by then is lost.
+    """Connects, again and again when the connection breaks; what was not sent by then may come over the next one.
+
+    ZMQ_IMMEDIATE would drop it, but ends the process: when libzmq (4.3.5) hears of a break between two frames of a
+    message that is being received, its queue is gone, and the rest of the message with it.
 
     Args:
         on_connected: called when a connection is made, also anew. on_lost: called when it is broken, or refused for
@@ -147,7 +150,6 @@ class Dealer(FrameSocket):
         alive: float = 30.0,
     ) -> None:
         socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.SNDHWM, 0)  # whoever sends is bounded by the other end's credit
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import zmq
 
+from tests.cuttable import Cuttable
 from toka_async.transport.multipart import SMALL, TURN, Dealer, Frame, Router
 
 MAX_FRAME = 1 << 20
@@ -25,8 +26,8 @@ class Wires:
         self._dealers: list[Dealer] = []
         self.router.attach(asyncio.get_running_loop(), self.heard.append)
 
-    async def dealer(self, heard: Callable[[list[Frame]], None] = print) -> Dealer:
-        made, connected = Dealer(self.context, self.router.address), asyncio.Event()
+    async def dealer(self, heard: Callable[[list[Frame]], None] = print, url: str = "") -> Dealer:
+        made, connected = Dealer(self.context, url or self.router.address), asyncio.Event()
         self._dealers.append(made)
         made.connect(asyncio.get_running_loop(), heard, connected.set, self.lost.append)
         async with asyncio.timeout(5):
@@ -83,6 +84,25 @@ async def test_a_frame_that_is_too_long_ends_its_connection_and_no_other(wires: 
     assert good.send([b"hello"])
     await until(lambda: wires.heard)
     assert [bytes(frames[1]) for frames in wires.heard] == [b"hello"]
+
+
+async def test_a_connection_that_breaks_cuts_no_message_in_two(wires: Wires) -> None:
+    """Messages of many frames wait when it breaks: the library looks for news of connections amid them."""
+    heard: list[list[Frame]] = []
+    async with Cuttable(wires.router.address) as proxy:
+        dealer = await wires.dealer(heard.append, proxy.url)
+        dealer.send([b"hello"])
+        await until(lambda: wires.heard)
+        asyncio.get_running_loop().remove_reader(dealer.socket.fileno())
+        await asyncio.sleep(0.01)
+        for _ in range(9):
+            wires.router.send([wires.heard[0][0], *([b"x"] * 97)])
+        await asyncio.sleep(0.1)
+        assert len(dealer.socket.recv_multipart(zmq.NOBLOCK)) == 97
+        proxy.cut()
+        await asyncio.sleep(0.1)
+        dealer.drain()
+    assert {len(frames) for frames in heard} == {97}
 
 
 async def test_nobody_is_there(wires: Wires) -> None:
