@@ -1,0 +1,20 @@
+"""A small storm: every kind of client, deaths of every kind, and nothing is lost. `scripts/chaos.py` makes long ones."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.chaos.killer import REPLICAS
+from tests.chaos.storm import Era, Storm, short_folder
+
+
+def test_nothing_is_lost_in_a_storm() -> None:
+    eras = [Era("everything", 4, 0.8, ("server", "rank", "group")), Era("replicas", 3, 0.7, REPLICAS)]
+    with short_folder() as folder:
+        outcome = asyncio.run(Storm(folder, seed=7, step_ms=1, request_timeout=2).run(eras, lambda _era: None, 20))
+    figures = outcome.tally.figures()
+    assert not outcome.tally.faults, outcome.tally.faults[:5]
+    assert outcome.tally.num_lost == 0, figures
+    right = {kind for kind, end in outcome.tally.ends if end == "right"}
+    assert right >= {"http", "http stream", "zmq", "zmq many", "zmq stream", "batch line"}
+    assert outcome.num_starts >= 2
