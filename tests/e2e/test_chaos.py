@@ -1,4 +1,4 @@
-"""A small storm: every kind of client, deaths of every kind, and nothing is lost. `scripts/chaos.py` makes long ones."""
+"""A small storm: clients of every kind, deaths of all kinds, and nothing is lost. `scripts/chaos.py` makes long ones."""
 
 from __future__ import annotations
 

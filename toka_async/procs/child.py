@@ -2,7 +2,8 @@
 
 Standard input is a child's lifeline and order channel: the first line is its spec, later lines are orders, and the end
 of it means that the parent was killed (it says Stop otherwise), so the child exits at once, whatever its main thread
-does; one that is stopped is continued by Linux for that. Standard output carries statuses to the parent. Everything is one JSON line. Knows nothing of what a child does.
+does; Linux continues one that is stopped for that. Standard output carries statuses to the parent. Everything is one
+JSON line. Knows nothing of what a child does.
 """
 
 from __future__ import annotations

@@ -145,7 +145,8 @@ class Session:
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def _encode(self, requests: Submitted, plan: Plan) -> None:
-        """Texts to token ids, in a task."""
+        """Texts to token ids, in a task. Raises NotServingError: none is taken."""
+        self._service.engine.check_serving()
         texts: dict[int, str] = {}
         for key, data in zip(requests.ids.tolist(), requests.prompts(), strict=True):
             try:
@@ -163,7 +164,11 @@ class Session:
     async def _encode_all(self, texts: dict[int, str], seeds: Int64, plan: Plan) -> None:
         try:
             prompts = await self._service.tokenize_all(list(texts.values()), plan.add_special_tokens)
-        except Exception as error:
+        except Exception:
+            if self._service.engine.is_closing:  # the threads are gone: what is not taken can be asked for again
+                error = NotServingError("the server is shutting down")
+            elif as_api_error(error).code == "internal_error":
+                logger.exception("prompts of direct submission were not tokenized")
             self.on_failed(np.asarray(self._still_encoding(texts), np.int64), error)
             return
         keys = self._still_encoding(texts)

@@ -251,6 +251,23 @@ async def test_a_wrong_field_is_named(bare: Bare, fields: dict[str, Any], param:
     assert {error.param for error, _ in bare.heard(Error)} == {param}
 
 
+async def test_texts_that_come_while_the_server_ends_can_be_asked_for_again(bare: Bare) -> None:
+    """The threads that turn them into ids are gone before the connections are."""
+    bare.hello()
+    bare.service.executor.shutdown()
+    columns: Columns = {
+        "ids": np.asarray([1]),
+        "lengths": np.asarray([1], np.int32),
+        "texts": np.asarray([97], np.uint8),
+    }
+    raw = msgspec.Raw(msgspec.msgpack.encode({}))
+    bare.say(Submission(fields=raw, ack=0, columns=tuple(columns)), columns)
+    bare.service.engine.begin_drain()
+    await turns()
+    ((error, _),) = bare.heard(Error)
+    assert error.code == "not_serving"
+
+
 @pytest.mark.parametrize(
     ("columns", "field"),
     [

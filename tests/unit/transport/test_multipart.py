@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextvars import ContextVar
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tests.cuttable import Cuttable
 from toka_async.transport.multipart import SMALL, TURN, Dealer, Frame, Router
 
 MAX_FRAME = 1 << 20
+WHOSE: ContextVar[str] = ContextVar("whose", default="nobody's")
 
 
 class Wires:
@@ -67,6 +69,21 @@ async def test_frames_go_both_ways(wires: Wires) -> None:
     assert wires.router.send([identity, b"back", column])
     await until(lambda: answers)
     assert [bytes(frame)[:4] for frame in answers[0]] == [b"back", bytes(4)]
+
+
+async def test_what_comes_belongs_to_nobody_who_sends(wires: Wires) -> None:
+    """What a task logs about, say, is not about a message that is taken because the task has sent something."""
+    seen: list[str] = []
+    dealer = await wires.dealer(lambda _frames: seen.append(WHOSE.get()))
+    dealer.send([b"hello"])
+    await until(lambda: wires.heard)
+    asyncio.get_running_loop().remove_reader(dealer.socket.fileno())
+    wires.router.send([wires.heard[0][0], b"news"])
+    WHOSE.set("a task's")
+    await asyncio.sleep(0.05)
+    dealer.send([b"more"])
+    await until(lambda: seen)
+    assert seen == ["nobody's"]
 
 
 async def test_more_messages_than_a_turn(wires: Wires) -> None:
