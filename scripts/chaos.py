@@ -27,6 +27,7 @@ from tests.chaos.storm import Era, Storm, short_folder
 SHARES = (0.4, 0.3, 0.3)
 PAUSE = 3.0  # seconds between two deaths, on average
 REPORT = 30.0
+SHOWN = 500  # characters of a fault
 SETTLE = 60.0  # seconds in which everything must have ended
 
 
@@ -85,6 +86,7 @@ class Reporter:
         self._storm = storm
         self._began = self._shown = time.monotonic()
         self._era = ""
+        self._num_faults = 0
 
     def show(self, era: Era) -> bool:
         """Whether another part has begun."""
@@ -97,6 +99,9 @@ class Reporter:
                 f"{tally.num_open} under way, {tally.num_wrong} wrong, {len(tally.faults)} faults",
                 flush=True,
             )
+            for fault in tally.faults[self._num_faults :]:
+                print(f"  {fault[:SHOWN]}", flush=True)
+            self._num_faults = len(tally.faults)
         return is_new
 
 

@@ -146,7 +146,7 @@ class BatchClients:
             if batch["status"] in FINAL:
                 break
             if cancels and self._draw.random() < 0.3:
-                await self._call(http, "POST", f"{path}/cancel")
+                await self._call(http, "POST", f"{path}/cancel", ended=(400, "batch_ended"))
                 cancels = False
             await asyncio.sleep(POLL)
             if stop.is_set():
@@ -196,7 +196,7 @@ class BatchClients:
         """A deletion that broke off may have been done."""
         for name in ("input_file_id", "output_file_id", "error_file_id"):
             if batch[name] is not None:
-                await self._call(http, "DELETE", f"/v1/files/{batch[name]}", gone=True)
+                await self._call(http, "DELETE", f"/v1/files/{batch[name]}", ended=(404, ""))
 
     async def _call(
         self,
@@ -205,7 +205,7 @@ class BatchClients:
         path: str,
         *,
         raw: bool = False,
-        gone: bool = False,
+        ended: tuple[int, str] | None = None,
         **fields: Any,
     ) -> Any:
         """Raises BrokenError."""
@@ -228,7 +228,7 @@ class BatchClients:
             if response.status == 503:
                 item.end("not accepted")
                 raise BrokenError
-            if response.status == 200 or (gone and response.status == 404):
+            if response.status == 200 or (ended and response.status == ended[0] and ended[1].encode() in data):
                 item.end("answered")
                 return data if raw else json.loads(data)
             item.wrong(f"{method} {path}: {response.status} {data[:500]!r}")

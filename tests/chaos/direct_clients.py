@@ -59,7 +59,10 @@ class WatchedClient(Client):
 class DirectClient:
     """One session after the other, each of many requests, until it is told to stop."""
 
-    def __init__(self, service: Service, questions: Questions, tally: Tally, draw: random.Random) -> None:
+    def __init__(
+        self, service: Service, questions: Questions, tally: Tally, draw: random.Random, *, is_calm: bool = False
+    ) -> None:
+        self._vanishing = 0.0 if is_calm else VANISHING
         self._service = service
         self._questions = questions
         self._tally = tally
@@ -82,7 +85,7 @@ class DirectClient:
         until = asyncio.get_running_loop().time() + self._draw.uniform(1, 8)
         async with WatchedClient(proxy.url, self._tally) as client:
             cutting = asyncio.create_task(self._cut(proxy))
-            vanishes = self._draw.random() < VANISHING
+            vanishes = self._draw.random() < self._vanishing
             askers = [asyncio.create_task(self._ask_on(client, until, stop)) for _ in range(AT_ONCE)]
             if vanishes:
                 await asyncio.sleep(self._draw.uniform(0.1, 3))

@@ -140,14 +140,14 @@ class Storm:
             stop.set()
 
     @asynccontextmanager
-    async def _clients(self, stop: asyncio.Event) -> AsyncIterator[None]:
-        """All of them; those that are told to stop end what they have begun."""
+    async def _clients(self, stop: asyncio.Event, *, is_calm: bool = False) -> AsyncIterator[None]:
+        """All of them; those that are told to stop end what they have begun. is_calm: none vanishes."""
         asked = (self.service, self._questions, self.outcome.tally)
         async with asyncio.TaskGroup() as group:
             for _ in range(NUM_HTTP):
                 group.create_task(HttpClient(*asked, self._drawn()).run(stop))
             for _ in range(NUM_DIRECT):
-                group.create_task(DirectClient(*asked, self._drawn()).run(stop))
+                group.create_task(DirectClient(*asked, self._drawn(), is_calm=is_calm).run(stop))
             for _ in range(NUM_BATCH):
                 group.create_task(self._batches.run(stop))
             yield
@@ -165,7 +165,7 @@ class Storm:
         async with aiohttp.ClientSession() as http:
             await asyncio.gather(*(ask(http, index) for index in range(len(self._questions.answerable))))
         stop = asyncio.Event()
-        async with self._clients(stop):
+        async with self._clients(stop, is_calm=True):
             await asyncio.sleep(0.5)
             stop.set()
 

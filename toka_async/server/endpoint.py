@@ -32,7 +32,6 @@ from toka_async.protocol import (
 )
 from toka_async.server.accounts import Account
 from toka_async.server.delivery import WINDOW, CreditError, Delivery
-from toka_async.server.jobs import NotServingError
 from toka_async.server.plans import Plans
 from toka_async.server.service import Service
 from toka_async.server.session import Session
@@ -149,11 +148,12 @@ class Endpoint:
         if self._stopping:
             self._send(identity, Closed(code="stopping", message="the server is shutting down"))
             return
-        try:
-            limits = self._service.limits()
-        except NotServingError as error:
-            self._send(identity, Error(status=503, code="not_serving", message=str(error), retry_after=1))
+        ready = self._service.engine.ready
+        if ready is None:  # later a client that comes back is let in whatever its requests are told: it is owed results
+            message = "the engine is still starting"
+            self._send(identity, Error(status=503, code="not_serving", message=message, retry_after=1))
             return
+        limits = self._service.limits_of(ready)
         session = self._sessions.get(hello.session)
         resumed, account = session is not None, self._account()
         if session is None:

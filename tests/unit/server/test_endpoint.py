@@ -101,6 +101,21 @@ async def test_a_broken_connection_is_taken_up_where_it_broke(bare: Bare) -> Non
     assert bare.ended(b"three") == [3]
 
 
+async def test_a_client_comes_back_while_every_replica_is_away(bare: Bare) -> None:
+    """It hears what became of its requests, and is not taken for one that says nothing."""
+    bare.hello()
+    bare.submit(1, max_tokens=2)
+    bare.wire.gone.add(b"one")
+    bare.service.engine.lose(0, 1, "it was killed", bare.scheduler)
+    await turns()
+    bare.hello(identity=b"two")
+    ((welcome, _),) = bare.heard(Welcome, b"two")
+    assert welcome.resumed
+    bare.submit(2, identity=b"two")
+    await turns()
+    assert [error.code for error, _ in bare.heard(Error, b"two")] == ["engine_stopped", "not_serving"]
+
+
 async def test_a_client_that_says_nothing_for_too_long_is_gone() -> None:
     with bare_endpoint(zmq_grace=0.3) as bare:
         bare.hello()
