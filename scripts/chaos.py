@@ -1,4 +1,4 @@
-"""A long storm over a server of two replicas: nothing that it accepted may be lost, and nothing may be left of it.
+"""A long storm over a server: nothing that it accepted may be lost, and nothing may be left of it.
 
 Clients over HTTP, files and batches, and ZeroMQ ask what has one right answer (the model is simulated), leave, cancel
 and come back; meanwhile processes are killed (SIGKILL), stopped (SIGSTOP) and started again. Three parts, 4 : 3 : 3 of
@@ -36,11 +36,13 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--pause", type=float, default=PAUSE, help="seconds between two deaths, on average")
+    parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--step-ms", type=float, default=2.0, help="milliseconds of a simulated step")
     parser.add_argument("--log", type=Path, help="where what the servers said is kept")
     options = parser.parse_args()
     with short_folder() as folder:
-        storm = Storm(folder, options.seed, options.step_ms, request_timeout=3)
+        sizes = {"step_ms": options.step_ms, "request_timeout": 3.0, "num_replicas": options.replicas}
+        storm = Storm(folder, options.seed, **sizes)
         try:
             figures = asyncio.run(rage(storm, options.minutes * 60, options.pause))
         finally:

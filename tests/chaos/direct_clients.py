@@ -21,6 +21,7 @@ from toka_async.transport.multipart import Frame
 
 HANG = 90.0  # seconds after which a request without an end is lost: servers that start again included
 AT_ONCE = 12
+LAST_WORDS = 0.05  # seconds for a client's goodbye to get through the proxy
 CANCELLED, LONG, WRONG, STREAMED, MANY = 0.12, 0.02, 0.03, 0.3, 0.2  # shares of requests
 VANISHING = 0.4  # share of sessions that end without a word
 EXPECTED = {"engine_stopped": "engine stopped", "timeout": "timed out"}
@@ -75,6 +76,7 @@ class DirectClient:
                 try:
                     async with Cuttable(self._service.zmq_url) as proxy:
                         await self._session(proxy, stop)
+                        await asyncio.sleep(LAST_WORDS)
                 except ConnectionLostError as error:
                     item.wrong(f"no connection: {error}")
                     await asyncio.sleep(1.0)

@@ -19,7 +19,8 @@ EVERYTHING = (*REPLICAS, "server", "parent", "group", "hung server", "paused par
 class Killer:
     """Does one of `kinds` every `seconds`, on average."""
 
-    def __init__(self, service: Service, tally: Tally, draw: random.Random) -> None:
+    def __init__(self, service: Service, tally: Tally, draw: random.Random, num_replicas: int) -> None:
+        self._num_replicas = num_replicas
         self._service = service
         self._tally = tally
         self._draw = draw
@@ -40,12 +41,12 @@ class Killer:
         self._tally.kills[kind] += 1
         match kind:
             case "rank" | "scheduler":
-                self._send(self._one(children, kind), signal.SIGKILL)
+                self._end_replica(self._one(children, kind), signal.SIGKILL)
             case "hung rank" | "hung scheduler":
-                self._send(self._one(children, kind.split()[1]), signal.SIGSTOP)
+                self._end_replica(self._one(children, kind.split()[1]), signal.SIGSTOP)
             case "both replicas":
                 for pid in (pid for name, pid in children.items() if name.startswith("scheduler")):
-                    self._send(pid, signal.SIGKILL)
+                    self._end_replica(pid, signal.SIGKILL)
             case "pause":
                 await self._pause(self._draw.choice(list(children.values())))
             case "paused parent":
@@ -73,6 +74,13 @@ class Killer:
         self._send(pid, signal.SIGSTOP)
         await asyncio.sleep(self._draw.uniform(0.05, 0.5))
         self._send(pid, signal.SIGCONT)
+
+    def _end_replica(self, pid: int | None, number: int) -> None:
+        """With the only one everything ends."""
+        if self._num_replicas == 1:
+            self._end_front(pid, number)
+        else:
+            self._send(pid, number)
 
     def _end_front(self, pid: int | None, number: int) -> None:
         self._service.doom()

@@ -26,7 +26,6 @@ OPTIONS = (
     "model.path=demo",
     "model.device=simulated",
     "simulated.end_rate=0.01",
-    "parallel.dp=2",
     "cache.num_tokens=8192",
     "schedule.max_seqs=64",
     "server.hang_timeout=1.5",
@@ -80,8 +79,15 @@ def short_folder() -> Iterator[Path]:
 class Storm:
     """One server, its clients and its killer. `seed` says what is asked and what is done when, as far as a seed can."""
 
-    def __init__(self, folder: Path, seed: int, step_ms: float, request_timeout: float) -> None:
-        own = (f"simulated.step_ms={step_ms:g}", f"server.request_timeout={request_timeout:g}")
+    def __init__(
+        self, folder: Path, seed: int, *, step_ms: float, request_timeout: float, num_replicas: int = 2
+    ) -> None:
+        own = (
+            f"simulated.step_ms={step_ms:g}",
+            f"server.request_timeout={request_timeout:g}",
+            f"parallel.dp={num_replicas}",
+        )
+        self._num_replicas = num_replicas
         self.service = Service(folder, *OPTIONS, *own)
         self.outcome = Outcome(Tally())
         self._draw = random.Random(seed)
@@ -131,7 +137,7 @@ class Storm:
         stop = asyncio.Event()
         async with self._clients(stop), asyncio.TaskGroup() as group:
             if era.kinds:
-                killer = Killer(self.service, self.outcome.tally, self._drawn())
+                killer = Killer(self.service, self.outcome.tally, self._drawn(), self._num_replicas)
                 group.create_task(killer.run(stop, era.pause, era.kinds))
             until = asyncio.get_running_loop().time() + era.seconds
             while (left := until - asyncio.get_running_loop().time()) > 0:
