@@ -150,8 +150,8 @@ class Endpoint:
             return
         ready = self._service.engine.ready
         if ready is None:  # later a client that comes back is let in whatever its requests are told: it is owed results
-            message = "the engine is still starting"
-            self._send(identity, Error(status=503, code="not_serving", message=message, retry_after=1))
+            starting = "the engine is still starting"
+            self._send(identity, Error(status=503, code="not_serving", message=starting, retry_after=1))
             return
         limits = self._service.limits_of(ready)
         session = self._sessions.get(hello.session)
