@@ -17,7 +17,7 @@ import aiohttp
 
 from tests.chaos.questions import Question, Questions, whole_answer
 from tests.chaos.service import Service
-from tests.chaos.tally import Item, Tally
+from tests.chaos.tally import REFUSED, Item, Tally
 
 POLL = 0.1  # seconds
 ANSWER = HANG = 60.0  # seconds until a call is answered
@@ -226,7 +226,7 @@ class BatchClients:
                     item.wrong(f"{method} {path}: {error!r}")
                 raise BrokenError from None
             if response.status == 503:
-                item.end("not accepted")
+                item.end(REFUSED)
                 raise BrokenError
             if response.status == 200 or (ended and response.status == ended[0] and ended[1].encode() in data):
                 item.end("answered")

@@ -16,11 +16,11 @@ import aiohttp
 
 from tests.chaos.questions import Question, Questions, Sample, whole_answer
 from tests.chaos.service import Service
-from tests.chaos.tally import Item, Tally
+from tests.chaos.tally import REFUSED, Item, Tally
 
 HANG = 60.0  # seconds after which a request without an end is lost
 PAUSE = 0.05  # after a refusal
-REFUSED = ("not accepted", "broken with the front end")
+PAUSED = (REFUSED, "broken with the front end")
 LEAVING, LONG, WRONG, STREAMED, SLOW = 0.15, 0.02, 0.03, 0.5, 0.1  # shares of requests
 EXPECTED = {"engine_stopped": "engine stopped", "timeout": "timed out", "overloaded": "overloaded"}
 
@@ -51,7 +51,7 @@ class HttpClient:
         leaves = self._draw.random() < LEAVING
         with self._tally.item("http stream" if streamed else "http") as item:
             await self._watched(item, self._stream(item, question) if streamed else self._whole(item, question), leaves)
-        if item.outcome in REFUSED:
+        if item.outcome in PAUSED:
             await asyncio.sleep(PAUSE)
 
     async def _watched(self, item: Item, asking: Awaitable[None], leaves: bool) -> None:
@@ -124,7 +124,7 @@ class HttpClient:
     def _failed(self, item: Item, status: int, answer: dict[str, Any]) -> None:
         code = answer["error"]["code"]
         if status == 503:
-            item.end("not accepted")
+            item.end(REFUSED)
         elif code in EXPECTED:
             item.end(EXPECTED[code])
         else:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 MOST_FAULTS = 200
+REFUSED = "not accepted"  # the outcome of what was told at once to come again
 
 
 class Item:
@@ -87,6 +88,7 @@ class Tally:
         }
         return {
             "items": self.num_items,
+            "accepted": self.num_items - sum(count for (_, outcome), count in self.ends.items() if outcome == REFUSED),
             "lost": self.num_lost,
             "kills": dict(sorted(self.kills.items())),
             "ends": kinds,
