@@ -41,8 +41,7 @@ def main() -> int:
     parser.add_argument("--log", type=Path, help="where what the servers said is kept")
     options = parser.parse_args()
     with short_folder() as folder:
-        sizes = {"step_ms": options.step_ms, "request_timeout": 3.0, "num_replicas": options.replicas}
-        storm = Storm(folder, options.seed, **sizes)
+        storm = Storm(folder, options.seed, step_ms=options.step_ms, request_timeout=3, num_replicas=options.replicas)
         try:
             figures = asyncio.run(rage(storm, options.minutes * 60, options.pause))
         finally:

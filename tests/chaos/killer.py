@@ -12,7 +12,8 @@ from contextlib import suppress
 from tests.chaos.service import Service
 from tests.chaos.tally import Tally
 
-REPLICAS = ("rank", "scheduler", "rank", "scheduler", "hung rank", "hung scheduler", "both replicas", "pause")
+DEATHS = ("rank", "scheduler", "both replicas", "pause")
+REPLICAS = (*DEATHS, "rank", "scheduler", "hung rank", "hung scheduler")
 EVERYTHING = (*REPLICAS, "server", "parent", "group", "hung server", "paused parent", "SIGTERM", "parent of a hung one")
 
 

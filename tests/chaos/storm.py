@@ -28,8 +28,7 @@ OPTIONS = (
     "simulated.end_rate=0.01",
     "cache.num_tokens=8192",
     "schedule.max_seqs=64",
-    "server.hang_timeout=1.5",
-    "server.zmq_grace=3",
+    "server.zmq_grace=8",
     "server.drain_timeout=2",
     "server.stats_interval=0",
     "server.client_timeout=20",
@@ -41,17 +40,21 @@ UNEXPECTED = ("Traceback", "internal error", "AssertionError")  # in what the se
 
 @dataclass(frozen=True, slots=True)
 class Era:
-    """seconds: how long. kinds: what is done to the processes, every `pause` seconds. name: for people."""
+    """seconds: how long. kinds: what is done to the processes, every `pause` seconds. name: for people.
+
+    is_calm: no client of direct submission vanishes, so that nobody is waited for at the end.
+    """
 
     name: str
     seconds: float
     pause: float
     kinds: Sequence[str]
+    is_calm: bool = False
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What was found. series: memory by process (name and id), as (seconds, bytes)."""
+    """What was found. baseline, final: what processes used before and after."""
 
     tally: Tally
     baseline: dict[str, Use] = field(default_factory=dict)
@@ -80,9 +83,17 @@ class Storm:
     """One server, its clients and its killer. `seed` says what is asked and what is done when, as far as a seed can."""
 
     def __init__(
-        self, folder: Path, seed: int, *, step_ms: float, request_timeout: float, num_replicas: int = 2
+        self,
+        folder: Path,
+        seed: int,
+        *,
+        step_ms: float,
+        request_timeout: float,
+        hang_timeout: float = 2.0,
+        num_replicas: int = 2,
     ) -> None:
         own = (
+            f"server.hang_timeout={hang_timeout:g}",
             f"simulated.step_ms={step_ms:g}",
             f"server.request_timeout={request_timeout:g}",
             f"parallel.dp={num_replicas}",
@@ -135,7 +146,7 @@ class Storm:
 
     async def _era(self, era: Era, watch: Callable[[Era], None]) -> None:
         stop = asyncio.Event()
-        async with self._clients(stop), asyncio.TaskGroup() as group:
+        async with self._clients(stop, is_calm=era.is_calm), asyncio.TaskGroup() as group:
             if era.kinds:
                 killer = Killer(self.service, self.outcome.tally, self._drawn(), self._num_replicas)
                 group.create_task(killer.run(stop, era.pause, era.kinds))
