@@ -9,7 +9,7 @@ from tests.chaos.storm import Era, Storm, short_folder
 
 
 def test_nothing_is_lost_in_a_storm() -> None:
-    eras = [Era("everything", 1.8, 1, ("group",)), Era("replicas", 2.5, 0.6, DEATHS, is_calm=True)]
+    eras = [Era("everything", 1.8, 1, ("group",), is_calm=True), Era("replicas", 2.5, 0.6, DEATHS, is_calm=True)]
     with short_folder() as folder:
         storm = Storm(folder, seed=7, step_ms=1, request_timeout=2, hang_timeout=20)  # machines of CI may be slow
         outcome = asyncio.run(storm.run(eras, lambda _era: None, settle=20))
