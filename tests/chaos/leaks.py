@@ -11,13 +11,14 @@ from typing import Any
 
 from tests.chaos.service import Service
 
+SESSIONS = "toka:zmq_clients"
 ZERO = (
     "toka:num_requests_running",
     "toka:num_requests_waiting",
     "toka:kv_cache_pages_used",
     "toka:requests_held",
     "toka:zmq_requests_held",
-    "toka:zmq_clients",
+    SESSIONS,
     "toka:zmq_clients_connected",
     "toka:zmq_buffer_bytes",
     "toka:batches_open",
@@ -52,21 +53,26 @@ def uses(service: Service) -> dict[str, Use]:
     return found
 
 
-async def rest(service: Service, baseline: dict[str, Use] | None, timeout: float) -> list[str]:
-    """Waits until nothing is left of the storm; what is left after `timeout` seconds."""
+async def rest(
+    service: Service, baseline: dict[str, Use] | None, timeout: float, *, sessions: bool = True
+) -> list[str]:
+    """Waits until nothing is left of the storm; what is left after `timeout` seconds.
+
+    sessions: those too whose client is gone without a word, and which the server keeps for `server.zmq_grace`.
+    """
     deadline = time.monotonic() + timeout
-    while left := [*await held(service), *more_descriptors(service, baseline or {})]:
+    while left := [*await held(service, sessions), *more_descriptors(service, baseline or {})]:
         if time.monotonic() > deadline:
             return left
         await asyncio.sleep(0.1)
     return []
 
 
-async def held(service: Service) -> list[str]:
+async def held(service: Service, sessions: bool) -> list[str]:
     """What the server says that it still has."""
     load, metrics = await service.load(), await service.metrics()
     left = [f"/load: {load}"] if is_busy(load) else []
-    left += [f"{name} is {metrics[name]:g}" for name in ZERO if metrics[name]]
+    left += [f"{name} is {metrics[name]:g}" for name in ZERO if metrics[name] and (sessions or name != SESSIONS)]
     owned = ("toka:held_requests", "toka:held_tokens", "toka:replica_outstanding_tokens")
     return left + [f"{name} is {value:g}" for name, value in metrics.items() if name.startswith(owned) and value]
 

@@ -126,7 +126,7 @@ class Endpoint:
         if session is None:
             self._send(identity, NOT_KNOWN)
             return
-        session.heard = monotonic()
+        session.heard, session.is_known = monotonic(), True
         match header:
             case Submission():
                 self._acknowledge(session, header.ack)
@@ -155,7 +155,7 @@ class Endpoint:
             return
         limits = self._service.limits_of(ready)
         session = self._sessions.get(hello.session)
-        resumed, account = session is not None, self._account()
+        resumed, account = session is not None and session.is_known, self._account()
         if session is None:
             if len(self._sessions) >= MOST_SESSIONS:
                 self._send(identity, Error(status=429, code="overloaded", message="too many clients", retry_after=1))
@@ -178,7 +178,8 @@ class Endpoint:
             max_message=self._config.max_body_mb << 20,
         )
         self._send(identity, welcome)
-        self._acknowledge(session, hello.received)
+        if resumed:
+            self._acknowledge(session, hello.received)
         for message in session.delivery.unconfirmed():
             self._send(identity, message.header, message.columns)
 

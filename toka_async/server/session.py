@@ -59,6 +59,8 @@ class Session:
         account: see above.
         identity: of its connection; None while it has none.
         heard: when it last said something.
+        is_known: it has said something but hello, so it has heard that the session is new: a welcome that says so may
+            get lost, and then so must the next one say.
         is_too_slow: it has to be cut off.
         most_bytes: see above.
     """
@@ -79,6 +81,7 @@ class Session:
         self.delivery = delivery
         self.identity: bytes | None = None
         self.heard = monotonic()
+        self.is_known = False
         self.is_too_slow = False
         self.account = account
         self._service = service

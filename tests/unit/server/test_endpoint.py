@@ -101,6 +101,17 @@ async def test_a_broken_connection_is_taken_up_where_it_broke(bare: Bare) -> Non
     assert bare.ended(b"three") == [3]
 
 
+async def test_a_session_is_new_until_its_client_knows_that(bare: Bare) -> None:
+    """The first welcome may get lost: what the client has had of a server before must not be taken for this one's."""
+    bare.hello(received=7)
+    bare.hello(identity=b"two", received=7)
+    bare.submit(1, max_tokens=2, identity=b"two")
+    bare.hello(identity=b"three", received=0)
+    welcomes = [bare.heard(Welcome, identity)[0][0] for identity in (b"one", b"two", b"three")]
+    assert [welcome.resumed for welcome in welcomes] == [False, False, True]
+    assert bare.endpoint.num_sessions == 1
+
+
 async def test_a_client_comes_back_while_every_replica_is_away(bare: Bare) -> None:
     """It hears what became of its requests, and is not taken for one that says nothing."""
     bare.hello()
