@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
@@ -39,18 +40,25 @@ class Cuttable:
             writer.transport.abort()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.CancelledError):  # else the loop complains at its end
+            await self._join(reader, writer)
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
-        there, back = await asyncio.open_connection(self._host, self._port)
-        self._writers += [writer, back]
+        try:
+            there, back = await asyncio.open_connection(self._host, self._port)
+        except OSError:  # there is no server
+            writer.transport.abort()
+            return
+        both = [writer, back]
+        self._writers += both
         await asyncio.gather(self._copy(reader, back), self._copy(there, writer))
+        self._writers = [each for each in self._writers if each not in both]
 
     @staticmethod
     async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
+        with contextlib.suppress(ConnectionError):
             while data := await reader.read(65536):
                 writer.write(data)
                 await writer.drain()
-        except ConnectionError:
-            pass
-        finally:
-            writer.close()
+        writer.close()

@@ -37,9 +37,9 @@ class Heartbeats:
         self._next = self._clock() + self._interval
         return True
 
-    def hangs(self, name: str) -> bool:
-        """Has it been asked so often without an answer that it counts as hung?"""
-        return self._unanswered.get(name, 0) >= NUM_BEATS
+    def hangs(self, name: str, patience: int = 1) -> bool:
+        """Has it been asked so often without an answer that it counts as hung? `patience`: so many times as long."""
+        return self._unanswered.get(name, 0) >= NUM_BEATS * patience
 
     def asked(self, name: str) -> None:
         self._unanswered[name] = self._unanswered.get(name, 0) + 1

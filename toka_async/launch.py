@@ -6,12 +6,13 @@ Loads no torch and knows nothing of HTTP or of models beyond their files.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +32,7 @@ from toka_async.supervisor import Launch, Supervisor
 from toka_async.topology import Layout, local_topology
 
 BATCH_DRAIN = 5.0  # seconds in which a batch that is stopped keeps what is done
+PREFIX, LOCK = "toka-", "lock"  # of the folder of sockets; whose lock is held as long as the parent lives
 LONGEST_FOLDER = 60  # characters; addresses of unix sockets, names included, end at about 100
 
 
@@ -149,10 +151,18 @@ def _launch(child: ChildSpec) -> Launch:
 
 @contextmanager
 def _socket_folder() -> Iterator[Path]:
-    """A private folder with a short name, removed at the end."""
+    """A private folder with a short name, removed at the end; so are those that were left by processes all killed."""
     base = tempfile.gettempdir()
-    folder = tempfile.mkdtemp(prefix="toka-", dir=base if len(base) < LONGEST_FOLDER - 16 else "/tmp")
+    place = Path(base if len(base) < LONGEST_FOLDER - 16 else "/tmp")
+    for lock in place.glob(f"{PREFIX}*/{LOCK}"):
+        with suppress(OSError), lock.open() as file:  # another user's, or gone meanwhile
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
     try:
-        yield Path(folder)
+        with (folder / "new").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            (folder / "new").rename(folder / LOCK)  # locked from the first moment that others see it
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

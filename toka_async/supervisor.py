@@ -42,6 +42,7 @@ from toka_async.restarts import Restarts
 
 ECHO = 1.0  # seconds in which a further signal is the same one (sent to the parent and to its group)
 FAIL_TIMEOUT = 2.0  # seconds for the server to tell its clients that the engine is gone
+START_PATIENCE = 10  # times as long may a child of a restarted replica be silent: it loads and compiles
 STOP_TIMEOUT = 3.0  # seconds for a child to exit once it is told to
 
 _STATUSES: msgspec.json.Decoder[Status] = msgspec.json.Decoder(Status)
@@ -243,11 +244,12 @@ class Supervisor:
         """Are they alive? Whoever has not answered for too long is not; the server hears who is about to be."""
         if not self._beats.take_due():
             return
-        for child in [child for child in self._children if child.started]:
+        for child in [*self._children]:
             if child not in self._children:
                 continue  # lost with another of its replica
-            if self._beats.hangs(child.name):
-                failure = ChildError(f"{child.name} has not answered for {self._hang_timeout:g} s", child)
+            patience = 1 if child.started else START_PATIENCE
+            if self._beats.hangs(child.name, patience):
+                failure = ChildError(f"{child.name} has not answered for {patience * self._hang_timeout:g} s", child)
                 if not self._survives(failure):
                     raise failure
             else:
@@ -256,7 +258,8 @@ class Supervisor:
         self._tell_silent()
 
     def _tell_silent(self) -> None:
-        if (silent := self._beats.silent()) != self._silent:
+        started = {child.name for child in self._children if child.started}
+        if (silent := tuple(name for name in self._beats.silent() if name in started)) != self._silent:
             self._silent = silent
             self._children[0].order(Silent(silent))
 
@@ -286,6 +289,7 @@ class Supervisor:
     def _started(self, child: Child) -> None:
         """Another of the children of a replica that was restarted does its work."""
         child.started = True
+        self._beats.answered(child.name)
         if all(each.started for each in self._children if each.replica == child.replica):
             self._restarts.succeeded(child.replica)
             self._say(f"replica {child.replica} is back")

@@ -16,6 +16,7 @@ import pytest
 from tests.serving import Serving, serving, wait_until_gone
 
 LONG = {"model": "demo", "prompt": "Question:", "max_tokens": 1900, "ignore_eos": True}
+SIMULATED = "model.device=simulated"
 SHORT = {"model": "demo", "prompt": "Question:", "max_tokens": 300, "ignore_eos": True}
 
 
@@ -72,6 +73,30 @@ def test_a_killed_parent_takes_its_children_along(tmp_path: Path, socket_folders
         wait_until_gone(server.pids, 1)
         assert not list(socket_folders.iterdir())
         events.close()
+
+
+def test_a_killed_parent_takes_a_stopped_child_along(tmp_path: Path, socket_folders: Path) -> None:
+    """Which would keep the address for itself."""
+    with serving(tmp_path, SIMULATED) as server:
+        os.kill(server.children["server"], signal.SIGSTOP)
+        server.process.kill()
+        server.wait()
+        wait_until_gone(server.pids, 1)
+        assert not list(socket_folders.iterdir())
+
+
+def test_a_start_removes_what_was_left_when_all_were_killed(tmp_path: Path, socket_folders: Path) -> None:
+    with serving(tmp_path, SIMULATED) as server:
+        server.signal_group(signal.SIGKILL)
+        server.wait()
+        (left,) = socket_folders.iterdir()
+    with serving(tmp_path, SIMULATED) as first:
+        (folder,) = socket_folders.iterdir()
+        assert folder != left
+        with serving(tmp_path, SIMULATED):
+            assert len(list(socket_folders.iterdir())) == 2, "that of a server that runs stays"
+            first.process.send_signal(signal.SIGTERM)
+            assert first.wait() == 0
 
 
 @pytest.mark.parametrize(("number", "to_group"), [(signal.SIGTERM, False), (signal.SIGINT, True)])

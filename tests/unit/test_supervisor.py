@@ -364,6 +364,31 @@ def test_a_replica_that_hangs_is_killed_and_started_again(
     assert err.index('"names":["rank-0-0"]') < err.index('"type":"Lost"') < err.index('"names":[]')
 
 
+def test_a_replica_that_hangs_while_it_starts_again_is_started_once_more(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later than one that runs; and whoever was silent for long by the time it has started is not blamed for that."""
+    monkeypatch.setattr(restarts, "FIRST_DELAY", 0.05)
+    monkeypatch.setattr(module, "START_PATIENCE", 3)
+    slow = SAY + "time.sleep(0.35)\n" + ANSWERS.removeprefix(SAY)
+    programs = [DIES, SAY + "os.kill(os.getpid(), signal.SIGSTOP)", slow]
+    lives: list[int] = []
+
+    def launch(replica: int, life: int) -> list[Launch]:
+        lives.append(life)
+        return [Launch(f"rank-{replica}-0", command(programs[life], NAME="rank"), b"spec", replica)]
+
+    with Supervisor(0.3, launch, hang_timeout=0.2) as supervisor:
+        supervisor.start(Launch("server", answers("server"), b"spec"))
+        supervisor.start(launch(0, 0)[0])
+        assert supervisor.run(lambda: signal_later(signal.SIGTERM, 2.2)) == 0
+    assert lives == [0, 1, 2]
+    err = capfd.readouterr().err
+    assert "rank-0-0 has not answered for 0.6 s; replica 0 is restarted in 0.1 s\n" in err
+    assert err.count("replica 0 is back\n") == 1
+    assert '"names":["rank-0-0"]' not in err.partition('"life":1')[2], "it is away, which the server knows"
+
+
 def test_a_slow_start_is_no_hang(capfd: pytest.CaptureFixture[str]) -> None:
     slow = SAY + "time.sleep(0.8)\n" + ANSWERS.removeprefix(SAY)
     with Supervisor(0.3, hang_timeout=0.2) as supervisor:

@@ -79,7 +79,7 @@ class Client:
 
     async def _connect(self) -> None:
         try:
-            self._dealer.connect(self._loop, self._on_frames, self._on_connected, self._on_lost)
+            self._dealer.connect(self._loop, self._on_frames, self._exchange.connected, self._on_lost)
             async with asyncio.timeout(self._timeout):
                 await self._welcomed.wait()
         except (TimeoutError, zmq.ZMQError) as error:
@@ -100,10 +100,6 @@ class Client:
             timer.cancel()
         self._dealer.close(linger=BYE_TIMEOUT)
         await self._loop.run_in_executor(None, self._context.term)
-
-    def _on_connected(self) -> None:
-        if not self._exchange.connected():
-            self._later(0.05, self._on_connected)
 
     def _on_lost(self, problem: str | None) -> None:
         self._exchange.disconnected()

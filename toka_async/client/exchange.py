@@ -1,6 +1,6 @@
 """The client's side of the protocol: what is open, what may be sent, what was received. Sans IO.
 
-`send` is given the frames of messages; it says False where there is no connection. Knows no sockets and no event loop.
+`send` is given the frames of messages. Knows no sockets and no event loop.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ class Exchange:
         refused: why there will be none.
     """
 
-    def __init__(self, send: Callable[[Sequence[Buffer]], bool], on_retry: Callable[[float], None]) -> None:
+    def __init__(self, send: Callable[[Sequence[Buffer]], object], on_retry: Callable[[float], None]) -> None:
         self._send_frames = send
         self._on_retry = on_retry
         self._session = secrets.token_bytes(16)
         self.welcome: Welcome | None = None
+        self._is_introduced = False  # over this connection
         self.refused: str | None = None
         self._open: dict[int, Pending] = {}
         self._waiting: dict[tuple[bytes, bool], deque[Pending]] = {}  # by wishes and kind of prompt
@@ -112,13 +113,15 @@ class Exchange:
 
     # ---- the connection ----------------------------------------------------------------------------------------------
 
-    def connected(self) -> bool:
-        """There is a new connection: introduces the session. False when it is gone again, or not there yet."""
+    def connected(self) -> None:
+        """There is a new connection: introduces the session."""
         self.welcome = None
-        return self._send(Hello(versions=VERSIONS, session=self._session, received=self._received))
+        self._is_introduced = True
+        self._send(Hello(versions=VERSIONS, session=self._session, received=self._received))
 
     def disconnected(self) -> None:
         self.welcome = None
+        self._is_introduced = False
 
     def ping(self) -> None:
         if self.welcome is not None:
@@ -172,8 +175,8 @@ class Exchange:
         fields = Raw(batch[0].wishes.encoded)
         self._send(Submission(fields=fields, ack=self._received, columns=tuple(columns)), columns)
 
-    def _send(self, header: Header, columns: Columns | None = None) -> bool:
-        return self._send_frames(pack(header, columns))
+    def _send(self, header: Header, columns: Columns | None = None) -> None:
+        self._send_frames(pack(header, columns))
 
     # ---- what the server says ----------------------------------------------------------------------------------------
 
@@ -263,12 +266,12 @@ class Exchange:
 
     def _on_closed(self, closed: Closed) -> None:
         """The session is over, or was never known here."""
-        self.welcome = None
+        was_welcome, self.welcome = self.welcome is not None, None
         if closed.code == "refused":
             self.refused = closed.message
         elif closed.code == "stopping":
             self._on_retry(1.0)
-        else:
+        elif was_welcome or not self._is_introduced:  # else it answers what was left of the connection before
             self.connected()
 
     def _end(self, pending: Pending, error: Exception) -> None:

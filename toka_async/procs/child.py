@@ -2,12 +2,14 @@
 
 Standard input is a child's lifeline and order channel: the first line is its spec, later lines are orders, and the end
 of it means that the parent was killed (it says Stop otherwise), so the child exits at once, whatever its main thread
-does. Standard output carries statuses to the parent. Everything is one JSON line. Knows nothing of what a child does.
+does; Linux continues one that is stopped for that. Standard output carries statuses to the parent. Everything is one
+JSON line. Knows nothing of what a child does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -23,6 +25,7 @@ from toka_async.logs import configure
 from toka_async.topology import Topology
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the parent's to decide on; children ignore them
+PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent dies
 
 
 class BatchJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,6 +214,7 @@ def connect_parent() -> ParentLink:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by the parent until they are ignored
+    continue_without_parent()
     orders_fd, status_fd = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -225,3 +229,9 @@ def connect_parent() -> ParentLink:
     spec = msgspec.json.decode(line, type=ChildSpec)
     configure(spec.name, spec.config.server.log_format)
     return ParentLink(spec, orders_fd, status_fd, rest)
+
+
+def continue_without_parent() -> None:
+    """A stopped child whose parent is killed would stay for ever, and keep the address and the folder of files."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)

@@ -105,13 +105,16 @@ class Direct:
 
     # ---- to the replicas ---------------------------------------------------------------------------------------------
 
-    def submit(self, jobs: DirectJobs, owner: Owner, *, retried: bool = False) -> None:
-        """Sends requests, each to the replica that suits it best; there is room for all, and a replica is live."""
+    def submit(self, jobs: DirectJobs, owner: Owner, *, since: Float64 | None = None) -> None:
+        """Sends requests, each to the replica that suits it best; there is room for all, and a replica is live.
+
+        since: when each was submitted, of those that are tried again.
+        """
         if not self._allocated:
             self._allocate()
         self._owners[owner.number] = owner
         for replica, rows in self._spread(jobs):
-            self._send(jobs, rows, owner, replica, retried)
+            self._send(jobs, rows, owner, replica, None if since is None else since[rows])
 
     def _spread(self, jobs: DirectJobs) -> list[tuple[int, Int64]]:
         """Which rows go to which replica."""
@@ -127,7 +130,7 @@ class Direct:
         chosen = np.asarray([place(prompts[start:end], charge, live) for start, end, charge in bounds])
         return [(replica, np.flatnonzero(chosen == replica)) for replica in np.unique(chosen).tolist()]
 
-    def _send(self, jobs: DirectJobs, rows: Int64, owner: Owner, replica: int, retried: bool) -> None:
+    def _send(self, jobs: DirectJobs, rows: Int64, owner: Owner, replica: int, since: Float64 | None) -> None:
         count = rows.size
         slots = np.asarray([self._free.popleft() for _ in range(count)])
         self._generations[slots] = (self._generations[slots] + 1) % (1 << (30 - self._bits))
@@ -142,7 +145,7 @@ class Direct:
         self._cached[slots] = 0
         self._touched[slots] = False
         self._num_prompt[slots] = lengths
-        self._submitted[slots] = self._last[slots] = self._clock()
+        self._submitted[slots] = self._last[slots] = self._clock() if since is None else since
         self._tokens[slots] = lengths + np.int64(jobs.n * jobs.max_tokens)
         owner.account.take(count, int(self._tokens[slots].sum()))
         self._expect(slots, owner.account.timeout)
@@ -158,7 +161,7 @@ class Direct:
             stream=jobs.stream,
             priority=jobs.priority,
         )
-        self._replicas.send_bundle(int(ids[0]), submits, replica, retried=retried)
+        self._replicas.send_bundle(int(ids[0]), submits, replica, retried=since is not None)
 
     def cancel(self, owner: Owner, client_ids: Int64) -> Int64:
         """Ends those of an owner's requests that have not ended; returns which, by the owner's ids."""
@@ -191,8 +194,8 @@ class Direct:
     # ---- deadlines ---------------------------------------------------------------------------------------------------
 
     def _expect(self, slots: Int64, timeout: float) -> None:
-        """They end after so many seconds at the latest; 0: whenever they do."""
-        self._deadlines[slots] = self._clock() + timeout if timeout else np.inf
+        """They end so many seconds after their submission at the latest; 0: whenever they do."""
+        self._deadlines[slots] = self._submitted[slots] + timeout if timeout else np.inf
         if timeout and self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(timeout, self._time_out, timeout)
 
@@ -277,13 +280,23 @@ class Direct:
         assert isinstance(placement.submit, Submits)
         slots = np.flatnonzero((self._ids >= 0) & (self._bundle_keys == placement.key))
         again = slots[~self._touched[slots]] if self._replicas.live and not placement.retried else slots[:0]
+        again = again[np.argsort(self._places[again])]
         jobs = again_of(placement.submit, self._client_ids[again], self._places[again])
+        since = self._submitted[again]
         owners = [owner for owner, _ in self._by_owner(slots[:1])]
         self._fail(np.setdiff1d(slots, again), error, settled=True)
         self._release(again)
+        del self._open_samples[placement.key]
         for owner in owners if again.size else ():
-            self.submit(jobs, owner, retried=True)
+            self.submit(jobs, owner, since=since)
         self._check_empty()
+
+    def check(self) -> None:
+        """For tests: the open samples of bundles are those of their requests."""
+        held = np.flatnonzero(self._ids >= 0) if self._allocated else np.empty(0, np.int64)
+        keys, places = np.unique(self._bundle_keys[held], return_inverse=True) if held.size else (held, held)
+        counts = np.bincount(places, self._opens[held]).astype(np.int64) if held.size else held
+        assert self._open_samples == dict(zip(keys.tolist(), counts.tolist(), strict=True))
 
     # ---- slots -------------------------------------------------------------------------------------------------------
 
@@ -335,14 +348,13 @@ class Direct:
 
 
 def again_of(submits: Submits, client_ids: Int64, places: Int32) -> DirectJobs:
-    """Some of the requests of a bundle, in its order."""
-    order = np.argsort(places)
+    """Some of the requests of a bundle: `places` ascend."""
     lengths = as_i32(submits.lengths)
     return DirectJobs(
-        client_ids=client_ids[order],
-        lengths=lengths[places[order]],
+        client_ids=client_ids,
+        lengths=lengths[places],
         prompts=parts_of(as_i32(submits.prompts), lengths, places),
-        seeds=as_i64(submits.seeds)[places[order]],
+        seeds=as_i64(submits.seeds)[places],
         n=submits.n,
         max_tokens=submits.max_tokens,
         sampling=submits.sampling,

@@ -32,7 +32,6 @@ from toka_async.protocol import (
 )
 from toka_async.server.account import Account
 from toka_async.server.delivery import WINDOW, CreditError, Delivery
-from toka_async.server.jobs import NotServingError
 from toka_async.server.plans import Plans
 from toka_async.server.service import Service
 from toka_async.server.session import Session
@@ -127,7 +126,7 @@ class Endpoint:
         if session is None:
             self._send(identity, NOT_KNOWN)
             return
-        session.heard = monotonic()
+        session.heard, session.is_known = monotonic(), True
         match header:
             case Submission():
                 self._acknowledge(session, header.ack)
@@ -149,13 +148,14 @@ class Endpoint:
         if self._stopping:
             self._send(identity, Closed(code="stopping", message="the server is shutting down"))
             return
-        try:
-            limits = self._service.limits()
-        except NotServingError as error:
-            self._send(identity, Error(status=503, code="not_serving", message=str(error), retry_after=1))
+        ready = self._service.engine.ready
+        if ready is None:  # later a client that comes back is let in whatever its requests are told: it is owed results
+            starting = "the engine is still starting"
+            self._send(identity, Error(status=503, code="not_serving", message=starting, retry_after=1))
             return
+        limits = self._service.limits_of(ready)
         session = self._sessions.get(hello.session)
-        resumed, account = session is not None, self._account()
+        resumed, account = session is not None and session.is_known, self._account()
         if session is None:
             if len(self._sessions) >= MOST_SESSIONS:
                 self._send(identity, Error(status=429, code="overloaded", message="too many clients", retry_after=1))
@@ -178,7 +178,8 @@ class Endpoint:
             max_message=self._config.max_body_mb << 20,
         )
         self._send(identity, welcome)
-        self._acknowledge(session, hello.received)
+        if resumed:
+            self._acknowledge(session, hello.received)
         for message in session.delivery.unconfirmed():
             self._send(identity, message.header, message.columns)
 

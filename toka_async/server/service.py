@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from toka_async.arrays import Int32
 from toka_async.config import ServerConfig
-from toka_async.messages import Reason
+from toka_async.messages import Ready, Reason
 from toka_async.model.generation import GenerationDefaults
 from toka_async.openai.errors import bad_request, model_not_found
 from toka_async.openai.generation import Defaults, Generation, Limits, token_budget
@@ -118,7 +118,10 @@ class Service:
         Raises:
             NotServingError: the engine is not ready yet, or takes no requests any more.
         """
-        ready = self.engine.check_serving()
+        return self.limits_of(self.engine.check_serving(), n)
+
+    def limits_of(self, ready: Ready, n: int = 1) -> Limits:
+        """As `limits`, whether requests are taken now or not."""
         return Limits(
             max_context=ready.max_context,
             cache_tokens=(ready.num_pages - (n > 1)) * ready.page_size,

@@ -59,6 +59,8 @@ class Session:
         account: see above.
         identity: of its connection; None while it has none.
         heard: when it last said something.
+        is_known: it has said something but hello, so it has heard that the session is new: a welcome that says so may
+            get lost, and then so must the next one say.
         is_too_slow: it has to be cut off.
         most_bytes: see above.
     """
@@ -79,6 +81,7 @@ class Session:
         self.delivery = delivery
         self.identity: bytes | None = None
         self.heard = monotonic()
+        self.is_known = False
         self.is_too_slow = False
         self.account = account
         self._service = service
@@ -145,7 +148,8 @@ class Session:
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def _encode(self, requests: Submitted, plan: Plan) -> None:
-        """Texts to token ids, in a task."""
+        """Texts to token ids, in a task. Raises NotServingError: none is taken."""
+        self._service.engine.check_serving()
         texts: dict[int, str] = {}
         for key, data in zip(requests.ids.tolist(), requests.prompts(), strict=True):
             try:
@@ -163,7 +167,11 @@ class Session:
     async def _encode_all(self, texts: dict[int, str], seeds: Int64, plan: Plan) -> None:
         try:
             prompts = await self._service.tokenize_all(list(texts.values()), plan.add_special_tokens)
-        except Exception as error:
+        except Exception:
+            if self._service.engine.is_closing:  # the threads are gone: what is not taken can be asked for again
+                error = NotServingError("the server is shutting down")
+            elif as_api_error(error).code == "internal_error":
+                logger.exception("prompts of direct submission were not tokenized")
             self.on_failed(np.asarray(self._still_encoding(texts), np.int64), error)
             return
         keys = self._still_encoding(texts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from typing import Any
 
 import zmq
@@ -29,6 +30,7 @@ class FrameSocket:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_frames: Callable[[list[Frame]], None] | None = None
         self._latest: zmq.Frame | None = None
+        self._context = copy_context()
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_frames: Callable[[list[Frame]], None]) -> None:
         """Call `on_frames` with each message.
@@ -38,7 +40,7 @@ class FrameSocket:
         """
         self._loop, self._on_frames = loop, on_frames
         loop.add_reader(self.socket.fileno(), self.drain)
-        loop.call_soon(self.drain)
+        self._drain_soon()
 
     def drain(self) -> None:
         """Take what has come."""
@@ -53,7 +55,12 @@ class FrameSocket:
                 return
             self._latest = parts[-1]
             self._on_frames([part.bytes if len(part) <= SMALL else part.buffer for part in parts])
-        self._loop.call_soon(self.drain)
+        self._drain_soon()
+
+    def _drain_soon(self) -> None:
+        """In a context of its own: what comes belongs to nobody who happens to send."""
+        assert self._loop is not None
+        self._loop.call_soon(self.drain, context=self._context)
 
     def send(self, frames: Sequence[Frame]) -> bool:
         """False when the message cannot be taken: the other end is gone, or takes nothing."""
@@ -65,7 +72,7 @@ class FrameSocket:
             return False
         finally:
             if self._loop is not None and not self.socket.closed:
-                self._loop.call_soon(self.drain)
+                self._drain_soon()
         return True
 
     def close(self, linger: int = 0) -> None:
@@ -129,7 +136,10 @@ class Router(FrameSocket):
 
 
 class Dealer(FrameSocket):
-    """Connects, again and again when the connection breaks; what was not sent by then is lost.
+    """Connects, again and again when the connection breaks; what was not sent by then may come over the next one.
+
+    ZMQ_IMMEDIATE would drop it, but ends the process: when libzmq (4.3.5) hears of a break between two frames of a
+    message that is being received, its queue is gone, and the rest of the message with it.
 
     Args:
         on_connected: called when a connection is made, also anew. on_lost: called when it is broken, or refused for
@@ -147,7 +157,6 @@ class Dealer(FrameSocket):
         alive: float = 30.0,
     ) -> None:
         socket = context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.SNDHWM, 0)  # whoever sends is bounded by the other end's credit
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)

@@ -45,9 +45,8 @@ class Wire:
     def __post_init__(self) -> None:
         self.exchange = Exchange(self._send, self.retries.append)
 
-    def _send(self, frames: Sequence[Buffer]) -> bool:
+    def _send(self, frames: Sequence[Buffer]) -> None:
         self.sent.append(from_client([bytes(frame) for frame in frames]))
-        return True
 
     def tell(self, pending: Pending, news: News) -> None:
         self.news[pending.id] = news
@@ -318,3 +317,15 @@ def test_a_closed_session_begins_anew_unless_it_is_refused() -> None:
 def test_nonsense_of_a_server_is_an_error() -> None:
     with pytest.raises(ProtocolError):
         Wire().exchange.on_frames([b"nonsense"])
+
+
+def test_answers_to_what_was_left_of_a_connection_are_passed_over() -> None:
+    """It is sent over the next one, before the hello: one hello is enough."""
+    wire = Wire()
+    wire.welcome()
+    wire.ask(1)
+    wire.exchange.disconnected()
+    wire.exchange.connected()
+    for _ in range(3):
+        wire.say(Closed(code="unknown", message="who?"))
+    assert [type(header) for header, _ in wire.sent] == [Hello, Submission, Hello]

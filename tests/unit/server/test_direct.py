@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -122,10 +123,23 @@ async def test_what_nobody_has_seen_runs_on_another_replica_once(world: World) -
     expected.step(4)
     world.lose(0)
     assert world.outstanding[0] == 0
+    world.engine.direct.check()
     world.step(4)
     assert sorted(world.owner.ended) == [*range(20)]
     assert not world.owner.failed
     assert world.owner.tokens == expected.owner.tokens
+    world.engine.direct.check()
+
+
+async def test_a_deadline_is_that_of_the_first_try(world: World) -> None:
+    world.owner.account.timeout = 0.2
+    world.submit(*range(20))
+    await asyncio.sleep(0.15)
+    world.lose(0)
+    await asyncio.sleep(0.1)
+    assert world.owner.failed.keys() == {*range(20)}
+    assert "server.request_timeout" in world.owner.failed[0]
+    world.engine.direct.check()
 
 
 async def test_what_was_seen_in_part_fails(world: World) -> None:
@@ -139,6 +153,7 @@ async def test_what_was_seen_in_part_fails(world: World) -> None:
     assert len(world.owner.ended) == 20 - on_first
     assert world.outstanding == [0, 0]
     assert not world.engine.busy
+    world.engine.direct.check()
 
 
 async def test_a_second_loss_fails_them(world: World) -> None:

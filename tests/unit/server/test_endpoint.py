@@ -99,6 +99,32 @@ async def test_a_broken_connection_is_taken_up_where_it_broke(bare: Bare) -> Non
     assert bare.ended(b"three") == [3]
 
 
+async def test_a_session_is_new_until_its_client_knows_that(bare: Bare) -> None:
+    """The first welcome may get lost: what the client has had of a server before must not be taken for this one's."""
+    bare.hello(received=7)
+    bare.hello(identity=b"two", received=7)
+    bare.submit(1, max_tokens=2, identity=b"two")
+    bare.hello(identity=b"three", received=0)
+    welcomes = [bare.heard(Welcome, identity)[0][0] for identity in (b"one", b"two", b"three")]
+    assert [welcome.resumed for welcome in welcomes] == [False, False, True]
+    assert bare.endpoint.num_sessions == 1
+
+
+async def test_a_client_comes_back_while_every_replica_is_away(bare: Bare) -> None:
+    """It hears what became of its requests, and is not taken for one that says nothing."""
+    bare.hello()
+    bare.submit(1, max_tokens=2)
+    bare.wire.gone.add(b"one")
+    bare.service.engine.lose(0, 1, "it was killed", bare.scheduler)
+    await turns()
+    bare.hello(identity=b"two")
+    ((welcome, _),) = bare.heard(Welcome, b"two")
+    assert welcome.resumed
+    bare.submit(2, identity=b"two")
+    await turns()
+    assert [error.code for error, _ in bare.heard(Error, b"two")] == ["engine_stopped", "not_serving"]
+
+
 async def test_a_client_that_says_nothing_for_too_long_is_gone() -> None:
     with bare_endpoint(zmq_grace=0.3) as bare:
         bare.hello()
@@ -247,6 +273,23 @@ async def test_a_wrong_field_is_named(bare: Bare, fields: dict[str, Any], param:
     ids = [key for _, columns in bare.heard(Error) for key in columns["ids"].tolist()]
     assert ids == [1, 2]
     assert {error.param for error, _ in bare.heard(Error)} == {param}
+
+
+async def test_texts_that_come_while_the_server_ends_can_be_asked_for_again(bare: Bare) -> None:
+    """The threads that turn them into ids are gone before the connections are."""
+    bare.hello()
+    bare.service.executor.shutdown()
+    columns: Columns = {
+        "ids": np.asarray([1]),
+        "lengths": np.asarray([1], np.int32),
+        "texts": np.asarray([97], np.uint8),
+    }
+    raw = msgspec.Raw(msgspec.msgpack.encode({}))
+    bare.say(Submission(fields=raw, ack=0, columns=tuple(columns)), columns)
+    bare.service.engine.begin_drain()
+    await turns()
+    ((error, _),) = bare.heard(Error)
+    assert error.code == "not_serving"
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextvars import ContextVar
 
 import numpy as np
 import pytest
 import zmq
 
+from tests.cuttable import Cuttable
 from toka_async.transport.multipart import SMALL, TURN, Dealer, Frame, Router
 
 MAX_FRAME = 1 << 20
+WHOSE: ContextVar[str] = ContextVar("whose", default="nobody's")
 
 
 class Wires:
@@ -25,8 +28,8 @@ class Wires:
         self._dealers: list[Dealer] = []
         self.router.attach(asyncio.get_running_loop(), self.heard.append)
 
-    async def dealer(self, heard: Callable[[list[Frame]], None] = print) -> Dealer:
-        made, connected = Dealer(self.context, self.router.address), asyncio.Event()
+    async def dealer(self, heard: Callable[[list[Frame]], None] = print, url: str = "") -> Dealer:
+        made, connected = Dealer(self.context, url or self.router.address), asyncio.Event()
         self._dealers.append(made)
         made.connect(asyncio.get_running_loop(), heard, connected.set, self.lost.append)
         async with asyncio.timeout(5):
@@ -68,6 +71,21 @@ async def test_frames_go_both_ways(wires: Wires) -> None:
     assert [bytes(frame)[:4] for frame in answers[0]] == [b"back", bytes(4)]
 
 
+async def test_what_comes_belongs_to_nobody_who_sends(wires: Wires) -> None:
+    """What a task logs about, say, is not about a message that is taken because the task has sent something."""
+    seen: list[str] = []
+    dealer = await wires.dealer(lambda _frames: seen.append(WHOSE.get()))
+    dealer.send([b"hello"])
+    await until(lambda: wires.heard)
+    asyncio.get_running_loop().remove_reader(dealer.socket.fileno())
+    wires.router.send([wires.heard[0][0], b"news"])
+    WHOSE.set("a task's")
+    await asyncio.sleep(0.05)
+    dealer.send([b"more"])
+    await until(lambda: seen)
+    assert seen == ["nobody's"]
+
+
 async def test_more_messages_than_a_turn(wires: Wires) -> None:
     dealer = await wires.dealer()
     for number in range(3 * TURN):
@@ -83,6 +101,25 @@ async def test_a_frame_that_is_too_long_ends_its_connection_and_no_other(wires: 
     assert good.send([b"hello"])
     await until(lambda: wires.heard)
     assert [bytes(frames[1]) for frames in wires.heard] == [b"hello"]
+
+
+async def test_a_connection_that_breaks_cuts_no_message_in_two(wires: Wires) -> None:
+    """Messages of many frames wait when it breaks: the library looks for news of connections amid them."""
+    heard: list[list[Frame]] = []
+    async with Cuttable(wires.router.address) as proxy:
+        dealer = await wires.dealer(heard.append, proxy.url)
+        dealer.send([b"hello"])
+        await until(lambda: wires.heard)
+        asyncio.get_running_loop().remove_reader(dealer.socket.fileno())
+        await asyncio.sleep(0.01)
+        for _ in range(9):
+            wires.router.send([wires.heard[0][0], *([b"x"] * 97)])
+        await asyncio.sleep(0.1)
+        assert len(dealer.socket.recv_multipart(zmq.NOBLOCK)) == 97
+        proxy.cut()
+        await asyncio.sleep(0.1)
+        dealer.drain()
+    assert {len(frames) for frames in heard} == {97}
 
 
 async def test_nobody_is_there(wires: Wires) -> None:
