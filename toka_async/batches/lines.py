@@ -1,11 +1,13 @@
 """The lines of an input file: read in pieces, and checked as a whole before the first one runs.
 
-Blank lines are none. Knows what every line must have to be answered at all; what it asks for is looked at when it runs.
+Blank lines are none, and a byte order mark at the start is skipped. Knows what every line must have to be answered at
+all; what it asks for is looked at when it runs.
 """
 
 from __future__ import annotations
 
 from array import array
+from codecs import BOM_UTF8
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,10 +65,15 @@ def read_lines(path: Path, offset: int, max_lines: int, max_bytes: int) -> list[
         file.seek(offset)
         start = offset
         while len(lines) < max_lines and (not lines or start - offset < max_bytes) and (raw := file.readline()):
-            start += len(raw)
-            if raw := raw.strip():
+            first, start = not start, start + len(raw)
+            if raw := stripped(raw, first):
                 lines.append(RawLine(raw, start))
     return lines
+
+
+def stripped(raw: bytes, first: bool) -> bytes:
+    """A line without what is no part of it. `first`: of the file, where Windows may have put a byte order mark."""
+    return (raw.removeprefix(BOM_UTF8) if first else raw).strip()
 
 
 @dataclass(slots=True)
@@ -101,7 +108,7 @@ class Checker:
             lines, self._rest = [self._rest], b""
         for raw in lines:
             self._number += 1
-            if raw := raw.strip():
+            if raw := stripped(raw, self._number == 1):
                 self._check(raw)
         if len(self._rest) > self.max_line_bytes:
             self._fault("line_too_long", f"a line can have at most {self.max_line_bytes} bytes", self._number + 1)

@@ -34,6 +34,14 @@ def test_lines_are_counted_and_blank_ones_are_not(tmp_path: Path) -> None:
     assert (checker.total, checker.faults) == (3, [])
 
 
+def test_a_byte_order_mark_is_skipped_at_the_start_alone(tmp_path: Path) -> None:
+    path, mark = tmp_path / "a", b"\xef\xbb\xbf"
+    assert faults(path, mark + b"\n" + line("a") + b"\n" + mark + line("b")) == [("invalid_json_line", 3)]
+    assert checked(path, mark + line("a") + b"\n" + line("b")).faults == []
+    assert [each.raw for each in read_lines(path, 0, 9, 1000)] == [line("a"), line("b")]
+    assert read_lines(path, 0, 1, 1000)[0].end == len(mark + line("a")) + 1
+
+
 def test_what_makes_a_file_useless(tmp_path: Path) -> None:
     path = tmp_path / "a"
     assert faults(path, b" \n\n") == [("empty_file", None)]
