@@ -331,7 +331,7 @@ class Query:
 
     def number(self, name: str, default: int, most: int) -> int:
         text = self._values.get(name, str(default))
-        if not (text.isascii() and text.isdecimal() and 1 <= int(text[:12]) <= most):
+        if not (text.isascii() and text.isdecimal() and len(text) <= 12 and 1 <= int(text) <= most):
             raise bad_request(f"'{name}' must be 1 to {most}, got {text!r}", param=name)
         return int(text)
 

@@ -101,6 +101,7 @@ async def test_pages(server: WebServer) -> None:
         ("limit=0", 400, "limit"),
         ("limit=10001", 400, "limit"),
         ("limit=-1", 400, "limit"),
+        ("limit=000000000001" + "9" * 30, 400, "limit"),
         ("limit=%D9%A3", 400, "limit"),
         ("limit=", 400, "limit"),
         ("limit=1&limit=2", 400, "limit"),
