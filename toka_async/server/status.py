@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextvars import Context
 from time import monotonic
 
 from toka_async.messages import Stats
@@ -32,7 +33,7 @@ class StatusLine:
         """A request has come after an idle time."""
         if self._interval and self._timer is None:
             self._before, self._since = self._engine.stats, monotonic()
-            self._timer = asyncio.get_running_loop().call_later(self._interval, self._tick)
+            self._call_later()
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -45,7 +46,12 @@ class StatusLine:
         self._before, self._since = stats, now
         self._timer = None
         if self._engine.busy:
-            self._timer = asyncio.get_running_loop().call_later(self._interval, self._tick)
+            self._call_later()
+
+    def _call_later(self) -> None:
+        """In a context of its own: the line is not about the request that came first."""
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._interval, self._tick, context=Context())
 
 
 def status_line(before: Stats, after: Stats, seconds: float) -> str:

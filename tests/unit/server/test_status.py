@@ -4,6 +4,7 @@ import asyncio
 
 from tests.fake_scheduler import FakeScheduler
 from tests.web_server import web_server
+from toka_async.logs import request_id
 from toka_async.messages import Stats
 from toka_async.server.engine import Engine
 from toka_async.server.status import StatusLine, status_line
@@ -46,6 +47,22 @@ async def test_lines_while_busy_and_none_while_idle() -> None:
     status.stop()
     await asyncio.sleep(0.02)
     assert len(lines) == count
+
+
+async def test_a_line_is_about_no_request() -> None:
+    """Not even about the one with which the server's work began."""
+    engine, about, seen = Engine([FakeScheduler(held=True)], 1), [], asyncio.Event()
+
+    def write(_line: str) -> None:
+        about.append(request_id.get())
+        seen.set()
+
+    status = StatusLine(engine, 0.001, write)
+    token = request_id.set("the first")
+    status.start()
+    request_id.reset(token)
+    await seen.wait()
+    assert about == [""]
 
 
 async def test_zero_means_never() -> None:
