@@ -207,6 +207,15 @@ def parse_stops(stop: str | list[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stops))
 
 
+def check_text(limits: Limits, num_chars: int, longest: int, param: str) -> None:
+    """Refuses, before it is tokenized, a text that is too long even if all its tokens have `longest` characters.
+
+    Raises:
+        ApiError: 400, as `token_budget` does for its tokens.
+    """
+    token_budget(limits, -(-num_chars // longest), 0, param)
+
+
 def token_budget(limits: Limits, num_prompt: int, max_tokens: int | None, param: str) -> int:
     """How many tokens may be generated after a prompt of `num_prompt` tokens. `param` names the prompt's field.
 

@@ -23,7 +23,7 @@ from toka_async.config import ServerConfig
 from toka_async.messages import Ready, Reason
 from toka_async.model.generation import GenerationDefaults
 from toka_async.openai.errors import bad_request, model_not_found
-from toka_async.openai.generation import Defaults, Generation, Limits, token_budget
+from toka_async.openai.generation import Defaults, Generation, Limits, check_text, token_budget
 from toka_async.openai.prompts import Prompt, check_vocabulary
 from toka_async.server.account import Account
 from toka_async.server.accounts import Accounts
@@ -43,6 +43,7 @@ from toka_async.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+LONG = 1 << 20  # characters of a text that takes so long to tokenize that others should not wait for it
 MIN_SAMPLES = 4  # of a request, for which looking at them together is faster
 
 
@@ -92,6 +93,7 @@ class Service:
     json_texts: dict[bool, JsonTexts] = field(init=False)  # without and with special tokens skipped
     logprob_columns: LogprobColumns = field(init=False)
     _encode: Batcher[tuple[str, bool], list[int]] = field(init=False)
+    _encode_long: Batcher[tuple[str, bool], list[int]] = field(init=False)
     _render: Batcher[Chat, str] = field(init=False)
     _decode: Batcher[tuple[list[int], TextOptions], SampleText] = field(init=False)
     _block_texts: BlockTexts = field(init=False)
@@ -102,6 +104,7 @@ class Service:
         self.json_texts = {skip: JsonTexts(self.tokenizer, skip) for skip in (False, True)}
         self.logprob_columns = LogprobColumns(self.tokenizer)
         self._encode = Batcher(self._encode_all, self.executor)
+        self._encode_long = Batcher(self._encode_each, self.executor)
         self._render = Batcher(self._render_all, self.executor)
         self._decode = Batcher(self._decode_all, self.executor)
         self._block_texts = BlockTexts(self.tokenizer)
@@ -132,8 +135,10 @@ class Service:
     async def encode(self, prompts: Sequence[Prompt], add_special_tokens: bool, param: str) -> list[Int32]:
         """Token ids of each prompt. Raises ApiError (400) for one without tokens or with ids out of range."""
         vocab_size = self.limits().vocab_size
-        texts = [(prompt, add_special_tokens) for prompt in prompts if isinstance(prompt, str)]
-        encoded = iter(await self._encode.run(texts) if texts else ())
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for text in texts:
+            self.check_text(text, param)
+        encoded = iter(await self.tokenize_all(texts, add_special_tokens) if texts else ())
         ids = [np.array(next(encoded), dtype=np.int32) if isinstance(prompt, str) else prompt for prompt in prompts]
         for each in ids:
             if not each.size:
@@ -141,13 +146,18 @@ class Service:
             check_vocabulary(each, vocab_size, param)
         return ids
 
+    def check_text(self, text: str, param: str) -> None:
+        """Raises ApiError (400) for one that cannot fit, which would take minutes to tokenize."""
+        check_text(self.limits(), len(text), self.tokenizer.longest, param)
+
     async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text, perhaps none."""
-        return (await self._encode.run([(text, add_special_tokens)]))[0]
+        return (await self.tokenize_all([text], add_special_tokens))[0]
 
     async def tokenize_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """As `tokenize`, of many."""
-        return await self._encode.run([(text, add_special_tokens) for text in texts])
+        """As `tokenize`, of many. Long texts have a thread of their own: others do not wait for them."""
+        encode = self._encode_long if any(len(text) > LONG for text in texts) else self._encode
+        return await encode.run([(text, add_special_tokens) for text in texts])
 
     async def render(self, chat: Chat) -> str:
         """The prompt of a chat. Raises ApiError (400) when there is no template, or it refuses the messages."""
@@ -257,6 +267,10 @@ class Service:
             texts = [items[place][0] for place in places]
             ids |= zip(places, self.tokenizer.encode_batch(texts, add_special_tokens), strict=True)
         return [ids[place] for place in range(len(items))]
+
+    def _encode_each(self, items: list[tuple[str, bool]]) -> list[list[int]]:
+        """One after the other, for their memory and so that a thread of the library is left for others."""
+        return [self.tokenizer.encode(*item) for item in items]
 
     def _render_all(self, chats: list[Chat]) -> list[str]:
         if self.chat_template is None:

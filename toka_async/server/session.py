@@ -153,16 +153,24 @@ class Session:
         texts: dict[int, str] = {}
         for key, data in zip(requests.ids.tolist(), requests.prompts(), strict=True):
             try:
-                texts[key] = data.tobytes().decode()
-            except UnicodeDecodeError as error:
-                wrong = bad_request(f"'prompt' is not valid UTF-8: {error.reason}", param="prompt")
-                self.on_failed(np.asarray([key]), wrong)
+                texts[key] = self._text(data.tobytes())
+            except ApiError as error:
+                self.on_failed(np.asarray([key]), error)
         if texts:
             self._encoding.update(texts)
             seeds = requests.seeds[np.isin(requests.ids, list(texts))]
             task = asyncio.create_task(self._encode_all(texts, seeds, plan))
             self._encoders.add(task)
             task.add_done_callback(self._encoders.discard)
+
+    def _text(self, data: bytes) -> str:
+        """A prompt. Raises ApiError."""
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            raise bad_request(f"'prompt' is not valid UTF-8: {error.reason}", param="prompt") from None
+        self._service.check_text(text, "prompt")
+        return text
 
     async def _encode_all(self, texts: dict[int, str], seeds: Int64, plan: Plan) -> None:
         try:

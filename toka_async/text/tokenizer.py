@@ -23,6 +23,7 @@ class Tokenizer:
 
     Attributes:
         vocab_size: the highest id plus one, added tokens included.
+        longest: bytes of the longest token.
         special_ids: ids of the special tokens, which `decode` leaves out.
         special_tokens: names (`bos_token`) -> texts, for chat templates.
         bos_token_id, eos_token_id: None when the tokenizer names none.
@@ -50,6 +51,7 @@ class Tokenizer:
         self.pieces = _pieces(backend)
         self.special_ids = self.pieces.special
         self.vocab_size = max(self.pieces.rest, default=-1) + 1
+        self.longest = max(map(len, self.pieces.rest.values()), default=1) or 1
         self.bos_token_id = self._id_of("bos_token")
         self.eos_token_id = self._id_of("eos_token")
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from tests.web_server import NAME, WebServer, checked_error, web_server
+from toka_async.server import service
+from toka_async.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -111,6 +114,35 @@ async def test_the_numbers_are_stated(server: WebServer) -> None:
     error = await server.error("/v1/completions", {"prompt": [5] * 10, "max_tokens": 600})
     assert error["code"] == "context_length_exceeded"
     assert all(number in error["message"] for number in ("512", "610", "10 of the prompt", "600 of the completion"))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_what_can_never_fit_is_not_even_tokenized(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    longest = max(map(len, server.tokenizer.pieces.rest.values()))
+    text = "x" * (512 * longest + 1)
+    monkeypatch.setattr(Tokenizer, "encode_batch", None)
+    body = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": ["x", text]}
+    error = await server.error(path, body)
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages" if "chat" in path else "prompt")
+
+
+async def test_nobody_waits_for_a_long_text(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, encode = threading.Event(), Tokenizer.encode
+
+    def held(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert go_on.wait(10)
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", held)
+    monkeypatch.setattr(service, "LONG", 100)
+    long = asyncio.create_task(server.ok("/tokenize", {"prompt": "x" * 101}))
+    await asyncio.sleep(0.01)
+    assert (await server.ok("/tokenize", {"prompt": "x" * 100}))["count"] > 0
+    assert not long.done()
+    go_on.set()
+    assert (await long)["count"] > 0
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
