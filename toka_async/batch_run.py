@@ -31,7 +31,7 @@ def run(config: Config, source: Path, output: Path, errors: Path | None) -> int:
     Raises:
         BatchError, ModelError: nothing has begun.
     """
-    job = make_job(source, output, errors or output.with_name(f"{output.stem}.errors{output.suffix}"))
+    job = make_job(source, output, errors)
     tell = speaker(config.server.log_format)
     bar = Bar(sys.stderr, tell)
     code = run_batch(config, job, bar.show)
@@ -46,13 +46,18 @@ def run(config: Config, source: Path, output: Path, errors: Path | None) -> int:
     return code
 
 
-def make_job(source: Path, output: Path, errors: Path) -> BatchJob:
-    """Raises BatchError."""
-    source, output, errors = source.absolute(), output.absolute(), errors.absolute()
-    folder = output.with_name(f"{output.name}.progress")
+def make_job(source: Path, output: Path, errors: Path | None) -> BatchJob:
+    """Raises BatchError. errors: None for a file beside the output."""
+    source, output = source.absolute(), output.absolute()
     if not source.is_file():
         raise BatchError(f"--input {source}: no such file")
-    if len({source, output, errors}) < 3:
+    if output.is_dir():
+        raise BatchError(f"--output {output}: that is a folder")
+    errors = (errors or output.with_name(f"{output.stem}.errors{output.suffix}")).absolute()
+    folder = output.with_name(f"{output.name}.progress")
+    if errors.is_dir():
+        raise BatchError(f"--errors {errors}: that is a folder")
+    if len({each.resolve() for each in (source, output, errors)}) < 3:
         raise BatchError("--input, --output and --errors must be three files")
     for path in (output, errors):
         if not path.parent.is_dir():

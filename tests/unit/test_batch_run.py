@@ -25,6 +25,14 @@ def test_the_files_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert job.folder == str(tmp_path / "out.jsonl.progress")
 
 
+@pytest.mark.parametrize("output", [".", "/", ".."])
+def test_an_output_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in").touch()
+    with pytest.raises(BatchError, match="that is a folder"):
+        make_job(Path("in"), Path(output), None)
+
+
 @pytest.mark.parametrize(
     ("source", "output", "errors", "message"),
     [
@@ -32,6 +40,10 @@ def test_the_files_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (".", "out", "err", "no such file"),
         ("in", "in", "err", "three files"),
         ("in", "out", "out", "three files"),
+        ("in", "out", "folder/../out", "three files"),
+        ("in", "out", "link", "three files"),
+        ("in", "folder", "err", "that is a folder"),
+        ("in", "out", "folder", "that is a folder"),
         ("in", "no/out", "err", "no such folder"),
         ("in", "full", "err", "is there already"),
         ("in", "out", "full", "is there already"),
@@ -40,6 +52,8 @@ def test_the_files_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_wrong_files(tmp_path: Path, source: str, output: str, errors: str, message: str) -> None:
     (tmp_path / "in").touch()
     (tmp_path / "full").write_text("something")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("out")
     with pytest.raises(BatchError, match=message):
         make_job(tmp_path / source, tmp_path / output, tmp_path / errors)
 
