@@ -213,7 +213,13 @@ def check_text(limits: Limits, num_chars: int, longest: int, param: str) -> None
     Raises:
         ApiError: 400, as `token_budget` does for its tokens.
     """
-    token_budget(limits, -(-num_chars // longest), 0, param)
+    room, least = min(limits.max_context, limits.cache_tokens), -(-num_chars // longest)
+    if least > room:
+        raise bad_request(
+            f"at most {room} tokens fit, but the prompt has at least {least} tokens; shorten it",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 def token_budget(limits: Limits, num_prompt: int, max_tokens: int | None, param: str) -> int:
