@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable
+from contextvars import Context
 from functools import partial
 from typing import TypeVar
 
@@ -57,7 +58,7 @@ class Ledger:
         if self._num_bytes >= MAX_BYTES:
             self._has_room.clear()
         if self._task is None:
-            self._task = asyncio.create_task(self._run())
+            self._task = asyncio.create_task(self._run(), context=Context())  # it is about all lines, not this one
 
     async def room(self) -> None:
         """Waits until more results can be held."""
