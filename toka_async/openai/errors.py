@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error"}
+TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error", 504: "server_error", 507: "server_error"}
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
