@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -31,7 +32,10 @@ from toka_async.batches.records import (
     Progress,
     may_see,
 )
+from toka_async.batches.reserve import Reserve
 from toka_async.batches.spans import Gap, Spans
+
+T = TypeVar("T")
 
 OUTPUT_PURPOSE = "batch_output"
 
@@ -88,6 +92,7 @@ class Store:
             self.database = Database(folder / "batches.sqlite")
             opened.callback(self.database.close)
             self._sweep()
+            self._reserve = Reserve(folder / "reserve")
             self._opened = opened.pop_all()
 
     def close(self) -> None:
@@ -99,6 +104,15 @@ class Store:
 
     def committed(self) -> None:
         """After a transaction: unlinks what it has forgotten."""
+        self._unlink()
+        self._reserve.refill()
+
+    def with_reserve(self, work: Callable[[], T]) -> T:
+        """Does what is to be possible on a full disk too, as a transaction of its own."""
+        self._reserve.give()
+        return work()
+
+    def _unlink(self) -> None:
         unlinked, self._unlinked = self._unlinked, []
         for path in unlinked:
             self._disk.remove(path)
@@ -165,7 +179,7 @@ class Store:
             known |= {batch.record.output_id, batch.record.error_id}
         for path in [*self.uploads.iterdir(), *(each for each in self._files.iterdir() if each.name not in known)]:
             self._disk.remove(path)
-        self.committed()
+        self._unlink()
 
     # ---- batches -----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from toka_async.batches.disk import StorageError
 from toka_async.batches.ledger import Ledger
@@ -26,6 +26,8 @@ from toka_async.batches.writer import Writer
 from toka_async.logs import request_id
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_RUNNING = 16  # batches at once; they take turns, line by line
 READ_LINES, READ_BYTES = 512, 1 << 18  # that are read ahead of a batch
@@ -137,11 +139,20 @@ class Batches:
 
     async def cancel(self, batch_id: str, viewer: str | None = None) -> Batch:
         """One that has ended stays as it is. Raises NotFoundError or StorageError."""
-        batch = await self.writer.run(lambda: self.store.end(batch_id, "cancelled", viewer))
+        batch = await self.insist(lambda: self.store.end(batch_id, "cancelled", viewer))
         running = self._running.get(batch_id)
         if running is not None and not running.ending.done():
             running.ending.set_result("cancelled")
         return batch
+
+    async def insist(self, work: Callable[[], T]) -> T:
+        """As the writer's `run`, on a full disk with the store's reserve: for what makes room, or takes no more."""
+        try:
+            return await self.writer.run(work)
+        except StorageError as error:
+            if not error.full:
+                raise
+        return await self.writer.run(lambda: self.store.with_reserve(work))
 
     def run(self, record: BatchRecord) -> None:
         """Works on it until it has ended."""

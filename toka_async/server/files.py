@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Awaitable, Callable, Container, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -275,7 +275,8 @@ async def get_content(request: web.Request) -> web.StreamResponse:
 async def delete_file(request: web.Request) -> web.Response:
     service, file_id = batch_service(request), request.match_info["file"]
     try:
-        await asked(service, partial(service.store.remove_file, file_id, viewer_of(request)), "file", file_id)
+        remove = partial(service.store.remove_file, file_id, viewer_of(request))
+        await asked(service, remove, "file", file_id, service.batches.insist)
     except InUseError as error:
         message = f"the file is the input of {error}, which has not ended; cancel it first"
         raise ApiError(409, message, code="file_in_use") from None
@@ -287,10 +288,19 @@ async def find_file(request: web.Request) -> FileRecord:
     return await asked(service, partial(service.store.file, file_id, viewer_of(request)), "file", file_id)
 
 
-async def asked(service: BatchService, work: Callable[[], T], what: str, name: str | None) -> T:
-    """What the store answers; raises ApiError when there is no such thing (404), or the disk does not work."""
+async def asked(
+    service: BatchService,
+    work: Callable[[], T],
+    what: str,
+    name: str | None,
+    run: Callable[[Callable[[], T]], Awaitable[T]] | None = None,
+) -> T:
+    """What the store answers; raises ApiError when there is no such thing (404), or the disk does not work.
+
+    run: how it is asked; None: by the writer.
+    """
     try:
-        return await service.writer.run(work)
+        return await (run or service.writer.run)(work)
     except NotFoundError:
         raise ApiError(404, f"there is no {what} {clean(name or '')!r}", param="id", code="not_found") from None
     except StorageError as error:

@@ -17,8 +17,9 @@ import pytest
 
 from tests.fake_answers import FakeAnswers
 from toka_async.batches import ledger, work
-from toka_async.batches.disk import Disk
+from toka_async.batches.disk import Disk, StorageError
 from toka_async.batches.records import FINAL, Batch, BatchRecord, FileRecord
+from toka_async.batches.reserve import SIZE
 from toka_async.batches.store import InUseError, NotFoundError, Store
 from toka_async.batches.window import Load, Window
 from toka_async.batches.work import Batches, Limits
@@ -300,6 +301,22 @@ async def test_a_full_disk_pauses_batches_and_loses_nothing(tmp_path: Path, monk
         assert batch.progress.completed == 500
         assert it.ids("b-out") == names(range(500))
         assert it.answers.asked == names(range(500))
+
+
+async def test_a_batch_can_be_cancelled_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(tmp_path, rows=0) as it:
+        await it.create([line(1)])
+        put, reserve = it.store.database.put_record, tmp_path / "reserve"
+
+        def put_in_reserve(record: BatchRecord) -> None:
+            if record.status == "cancelling" and reserve.stat().st_size:
+                raise StorageError("the disk is full", full=True)
+            put(record)
+
+        monkeypatch.setattr(it.store.database, "put_record", put_in_reserve)
+        assert (await it.batches.cancel("b")).record.status == "cancelling"
+        assert (await it.end()).record.status == "cancelled"
+        assert reserve.stat().st_size == SIZE
 
 
 def full(_step: str) -> None:

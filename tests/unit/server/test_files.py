@@ -13,7 +13,9 @@ import aiohttp
 import pytest
 
 from tests.web_server import WebServer, checked_error, web_server
+from toka_async.batches.disk import StorageError
 from toka_async.batches.records import FileRecord
+from toka_async.batches.reserve import SIZE
 from toka_async.server.files import BATCHES
 
 LINE = b'{"custom_id": "a"}\n'
@@ -266,11 +268,31 @@ async def test_a_full_disk(server: WebServer, tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(service.store._disk, "before", full)
     error = await upload(server, form(), 507)
-    assert error["code"] == "disk_full"
+    assert (error["code"], error["type"]) == ("disk_full", "server_error")
     assert not names(tmp_path, "files")
     assert not names(tmp_path, "uploads")
     monkeypatch.undo()
     await upload(server, form())
+
+
+async def test_a_full_disk_lets_files_go(server: WebServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a reserve for it: else nobody could make room."""
+    service = server.app[BATCHES]
+    assert service is not None
+    made = await upload(server, form())
+    database, reserve = service.store.database, tmp_path / "reserve"
+    forget = database.remove_file
+
+    def full(file_id: str) -> None:
+        if reserve.stat().st_size:
+            raise StorageError("the disk is full", full=True)
+        forget(file_id)
+
+    monkeypatch.setattr(database, "remove_file", full)
+    async with server.http.delete(f"{server.url}/v1/files/{made['id']}") as response:
+        assert response.status == 200, await response.text()
+    assert not names(tmp_path, "files")
+    assert reserve.stat().st_size == SIZE
 
 
 async def test_without_a_folder_the_error_says_what_to_set() -> None:

@@ -1,0 +1,39 @@
+"""Room on the disk that is kept for what makes room: on a full one even forgetting a file needs some.
+
+Knows one file, whose content says nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from toka_async.batches.disk import opened
+
+SIZE = 1 << 18  # bytes: some transactions of the database
+
+
+class Reserve:
+    """A file that can be given up, and is made again as soon as, and as large as, the disk allows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_whole = False
+        self.refill()
+
+    def give(self) -> None:
+        """Its room is free for others, until the next `refill`."""
+        self._is_whole = False
+        with suppress(OSError), opened(self._path, os.O_WRONLY) as fd:
+            os.ftruncate(fd, 0)
+
+    def refill(self) -> None:
+        """What of it there is room for."""
+        if self._is_whole:
+            return
+        with suppress(OSError), opened(self._path, os.O_WRONLY | os.O_CREAT) as fd:
+            size = os.fstat(fd).st_size
+            while size < SIZE:
+                size += os.pwrite(fd, os.urandom(min(4096, SIZE - size)), size)  # zeros might take no room
+            self._is_whole = True
