@@ -18,7 +18,7 @@ import uvloop
 import zmq
 
 from toka_async.batches.disk import StorageError
-from toka_async.batches.records import FINAL, Batch, BatchRecord
+from toka_async.batches.records import FINAL, Batch, BatchRecord, Progress
 from toka_async.batches.store import Store
 from toka_async.messages import ToServer
 from toka_async.model.spec import ModelError
@@ -141,7 +141,23 @@ def open_job(job: BatchJob) -> tuple[Store, Batch | None, BatchRecord]:
     if begun[0].record.metadata != about:
         store.close()
         raise StorageError(f"{job.folder} is of another run, or the input has changed since; remove it to begin anew")
+    try:
+        check_results(job, begun[0].progress)
+    except StorageError:
+        store.close()
+        raise
     return store, begun[0], begun[0].record
+
+
+def check_results(job: BatchJob, progress: Progress) -> None:
+    """Raises StorageError when a file that was begun has become shorter: it would be waited for without an end."""
+    for path, wanted in ((Path(job.output), progress.output_bytes), (Path(job.errors), progress.error_bytes)):
+        size = path.stat().st_size if path.is_file() else 0
+        if size < wanted:
+            raise StorageError(
+                f"{path} has {size} bytes, but {wanted} were written: put it back, "
+                f"or remove it and {job.folder} to begin anew"
+            )
 
 
 def new_record(about: dict[str, str]) -> BatchRecord:

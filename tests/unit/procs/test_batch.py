@@ -1,0 +1,53 @@
+"""What a run finds of one before; whole runs are in tests/e2e."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from toka_async.batches.disk import StorageError
+from toka_async.batches.records import DoneLine
+from toka_async.procs.batch import INPUT, open_job
+from toka_async.procs.child import BatchJob
+
+
+def begun(tmp_path: Path) -> BatchJob:
+    """A job of which one line is done."""
+    (tmp_path / "in").write_bytes(b'{"custom_id": "a"}\n{"custom_id": "b"}\n')
+    job = BatchJob(
+        input=str(tmp_path / "in"),
+        output=str(tmp_path / "out"),
+        errors=str(tmp_path / "err"),
+        folder=str(tmp_path / "out.progress"),
+    )
+    store, before, record = open_job(job)
+    assert before is None
+    assert record.input_file_id == INPUT
+    store.add_batch(record)
+    store.accept(record.id, 2, [])
+    store.finish_lines(record.id, [DoneLine(line=0, end=19, failed=False, data=b'{"answer": 1}\n')])
+    store.close()
+    return job
+
+
+def test_it_goes_on(tmp_path: Path) -> None:
+    job = begun(tmp_path)
+    with Path(job.output).open("ab") as file:
+        file.write(b"not committed")
+    store, before, _ = open_job(job)
+    store.close()
+    assert before is not None
+    assert before.progress.completed == 1
+
+
+@pytest.mark.parametrize("left", [None, b"", b'{"answer": 1}'])
+def test_an_output_that_has_lost_something_is_told_and_not_waited_for(tmp_path: Path, left: bytes | None) -> None:
+    job = begun(tmp_path)
+    Path(job.output).unlink()
+    if left is not None:
+        Path(job.output).write_bytes(left)
+    for _ in range(2):  # the folder is let go of
+        with pytest.raises(StorageError, match=f"out has {len(left or b'')} bytes, but 14 were written"):
+            open_job(job)
+    assert Path(job.output).exists() == (left is not None)
