@@ -133,9 +133,9 @@ def read_keys(config: ServerConfig, environment: Mapping[str, str]) -> Keys:
 
 
 def _file_keys(path: Path) -> Iterator[Key]:
+    if path.is_fifo():  # reading it could take for ever
+        raise ConfigError(f"server.api_keys: {path}: a pipe, not a file")
     try:
-        if path.exists() and not path.is_file() and not path.is_dir():  # reading a pipe could take for ever
-            raise ConfigError(f"server.api_keys: {path}: not a regular file")
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"server.api_keys: {path}: {error.strerror or error}") from None

@@ -50,7 +50,7 @@ def test_comments(tmp_path: Path) -> None:
 def test_a_pipe_is_not_read(tmp_path: Path) -> None:
     """Whoever opens it waits until somebody writes, and the server does nothing else meanwhile."""
     os.mkfifo(tmp_path / "keys")
-    with pytest.raises(ConfigError, match=r"^server\.api_keys: .*/keys: not a regular file"):
+    with pytest.raises(ConfigError, match=r"^server\.api_keys: .*/keys: a pipe, not a file"):
         read_keys(ServerConfig(api_keys=str(tmp_path / "keys")), {})
 
 
