@@ -17,6 +17,7 @@ from msgspec import Meta, inspect
 
 Auto = Literal["auto"]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+LONGEST = 10**6  # seconds; what waits for descriptors counts milliseconds in 32 bits
 
 
 class ConfigError(ValueError):
@@ -103,13 +104,23 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     stats_interval: Annotated[float, Meta(ge=0, description="seconds between status lines while busy; 0: none")] = 5.0
     hang_timeout: Annotated[
         float,
-        Meta(ge=0, description="seconds without a sign of life after which a process is taken for dead; 0: never"),
+        Meta(
+            ge=0,
+            le=LONGEST,
+            description="seconds without a sign of life after which a process is taken for dead; 0: never",
+        ),
     ] = 30.0
     step_timeout: Annotated[
-        float, Meta(ge=0, description="seconds after which a step on a GPU counts as hung; 0: it may take any time")
+        float,
+        Meta(
+            ge=0, le=LONGEST, description="seconds after which a step on a GPU counts as hung; 0: it may take any time"
+        ),
     ] = 300.0
     client_timeout: Annotated[
-        float, Meta(gt=0, description="seconds after which a connection that neither sends nor takes data is closed")
+        float,
+        Meta(
+            gt=0, le=LONGEST, description="seconds after which a connection that neither sends nor takes data is closed"
+        ),
     ] = 75.0
     max_connections: Annotated[
         Count | Auto, Meta(description="HTTP connections at once; auto: what the limit of open files allows, less 512")
@@ -126,7 +137,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         bool, Meta(description="log a line for each HTTP request: id, path, status, seconds; never its content")
     ] = False
     drain_timeout: Annotated[
-        float, Meta(ge=0, description="seconds that running requests get to finish on SIGTERM")
+        float, Meta(ge=0, le=LONGEST, description="seconds that running requests get to finish on SIGTERM")
     ] = 30.0
     data_dir: Annotated[
         str, Meta(description="folder of files and batches, one server's own; empty: no Files and Batches")

@@ -13,6 +13,7 @@ from toka_async.config import ConfigError, ServerConfig
 
 BACKLOG = 16384  # connections that wait to be accepted
 CONNECTIONS = 8192  # at once, that the limits should allow
+LONGEST_PROBE = 32767  # seconds that TCP can wait before a probe
 SPARE_FILES = 256  # descriptors for everything else
 
 
@@ -49,9 +50,9 @@ def open_listener(server: ServerConfig) -> socket.socket:
 
 def notice_the_dead(listener: socket.socket, timeout: float) -> None:
     """Connections inherit it: one whose other end is gone without a word, or takes nothing, ends after `timeout` s."""
-    interval = max(1, round(timeout / 4))
+    interval = min(LONGEST_PROBE, max(1, round(timeout / 4)))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(timeout / 2)))
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, min(LONGEST_PROBE, max(1, round(timeout / 2))))
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(2**31 - 1, round(timeout * 1000)))

@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from toka_async import listening
-from toka_async.config import ConfigError, ServerConfig
+from toka_async.config import LONGEST, ConfigError, ServerConfig
 from toka_async.listening import check_direct, exposed, open_listener, raise_limits, url_of
 
 
@@ -19,6 +19,12 @@ def test_a_free_port() -> None:
         assert url_of(listener) == f"http://127.0.0.1:{port}"
         with closing(socket.create_connection(("127.0.0.1", port), timeout=5)):
             pass
+
+
+def test_a_client_may_do_nothing_for_days() -> None:
+    """TCP's own timers are shorter."""
+    with closing(open_listener(ServerConfig(port=0, client_timeout=LONGEST))) as listener:
+        assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 32767
 
 
 @pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "http://127.0.0.1"), ("localhost", "http://")])

@@ -26,7 +26,7 @@ from toka_async.openai.errors import ApiError, bad_request
 from toka_async.openai.schemas import components
 from toka_async.server.batch_service import BatchService
 from toka_async.server.guard import viewer_of
-from toka_async.server.respond import SERVICE, json_response
+from toka_async.server.respond import SERVICE, check_encoding, json_response
 
 BATCHES: web.AppKey[BatchService | None] = web.AppKey("batches")
 PURPOSE = "batch"
@@ -96,7 +96,8 @@ async def create_file(request: web.Request) -> web.Response:
 
 
 def check_upload(request: web.Request) -> None:
-    """Raises ApiError (413) when the request says that its file is too large."""
+    """Raises ApiError when the request says that its file is too large (413), or compressed (415)."""
+    check_encoding(request)
     config = request.app[SERVICE].config
     if (request.content_length or 0) > (config.max_file_mb << 20) + OVERHEAD:
         raise too_large(config.max_file_mb)

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from itertools import accumulate, takewhile
 
 import numpy as np
 
 from toka_async.messages import Prefilled, Reason
 from toka_async.server.rows import Block, Rows, join, merged
+
+MOST_TOKENS = 4096  # of samples with news, in one go: what they become is made in one turn of the event loop
+BLOCK_TOKENS = 16 * MOST_TOKENS  # of flights in blocks, whose tokens are so much cheaper
 
 
 class RequestFailedError(Exception):
@@ -81,14 +85,25 @@ class Batch:
     async def news(self) -> list[tuple[InFlight, int]]:
         """Waits for news of streamed requests: samples that have some, each once, however much has come.
 
+        Where a slow client has let much come together it is some of them, MOST_TOKENS or a few more, and others have
+        their turn of the event loop before the rest.
+
         Raises:
             RequestFailedError, EngineStoppedError: one of them will get no more.
         """
+        if self._fresh:
+            await asyncio.sleep(0)
         while not self._fresh:
             await self._wait()
-        fresh = [(self.flights[index], sample) for index, sample in self._fresh]
-        self._fresh.clear()
-        return fresh
+        fresh, num_tokens = [], 0
+        for index, sample in self._fresh:
+            fresh.append((index, sample))
+            num_tokens += self.flights[index].num_waiting(sample)
+            if num_tokens >= MOST_TOKENS:
+                break
+        for place in fresh:
+            del self._fresh[place]
+        return [(self.flights[index], sample) for index, sample in fresh]
 
     async def finished(self) -> None:
         """Waits until every sample has ended.
@@ -221,10 +236,26 @@ class InFlight:
             self.samples[index].ending = True
             self.samples[index].muted = self.stream
 
+    def num_waiting(self, index: int) -> int:
+        """Tokens of a sample that were not taken yet; of a flight `in_blocks` of all, and what they cost of others'."""
+        if self.in_blocks:
+            return sum(block.token_ids.size for block in self._blocks) * MOST_TOKENS // BLOCK_TOKENS
+        return sum(map(len, self.samples[index].parts))
+
     def take_block(self) -> Block:
         """All that has come and was not taken yet, something at least."""
         block = merged(self._blocks)
         self._blocks.clear()
+        return block
+
+    def take_news(self) -> Block:
+        """As `take_block` of a streamed flight, but BLOCK_TOKENS or a few more: of the rest there will be news."""
+        sizes = accumulate(block.token_ids.size for block in self._blocks)
+        num = 1 + sum(1 for _ in takewhile(lambda size: size < BLOCK_TOKENS, sizes))
+        block = merged(self._blocks[:num])
+        del self._blocks[:num]
+        if self._blocks:
+            self._batch.note(self.index, 0)
         return block
 
     def end(self, error: Exception | None) -> None:

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from time import monotonic
 
@@ -132,18 +133,25 @@ def read_keys(config: ServerConfig, environment: Mapping[str, str]) -> Keys:
 
 
 def _file_keys(path: Path) -> Iterator[Key]:
+    if path.is_fifo():  # reading it could take for ever
+        raise ConfigError(f"server.api_keys: {path}: a pipe, not a file")
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"server.api_keys: {path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, ValueError):
         raise ConfigError(f"server.api_keys: {path}: not a text file") from None
-    rows = [(number, line.split()) for number, line in enumerate(lines, 1) if not line.lstrip().startswith("#")]
+    rows = [(number, list(takewhile(_is_said, line.split()))) for number, line in enumerate(lines, 1)]
     if not any(words for _, words in rows):
         raise ConfigError(f"server.api_keys: {path} has no keys: expected one a line")
     for number, words in rows:
         if words:
             yield _line_key(words, number, f"server.api_keys: {path}, line {number}")
+
+
+def _is_said(word: str) -> bool:
+    """It does not begin a comment."""
+    return not word.startswith("#")
 
 
 def _line_key(words: list[str], number: int, where: str) -> Key:

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from toka_async.openai.errors import ApiError
 from toka_async.openai.parse import parse_request
@@ -39,7 +39,8 @@ async def read_body(request: web.Request) -> bytes:
     """The whole body.
 
     Raises:
-        ApiError: 413 when it is too large, unread if its length says so; 408 when it comes too slowly.
+        ApiError: 413 when it is too large, unread if its length says so; 415 when it is compressed; 408 when it
+            comes too slowly.
         RequestPayloadError: it is broken.
     """
     check_length(request)
@@ -65,9 +66,17 @@ async def read_request(request: web.Request, kind: type[T]) -> T:
 
 
 def check_length(request: web.Request) -> None:
-    """Raises ApiError (413) when the request says that its body is too large."""
+    """Raises ApiError when the request says that its body is too large (413), or compressed (415)."""
+    check_encoding(request)
     if (request.content_length or 0) > request.app[SERVICE].config.max_body_mb << 20:
         raise too_large(request)
+
+
+def check_encoding(request: web.Request) -> None:
+    """Raises ApiError (415): nothing is unpacked, as 200 KB can be minutes of work and gigabytes for the event loop."""
+    encoding = request.headers.get(hdrs.CONTENT_ENCODING, "identity")
+    if encoding.lower() != "identity":
+        raise ApiError(415, f"a body with Content-Encoding {encoding[:32]!r} is not supported: send it as it is")
 
 
 def too_large(request: web.Request) -> ApiError:

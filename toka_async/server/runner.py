@@ -259,6 +259,7 @@ class Runner(web.AppRunner):
             access_log=None,
             shutdown_timeout=shutdown_timeout,
             lingering_time=LINGER,
+            auto_decompress=False,
             keepalive_timeout=self._limits.client_timeout,
         )
 

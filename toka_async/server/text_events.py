@@ -41,7 +41,7 @@ class TextEvents:
     def take(self, fresh: Sequence[tuple[InFlight, int]]) -> bytes:
         parts: list[bytes] = []
         for flight, _ in fresh:
-            self._add(parts, flight.index, flight.take_block())
+            self._add(parts, flight.index, flight.take_news())
         return b"".join(parts)
 
     def _add(self, parts: list[bytes], prompt: int, block: Block) -> None:

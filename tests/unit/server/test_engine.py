@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ import pytest
 from tests.fake_scheduler import READY, FakeScheduler
 from toka_async.arrays import i32_column
 from toka_async.messages import Cancel, EndSample, Reason, Sampling, Submit, Tokens
+from toka_async.server import inflight
 from toka_async.server.engine import Engine
 from toka_async.server.inflight import Batch, EngineStoppedError
 from toka_async.server.jobs import Job, NotServingError, OverloadedError
+from toka_async.server.rows import Block, token_rows
 
 
 class Clock:
@@ -76,6 +79,39 @@ async def test_news_of_a_stream(engine: Engine, scheduler: FakeScheduler) -> Non
         scheduler.step()
         assert len(await batch.news()) == 2
         assert [len(ids) for ids in tokens_of(batch)] == [2, 2]
+
+
+async def test_much_news_comes_in_parts(engine: Engine) -> None:
+    """A slow client's stream keeps nobody waiting for long."""
+    with engine.submitted([job(n=8, stream=True)]) as batch:
+        (flight,) = batch.flights
+        rows, most = token_rows(np.zeros(inflight.MOST_TOKENS // 2, np.int32)), 2
+        for sample in range(8):
+            flight.add(sample, rows, Reason.NONE)
+        turns: list[int] = []
+        asyncio.get_running_loop().call_soon(turns.append, 1)
+        for first in range(0, 8, most):
+            assert [sample for _, sample in await batch.news()] == [first, first + 1]
+            assert turns
+            turns.clear()
+            asyncio.get_running_loop().call_soon(turns.append, 1)
+            flight.add(7, rows, Reason.NONE)  # noted once as long as it was not taken
+        assert [sample for _, sample in await batch.news()] == [7]
+
+
+async def test_much_news_of_blocks_comes_in_parts(engine: Engine) -> None:
+    with engine.submitted([replace(job(n=2, stream=True), in_blocks=True)]) as batch:
+        (flight,) = batch.flights
+        size = inflight.BLOCK_TOKENS // 2
+        for reason in (0, 0, 0, 1):
+            counts, reasons = np.array([size, 1], np.int32), np.array([reason, 0], np.int32)
+            ids = np.zeros(size + 1, np.int32)
+            flight.add_block(Block(np.arange(2, dtype=np.int32), counts, ids, reasons, np.zeros(size + 1, np.float32)))
+        for _ in range(2):
+            assert await batch.news() == [(flight, 0)]
+            assert flight.take_news().counts.tolist() == [2 * size, 2]
+        assert flight.num_open == 1
+        assert not flight.num_waiting(0)
 
 
 async def test_a_stop_string_is_told_once(engine: Engine, scheduler: FakeScheduler) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import os
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,20 @@ def test_a_file_and_the_environment(tmp_path: Path) -> None:
     assert third.name == "TOKA_API_KEYS-1"
     assert keys.find("sk-fourth-00") is not None
     assert all(each not in repr(keys) for each in (FIRST, SECOND, THIRD))
+
+
+def test_comments(tmp_path: Path) -> None:
+    """At the end of a line too; a key may have the sign in it."""
+    keys = read(tmp_path, f"#{SECOND}\n{FIRST} alice max_requests=3 # max_requests=4\n{THIRD}#x # bob #\n  # end")
+    assert [(key.name, key.max_requests) for key in keys.keys] == [("alice", 3), ("line-3", None)]
+    assert keys.find(f"{THIRD}#x") is not None
+
+
+def test_a_pipe_is_not_read(tmp_path: Path) -> None:
+    """Whoever opens it waits until somebody writes, and the server does nothing else meanwhile."""
+    os.mkfifo(tmp_path / "keys")
+    with pytest.raises(ConfigError, match=r"^server\.api_keys: .*/keys: a pipe, not a file"):
+        read_keys(ServerConfig(api_keys=str(tmp_path / "keys")), {})
 
 
 @pytest.mark.parametrize("wrong", ["", FIRST[:-1], FIRST + "x", FIRST.upper(), "\udcff", "é" * 12, "\x00"])

@@ -16,6 +16,7 @@ import zmq
 
 from toka_async.arrays import as_i32, column
 from toka_async.messages import Cancel, Sampling, Submit, ToScheduler
+from toka_async.transport import zmq_sockets
 from toka_async.transport.codec import Codec
 from toka_async.transport.zmq_sockets import PollSet, ZmqInbox, ZmqOutbox
 
@@ -221,6 +222,25 @@ async def test_messages_are_called_back_as_they_come_in_order(wires: Wires, inbo
     sender.send(Cancel(request_id=2000))
     assert (await arrivals.wait(2001))[-1] == 2000
     inbox.detach(loop)
+
+
+async def test_others_have_their_turns_between_many_messages(
+    wires: Wires, inbox: ZmqInbox[ToScheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many are there; after a detach the rest stays where it is."""
+    monkeypatch.setattr(zmq_sockets, "TURN_BYTES", 1)
+    sender, arrivals, loop = wires.outbox(), Arrivals(), asyncio.get_running_loop()
+    for i in range(10):
+        sender.send(Cancel(request_id=i))
+    assert PollSet([inbox]).wait(5.0)
+    inbox.attach(loop, arrivals)
+    assert await arrivals.wait(5) == list(range(arrivals.num_calls))
+    inbox.detach(loop)
+    num_calls = arrivals.num_calls
+    await asyncio.sleep(0.02)
+    assert arrivals.num_calls == num_calls < 10
+    rest = drained(inbox, 10 - num_calls)
+    assert arrivals.messages + rest == [Cancel(request_id=i) for i in range(10)]
 
 
 async def test_nothing_is_called_back_without_messages_or_after_detach(
