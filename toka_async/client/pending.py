@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from toka_async.arrays import Int32
 from toka_async.client.errors import ConnectionLostError
 from toka_async.client.results import FINISH, Event, PromptScores, Result, Row, Sample
 from toka_async.protocol import ProtocolError
+
+K = TypeVar("K")
 
 STOP = 1  # messages.Reason: an end token
 
@@ -27,9 +29,9 @@ class Wishes:
         self.stream = stream
         n = fields.get("n", 1)
         self.n = n if isinstance(n, int) else 1
-        stops = fields.get("stop") or ()
-        self._stops: tuple[str, ...] = (stops,) if isinstance(stops, str) else tuple(dict.fromkeys(stops))
-        self._stop_token_ids = frozenset(fields.get("stop_token_ids") or ())
+        stops = fields.get("stop")
+        self._stops = tuple(dict.fromkeys([stops] if isinstance(stops, str) else each_of(stops, str)))
+        self._stop_token_ids = frozenset(each_of(fields.get("stop_token_ids"), int))
 
     def stop_of(self, row: Row) -> str | int | None:
         """What ended the sample, of what the request named. Raises ProtocolError for a string that it did not."""
@@ -41,6 +43,11 @@ class Wishes:
             last = int(row.token_ids[-1])
             return last if last in self._stop_token_ids else None
         return None
+
+
+def each_of(values: Any, kind: type[K]) -> list[K]:
+    """Those of a kind; what else a field holds is for the server to refuse."""
+    return [value for value in values if isinstance(value, kind)] if isinstance(values, list | tuple) else []
 
 
 News = Event | Result | Exception

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,18 @@ async def test_many_calls_of_a_turn_are_one_message() -> None:
         ("\ud800", {}, "prompt"),
         ([1] * 600, {}, "prompt"),
         ("the answer " * 300, {}, "prompt"),
+        (PROMPT, {"n": 0}, "n"),
+        (PROMPT, {"stop": 5}, "stop"),
+        (PROMPT, {"stop": [["a"]]}, "stop[0]"),
+        (PROMPT, {"stop": ["\ud800"]}, "stop"),
+        (PROMPT, {"stop_token_ids": 5}, "stop_token_ids"),
+        (PROMPT, {"stop_token_ids": [[1]]}, "stop_token_ids[0]"),
+        (PROMPT, {"max_tokens": 2, "temperature": np.float32(1)}, "temperature"),
+        (PROMPT, {"top_k": 2**70, "max_tokens": 2}, "top_k"),
+        (PROMPT, {"logit_bias": {5: 1.0}}, "logit_bias"),
+        (PROMPT, {"stream": True}, "stream"),
+        (PROMPT, {"seed": "x"}, "seed"),
+        (PROMPT, {"seed": 1.5}, "seed"),
     ],
 )
 async def test_refused_input_names_the_field(prompt: Any, fields: dict[str, Any], field: str) -> None:
@@ -148,6 +161,48 @@ async def test_refused_input_names_the_field(prompt: Any, fields: dict[str, Any]
         with pytest.raises(RequestError):
             await client.generate_many([PROMPT, prompt], seeds=None, **fields)
         assert (await client.generate(PROMPT, max_tokens=2)).samples[0].token_ids.size == 2
+
+
+async def test_rows_of_an_array_are_prompts_and_characters_of_a_text_are_not() -> None:
+    async with direct_server() as world, Client(world.url) as client:
+        assert len(await client.generate_many(np.ones((2, 3), np.int32), max_tokens=2)) == 2  # type: ignore[arg-type]
+        with pytest.raises(RequestError) as caught:
+            await client.generate_many("abc", max_tokens=2)
+        assert caught.value.field == "prompts"
+
+
+async def test_before_and_after_the_connection_there_is_an_error() -> None:
+    async with direct_server() as world:
+        client, sync = Client(world.url), SyncClient(world.url)
+        for _ in range(2):
+            with pytest.raises(ConnectionLostError, match="with"):
+                await client.generate(PROMPT)
+            with pytest.raises(ConnectionLostError, match="with"):
+                await anext(client.stream(PROMPT))
+            with pytest.raises(ConnectionLostError, match="with"):
+                await asyncio.to_thread(sync.generate, PROMPT)
+            with pytest.raises(ConnectionLostError, match="with"):
+                await asyncio.to_thread(next, sync.stream(PROMPT))
+            async with client:
+                pass
+            await asyncio.to_thread(open_and_close, sync)
+
+
+async def test_a_call_that_comes_while_another_thread_closes_ends_too() -> None:
+    def call() -> None:
+        client = SyncClient(world.url)
+        with client:
+            late = client._start(asyncio.sleep(60))
+        with pytest.raises(CancelledError):
+            late.result(timeout=1)
+
+    async with direct_server() as world:
+        await asyncio.to_thread(call)
+
+
+def open_and_close(client: SyncClient) -> None:
+    with client:
+        pass
 
 
 async def test_a_task_that_is_cancelled_cancels_its_request() -> None:
