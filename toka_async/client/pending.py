@@ -60,12 +60,16 @@ class Waiter(Protocol):
 
 
 class Pending:
-    """A request. `waiter` is None when nobody wants to know any more. is_sent: the server may have it."""
+    """A request. `waiter` is None when nobody wants to know any more.
+
+    is_sent: over this connection. may_run: the server may have it, also from a connection before.
+    """
 
     __slots__ = (
         "has_begun",
         "id",
         "is_sent",
+        "may_run",
         "num_open",
         "place",
         "prompt",
@@ -85,7 +89,7 @@ class Pending:
         self.wishes = wishes
         self.waiter: Waiter | None = waiter
         self.place = place  # among those who wait together
-        self.is_sent = False
+        self.is_sent = self.may_run = False
         self.restart()
 
     def restart(self) -> None:
