@@ -215,6 +215,19 @@ async def test_streams_come_step_by_step(bare: Bare) -> None:
     assert bare.ended() == [1, 1, 2, 2]
 
 
+async def test_a_stream_of_many_tokens_leaves_others_their_turns(bare: Bare) -> None:
+    bare.hello()
+    bare.submit(1, max_tokens=400, stream=True, text=True, n=16, ignore_eos=True)
+    await turns()
+    for _ in range(401):
+        bare.scheduler.step()
+    await turns(40)
+    results = bare.heard(Results)
+    assert max(columns["token_ids"].size for _, columns in results) < 2000
+    assert sum(columns["token_ids"].size for _, columns in results) == 16 * 400
+    assert sorted(bare.ended()) == [1] * 16
+
+
 async def test_a_cancelled_request_ends_once(bare: Bare) -> None:
     bare.hello()
     bare.submit(1, 2, 3, max_tokens=400)
