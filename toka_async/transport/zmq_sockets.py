@@ -7,6 +7,7 @@ Knows no message types beyond the codec it is given.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -39,6 +40,9 @@ class ZmqOutbox(Generic[T]):
         self._socket.close(linger=0)
 
 
+TURN = 1 << 16  # bytes that are taken in a turn of the event loop, about
+
+
 class ZmqInbox(Generic[T]):
     """The receiving end; binds.
 
@@ -48,6 +52,7 @@ class ZmqInbox(Generic[T]):
 
     def __init__(self, context: zmq.Context[Any], address: str, codec: Codec[T]) -> None:
         self._codec = codec
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.socket = context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -58,13 +63,19 @@ class ZmqInbox(Generic[T]):
             raise
 
     def drain(self) -> list[T]:
-        messages: list[T] = []
-        while True:
+        return self._take(sys.maxsize)[0]
+
+    def _take(self, most_bytes: int) -> tuple[list[T], bool]:
+        """Messages up to about so many bytes, and whether those were all."""
+        messages, num_bytes = list[T](), 0
+        while num_bytes < most_bytes:
             try:
                 frame = self.socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return messages
+                return messages, True
             messages.append(self._codec.decode(frame.buffer))
+            num_bytes += len(frame)
+        return messages, False
 
     def receive(self) -> T:
         """The next message; waits for it."""
@@ -73,20 +84,27 @@ class ZmqInbox(Generic[T]):
     def attach(self, loop: asyncio.AbstractEventLoop, callback: Callable[[list[T]], None]) -> None:
         """Call `callback` with the messages whenever some arrive.
 
-        The socket's descriptor signals edges, so each wake-up drains to EAGAIN; a first drain is scheduled for
-        messages that came before. Measured far cheaper per message than zmq.asyncio.
+        The socket's descriptor signals edges, so each wake-up drains to EAGAIN, in turns, so that a sender who is faster
+        than this end leaves others theirs; a first drain is scheduled for messages that came before. Measured far
+        cheaper per message than zmq.asyncio.
         """
 
         def on_readable() -> None:
-            messages = self.drain()
+            if self.socket.closed or self._loop is not loop:
+                return
+            messages, is_all = self._take(TURN)
+            if not is_all:
+                loop.call_soon(on_readable)
             if messages:
                 callback(messages)
 
+        self._loop = loop
         loop.add_reader(self.socket.getsockopt(zmq.FD), on_readable)
         loop.call_soon(on_readable)
 
     def detach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Undo `attach`."""
+        self._loop = None
         loop.remove_reader(self.socket.getsockopt(zmq.FD))
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ import zmq
 from toka_async.arrays import as_i32, column
 from toka_async.messages import Cancel, Sampling, Submit, ToScheduler
 from toka_async.transport.codec import Codec
-from toka_async.transport.zmq_sockets import PollSet, ZmqInbox, ZmqOutbox
+from toka_async.transport.zmq_sockets import TURN, PollSet, ZmqInbox, ZmqOutbox
 
 S = TypeVar("S", ZmqOutbox[ToScheduler], ZmqInbox[ToScheduler])
 
@@ -253,3 +253,22 @@ async def test_a_callback_may_send_to_its_own_inbox(wires: Wires, inbox: ZmqInbo
     sender.send(Cancel(request_id=0))
     assert await arrivals.wait(201) == list(range(201))
     inbox.detach(loop)
+
+
+async def test_much_that_has_come_is_taken_in_turns(wires: Wires, inbox: ZmqInbox[ToScheduler]) -> None:
+    sender, loop, count = wires.outbox(), asyncio.get_running_loop(), 2 * TURN // 1000
+    prompt = column(np.zeros(1000, np.int32))
+    for i in range(count):
+        sender.send(Submit(request_id=i, prompt=prompt, max_tokens=1, seed=0, sampling=Sampling()))
+    assert await asyncio.to_thread(PollSet([inbox]).wait, 5.0)
+    await asyncio.sleep(0.05)  # the rest comes too
+    batches: list[list[ToScheduler]] = []
+    inbox.attach(loop, batches.append)
+    async with asyncio.timeout(5):
+        while sum(map(len, batches)) < count:
+            await asyncio.sleep(0.005)
+    inbox.detach(loop)
+    assert max(map(len, batches)) <= TURN // 4000 + 1
+    sender.send(Cancel(request_id=1))
+    await asyncio.sleep(0.02)
+    assert sum(map(len, batches)) == count, "none after detaching"
