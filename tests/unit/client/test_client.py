@@ -319,6 +319,17 @@ async def test_nobody_answers() -> None:
             pass
 
 
+async def test_what_is_no_address_is_one_error() -> None:
+    others: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: others.append(context))
+    for url in ("127.0.0.1:1", "http://127.0.0.1:1", ""):
+        with pytest.raises(ConnectionLostError):
+            async with Client(url, timeout=0.3):
+                pass
+    await asyncio.sleep(0.01)
+    assert not others
+
+
 async def test_closing_fails_what_is_open() -> None:
     async with direct_server(FakeScheduler(held=True)) as world:
         async with Client(world.url) as client:
