@@ -27,6 +27,7 @@ from toka_async.transport.multipart import Dealer, Frame
 
 Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]]
 MOST_WISHES = 256  # that are remembered
+MOST_DEPTH = 16  # of a field's lists and maps
 NOT_IDS = np.empty((0, 0))
 BYE_TIMEOUT = 500  # milliseconds for the last words to leave
 
@@ -225,6 +226,7 @@ class Client:
         encoded = encode({**fields, "stream": True} if stream else fields)
         wishes = self._wishes.get(encoded)
         if wishes is None:
+            check_depth(fields)
             if len(self._wishes) >= MOST_WISHES:
                 self._wishes.clear()
             wishes = self._wishes[encoded] = Wishes(fields, encoded, stream)
@@ -270,6 +272,20 @@ def encode(fields: Mapping[str, Any]) -> bytes:
                 encode({name: value})
         name = next(iter(fields))
         raise RequestError(f"'{name}' cannot be sent: {error}", field=name) from None
+
+
+def check_depth(fields: Mapping[str, Any]) -> None:
+    """Raises RequestError for what the server could not read, and so would not know whose it is."""
+    for name, value in fields.items():
+        if is_deep(value, MOST_DEPTH):
+            raise RequestError(f"'{name}' is nested too deeply", field=name)
+
+
+def is_deep(value: object, most: int) -> bool:
+    if not isinstance(value, list | tuple | dict):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return not most or any(is_deep(part, most - 1) for part in parts)
 
 
 def as_prompt(prompt: Prompt) -> Int32 | bytes:

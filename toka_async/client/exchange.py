@@ -152,15 +152,17 @@ class Exchange:
         """The next requests of a kind that fit a message and the credit."""
         queue, batch = self._waiting[kind], list[Pending]()
         most = min(MOST_REQUESTS, welcome.credit - self._num_sent)
-        width, room = 1 if kind[1] else 4, welcome.max_message - MARGIN
+        largest = room = welcome.max_message - MARGIN
+        width = 1 if kind[1] else 4
         while queue and len(batch) < most:
             pending = queue[0]
             if pending.is_sent or pending.id not in self._open:
                 queue.popleft()
                 continue
             num_bytes = len(pending.prompt) * width
-            if num_bytes > welcome.max_message - MARGIN:
-                self._end(queue.popleft(), RequestError("the prompt is too large", field="prompt", status=413))
+            if num_bytes > largest or len(kind[0]) > largest:
+                field = "prompt" if num_bytes > largest else "fields"
+                self._end(queue.popleft(), RequestError(f"'{field}' is too large", field=field, status=413))
                 continue
             room -= num_bytes
             if room < 0:

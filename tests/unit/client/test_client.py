@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,7 @@ async def test_many_calls_of_a_turn_are_one_message() -> None:
         (PROMPT, {"top_k": 2**70, "max_tokens": 2}, "top_k"),
         (PROMPT, {"logit_bias": {5: 1.0}}, "logit_bias"),
         (PROMPT, {"stream": True}, "stream"),
+        (PROMPT, {"stop": functools.reduce(lambda value, _: [value], range(600), "a")}, "stop"),
         (PROMPT, {"seed": "x"}, "seed"),
         (PROMPT, {"seed": 1.5}, "seed"),
     ],
@@ -160,6 +162,14 @@ async def test_refused_input_names_the_field(prompt: Any, fields: dict[str, Any]
             await anext(aiter(client.stream(prompt, **fields)))
         with pytest.raises(RequestError):
             await client.generate_many([PROMPT, prompt], seeds=None, **fields)
+        assert (await client.generate(PROMPT, max_tokens=2)).samples[0].token_ids.size == 2
+
+
+async def test_fields_that_no_message_can_hold_are_refused() -> None:
+    async with direct_server(max_body_mb=1) as world, Client(world.url) as client:
+        with pytest.raises(RequestError) as caught:
+            await client.generate(PROMPT, stop=["x" * (1 << 20)])
+        assert (caught.value.field, caught.value.status) == ("fields", 413)
         assert (await client.generate(PROMPT, max_tokens=2)).samples[0].token_ids.size == 2
 
 
