@@ -21,7 +21,6 @@ from toka_async.server.result_columns import SampleColumns
 from toka_async.server.sample_text import SampleStream
 from toka_async.server.service import Run, Service
 
-
 TURN = 1024  # tokens of a stream whose text is made in a turn of the event loop, about
 
 

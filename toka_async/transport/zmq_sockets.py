@@ -84,9 +84,9 @@ class ZmqInbox(Generic[T]):
     def attach(self, loop: asyncio.AbstractEventLoop, callback: Callable[[list[T]], None]) -> None:
         """Call `callback` with the messages whenever some arrive.
 
-        The socket's descriptor signals edges, so each wake-up drains to EAGAIN, in turns, so that a sender who is faster
-        than this end leaves others theirs; a first drain is scheduled for messages that came before. Measured far
-        cheaper per message than zmq.asyncio.
+        The socket's descriptor signals edges, so each wake-up drains to EAGAIN, in turns, so that a sender who is
+        faster than this end leaves others theirs; a first drain is scheduled for messages that came before. Measured
+        far cheaper per message than zmq.asyncio.
         """
 
         def on_readable() -> None:
