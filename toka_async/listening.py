@@ -94,13 +94,17 @@ def exposed(server: ServerConfig, *, has_keys: bool) -> list[str]:
     return lines
 
 
+def _is_port(port: str) -> bool:
+    return port == "*" or (port.isascii() and port.isdecimal() and int(port) < 1 << 16)  # libzmq takes the low 16 bits
+
+
 def check_direct(server: ServerConfig) -> None:
     """Raises ConfigError when `server.zmq_bind` is no address, or one that others can reach and that has no keys."""
     address = server.zmq_bind
     if not address or address.startswith("ipc://"):
         return
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or not host or not (port == "*" or port.isdecimal()):
+    if not address.startswith("tcp://") or not host or not _is_port(port):
         raise ConfigError(f"server.zmq_bind: expected tcp://HOST:PORT or ipc://PATH, got {address!r}")
     if bool(server.zmq_key) != bool(server.zmq_clients):
         raise ConfigError("server.zmq_key: needs server.zmq_clients, and the other way round")

@@ -81,7 +81,8 @@ def test_direct_submission_that_others_can_reach_needs_keys(address: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "address", ["10211", "127.0.0.1:1", "tcp://127.0.0.1", "tcp://:1", "tcp://127.0.0.1:x", "udp://h:1"]
+    "address",
+    ["10211", "127.0.0.1:1", "tcp://127.0.0.1", "tcp://:1", "tcp://127.0.0.1:x", "tcp://127.0.0.1:99999", "udp://h:1"],
 )
 def test_what_is_no_address_is_told(address: str) -> None:
     with pytest.raises(ConfigError, match=r"server\.zmq_bind"):

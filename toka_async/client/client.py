@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from operator import index
 from pathlib import Path
 from random import Random
 from types import TracebackType
@@ -26,6 +27,7 @@ from toka_async.transport.multipart import Dealer, Frame
 
 Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]]
 MOST_WISHES = 256  # that are remembered
+MOST_DEPTH = 16  # of a field's lists and maps
 NOT_IDS = np.empty((0, 0))
 BYE_TIMEOUT = 500  # milliseconds for the last words to leave
 
@@ -60,6 +62,7 @@ class Client:
         self._flushing = False
         self._timers: set[asyncio.TimerHandle] = set()
         self._pings: asyncio.TimerHandle | None = None
+        self._is_open = False
 
     # ---- the connection ----------------------------------------------------------------------------------------------
 
@@ -70,6 +73,7 @@ class Client:
         self._exchange = Exchange(self._dealer.send, self._retry)
         self._welcomed = asyncio.Event()
         self._problem: str | None = None
+        self._is_open = True
         try:
             await self._connect()
         except BaseException:
@@ -96,6 +100,7 @@ class Client:
         await self._close()
 
     async def _close(self) -> None:
+        self._is_open = False
         for timer in self._timers:
             timer.cancel()
         self._dealer.close(linger=BYE_TIMEOUT)
@@ -177,8 +182,10 @@ class Client:
     async def generate_many(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int] | None = None, **fields: Unpack[Fields]
     ) -> list[Result]:
-        """As `generate` of each prompt, in order; the first error cancels the rest."""
-        if not prompts:
+        """As `generate` of each prompt (or row of an array), in order; the first error cancels the rest."""
+        if isinstance(prompts, str | bytes):
+            raise RequestError("'prompts' is one text: expected a list of prompts", field="prompts")
+        if not len(prompts):  # an array may be meant
             return []
         if seeds is not None and len(seeds) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts, but {len(seeds)} seeds", field="seeds")
@@ -204,7 +211,7 @@ class Client:
         """
         waiter = Events()
         pending = self._add(prompt, seed, self._wish(fields, stream=True), waiter)
-        num_open = pending.wishes.n
+        num_open = max(1, pending.wishes.n)  # of a wrong n comes an error
         try:
             while num_open:
                 event = await waiter.next()
@@ -214,20 +221,22 @@ class Client:
             self._abandon([pending])
 
     def _wish(self, fields: Mapping[str, Any], *, stream: bool) -> Wishes:
-        try:
-            encoded = _ENCODER.encode({**fields, "stream": True} if stream else fields)
-        except (TypeError, OverflowError) as error:
-            raise RequestError(f"the fields cannot be sent: {error}") from None
+        if "stream" in fields:
+            raise RequestError("'stream' is no field of a request: call `stream`", field="stream")
+        encoded = encode({**fields, "stream": True} if stream else fields)
         wishes = self._wishes.get(encoded)
         if wishes is None:
+            check_depth(fields)
             if len(self._wishes) >= MOST_WISHES:
                 self._wishes.clear()
             wishes = self._wishes[encoded] = Wishes(fields, encoded, stream)
         return wishes
 
     def _add(self, prompt: Prompt, seed: int | None, wishes: Wishes, waiter: Waiter, place: int = 0) -> Pending:
-        if self._exchange.refused is not None or self._dealer.socket.closed:
-            raise ConnectionLostError(self._exchange.refused or "the client is closed")
+        if not self._is_open:
+            raise ConnectionLostError("the client is closed: requests go inside of `with`")
+        if self._exchange.refused is not None:
+            raise ConnectionLostError(self._exchange.refused)
         key, self._next_id = self._next_id, self._next_id + 1
         pending = Pending(key, as_prompt(prompt), self._seed(seed), wishes, waiter, place)
         self._exchange.add(pending)
@@ -238,15 +247,45 @@ class Client:
         """A random one where none is given. Raises RequestError for one out of range."""
         if seed is None:
             return self._random.getrandbits(63)
-        if not -(2**63) <= seed < 2**63:
+        try:
+            value = index(seed)
+        except TypeError:
+            raise RequestError(f"'seed': expected int, got {type(seed).__name__}", field="seed") from None
+        if not -(2**63) <= value < 2**63:
             raise RequestError("'seed' has more than 64 bits", field="seed")
-        return seed
+        return value
 
     def _abandon(self, pendings: Sequence[Pending]) -> None:
         for pending in pendings:
             self._exchange.abandon(pending)
         if not self._dealer.socket.closed:
             self._wake()
+
+
+def encode(fields: Mapping[str, Any]) -> bytes:
+    """As they are sent. Raises RequestError that names the one that cannot be."""
+    try:
+        return _ENCODER.encode(fields)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        if len(fields) > 1:
+            for name, value in fields.items():
+                encode({name: value})
+        name = next(iter(fields))
+        raise RequestError(f"'{name}' cannot be sent: {error}", field=name) from None
+
+
+def check_depth(fields: Mapping[str, Any]) -> None:
+    """Raises RequestError for what the server could not read, and so would not know whose it is."""
+    for name, value in fields.items():
+        if is_deep(value, MOST_DEPTH):
+            raise RequestError(f"'{name}' is nested too deeply", field=name)
+
+
+def is_deep(value: object, most: int) -> bool:
+    if not isinstance(value, list | tuple | dict):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return not most or any(is_deep(part, most - 1) for part in parts)
 
 
 def as_prompt(prompt: Prompt) -> Int32 | bytes:

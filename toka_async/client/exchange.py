@@ -39,6 +39,7 @@ from toka_async.protocol import (
 MOST_REQUESTS = 4096  # of one message
 MARGIN = 4096  # bytes of a message that are not its prompts
 RETRIED = ("overloaded", "not_serving")  # codes of errors that pass
+Kind = tuple[bytes, bool, bool]  # of requests that can go in one message: their wishes, text or not, may run or not
 
 
 class Exchange:
@@ -60,7 +61,7 @@ class Exchange:
         self._is_introduced = False  # over this connection
         self.refused: str | None = None
         self._open: dict[int, Pending] = {}
-        self._waiting: dict[tuple[bytes, bool], deque[Pending]] = {}  # by wishes and kind of prompt
+        self._waiting: dict[Kind, deque[Pending]] = {}
         self._later: deque[Pending] = deque()  # refused for now
         self._num_sent = 0
         self._cancelled: list[int] = []
@@ -79,7 +80,7 @@ class Exchange:
         self._wait(pending)
 
     def _wait(self, pending: Pending) -> None:
-        kind = (pending.wishes.encoded, isinstance(pending.prompt, bytes))
+        kind = (pending.wishes.encoded, isinstance(pending.prompt, bytes), pending.may_run)
         queue = self._waiting.get(kind)
         if queue is None:
             queue = self._waiting[kind] = deque()
@@ -99,7 +100,7 @@ class Exchange:
             return
         if pending.is_sent:
             self._cancelled.append(pending.id)
-        else:
+        elif not pending.may_run:  # else it is cancelled when the server has been asked for it again
             del self._open[pending.id]
 
     def fail_all(self, error: Exception) -> None:
@@ -147,29 +148,34 @@ class Exchange:
             self._acknowledged = self._received
             self._send(Ack(ack=self._received))
 
-    def _batch(self, kind: tuple[bytes, bool], welcome: Welcome) -> list[Pending]:
+    def _batch(self, kind: Kind, welcome: Welcome) -> list[Pending]:
         """The next requests of a kind that fit a message and the credit."""
         queue, batch = self._waiting[kind], list[Pending]()
         most = min(MOST_REQUESTS, welcome.credit - self._num_sent)
-        width, room = 1 if kind[1] else 4, welcome.max_message - MARGIN
+        largest = room = welcome.max_message - MARGIN
+        width = 1 if kind[1] else 4
         while queue and len(batch) < most:
             pending = queue[0]
+            if pending.is_sent or pending.id not in self._open:
+                queue.popleft()
+                continue
             num_bytes = len(pending.prompt) * width
-            if num_bytes > welcome.max_message - MARGIN:
-                self._end(queue.popleft(), RequestError("the prompt is too large", field="prompt", status=413))
+            if num_bytes > largest or len(kind[0]) > largest:
+                field = "prompt" if num_bytes > largest else "fields"
+                self._end(queue.popleft(), RequestError(f"'{field}' is too large", field=field, status=413))
                 continue
             room -= num_bytes
             if room < 0:
                 break
-            queue.popleft()
-            if pending.waiter is not None and pending.id in self._open:
-                batch.append(pending)
+            batch.append(queue.popleft())
         return batch
 
     def _submit(self, batch: list[Pending]) -> None:
         columns = submission_columns(batch)
         for pending in batch:
-            pending.is_sent = True
+            pending.is_sent = pending.may_run = True
+            if pending.waiter is None:
+                self._cancelled.append(pending.id)
         self._num_sent += len(batch)
         self._acknowledged = self._received
         fields = Raw(batch[0].wishes.encoded)
@@ -232,15 +238,18 @@ class Exchange:
     def _on_refused(self, pending: Pending, error: Error) -> None:
         if error.code in RETRIED and pending.waiter is not None and not (pending.has_begun and pending.wishes.stream):
             self._num_sent -= pending.is_sent
-            pending.is_sent = False
+            pending.is_sent = pending.may_run = False
             pending.restart()
             self._later.append(pending)
         else:
             self._end(pending, RequestError(error.message, field=error.param, status=error.status, code=error.code))
 
     def _on_welcome(self, welcome: Welcome) -> None:
-        """What is open is submitted again; a server that knows the session passes over what it has."""
-        pendings = list(self._open.values())
+        """What is open is submitted again; a server that knows the session passes over what it has.
+
+        What it may have is first, so that the rest does not take the credit that it has.
+        """
+        pendings = sorted(self._open.values(), key=lambda pending: not pending.may_run)
         self.welcome, self._num_sent = welcome, 0
         self._waiting.clear()
         self._later.clear()
@@ -248,21 +257,22 @@ class Exchange:
         if not welcome.resumed:
             self._received = self._acknowledged = 0
         for pending in pendings:
-            if pending.waiter is None:
-                self._resume_abandoned(pending, welcome.resumed)
-            elif pending.has_begun and pending.wishes.stream and not welcome.resumed:
-                self._end(pending, lost(pending))
-            else:
-                if not welcome.resumed:
-                    pending.restart()
+            pending.is_sent = False
+            if welcome.resumed:
                 self._wait(pending)
+            else:
+                self._begin_again(pending)
 
-    def _resume_abandoned(self, pending: Pending, resumed: bool) -> None:
-        if resumed:
-            self._num_sent += 1
-            self._cancelled.append(pending.id)
-        else:
+    def _begin_again(self, pending: Pending) -> None:
+        """The server knows nothing of it."""
+        pending.may_run = False
+        if pending.waiter is None:
             del self._open[pending.id]
+        elif pending.has_begun and pending.wishes.stream:
+            self._end(pending, lost(pending))
+        else:
+            pending.restart()
+            self._wait(pending)
 
     def _on_closed(self, closed: Closed) -> None:
         """The session is over, or was never known here."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from toka_async.arrays import Int32
 from toka_async.client.errors import ConnectionLostError
 from toka_async.client.results import FINISH, Event, PromptScores, Result, Row, Sample
 from toka_async.protocol import ProtocolError
+
+K = TypeVar("K")
 
 STOP = 1  # messages.Reason: an end token
 
@@ -27,9 +29,9 @@ class Wishes:
         self.stream = stream
         n = fields.get("n", 1)
         self.n = n if isinstance(n, int) else 1
-        stops = fields.get("stop") or ()
-        self._stops: tuple[str, ...] = (stops,) if isinstance(stops, str) else tuple(dict.fromkeys(stops))
-        self._stop_token_ids = frozenset(fields.get("stop_token_ids") or ())
+        stops = fields.get("stop")
+        self._stops = tuple(dict.fromkeys([stops] if isinstance(stops, str) else each_of(stops, str)))
+        self._stop_token_ids = frozenset(each_of(fields.get("stop_token_ids"), int))
 
     def stop_of(self, row: Row) -> str | int | None:
         """What ended the sample, of what the request named. Raises ProtocolError for a string that it did not."""
@@ -43,6 +45,11 @@ class Wishes:
         return None
 
 
+def each_of(values: Any, kind: type[K]) -> list[K]:
+    """Those of a kind; what else a field holds is for the server to refuse."""
+    return [value for value in values if isinstance(value, kind)] if isinstance(values, list | tuple) else []
+
+
 News = Event | Result | Exception
 
 
@@ -53,12 +60,16 @@ class Waiter(Protocol):
 
 
 class Pending:
-    """A request. `waiter` is None when nobody wants to know any more. is_sent: the server may have it."""
+    """A request. `waiter` is None when nobody wants to know any more.
+
+    is_sent: over this connection. may_run: the server may have it, also from a connection before.
+    """
 
     __slots__ = (
         "has_begun",
         "id",
         "is_sent",
+        "may_run",
         "num_open",
         "place",
         "prompt",
@@ -78,7 +89,7 @@ class Pending:
         self.wishes = wishes
         self.waiter: Waiter | None = waiter
         self.place = place  # among those who wait together
-        self.is_sent = False
+        self.is_sent = self.may_run = False
         self.restart()
 
     def restart(self) -> None:

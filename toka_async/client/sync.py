@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
 from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
@@ -12,10 +13,13 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from toka_async.client.client import Client, Prompt
+from toka_async.client.errors import ConnectionLostError
 from toka_async.client.fields import Fields
 from toka_async.client.results import Event, Result
 
 T = TypeVar("T")
+
+CLOSED = "the client is closed: requests go inside of `with`"
 
 
 class SyncClient:
@@ -25,10 +29,12 @@ class SyncClient:
         self, url: str, *, key: Path | str | None = None, server_key: Path | str | None = None, timeout: float = 10.0
     ) -> None:
         self._client = Client(url, key=key, server_key=server_key, timeout=timeout)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="toka-client", daemon=True)
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # nothing comes to the loop after the order to stop
 
     def __enter__(self) -> Self:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._work, name="toka-client", daemon=True)
         self._thread.start()
         try:
             self._run(self._client.__aenter__())
@@ -43,14 +49,34 @@ class SyncClient:
 
     def _stop(self) -> None:
         self._run(self._loop.shutdown_default_executor())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        assert self._thread is not None
+        with self._lock:
+            thread, self._thread = self._thread, None
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        thread.join()
         self._loop.close()
 
+    def _work(self) -> None:
+        self._loop.run_forever()
+        left = asyncio.all_tasks(self._loop)  # other threads' calls, made while this one was closing
+        for task in left:
+            task.cancel()
+        if left:
+            self._loop.run_until_complete(asyncio.wait(left))
+
+    def _start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        with self._lock:
+            if self._thread is not None:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        raise ConnectionLostError(CLOSED)
+
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future = self._start(coroutine)
         try:
             return future.result()
+        except CancelledError:
+            raise ConnectionLostError(CLOSED) from None
         except KeyboardInterrupt:
             future.cancel()
             raise
@@ -74,10 +100,13 @@ class SyncClient:
                 async for event in self._client.stream(prompt, seed=seed, **fields):
                     queue.put(event)
                 queue.put(None)
+            except asyncio.CancelledError:
+                queue.put(ConnectionLostError(CLOSED))
+                raise
             except Exception as error:
                 queue.put(error)
 
-        with closing(_Task(asyncio.run_coroutine_threadsafe(run(), self._loop))):
+        with closing(_Task(self._start(run()))):
             while (item := queue.get()) is not None:
                 if isinstance(item, Exception):
                     raise item

@@ -21,7 +21,7 @@ MAX_EXPLAINED = 1 << 20  # bytes of a broken body that is looked at again
 JSON_NAMES = {list: "an array", str: "a string", int: "a number", float: "a number", bool: "a bool", type(None): "null"}
 SURROGATE = re.compile("[\ud800-\udfff]")
 
-_LOCATED = re.compile(r"^(?P<what>.*?)(?: - at `\$\.(?P<path>.*)`)?$", re.DOTALL)
+_LOCATED = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$\.(?P<path>.*)`)?$", re.DOTALL)
 
 
 def parse_request(raw: bytes, kind: type[T]) -> T:
@@ -95,7 +95,7 @@ def located(error: msgspec.ValidationError, fields: dict[str, Any]) -> ApiError:
     """msgspec's error as a 400 whose `param` is the path of the field."""
     match = _LOCATED.match(str(error))
     assert match is not None
-    what = match["what"].replace("`", "")
+    what = ("a key: " if match["key"] else "") + match["what"].replace("`", "")
     if match["path"] is None:
         missing = re.search(r"missing required field (\w+)", what)
         param = missing[1] if missing else None

@@ -5,6 +5,8 @@ The same way through the service as a request over HTTP takes. Knows no sockets.
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,6 +20,8 @@ from toka_async.server.plans import Plan
 from toka_async.server.result_columns import SampleColumns
 from toka_async.server.sample_text import SampleStream
 from toka_async.server.service import Run, Service
+
+TURN = 1024  # tokens of a stream whose text is made in a turn of the event loop, about
 
 
 class Sink(Protocol):
@@ -66,28 +70,38 @@ class Answer:
         self._sink(header, made, made["ids"], [self._key])
 
     async def stream(self) -> None:
-        """Sends tokens as they come."""
+        """Sends tokens as they come; others have their turn when many have."""
+        generation, options = self._run.generation, self._run.options
+        streams = {sample: SampleStream(self._service.tokenizer, options) for sample in range(generation.n)}
+        while streams:
+            fresh = deque(sample for _, sample in await self._run.batch.news())
+            while fresh:
+                self._send_pieces(streams, fresh)
+                if fresh:
+                    await asyncio.sleep(0)
+
+    def _send_pieces(self, streams: dict[int, SampleStream], fresh: deque[int]) -> None:
+        """Of the next samples, as many as a turn may take. `streams`: of those that have not ended."""
         (flight,) = self._run.batch.flights
-        streams = [SampleStream(self._service.tokenizer, self._run.options) for _ in range(self._run.generation.n)]
-        num_open = len(streams)
-        while num_open:
-            columns, num_rows = self._columns(), 0
-            for _, sample in await self._run.batch.news():
-                state = flight.samples[sample]
-                if state.muted:
-                    continue
-                piece = streams[sample].push(state.take(), state.reason)
-                reason = state.reason
-                if piece.stop is not None:
-                    self._service.engine.end_sample(flight, sample, streams[sample].num_tokens)
-                    reason = Reason.STOP_STRING
-                num_open -= reason is not Reason.NONE
-                if reason is not Reason.NONE or len(piece.rows):
-                    columns.add(sample, piece.rows, piece.text, reason, self._stop_place(piece.stop))
-                    num_rows += 1
-            if num_rows:
-                header, made = columns.columns()
-                self._sink(header, made, made["ids"], [] if num_open else [self._key])
+        columns, num_rows, num_tokens = self._columns(), 0, 0
+        while fresh and num_tokens < TURN:
+            sample = fresh.popleft()
+            state = flight.samples[sample]
+            if state.muted or sample not in streams:  # its end was taken in an earlier turn
+                continue
+            piece, reason = streams[sample].push(state.take(), state.reason), state.reason
+            if piece.stop is not None:
+                self._service.engine.end_sample(flight, sample, streams[sample].num_tokens)
+                reason = Reason.STOP_STRING
+            if reason is not Reason.NONE:
+                del streams[sample]
+            num_tokens += len(piece.rows)
+            if reason is not Reason.NONE or len(piece.rows):
+                columns.add(sample, piece.rows, piece.text, reason, self._stop_place(piece.stop))
+                num_rows += 1
+        if num_rows:
+            header, made = columns.columns()
+            self._sink(header, made, made["ids"], [] if streams else [self._key])
 
     def _columns(self) -> SampleColumns:
         generation = self._run.generation

@@ -14,10 +14,19 @@ from time import monotonic
 import numpy as np
 from msgspec.structs import replace
 
-from toka_async.arrays import Bool, Int32, Int64, places
+from toka_async.arrays import Bool, Int32, Int64
 from toka_async.logs import request_id
 from toka_async.openai.errors import ApiError, bad_request
-from toka_async.protocol import Cancellation, Columns, Error, Header, ProtocolError, Results, Submission
+from toka_async.protocol import (
+    Cancellation,
+    Columns,
+    Error,
+    Header,
+    PromptLogprobs,
+    ProtocolError,
+    Results,
+    Submission,
+)
 from toka_async.server.account import Account
 from toka_async.server.delivery import Delivery, Outgoing
 from toka_async.server.direct_requests import run_request
@@ -32,6 +41,7 @@ from toka_async.server.submissions import Submitted, as_tokens, faults, submitte
 logger = logging.getLogger(__name__)
 
 CANCELLED = ApiError(499, "cancelled by its client", code="cancelled")
+ORDER: dict[type[Header], int] = {PromptLogprobs: 0, Results: 1, Error: 2}  # of what is said of one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,11 @@ class Part:
     ids: Int64
     ended: list[int]
     remember: bool = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory, about."""
+        return 256 + sum(128 + column.nbytes for column in self.columns.values())
 
 
 class Session:
@@ -88,7 +103,7 @@ class Session:
         self._plans = plans
         self._wake = wake
         self.most_bytes = most_bytes
-        self._parts: list[Part] = []
+        self._parts: tuple[dict[Header, list[Part]], ...] = ({}, {}, {})  # by their place in ORDER
         self._part_bytes = 0
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._encoding: set[int] = set()  # requests whose prompts are being tokenized
@@ -142,7 +157,8 @@ class Session:
         for task in (*self._tasks.values(), *self._encoders):
             task.cancel()
         self._tasks.clear()
-        self._parts.clear()
+        for waiting in self._parts:
+            waiting.clear()
         self._part_bytes = 0
 
     # ---- requests ----------------------------------------------------------------------------------------------------
@@ -291,8 +307,9 @@ class Session:
         """Something to be sent. `ids`: whom it is about; `ended`: requests that end with it."""
         for key in ended if self._tasks else ():
             self._tasks.pop(key, None)
-        self._parts.append(Part(header, columns, ids, ended, remember))
-        self._part_bytes += sum(column.nbytes for column in columns.values())
+        part = Part(header, columns, ids, ended, remember)
+        self._parts[ORDER[type(header)]].setdefault(header, []).append(part)
+        self._part_bytes += part.num_bytes
         self.is_too_slow |= self._part_bytes + self.delivery.num_bytes > self.most_bytes
         self._wake(self)
 
@@ -301,22 +318,26 @@ class Session:
             self.add(message.header, message.columns, message.ids, message.ended, remember=False)
 
     def take(self) -> list[Outgoing]:
-        """Messages to be sent now: everything, when the client has acknowledged enough of what it was sent before."""
-        if not self._parts or not self.delivery.has_window:
-            return []
-        parts, self._parts, self._part_bytes = self._parts, [], 0
+        """Messages to be sent now, as many as the client has acknowledged enough for.
+
+        What belongs together is one message, so the order is not that of arrival; but of each request it is kept.
+        """
         messages = []
-        for header, rows in places(part.header for part in parts).items():
-            message = merged(header, [parts[row] for row in rows])
-            self.delivery.add(message)
-            message.header = replace(header, seq=message.seq)
-            messages.append(message)
+        for waiting in self._parts:
+            while waiting and self.delivery.has_window:
+                header = next(iter(waiting))
+                parts = waiting.pop(header)
+                self._part_bytes -= sum(part.num_bytes for part in parts)
+                message = merged(header, parts)
+                self.delivery.add(message)
+                message.header = replace(header, seq=message.seq)
+                messages.append(message)
         return messages
 
     @property
     def is_settled(self) -> bool:
         """The client has acknowledged everything, and nothing is on its way."""
-        return not self._parts and self.delivery.is_settled and not self.delivery.open
+        return not any(self._parts) and self.delivery.is_settled and not self.delivery.open
 
 
 def merged(header: Header, parts: list[Part]) -> Outgoing:

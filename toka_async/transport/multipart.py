@@ -182,7 +182,7 @@ class Dealer(FrameSocket):
         """Raises zmq.ZMQError for what is no address."""
 
         def on_event() -> None:
-            while True:
+            while not self._monitor.closed:
                 try:
                     event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
                 except zmq.Again:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -136,6 +138,19 @@ async def test_many_calls_of_a_turn_are_one_message() -> None:
         ("\ud800", {}, "prompt"),
         ([1] * 600, {}, "prompt"),
         ("the answer " * 300, {}, "prompt"),
+        (PROMPT, {"n": 0}, "n"),
+        (PROMPT, {"stop": 5}, "stop"),
+        (PROMPT, {"stop": [["a"]]}, "stop[0]"),
+        (PROMPT, {"stop": ["\ud800"]}, "stop"),
+        (PROMPT, {"stop_token_ids": 5}, "stop_token_ids"),
+        (PROMPT, {"stop_token_ids": [[1]]}, "stop_token_ids[0]"),
+        (PROMPT, {"max_tokens": 2, "temperature": np.float32(1)}, "temperature"),
+        (PROMPT, {"top_k": 2**70, "max_tokens": 2}, "top_k"),
+        (PROMPT, {"logit_bias": {5: 1.0}}, "logit_bias"),
+        (PROMPT, {"stream": True}, "stream"),
+        (PROMPT, {"stop": msgspec.json.decode(b"[" * 600 + b"]" * 600)}, "stop"),
+        (PROMPT, {"seed": "x"}, "seed"),
+        (PROMPT, {"seed": 1.5}, "seed"),
     ],
 )
 async def test_refused_input_names_the_field(prompt: Any, fields: dict[str, Any], field: str) -> None:
@@ -148,6 +163,56 @@ async def test_refused_input_names_the_field(prompt: Any, fields: dict[str, Any]
         with pytest.raises(RequestError):
             await client.generate_many([PROMPT, prompt], seeds=None, **fields)
         assert (await client.generate(PROMPT, max_tokens=2)).samples[0].token_ids.size == 2
+
+
+async def test_fields_that_no_message_can_hold_are_refused() -> None:
+    async with direct_server(max_body_mb=1) as world, Client(world.url) as client:
+        with pytest.raises(RequestError) as caught:
+            await client.generate(PROMPT, stop=["x" * (1 << 20)])
+        assert (caught.value.field, caught.value.status) == ("fields", 413)
+        assert (await client.generate(PROMPT, max_tokens=2)).samples[0].token_ids.size == 2
+
+
+async def test_rows_of_an_array_are_prompts_and_characters_of_a_text_are_not() -> None:
+    async with direct_server() as world, Client(world.url) as client:
+        assert len(await client.generate_many(np.ones((2, 3), np.int32), max_tokens=2)) == 2  # type: ignore[arg-type]
+        with pytest.raises(RequestError) as caught:
+            await client.generate_many("abc", max_tokens=2)
+        assert caught.value.field == "prompts"
+
+
+async def test_before_and_after_the_connection_there_is_an_error() -> None:
+    async with direct_server() as world:
+        client, sync = Client(world.url), SyncClient(world.url)
+        for _ in range(2):
+            with pytest.raises(ConnectionLostError, match="with"):
+                await client.generate(PROMPT)
+            with pytest.raises(ConnectionLostError, match="with"):
+                await anext(client.stream(PROMPT))
+            with pytest.raises(ConnectionLostError, match="with"):
+                await asyncio.to_thread(sync.generate, PROMPT)
+            with pytest.raises(ConnectionLostError, match="with"):
+                await asyncio.to_thread(next, sync.stream(PROMPT))
+            async with client:
+                pass
+            await asyncio.to_thread(open_and_close, sync)
+
+
+async def test_a_call_that_comes_while_another_thread_closes_ends_too() -> None:
+    def call() -> None:
+        client = SyncClient(world.url)
+        with client:
+            late = client._start(asyncio.sleep(60))
+        with pytest.raises(CancelledError):
+            late.result(timeout=1)
+
+    async with direct_server() as world:
+        await asyncio.to_thread(call)
+
+
+def open_and_close(client: SyncClient) -> None:
+    with client:
+        pass
 
 
 async def test_a_task_that_is_cancelled_cancels_its_request() -> None:
@@ -262,6 +327,17 @@ async def test_nobody_answers() -> None:
     with pytest.raises(ConnectionLostError, match="no connection to nonsense"):
         async with Client("nonsense"):
             pass
+
+
+async def test_what_is_no_address_is_one_error() -> None:
+    others: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: others.append(context))
+    for url in ("127.0.0.1:1", "http://127.0.0.1:1", ""):
+        with pytest.raises(ConnectionLostError):
+            async with Client(url, timeout=0.3):
+                pass
+    await asyncio.sleep(0.01)
+    assert not others
 
 
 async def test_closing_fails_what_is_open() -> None:

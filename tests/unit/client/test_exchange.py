@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from toka_async.client.errors import RequestError
+from toka_async.client.errors import ConnectionLostError, RequestError
 from toka_async.client.exchange import MARGIN, Exchange
 from toka_async.client.pending import News, Pending, Wishes
 from toka_async.client.results import Result
@@ -162,7 +162,7 @@ def test_a_new_connection_says_what_was_received_and_asks_again() -> None:
     hello = [header for header, _ in wire.sent if isinstance(header, Hello)][-1]
     assert hello.received == 1
     assert hello.session == next(header.session for header, _ in wire.sent if isinstance(header, Hello))
-    assert wire.submitted() == [[1, 2], [2, 3]]
+    assert wire.submitted() == [[1, 2], [2], [3]]
 
 
 def test_a_server_without_memory_counts_from_the_beginning() -> None:
@@ -191,6 +191,57 @@ def test_an_abandoned_request_is_cancelled_also_over_a_new_connection(resumed: b
     if resumed:
         wire.error(1, 1, "cancelled")
     assert wire.exchange.num_open == 0
+    assert not wire.news
+
+
+def test_a_lost_stream_gives_no_credit_that_there_is_not() -> None:
+    wire = Wire()
+    wire.welcome(credit=2)
+    wire.ask(1, n=2, stream=True)
+    wire.result(1, 1)
+    wire.ask(2, 3, 4, 5)
+    wire.exchange.disconnected()
+    wire.sent.clear()
+    wire.welcome(credit=2)
+    assert isinstance(wire.news[1], ConnectionLostError)
+    assert wire.submitted() == [[2, 3]]
+
+
+def test_what_the_server_may_have_is_submitted_again_first() -> None:
+    wire = Wire()
+    wire.welcome(credit=2)
+    wire.ask(1, 2)
+    wire.error(1, 1, "overloaded")
+    wire.error(2, 2, "overloaded")
+    wire.ask(3, 4)
+    wire.exchange.disconnected()
+    wire.sent.clear()
+    wire.welcome(resumed=True, credit=2)
+    assert wire.submitted() == [[3, 4]], "which the server counts already"
+
+
+def test_an_abandoned_request_whose_submission_was_lost_gives_its_credit_back() -> None:
+    wire = Wire()
+    wire.welcome(credit=1)
+    (pending,) = wire.ask(1)
+    wire.exchange.disconnected()
+    wire.exchange.abandon(pending)
+    wire.sent.clear()
+    wire.welcome(resumed=True, credit=1)
+    assert wire.submitted() == [[1]], "a server that does not know it would not answer its cancellation"
+    wire.ask(2)
+    wire.error(1, 1, "cancelled")
+    wire.exchange.flush()
+    assert wire.submitted() == [[1], [2]]
+
+
+def test_one_that_is_too_large_and_was_abandoned_is_passed_over() -> None:
+    wire = Wire()
+    wire.welcome(max_message=MARGIN + 40)
+    pending = Pending(1, np.ones(20, np.int32), 0, Wishes({}, b"\x80", False), wire)
+    wire.exchange.add(pending)
+    wire.exchange.abandon(pending)
+    wire.exchange.flush()
     assert not wire.news
 
 

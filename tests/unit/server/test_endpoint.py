@@ -23,6 +23,7 @@ from toka_async.protocol import (
     Hello,
     Ping,
     Pong,
+    PromptLogprobs,
     Results,
     Submission,
     Welcome,
@@ -214,6 +215,19 @@ async def test_streams_come_step_by_step(bare: Bare) -> None:
     assert bare.ended() == [1, 1, 2, 2]
 
 
+async def test_a_stream_of_many_tokens_leaves_others_their_turns(bare: Bare) -> None:
+    bare.hello()
+    bare.submit(1, max_tokens=400, stream=True, text=True, n=16, ignore_eos=True)
+    await turns()
+    for _ in range(401):
+        bare.scheduler.step()
+    await turns(40)
+    results = bare.heard(Results)
+    assert max(columns["token_ids"].size for _, columns in results) < 2000
+    assert sum(columns["token_ids"].size for _, columns in results) == 16 * 400
+    assert sorted(bare.ended()) == [1] * 16
+
+
 async def test_a_cancelled_request_ends_once(bare: Bare) -> None:
     bare.hello()
     bare.submit(1, 2, 3, max_tokens=400)
@@ -361,6 +375,43 @@ async def test_a_slow_client_gets_a_window_of_messages_and_then_all_that_came_as
     _, columns = bare.heard(Results)[-1]
     assert columns["ids"].size == 100 - WINDOW
     assert bare.ended() == [1]
+
+
+def told(bare: Bare) -> list[tuple[str, int]]:
+    """What was said of which request, in order."""
+    return [
+        (type(header).__name__, header.id if isinstance(header, PromptLogprobs) else key)
+        for header, columns in bare.wire.sent[b"one"]
+        for key in ([0] if isinstance(header, PromptLogprobs) else columns.get("ids", np.empty(0)).tolist())
+    ]
+
+
+async def test_log_probs_of_prompts_come_first_and_in_the_window(bare: Bare) -> None:
+    bare.hello()
+    bare.submit(*range(80), max_tokens=2, prompt_logprobs=1)
+    await run(bare, 10)
+    assert len(bare.heard(PromptLogprobs)) + len(bare.heard(Results)) == WINDOW, "no more are under way"
+    for _ in range(5):
+        bare.say(Ack(ack=len(bare.heard(PromptLogprobs)) + len(bare.heard(Results))))
+        await turns()
+    said = told(bare)
+    assert sorted(bare.ended()) == list(range(80))
+    assert all(said.index(("PromptLogprobs", key)) < said.index(("Results", key)) for key in range(80))
+
+
+async def test_nothing_comes_of_a_request_after_its_error(bare: Bare) -> None:
+    bare.hello()
+    bare.submit(1, 2, max_tokens=400, stream=True)
+    while len(bare.heard(Results)) < WINDOW:
+        await run(bare, 1)
+    bare.say(Cancellation(columns=("ids",)), ids_column(1))
+    await run(bare, 3)
+    bare.say(Cancellation(columns=("ids",)), ids_column(2))
+    await run(bare, 3)
+    bare.say(Ack(ack=WINDOW))
+    await turns()
+    said = told(bare)
+    assert ("Results", 2) not in said[said.index(("Error", 2)) :]
 
 
 async def test_a_client_that_takes_nothing_is_cut_off(bare: Bare) -> None:
