@@ -14,6 +14,7 @@ import numpy as np
 from tests.fake_scheduler import FakeScheduler
 from tests.tokenizers_small import byte_level
 from toka_async.config import ServerConfig
+from toka_async.messages import Submit, Submits
 from toka_async.model.generation import GenerationDefaults
 from toka_async.procs.direct import DirectServer
 from toka_async.protocol import Columns, FromServer, Header, Hello, Results, Submission, from_server, pack
@@ -146,3 +147,26 @@ async def turns(count: int = 4) -> None:
     """Lets what is scheduled run."""
     for _ in range(count):
         await asyncio.sleep(0)
+
+
+async def run(bare: Bare, steps: int = 20) -> None:
+    for _ in range(steps):
+        bare.scheduler.step()
+        await turns()
+
+
+def ids_column(*ids: int) -> Columns:
+    return {"ids": np.asarray(ids, np.int64)}
+
+
+def runs(scheduler: FakeScheduler) -> int:
+    """Requests that the scheduler was sent."""
+    sent = [message for message in scheduler.log if isinstance(message, Submit | Submits)]
+    return sum(len(message.request_ids) // 4 if isinstance(message, Submits) else 1 for message in sent)
+
+
+async def wait_for_runs(scheduler: FakeScheduler, count: int) -> None:
+    async with asyncio.timeout(5):
+        while runs(scheduler) < count:
+            await asyncio.sleep(0.005)
+            scheduler.step()

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, inspect
+from msgspec import Meta
+
+from toka_async.config_text import choices, meaning, type_text, value_text
 
 Auto = Literal["auto"]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -280,9 +282,9 @@ def describe(config: Config | None = None) -> list[Field]:
     return [
         Field(
             key=key,
-            type=_type_text(field.type),
-            default=_value_text(getattr(getattr(config, key.partition(".")[0]), field.name)),
-            meaning=_meaning(field.type),
+            type=type_text(field.type),
+            default=value_text(getattr(getattr(config, key.partition(".")[0]), field.name)),
+            meaning=meaning(field.type),
         )
         for key, field in _FIELDS.items()
     ]
@@ -325,11 +327,11 @@ def _convert(key: str, value: object, *, strict: bool) -> object:
     try:
         converted: object = msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError:
-        choices = _choices(kind)
-        hint = _nearest(value, choices) if isinstance(value, str) and choices and value else ""
-        raise ConfigError(f"{key}: expected {_type_text(kind)}, got {value!r}{hint}") from None
+        words = choices(kind)
+        hint = _nearest(value, words) if isinstance(value, str) and words and value else ""
+        raise ConfigError(f"{key}: expected {type_text(kind)}, got {value!r}{hint}") from None
     if isinstance(converted, float) and not math.isfinite(converted):
-        raise ConfigError(f"{key}: expected {_type_text(kind)}, got {value!r}")
+        raise ConfigError(f"{key}: expected {type_text(kind)}, got {value!r}")
     if isinstance(converted, str) and "\x00" in converted:
         raise ConfigError(f"{key}: expected text without NUL characters")
     return converted
@@ -360,46 +362,3 @@ def _check(config: Config) -> None:
         raise ConfigError("attention.backend=flashinfer: expected model.dtype bfloat16 or float16; use auto or triton")
     if not config.model.path:
         raise ConfigError("model.path: expected a model directory, a hub id, or demo, got ''")
-
-
-def _type_text(kind: object) -> str:
-    return _info_text(inspect.type_info(kind))
-
-
-def _info_text(info: inspect.Type) -> str:
-    match info:
-        case inspect.Metadata():
-            return _info_text(info.type)
-        case inspect.UnionType():
-            return " or ".join(_info_text(part) for part in reversed(info.types))
-        case inspect.LiteralType():
-            return " or ".join(str(value) for value in info.values)
-        case inspect.IntType() | inspect.FloatType():
-            return ("integer" if isinstance(info, inspect.IntType) else "number") + _bounds_text(info)
-        case inspect.BoolType():
-            return "true or false"
-        case _:
-            return "text"
-
-
-def _bounds_text(info: inspect.IntType | inspect.FloatType) -> str:
-    low = f"above {info.gt}" if info.gt is not None else f"from {info.ge}" if info.ge is not None else ""
-    high = f"to {info.le}" if info.le is not None and info.le != 2**31 - 1 else ""
-    return "".join(f" {part}" for part in (low, high) if part)
-
-
-def _choices(kind: object) -> list[str]:
-    """The words that a field takes, if it takes words."""
-    info = inspect.type_info(kind)
-    info = info.type if isinstance(info, inspect.Metadata) else info
-    return [str(value) for value in info.values] if isinstance(info, inspect.LiteralType) else []
-
-
-def _meaning(kind: object) -> str:
-    info = inspect.type_info(kind)
-    assert isinstance(info, inspect.Metadata), f"{kind} has no description"
-    return str((info.extra_json_schema or {}).get("description", ""))
-
-
-def _value_text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,128 @@
+"""The client while its connection breaks, its server comes back or is not there, and when it closes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from tests.cuttable import Cuttable
+from tests.direct import direct_server, runs, wait_for_runs
+from tests.fake_scheduler import FakeScheduler
+from toka_async.client import Client, ConnectionLostError
+
+PROMPT = [1, 2, 3]
+
+
+@pytest.mark.parametrize("text", [False, True])
+async def test_a_connection_that_breaks_costs_nothing_and_runs_nothing_twice(text: bool) -> None:
+    async with (
+        direct_server(FakeScheduler(held=True)) as world,
+        Cuttable(world.url) as cuttable,
+        Client(cuttable.url) as client,
+    ):
+        calls = [asyncio.create_task(client.generate(PROMPT, max_tokens=3, seed=i, text=text)) for i in range(5)]
+        await wait_for_runs(world.scheduler, 5)
+        cuttable.cut()
+        late = asyncio.create_task(client.generate(PROMPT, max_tokens=3, seed=9, text=text))
+        for _ in range(4):
+            world.scheduler.step()
+            await asyncio.sleep(0)
+        async with asyncio.timeout(5):
+            results = await asyncio.gather(*calls)
+            await wait_for_runs(world.scheduler, 6)
+            world.scheduler.held = False
+            world.scheduler.step()
+            results.append(await late)
+        assert [result.samples[0].token_ids.size for result in results] == [3] * 6
+        assert runs(world.scheduler) == 6
+        assert cuttable.num_connections == 2
+
+
+async def test_a_stream_goes_on_over_a_new_connection() -> None:
+    async with (
+        direct_server(FakeScheduler(held=True)) as world,
+        Cuttable(world.url) as cuttable,
+        Client(cuttable.url) as client,
+    ):
+        tokens: list[int] = []
+
+        async def read() -> None:
+            async for event in client.stream(PROMPT, max_tokens=50, seed=4, text=False):
+                tokens.extend(event.token_ids.tolist())
+
+        reading = asyncio.create_task(read())
+        await wait_for_runs(world.scheduler, 1)
+        async with asyncio.timeout(10):
+            while len(tokens) < 5:
+                world.scheduler.step()
+                await asyncio.sleep(0.005)
+            cuttable.cut()
+            world.scheduler.held = False
+            world.scheduler.step()
+            await reading
+        assert len(tokens) == 50
+        assert runs(world.scheduler) == 1
+
+
+async def test_a_server_that_comes_back_without_memory_runs_them_again() -> None:
+    first = FakeScheduler(held=True)
+    async with contextlib.AsyncExitStack() as stack:
+        async with direct_server(first) as world:
+            address = world.url
+            client = await stack.enter_async_context(Client(address))
+            call = asyncio.create_task(client.generate(PROMPT, max_tokens=3, text=False))
+            begun = client.stream(PROMPT, max_tokens=9, text=False)
+            reading = asyncio.create_task(begun.__anext__())
+            await wait_for_runs(first, 2)
+            first.step()
+            async with asyncio.timeout(5):
+                await reading
+        async with direct_server(bind=address), asyncio.timeout(5):
+            assert (await call).samples[0].token_ids.size == 3
+            with pytest.raises(ConnectionLostError, match="forgotten"):
+                async for _ in begun:
+                    pass
+
+
+async def test_an_engine_that_is_full_is_asked_again() -> None:
+    async with direct_server(max_requests=2) as world, Client(world.url) as client:
+        results = await asyncio.gather(*(client.generate([i], max_tokens=2, text=False) for i in range(3)))
+        assert len(results) == 3
+
+
+async def test_nobody_answers() -> None:
+    with pytest.raises(ConnectionLostError, match="nobody answers"):
+        async with Client("tcp://127.0.0.1:9", timeout=0.1):
+            pass
+    with pytest.raises(ConnectionLostError, match="no connection to nonsense"):
+        async with Client("nonsense"):
+            pass
+
+
+async def test_what_is_no_address_is_one_error() -> None:
+    others: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: others.append(context))
+    for url in ("127.0.0.1:1", "http://127.0.0.1:1", ""):
+        with pytest.raises(ConnectionLostError):
+            async with Client(url, timeout=0.3):
+                pass
+    await asyncio.sleep(0.01)
+    assert not others
+
+
+async def test_closing_fails_what_is_open() -> None:
+    async with direct_server(FakeScheduler(held=True)) as world:
+        async with Client(world.url) as client:
+            call = asyncio.create_task(client.generate(PROMPT, max_tokens=5, text=False))
+            await wait_for_runs(world.scheduler, 1)
+        with pytest.raises(ConnectionLostError):
+            await call
+        with pytest.raises(ConnectionLostError):
+            await client.generate(PROMPT)
+        async with asyncio.timeout(5):
+            await world.engine.wait_idle()
+
+
+# ---- keys
