@@ -112,7 +112,7 @@ def _keys(options: argparse.Namespace) -> int:
         for path in make_keys(options.folder, options.name):
             print(path)
     except KeyFileError as error:
-        return _wrong(error, code=1)
+        return _wrong(error)
     return 0
 
 

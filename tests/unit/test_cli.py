@@ -112,5 +112,5 @@ def test_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert [Path(line).name for line in out.splitlines()] == ["trainer.key", "trainer.key_secret"]
     assert all(Path(line).is_file() for line in out.splitlines())
     code, out, err = run(capsys, "keys", "trainer", "--folder", str(folder))
-    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert (code, out, err.count("\n")) == (2, "", 1)
     assert run(capsys, "keys", "a/b")[0] == 2
