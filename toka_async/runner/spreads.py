@@ -74,7 +74,8 @@ def build_spreads(
 
     comm: the ranks that hold the same layers. world: those of all stages, which do alike; None: there is one.
     asked: `parallel.async_tp_min_tokens`. most_captured: tokens of the largest step that is captured; what is measured
-    is never as little, as a captured step has no host's time. clock: of tests.
+    is never as little, as a captured step has no host's time. clock: of tests. In shards, each rank has two tokens at
+    least: of one, Inductor (torch 2.11) fails to compile what depends on it.
     """
     whole, world = Whole(comm), world or comm
     if comm.size == 1 or asked == 0:
@@ -86,7 +87,7 @@ def build_spreads(
         return _not_overlapped(asked, comm, world, reason)
     shards = overlapped(comm)
     if asked != "auto":
-        return Spreads(whole, shards, asked)
+        return Spreads(whole, shards, _with_two_each(asked, comm))
     counts = token_counts(most_captured, shape.max_tokens)
     timings = measure(whole, shards, comm, shape, counts, clock or cuda_clock) if counts else []
     if shape.device.type == "cuda":
@@ -105,14 +106,20 @@ def _not_overlapped(asked: int | Literal["auto"], comm: Comm, world: Comm, reaso
         if world.rank == 0:
             logger.info("async TP: never: %s", reason)
         return Spreads(Whole(comm))
+    least = _with_two_each(asked, comm)
     if world.rank == 0:
         logger.warning(
             "parallel.async_tp_min_tokens=%d: steps from %d tokens on are in shards, but nothing overlaps: %s",
             asked,
-            asked,
+            least,
             reason,
         )
-    return Spreads(Whole(comm), Shards(comm), asked)
+    return Spreads(Whole(comm), Shards(comm), least)
+
+
+def _with_two_each(asked: int, comm: Comm) -> int:
+    """The smallest step of so many tokens that gives each rank more than one."""
+    return max(asked, comm.size + 1)
 
 
 def _report(comm: Comm, least: int, timings: Sequence[Timing]) -> None:

@@ -57,6 +57,15 @@ def test_a_number_is_taken_as_it_is(shape: RankShape, overlapping: list[int]) ->
     assert overlapping == [2 * 1050 * shape.spec.hidden_size * 4] * 2
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_in_shards_each_rank_has_two_tokens(shape: RankShape, overlapping: list[int], size: int) -> None:
+    for ways in run_ranks(size, lambda comm: build_spreads(1, comm, shape, 0)):
+        assert isinstance(ways.of(size + 1), Shards)
+        assert isinstance(ways.of(size), Whole)
+        assert ways.min_tokens == size + 1
+    assert len(overlapping) == size
+
+
 def test_without_overlap_a_number_stands_and_auto_is_never(shape: RankShape, caplog: pytest.LogCaptureFixture) -> None:
     """On a CPU, for one; rank 0 says why."""
     with caplog.at_level(logging.INFO):
