@@ -210,9 +210,9 @@ class AttentionConfig(Section, frozen=True, kw_only=True):
 
 class CompileConfig(Section, frozen=True, kw_only=True):
     enabled: Annotated[bool, Meta(description="torch.compile the model")] = False
-    tune: Annotated[bool, Meta(description="time cuBLASLt's algorithms for the model's matrices, use the fastest")] = (
-        True
-    )
+    tune: Annotated[
+        bool, Meta(description="time algorithms for products with the model's matrices, use the fastest")
+    ] = True
     graphs: Annotated[bool, Meta(description="capture decoding steps in CUDA graphs, with our attention kernels")] = (
         True
     )

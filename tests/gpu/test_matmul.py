@@ -1,9 +1,10 @@
-"""Products by cuBLASLt against torch's: every algorithm that it proposes, and what tuning makes of them."""
+"""Products by cuBLASLt and by our kernel against torch's: every algorithm and tile, and what tuning makes of them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +41,8 @@ def test_every_algorithm_computes_the_product(m: int, n: int, k: int, adds: bool
 @pytest.mark.parametrize("adds", [False, True])
 def test_tuned_products(adds: bool) -> None:
     from toka_async.kernels.cublaslt import CublasLt
-    from toka_async.kernels.matmul import TunedProducts, event_clock
+    from toka_async.kernels.matmul import TunedProducts
+    from toka_async.kernels.trial import event_clock
 
     device = torch.device("cuda")
     products = TunedProducts(CublasLt(device), event_clock)
@@ -52,3 +54,32 @@ def test_tuned_products(adds: bool) -> None:
         exact = x.double() @ weights[1].double().T + (residual.double() if adds else 0)
         result = products.add(residual, x, weights[1]) if adds else products.linear(x, weights[1])
         assert (result.double() - exact).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("inner", "hidden"), [(256, 512), (4864, 896), (8192, 2048), (200, 72)])
+def test_every_tile_of_the_gated_product(inner: int, hidden: int, dtype: torch.dtype) -> None:
+    from toka_async.kernels.gated import TILES, GatedProducts
+    from toka_async.kernels.trial import event_clock
+
+    device = torch.device("cuda")
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        pytest.skip("needs a GPU that copies tensors")
+
+    def slowly(x: Tensor, weight: Tensor) -> Tensor:
+        torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]
+        return x @ weight.T
+
+    generator = torch.Generator(device).manual_seed(0)
+    weight = torch.randn(2 * inner, hidden, device=device, dtype=dtype, generator=generator) / hidden**0.5
+    for tile in TILES:
+        gates = GatedProducts(event_clock, 132, [tile])
+        gates.tune([weight], "silu", [4096], slowly)
+        for m in (1, 63, 64, 129, 1000, 4096):
+            x = torch.randn(m, hidden, device=device, dtype=dtype, generator=generator)
+            output = gates.compute(x, weight, "silu")
+            assert output is not None
+            gate, up = (x.double() @ weight.double().T).chunk(2, dim=1)
+            exact = torch.nn.functional.silu(gate) * up
+            assert (output.double() - exact).norm() / exact.norm() < 4e-3
+            assert (output.double() - exact).abs().max() < 0.1

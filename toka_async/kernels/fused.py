@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toka_async.kernels.activation import NAMES, gated
+from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.matmul import TunedProducts
 
-_ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 _NORM_CELLS = 2048  # of a program that norms several short rows
 _GATE_BLOCK = 2048
 
@@ -23,10 +24,12 @@ class FusedOps:
     """RMSNorm with its residual, and a gated activation, of contiguous [t, n] tensors on one GPU; t may be 0.
 
     A kernel is built once per width and dtype, whatever t. products: computes those without bias; None: torch does.
+    gates: computes gated ones without bias, where it wants to; None: a product and its gate are computed separately.
     """
 
-    def __init__(self, products: TunedProducts | None = None) -> None:
+    def __init__(self, products: TunedProducts | None = None, gates: GatedProducts | None = None) -> None:
         self.products = products
+        self.gates = gates
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """rms_norm(residual + x) * weight and residual + x; the sum is rounded to x's dtype before it is normed.
@@ -60,7 +63,7 @@ class FusedOps:
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         """[t, 2 * inner] to [t, inner]: the activation of the first half, times the second half."""
         assert gate_up.is_contiguous()
-        assert activation in _ACTIVATIONS, activation
+        assert activation in NAMES, activation
         num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
         output = gate_up.new_empty(num_rows, inner)
         block = min(_GATE_BLOCK, triton.next_power_of_2(inner))
@@ -74,6 +77,13 @@ class FusedOps:
         if bias is not None or self.products is None:
             return F.linear(x, weight, bias)
         return self.products.linear(x, weight)
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        if bias is None and self.gates is not None:
+            output = self.gates.compute(x, weight, activation)
+            if output is not None:
+                return output
+        return self.gate(self.linear(x, weight, bias), activation)
 
     def add_linear(
         self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
@@ -125,11 +135,4 @@ def _gate(gate_up_at, output_at, inner: tl.constexpr, activation: tl.constexpr, 
     gate_at = gate_up_at + row * (2 * inner) + column
     gate = tl.load(gate_at, mask=within, other=0.0)
     up = tl.load(gate_at + inner, mask=within, other=0.0).to(tl.float32)
-    x = gate.to(tl.float32)
-    if activation == "silu":
-        share = tl.sigmoid(x)
-    elif activation == "gelu":
-        share = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
-    else:  # (1 + tanh(z)) / 2 = sigmoid(2 z)
-        share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    tl.store(output_at + row * inner + column, (x * share * up).to(gate.dtype), mask=within)
+    tl.store(output_at + row * inner + column, gated(gate.to(tl.float32), up, activation).to(gate.dtype), mask=within)

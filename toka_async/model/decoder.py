@@ -156,13 +156,12 @@ class MLP(nn.Module):
         super().__init__()
         inner = spec.intermediate_size
         self.activation = spec.activation
-        self.ops = ops
         share = share_of(inner, comm)
         self.gate_up = ColumnLinear(spec.hidden_size, (share, share), spec.mlp_bias, ops)
         self.down = RowLinear(inner, spec.hidden_size, spec.mlp_bias, comm, ops)
 
     def forward(self, hidden: Tensor, residual: Tensor, spread: Spread) -> tuple[Tensor | None, Tensor]:
         """Of [u, hidden] each, what is yet to be added to the residual, and the residual."""
-        inner = self.ops.gate(self.gate_up(hidden, spread), self.activation)
+        inner = self.gate_up.gated(hidden, spread, self.activation)
         output: tuple[Tensor | None, Tensor] = self.down(inner, residual, spread)
         return output

@@ -49,6 +49,10 @@ class ColumnLinear(nn.Module):
         """[u, inputs] to [v, the rank's outputs], matrix after matrix; see `spread`."""
         return spread.column(x, self.weight, self.bias, self.ops.linear)
 
+    def gated(self, x: Tensor, spread: Spread, activation: str) -> Tensor:
+        """Of two matrices: the activation of the first one's outputs, times the second one's."""
+        return spread.gated(x, self.weight, self.bias, activation, self.ops)
+
     def parts(self) -> Iterator[dict[str, Part]]:
         """For each fused matrix, its weight and bias by their names."""
         start = 0

@@ -31,6 +31,10 @@ class Ops(Protocol):
         """x Wᵀ + b: [t, inputs] and [outputs, inputs] to [t, outputs]."""
         ...
 
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        """`gate` of `linear`: [t, inputs] and [2 * inner, inputs] to [t, inner]."""
+        ...
+
     def add_linear(
         self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
@@ -55,6 +59,9 @@ class TorchOps:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
+
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        return self.gate(self.linear(x, weight, bias), activation)
 
     def add_linear(
         self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from toka_async.model.comm import Comm, DistributedComm
 from toka_async.model.operators import Operators
+from toka_async.model.ops import Ops
 from toka_async.model.spread import Linear, Shards
 
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -41,6 +42,9 @@ class OverlappedShards(Shards):
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:  # noqa: ARG002
         output = self.gather_product(x, weight)
         return output if bias is None else output + bias
+
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, ops: Ops) -> Tensor:
+        return ops.gate(self.column(x, weight, bias), activation)
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:  # noqa: ARG002
         output = self.product_scatter(x, weight)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toka_async.model.comm import Comm
+from toka_async.model.ops import Ops
 
 # From x [t, k], W [n, k] and b [n] to x Wᵀ + b.
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -56,6 +57,10 @@ class Spread(Protocol):
         """[u, inputs] to [v, the rank's outputs]: x Wᵀ + b. linear: computes products that stand alone."""
         ...
 
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, ops: Ops) -> Tensor:
+        """[u, inputs] to [v, the rank's half of the outputs]: `column`, gated as in `Ops.gated_linear`."""
+        ...
+
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
         """[v, the rank's inputs] to [u, outputs]: the sum over ranks of x Wᵀ, + b."""
         ...
@@ -88,6 +93,9 @@ class Whole:
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
         return linear(x, weight, bias)
+
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, ops: Ops) -> Tensor:
+        return ops.gated_linear(x, weight, bias, activation)
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
         once = bias if self.comm.rank == 0 else None  # in the sum
@@ -125,6 +133,9 @@ class Shards:
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
         return linear(self.comm.all_gather(x, 0), weight, bias)
+
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, ops: Ops) -> Tensor:
+        return ops.gated_linear(self.comm.all_gather(x, 0), weight, bias, activation)
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
         output = self.comm.reduce_scatter(linear(x, weight, None))

@@ -170,10 +170,9 @@ def _ops(device: torch.device, dtype: torch.dtype, compiling: CompileConfig) -> 
     """Fused kernels on a GPU, unless a compiler fuses."""
     if device.type == "cpu" or compiling.enabled or not has_kernels(device):
         return TorchOps()
-    from toka_async.kernels.fused import FusedOps
-    from toka_async.runner.products import DTYPES, make_products
+    from toka_async.runner.products import make_ops
 
-    return FusedOps(make_products(device) if compiling.tune and dtype in DTYPES else None)
+    return make_ops(device, dtype, compiling.tune)
 
 
 def _tune(decoder: Decoder, ops: Ops, limits: Limits, max_graph_seqs: int, stages: Stages) -> None:
@@ -182,8 +181,8 @@ def _tune(decoder: Decoder, ops: Ops, limits: Limits, max_graph_seqs: int, stage
     from toka_async.kernels.fused import FusedOps
     from toka_async.runner.products import tune_products
 
-    if isinstance(ops, FusedOps) and ops.products is not None:
-        tune_products(decoder, ops.products, limits, max_graph_seqs, stages.show)
+    if isinstance(ops, FusedOps):
+        tune_products(decoder, ops, limits, max_graph_seqs, stages.show)
 
 
 def has_kernels(device: torch.device) -> bool:

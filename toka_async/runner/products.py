@@ -1,19 +1,23 @@
 """Has a GPU's products with the model's matrices tuned, for the numbers of rows that steps have.
 
-Knows which matrices a decoder has; how algorithms are found and chosen is in `kernels.matmul`.
+Knows which matrices a decoder has; how algorithms are found and chosen is in `kernels.matmul` and `kernels.gated`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from toka_async.kernels.cublaslt import CublasLt
-from toka_async.kernels.matmul import TunedProducts, event_clock, tuned_sizes
-from toka_async.model.decoder import Decoder
+from toka_async.kernels.fused import FusedOps
+from toka_async.kernels.gated import GatedProducts
+from toka_async.kernels.matmul import TunedProducts
+from toka_async.kernels.trial import event_clock, tuned_sizes
+from toka_async.model.decoder import MLP, Decoder
 from toka_async.model.layers import ColumnLinear, RowLinear, Vocabulary
 from toka_async.runner.graphs import graph_sizes
 from toka_async.runner.limits import Limits
@@ -24,7 +28,21 @@ DTYPES = (torch.bfloat16, torch.float16)
 _MOST_WEIGHTS = 8  # of a shape that are used in turn
 
 
-def make_products(device: torch.device) -> TunedProducts | None:
+_COPIES_TENSORS = (9, 0)  # compute capability of GPUs that do
+
+
+def make_ops(device: torch.device, dtype: torch.dtype, tuned: bool) -> FusedOps:
+    """Whose products can be tuned, as far as this GPU and dtype admit."""
+    if not tuned or dtype not in DTYPES:
+        return FusedOps()
+    gates: GatedProducts | None = None
+    if torch.cuda.get_device_capability(device) >= _COPIES_TENSORS:
+        num_programs = torch.cuda.get_device_properties(device).multi_processor_count
+        gates = GatedProducts(event_clock, num_programs)
+    return FusedOps(_make_products(device), gates)
+
+
+def _make_products(device: torch.device) -> TunedProducts | None:
     """None where there is no cuBLASLt."""
     try:
         return TunedProducts(CublasLt(device), event_clock)
@@ -36,19 +54,44 @@ def make_products(device: torch.device) -> TunedProducts | None:
 @torch.inference_mode()
 def tune_products(
     decoder: Decoder,
-    products: TunedProducts,
+    ops: FusedOps,
     limits: Limits,
     max_graph_seqs: int,
     show: Callable[[int, int], None],
 ) -> None:
     """Tune for steps of up to the limits; graphs' numbers of rows each for itself. show: (shapes done, all)."""
-    matrices = _matrices(decoder)
     graphs = graph_sizes(min(max_graph_seqs, limits.max_seqs)) if max_graph_seqs else []
+    matrices = _matrices(decoder) if ops.products is not None else {}
+    gates = _gates(decoder) if ops.gates is not None else {}
+    total = len(matrices) + len(gates)
     for done, ((_, adds, most_seqs), weights) in enumerate(matrices.items()):
-        show(done, len(matrices))
+        assert ops.products is not None
+        show(done, total)
         most = limits.max_seqs if most_seqs else limits.max_tokens
-        products.tune(weights[:_MOST_WEIGHTS], adds, tuned_sizes(graphs, most))
+        ops.products.tune(weights[:_MOST_WEIGHTS], adds, tuned_sizes(graphs, most))
+    for done, ((_, activation), weights) in enumerate(gates.items(), len(matrices)):
+        assert ops.gates is not None
+        show(done, total)
+        sizes = tuned_sizes(graphs, limits.max_tokens)
+        separately = partial(_separately, ops, activation)
+        ops.gates.tune(weights[:_MOST_WEIGHTS], activation, sizes, separately)
+        fused = ops.gates.sizes()
+        logger.info("gated products: in one kernel for %s rows", ", ".join(map(str, fused)) or "no")
     torch.cuda.empty_cache()
+
+
+def _separately(ops: FusedOps, activation: str, x: Tensor, weight: Tensor) -> Tensor:
+    return ops.gate(ops.linear(x, weight), activation)
+
+
+def _gates(decoder: Decoder) -> dict[tuple[tuple[int, ...], str], list[Tensor]]:
+    """Matrices whose product is gated, by their shape and activation."""
+    found: dict[tuple[tuple[int, ...], str], list[Tensor]] = {}
+    for module in decoder.modules():
+        if isinstance(module, MLP) and module.gate_up.bias is None:
+            weight = module.gate_up.weight
+            found.setdefault((tuple(weight.shape), module.activation), []).append(weight)
+    return found
 
 
 def _matrices(decoder: Decoder) -> dict[tuple[tuple[int, ...], bool, bool], list[Tensor]]:

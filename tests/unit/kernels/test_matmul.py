@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ pytest.importorskip("triton")
 from toka_async.kernels import matmul
 from toka_async.kernels.cublaslt import Algorithm, Product
 from toka_async.kernels.fused import FusedOps
-from toka_async.kernels.matmul import TunedProducts, tuned_sizes
+from toka_async.kernels.matmul import TunedProducts
 
 N, K = 64, 32
 
@@ -147,14 +146,3 @@ def test_products_with_a_bias_are_torchs() -> None:
     assert rest is not None
     torch.testing.assert_close(rest + total, x @ weight().T + bias)
     assert not library.ran
-
-
-@pytest.mark.parametrize("most", [1, 4, 5, 512, 8192, 10_000, 32_768])
-def test_sizes_are_those_of_graphs_and_then_not_far_apart(most: int) -> None:
-    graphs = [1, 2, 4, 8, 64, 512]
-    sizes = tuned_sizes(graphs, most)
-    assert sizes[-1] == most
-    usual = [size for size in graphs if size <= most]
-    assert sizes[: len(usual)] == usual
-    assert all(low < high <= 2 * low for low, high in pairwise(size for size in sizes if size >= 512))
-    assert tuned_sizes([], 40)[:4] == [1, 2, 3, 4]

@@ -1,0 +1,108 @@
+"""The gated product in one kernel equals the product and its gate, and is used where it was the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from toka_async.kernels.fused import FusedOps
+from toka_async.kernels.gated import GatedProducts, Tile
+from toka_async.model.ops import TorchOps
+from toka_async.model.spec import ACTIVATIONS
+
+SMALL = Tile(rows=16, columns=16, depth=16, num_stages=2, num_warps=4)
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+class Clock:
+    """Each call takes what `takes` says of the way that it went."""
+
+    def __init__(self) -> None:
+        self.went: list[str] = []
+        self.takes = {"separately": 10.0, "fused": 5.0}
+
+    def __call__(self, call: Callable[[], None], num_calls: int) -> float:
+        self.went.clear()
+        call()
+        return num_calls * self.takes[self.went[-1] if self.went else "fused"]
+
+
+def normal(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(device, dtype)
+
+
+def tuned(
+    clock: Clock, weight: Tensor, activation: str = "silu", sizes: tuple[int, ...] = (4, 80), num_programs: int = 3
+) -> GatedProducts:
+    gates = GatedProducts(clock, num_programs, (SMALL,))
+
+    def separately(x: Tensor, weight: Tensor) -> Tensor:
+        clock.went.append("separately")
+        return TorchOps().gated_linear(x, weight, None, activation)
+
+    gates.tune([weight], activation, sizes, separately)
+    return gates
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("num_rows", "inner", "hidden"), [(1, 16, 16), (16, 32, 48), (37, 56, 40), (80, 24, 64)])
+def test_it_equals_the_product_and_its_gate(
+    device: torch.device, num_rows: int, inner: int, hidden: int, dtype: torch.dtype, activation: str
+) -> None:
+    """Whole tiles and parts of them; fewer programs than tiles, and more."""
+    x, weight = normal(device, dtype, num_rows, hidden), normal(device, dtype, 2 * inner, hidden) / hidden**0.5
+    output = tuned(Clock(), weight, activation).compute(x, weight, activation)
+    assert output is not None
+    assert output.dtype == dtype
+    exact = TorchOps().gated_linear(x.float(), weight.float(), None, activation)
+    torch.testing.assert_close(output.float(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_what_is_faster_separately_is_left() -> None:
+    clock, weight = Clock(), normal(torch.device("cpu"), torch.float16, 32, 16)
+    clock.takes["fused"] = 9.95
+    gates = tuned(clock, weight)
+    assert gates.compute(normal(weight.device, weight.dtype, 3, 16), weight, "silu") is None
+    assert gates.sizes() == []
+
+
+def test_only_what_was_tuned_is_computed() -> None:
+    weight = normal(torch.device("cpu"), torch.float16, 32, 16)
+    gates = tuned(Clock(), weight)
+    assert gates.sizes() == [4, 80]
+    x = normal(weight.device, weight.dtype, 90, 16)
+    assert gates.compute(x[:80], weight, "silu") is not None
+    assert gates.compute(x, weight, "silu") is None  # too many rows
+    assert gates.compute(x[:0], weight, "silu") is None
+    assert gates.compute(x[:3], weight, "gelu") is None
+    assert gates.compute(x[:3], weight[:16], "silu") is None
+    assert gates.compute(x.view(-1)[1 : 1 + 48].view(3, 16), weight, "silu") is None  # at an odd address
+    assert gates.compute(x.T.contiguous().T[:16], weight, "silu") is None  # not contiguous
+
+
+def test_rows_that_cannot_be_copied_are_not_tuned() -> None:
+    """Of nine values of two bytes."""
+    weight = normal(torch.device("cpu"), torch.float16, 32, 9)
+    gates = tuned(Clock(), weight)
+    assert gates.sizes() == []
+    assert gates.compute(normal(weight.device, weight.dtype, 3, 9), weight, "silu") is None
+
+
+def test_fused_ops_use_it_without_a_bias(device: torch.device) -> None:
+    clock, weight = Clock(), normal(device, torch.float16, 32, 16)
+    x, bias = normal(device, torch.float16, 3, 16), normal(device, torch.float16, 32)
+    ops = FusedOps(gates=tuned(clock, weight))
+    for each in (None, bias):
+        exact = TorchOps().gated_linear(x.float(), weight.float(), None if each is None else each.float(), "silu")
+        torch.testing.assert_close(ops.gated_linear(x, weight, each, "silu").float(), exact, atol=4e-2, rtol=4e-3)
+    clock.takes["fused"] = 11
+    ops = FusedOps(gates=tuned(clock, weight))
+    exact = TorchOps().gated_linear(x.float(), weight.float(), None, "silu")
+    torch.testing.assert_close(ops.gated_linear(x, weight, None, "silu").float(), exact, atol=4e-2, rtol=4e-3)

@@ -1,0 +1,82 @@
+"""Which way is found to be the fastest, by clocks that say what each takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from toka_async.kernels.trial import ByRows, Way, fastest, rows_to_time, tuned_sizes
+
+
+class Timed:
+    """Ways that take what a test says, and remember what they were given."""
+
+    def __init__(self, *costs: Callable[[int], float]) -> None:
+        self.costs = costs
+        self.calls: list[tuple[int, Tensor, Tensor]] = []
+
+    def ways(self) -> list[Way]:
+        def way(index: int) -> Way:
+            return lambda x, weight, _: self.calls.append((index, x, weight))
+
+        return [way(index) for index in range(len(self.costs))]
+
+    def clock(self, call: Callable[[], None], num_calls: int) -> float:
+        first = len(self.calls)
+        for _ in range(num_calls):
+            call()
+        return sum(self.costs[index](len(x)) for index, x, _ in self.calls[first:])
+
+
+def chosen(timed: Timed, *num_rows: int) -> int:
+    operands = [(torch.empty(num, 2), torch.empty(num, 3)) for num in num_rows]
+    return fastest(timed.ways(), [torch.empty(3, 2)], operands, timed.clock)
+
+
+def test_the_fastest_of_all_rows_together() -> None:
+    timed = Timed(lambda _: 9, lambda _: 5, lambda m: 4 if m == 8 else 7)
+    assert chosen(timed, 8) == 2
+    assert chosen(timed, 8, 4) == 1
+
+
+@pytest.mark.parametrize("cost", [9.9, 11.0])
+def test_the_usual_way_unless_another_is_clearly_faster(cost: float) -> None:
+    assert chosen(Timed(lambda _: 10, lambda _: cost), 4) == 0
+
+
+def test_there_may_be_no_other_way() -> None:
+    timed = Timed(lambda _: 10)
+    assert chosen(timed, 4) == 0
+    assert not timed.calls
+
+
+def test_weights_are_used_in_turn() -> None:
+    timed, weights = Timed(lambda _: 0.1, lambda _: 0.05), [torch.empty(3, 2) for _ in range(3)]
+    fastest(timed.ways(), weights, [(torch.empty(4, 2), torch.empty(4, 3))], timed.clock)
+    used = [id(weight) for index, _, weight in timed.calls if index == 1]
+    assert used[:5] == [id(weights[0]), id(weights[0]), id(weights[1]), id(weights[2]), id(weights[0])]
+
+
+def test_choices_by_rows() -> None:
+    choices = ByRows([2, 8], ["few", "many"])
+    assert [choices.of(num) for num in (0, 1, 2, 3, 8, 9)] == [None, "few", "few", "many", "many", None]
+
+
+def test_far_sizes_are_timed_in_the_middle_too() -> None:
+    assert rows_to_time(100, 64) == [100]
+    assert rows_to_time(1024, 512) == [1024, 768]
+
+
+@pytest.mark.parametrize("most", [1, 4, 5, 512, 8192, 10_000, 32_768])
+def test_sizes_are_those_of_graphs_and_then_not_far_apart(most: int) -> None:
+    graphs = [1, 2, 4, 8, 64, 512]
+    sizes = tuned_sizes(graphs, most)
+    assert sizes[-1] == most
+    usual = [size for size in graphs if size <= most]
+    assert sizes[: len(usual)] == usual
+    assert all(low < high <= 2 * low for low, high in pairwise(size for size in sizes if size >= 512))
+    assert tuned_sizes([], 40)[:4] == [1, 2, 3, 4]

@@ -1,0 +1,20 @@
+"""Gated activations of float32 values, for kernels to call."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NAMES = ("silu", "gelu", "gelu_pytorch_tanh")
+
+
+@triton.jit
+def gated(x, up, activation: tl.constexpr):
+    """The activation of x, times up."""
+    if activation == "silu":
+        share = tl.sigmoid(x)
+    elif activation == "gelu":
+        share = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+    else:  # (1 + tanh(z)) / 2 = sigmoid(2 z)
+        share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    return x * share * up
