@@ -29,7 +29,8 @@ _LEAST_MILLISECONDS = 0.5  # of a round
 _LONG = 1.0  # milliseconds of a product after which the chip may have to slow down
 _SUSTAINED_MILLISECONDS = 12.0  # of a round of such products: what is fastest at full speed is not always so after it
 _MOST_CALLS = 8
-_FAR = 128  # rows between sizes that are not alike
+_FAR = 128  # rows between sizes that are not alike,
+_MANY = 4096  # unless there are so many
 _HEAD_START = 100_000  # cycles of the device for each call, in which the host makes it
 
 T = TypeVar("T")
@@ -49,13 +50,17 @@ class ByRows(Generic[T]):
 
 def rows_to_time(size: int, before: int) -> list[int]:
     """Numbers of rows that tell which way is best for more rows than `before`, up to `size`."""
-    return [size] if size - before < _FAR else [size, (size + before) // 2]
+    return [size, (size + before) // 2] if size - before >= _FAR and size <= _MANY else [size]
 
 
 def fastest(
-    ways: Sequence[Way], weights: Sequence[Tensor], operands: Sequence[tuple[Tensor, Tensor]], clock: Clock
+    ways: Sequence[Way],
+    weights: Sequence[Tensor],
+    operands: Sequence[tuple[Tensor, Tensor]],
+    clock: Clock,
+    gain: float = GAIN,
 ) -> int:
-    """The index of the fastest way; 0, the usual one, unless another is clearly faster.
+    """The index of the fastest way; 0, the usual one, unless another takes less than `gain` of its time.
 
     operands: x and output at each number of rows that the choice is for. All ways are timed once, then the best and
     the usual one in turn, as clocks drift.
@@ -78,7 +83,7 @@ def fastest(
     rounds = [[milliseconds(index, num_calls) for index in finalists] for _ in range(_ROUNDS)]
     medians = [sorted(column)[_ROUNDS // 2] for column in zip(*rounds, strict=True)]
     best = min(range(1, len(finalists)), key=medians.__getitem__)
-    return finalists[best] if medians[best] < GAIN * medians[0] else 0
+    return finalists[best] if medians[best] < gain * medians[0] else 0
 
 
 def _calls_of_a_round(milliseconds: float) -> int:

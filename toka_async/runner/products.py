@@ -26,8 +26,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float16)
 _MOST_WEIGHTS = 8  # of a shape that are used in turn
-
-
+_FEW = 128  # rows
 _COPIES_TENSORS = (9, 0)  # compute capability of GPUs that do
 
 
@@ -72,12 +71,19 @@ def tune_products(
     for done, ((_, activation), weights) in enumerate(gates.items(), len(matrices)):
         assert ops.gates is not None
         show(done, total)
-        sizes = tuned_sizes(graphs, limits.max_tokens)
         separately = partial(_separately, ops, activation)
-        ops.gates.tune(weights[:_MOST_WEIGHTS], activation, sizes, separately)
+        ops.gates.tune(weights[:_MOST_WEIGHTS], activation, gated_sizes(limits.max_tokens), separately)
         fused = ops.gates.sizes()
         logger.info("gated products: in one kernel for %s rows", ", ".join(map(str, fused)) or "no")
     torch.cuda.empty_cache()
+
+
+def gated_sizes(most: int) -> list[int]:
+    """Rows to tune gated products for, doubled up to `most`."""
+    sizes = [min(_FEW, most)]
+    while sizes[-1] < most:
+        sizes.append(min(2 * sizes[-1], most))
+    return sizes
 
 
 def _separately(ops: FusedOps, activation: str, x: Tensor, weight: Tensor) -> Tensor:

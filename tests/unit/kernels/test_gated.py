@@ -38,9 +38,14 @@ def normal(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def tuned(
-    clock: Clock, weight: Tensor, activation: str = "silu", sizes: tuple[int, ...] = (4, 80), num_programs: int = 3
+    clock: Clock,
+    weight: Tensor,
+    activation: str = "silu",
+    sizes: tuple[int, ...] = (4, 80),
+    num_programs: int = 3,
+    fewest: int = 1,
 ) -> GatedProducts:
-    gates = GatedProducts(clock, num_programs, (SMALL,))
+    gates = GatedProducts(clock, num_programs, (SMALL,), fewest)
 
     def separately(x: Tensor, weight: Tensor) -> Tensor:
         clock.went.append("separately")
@@ -67,7 +72,7 @@ def test_it_equals_the_product_and_its_gate(
 
 def test_what_is_faster_separately_is_left() -> None:
     clock, weight = Clock(), normal(torch.device("cpu"), torch.float16, 32, 16)
-    clock.takes["fused"] = 9.95
+    clock.takes["fused"] = 10
     gates = tuned(clock, weight)
     assert gates.compute(normal(weight.device, weight.dtype, 3, 16), weight, "silu") is None
     assert gates.sizes() == []
@@ -106,3 +111,29 @@ def test_fused_ops_use_it_without_a_bias(device: torch.device) -> None:
     ops = FusedOps(gates=tuned(clock, weight))
     exact = TorchOps().gated_linear(x.float(), weight.float(), None, "silu")
     torch.testing.assert_close(ops.gated_linear(x, weight, None, "silu").float(), exact, atol=4e-2, rtol=4e-3)
+
+
+def test_few_rows_are_computed_separately() -> None:
+    weight = normal(torch.device("cpu"), torch.float16, 32, 16)
+    gates = tuned(Clock(), weight, fewest=3)
+    assert gates.compute(normal(weight.device, weight.dtype, 2, 16), weight, "silu") is None
+    assert gates.compute(normal(weight.device, weight.dtype, 3, 16), weight, "silu") is not None
+
+
+def test_the_largest_are_timed_first_when_the_chip_is_hot() -> None:
+    weight, rows = normal(torch.device("cpu"), torch.float16, 32, 16), list[int]()
+
+    def clock(call: Callable[[], None], num_calls: int) -> float:
+        for _ in range(num_calls):
+            call()
+        return float(num_calls)
+
+    gates = GatedProducts(clock, 3, (SMALL,))
+
+    def separately(x: Tensor, weight: Tensor) -> Tensor:
+        rows.append(len(x))
+        return x @ weight.T
+
+    gates.tune([weight], "silu", [2, 8, 4], separately)
+    assert rows == sorted(rows, reverse=True)
+    assert rows.count(8) > 400  # milliseconds

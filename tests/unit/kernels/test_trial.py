@@ -69,6 +69,7 @@ def test_choices_by_rows() -> None:
 def test_far_sizes_are_timed_in_the_middle_too() -> None:
     assert rows_to_time(100, 64) == [100]
     assert rows_to_time(1024, 512) == [1024, 768]
+    assert rows_to_time(16384, 12288) == [16384]  # alike
 
 
 @pytest.mark.parametrize("most", [1, 4, 5, 512, 8192, 10_000, 32_768])
