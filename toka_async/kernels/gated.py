@@ -97,6 +97,11 @@ class GatedProducts:
             operands = [(x[:n], output[:n]) for n in rows_to_time(size, last)]
             # Alike in time, ours needs less memory.
             tuned.choices.insert(0, tiles[fastest([usual, *ours], weights, operands, self._clock, gain=1.0)])
+        if tuned.choices[-1] is not None:
+            # The largest step must stay the one that needs the most memory, which is what the cache is sized by.
+            large = [index for index, size in enumerate(tuned.sizes) if 3 * size > most]
+            for index in large:
+                tuned.choices[index] = tuned.choices[index] or tuned.choices[-1]
         self._tuned[shape] = tuned
 
     def _heat(self, work: Callable[[], None]) -> None:

@@ -137,3 +137,21 @@ def test_the_largest_are_timed_first_when_the_chip_is_hot() -> None:
     gates.tune([weight], "silu", [2, 8, 4], separately)
     assert rows == sorted(rows, reverse=True)
     assert rows.count(8) > 400  # milliseconds
+
+
+def test_no_smaller_step_needs_more_memory_than_the_largest() -> None:
+    """Separately, a step takes three times the memory: it is not done for more than a third of the most rows."""
+    weight, went = normal(torch.device("cpu"), torch.float16, 32, 16), list[int]()
+
+    def clock(call: Callable[[], None], num_calls: int) -> float:
+        went.clear()
+        call()
+        return num_calls * (10.0 if not went or went[-1] < 80 else 20.0)  # of 80 rows, ours alone is faster
+
+    def separately(x: Tensor, weight: Tensor) -> Tensor:
+        went.append(len(x))
+        return x @ weight.T
+
+    gates = GatedProducts(clock, 3, (SMALL,), fewest=1)
+    gates.tune([weight], "silu", [10, 20, 40, 80], separately)
+    assert gates.sizes() == [40, 80]
