@@ -198,7 +198,7 @@ async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
     async with session.get(f"{url}/metrics") as response:
         response.raise_for_status()
         lines = (await response.text()).splitlines()
-    pairs = (line.split(" ") for line in lines if not line.startswith("#"))
+    pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name: float(value) for name, value in pairs if "{" not in name}
 
 

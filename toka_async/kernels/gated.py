@@ -22,8 +22,7 @@ from toka_async.kernels.trial import ByRows, Clock, Way, fastest, rows_to_time
 
 _ALIGNMENT = 16  # bytes, of addresses and rows: what tensor copies need
 _ROW_TILES = 16  # that share weights in the L2 cache
-_HEATING_MILLISECONDS = 400.0
-_MOST_CALLS = 1000
+_SUSTAINED = 200.0  # milliseconds
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,8 +70,8 @@ class GatedProducts:
     ) -> None:
         """Choose between tiles and what computes `separately` from x and a weight, for up to each of `sizes` rows.
 
-        weights: [2 * inner, hidden] each, of several layers, which are used in turn. The chip is first brought to where
-        it has to slow down, as it is when steps are large: there our kernel is better by 2 % than on a cold chip.
+        weights: [2 * inner, hidden] each, of several layers, which are used in turn. Long products are timed until the
+        chip has slowed down as far as each makes it: our kernel draws less power, and is the faster one only then.
         Allocates inputs and outputs of the most rows.
         """
         shape = _shape(weights[0], activation)
@@ -89,24 +88,20 @@ class GatedProducts:
         ours: list[Way] = [partial(self._run, activation, tile) for tile in self._tiles]
         for way in ours:
             way(x[:1], weights[0], output[:1])  # to build a kernel takes its time
-        self._heat(partial(usual, x, weights[0], output))
         tiles: list[Tile | None] = [None, *self._tiles]
-        tuned = ByRows[Tile | None](sorted(sizes), [])
-        before = [0, *tuned.sizes[:-1]]
-        for size, last in reversed([*zip(tuned.sizes, before, strict=True)]):  # the largest while the chip is hot
-            operands = [(x[:n], output[:n]) for n in rows_to_time(size, last)]
+        tuned, before = ByRows[Tile | None](sorted(sizes), []), 0
+        for size in tuned.sizes:
+            operands = [(x[:n], output[:n]) for n in rows_to_time(size, before)]
             # Alike in time, ours needs less memory.
-            tuned.choices.insert(0, tiles[fastest([usual, *ours], weights, operands, self._clock, gain=1.0)])
+            index = fastest([usual, *ours], weights, operands, self._clock, gain=1.0, sustained=_SUSTAINED)
+            tuned.choices.append(tiles[index])
+            before = size
         if tuned.choices[-1] is not None:
             # The largest step must stay the one that needs the most memory, which is what the cache is sized by.
             large = [index for index, size in enumerate(tuned.sizes) if 3 * size > most]
             for index in large:
                 tuned.choices[index] = tuned.choices[index] or tuned.choices[-1]
         self._tuned[shape] = tuned
-
-    def _heat(self, work: Callable[[], None]) -> None:
-        milliseconds = self._clock(work, 1)
-        self._clock(work, max(1, min(_MOST_CALLS, int(_HEATING_MILLISECONDS / max(milliseconds, 1e-6)))))
 
     def compute(self, x: Tensor, weight: Tensor, activation: str) -> Tensor | None:
         """[t, hidden] and [2 * inner, hidden] to [t, inner]; None: it should be computed separately."""

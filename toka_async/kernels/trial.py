@@ -27,8 +27,8 @@ _FINALISTS = 3
 _ROUNDS = 3
 _LEAST_MILLISECONDS = 0.5  # of a round
 _LONG = 1.0  # milliseconds of a product after which the chip may have to slow down
-_SUSTAINED_MILLISECONDS = 12.0  # of a round of such products: what is fastest at full speed is not always so after it
-_MOST_CALLS = 8
+_SUSTAINED = 12.0  # milliseconds of a round of such products: what is fastest at full speed is not always so after it
+_MOST_SHORT = 8  # calls of a round
 _FAR = 128  # rows between sizes that are not alike,
 _MANY = 4096  # unless there are so many
 _HEAD_START = 100_000  # cycles of the device for each call, in which the host makes it
@@ -59,11 +59,13 @@ def fastest(
     operands: Sequence[tuple[Tensor, Tensor]],
     clock: Clock,
     gain: float = GAIN,
+    sustained: float = _SUSTAINED,
 ) -> int:
     """The index of the fastest way; 0, the usual one, unless another takes less than `gain` of its time.
 
     operands: x and output at each number of rows that the choice is for. All ways are timed once, then the best and
-    the usual one in turn, as clocks drift.
+    the usual one in turn, as clocks drift. sustained: milliseconds of a turn of a long product. In short turns all run
+    at the clock that their power admits together; only after some 0.1 s each has a clock of its own.
     """
 
     def milliseconds(index: int, num_calls: int) -> float:
@@ -79,17 +81,18 @@ def fastest(
     once = {index: milliseconds(index, 1) for index in range(1, len(ways))}
     finalists = [0, *sorted(once, key=once.__getitem__)[:_FINALISTS]]
     milliseconds(0, 1)  # what it does at first use does not count
-    num_calls = _calls_of_a_round(min(once.values()) / len(operands))
+    num_calls = _calls_of_a_round(min(once.values()) / len(operands), sustained)
     rounds = [[milliseconds(index, num_calls) for index in finalists] for _ in range(_ROUNDS)]
     medians = [sorted(column)[_ROUNDS // 2] for column in zip(*rounds, strict=True)]
     best = min(range(1, len(finalists)), key=medians.__getitem__)
     return finalists[best] if medians[best] < gain * medians[0] else 0
 
 
-def _calls_of_a_round(milliseconds: float) -> int:
+def _calls_of_a_round(milliseconds: float, sustained: float) -> int:
     """Of products that take so long each."""
-    least = _SUSTAINED_MILLISECONDS if milliseconds >= _LONG else _LEAST_MILLISECONDS
-    return max(1, min(_MOST_CALLS, math.ceil(least / max(milliseconds, 1e-6))))
+    if milliseconds >= _LONG:
+        return math.ceil(sustained / milliseconds)
+    return max(1, min(_MOST_SHORT, math.ceil(_LEAST_MILLISECONDS / max(milliseconds, 1e-6))))
 
 
 def event_clock(call: Callable[[], None], num_calls: int) -> float:

@@ -120,25 +120,6 @@ def test_few_rows_are_computed_separately() -> None:
     assert gates.compute(normal(weight.device, weight.dtype, 3, 16), weight, "silu") is not None
 
 
-def test_the_largest_are_timed_first_when_the_chip_is_hot() -> None:
-    weight, rows = normal(torch.device("cpu"), torch.float16, 32, 16), list[int]()
-
-    def clock(call: Callable[[], None], num_calls: int) -> float:
-        for _ in range(num_calls):
-            call()
-        return float(num_calls)
-
-    gates = GatedProducts(clock, 3, (SMALL,))
-
-    def separately(x: Tensor, weight: Tensor) -> Tensor:
-        rows.append(len(x))
-        return x @ weight.T
-
-    gates.tune([weight], "silu", [2, 8, 4], separately)
-    assert rows == sorted(rows, reverse=True)
-    assert rows.count(8) > 400  # milliseconds
-
-
 def test_no_smaller_step_needs_more_memory_than_the_largest() -> None:
     """Separately, a step takes three times the memory: it is not done for more than a third of the most rows."""
     weight, went = normal(torch.device("cpu"), torch.float16, 32, 16), list[int]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -59,6 +60,23 @@ def test_weights_are_used_in_turn() -> None:
     fastest(timed.ways(), weights, [(torch.empty(4, 2), torch.empty(4, 3))], timed.clock)
     used = [id(weight) for index, _, weight in timed.calls if index == 1]
     assert used[:5] == [id(weights[0]), id(weights[0]), id(weights[1]), id(weights[2]), id(weights[0])]
+
+
+@pytest.mark.parametrize(("cost", "num_calls"), [(0.01, 8), (0.2, 3), (0.9, 1), (1.5, 8), (6.0, 2), (30.0, 1)])
+def test_turns_of_long_products_last(cost: float, num_calls: int) -> None:
+    """Three of each; before them, each way was called once."""
+    timed = Timed(lambda _: cost, lambda _: cost)
+    chosen(timed, 4)
+    assert len(timed.calls) == 2 + 2 * 3 * num_calls
+    timed.calls.clear()
+    fastest(timed.ways(), [torch.empty(3, 2)], [(torch.empty(4, 2), torch.empty(4, 3))], timed.clock, sustained=60)
+    assert len(timed.calls) == 2 + 2 * 3 * (num_calls if cost < 1 else math.ceil(60 / cost))
+
+
+def test_how_much_faster_another_must_be() -> None:
+    timed, operands = Timed(lambda _: 10, lambda _: 9.9), [(torch.empty(4, 2), torch.empty(4, 3))]
+    assert fastest(timed.ways(), [torch.empty(3, 2)], operands, timed.clock, gain=1.0) == 1
+    assert fastest(timed.ways(), [torch.empty(3, 2)], operands, timed.clock, gain=0.99) == 0
 
 
 def test_choices_by_rows() -> None:
