@@ -279,7 +279,7 @@ class Parts:
         if has_kernels(self.device):
             from toka_async.runner.compiles import CompileCounter
 
-            num_compiles = CompileCounter().count
+            num_compiles = CompileCounter(partial(getattr, compiled, "num_eager") if compiled else int).count
         return Runner(
             self.decoder,
             kv_cache,

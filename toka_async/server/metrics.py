@@ -58,7 +58,10 @@ COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "step_seconds": ("time in forward passes", lambda s: s.step_seconds),
     "rank_idle_seconds": ("time in which ranks waited for the scheduler", lambda s: s.idle_seconds),
     "device_idle_seconds": ("time between steps that were queued in time", lambda s: s.device_idle_seconds),
-    "compiles": ("kernels and graphs compiled while serving: 0, or a rank was not warm", lambda s: s.num_compiles),
+    "compiles": (
+        "kernels and graphs compiled, or missing, while serving: 0, or a rank was not warm",
+        lambda s: s.num_compiles,
+    ),
 }
 QUANTILES: dict[str, tuple[str, Callable[[Stats], tuple[float, ...]]]] = {
     "scheduler_microseconds": ("CPU time of the scheduler for a step, of the newest steps", lambda s: s.scheduler_us),

@@ -36,3 +36,12 @@ def test_the_newest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = CompileCounter(), CompileCounter()
     knobs.runtime.jit_post_compile_hook(key="a")
     assert (first.count(), second.count()) == (0, 1)
+
+
+def test_calls_that_found_no_graph_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiles, "num_compiles", lambda: 0)
+    num_eager = [0]
+    counter = CompileCounter(lambda: num_eager[0])
+    assert counter.count() == 0
+    num_eager[0] += 2
+    assert counter.count() == 2
