@@ -20,6 +20,8 @@ from toka_async.model.hub import resolve_model
 from toka_async.model.spec import ModelError, ModelSpec, read_spec
 from toka_async.runner.cache_size import fitting_limits, page_bytes_of, row_bytes, spare_bytes, token_bytes
 from toka_async.runner.limits import Limits, resolve_limits
+from toka_async.runner.micro_batches import most_tokens
+from toka_async.runner.spreads import workspace_bytes
 
 GIB = 1 << 30
 
@@ -72,11 +74,19 @@ class Stage:
     dtype: torch.dtype
 
     def largest_step(self, limits: Limits, config: Config) -> int:
-        """Bytes; only the last stage has logits."""
+        """Bytes, with those that tensor ranks share; only the last stage has logits."""
         page_size, num_parts = config.cache.page_size, config.parallel.num_micro_batches
         rows = self.part if self.is_last else msgspec.structs.replace(self.part, vocab_size=0)
         of_tokens = limits.max_tokens * token_bytes(self.part, self.dtype, num_parts)
-        return of_tokens + limits.max_seqs * row_bytes(rows, limits, self.dtype, page_size, num_parts)
+        of_rows = limits.max_seqs * row_bytes(rows, limits, self.dtype, page_size, num_parts)
+        return of_tokens + of_rows + self._shared(limits, config.parallel)
+
+    def _shared(self, limits: Limits, parallel: ParallelConfig) -> int:
+        """Bytes; if overlapping turns out not to pay, they are given back."""
+        if parallel.tp == 1 or parallel.async_tp_min_tokens == 0:
+            return 0
+        num_tokens = most_tokens(limits.max_seqs, limits.max_tokens, parallel.num_micro_batches)
+        return workspace_bytes(self.part, self.dtype, num_tokens, parallel.tp)
 
 
 def make_plan(config: Config, memory: int) -> Plan:

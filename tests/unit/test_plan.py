@@ -70,6 +70,17 @@ def test_the_cache_gets_what_is_left(model: Path) -> None:
     assert more.num_tokens > plan.num_tokens
 
 
+def test_what_tensor_ranks_share_is_part_of_a_step(model: Path) -> None:
+    """Two parts of a quarter of the tokens, of float32 values."""
+    tokens = ("parallel.tp=4", "schedule.max_tokens=1024", "schedule.max_seqs=8")
+    (with_it, *_), (without, *_) = (
+        make_plan(configure(model, *tokens, f"parallel.async_tp_min_tokens={least}"), 8 * GIB).ranks
+        for least in (64, 0)
+    )
+    assert with_it.largest_step - without.largest_step == 2 * 256 * read_spec(model).hidden_size * 4
+    assert with_it.num_tokens < without.num_tokens
+
+
 def test_kv_heads_are_repeated(model: Path) -> None:
     one, four = (make_plan(configure(model, f"parallel.tp={tp}"), 8 * GIB).ranks for tp in (1, 4))
     assert four[0].kv_token == one[0].kv_token // 2

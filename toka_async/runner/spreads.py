@@ -57,9 +57,10 @@ class RankShape:
     ops: Ops
     max_tokens: int
 
-    def workspace(self, num_ranks: int) -> int:
-        """Bytes that ranks read of each other: two parts of a product's output, a share of the tokens each."""
-        return 2 * -(-self.max_tokens // num_ranks) * self.spec.hidden_size * self.dtype.itemsize
+
+def workspace_bytes(spec: ModelSpec, dtype: torch.dtype, max_tokens: int, num_ranks: int) -> int:
+    """What ranks read of each other: two parts of a product's output, a share of a step's tokens each."""
+    return 2 * -(-max_tokens // num_ranks) * spec.hidden_size * dtype.itemsize
 
 
 def build_spreads(
@@ -80,7 +81,9 @@ def build_spreads(
     whole, world = Whole(comm), world or comm
     if comm.size == 1 or asked == 0:
         return Spreads(whole)
-    reason = why_not(comm, shape.device) or reserve(comm, shape.workspace(comm.size))
+    reason = why_not(comm, shape.device) or reserve(
+        comm, workspace_bytes(shape.spec, shape.dtype, shape.max_tokens, comm.size)
+    )
     if not world.minimum(int(not reason)):
         reason = reason or "another stage's GPUs cannot"
     if reason:

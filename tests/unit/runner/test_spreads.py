@@ -15,7 +15,15 @@ from toka_async.model.ops import TorchOps
 from toka_async.model.spec import read_spec
 from toka_async.model.spread import Shards, Spreads, Whole
 from toka_async.runner import spreads
-from toka_async.runner.spreads import LayerRun, RankShape, Timing, build_spreads, least_tokens, token_counts
+from toka_async.runner.spreads import (
+    LayerRun,
+    RankShape,
+    Timing,
+    build_spreads,
+    least_tokens,
+    token_counts,
+    workspace_bytes,
+)
 
 
 @pytest.fixture(scope="module")
@@ -144,4 +152,4 @@ def test_counts_are_above_what_is_captured() -> None:
 
 
 def test_the_workspace_holds_two_parts_of_the_largest_step(shape: RankShape) -> None:
-    assert shape.workspace(4) == 2 * 525 * shape.spec.hidden_size * 4
+    assert workspace_bytes(shape.spec, shape.dtype, shape.max_tokens, 4) == 2 * 525 * shape.spec.hidden_size * 4
