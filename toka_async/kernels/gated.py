@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from toka_async.kernels.activation import gated
@@ -85,15 +86,18 @@ class GatedProducts:
             del output
             separately(x, weight)
 
-        ours: list[Way] = [partial(self._run, activation, tile) for tile in self._tiles]
-        for way in ours:
-            way(x[:1], weights[0], output[:1])  # to build a kernel takes its time
-        tiles: list[Tile | None] = [None, *self._tiles]
+        tiles: list[Tile | None] = [None]
+        ways: list[Way] = [usual]
+        for tile in self._tiles:
+            way = partial(self._run, activation, tile)
+            if _is_built(partial(way, x[:1], weights[0], output[:1])):
+                tiles.append(tile)
+                ways.append(way)
         tuned, before = ByRows[Tile | None](sorted(sizes), []), 0
         for size in tuned.sizes:
             operands = [(x[:n], output[:n]) for n in rows_to_time(size, before)]
             # Alike in time, ours needs less memory.
-            index = fastest([usual, *ours], weights, operands, self._clock, gain=1.0, sustained=_SUSTAINED)
+            index = fastest(ways, weights, operands, self._clock, gain=1.0, sustained=_SUSTAINED)
             tuned.choices.append(tiles[index])
             before = size
         if tuned.choices[-1] is not None:
@@ -146,6 +150,15 @@ class GatedProducts:
 def _shape(weight: Tensor, activation: str) -> _Shape:
     outputs, hidden = weight.shape
     return _Shape(outputs // 2, hidden, weight.dtype, activation)
+
+
+def _is_built(launch: Callable[[], None]) -> bool:
+    """Whether the kernel that it launches, and so builds, has the shared memory that its tile needs."""
+    try:
+        launch()
+    except OutOfResources:
+        return False
+    return True
 
 
 def _can_copy(*operands: Tensor) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+
+from triton.runtime.errors import OutOfResources
 
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.gated import GatedProducts, Tile
@@ -44,8 +46,9 @@ def tuned(
     sizes: tuple[int, ...] = (4, 80),
     num_programs: int = 3,
     fewest: int = 1,
+    tiles: Sequence[Tile] = (SMALL,),
 ) -> GatedProducts:
-    gates = GatedProducts(clock, num_programs, (SMALL,), fewest)
+    gates = GatedProducts(clock, num_programs, tiles, fewest)
 
     def separately(x: Tensor, weight: Tensor) -> Tensor:
         clock.went.append("separately")
@@ -136,3 +139,17 @@ def test_no_smaller_step_needs_more_memory_than_the_largest() -> None:
     gates = GatedProducts(clock, 3, (SMALL,), fewest=1)
     gates.tune([weight], "silu", [10, 20, 40, 80], separately)
     assert gates.sizes() == [40, 80]
+
+
+def test_a_tile_that_the_chip_has_no_room_for_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, weight = GatedProducts._run, normal(torch.device("cpu"), torch.float16, 32, 16)
+
+    def limited(gates: GatedProducts, activation: str, tile: Tile, *operands: Tensor) -> None:
+        if tile is SMALL:
+            raise OutOfResources(180_000, 101_376, "shared memory")
+        run(gates, activation, tile, *operands)
+
+    monkeypatch.setattr(GatedProducts, "_run", limited)
+    assert tuned(Clock(), weight).sizes() == []
+    smaller = Tile(rows=16, columns=16, depth=16, num_stages=1, num_warps=4)
+    assert tuned(Clock(), weight, tiles=(SMALL, smaller)).sizes() == [4, 80]
