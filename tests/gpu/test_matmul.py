@@ -57,7 +57,7 @@ def test_tuned_products(adds: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("inner", "hidden"), [(256, 512), (4864, 896), (8192, 2048), (200, 72)])
+@pytest.mark.parametrize(("inner", "hidden"), [(256, 512), (4864, 896), (8192, 2048), (200, 72), (136, 40)])
 def test_every_tile_of_the_gated_product(inner: int, hidden: int, dtype: torch.dtype) -> None:
     from toka_async.kernels.gated import TILES, GatedProducts
     from toka_async.kernels.trial import event_clock
@@ -73,9 +73,9 @@ def test_every_tile_of_the_gated_product(inner: int, hidden: int, dtype: torch.d
     generator = torch.Generator(device).manual_seed(0)
     weight = torch.randn(2 * inner, hidden, device=device, dtype=dtype, generator=generator) / hidden**0.5
     for tile in TILES:
-        gates = GatedProducts(event_clock, 132, [tile])
+        gates = GatedProducts(event_clock, 132, [tile], fewest=1)
         gates.tune([weight], "silu", [4096], slowly)
-        for m in (1, 63, 64, 129, 1000, 4096):
+        for m in (1, 63, 64, 129, 1000, 2200, 4096):
             x = torch.randn(m, hidden, device=device, dtype=dtype, generator=generator)
             output = gates.compute(x, weight, "silu")
             assert output is not None

@@ -1,7 +1,7 @@
 """Which of several ways to compute a product is the fastest on this chip, at some numbers of rows.
 
-Ways are timed as steps use them: with the weights of one layer after the other, and long ones until the chip has to
-slow down. Knows neither libraries nor kernels.
+Ways are timed as steps use them: with the weights of one layer after the other, and long ones in turns that last, as a
+chip that is out of power slows down. Knows neither libraries nor kernels.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _FINALISTS = 3
 _ROUNDS = 3
 _LEAST_MILLISECONDS = 0.5  # of a round
 _LONG = 1.0  # milliseconds of a product after which the chip may have to slow down
-_SUSTAINED = 12.0  # milliseconds of a round of such products: what is fastest at full speed is not always so after it
+SUSTAINED = 12.0  # milliseconds of a round of such products: what is fastest at full speed is not always so after it
 _MOST_SHORT = 8  # calls of a round
 _FAR = 128  # rows between sizes that are not alike,
 _MANY = 4096  # unless there are so many
-_HEAD_START = 100_000  # cycles of the device for each call, in which the host makes it
+_HEAD_START = 100_000  # cycles of the device for each of a short round's calls, in which the host makes it
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class ByRows(Generic[T]):
 
 
 def rows_to_time(size: int, before: int) -> list[int]:
-    """Numbers of rows that tell which way is best for more rows than `before`, up to `size`."""
+    """Numbers of rows to choose by for more rows than `before`, up to `size`."""
     return [size, (size + before) // 2] if size - before >= _FAR and size <= _MANY else [size]
 
 
@@ -59,13 +59,13 @@ def fastest(
     operands: Sequence[tuple[Tensor, Tensor]],
     clock: Clock,
     gain: float = GAIN,
-    sustained: float = _SUSTAINED,
+    sustained: float = SUSTAINED,
 ) -> int:
     """The index of the fastest way; 0, the usual one, unless another takes less than `gain` of its time.
 
-    operands: x and output at each number of rows that the choice is for. All ways are timed once, then the best and
-    the usual one in turn, as clocks drift. sustained: milliseconds of a turn of a long product. In short turns all run
-    at the clock that their power admits together; only after some 0.1 s each has a clock of its own.
+    operands: x and output at each number of rows that the choice is for. All others are timed once, then the best of
+    them and the usual one in turn, as clocks drift. sustained: milliseconds of a turn of a long product. In short turns
+    all run at the clock that their power admits together; only after some 0.1 s each has a clock of its own.
     """
 
     def milliseconds(index: int, num_calls: int) -> float:
@@ -98,7 +98,7 @@ def _calls_of_a_round(milliseconds: float, sustained: float) -> int:
 def event_clock(call: Callable[[], None], num_calls: int) -> float:
     """Milliseconds of the calls, by events on the current stream; the host's time to make them does not count."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda._sleep(_HEAD_START * num_calls)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(_HEAD_START * min(num_calls, _MOST_SHORT))  # type: ignore[no-untyped-call]
     begin.record()
     for _ in range(num_calls):
         call()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +29,9 @@ from toka_async.model.comm import Comm
 from toka_async.model.decoder import Decoder
 from toka_async.model.division import spec_of_rank, spec_of_stage, stage_parts
 from toka_async.model.ops import Ops, TorchOps
+from toka_async.model.overlap import OverlappedShards
 from toka_async.model.spec import ModelError, ModelSpec
+from toka_async.model.spread import Spreads
 from toka_async.model.weights import build_decoder, load_weights, random_weights
 from toka_async.runner.cache_size import (
     check_largest_step,
@@ -86,7 +88,9 @@ def build_runner(
     max_graph_seqs = min(compiling.max_graph_seqs, of_part.max_seqs) if compiling.graphs else 0
     with stages.stage("tensor ranks") if place.size > 1 else nullcontext():
         shape = RankShape(spec, dtype, device, ops, of_part.max_tokens)
-        spreads = build_spreads(async_tp, meeting.tensor, shape, max_graph_seqs, world=meeting.world)
+        spreads = build_spreads(
+            async_tp, meeting.tensor, shape, max_graph_seqs, world=meeting.world, tune=partial(_tune_layers, ops)
+        )
     if spreads.shards is not None:
         max_graph_seqs = min(max_graph_seqs, spreads.min_tokens - 1)  # what is in shards is not captured
     with stages.stage("weights"):
@@ -115,7 +119,7 @@ def build_runner(
         setup=_setup(meeting.pairs, spec, limits, dtype, device) if meeting.pairs is not None else None,
     )
     with stages.stage("matrices"):
-        _tune(decoder, ops, _of_micro_batches(limits, num_parts), max_graph_seqs, stages)
+        _tune(decoder, ops, _alone(_of_micro_batches(limits, num_parts), spreads), max_graph_seqs, stages)
     with stages.stage("memory"):
         num_pages = parts.num_pages()
     with stages.stage("attention"):
@@ -183,6 +187,23 @@ def _tune(decoder: Decoder, ops: Ops, limits: Limits, max_graph_seqs: int, stage
 
     if isinstance(ops, FusedOps):
         tune_products(decoder, ops, limits, max_graph_seqs, stages.show)
+
+
+def _tune_layers(ops: Ops, decoder: Decoder, counts: Sequence[int]) -> None:
+    if isinstance(ops, TorchOps):
+        return
+    from toka_async.kernels.fused import FusedOps
+    from toka_async.runner.products import tune_layers
+
+    if isinstance(ops, FusedOps):
+        tune_layers(decoder, ops, counts)
+
+
+def _alone(limits: Limits, spreads: Spreads) -> Limits:
+    """The limits of products that are not part of an overlapping operation; those of sampled tokens never are."""
+    if not isinstance(spreads.shards, OverlappedShards):
+        return limits
+    return replace(limits, max_tokens=min(limits.max_tokens, max(limits.max_seqs, spreads.min_tokens - 1)))
 
 
 def has_kernels(device: torch.device) -> bool:

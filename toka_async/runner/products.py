@@ -6,7 +6,7 @@ Knows which matrices a decoder has; how algorithms are found and chosen is in `k
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float16)
 _MOST_WEIGHTS = 8  # of a shape that are used in turn
-_GATED_SIZES = (128, 256, 512, 1024)
+_GATED_SIZES = (128, 256, 512, 1024, 2048, 4096)
 _COPIES_TENSORS = (9, 0)  # compute capability of GPUs that do
 
 
@@ -73,9 +73,21 @@ def tune_products(
         show(done, total)
         separately = partial(_separately, ops, activation)
         ops.gates.tune(weights[:_MOST_WEIGHTS], activation, gated_sizes(limits.max_tokens), separately)
-        fused = ops.gates.sizes()
-        logger.info("gated products: in one kernel for %s rows", ", ".join(map(str, fused)) or "no")
+        ranges = ", ".join(f"{first} to {last}" for first, last in ops.gates.ranges())
+        logger.info("gated products: in one kernel for %s rows", ranges or "no")
     torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def tune_layers(decoder: Decoder, ops: FusedOps, sizes: Sequence[int]) -> None:
+    """Tune for steps of just so many tokens, layers alone."""
+    for (_, adds, most_seqs), weights in _matrices(decoder).items() if ops.products is not None else ():
+        if not most_seqs:
+            assert ops.products is not None
+            ops.products.tune(weights, adds, sizes)
+    for (_, activation), weights in _gates(decoder).items() if ops.gates is not None else ():
+        assert ops.gates is not None
+        ops.gates.tune(weights, activation, sizes, partial(_separately, ops, activation))
 
 
 def gated_sizes(most: int) -> list[int]:

@@ -6,7 +6,7 @@ As configured, or measured: a layer's time both ways at a handful of token count
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Literal, Protocol
@@ -36,6 +36,10 @@ class Clock(Protocol):
     def __call__(self, run: LayerRun) -> float:
         """Milliseconds that it takes."""
         ...
+
+
+# Finds the fastest products of a decoder's layers, for steps of these numbers of tokens.
+Tune = Callable[[Decoder, Sequence[int]], None]
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,12 +74,14 @@ def build_spreads(
     most_captured: int,
     clock: Clock | None = None,
     world: Comm | None = None,
+    tune: Tune | None = None,
 ) -> Spreads:
     """How steps are spread over the ranks, the same on each of them, which wait for each other.
 
     comm: the ranks that hold the same layers. world: those of all stages, which do alike; None: there is one.
     asked: `parallel.async_tp_min_tokens`. most_captured: tokens of the largest step that is captured; what is measured
-    is never as little, as a captured step has no host's time. clock: of tests. In shards, each rank has two tokens at
+    is never as little, as a captured step has no host's time. clock: of tests. tune: called of what is measured with
+    the numbers of tokens, so that it is as fast as what will be served. In shards, each rank has two tokens at
     least: of one, Inductor (torch 2.11) fails to compile what depends on it.
     """
     whole, world = Whole(comm), world or comm
@@ -92,7 +98,7 @@ def build_spreads(
     if asked != "auto":
         return Spreads(whole, shards, _with_two_each(asked, comm))
     counts = token_counts(most_captured, shape.max_tokens)
-    timings = measure(whole, shards, comm, shape, counts, clock or cuda_clock) if counts else []
+    timings = measure(whole, shards, comm, shape, counts, clock or cuda_clock, tune) if counts else []
     if shape.device.type == "cuda":
         torch.cuda.empty_cache()  # what was taken for it
     least = int(world.of_first(str(least_tokens(timings)).encode()))
@@ -149,12 +155,20 @@ def least_tokens(timings: Sequence[Timing]) -> int:
 
 
 def measure(
-    whole: Spread, shards: Spread, comm: Comm, shape: RankShape, counts: Sequence[int], clock: Clock
+    whole: Spread,
+    shards: Spread,
+    comm: Comm,
+    shape: RankShape,
+    counts: Sequence[int],
+    clock: Clock,
+    tune: Tune | None = None,
 ) -> list[Timing]:
     """Both ways in turns, of a layer of random weights over no attention; medians."""
     one_layer = msgspec.structs.replace(shape.spec, num_layers=1, windows=shape.spec.windows[:1])
     decoder = build_decoder(one_layer, shape.dtype, shape.device, comm, shape.ops)
     random_weights(decoder, seed=comm.rank)
+    if tune is not None:
+        tune(decoder, counts)
     timings = []
     for count in counts:
         of_whole = LayerRun(decoder, whole, count, count)

@@ -2,15 +2,121 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
-from toka_async.runner.products import gated_sizes
+from tests.models import make_checkpoint
+from toka_async.kernels.fused import FusedOps
+from toka_async.model.decoder import Decoder
+from toka_async.model.spec import read_spec
+from toka_async.model.weights import build_decoder
+from toka_async.runner.limits import Limits
+from toka_async.runner.products import gated_sizes, make_ops, tune_layers, tune_products
+
+LIMITS = Limits(max_context=512, max_seqs=48, max_tokens=300)
+
+
+class Asked:
+    """Stands for both kinds of products: remembers what is to be tuned."""
+
+    def __init__(self) -> None:
+        self.products: list[tuple[tuple[int, ...], int, bool, list[int]]] = []
+        self.gates: list[tuple[tuple[int, ...], int, str, list[int]]] = []
+
+    def tune(self, weights: Sequence[Tensor], how: Any, sizes: Sequence[int], *rest: Any) -> None:
+        found: list[Any] = self.gates if rest else self.products
+        found.append((tuple(weights[0].shape), len(weights), how, list(sizes)))
+
+    def ranges(self) -> list[tuple[int, int]]:
+        return [(64, 128)]
+
+
+def decoder_of(tmp_path: Path, **overrides: Any) -> Decoder:
+    folder = make_checkpoint(
+        tmp_path, "llama", hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, num_hidden_layers=3, vocab_size=256, tie_word_embeddings=True, **overrides,
+    )  # fmt: skip
+    return build_decoder(read_spec(folder), torch.float32, torch.device("cpu"))
+
+
+def asked_for(decoder: Decoder, sizes: Sequence[int] | None = None) -> Asked:
+    asked: Any = Asked()
+    ops = FusedOps(asked, asked)
+    if sizes is None:
+        tune_products(decoder, ops, LIMITS, 4, lambda *_: None)
+    else:
+        tune_layers(decoder, ops, sizes)
+    assert isinstance(asked, Asked)
+    return asked
+
+
+def test_matrices_by_shape_and_use(tmp_path: Path) -> None:
+    """The head for sampled rows only; those that are added to the residual by themselves."""
+    asked = asked_for(decoder_of(tmp_path))
+    sizes = {(shape, adds): (num, [sizes[0], sizes[-1]]) for shape, num, adds, sizes in asked.products}
+    assert sizes == {
+        ((128, 64), False): (3, [1, 300]),
+        ((64, 64), True): (3, [1, 300]),
+        ((192, 64), False): (3, [1, 300]),
+        ((64, 96), True): (3, [1, 300]),
+        ((256, 64), False): (1, [1, 48]),
+    }
+    assert asked.gates == [((192, 64), 3, "silu", [128, 256, 300])]
+
+
+def test_products_with_a_bias_are_not_tuned(tmp_path: Path) -> None:
+    asked = asked_for(decoder_of(tmp_path, mlp_bias=True))
+    assert {shape for shape, *_ in asked.products} == {(128, 64), (64, 64), (256, 64)}
+    assert asked.gates == []
+
+
+def test_layers_alone(tmp_path: Path) -> None:
+    asked = asked_for(decoder_of(tmp_path), [512, 1024])
+    assert {shape for shape, *_ in asked.products} == {(128, 64), (64, 64), (192, 64), (64, 96)}
+    assert all(sizes == [512, 1024] for *_, sizes in asked.products + asked.gates)
+    assert len(asked.gates) == 1
+
+
+def test_what_cannot_be_tuned_is_torchs(tmp_path: Path) -> None:
+    """Whatever the GPU, which is not asked for."""
+    for dtype, tuned in ((torch.float32, True), (torch.bfloat16, False)):
+        ops = make_ops(torch.device("cpu"), dtype, tuned)
+        assert ops.products is None
+        assert ops.gates is None
+    tune_products(decoder_of(tmp_path), FusedOps(), LIMITS, 4, lambda *_: None)
+    tune_layers(decoder_of(tmp_path / "again"), FusedOps(), [512])
+
+
+@pytest.mark.parametrize(("capability", "fused"), [((8, 9), False), ((9, 0), True), ((12, 0), True)])
+def test_gated_products_need_a_gpu_that_copies_tensors(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], fused: bool
+) -> None:
+    class Properties:
+        multi_processor_count = 7
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties())
+    monkeypatch.setattr("toka_async.runner.products.CublasLt", raising)
+    ops = make_ops(torch.device("cpu"), torch.bfloat16, tuned=True)
+    assert (ops.gates is not None) == fused
+    assert ops.products is None
+
+
+def raising(_: torch.device) -> None:
+    raise OSError("no such library")
 
 
 @pytest.mark.parametrize(
-    ("most", "sizes"), [(1, [1]), (128, [128]), (300, [128, 256, 300]), (9000, [128, 256, 512, 1024, 9000])], ids=str
+    ("most", "sizes"),
+    [(1, [1]), (128, [128]), (300, [128, 256, 300]), (9000, [128, 256, 512, 1024, 2048, 4096, 9000])],
+    ids=str,
 )
 def test_gated_products_are_tuned_up_to_the_largest_step(most: int, sizes: list[int]) -> None:
     assert gated_sizes(most) == sizes

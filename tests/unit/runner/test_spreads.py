@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from tests.models import make_checkpoint
 from tests.thread_ranks import run_ranks
 from toka_async.model.comm import Comm, LocalComm
+from toka_async.model.decoder import Decoder
 from toka_async.model.ops import TorchOps
 from toka_async.model.spec import read_spec
 from toka_async.model.spread import Shards, Spreads, Whole
@@ -110,6 +112,26 @@ def test_auto_is_what_rank_0_measures(shape: RankShape, caplog: pytest.LogCaptur
         "async TP: from 2048 tokens a step; ms of a layer by tokens, without and with: "
         "1024: 2.000 2.222, 2048: 4.000 2.667"
     )
+
+
+@pytest.mark.usefixtures("overlapping")
+def test_what_is_measured_is_tuned_before(shape: RankShape) -> None:
+    def measured(comm: Comm) -> list[object]:
+        events: list[object] = []
+
+        def tune(decoder: Decoder, counts: Sequence[int]) -> None:
+            events.append((len(decoder.layers), list(counts)))
+
+        def clock(run: LayerRun) -> float:
+            events.append(run.num_tokens)
+            return 1.0
+
+        build_spreads("auto", comm, shape, 512, clock, tune=tune)
+        return events
+
+    for events in run_ranks(2, measured):
+        assert events[0] == (1, [1024, 2048])
+        assert events[1:] == [1024] * 6 + [2048] * 6
 
 
 def test_where_it_is_slower_nothing_is_kept(shape: RankShape, overlapping: list[int]) -> None:
