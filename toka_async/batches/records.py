@@ -33,7 +33,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong with a batch's input file. line: counted from 1."""
+    """What is wrong with a batch's files. line: of the input file, counted from 1."""
 
     code: str
     message: str
@@ -78,7 +78,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, status="in_progress", in_progress_at=now, total=total)
 
     def refused(self, faults: tuple[Fault, ...], now: int) -> BatchRecord:
-        """The input file is not in order, or cannot be read any more: nothing of it runs from now on."""
+        """A file is not in order, or not any more: nothing of it runs from now on."""
         return msgspec.structs.replace(self, status="failed", failed_at=now, faults=faults)
 
     def ending(self, outcome: Outcome, now: int) -> BatchRecord:
