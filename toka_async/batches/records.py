@@ -82,9 +82,8 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, status="failed", failed_at=now, faults=faults)
 
     def ending(self, outcome: Outcome, now: int) -> BatchRecord:
-        """From now on no line is started. The first outcome that is decided holds."""
-        if self.outcome is not None:
-            return self
+        """From now on no line is started."""
+        assert self.outcome is None, "the first outcome that is decided holds"
         if outcome == "cancelled":
             return msgspec.structs.replace(self, status="cancelling", cancelling_at=now, outcome=outcome)
         return msgspec.structs.replace(self, status="finalizing", finalizing_at=now, outcome=outcome)

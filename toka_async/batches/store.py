@@ -222,10 +222,13 @@ class Store:
         return self._put(batch, batch.record.accepted(total, now))
 
     def end(self, batch_id: str, outcome: Outcome, viewer: str | None = None) -> Batch:
-        """No line is started any more. One that has ended stays as it is. Raises NotFoundError as `batch` does."""
+        """No line is started any more. One that has ended, or whose end is decided, stays as it is.
+
+        Raises NotFoundError as `batch` does.
+        """
         batch = self.batch(batch_id, viewer)
-        if batch.record.status in FINAL:
-            return batch
+        if batch.record.status in FINAL or batch.record.outcome is not None:
+            return batch  # without a write, for which there may be no room
         return self._put(batch, batch.record.ending(outcome, int(self._now())))
 
     def fail(self, batch_id: str, fault: Fault) -> Batch:

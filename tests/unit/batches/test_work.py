@@ -366,9 +366,14 @@ async def test_a_full_disk_pauses_batches_and_loses_nothing(tmp_path: Path, monk
         assert it.answers.asked == names(range(500))
 
 
-async def test_a_batch_can_be_cancelled_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("checked", [False, True])
+async def test_a_batch_can_be_cancelled_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: bool
+) -> None:
     async with running(tmp_path, rows=0) as it:
         await it.create([line(1)])
+        while checked and (await it.batch()).record.status == "validating":
+            await asyncio.sleep(0.001)
         put, reserve = it.store.database.put_record, tmp_path / "reserve"
 
         def put_in_reserve(record: BatchRecord) -> None:
