@@ -61,7 +61,25 @@ def num_done(batch: Batch) -> int:
     return batch.request_counts.completed
 
 
+def end_by_damage(client: openai.OpenAI, folder: Path) -> Batch:
+    """A batch whose output file is cut in the middle of a line while it runs."""
+    file = client.files.create(file=("in.jsonl", lines(1000, 30)), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    until(lambda: client.batches.retrieve(batch.id), lambda now: num_done(now) > 10)
+    start = b'{"id":"batch_req_%s' % batch.id.removeprefix("batch_").encode()
+    results = [each for each in folder.iterdir() if each.read_bytes().startswith(start)]
+    (output,) = (each for each in results if b'"status_code":200' in each.read_bytes())
+    os.truncate(output, output.stat().st_size // 2)
+    batch = until(lambda: client.batches.retrieve(batch.id), lambda now: now.status == "failed")
+    assert batch.errors is not None
+    (error,) = batch.errors.data or []
+    assert (error.code, error.param) == ("output_file_damaged", "output_file_id")
+    assert batch.output_file_id == output.name
+    return batch
+
+
 def test_a_batch_outlives_a_kill_of_everything(tmp_path: Path) -> None:
+    """And the end of another one, whose file was damaged."""
     overrides = ("model.path=demo", f"server.data_dir={tmp_path / 'data'}", "schedule.max_seqs=8")
     with serving(tmp_path, *overrides) as server:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
@@ -69,6 +87,7 @@ def test_a_batch_outlives_a_kill_of_everything(tmp_path: Path) -> None:
         batch = client.batches.create(
             input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"a": "b"}
         )
+        damaged = end_by_damage(client, tmp_path / "data" / "files")
         until(lambda: client.batches.retrieve(batch.id), lambda now: num_done(now) > 20)
         server.signal_group(signal.SIGKILL)
         server.wait()
@@ -77,6 +96,9 @@ def test_a_batch_outlives_a_kill_of_everything(tmp_path: Path) -> None:
         client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
         now = client.batches.retrieve(batch.id)
         assert num_done(now) > 20
+        assert client.batches.retrieve(damaged.id) == damaged
+        assert damaged.output_file_id is not None
+        assert all(map(json.loads, client.files.content(damaged.output_file_id).read().splitlines()))
         now = until(lambda: client.batches.retrieve(batch.id), lambda now: now.status == "completed")
         assert now.metadata == {"a": "b"}
         assert now.output_file_id is not None

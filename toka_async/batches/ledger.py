@@ -45,6 +45,8 @@ class Ledger:
         self._on_progress = on_progress
         self._lines: defaultdict[str, list[DoneLine]] = defaultdict(list)
         self._num_bytes = 0
+        self._num_kept = 0
+        self._round = asyncio.Event()  # of the lines that go to the disk now: they are there
         self._task: asyncio.Task[None] | None = None
         self._has_room = asyncio.Event()
         self._has_room.set()
@@ -65,9 +67,16 @@ class Ledger:
         await self._has_room.wait()
 
     async def flush(self) -> None:
-        """Waits until everything that was put is kept."""
-        while self._task is not None:
-            await asyncio.shield(self._task)
+        """Waits until everything that was put before is kept, whatever else comes meanwhile."""
+        num_put = self.num_completed + self.num_failed
+        while self._task is not None and self._num_kept < num_put:
+            either = self._task, asyncio.create_task(self._round.wait())
+            try:
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                either[1].cancel()
+            if either[0].done():
+                either[0].result()
 
     async def persist(self, work: Callable[[], T]) -> T:
         """As the writer's `run`, but tried again until the disk takes it."""
@@ -91,9 +100,12 @@ class Ledger:
             ]
             for batch in await asyncio.gather(*works):
                 self._on_progress(batch)
+            self._num_kept += sum(map(len, lines.values()))
             self._num_bytes -= sum(len(line.data) for each in lines.values() for line in each)
             if self._num_bytes < MAX_BYTES:
                 self._has_room.set()
+            self._round.set()
+            self._round = asyncio.Event()
         self._task = None
 
     def _fail(self, error: StorageError) -> None:

@@ -33,7 +33,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong with a batch's input file. line: counted from 1."""
+    """What is wrong with a batch's files. line: of the input file, counted from 1."""
 
     code: str
     message: str
@@ -78,13 +78,12 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, status="in_progress", in_progress_at=now, total=total)
 
     def refused(self, faults: tuple[Fault, ...], now: int) -> BatchRecord:
-        """The input file is not in order, or cannot be read any more: nothing of it runs from now on."""
+        """A file is not in order, or not any more: nothing of it runs from now on."""
         return msgspec.structs.replace(self, status="failed", failed_at=now, faults=faults)
 
     def ending(self, outcome: Outcome, now: int) -> BatchRecord:
-        """From now on no line is started. The first outcome that is decided holds."""
-        if self.outcome is not None:
-            return self
+        """From now on no line is started."""
+        assert self.outcome is None, "the first outcome that is decided holds"
         if outcome == "cancelled":
             return msgspec.structs.replace(self, status="cancelling", cancelling_at=now, outcome=outcome)
         return msgspec.structs.replace(self, status="finalizing", finalizing_at=now, outcome=outcome)

@@ -4,7 +4,8 @@ The order that makes a crash at any moment harmless: results are written behind 
 files, then these are synced, then one transaction says how long they are now and which lines are in them. What is
 written and not committed is cut off by the next write or at the end. A new file is synced under its name before a
 transaction speaks of it; a removed one is forgotten by a transaction before it is unlinked. What no transaction knows
-is removed at the start. Knows no event loop, no HTTP and no engine.
+is removed at the start. A batch whose result files are not what was committed has failed. Knows no event loop, no HTTP
+and no engine.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
+from toka_async.batches.damage import ResultFile, left_of
 from toka_async.batches.database import Database, Order
 from toka_async.batches.disk import Disk, StorageError, storage_errors
 from toka_async.batches.records import (
@@ -220,25 +222,35 @@ class Store:
         return self._put(batch, batch.record.accepted(total, now))
 
     def end(self, batch_id: str, outcome: Outcome, viewer: str | None = None) -> Batch:
-        """No line is started any more. One that has ended stays as it is. Raises NotFoundError as `batch` does."""
+        """No line is started any more. One that has ended, or whose end is decided, stays as it is.
+
+        Raises NotFoundError as `batch` does.
+        """
         batch = self.batch(batch_id, viewer)
-        if batch.record.status in FINAL:
-            return batch
+        if batch.record.status in FINAL or batch.record.outcome is not None:
+            return batch  # without a write, for which there may be no room
         return self._put(batch, batch.record.ending(outcome, int(self._now())))
 
     def fail(self, batch_id: str, fault: Fault) -> Batch:
         """The input file cannot be read any more: what was answered until now can be read, the rest is lost."""
         batch = self.batch(batch_id)
-        self._publish_all(batch)
-        return self._put(batch, batch.record.refused((fault,), int(self._now())))
+        return batch if batch.record.status in FINAL else self._fail(batch, (fault, *self._damage(batch)))
 
     def finish_lines(self, batch_id: str, lines: Sequence[DoneLine]) -> Batch:
         """Lines have ended: they are in their files, and done, together or not at all.
 
+        When somebody else has damaged these files the batch fails instead, and the lines are lost, as are those that
+        come after its end.
+
         Raises:
             StorageError: not at all.
         """
-        record, work = self.batch(batch_id).record, self._load(batch_id)
+        batch = self.batch(batch_id)
+        if batch.record.status in FINAL:
+            return batch
+        if faults := self._damage(batch):
+            return self._fail(batch, faults)
+        record, work = batch.record, self._load(batch_id)
         progress = msgspec.structs.replace(work.progress)
         output = b"".join(each.data for each in lines if not each.failed)
         errors = b"".join(each.data for each in lines if each.failed)
@@ -266,14 +278,38 @@ class Store:
         return list(self._load(batch_id).spans.gaps(self.batch(batch_id).record.total))
 
     def finalize(self, batch_id: str) -> Batch:
-        """Every line has ended: the files, cut to what was committed, can be read; an empty one there is not."""
+        """Every line has ended: the files, cut to what was committed, can be read; an empty one there is not.
+
+        When somebody else has damaged them the batch fails instead.
+        """
         batch = self.batch(batch_id)
         record, progress = batch.record, batch.progress
         if record.status in FINAL:
             return batch
         assert progress.completed + progress.failed == record.total, "a line has not ended"
+        if faults := self._damage(batch):
+            return self._fail(batch, faults)
         self._publish_all(batch)
         return self._put(batch, record.ended(int(self._now())))
+
+    def _damage(self, batch: Batch) -> tuple[Fault, ...]:
+        """What somebody else has done to the result files; none when they may be written on."""
+        return tuple(fault for each in self._results(batch) if (fault := each.fault()) is not None)
+
+    def _results(self, batch: Batch) -> tuple[ResultFile, ResultFile]:
+        record, progress = batch.record, batch.progress
+        output, errors = self.path(record.output_id), self.path(record.error_id)
+        return (
+            ResultFile("output", record.output_id, output, progress.output_bytes),
+            ResultFile("error", record.error_id, errors, progress.error_bytes),
+        )
+
+    def _fail(self, batch: Batch, faults: tuple[Fault, ...]) -> Batch:
+        """Nothing of it runs any more; what is left of its results can be read."""
+        left = Batch(batch.record, left_of(self._results(batch), batch.progress))
+        self._publish_all(left)
+        self.database.put_progress(left.record.id, left.progress)
+        return self._put(left, left.record.refused(faults, int(self._now())))
 
     def _publish_all(self, batch: Batch) -> None:
         """What was written becomes files."""

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from toka_async.batches.disk import StorageError
 from toka_async.batches.ledger import Ledger
@@ -28,6 +28,7 @@ from toka_async.logs import request_id
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Ending: TypeAlias = "asyncio.Future[Outcome | None]"
 
 MAX_RUNNING = 16  # batches at once; they take turns, line by line
 READ_LINES, READ_BYTES = 512, 1 << 18  # that are read ahead of a batch
@@ -80,10 +81,10 @@ class Limits:
 
 @dataclass(slots=True)
 class Running:
-    """A batch that is worked on. ending: set when no line is to be started any more, with why."""
+    """A batch that is worked on. ending: set when no line is to be started any more, with why; None: it has failed."""
 
     task: asyncio.Task[None]
-    ending: asyncio.Future[Outcome]
+    ending: Ending
 
 
 class Batches:
@@ -109,10 +110,11 @@ class Batches:
         self.store = store
         self.writer = writer
         self.window = window
-        self.ledger = Ledger(store, writer, on_progress)
+        self.ledger = Ledger(store, writer, self._progressed)
         self._answers = answers
         self._limits = limits
         self._executor = executor
+        self._on_progress = on_progress
         self._on_end = on_end
         self._running: dict[str, Running] = {}
         self._slots = asyncio.Semaphore(MAX_RUNNING)
@@ -140,9 +142,7 @@ class Batches:
     async def cancel(self, batch_id: str, viewer: str | None = None) -> Batch:
         """One that has ended stays as it is. Raises NotFoundError or StorageError."""
         batch = await self.insist(lambda: self.store.end(batch_id, "cancelled", viewer))
-        running = self._running.get(batch_id)
-        if running is not None and not running.ending.done():
-            running.ending.set_result("cancelled")
+        self._decide(batch_id, "cancelled")
         return batch
 
     async def insist(self, work: Callable[[], T]) -> T:
@@ -157,7 +157,7 @@ class Batches:
     def run(self, record: BatchRecord) -> None:
         """Works on it until it has ended."""
         if not self._stopped:
-            ending: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+            ending: Ending = asyncio.get_running_loop().create_future()
             task = asyncio.create_task(self._run(record, ending))
             self._running[record.id] = Running(task, ending)
             task.add_done_callback(partial(self._left, record.id))
@@ -177,6 +177,17 @@ class Batches:
         await self.writer.close()
         self.store.close()
 
+    def _decide(self, batch_id: str, outcome: Outcome | None) -> None:
+        """How it ends; the first that is decided holds."""
+        running = self._running.get(batch_id)
+        if running is not None and not running.ending.done():
+            running.ending.set_result(outcome)
+
+    def _progressed(self, batch: Batch) -> None:
+        if batch.record.status in FINAL:
+            self._decide(batch.record.id, None)
+        self._on_progress(batch)
+
     def _left(self, batch_id: str, task: asyncio.Task[None]) -> None:
         del self._running[batch_id]
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -184,7 +195,7 @@ class Batches:
 
     # ---- one batch ---------------------------------------------------------------------------------------------------
 
-    async def _run(self, record: BatchRecord, ending: asyncio.Future[Outcome]) -> None:
+    async def _run(self, record: BatchRecord, ending: Ending) -> None:
         if record.status == "validating":
             async with self._checks:
                 record = await self._check(record, ending)
@@ -192,7 +203,11 @@ class Batches:
             record = await self._ask_all(record, ending)
         if record.status not in FINAL:
             await self._finalize(record)
-        self._on_end(await self.writer.run(lambda: self.store.batch(record.id)))
+        batch = await self.writer.run(lambda: self.store.batch(record.id))
+        if batch.record.in_progress_at is not None:
+            for fault in batch.record.faults:
+                logger.error("%s has failed: %s", record.id, fault.message)
+        self._on_end(batch)
 
     async def _finalize(self, record: BatchRecord) -> None:
         """Every line ends."""
@@ -204,7 +219,7 @@ class Batches:
         else:
             await self.ledger.persist(lambda: self.store.finalize(record.id))
 
-    async def _check(self, record: BatchRecord, ending: asyncio.Future[Outcome]) -> BatchRecord:
+    async def _check(self, record: BatchRecord, ending: Ending) -> BatchRecord:
         """Goes through the input file before anything of it runs."""
         loop, path = asyncio.get_running_loop(), self.store.path(record.input_file_id)
         checker = Checker(path, self._limits.max_lines, self._limits.max_line_bytes)
@@ -216,7 +231,7 @@ class Batches:
         batch = await self.ledger.persist(lambda: self.store.accept(record.id, checker.total, checker.faults))
         return batch.record
 
-    async def _ask_all(self, record: BatchRecord, ending: asyncio.Future[Outcome]) -> BatchRecord:
+    async def _ask_all(self, record: BatchRecord, ending: Ending) -> BatchRecord:
         """Asks what is left, until all is answered or there is a reason to end."""
         lines = asyncio.create_task(self._ask_lines(record))
         try:
@@ -229,7 +244,9 @@ class Batches:
         await self.ledger.flush()
         if was_done and (fault := lost_input(lines)) is not None:
             return (await self.ledger.persist(lambda: self.store.fail(record.id, fault))).record
-        outcome: Outcome = "completed" if was_done else ending.result() if ending.done() else "expired"
+        outcome = "completed" if was_done else ending.result() if ending.done() else "expired"
+        if outcome is None:
+            return (await self.writer.run(lambda: self.store.batch(record.id))).record
         return (await self.ledger.persist(lambda: self.store.end(record.id, outcome))).record
 
     async def _ask_lines(self, record: BatchRecord) -> None:
@@ -285,7 +302,7 @@ class Batches:
         self.ledger.put(record.id, done_line(record.id, number, line.end, answered))
 
     async def _cut_short(self, record: BatchRecord) -> None:
-        """Lines that are left without an answer get one that says why."""
+        """Lines that are left without an answer get one that says why, unless the batch fails on it."""
         if record.in_progress_at is None:
             return
         done: list[DoneLine] = []
@@ -293,7 +310,9 @@ class Batches:
             assert record.outcome is not None, "it ends for a reason"
             done.append(done_line(record.id, number, line.end, cut_line(line.raw, record.outcome)))
             if len(done) == WRITE_LINES:
-                await self.ledger.persist(partial(self.store.finish_lines, record.id, done))
+                batch = await self.ledger.persist(partial(self.store.finish_lines, record.id, done))
+                if batch.record.status in FINAL:
+                    return
                 done = []
         if done:
             await self.ledger.persist(partial(self.store.finish_lines, record.id, done))

@@ -18,7 +18,7 @@ import uvloop
 import zmq
 
 from toka_async.batches.disk import StorageError
-from toka_async.batches.records import FINAL, Batch, BatchRecord, Progress
+from toka_async.batches.records import FINAL, Batch, BatchRecord, Fault, Progress
 from toka_async.batches.store import Store
 from toka_async.messages import ToServer
 from toka_async.model.spec import ModelError
@@ -108,20 +108,28 @@ async def first_of(*futures: asyncio.Future[Any]) -> None:
 
 
 def check(link: ParentLink, ended: asyncio.Future[Batch]) -> None:
-    """Ends the process when the input file cannot be worked on."""
+    """Ends the process when one of the files cannot be worked on."""
     if ended.done() and ended.result().record.status == "failed":
         refuse(link, ended.result())
 
 
 def refuse(link: ParentLink, batch: Batch) -> NoReturn:
-    """The input file cannot be worked on."""
+    """One of the files cannot be worked on."""
     assert link.spec.job is not None
-    fault = batch.record.faults[0]
-    more = f" (and {len(batch.record.faults) - 1} more faults)" if len(batch.record.faults) > 1 else ""
-    where = f"{link.spec.job.input}, line {fault.line}" if fault.line else link.spec.job.input
     if not batch.progress.completed + batch.progress.failed:
         shutil.rmtree(link.spec.job.folder, ignore_errors=True)
-    link.fatal(f"{where}: {fault.message}{more}", user=True)
+    link.fatal(complaint(link.spec.job, batch.record.faults), user=True)
+
+
+def complaint(job: BatchJob, faults: Sequence[Fault]) -> str:
+    """What is wrong with the files, in a line."""
+    fault, *others = faults
+    more = f" (and {len(others)} more faults)" if others else ""
+    results = {"output_file_id": job.output, "error_file_id": job.errors}
+    if (path := results.get(fault.param or "")) is not None:
+        return f"{path}: {fault.message}, or remove {job.output}, {job.errors} and {job.folder} to begin anew{more}"
+    where = f"{job.input}, line {fault.line}" if fault.line else job.input
+    return f"{where}: {fault.message}{more}"
 
 
 def open_job(job: BatchJob) -> tuple[Store, Batch | None, BatchRecord]:

@@ -5,8 +5,6 @@ The same way through the service as a request over HTTP takes. Knows no sockets.
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from dataclasses import replace
 from typing import Protocol
 
@@ -16,12 +14,11 @@ from toka_async.arrays import Int32, Int64, as_f32, as_i32
 from toka_async.messages import Reason
 from toka_async.protocol import Columns, Header, PromptLogprobs
 from toka_async.server.account import Account
+from toka_async.server.inflight import InFlight
 from toka_async.server.plans import Plan
 from toka_async.server.result_columns import SampleColumns
 from toka_async.server.sample_text import SampleStream
 from toka_async.server.service import Run, Service
-
-TURN = 1024  # tokens of a stream whose text is made in a turn of the event loop, about
 
 
 class Sink(Protocol):
@@ -70,24 +67,18 @@ class Answer:
         self._sink(header, made, made["ids"], [self._key])
 
     async def stream(self) -> None:
-        """Sends tokens as they come; others have their turn when many have."""
+        """Sends tokens as they come, as many in a turn of the event loop as `news` gives."""
         generation, options = self._run.generation, self._run.options
         streams = {sample: SampleStream(self._service.tokenizer, options) for sample in range(generation.n)}
         while streams:
-            fresh = deque(sample for _, sample in await self._run.batch.news())
-            while fresh:
-                self._send_pieces(streams, fresh)
-                if fresh:
-                    await asyncio.sleep(0)
+            self._send_pieces(streams, await self._run.batch.news())
 
-    def _send_pieces(self, streams: dict[int, SampleStream], fresh: deque[int]) -> None:
-        """Of the next samples, as many as a turn may take. `streams`: of those that have not ended."""
-        (flight,) = self._run.batch.flights
-        columns, num_rows, num_tokens = self._columns(), 0, 0
-        while fresh and num_tokens < TURN:
-            sample = fresh.popleft()
+    def _send_pieces(self, streams: dict[int, SampleStream], fresh: list[tuple[InFlight, int]]) -> None:
+        """What samples have new. `streams`: of those that have not ended."""
+        columns, num_rows = self._columns(), 0
+        for flight, sample in fresh:
             state = flight.samples[sample]
-            if state.muted or sample not in streams:  # its end was taken in an earlier turn
+            if state.muted:
                 continue
             piece, reason = streams[sample].push(state.take(), state.reason), state.reason
             if piece.stop is not None:
@@ -95,7 +86,6 @@ class Answer:
                 reason = Reason.STOP_STRING
             if reason is not Reason.NONE:
                 del streams[sample]
-            num_tokens += len(piece.rows)
             if reason is not Reason.NONE or len(piece.rows):
                 columns.add(sample, piece.rows, piece.text, reason, self._stop_place(piece.stop))
                 num_rows += 1

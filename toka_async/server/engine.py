@@ -325,21 +325,22 @@ class Engine:
             self._on_rows(message, now)
 
     def _is_in_blocks(self, request_id: int) -> bool:
-        flight = self._inflight.get(request_id)
-        return flight is not None and flight.in_blocks
+        return (flight := self._inflight.get(request_id)) is not None and flight.in_blocks
 
     def _on_rows(self, message: Tokens, now: float) -> None:
         """The rows of flights that keep them sample by sample."""
+        gaps: list[float] = []
         for request_id, sample, rows, reason in split(message):
             flight = self._inflight.get(request_id)
             if flight is None or flight.in_blocks:  # None: cancelled meanwhile
                 continue
-            self._observe(flight, sample, rows, reason, now)
+            self._observe(flight, sample, rows, reason, now, gaps)
             flight.add(sample, rows, reason)
             if reason is not Reason.NONE:
                 self.replicas.settle(request_id, flight.num_open)
             if not flight.num_open:
                 self._end(flight, None)
+        self.metrics.token_gaps(np.array(gaps))
 
     def _observe_block(self, flight: InFlight, block: Block, now: float) -> None:
         """As `_observe`, for many samples."""
@@ -352,14 +353,13 @@ class Engine:
         for reason, count in zip(reasons.tolist(), counts.tolist(), strict=True):
             self.metrics.sample_ended(REASONS[reason], count)
 
-    def _observe(self, flight: InFlight, index: int, rows: Rows, reason: Reason, now: float) -> None:
+    def _observe(self, flight: InFlight, index: int, rows: Rows, reason: Reason, now: float, gaps: list[float]) -> None:
         """Latencies: a gap between arrivals counts once for all tokens that it brought."""
         sample = flight.samples[index]
-        before = sample.last_arrival or flight.first_token
+        before, sample.last_arrival = sample.last_arrival or flight.first_token, now
         num_gaps = len(rows) - (sample.num_tokens == 0)
         if num_gaps > 0:
-            self.metrics.token_gaps(np.array([(now - before) / num_gaps]))
-        sample.last_arrival = now
+            gaps.append((now - before) / num_gaps)
         if reason is not Reason.NONE:
             self.metrics.sample_ended(reason)
 

@@ -14,8 +14,8 @@ import numpy as np
 from toka_async.messages import Prefilled, Reason
 from toka_async.server.rows import Block, Rows, join, merged
 
-MOST_TOKENS = 4096  # of samples with news, in one go: what they become is made in one turn of the event loop
-BLOCK_TOKENS = 16 * MOST_TOKENS  # of flights in blocks, whose tokens are so much cheaper
+MOST_TOKENS = 1024  # of samples with news, in one go: what they become is made in one turn of the event loop
+BLOCK_TOKENS = 64 * MOST_TOKENS  # of flights in blocks, whose tokens are so much cheaper
 
 
 class RequestFailedError(Exception):

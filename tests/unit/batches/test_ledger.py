@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, cast
+
+import pytest
 
 from toka_async.batches.ledger import Ledger
 from toka_async.batches.records import DoneLine
@@ -19,7 +22,13 @@ class FakeStore:
 
 class FakeWriter:
     async def run(self, work: Callable[[], Any]) -> Any:
+        await asyncio.sleep(0.002)
         return work()
+
+
+class BrokenWriter:
+    async def run(self, work: Callable[[], Any]) -> Any:
+        raise AssertionError(work)
 
 
 async def test_what_it_says_of_the_disk_is_about_no_line() -> None:
@@ -30,3 +39,31 @@ async def test_what_it_says_of_the_disk_is_about_no_line() -> None:
     request_id.reset(token)
     await ledger.flush()
     assert kept == [("batch_1", 1, "")]
+
+
+async def test_a_flush_waits_for_nothing_that_comes_after_it() -> None:
+    kept: list[Any] = []
+    ledger = Ledger(cast(Store, FakeStore()), cast(Writer, FakeWriter()), kept.append)
+
+    async def go_on() -> None:
+        for number in range(10_000):
+            ledger.put("other", DoneLine(line=number, end=1, failed=False, data=b"x"))
+            await asyncio.sleep(0.0005)
+
+    others = asyncio.create_task(go_on())
+    await asyncio.sleep(0.005)
+    ledger.put("batch_1", DoneLine(line=0, end=1, failed=True, data=b"x"))
+    async with asyncio.timeout(1):
+        await ledger.flush()
+    assert ("batch_1", 1, "") in kept
+    others.cancel()
+    await ledger.flush()
+    assert sum(num for _, num, _ in kept) == ledger.num_completed + ledger.num_failed
+
+
+async def test_a_flush_tells_of_an_error_of_this_program() -> None:
+    ledger = Ledger(cast(Store, FakeStore()), cast(Writer, BrokenWriter()), print)
+    ledger.put("batch_1", DoneLine(line=0, end=1, failed=False, data=b"x"))
+    for _ in range(2):
+        with pytest.raises(AssertionError):
+            await ledger.flush()

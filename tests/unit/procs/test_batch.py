@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from toka_async.batches.disk import StorageError
-from toka_async.batches.records import DoneLine
-from toka_async.procs.batch import INPUT, open_job
+from toka_async.batches.records import DoneLine, Fault
+from toka_async.procs.batch import INPUT, complaint, open_job
 from toka_async.procs.child import BatchJob
 
 
@@ -51,3 +51,11 @@ def test_an_output_that_has_lost_something_is_told_and_not_waited_for(tmp_path: 
         with pytest.raises(StorageError, match=f"out has {len(left or b'')} bytes, but 14 were written"):
             open_job(job)
     assert Path(job.output).exists() == (left is not None)
+
+
+def test_it_says_which_file_is_wrong() -> None:
+    job = BatchJob(input="in", output="out", errors="err", folder="folder")
+    faults = [Fault(code="c", message="wrong", line=3), Fault(code="c", message="wrong too")]
+    assert complaint(job, faults) == "in, line 3: wrong (and 1 more faults)"
+    damaged = Fault(code="error_file_damaged", message="cut; ask again", param="error_file_id")
+    assert complaint(job, [damaged]) == "err: cut; ask again, or remove out, err and folder to begin anew"

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import numpy as np
-import pytest
 
 from tests.direct import Bare, bare_endpoint, ids_column, run, turns
 from toka_async.protocol import (
@@ -18,12 +15,6 @@ from toka_async.protocol import (
     Welcome,
 )
 from toka_async.server.delivery import WINDOW
-
-
-@pytest.fixture
-async def bare() -> AsyncIterator[Bare]:
-    with bare_endpoint() as made:
-        yield made
 
 
 async def test_more_than_the_credit_is_refused_and_does_not_count() -> None:
