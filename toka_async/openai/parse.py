@@ -24,7 +24,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 _LOCATED = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$\.(?P<path>.*)`)?$", re.DOTALL)
 
 
-def parse_request(raw: bytes, kind: type[T]) -> T:
+def parse_request(raw: bytes | bytearray, kind: type[T]) -> T:
     """The request in `raw`, a JSON object; an explicit null means an absent field.
 
     Raises:
@@ -47,7 +47,7 @@ def parse_fields(fields: dict[str, Any], kind: type[T]) -> T:
         raise located(error, fields) from None
 
 
-def decode_object(raw: bytes) -> dict[str, Any]:
+def decode_object(raw: bytes | bytearray) -> dict[str, Any]:
     """The JSON object in `raw`. Raises ApiError (400) when it is anything else."""
     try:
         value = msgspec.json.decode(raw)
@@ -62,7 +62,7 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def unreadable(raw: bytes) -> ApiError | None:
+def unreadable(raw: bytes | bytearray) -> ApiError | None:
     """The error for what only a laxer parser reads, naming its field: numbers that are not finite, lone surrogates."""
     if len(raw) > MAX_EXPLAINED:
         return None

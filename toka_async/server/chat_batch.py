@@ -15,7 +15,8 @@ from toka_async.server.answers import new_header
 from toka_async.server.chat import ChatAnswer, one_chat
 from toka_async.server.completions import check_counts
 from toka_async.server.guard import account_of
-from toka_async.server.respond import SERVICE, read_request, respond
+from toka_async.server.receive import read_request
+from toka_async.server.respond import SERVICE, respond
 from toka_async.server.service import Chat
 
 

@@ -28,7 +28,8 @@ from toka_async.server.logprobs import (
     prompt_rows,
     text_offsets,
 )
-from toka_async.server.respond import SERVICE, read_request, respond
+from toka_async.server.receive import read_request
+from toka_async.server.respond import SERVICE, respond
 from toka_async.server.rows import Rows
 from toka_async.server.sample_text import Piece
 from toka_async.server.service import Output, Run, Service

@@ -12,7 +12,8 @@ from toka_async.openai.requests import DetokenizeRequest, TokenizeRequest
 from toka_async.openai.responses import DetokenizeResponse, Health, Model, ModelList, TokenizeResponse, Version
 from toka_async.server.chat import wire_chat
 from toka_async.server.load import load_of
-from toka_async.server.respond import SERVICE, json_response, read_request
+from toka_async.server.receive import read_request
+from toka_async.server.respond import SERVICE, json_response
 from toka_async.server.service import Service
 
 

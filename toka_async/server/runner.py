@@ -85,6 +85,16 @@ class Connection(web.RequestHandler):
         if self._is_arriving and self._arrival_timer is None and self._arrival.timeout:
             self._arrival_timer = self._loop.call_at(self._arrival.deadline, self._check_arrival)
 
+    def pause_reading(self) -> None:
+        """What has arrived is not taken: it is the server that takes its time."""
+        super().pause_reading()
+        self._arrival.pause(self._loop.time())
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """What has arrived is parsed at once, in `data_received`."""
+        self._arrival.resume(self._loop.time())
+        super().resume_reading(resume_parser)
+
     @property
     def _is_body_arriving(self) -> bool:
         return self._body is not None and not self._body.is_eof() and self._body.exception() is None
@@ -96,10 +106,10 @@ class Connection(web.RequestHandler):
     def _check_arrival(self) -> None:
         """What is late is told so: its header here, its body by who reads it."""
         self._arrival_timer, now = None, self._loop.time()
-        if not self._is_arriving or self.transport is None:
+        if not self._is_arriving or self.transport is None or self._reading_paused:
             return
-        if self._reading_paused or (self._has_begun and self._current_request is not None):
-            self._arrival.since = now  # it is the server that takes its time: it reads nothing, or answers another one
+        if self._has_begun and self._current_request is not None:
+            self._arrival.since = now  # it is the server that takes its time: it answers another one
         if self._arrival.deadline > now:
             self._arrival_timer = self._loop.call_at(self._arrival.deadline, self._check_arrival)
             return
