@@ -120,6 +120,15 @@ class Bodies:
             f"{self._most >> 20} MiB for all bodies at once, {self._share >> 20} MiB for those of one key or address"
         )
 
+    def check(self) -> None:
+        """For tests, after every event: whoever waits has a reason to, and is counted."""
+        assert self.num_bytes == sum(self._held.values()) <= self._most
+        assert max(self._held.values(), default=0) <= self._share
+        num_waiting = self.num_waiting
+        assert num_waiting == sum(map(len, self._waiting.values()))
+        self._let_in()
+        assert self.num_waiting == num_waiting
+
     def show(self, metrics: Metrics) -> None:
         """From now on they are metrics."""
         metrics.watch_gauge("http_body_bytes", "reserved for bodies of requests", lambda: self.num_bytes)
