@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+import numpy as np
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -11,10 +16,14 @@ from toka_async.openai.prompts import check_vocabulary, token_ids
 from toka_async.openai.requests import DetokenizeRequest, TokenizeRequest
 from toka_async.openai.responses import DetokenizeResponse, Health, Model, ModelList, TokenizeResponse, Version
 from toka_async.server.chat import wire_chat
+from toka_async.server.events import ENCODER
 from toka_async.server.load import load_of
 from toka_async.server.receive import read_request
 from toka_async.server.respond import SERVICE, json_response
 from toka_async.server.service import Service
+from toka_async.text.tokenizer import Tokenizer
+
+MANY = 4096  # tokens that take milliseconds
 
 
 async def models(request: web.Request) -> web.Response:
@@ -80,7 +89,14 @@ async def detokenize(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     wire = await read_request(request, DetokenizeRequest)
     service.check_model(wire.model)
-    if wire.tokens:
-        check_vocabulary(token_ids(wire.tokens), service.limits().vocab_size, "tokens")
-    text = service.tokenizer.decode(wire.tokens, skip_special_tokens=False)
-    return json_response(DetokenizeResponse(text))
+    made = partial(detokenized, service.tokenizer, service.limits().vocab_size)
+    body = await service.in_thread(made, wire.tokens, is_long=len(wire.tokens) > MANY)
+    return web.Response(body=body, content_type="application/json")
+
+
+def detokenized(tokenizer: Tokenizer, vocab_size: int, tokens: Sequence[int]) -> bytes:
+    """The answer. Raises ApiError (400)."""
+    ids = token_ids(tokens) if tokens else np.zeros(0, np.int32)
+    check_vocabulary(ids, vocab_size, "tokens")
+    parts = [ENCODER.encode(text)[1:-1] for text in tokenizer.decode_parts(ids)]
+    return ENCODER.encode(DetokenizeResponse(msgspec.Raw(b'"%b"' % b"".join(parts))))
