@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
+import numpy as np
 from msgspec import Meta
+
+from toka_async.arrays import Int32
 
 Raw = bytes | bytearray
 
@@ -38,12 +41,12 @@ class Cut:
     """A body without its long array.
 
     rest: it has `mark`, as JSON, in the array's place; it is no JSON if that was inside of a string.
-    ids: [p] int32, or a list of such.
+    ids: [p], or a list of such.
     """
 
     rest: bytes
     mark: dict[str, int]
-    ids: array[int] | list[array[int]]
+    ids: array[int] | list[Int32]
 
 
 def cut_ids(raw: Raw) -> Cut | None:
@@ -86,7 +89,7 @@ def _end_of_numbers(raw: Raw, place: int) -> int:
     return len(raw)
 
 
-def _read(raw: Raw, start: int, end: int) -> array[int] | list[array[int]] | None:
+def _read(raw: Raw, start: int, end: int) -> array[int] | list[Int32] | None:
     """The array between those brackets; None, or a msgspec.DecodeError, when it is not what it seemed to be."""
     if raw.find(b"[", start + 1, end) < 0:
         ids = array(INT)
@@ -96,12 +99,12 @@ def _read(raw: Raw, start: int, end: int) -> array[int] | list[array[int]] | Non
                 return None
             ids.fromlist(part)
         return ids
-    lists: list[array[int]] = []
+    lists: list[Int32] = []
     for piece in _pieces(raw, start + 1, end - 1, _COMMA_BETWEEN_LISTS):
         parts = _NESTED.decode(piece)
         if not parts:
             return None
-        lists += [array(INT, part) for part in parts]
+        lists += [np.array(part, np.int32) for part in parts]
     return lists
 
 

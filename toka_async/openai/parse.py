@@ -11,6 +11,7 @@ import re
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from toka_async.openai.errors import ApiError, bad_request
 from toka_async.openai.fields import MAX_SHOWN, check_names, drop_neutral
@@ -50,7 +51,7 @@ def _with_ids(cut: Cut, kind: type[T]) -> T | None:
     if not isinstance(fields, dict) or fields.get(name) != cut.mark or (kind is DetokenizeRequest and not is_flat):
         return None
     wire = parse_fields(fields | {name: [0]}, kind)
-    ids = [cut.ids] if is_flat and kind is CompletionRequest else cut.ids
+    ids = [np.asarray(cut.ids)] if is_flat and kind is CompletionRequest else cut.ids
     return msgspec.structs.replace(wire, **{name: ids})
 
 

@@ -53,6 +53,7 @@ from toka_async.text.tokenizer_files import TokenizerError
 from toka_async.transport.codec import Codec
 from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
 
+GC_THRESHOLD = (700, 10, 200)  # the last is 10 by default: passes over all that requests of many prompts have take long
 FLUSH_TIMEOUT = 1.0  # seconds for answers to leave once there is nothing more to compute
 
 
@@ -60,6 +61,7 @@ def run(link: ParentLink) -> None:
     """Serve until the parent says otherwise."""
     for kind in (BadContentDispositionHeader, BadContentDispositionParam):
         warnings.simplefilter("ignore", kind)  # they quote what clients send, and each is remembered for ever
+    gc.set_threshold(*GC_THRESHOLD)
     uvloop.run(serve(link))
 
 

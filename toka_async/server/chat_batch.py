@@ -31,8 +31,7 @@ async def chat_batch(request: web.Request) -> web.StreamResponse:
             raise bad_request(f"'{name}' is not supported for many conversations", param=name)
     generation = chat_generation(wire, service.limits(), service.defaults)
     check_counts(len(wire.messages), generation.n, service.config, "messages")
-    chats = await service.in_thread(conversations, wire, is_long=len(wire.messages) > SLICE)
-    texts = await service.render_all(chats)
+    texts = await service.render_all(await service.in_thread(conversations, wire, is_long=len(wire.messages) > SLICE))
     prompts = await service.encode(texts, wire.add_special_tokens, "messages")
     async with service.running(generation, prompts, "messages", account_of(request)) as run:
         return await respond(request, run, ChatAnswer(service, new_header("chatcmpl", service.name)))

@@ -33,6 +33,9 @@ async def submitted_too(engine: Engine, batch: Batch, jobs: Iterator[Job]) -> As
             for job in part:
                 engine.submit(job, batch)
         yield
+        while len(batch.flights) > SLICE:  # what they hold is freed in slices too
+            del batch.flights[-SLICE:]
+            await asyncio.sleep(0)
     except (Exception, asyncio.CancelledError):
         async for flight in in_slices(batch.flights):  # interrupted, `Engine.submitted` cancels the rest at once
             engine.cancel(flight)
