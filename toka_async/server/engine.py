@@ -358,7 +358,7 @@ class Engine:
         before = sample.last_arrival or flight.first_token
         num_gaps = len(rows) - (sample.num_tokens == 0)
         if num_gaps > 0:
-            self.metrics.token_gaps(np.array([(now - before) / num_gaps]))
+            self.metrics.token_gap((now - before) / num_gaps)
         sample.last_arrival = now
         if reason is not Reason.NONE:
             self.metrics.sample_ended(reason)
@@ -370,9 +370,9 @@ class Engine:
             self.metrics.prefilled(flight.num_prompt, flight.first_token - flight.submitted)
 
     def _on_prefills(self, message: Prefills) -> None:
-        for request_id, cached in zip(as_i32(message.request_ids), as_i32(message.cached_tokens), strict=True):
-            if int(request_id) in self._inflight:
-                self._on_prefilled(Prefilled(request_id=int(request_id), cached_tokens=int(cached)))
+        columns = (as_i32(message.request_ids).tolist(), as_i32(message.cached_tokens).tolist())
+        for request_id, cached in zip(*columns, strict=True):
+            self._on_prefilled(Prefilled(request_id=request_id, cached_tokens=cached))
 
     def _on_failed(self, message: Failed) -> None:
         error = RequestFailedError(message.message)

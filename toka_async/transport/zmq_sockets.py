@@ -15,7 +15,7 @@ import zmq
 from toka_async.transport.codec import Codec
 
 T = TypeVar("T")
-TURN_BYTES = 1 << 18  # of messages, or a few more: what an event loop takes before others have their turn
+TURN_BYTES = 1 << 15  # of messages, or a few more: what an event loop takes before others have their turn
 
 
 class ZmqOutbox(Generic[T]):
