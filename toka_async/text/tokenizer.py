@@ -7,19 +7,15 @@ pads. Knows nothing of requests, chats or streams.
 
 from __future__ import annotations
 
-import codecs
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from toka_async.arrays import Int32
 from toka_async.text.pieces import Pieces, build_pieces, strip_start
 from toka_async.text.tokenizer_files import TokenizerError, TokenizerFiles, read_tokenizer_files
-
-PART = 1 << 14  # tokens that are decoded at once
 
 
 class Tokenizer:
@@ -101,16 +97,6 @@ class Tokenizer:
         raw, _ = self.pieces.join(ids, skip_special_tokens, not continues)
         text = raw.decode("utf-8", "replace")
         return text if continues else strip_start(text, *self.pieces.strip)[0]
-
-    def decode_parts(self, ids: Int32) -> Iterator[str]:
-        """The parts of the text that `decode` makes, special tokens included: no part holds others up for long."""
-        decoder, at_start = codecs.getincrementaldecoder("utf-8")("replace"), True
-        char, count = self.pieces.strip
-        for start in range(0, ids.size, PART):
-            raw, at_start = self.pieces.join(ids[start : start + PART].tolist(), False, at_start)
-            text, count = strip_start(decoder.decode(raw), char, count)
-            yield text
-        yield strip_start(decoder.decode(b"", True), char, count)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes that a token adds to a text, special tokens included; may be a part of a character."""
