@@ -17,6 +17,7 @@ from toka_async.config import ServerConfig
 from toka_async.openai.errors import ApiError
 from toka_async.server.arrival import Arrival
 from toka_async.server.errors import HEADERS, SlowBodyError, error_response
+from toka_async.server.handshake import Handshakes
 from toka_async.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -194,6 +195,7 @@ class ConnectionLimits:
 
     most_of_address: 0 for no limit. client_timeout, receive_timeout: seconds; 0 of the latter for any. num_cut:
     connections that were cut off. num_late: requests that came too slowly. num_refused: connections that were too many.
+    handshakes: of connections that are not open yet.
     """
 
     def __init__(
@@ -206,6 +208,7 @@ class ConnectionLimits:
         self.num_cut = 0
         self.num_late = 0
         self.num_refused = 0
+        self.handshakes = Handshakes(most, most_of_address, lambda: self.num_open)
         self._open: dict[Connection, str] = {}
         self._num_of_address: Counter[str] = Counter()
 
@@ -238,7 +241,12 @@ class ConnectionLimits:
         metrics.watch_gauge("http_connections", "open HTTP connections", lambda: self.num_open)
         metrics.watch_count("http_connections_cut", "whose client neither sent nor took data", lambda: self.num_cut)
         metrics.watch_count("http_requests_late", "that came too slowly", lambda: self.num_late)
-        metrics.watch_count("http_connections_refused", "more than may be open at once", lambda: self.num_refused)
+        metrics.watch_gauge("tls_handshakes", "connections in their TLS handshake", lambda: self.handshakes.num_open)
+        metrics.watch_count(
+            "http_connections_refused",
+            "more than may be open at once",
+            lambda: self.num_refused + self.handshakes.num_refused,
+        )
 
 
 def connection_limits(most: int, config: ServerConfig) -> ConnectionLimits:
