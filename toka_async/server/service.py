@@ -220,7 +220,8 @@ class Service:
             batch = stack.enter_context(self.engine.submitted(first, account.timeout, monotonic() - arrival))
             if stop_id >= 0:
                 stack.enter_context(self._stop_sets.watched(batch, options))
-            await stack.enter_async_context(submitted_too(self.engine, batch, jobs))
+            if len(prompts) > SLICE:
+                await stack.enter_async_context(submitted_too(self.engine, batch, jobs))
             self.log_prompts(account, prompts)
             yield Run(generation, prompts, options, batch)
 
