@@ -60,6 +60,10 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0: a free one")] = 10210
     max_n: Annotated[int, Meta(ge=1, description="most samples (n) of one request")] = 16384
     max_body_mb: Annotated[int, Meta(ge=1, description="largest request body, in MiB")] = 64
+    max_bodies_mb: Annotated[
+        Count | Auto,
+        Meta(description="all bodies at once until their requests are submitted, in MiB; auto: 8 x max_body_mb"),
+    ] = "auto"
     max_requests: Annotated[
         int, Meta(ge=1, description="requests held at once, in the engine and its queue; more wait, or get 429")
     ] = 65536
@@ -342,6 +346,9 @@ def _check(config: Config) -> None:
     tokens, page = config.cache.num_tokens, config.cache.page_size
     if tokens != "auto" and tokens < page:
         raise ConfigError(f"cache.num_tokens: expected at least cache.page_size ({page}), got {tokens}")
+    bodies, body = config.server.max_bodies_mb, config.server.max_body_mb
+    if bodies != "auto" and bodies < body:
+        raise ConfigError(f"server.max_bodies_mb: expected at least server.max_body_mb ({body}), got {bodies}")
     seqs, step = config.schedule.max_seqs, config.schedule.max_tokens
     if seqs != "auto" and step != "auto" and step < seqs:
         raise ConfigError(f"schedule.max_tokens: expected at least schedule.max_seqs ({seqs}), got {step}")

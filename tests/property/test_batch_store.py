@@ -43,7 +43,7 @@ class FailingDisk(Disk):
         self.fail = fail
         self.torn = Random(0)
 
-    def write(self, fd: int, data: bytes, offset: int) -> None:
+    def write(self, fd: int, data: bytes | bytearray, offset: int) -> None:
         half = self.torn.randrange(len(data) + 1)
         super().write(fd, data[:half], offset)
         self.fail()

@@ -69,7 +69,7 @@ class World:
             self._count_ends(flight)
 
     def _count_ends(self, flight: InFlight) -> None:
-        note_end = flight._batch.note_end
+        note_end = flight.batch.note_end
         key = id(flight)
         self.ends[key] = 0
 
@@ -77,7 +77,7 @@ class World:
             self.ends[key] += 1
             note_end(error)
 
-        flight._batch = _Counted(flight._batch, counted)  # type: ignore[assignment]
+        flight.batch = _Counted(flight.batch, counted)  # type: ignore[assignment]
 
     def cancel(self, index: int) -> None:
         if self.clients:

@@ -142,6 +142,15 @@ def test_unreadable_files(tmp_path: Path) -> None:
         load_config(tmp_path / "bytes.toml")
 
 
+def test_all_bodies_together_have_room_for_the_largest() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^server\.max_bodies_mb: expected at least server\.max_body_mb \(64\), got 63"
+    ):
+        load_config(None, ["server.max_bodies_mb=63"])
+    assert load_config(None, ["server.max_bodies_mb=64"]).server.max_bodies_mb == 64
+    assert load_config(None, ["server.max_body_mb=640"]).server.max_bodies_mb == "auto"
+
+
 def test_a_step_must_have_room_for_every_sequence() -> None:
     with pytest.raises(ConfigError, match=r"^schedule\.max_tokens: expected at least schedule\.max_seqs \(64\)"):
         load_config(None, ["schedule.max_seqs=64", "schedule.max_tokens=63"])

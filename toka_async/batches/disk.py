@@ -50,7 +50,7 @@ class Disk:
             self.before("sync")
             os.fdatasync(fd)
 
-    def write(self, fd: int, data: bytes, offset: int) -> None:
+    def write(self, fd: int, data: bytes | bytearray, offset: int) -> None:
         view = memoryview(data)
         while view:
             num_written = os.pwrite(fd, view, offset)

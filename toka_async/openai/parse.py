@@ -11,12 +11,17 @@ import re
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from toka_async.openai.errors import ApiError, bad_request
 from toka_async.openai.fields import MAX_SHOWN, check_names, drop_neutral
+from toka_async.openai.long_ids import Cut, cut_ids
+from toka_async.openai.requests import CompletionRequest, DetokenizeRequest
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+MANY = 1 << 18  # bytes of a body that may have so many token ids that they are read in pieces
+ID_FIELDS: dict[type[msgspec.Struct], str] = {CompletionRequest: "prompt", DetokenizeRequest: "tokens"}
 MAX_EXPLAINED = 1 << 20  # bytes of a broken body that is looked at again
 JSON_NAMES = {list: "an array", str: "a string", int: "a number", float: "a number", bool: "a bool", type(None): "null"}
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -24,13 +29,30 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 _LOCATED = re.compile(r"^(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$\.(?P<path>.*)`)?$", re.DOTALL)
 
 
-def parse_request(raw: bytes, kind: type[T]) -> T:
+def parse_request(raw: bytes | bytearray, kind: type[T]) -> T:
     """The request in `raw`, a JSON object; an explicit null means an absent field.
 
     Raises:
         ApiError: 400; not JSON, a lone surrogate, NaN, a wrong type, an unknown or unsupported field, …
     """
+    cut = cut_ids(raw) if len(raw) >= MANY else None
+    if cut is not None and (wire := _with_ids(cut, kind)) is not None:
+        return wire
     return parse_fields(decode_object(raw), kind)
+
+
+def _with_ids(cut: Cut, kind: type[T]) -> T | None:
+    """The request, when what was cut out of it is its ids. Raises ApiError as `parse_request` does."""
+    try:
+        fields = msgspec.json.decode(cut.rest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    name, is_flat = ID_FIELDS.get(kind, ""), not isinstance(cut.ids, list)
+    if not isinstance(fields, dict) or fields.get(name) != cut.mark or (kind is DetokenizeRequest and not is_flat):
+        return None
+    wire = parse_fields(fields | {name: [0]}, kind)
+    ids = [np.asarray(cut.ids)] if is_flat and kind is CompletionRequest else cut.ids
+    return msgspec.structs.replace(wire, **{name: ids})
 
 
 def parse_fields(fields: dict[str, Any], kind: type[T]) -> T:
@@ -47,7 +69,7 @@ def parse_fields(fields: dict[str, Any], kind: type[T]) -> T:
         raise located(error, fields) from None
 
 
-def decode_object(raw: bytes) -> dict[str, Any]:
+def decode_object(raw: bytes | bytearray) -> dict[str, Any]:
     """The JSON object in `raw`. Raises ApiError (400) when it is anything else."""
     try:
         value = msgspec.json.decode(raw)
@@ -62,7 +84,7 @@ def decode_object(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def unreadable(raw: bytes) -> ApiError | None:
+def unreadable(raw: bytes | bytearray) -> ApiError | None:
     """The error for what only a laxer parser reads, naming its field: numbers that are not finite, lone surrogates."""
     if len(raw) > MAX_EXPLAINED:
         return None

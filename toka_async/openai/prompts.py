@@ -5,6 +5,7 @@ Knows no tokenizer: strings stay strings.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ def parse_prompts(prompt: str | list[Any]) -> list[Prompt]:
         return list(prompt)
     if first is int:
         return [token_ids(prompt)]
-    if first is list:
+    if first is list or first is np.ndarray:
         return [token_ids(ids) for ids in prompt]
     raise bad_request(
         "'prompt' must be a string, a list of strings, a list of token ids or a list of lists of token ids",
@@ -41,10 +42,12 @@ def parse_prompts(prompt: str | list[Any]) -> list[Prompt]:
     )
 
 
-def token_ids(items: Sequence[Any]) -> Int32:
+def token_ids(items: Sequence[Any] | Int32) -> Int32:
     """The ids as an array. Raises ApiError (400) for an empty list or anything that cannot be a token id."""
-    if not items:
+    if not len(items):
         raise bad_request("'prompt' must not hold an empty list of token ids", param="prompt")
+    if isinstance(items, array | np.ndarray):  # see `long_ids`
+        return np.asarray(items, np.int32)
     if any(type(item) is not int for item in items):
         raise bad_request("'prompt': token ids must be integers", param="prompt")
     if min(items) < 0 or max(items) > np.iinfo(np.int32).max:

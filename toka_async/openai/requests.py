@@ -6,6 +6,7 @@ What depends on the model (context, vocabulary) or needs more than a range is ch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -22,7 +23,8 @@ MAX_COUNT = 2**31 - 1  # of anything: counts travel as int32
 Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-TokenIds = list[Annotated[int, Meta(ge=0, le=MAX_COUNT)]]
+TokenId = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+TokenIds = list[TokenId]
 
 # What no type tells is told by a schema, for readers; the modules that are named above check it.
 _ID = {"type": "integer", "minimum": 0, "maximum": MAX_COUNT}
@@ -85,7 +87,7 @@ class GenerationFields(WireRequest, frozen=True, kw_only=True):
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
-    """POST /v1/completions. `prompt` is told apart in `prompts`."""
+    """POST /v1/completions. `prompt` is told apart in `prompts`; very many token ids are arrays of int32, in a list."""
 
     prompt: str | Prompts
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
@@ -139,7 +141,7 @@ class TokenizeRequest(WireRequest, frozen=True, kw_only=True):
 
 
 class DetokenizeRequest(WireRequest, frozen=True, kw_only=True):
-    """POST /detokenize."""
+    """POST /detokenize. Very many `tokens` are an array of int32."""
 
     model: str | None = None
-    tokens: TokenIds
+    tokens: Sequence[TokenId]

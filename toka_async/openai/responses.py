@@ -154,7 +154,7 @@ class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DetokenizeResponse(msgspec.Struct, frozen=True):
-    prompt: str
+    prompt: str | msgspec.Raw  # Raw: the same, as JSON already
 
 
 class Health(msgspec.Struct, frozen=True):

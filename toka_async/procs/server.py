@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 import gc
 import os
+import socket
+import ssl
 import time
 import warnings
 from collections.abc import Sequence
@@ -42,9 +44,10 @@ from toka_async.procs.child import (
 from toka_async.procs.direct import DirectServer
 from toka_async.server.app import create_app
 from toka_async.server.engine import Engine
+from toka_async.server.handshake import TlsSite
 from toka_async.server.keys import KeySource
 from toka_async.server.respond import SERVICE
-from toka_async.server.runner import Runner, connection_limits
+from toka_async.server.runner import ConnectionLimits, Runner, connection_limits
 from toka_async.server.service import Service
 from toka_async.server.tls import tls_context
 from toka_async.text.chat import ChatTemplate, ChatTemplateError
@@ -53,6 +56,7 @@ from toka_async.text.tokenizer_files import TokenizerError
 from toka_async.transport.codec import Codec
 from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
 
+GC_THRESHOLD = (700, 10, 200)  # the last is 10 by default: passes over all that requests of many prompts have take long
 FLUSH_TIMEOUT = 1.0  # seconds for answers to leave once there is nothing more to compute
 
 
@@ -60,6 +64,7 @@ def run(link: ParentLink) -> None:
     """Serve until the parent says otherwise."""
     for kind in (BadContentDispositionHeader, BadContentDispositionParam):
         warnings.simplefilter("ignore", kind)  # they quote what clients send, and each is remembered for ever
+    gc.set_threshold(*GC_THRESHOLD)
     uvloop.run(serve(link))
 
 
@@ -80,7 +85,7 @@ async def serve(link: ParentLink) -> NoReturn:
     limits.show(engine.metrics)
     runner = Runner(app, shutdown_timeout=spec.config.server.drain_timeout, limits=limits)
     await runner.setup()
-    site = web.SockSite(runner, inherited(spec.listen_fd), backlog=BACKLOG, ssl_context=tls)
+    site = open_site(runner, inherited(spec.listen_fd), tls, limits)
     await site.start()
     direct = open_direct(link, app[SERVICE])
     orders = take_orders(link, context, outboxes, engine)
@@ -101,6 +106,14 @@ async def serve(link: ParentLink) -> NoReturn:
     first = await order
     await site.stop()
     await finish(link, first, orders, engine, runner, direct)
+
+
+def open_site(
+    runner: Runner, listener: socket.socket, tls: ssl.SSLContext | None, limits: ConnectionLimits
+) -> web.BaseSite:
+    if tls is None:
+        return web.SockSite(runner, listener, backlog=BACKLOG)
+    return TlsSite(runner, listener, tls, limits.handshakes)
 
 
 def open_direct(link: ParentLink, service: Service) -> DirectServer | None:

@@ -5,6 +5,8 @@ Rows of one Tokens message want the same number of log-probs, so that its column
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from toka_async.arrays import EMPTY, Bool, Float32, Int32, column, i32_column
@@ -12,6 +14,8 @@ from toka_async.messages import EndSample, Failed, Prefilled, Prefills, Reason, 
 from toka_async.scheduler.lanes import Lanes
 from toka_async.scheduler.requests import Generated, Request, Top
 from toka_async.scheduler.token_log import TokenLog
+
+MOST_REQUESTS = 2048  # of a message: the server takes one in one turn of its event loop
 
 
 class Outbox:
@@ -26,7 +30,8 @@ class Outbox:
         messages, self._messages = self._messages, []
         if self._prefilled:
             columns, self._prefilled = np.asarray(self._prefilled, np.int32).T, []
-            messages.insert(0, Prefills(request_ids=column(columns[0]), cached_tokens=column(columns[1])))
+            parts = [columns[:, start : start + MOST_REQUESTS] for start in range(0, columns.shape[1], MOST_REQUESTS)]
+            messages[:0] = [Prefills(request_ids=column(ids), cached_tokens=column(cached)) for ids, cached in parts]
         return messages
 
     def rows(
@@ -42,6 +47,29 @@ class Outbox:
 
         `tops` holds the likeliest tokens of a lane's row, one entry a token, for lanes that want any.
         """
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        for first, last in pairwise([0, *self._cuts(lanes), lanes.size]):
+            part, tokens = slice(first, last), slice(starts[first], starts[last])
+            self._rows(lanes[part], counts[part], token_ids[tokens], logprobs[tokens], reasons[part], tops)
+
+    def _cuts(self, lanes: Int32) -> list[int]:
+        """Where the next message begins."""
+        if lanes.size <= MOST_REQUESTS:
+            return []
+        numbers = np.cumsum(np.diff(self._lanes.request[lanes], prepend=-1) != 0)  # of each lane's request, from 1
+        cuts: list[int] = np.searchsorted(numbers, np.arange(MOST_REQUESTS, numbers[-1], MOST_REQUESTS) + 1).tolist()
+        return cuts
+
+    def _rows(
+        self,
+        lanes: Int32,
+        counts: Int32,
+        token_ids: Int32,
+        logprobs: Float32,
+        reasons: Int32,
+        tops: dict[int, list[Top]],
+    ) -> None:
+        """As `rows`, of as many as a message may have."""
         wanted = self._lanes.num_logprobs[lanes]
         for num_logprobs in np.unique(wanted).tolist():
             chosen = wanted == num_logprobs

@@ -19,6 +19,7 @@ from toka_async.server.guard_metrics import GuardCollector
 from toka_async.server.keys import Keys
 from toka_async.server.load import show_load
 from toka_async.server.observed import Observed
+from toka_async.server.receive import RECEIVING, give_room_back, receiving
 from toka_async.server.respond import SERVICE
 from toka_async.server.routes import add_routes
 from toka_async.server.service import Service, make_defaults
@@ -45,9 +46,11 @@ def create_app(
     """
     app = web.Application(client_max_size=config.max_body_mb << 20)
     Observed(engine.metrics, config.log_requests).install(app)
-    app.middlewares.extend([json_errors, check_keys])
+    app.middlewares.extend([json_errors, check_keys, give_room_back])
     show_load(engine)
     service = app[SERVICE] = create_service(config, served_name, tokenizer, chat_template, defaults, engine)
+    app[RECEIVING] = receiving(config, service.executor)
+    app[RECEIVING].bodies.show(engine.metrics)
     guard = app[GUARD] = Guard(keys, service.accounts, OPEN | ({"/metrics"} if config.open_metrics else set()))
     batches = app[files.BATCHES] = None if store is None else BatchService(store, service, guard.owner_account)
     engine.metrics.registry.register(GuardCollector(guard))

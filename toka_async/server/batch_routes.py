@@ -31,7 +31,8 @@ from toka_async.openai.errors import ApiError, bad_request
 from toka_async.server.batch_service import BatchService
 from toka_async.server.files import PURPOSE, Query, asked, batch_service, storage_failed
 from toka_async.server.guard import viewer_of
-from toka_async.server.respond import json_response, read_request
+from toka_async.server.receive import read_request
+from toka_async.server.respond import json_response
 
 PAGE, MAX_PAGE = 20, 100
 LIST_QUERY: dict[str, dict[str, Any]] = {  # the parameters of a list, and their schemas

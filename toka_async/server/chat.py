@@ -31,7 +31,8 @@ from toka_async.server.account import Account
 from toka_async.server.answers import FINISH, Header, new_header, num_kept, run_usage
 from toka_async.server.guard import account_of
 from toka_async.server.logprobs import chat_logprobs, prompt_logprobs, prompt_rows
-from toka_async.server.respond import SERVICE, read_request, respond
+from toka_async.server.receive import read_request
+from toka_async.server.respond import SERVICE, respond
 from toka_async.server.rows import Rows
 from toka_async.server.sample_text import Piece
 from toka_async.server.service import Chat, Output, Run, Service

@@ -15,8 +15,10 @@ from toka_async.server.answers import new_header
 from toka_async.server.chat import ChatAnswer, one_chat
 from toka_async.server.completions import check_counts
 from toka_async.server.guard import account_of
-from toka_async.server.respond import SERVICE, read_request, respond
+from toka_async.server.receive import read_request
+from toka_async.server.respond import SERVICE, respond
 from toka_async.server.service import Chat
+from toka_async.server.slices import SLICE
 
 
 async def chat_batch(request: web.Request) -> web.StreamResponse:
@@ -29,7 +31,7 @@ async def chat_batch(request: web.Request) -> web.StreamResponse:
             raise bad_request(f"'{name}' is not supported for many conversations", param=name)
     generation = chat_generation(wire, service.limits(), service.defaults)
     check_counts(len(wire.messages), generation.n, service.config, "messages")
-    texts = await service.render_all(conversations(wire))
+    texts = await service.render_all(await service.in_thread(conversations, wire, is_long=len(wire.messages) > SLICE))
     prompts = await service.encode(texts, wire.add_special_tokens, "messages")
     async with service.running(generation, prompts, "messages", account_of(request)) as run:
         return await respond(request, run, ChatAnswer(service, new_header("chatcmpl", service.name)))

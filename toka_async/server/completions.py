@@ -28,10 +28,12 @@ from toka_async.server.logprobs import (
     prompt_rows,
     text_offsets,
 )
-from toka_async.server.respond import SERVICE, read_request, respond
+from toka_async.server.receive import read_request
+from toka_async.server.respond import SERVICE, respond
 from toka_async.server.rows import Rows
 from toka_async.server.sample_text import Piece
 from toka_async.server.service import Output, Run, Service
+from toka_async.server.slices import SLICE, in_slices
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -48,10 +50,10 @@ async def completion_run(
     """A request while it runs, and what makes its response. Raises as `Service.running` does."""
     service.check_model(wire.model)
     generation = completion_generation(wire, service.limits(), service.defaults)
-    given = parse_prompts(wire.prompt)
+    given = await service.in_thread(parse_prompts, wire.prompt, is_long=len(wire.prompt) > SLICE)
     check_size(given, generation, service.config)
     prompts = await service.encode(given, wire.add_special_tokens, "prompt")
-    echoed = [prompt_text(service, generation, prompt) for prompt in given] if generation.echo else []
+    echoed = [prompt_text(service, generation, each) async for each in in_slices(given if generation.echo else [])]
     async with service.running(generation, prompts, "prompt", account) as run:
         yield run, CompletionAnswer(service, echoed, new_header("cmpl", service.name))
 

@@ -160,8 +160,6 @@ class Engine:
         for flight in list(self._inflight.values()):
             self._end(flight, error)
 
-    # ---- requests ----------------------------------------------------------------------------------------------------
-
     @contextmanager
     def submitted(self, jobs: Sequence[Job], timeout: float = 0.0, waited: float = 0.0) -> Iterator[Batch]:
         """Submits the jobs, all or none; leaving with an exception (a client gone is one) cancels what still runs.
@@ -176,14 +174,14 @@ class Engine:
         self._wake()
         batch = Batch()
         for job in jobs:
-            self._submit(job, batch)
+            self.submit(job, batch)
         loop = asyncio.get_running_loop() if timeout else None
         timer = None if loop is None else loop.call_later(timeout - waited, self._time_out, batch, timeout)
         try:
             yield batch
         except BaseException:
             for flight in batch.flights:
-                self._cancel(flight)
+                self.cancel(flight)
             raise
         finally:
             if timer is not None:
@@ -229,7 +227,8 @@ class Engine:
         request_id, self._next_id = self._next_id, (self._next_id + 1) % FIRST
         return request_id
 
-    def _submit(self, job: Job, batch: Batch) -> None:
+    def submit(self, job: Job, batch: Batch) -> None:
+        """One more of a batch that is `submitted`."""
         request_id = self._new_id()
         flight = InFlight(batch, request_id, len(job.prompt), job.n, job.stream, self._clock(), job.in_blocks)
         self._inflight[request_id] = flight
@@ -247,7 +246,8 @@ class Engine:
             )
         )
 
-    def _cancel(self, flight: InFlight) -> None:
+    def cancel(self, flight: InFlight) -> None:
+        """Nobody waits for it any more."""
         if self._drop(flight):
             self.metrics.cancelled()
 
@@ -370,9 +370,9 @@ class Engine:
             self.metrics.prefilled(flight.num_prompt, flight.first_token - flight.submitted)
 
     def _on_prefills(self, message: Prefills) -> None:
-        for request_id, cached in zip(as_i32(message.request_ids), as_i32(message.cached_tokens), strict=True):
-            if int(request_id) in self._inflight:
-                self._on_prefilled(Prefilled(request_id=int(request_id), cached_tokens=int(cached)))
+        columns = (as_i32(message.request_ids).tolist(), as_i32(message.cached_tokens).tolist())
+        for request_id, cached in zip(*columns, strict=True):
+            self._on_prefilled(Prefilled(request_id=request_id, cached_tokens=cached))
 
     def _on_failed(self, message: Failed) -> None:
         error = RequestFailedError(message.message)

@@ -26,7 +26,8 @@ from toka_async.openai.errors import ApiError, bad_request
 from toka_async.openai.schemas import components
 from toka_async.server.batch_service import BatchService
 from toka_async.server.guard import viewer_of
-from toka_async.server.respond import SERVICE, check_encoding, json_response
+from toka_async.server.receive import check_encoding, reserve
+from toka_async.server.respond import SERVICE, json_response
 
 BATCHES: web.AppKey[BatchService | None] = web.AppKey("batches")
 PURPOSE = "batch"
@@ -79,6 +80,7 @@ def batch_service(request: web.Request) -> BatchService:
 async def create_file(request: web.Request) -> web.Response:
     service = batch_service(request)
     check_upload(request)
+    await reserve(request, CHUNK if request.content_length is None else min(CHUNK, request.content_length))
     upload = Upload(service.store.uploads / secrets.token_hex(16), service.service.config.max_file_mb << 20)
     try:
         await receive(request, upload, service.executor)
@@ -218,16 +220,16 @@ async def receive_file(part: BodyPartReader, upload: Upload, executor: Executor)
                 raise too_large(upload.max_bytes >> 20)
             held += chunk
             if len(held) >= CHUNK:
-                await in_thread(executor, write, disk, upload.path, fd, bytes(held), written)
+                await in_thread(executor, write, disk, upload.path, fd, held, written)
                 written += len(held)
                 held.clear()
-        await in_thread(executor, write, disk, upload.path, fd, bytes(held), written)
+        await in_thread(executor, write, disk, upload.path, fd, held, written)
     finally:
         os.close(fd)
     await in_thread(executor, disk.sync, upload.path)
 
 
-def write(disk: Disk, path: Path, fd: int, data: bytes, offset: int) -> None:
+def write(disk: Disk, path: Path, fd: int, data: bytearray, offset: int) -> None:
     with storage_errors(path):
         disk.write(fd, data, offset)
 

@@ -114,9 +114,13 @@ class Batch:
         while self._num_open or self.error is not None:
             await self._wait()
 
-    async def _wait(self) -> None:
+    def check(self) -> None:
+        """Raises RequestFailedError or EngineStoppedError: one of them will get no more."""
         if self.error is not None:
             raise self.error
+
+    async def _wait(self) -> None:
+        self.check()
         self._news.clear()
         await self._news.wait()
 
@@ -136,9 +140,9 @@ class InFlight:
     """
 
     __slots__ = (
-        "_batch",
         "_blocks",
         "_closed",
+        "batch",
         "first_token",
         "in_blocks",
         "index",
@@ -170,7 +174,7 @@ class InFlight:
         self.first_token = now
         self.in_blocks = in_blocks
         self.index = len(batch.flights)
-        self._batch = batch
+        self.batch = batch
         self._clear(n)
         batch.add(self)
 
@@ -209,7 +213,7 @@ class InFlight:
             sample.reason = reason
             self.num_open -= 1
         if self.stream and not sample.muted:
-            self._batch.note(self.index, index)
+            self.batch.note(self.index, index)
 
     def add_block(self, block: Block) -> None:
         """What the engine says of some samples of a flight `in_blocks`."""
@@ -219,7 +223,7 @@ class InFlight:
         self._closed[ended] = True
         self.num_open -= ended.size
         if self.stream:
-            self._batch.note(self.index, 0)
+            self.batch.note(self.index, 0)
 
     def is_closed(self, index: int) -> bool:
         """Whether the sample has ended, or the scheduler was told of its end."""
@@ -255,9 +259,9 @@ class InFlight:
         block = merged(self._blocks[:num])
         del self._blocks[:num]
         if self._blocks:
-            self._batch.note(self.index, 0)
+            self.batch.note(self.index, 0)
         return block
 
     def end(self, error: Exception | None) -> None:
         """Nothing more comes: all samples have ended, or `error` ends the whole batch."""
-        self._batch.note_end(error)
+        self.batch.note_end(error)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+import numpy as np
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -11,9 +16,16 @@ from toka_async.openai.prompts import check_vocabulary, token_ids
 from toka_async.openai.requests import DetokenizeRequest, TokenizeRequest
 from toka_async.openai.responses import DetokenizeResponse, Health, Model, ModelList, TokenizeResponse, Version
 from toka_async.server.chat import wire_chat
+from toka_async.server.events import ENCODER
 from toka_async.server.load import load_of
-from toka_async.server.respond import SERVICE, json_response, read_request
+from toka_async.server.receive import read_request
+from toka_async.server.respond import SERVICE, json_response
 from toka_async.server.service import Service
+from toka_async.text.detokenize import Detokenizer
+from toka_async.text.tokenizer import Tokenizer
+
+MANY = 4096  # tokens that take milliseconds
+PART = 1 << 14  # tokens
 
 
 async def models(request: web.Request) -> web.Response:
@@ -79,7 +91,16 @@ async def detokenize(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     wire = await read_request(request, DetokenizeRequest)
     service.check_model(wire.model)
-    if wire.tokens:
-        check_vocabulary(token_ids(wire.tokens), service.limits().vocab_size, "tokens")
-    text = service.tokenizer.decode(wire.tokens, skip_special_tokens=False)
-    return json_response(DetokenizeResponse(text))
+    made = partial(detokenized, service.tokenizer, service.limits().vocab_size)
+    body = await service.in_thread(made, wire.tokens, is_long=len(wire.tokens) > MANY)
+    return web.Response(body=body, content_type="application/json")
+
+
+def detokenized(tokenizer: Tokenizer, vocab_size: int, tokens: Sequence[int]) -> bytes:
+    """The answer, made a part at a time: from a thread, that lets others have their turns. Raises ApiError (400)."""
+    ids = token_ids(tokens) if tokens else np.zeros(0, np.int32)
+    check_vocabulary(ids, vocab_size, "tokens")
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    texts = [detokenizer.push(ids[start : start + PART].tolist()) for start in range(0, ids.size, PART)]
+    parts = [ENCODER.encode(text)[1:-1] for text in (*texts, detokenizer.finish())]
+    return ENCODER.encode(DetokenizeResponse(msgspec.Raw(b'"%b"' % b"".join(parts))))

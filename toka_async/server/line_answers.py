@@ -28,7 +28,8 @@ from toka_async.server.completions import completion_run
 from toka_async.server.errors import as_api_error
 from toka_async.server.inflight import EngineStoppedError
 from toka_async.server.jobs import NotServingError, OverloadedError
-from toka_async.server.respond import LARGE, whole_body
+from toka_async.server.receive import LARGE
+from toka_async.server.respond import whole_body
 from toka_async.server.service import Run, Service
 
 logger = logging.getLogger(__name__)

@@ -136,7 +136,7 @@ class Metrics:
 
     def prefilled(self, num_prompt: int, seconds: float) -> None:
         self._prompt_tokens.inc(num_prompt)
-        self._first.observe(np.array([seconds]))
+        self._first.add(seconds)
 
     def token_gaps(self, seconds: Float64) -> None:
         """Of many samples at once, [s]."""
@@ -151,7 +151,7 @@ class Metrics:
         self._first.observe(seconds)
 
     def request_ended(self, seconds: float) -> None:
-        self._whole.observe(np.array([seconds]))
+        self._whole.add(seconds)
 
     def requests_ended(self, seconds: Float64) -> None:
         """As `request_ended`, of many [r]."""
@@ -169,6 +169,9 @@ class Metrics:
         return histogram
 
 
+MOST_ADDED = 1024
+
+
 class ArrayHistogram(Collector):
     """A histogram that many values are added to in one go."""
 
@@ -178,13 +181,27 @@ class ArrayHistogram(Collector):
         self._buckets = np.array(buckets)
         self._counts = np.zeros(len(buckets) + 1, np.int64)
         self._sum = 0.0
+        self._added: list[float] = []  # and not observed yet
+
+    def add(self, value: float) -> None:
+        """One value; looking for its place is a hundred times cheaper for many together."""
+        self._added.append(value)
+        if len(self._added) == MOST_ADDED:
+            self._observe_added()
+
+    def _observe_added(self) -> None:
+        if self._added:
+            self.observe(np.array(self._added))
+            self._added.clear()
 
     def observe(self, values: Float64) -> None:
+        """Many values, [r]."""
         places = np.searchsorted(self._buckets, values)
         self._counts += np.bincount(places, minlength=self._counts.size)
         self._sum += float(values.sum())
 
     def collect(self) -> Iterator[Metric]:
+        self._observe_added()
         names = [*map(floatToGoString, self._buckets.tolist()), "+Inf"]
         counts = np.cumsum(self._counts).tolist()
         buckets = [(name, float(count)) for name, count in zip(names, counts, strict=True)]

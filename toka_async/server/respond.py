@@ -8,25 +8,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
-from aiohttp import hdrs, web
+from aiohttp import web
 
-from toka_async.openai.errors import ApiError
-from toka_async.openai.parse import parse_request
 from toka_async.openai.responses import Usage
 from toka_async.server.answers import Answer, is_heavy, num_kept, run_usage
 from toka_async.server.errors import as_api_error
 from toka_async.server.events import ENCODER, SampleEvents, event
 from toka_async.server.inflight import EngineStoppedError, InFlight, RequestFailedError
+from toka_async.server.receive import give_back_room
 from toka_async.server.service import Output, Run, Service, in_blocks
 from toka_async.server.text_events import TextEvents
 
-T = TypeVar("T", bound=msgspec.Struct)
-
 SERVICE: web.AppKey[Service] = web.AppKey("service", Service)
-LARGE = 1 << 20  # bytes of a body that is parsed in a thread
 GRACE = 5.0  # seconds for the end of a stream that has taken too long
 DONE = b"data: [DONE]\n\n"
 
@@ -35,56 +31,9 @@ def json_response(body: msgspec.Struct) -> web.Response:
     return web.Response(body=ENCODER.encode(body), content_type="application/json")
 
 
-async def read_body(request: web.Request) -> bytes:
-    """The whole body.
-
-    Raises:
-        ApiError: 413 when it is too large, unread if its length says so; 415 when it is compressed; 408 when it
-            comes too slowly.
-        RequestPayloadError: it is broken.
-    """
-    check_length(request)
-    seconds = request.app[SERVICE].config.request_timeout
-    try:
-        async with asyncio.timeout(seconds or None):
-            return await request.read()
-    except TimeoutError:
-        raise ApiError(
-            408, f"the body took longer than server.request_timeout ({seconds:g} s)", code="timeout"
-        ) from None
-    except web.HTTPRequestEntityTooLarge:
-        raise too_large(request) from None
-
-
-async def read_request(request: web.Request, kind: type[T]) -> T:
-    """The request in the body. Raises ApiError as `read_body` and `parse_request` do."""
-    raw = await read_body(request)
-    if len(raw) < LARGE:
-        return parse_request(raw, kind)
-    executor = request.app[SERVICE].executor
-    return await asyncio.get_running_loop().run_in_executor(executor, parse_request, raw, kind)
-
-
-def check_length(request: web.Request) -> None:
-    """Raises ApiError when the request says that its body is too large (413), or compressed (415)."""
-    check_encoding(request)
-    if (request.content_length or 0) > request.app[SERVICE].config.max_body_mb << 20:
-        raise too_large(request)
-
-
-def check_encoding(request: web.Request) -> None:
-    """Raises ApiError (415): nothing is unpacked, as 200 KB can be minutes of work and gigabytes for the event loop."""
-    encoding = request.headers.get(hdrs.CONTENT_ENCODING, "identity")
-    if encoding.lower() != "identity":
-        raise ApiError(415, f"a body with Content-Encoding {encoding[:32]!r} is not supported: send it as it is")
-
-
-def too_large(request: web.Request) -> ApiError:
-    return ApiError(413, f"the body is larger than server.max_body_mb ({request.app[SERVICE].config.max_body_mb} MiB)")
-
-
 async def respond(request: web.Request, run: Run, answer: Answer) -> web.StreamResponse:
-    """Waits for the samples, or sends what they say as they say it."""
+    """Waits for the samples, or sends what they say as they say it. The body is nowhere any more."""
+    give_back_room(request)
     if run.generation.stream:
         return await stream_in_time(request, EventStream(request, run, answer))
     body, _ = await whole_body(request.app[SERVICE], run, answer)

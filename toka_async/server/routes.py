@@ -36,7 +36,8 @@ from toka_async.server.document import JSON, Facts, Operation, document
 from toka_async.server.errors import Handler, error_response
 from toka_async.server.guard import GUARD
 from toka_async.server.load import ServerLoad
-from toka_async.server.respond import SERVICE, check_length
+from toka_async.server.receive import check_length
+from toka_async.server.respond import SERVICE
 
 OF_GENERATION = (404, 429, 504)  # another model; too much is held; server.request_timeout
 OF_FILES = (404,)  # no such thing, or no server.data_dir

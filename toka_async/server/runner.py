@@ -17,6 +17,7 @@ from toka_async.config import ServerConfig
 from toka_async.openai.errors import ApiError
 from toka_async.server.arrival import Arrival
 from toka_async.server.errors import HEADERS, SlowBodyError, error_response
+from toka_async.server.handshake import Handshakes
 from toka_async.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,16 @@ class Connection(web.RequestHandler):
         if self._is_arriving and self._arrival_timer is None and self._arrival.timeout:
             self._arrival_timer = self._loop.call_at(self._arrival.deadline, self._check_arrival)
 
+    def pause_reading(self) -> None:
+        """What has arrived is not taken: it is the server that takes its time."""
+        super().pause_reading()
+        self._arrival.pause(self._loop.time())
+
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        """What has arrived is parsed at once, in `data_received`."""
+        self._arrival.resume(self._loop.time())
+        super().resume_reading(resume_parser)
+
     @property
     def _is_body_arriving(self) -> bool:
         return self._body is not None and not self._body.is_eof() and self._body.exception() is None
@@ -96,10 +107,10 @@ class Connection(web.RequestHandler):
     def _check_arrival(self) -> None:
         """What is late is told so: its header here, its body by who reads it."""
         self._arrival_timer, now = None, self._loop.time()
-        if not self._is_arriving or self.transport is None:
+        if not self._is_arriving or self.transport is None or self._reading_paused:
             return
-        if self._reading_paused or (self._has_begun and self._current_request is not None):
-            self._arrival.since = now  # it is the server that takes its time: it reads nothing, or answers another one
+        if self._has_begun and self._current_request is not None:
+            self._arrival.since = now  # it is the server that takes its time: it answers another one
         if self._arrival.deadline > now:
             self._arrival_timer = self._loop.call_at(self._arrival.deadline, self._check_arrival)
             return
@@ -184,6 +195,7 @@ class ConnectionLimits:
 
     most_of_address: 0 for no limit. client_timeout, receive_timeout: seconds; 0 of the latter for any. num_cut:
     connections that were cut off. num_late: requests that came too slowly. num_refused: connections that were too many.
+    handshakes: of connections that are not open yet.
     """
 
     def __init__(
@@ -196,6 +208,7 @@ class ConnectionLimits:
         self.num_cut = 0
         self.num_late = 0
         self.num_refused = 0
+        self.handshakes = Handshakes(most, most_of_address, lambda: self.num_open)
         self._open: dict[Connection, str] = {}
         self._num_of_address: Counter[str] = Counter()
 
@@ -228,7 +241,12 @@ class ConnectionLimits:
         metrics.watch_gauge("http_connections", "open HTTP connections", lambda: self.num_open)
         metrics.watch_count("http_connections_cut", "whose client neither sent nor took data", lambda: self.num_cut)
         metrics.watch_count("http_requests_late", "that came too slowly", lambda: self.num_late)
-        metrics.watch_count("http_connections_refused", "more than may be open at once", lambda: self.num_refused)
+        metrics.watch_gauge("tls_handshakes", "connections in their TLS handshake", lambda: self.handshakes.num_open)
+        metrics.watch_count(
+            "http_connections_refused",
+            "more than may be open at once",
+            lambda: self.num_refused + self.handshakes.num_refused,
+        )
 
 
 def connection_limits(most: int, config: ServerConfig) -> ConnectionLimits:

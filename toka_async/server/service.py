@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,12 +37,17 @@ from toka_async.server.json_texts import JsonTexts
 from toka_async.server.logprob_columns import LogprobColumns
 from toka_async.server.rows import REASONS, Block, Rows
 from toka_async.server.sample_text import SampleText, TextOptions, sample_text
+from toka_async.server.slices import SLICE, in_slices
 from toka_async.server.stop_sets import StopSets
+from toka_async.server.submitting import submitted_too
 from toka_async.text.chat import ChatTemplate, ChatTemplateError, TemplateKwargsError
 from toka_async.text.stop import StopStrings
 from toka_async.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+A = TypeVar("A")
+B = TypeVar("B")
 
 LONG = 1 << 20  # characters of a text that takes so long to tokenize that others should not wait for it
 MIN_SAMPLES = 4  # of a request, for which looking at them together is faster
@@ -136,19 +142,27 @@ class Service:
         """Token ids of each prompt. Raises ApiError (400) for one without tokens or with ids out of range."""
         vocab_size = self.limits().vocab_size
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        for text in texts:
+        async for text in in_slices(texts):
             self.check_text(text, param)
         encoded = iter(await self.tokenize_all(texts, add_special_tokens) if texts else ())
-        ids = [np.array(next(encoded), dtype=np.int32) if isinstance(prompt, str) else prompt for prompt in prompts]
-        for each in ids:
+        ids = []
+        async for prompt in in_slices(prompts):
+            each = np.array(next(encoded), dtype=np.int32) if isinstance(prompt, str) else prompt
             if not each.size:
                 raise bad_request(f"'{param}' is empty: it has no tokens", param=param)
             check_vocabulary(each, vocab_size, param)
+            ids.append(each)
         return ids
 
     def check_text(self, text: str, param: str) -> None:
         """Raises ApiError (400) for one that cannot fit, which would take minutes to tokenize."""
         check_text(self.limits(), len(text), self.tokenizer.longest, param)
+
+    async def in_thread(self, work: Callable[[A], B], given: A, *, is_long: bool) -> B:
+        """What `work` makes of what is given: in a thread when that takes long."""
+        if not is_long:
+            return work(given)
+        return await asyncio.get_running_loop().run_in_executor(self.executor, work, given)
 
     async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text, perhaps none."""
@@ -186,7 +200,9 @@ class Service:
         """
         options, arrival = text_options(generation), monotonic()
         limits = self.limits(generation.n)
-        budgets = [token_budget(limits, len(prompt), generation.max_tokens, param) for prompt in prompts]
+        budgets = [
+            token_budget(limits, len(prompt), generation.max_tokens, param) async for prompt in in_slices(prompts)
+        ]
         num_tokens = sum(map(len, prompts)) + generation.n * sum(budgets)
         account = self.accounts.total if account is None else account
         async with AsyncExitStack() as stack:
@@ -195,14 +211,18 @@ class Service:
             stop_id = -1
             if options.stops is not None and not generation.stream:
                 stop_id = await stack.enter_async_context(self._stop_sets.use(options.stops, limits.vocab_size))
-            jobs = [
+            jobs = (
                 job(generation, prompt, index, budget, stop_id)
                 for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
-            ]
-            batch = stack.enter_context(self.engine.submitted(jobs, account.timeout, monotonic() - arrival))
-            self.log_prompts(account, prompts)
+            )
+            self.engine.check_serving(len(prompts))
+            first = list(islice(jobs, SLICE))
+            batch = stack.enter_context(self.engine.submitted(first, account.timeout, monotonic() - arrival))
             if stop_id >= 0:
                 stack.enter_context(self._stop_sets.watched(batch, options))
+            if len(prompts) > SLICE:
+                await stack.enter_async_context(submitted_too(self.engine, batch, jobs))
+            self.log_prompts(account, prompts)
             yield Run(generation, prompts, options, batch)
 
     async def _enter(self, account: Account, num_requests: int, num_tokens: int, num_samples: int) -> None:
@@ -226,21 +246,21 @@ class Service:
         """
         await run.batch.finished()
         if in_blocks(run.generation):
-            blocks = [flight.take_block() for flight in run.batch.flights]
+            blocks = [flight.take_block() async for flight in in_slices(run.batch.flights)]
             if sum(block.token_ids.size for block in blocks) < MANY:
                 return self._block_outputs(run, blocks)
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self.executor, self._block_outputs, run, blocks)
         samples = [sample for flight in run.batch.flights for sample in flight.samples]
-        rows = [sample.take() for sample in samples]
+        rows = [sample.take() async for sample in in_slices(samples)]
         items = [
             (each.token_ids[: run.options.num_text_tokens(each, sample.reason)].tolist(), run.options)
-            for each, sample in zip(rows, samples, strict=True)
+            async for each, sample in in_slices(zip(rows, samples, strict=True))
         ]
         texts = await self._decode.run(items)
         outputs = [
             output(run.generation, text, each, sample.reason)
-            for text, each, sample in zip(texts, rows, samples, strict=True)
+            async for text, each, sample in in_slices(zip(texts, rows, samples, strict=True))
         ]
         n = run.generation.n
         return [outputs[start : start + n] for start in range(0, len(outputs), n)]

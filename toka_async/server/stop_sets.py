@@ -17,7 +17,7 @@ import numpy as np
 from toka_async.arrays import Bool, as_i32, column
 from toka_async.messages import DropStop, StopChecks, StopMask
 from toka_async.server.engine import Engine
-from toka_async.server.inflight import Batch, InFlight
+from toka_async.server.inflight import Batch
 from toka_async.server.sample_text import TextOptions
 from toka_async.text.stop import StopStrings, window_stop
 from toka_async.text.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ class StopSets:
         self._sets: dict[Key, StopSet] = {}  # those idle for longest first among the idle ones
         self._next_id = 0
         self._vocabulary: Vocabulary | None = None
-        self._watched: dict[InFlight, TextOptions] = {}  # a request can get another number
+        self._watched: dict[Batch, TextOptions] = {}
         engine.on_stop_checks = self._on_checks
 
     @asynccontextmanager
@@ -72,12 +72,11 @@ class StopSets:
     @contextmanager
     def watched(self, batch: Batch, options: TextOptions) -> Iterator[None]:
         """While in it, the scheduler's questions about the batch are answered."""
-        self._watched.update(dict.fromkeys(batch.flights, options))
+        self._watched[batch] = options
         try:
             yield
         finally:
-            for flight in batch.flights:
-                del self._watched[flight]
+            del self._watched[batch]
 
     def _register(self, stops: StopStrings, vocab_size: int) -> StopSet:
         stop_id, self._next_id = self._next_id, self._next_id + 1
@@ -117,7 +116,7 @@ class StopSets:
 
     def _check(self, request_id: int, sample: int, num_tokens: int, window: list[int]) -> None:
         flight = self._engine.find(request_id)
-        options = self._watched.get(flight) if flight is not None else None
+        options = self._watched.get(flight.batch) if flight is not None else None
         if flight is None or options is None or flight.is_closed(sample):
             return
         assert options.stops is not None

@@ -7,7 +7,9 @@ Knows no message types beyond the codec it is given.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Any, Generic, TypeVar
 
 import zmq
@@ -15,7 +17,9 @@ import zmq
 from toka_async.transport.codec import Codec
 
 T = TypeVar("T")
-TURN_BYTES = 1 << 16  # of messages, or a few more: what an event loop takes before others have their turn
+TURN_BYTES = 1 << 18  # of messages, or a few more: what an event loop takes before others have their turn
+TURN_SECONDS = 0.01  # after which it takes no further part of them
+PART_BYTES = 1 << 15
 
 
 class ZmqOutbox(Generic[T]):
@@ -50,6 +54,7 @@ class ZmqInbox(Generic[T]):
     def __init__(self, context: zmq.Context[Any], address: str, codec: Codec[T]) -> None:
         self._codec = codec
         self._further: asyncio.Handle | None = None
+        self._is_attached = False
         self.socket = context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -62,18 +67,18 @@ class ZmqInbox(Generic[T]):
     def drain(self) -> list[T]:
         return self._take()[0]
 
-    def _take(self, most_bytes: int | None = None) -> tuple[list[T], bool]:
-        """Messages that are there, with so many bytes or a few more; and whether that is all of them."""
+    def _take(self, most_bytes: float = math.inf) -> tuple[list[T], int, bool]:
+        """Messages that are there, with so many bytes or a few more; how many; and whether that is all of them."""
         messages: list[T] = []
         num_bytes = 0
-        while most_bytes is None or num_bytes < most_bytes:
+        while num_bytes < most_bytes:
             try:
                 frame = self.socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
-                return messages, True
+                return messages, num_bytes, True
             messages.append(self._codec.decode(frame.buffer))
             num_bytes += len(frame.buffer)
-        return messages, False
+        return messages, num_bytes, False
 
     def receive(self) -> T:
         """The next message; waits for it."""
@@ -88,18 +93,27 @@ class ZmqInbox(Generic[T]):
         """
 
         def on_readable() -> None:
-            messages, is_all = self._take(TURN_BYTES)
             if self._further is not None:
                 self._further.cancel()
-            self._further = None if is_all else loop.call_soon(on_readable)
-            if messages:
-                callback(messages)
+            self._further = loop.call_soon(on_readable)  # before those that are woken: they get more at once
+            left, until = TURN_BYTES, monotonic() + TURN_SECONDS
+            while self._is_attached:
+                messages, num_bytes, is_all = self._take(min(left, PART_BYTES))
+                left -= num_bytes
+                if is_all:
+                    self._further.cancel()
+                if messages:
+                    callback(messages)
+                if is_all or left <= 0 or monotonic() >= until:
+                    break
 
+        self._is_attached = True
         loop.add_reader(self.socket.getsockopt(zmq.FD), on_readable)
         self._further = loop.call_soon(on_readable)
 
     def detach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Undo `attach`."""
+        self._is_attached = False
         if self._further is not None:
             self._further.cancel()
         loop.remove_reader(self.socket.getsockopt(zmq.FD))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from tests.page_rank import submit
 from toka_async.arrays import Float32, Int32, as_f32, as_i32
@@ -145,3 +146,37 @@ def test_stop_checks_hold_the_windows_of_their_lanes() -> None:
     assert as_i32(message.num_tokens).tolist() == [6, 5]
     assert as_i32(message.counts).tolist() == [3, 5]
     assert as_i32(message.token_ids).tolist() == [3, 4, 5, 10, 11, 12, 13, 14]
+
+
+def test_a_message_has_rows_of_so_many_requests_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toka_async.scheduler.outbox.MOST_REQUESTS", 2)
+    lanes, taken = lanes_wanting(*[1] * 7)
+    lanes.request[taken] = [5, 5, 5, 6, 7, 8, 9]
+    outbox = Outbox(lanes)
+    tops = {lane: [(ids(place), floats(-place))] * place for place, lane in enumerate(taken.tolist())}
+    tokens = ids(*[place for place in range(7) for _ in range(place)])
+    outbox.rows(taken, ids(*range(7)), tokens, -tokens.astype(np.float32), ids(*range(7)), tops)
+    messages = [message for message in outbox.take() if isinstance(message, Tokens)]
+    assert [as_i32(message.request_ids).tolist() for message in messages] == [[5, 5, 5, 6], [7, 8], [9]]
+    assert [as_i32(message.counts).tolist() for message in messages] == [[0, 1, 2, 3], [4, 5], [6]]
+    assert [as_i32(message.reasons).tolist() for message in messages] == [[0, 1, 2, 3], [4, 5], [6]]
+    assert np.concatenate([as_i32(message.token_ids) for message in messages]).tolist() == tokens.tolist()
+    assert np.concatenate([as_i32(message.top_ids) for message in messages]).tolist() == tokens.tolist()
+    assert np.concatenate([as_f32(message.logprobs) for message in messages]).tolist() == (-tokens).tolist()
+    outbox.rows(taken[:0], ids(), ids(), floats(), ids(), {})
+    assert outbox.take() == []
+
+
+def test_so_are_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toka_async.scheduler.outbox.MOST_REQUESTS", 2)
+    outbox = Outbox(lanes_wanting(-1)[0])
+    for _ in range(5):
+        outbox.prefilled(request())
+    outbox.failed(3, "x")
+    *prefills, failed = outbox.take()
+    assert isinstance(failed, Failed)
+    assert [as_i32(each.request_ids).tolist() for each in prefills if isinstance(each, Prefills)] == [
+        [7, 7],
+        [7, 7],
+        [7],
+    ]

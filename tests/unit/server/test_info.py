@@ -60,6 +60,18 @@ async def test_tokenize_and_back(server: WebServer) -> None:
     assert await server.ok("/detokenize", {"tokens": []}) == {"prompt": ""}
 
 
+async def test_very_many_tokens(server: WebServer) -> None:
+    """Text in parts, of ids that are read in pieces; also where a part ends within a character."""
+    text = 'the 你好 👍🏽\n" ' * 30
+    ids = server.tokenizer.encode(text, False)
+    for length in range(3):  # bytes before the first character
+        tokens = server.tokenizer.encode("x" * length, False) + ids * (100_000 // len(ids))
+        decoded = server.tokenizer.decode(tokens, False)
+        assert await server.ok("/detokenize", {"tokens": tokens}) == {"prompt": decoded}
+        assert decoded == "x" * length + text * (100_000 // len(ids))
+    assert (await server.error("/detokenize", {"tokens": [*tokens, 400]}))["param"] == "tokens"
+
+
 async def test_special_tokens() -> None:
     async with web_server(tokenizer=small.byte_fallback()) as server:
         with_bos = (await server.ok("/tokenize", {"prompt": "the"}))["tokens"]

@@ -158,7 +158,7 @@ async def test_nothing_of_an_unexpected_error_shows(
         def broken(_data: bytes, _kind: type) -> None:
             raise ZeroDivisionError("the secret")
 
-        monkeypatch.setattr("toka_async.server.respond.parse_request", broken)
+        monkeypatch.setattr("toka_async.server.receive.parse_request", broken)
         status, answer = await server.post(PATH, {"prompt": "x"})
         error = checked_error(answer)
         assert (status, error["type"]) == (500, "server_error")

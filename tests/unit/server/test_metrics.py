@@ -4,7 +4,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from toka_async.messages import Stats
-from toka_async.server.metrics import SECONDS, ArrayHistogram, Metrics
+from toka_async.server.metrics import MOST_ADDED, SECONDS, ArrayHistogram, Metrics
 
 
 def test_a_histogram_of_arrays_is_one() -> None:
@@ -19,6 +19,17 @@ def test_a_histogram_of_arrays_is_one() -> None:
         one_by_one.observe(value)
     lines = [line for line in generate_latest(theirs).splitlines() if b"_created" not in line]
     assert generate_latest(ours).splitlines() == lines
+
+
+def test_values_that_are_added_are_observed_when_somebody_looks() -> None:
+    histogram = ArrayHistogram("x_seconds", "meaning", SECONDS)
+    for round_ in range(2):
+        for _ in range(MOST_ADDED + 5):
+            histogram.add(0.5)
+        (family,) = histogram.collect()
+        counts = {sample.labels.get("le", sample.name): sample.value for sample in family.samples}
+        num = (round_ + 1) * (MOST_ADDED + 5)
+        assert (counts["0.25"], counts["+Inf"], counts["toka:x_seconds_sum"]) == (0, num, num / 2)
 
 
 def test_times_of_the_scheduler() -> None:

@@ -224,11 +224,13 @@ async def test_messages_are_called_back_as_they_come_in_order(wires: Wires, inbo
     inbox.detach(loop)
 
 
+@pytest.mark.parametrize("limits", [{"TURN_BYTES": 1}, {"TURN_SECONDS": 0.0, "PART_BYTES": 1}])
 async def test_others_have_their_turns_between_many_messages(
-    wires: Wires, inbox: ZmqInbox[ToScheduler], monkeypatch: pytest.MonkeyPatch
+    wires: Wires, inbox: ZmqInbox[ToScheduler], monkeypatch: pytest.MonkeyPatch, limits: dict[str, float]
 ) -> None:
     """However many are there; after a detach the rest stays where it is."""
-    monkeypatch.setattr(zmq_sockets, "TURN_BYTES", 1)
+    for name, limit in limits.items():
+        monkeypatch.setattr(zmq_sockets, name, limit)
     sender, arrivals, loop = wires.outbox(), Arrivals(), asyncio.get_running_loop()
     for i in range(10):
         sender.send(Cancel(request_id=i))

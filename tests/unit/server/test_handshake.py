@@ -1,0 +1,140 @@
+"""TLS connections count from their first moment, also those that never come to their end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+
+import pytest
+from aiohttp import web
+
+from tests.certificates import make_certificate
+from tests.unit.server.test_lifecycle import until
+from toka_async.config import ServerConfig
+from toka_async.listening import open_listener
+from toka_async.server.handshake import SPARE, Handshakes, TlsSite
+from toka_async.server.metrics import Metrics
+from toka_async.server.runner import ConnectionLimits, Runner
+from toka_async.server.tls import tls_context
+
+PING = b"GET /ping HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """The server's and a client's."""
+    certificate, key = make_certificate(tmp_path_factory.mktemp("tls"))
+    context = tls_context(ServerConfig(tls_cert=str(certificate), tls_key=str(key)))
+    assert context is not None
+    return context, ssl.create_default_context(cafile=str(certificate))
+
+
+@asynccontextmanager
+async def serving(context: ssl.SSLContext, limits: ConnectionLimits) -> AsyncIterator[int]:
+    """The port of an app that answers /ping."""
+
+    async def ping(_request: web.Request) -> web.Response:
+        return web.Response(text="pong")
+
+    app = web.Application()
+    app.router.add_get("/ping", ping)
+    runner = Runner(app, limits=limits)
+    await runner.setup()
+    listener = open_listener(ServerConfig(port=0))
+    listener.setblocking(False)
+    site = TlsSite(runner, listener, context, limits.handshakes)
+    await site.start()
+    assert site.name == f"https://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        await runner.cleanup()
+
+
+async def ask(port: int, context: ssl.SSLContext, address: str = "127.0.0.1") -> bytes:
+    """All that is answered; the request goes out together with the handshake's end."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, local_addr=(address, 0))
+    with closing(writer):
+        writer.write(PING)
+        async with asyncio.timeout(5):
+            return await reader.read()
+
+
+async def silent(port: int) -> socket.socket:
+    """A connection that says nothing."""
+    client = socket.socket()
+    client.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
+    return client
+
+
+async def closed(client: socket.socket) -> bytes:
+    """What came before the connection was closed, or reset."""
+    try:
+        async with asyncio.timeout(5):
+            return await asyncio.get_running_loop().sock_recv(client, 100)
+    except ConnectionResetError:
+        return b""
+
+
+async def test_one_address_cannot_take_all_handshakes(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
+    limits, metrics = ConnectionLimits(100, 75.0, most_of_address=3), Metrics()
+    limits.show(metrics)
+    async with serving(contexts[0], limits) as port:
+        clients = [await silent(port) for _ in range(8)]
+        assert [await closed(client) for client in clients[3:]] == [b""] * 5
+        assert (limits.handshakes.num_open, limits.num_open) == (3, 0)
+        assert b"toka:tls_handshakes 3.0" in metrics.text()
+        assert b"toka:http_connections_refused_total 5.0" in metrics.text()
+        with pytest.raises(OSError):  # noqa: PT011 - how it is told depends on the moment
+            await ask(port, contexts[1])
+        assert (await ask(port, contexts[1], "127.0.0.2")).endswith(b"pong")
+        for client in clients:
+            client.close()
+        await until(lambda: limits.handshakes.num_open == 0)
+        assert (await ask(port, contexts[1])).endswith(b"pong")
+
+
+async def test_who_has_shaken_hands_is_told_why_it_is_refused(
+    contexts: tuple[ssl.SSLContext, ssl.SSLContext],
+) -> None:
+    limits = ConnectionLimits(100, 75.0, most_of_address=1)
+    async with serving(contexts[0], limits) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=contexts[1])
+        await until(lambda: limits.num_open == 1)
+        assert limits.handshakes.num_open == 0
+        assert (await ask(port, contexts[1])).startswith(b"HTTP/1.1 429 ")
+        writer.close()
+
+
+@pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00\x05hello", b"\xff" * 99])
+async def test_a_handshake_that_is_none(contexts: tuple[ssl.SSLContext, ssl.SSLContext], sent: bytes) -> None:
+    limits = ConnectionLimits(100, 75.0)
+    async with serving(contexts[0], limits) as port:
+        with closing(await silent(port)) as client:
+            await asyncio.get_running_loop().sock_sendall(client, sent)
+            assert b"HTTP" not in await closed(client)
+            await until(lambda: limits.handshakes.num_open == 0)
+        assert (await ask(port, contexts[1])).endswith(b"pong")
+
+
+async def test_the_end_cuts_off_who_is_in_a_handshake(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
+    limits = ConnectionLimits(100, 75.0)
+    async with serving(contexts[0], limits) as port:
+        client = await silent(port)
+        await until(lambda: limits.handshakes.num_open == 1)
+    assert limits.handshakes.num_open == 0
+    with closing(client):
+        assert await closed(client) == b""
+
+
+def test_all_that_are_open_count() -> None:
+    handshakes = Handshakes(10, 0, lambda: 10)
+    assert all(handshakes.enter("a") for _ in range(SPARE))
+    assert not handshakes.enter("b")
+    handshakes.leave("a")
+    assert handshakes.enter("b")
+    assert (handshakes.num_open, handshakes.num_refused) == (SPARE, 1)

@@ -1,0 +1,146 @@
+"""The bodies of requests: their room in the server's memory, their bytes, and what they ask for.
+
+Knows aiohttp; knows nothing of what is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+from aiohttp import hdrs, web
+
+from toka_async.config import ServerConfig
+from toka_async.openai.errors import ApiError
+from toka_async.openai.parse import parse_request
+from toka_async.server.bodies import Bodies, Room
+from toka_async.server.errors import Handler
+from toka_async.server.guard import viewer_of
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+LARGE = 1 << 20  # bytes of a body that is parsed in a thread
+SMALL = 1 << 16  # bytes of a body that needs no room: a connection that nobody reads holds as many
+
+
+@dataclass(frozen=True, slots=True)
+class Receiving:
+    """What the bodies of one server share. executor: parses large ones."""
+
+    config: ServerConfig
+    bodies: Bodies
+    executor: Executor
+
+    @property
+    def most(self) -> int:
+        """Bytes of the largest body."""
+        return self.config.max_body_mb << 20
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a body waits for room at most; 0 for any."""
+        limits = (self.config.receive_timeout, self.config.request_timeout)
+        return min((seconds for seconds in limits if seconds), default=0.0)
+
+
+RECEIVING: web.AppKey[Receiving] = web.AppKey("receiving", Receiving)
+ROOM: web.RequestKey[Room] = web.RequestKey("room", Room)
+
+
+def receiving(config: ServerConfig, executor: Executor) -> Receiving:
+    largest = config.max_body_mb << 20
+    most = 8 * largest if config.max_bodies_mb == "auto" else config.max_bodies_mb << 20
+    return Receiving(config, Bodies(most, max(largest, most // 2)), executor)
+
+
+async def reserve(request: web.Request, num_bytes: int) -> None:
+    """Waits for room for so much of the request's body, if that is more than a small one: its socket is not read.
+
+    Raises:
+        OverloadedError: there was none for too long.
+    """
+    if num_bytes > SMALL:
+        receiving, owner = request.app[RECEIVING], viewer_of(request) or request.remote or ""
+        request[ROOM] = await receiving.bodies.reserve(owner, num_bytes, receiving.patience)
+
+
+def give_back_room(request: web.Request) -> None:
+    """Nothing of the body waits for anything any more."""
+    if (room := request.get(ROOM)) is not None:
+        room.shrink(0)
+
+
+@web.middleware
+async def give_room_back(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """At the latest when a request has been answered, whatever the answer is."""
+    try:
+        return await handler(request)
+    finally:
+        give_back_room(request)
+
+
+async def read_body(request: web.Request) -> bytearray:
+    """The whole body. One whose length is not said has room for the largest one from when it is no small one any more.
+
+    Raises:
+        ApiError: 413 when it is too large, unread if its length says so; 415 when it is compressed; 408 when it
+            comes too slowly.
+        OverloadedError: there was no room for it for too long.
+        RequestPayloadError: it is broken.
+    """
+    check_length(request)
+    body, length = bytearray(), request.content_length
+    if length is None:
+        await read_more(request, body, SMALL)
+    await reserve(request, request.app[RECEIVING].most if len(body) > SMALL else length or 0)
+    await read_more(request, body, request.app[RECEIVING].most)
+    if length is None and ROOM in request:
+        request[ROOM].shrink(len(body))
+    return body
+
+
+async def read_more(request: web.Request, body: bytearray, most: int) -> None:
+    """Until there is no more of it, or there is more than `most` bytes. Raises as `read_body` does."""
+    receiving = request.app[RECEIVING]
+    seconds = receiving.config.request_timeout
+    try:
+        async with asyncio.timeout(seconds or None):
+            while len(body) <= most and (chunk := await request.content.readany()):
+                body += chunk
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body took longer than server.request_timeout ({seconds:g} s)", code="timeout"
+        ) from None
+    if len(body) > receiving.most:
+        raise too_large(request)
+
+
+async def read_request(request: web.Request, kind: type[T]) -> T:
+    """The request in the body. Raises as `read_body` and `parse_request` do."""
+    raw = await read_body(request)
+    if len(raw) < LARGE:
+        return parse_request(raw, kind)
+    executor = request.app[RECEIVING].executor
+    return await asyncio.get_running_loop().run_in_executor(executor, parse_request, raw, kind)
+
+
+def check_length(request: web.Request) -> None:
+    """Raises ApiError when the request says that its body is too large (413), or compressed (415)."""
+    check_encoding(request)
+    if (request.content_length or 0) > request.app[RECEIVING].most:
+        raise too_large(request)
+
+
+def check_encoding(request: web.Request) -> None:
+    """Raises ApiError (415): nothing is unpacked, as 200 KB can be minutes of work and gigabytes for the event loop."""
+    encoding = request.headers.get(hdrs.CONTENT_ENCODING, "identity")
+    if encoding.lower() != "identity":
+        raise ApiError(415, f"a body with Content-Encoding {encoding[:32]!r} is not supported: send it as it is")
+
+
+def too_large(request: web.Request) -> ApiError:
+    config = request.app[RECEIVING].config
+    return ApiError(413, f"the body is larger than server.max_body_mb ({config.max_body_mb} MiB)")
