@@ -68,16 +68,18 @@ def cut_ids(raw: Raw) -> Cut | None:
 def _span(raw: Raw) -> tuple[int, int] | None:
     """Of what may be an array: it begins and ends with brackets, and is nothing but numbers, brackets and commas."""
     half = LONG // 2
-    for place in range(half, len(raw), half):
+    place = half
+    while place < len(raw):
         found = _NUMBERS.match(raw, place, place + PROBE)
         assert found is not None
-        if found.end() < min(place + PROBE, len(raw)):
-            continue
-        before = max((other.end() for other in _OTHER.finditer(raw, place - half, place)), default=place - half)
-        start = raw.find(b"[", before, place)
-        end = raw.rfind(b"]", place, _end_of_numbers(raw, place)) + 1
-        if 0 <= start < end - half:
-            return start, end
+        if found.end() == min(place + PROBE, len(raw)):
+            before = max((other.end() for other in _OTHER.finditer(raw, place - half, place)), default=place - half)
+            stop = _end_of_numbers(raw, place)
+            start, end = raw.find(b"[", before, place), raw.rfind(b"]", place, stop) + 1
+            if 0 <= start < end - half:
+                return start, end
+            place = stop  # each byte is looked at once, however many there are of no array
+        place += half
     return None
 
 
