@@ -25,6 +25,7 @@ Raw = bytes | bytearray
 INT = "i"  # the array's type code: int32
 LONG = 1 << 17  # bytes of an array that is certainly found; shorter ones may be
 STEP = 1 << 16  # bytes that are parsed at once, and a few more
+MOST_LISTS = 1 << 18  # more prompts than that are refused anyway, and an array each would take long
 PROBE = 64  # bytes that are looked at to see whether there is such an array
 
 _ID = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -104,7 +105,7 @@ def _read(raw: Raw, start: int, end: int) -> array[int] | list[Int32] | None:
     lists: list[Int32] = []
     for piece in _pieces(raw, start + 1, end - 1, _COMMA_BETWEEN_LISTS):
         parts = _NESTED.decode(piece)
-        if not parts:
+        if not parts or len(lists) > MOST_LISTS:
             return None
         lists += [np.array(part, np.int32) for part in parts]
     return lists

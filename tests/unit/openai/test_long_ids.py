@@ -198,3 +198,10 @@ def test_much_that_is_no_array_is_looked_at_once(filling: bytes, monkeypatch: py
     raw = b'{"tokens": 1' + filling * (20 * LONG // len(filling)) + b"}"
     assert cut_ids(raw) is None
     assert scanned <= len(raw)
+
+
+def test_very_many_lists_are_left_to_the_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = encoded({"prompt": LISTS})
+    assert cut_ids(raw) is not None
+    monkeypatch.setattr(long_ids, "MOST_LISTS", 100)
+    assert cut_ids(raw) is None
