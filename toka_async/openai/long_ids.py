@@ -25,6 +25,7 @@ Raw = bytes | bytearray
 INT = "i"  # the array's type code: int32
 LONG = 1 << 17  # bytes of an array that is certainly found; shorter ones may be
 STEP = 1 << 16  # bytes that are parsed at once, and a few more
+MOST_LISTS = 1 << 18  # more prompts than that are refused anyway, and an array each would take long
 PROBE = 64  # bytes that are looked at to see whether there is such an array
 
 _ID = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -68,16 +69,18 @@ def cut_ids(raw: Raw) -> Cut | None:
 def _span(raw: Raw) -> tuple[int, int] | None:
     """Of what may be an array: it begins and ends with brackets, and is nothing but numbers, brackets and commas."""
     half = LONG // 2
-    for place in range(half, len(raw), half):
+    place = half
+    while place < len(raw):
         found = _NUMBERS.match(raw, place, place + PROBE)
         assert found is not None
-        if found.end() < min(place + PROBE, len(raw)):
-            continue
-        before = max((other.end() for other in _OTHER.finditer(raw, place - half, place)), default=place - half)
-        start = raw.find(b"[", before, place)
-        end = raw.rfind(b"]", place, _end_of_numbers(raw, place)) + 1
-        if 0 <= start < end - half:
-            return start, end
+        if found.end() == min(place + PROBE, len(raw)):
+            before = max((other.end() for other in _OTHER.finditer(raw, place - half, place)), default=place - half)
+            stop = _end_of_numbers(raw, place)
+            start, end = raw.find(b"[", before, place), raw.rfind(b"]", place, stop) + 1
+            if 0 <= start < end - half:
+                return start, end
+            place = stop  # each byte is looked at once, however many there are of no array
+        place += half
     return None
 
 
@@ -102,7 +105,7 @@ def _read(raw: Raw, start: int, end: int) -> array[int] | list[Int32] | None:
     lists: list[Int32] = []
     for piece in _pieces(raw, start + 1, end - 1, _COMMA_BETWEEN_LISTS):
         parts = _NESTED.decode(piece)
-        if not parts:
+        if not parts or len(lists) > MOST_LISTS:
             return None
         lists += [np.array(part, np.int32) for part in parts]
     return lists

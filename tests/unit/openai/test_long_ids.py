@@ -180,3 +180,28 @@ def test_long_arrays_are_found_wherever_they_begin() -> None:
         assert cut is not None
         assert len(cut.ids) == LONG // 3 + 2
         assert len(cut.rest) < start + 100
+
+
+@pytest.mark.parametrize("filling", [b" ", b"1", b"[", b"]", b",", b"[]", b"1,2]"])
+def test_much_that_is_no_array_is_looked_at_once(filling: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is that of one pass."""
+    scanned = 0
+    scan = long_ids._end_of_numbers
+
+    def counting(raw: bytes, place: int) -> int:
+        nonlocal scanned
+        stop = scan(raw, place)
+        scanned += stop - place
+        return stop
+
+    monkeypatch.setattr(long_ids, "_end_of_numbers", counting)
+    raw = b'{"tokens": 1' + filling * (20 * LONG // len(filling)) + b"}"
+    assert cut_ids(raw) is None
+    assert scanned <= len(raw)
+
+
+def test_very_many_lists_are_left_to_the_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = encoded({"prompt": LISTS})
+    assert cut_ids(raw) is not None
+    monkeypatch.setattr(long_ids, "MOST_LISTS", 100)
+    assert cut_ids(raw) is None
