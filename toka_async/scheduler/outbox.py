@@ -47,6 +47,9 @@ class Outbox:
 
         `tops` holds the likeliest tokens of a lane's row, one entry a token, for lanes that want any.
         """
+        if lanes.size <= MOST_REQUESTS:
+            self._rows(lanes, counts, token_ids, logprobs, reasons, tops)
+            return
         starts = np.concatenate([[0], np.cumsum(counts)])
         for first, last in pairwise([0, *self._cuts(lanes), lanes.size]):
             part, tokens = slice(first, last), slice(starts[first], starts[last])
@@ -54,8 +57,6 @@ class Outbox:
 
     def _cuts(self, lanes: Int32) -> list[int]:
         """Where the next message begins."""
-        if lanes.size <= MOST_REQUESTS:
-            return []
         numbers = np.cumsum(np.diff(self._lanes.request[lanes], prepend=-1) != 0)  # of each lane's request, from 1
         cuts: list[int] = np.searchsorted(numbers, np.arange(MOST_REQUESTS, numbers[-1], MOST_REQUESTS) + 1).tolist()
         return cuts
