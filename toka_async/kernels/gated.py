@@ -39,8 +39,6 @@ class Tile:
 
 
 TILES = (Tile(128, 128, 64, 3, 8), Tile(64, 128, 64, 4, 4))
-
-
 _CANNOT_BE_BUILT = (OutOfResources, PTXASError, CompileTimeAssertionFailure)
 
 
