@@ -19,6 +19,15 @@ INDEX = 5  # of every draw
 _NUM_PROMPT = 7
 
 
+def name_of(value: object) -> str | None:
+    """Of a test's case: what its sampling parameters set. Their own text differs from process to process."""
+    if not isinstance(value, Sampling):
+        return None
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    values = {name: getattr(value, name) for name in names if getattr(value, name) != getattr(Sampling(), name)}
+    return " ".join(f"{name}={value:g}" for name, value in values.items()) or "plain"
+
+
 def table_of(
     samplings: Sequence[Sampling], seen: npt.NDArray[np.bool_], device: torch.device
 ) -> tuple[Params, RowTable]:

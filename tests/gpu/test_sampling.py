@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from tests.gpu_models import DEVICE, Reference, WatchedEngine, make_model
 from tests.models import make_checkpoint
-from tests.sampling_rows import kept_by, penalised, weights_of
+from tests.sampling_rows import kept_by, name_of, penalised, weights_of
 from toka_async.config import CompileConfig
 from toka_async.messages import Sampling
 from toka_async.model.sampling import params_of
@@ -79,13 +79,6 @@ class ChiSquare:
 
     def __str__(self) -> str:
         return f"{self.value:.0f} of {self.freedom} ({self.deviations:+.1f})"
-
-
-def name_of(sampling: Sampling) -> str:
-    """What it sets."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    values = {name: getattr(sampling, name) for name in names if getattr(sampling, name) != getattr(Sampling(), name)}
-    return " ".join(f"{name}={value:g}" for name, value in values.items()) or "plain"
 
 
 def exact_probabilities(reference: Reference, contexts: Sequence[Sequence[int]], sampling: Sampling) -> list[Float64]:

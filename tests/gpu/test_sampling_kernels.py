@@ -9,7 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.sampling_rows import INDEX, draw, kept_by, penalised, table_of, uniforms_of, weights_of
+from tests.sampling_rows import INDEX, draw, kept_by, name_of, penalised, table_of, uniforms_of, weights_of
 from toka_async.kernels.sampling import SamplingKernels
 from toka_async.messages import Sampling
 from toka_async.model.logprobs import distribution
@@ -47,7 +47,7 @@ def seen_by(rows: int) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
     return np.repeat(np.random.default_rng(0).random((1, VOCAB)) < 0.1, rows, axis=0)
 
 
-@pytest.mark.parametrize(("spread", "sampling"), CASES, ids=str)
+@pytest.mark.parametrize(("spread", "sampling"), CASES, ids=name_of)
 def test_chi_square(kernels: SamplingKernels, spread: float, sampling: Sampling) -> None:
     """8,192 draws of one distribution, counted in groups of neighbouring ids of about the same probability."""
     num = 8192
