@@ -16,7 +16,7 @@ from toka_async.model.spec import read_spec
 from toka_async.runner.build import build_runner
 
 GREEDY = Sampling(temperature=0.0)
-FEW_GRAPHS = CompileConfig(max_graph_seqs=16)
+FEW_GRAPHS = CompileConfig(max_graph_seqs=16, tuning_dir="")
 
 
 class Engine:

@@ -148,7 +148,7 @@ class WatchedEngine(Engine):
             "num_tokens": 16384,
             "group_min_seqs": 2 if grouped else 0,
             "group_min_tokens": 16,
-            "compiling": CompileConfig(graphs=graphs, max_graph_seqs=32),
+            "compiling": CompileConfig(graphs=graphs, max_graph_seqs=32, tuning_dir=""),
         }
         super().__init__(folder, device=DEVICE, dtype=dtype, **values | fields)
         self.driver.rank = self.watch = Watch(self.runner)

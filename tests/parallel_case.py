@@ -29,6 +29,7 @@ OPTIONS = (
     "schedule.max_seqs=64",
     "schedule.group_min_seqs=2",
     "schedule.group_min_tokens=32",
+    "compile.tuning_dir=",
     "attention.num_threads=1",
     "server.stats_interval=0",
 )

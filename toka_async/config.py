@@ -217,6 +217,12 @@ class CompileConfig(Section, frozen=True, kw_only=True):
     tune: Annotated[
         bool, Meta(description="time algorithms for products with the model's matrices, use the fastest")
     ] = True
+    tuning_dir: Annotated[
+        str,
+        Meta(
+            description="folder of what earlier starts measured; auto: in the user's cache folder; empty: none is kept"
+        ),
+    ] = "auto"
     graphs: Annotated[bool, Meta(description="capture decoding steps in CUDA graphs, with our attention kernels")] = (
         True
     )

@@ -119,7 +119,7 @@ def start(reference: Reference) -> WatchedEngine:
         grouped=False,
         max_seqs=1024,
         max_tokens=2048,
-        compiling=CompileConfig(max_graph_seqs=1024),
+        compiling=CompileConfig(max_graph_seqs=1024, tuning_dir=""),
     )
 
 

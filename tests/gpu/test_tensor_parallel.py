@@ -26,7 +26,13 @@ pytestmark = [
 ]
 
 
-OPTIONS = ("model.dtype=float32", "cache.num_tokens=32768", "schedule.max_seqs=16", "compile.max_graph_seqs=8")
+OPTIONS = (
+    "model.dtype=float32",
+    "cache.num_tokens=32768",
+    "schedule.max_seqs=16",
+    "compile.max_graph_seqs=8",
+    "compile.tuning_dir=",
+)
 SHARDS = "parallel.async_tp_min_tokens=3"  # of more rows than ranks, and of prompts
 ALL_WHOLE = "parallel.async_tp_min_tokens=0"
 # Filters, penalties, log-probs: everything that kernels sample.

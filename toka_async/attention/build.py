@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # these need Triton, which is not everywhere
 logger = logging.getLogger(__name__)
 
 Backend = Literal["auto", "reference", "triton", "flashinfer"]
+# From what a table is measured of, in terms of JSON, and what measures it, to the table to choose by.
+Settle = Callable[[Mapping[str, object], Callable[[], Table]], Table]
 LARGEST_HEAD = 256
 NOT_MEASURED = only("triton")  # a table to build with before there is something to measure on
 
@@ -75,12 +77,12 @@ def build_attention(
     max_tokens: int,
     scale: float | None = None,
     table: Table | None = None,
-    agree: Callable[[Table], Table] | None = None,
+    settle: Settle | None = None,
 ) -> Attention:
     """The backend over `cache`, with a sliding window per layer, for steps of up to max_seqs rows and max_tokens.
 
     table: what to choose by; None: measured now, on the cache as it is, without writing to it.
-    agree: makes of what was measured the table to choose by; ranks that compute together choose alike.
+    settle: gives the table to choose by, from what it is measured of and a function that measures; None: measured.
     Raises ModelError: the backend cannot attend over this cache; the message says why, and what can.
     """
     chosen = resolve_backend(backend, cache)
@@ -97,8 +99,9 @@ def build_attention(
     if chosen == "flashinfer" or (chosen == "auto" and not flashinfer.why_not(cache)):
         sources = _with_flashinfer(sources, limits, must=chosen == "flashinfer")
     if table is None:
-        measured = _measure(sources, limits)
-        table = agree(measured) if agree is not None else measured
+        bench = _bench(sources, limits)
+        table = bench.table() if settle is None else settle(bench.facts(), bench.table)
+        logger.info("attention: %s", table.summary())
     parts = _assemble(sources, limits, table)
     return Attention(parts, parts if sources.captured else None, table.smallest_group(), table.pays, table)
 
@@ -184,8 +187,8 @@ def _try_out(sources: Sources, limits: Limits) -> None:
             try_chunks(limits.cache, limits.num_heads, make_chunks(), window)
 
 
-def _measure(sources: Sources, limits: Limits) -> Table:
-    table = Bench(
+def _bench(sources: Sources, limits: Limits) -> Bench:
+    return Bench(
         limits.cache,
         limits.num_heads,
         limits.max_seqs,
@@ -193,9 +196,7 @@ def _measure(sources: Sources, limits: Limits) -> Table:
         {name: make() for name, make in sources.decode.items()},
         {name: make() for name, make in sources.chunks.items()},
         CudaClock(len(limits.cache.keys)),
-    ).table()
-    logger.info("attention: %s", table.summary())
-    return table
+    )
 
 
 def _assemble(sources: Sources, limits: Limits, table: Table) -> PartsAttention:

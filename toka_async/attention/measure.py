@@ -102,49 +102,77 @@ class Bench:
             groups=groups,
         )
 
+    def facts(self) -> dict[str, object]:
+        """What the table depends on, but for the chip, in terms of JSON."""
+        cache = self.cache
+        return {
+            "heads": [self.num_heads, cache.num_kv_heads, cache.head_dim],
+            "layers": len(cache.keys),
+            "page_size": cache.page_size,
+            "dtype": str(cache.keys[0].dtype),
+            "parts": [list(self.decode), list(self.chunks)],
+            "shapes": [self._decode_shapes(), self._chunk_shapes(), self._group_shapes()],
+        }
+
     def _decode_points(self) -> tuple[Point, ...]:
-        most_tokens = min(MOST_TOKENS, self.cache.num_pages * self.cache.page_size)
         return tuple(
             Point(rows, context, _fastest(self._decode_times(Shape(((context, 1),) * rows, rows))))
+            for rows, context in self._decode_shapes()
+        )
+
+    def _decode_shapes(self) -> list[tuple[int, int]]:
+        """Rows and context of each."""
+        most_tokens = min(MOST_TOKENS, self.cache.num_pages * self.cache.page_size)
+        return [
+            (rows, context)
             for rows in ROWS
             for context in CONTEXTS
             if rows <= self.max_seqs and rows * context <= most_tokens
-        )
+        ]
 
     def _chunk_points(self) -> tuple[Point, ...]:
-        most_tokens = self.cache.num_pages * self.cache.page_size
         return tuple(
             Point(rows * length, before + length, _fastest(self._chunk_times(rows, length, before)))
+            for rows, length, before in self._chunk_shapes()
+        )
+
+    def _chunk_shapes(self) -> list[tuple[int, int, int]]:
+        """Rows, tokens of a row's chunk and before it."""
+        most_tokens = self.cache.num_pages * self.cache.page_size
+        return [
+            (rows, length, before)
             for rows, length, before in CHUNKS
             if rows <= self.max_seqs and rows * length <= self.max_tokens and rows * (before + length) <= most_tokens
-        )
+        ]
 
     def _groups(self) -> tuple[tuple[Point, ...], tuple[tuple[int, int], ...]]:
         """The fastest part with groups, and which groups are faster than the fastest part without."""
         points: list[Point] = []
         worth: dict[tuple[int, int], bool] = {}
-        for num_rows in GROUP_ROWS:
-            for num_tokens in GROUP_TOKENS:
-                groups = self._same_groups(num_rows, num_tokens)
-                if not groups:
-                    continue
-                context = groups[0].num_pages * self.cache.page_size + OWN_TOKENS
-                num_decode = num_rows * len(groups)
-                rows = ((context, 1),) * num_decode
-                shared = self._decode_times(Shape(rows, num_decode, groups))
-                alone = self._decode_times(Shape(rows, num_decode), groups)
-                points.append(Point(num_rows, num_tokens, _fastest(shared)))
-                worth[num_rows, num_tokens] = min(shared.values()) < MARGIN * min(alone.values())
+        for num_rows, num_tokens, num_groups in self._group_shapes():
+            num_pages = self._pages_of(num_tokens)
+            groups = tuple(PrefixGroup(i * num_rows, num_rows, num_pages) for i in range(num_groups))
+            num_decode = num_rows * num_groups
+            rows = ((num_pages * self.cache.page_size + OWN_TOKENS, 1),) * num_decode
+            shared = self._decode_times(Shape(rows, num_decode, groups))
+            alone = self._decode_times(Shape(rows, num_decode), groups)
+            points.append(Point(num_rows, num_tokens, _fastest(shared)))
+            worth[num_rows, num_tokens] = min(shared.values()) < MARGIN * min(alone.values())
         return tuple(points), smallest_groups(worth)
 
-    def _same_groups(self, num_rows: int, num_tokens: int) -> tuple[PrefixGroup, ...]:
-        """Groups of `num_rows` that share `num_tokens`: as many as a full step has; none if the cache is too small."""
-        num_pages = -(-num_tokens // self.cache.page_size)
-        context = num_pages * self.cache.page_size + OWN_TOKENS
-        if context > self.cache.num_pages * self.cache.page_size:
-            return ()
-        num_groups = min(self.max_seqs, GROUPED_ROWS, MOST_TOKENS // context) // num_rows
-        return tuple(PrefixGroup(i * num_rows, num_rows, num_pages) for i in range(num_groups))
+    def _group_shapes(self) -> list[tuple[int, int, int]]:
+        """Rows of a group, tokens of its prefix, and groups: as many as a full step has, if the cache holds one."""
+        shapes = []
+        for num_rows in GROUP_ROWS:
+            for num_tokens in GROUP_TOKENS:
+                context = self._pages_of(num_tokens) * self.cache.page_size + OWN_TOKENS
+                num_groups = min(self.max_seqs, GROUPED_ROWS, MOST_TOKENS // context) // num_rows
+                if num_groups and context <= self.cache.num_pages * self.cache.page_size:
+                    shapes.append((num_rows, num_tokens, num_groups))
+        return shapes
+
+    def _pages_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.cache.page_size)
 
     def _decode_times(self, shape: Shape, alike: tuple[PrefixGroup, ...] = ()) -> dict[str, float]:
         """Seconds of each part; rows of `alike` share pages, too, but the parts are not told."""

@@ -67,7 +67,8 @@ def measure(options: argparse.Namespace, config: Config) -> Result:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     from toka_async.bench.floor import Floor
-    from toka_async.runner.build import build_runner, resolve_dtype
+    from toka_async.runner.build import build_runner
+    from toka_async.runner.device import resolve_dtype
 
     runner = build_runner(
         model_dir, spec, config.model, config.cache, config.schedule, config.attention, config.compile

@@ -7,9 +7,10 @@ torch takes the first algorithm that the library proposes for a shape; others of
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable, Sequence
 from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import NewType, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ _TRANSPOSED = 1
 
 _WORKSPACE_BYTES = 64 << 20
 _MOST_ALGORITHMS = 16
+_ALGORITHM_WORDS = 8  # "can be trivially serialized and later restored for use with the same version"
 ALIGNMENT = 256  # bytes, of addresses: what the library assumes
 
 
@@ -31,7 +33,7 @@ class _Proposal(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t; its algorithm is opaque."""
 
     _fields_ = (
-        ("algorithm", c_uint64 * 8),
+        ("algorithm", c_uint64 * _ALGORITHM_WORDS),
         ("workspace", c_size_t),
         ("status", c_int),
         ("waves", c_float),
@@ -55,12 +57,25 @@ class Product:
 class Library(Protocol):
     """What computes products; `CublasLt` is one."""
 
+    @property
+    def version(self) -> int:
+        """Algorithms that were saved are of one version."""
+        ...
+
     def algorithms(self, product: Product, m: int) -> list[Algorithm]:
         """Those proposed for `m` rows, likeliest first; any of them may do for other numbers of rows, too."""
         ...
 
     def run(self, product: Product, algorithm: Algorithm, x: Tensor, weight: Tensor, output: Tensor) -> bool:
         """Computes on the current stream; False, with nothing done, if the algorithm cannot."""
+        ...
+
+    def save(self, algorithm: Algorithm) -> list[int]:
+        """What `restore` makes the algorithm of, in another process with the same version of the library."""
+        ...
+
+    def restore(self, saved: Sequence[int]) -> Algorithm:
+        """Raises ValueError: these are no algorithm's. Whether it computes a product, `run` says."""
         ...
 
 
@@ -106,6 +121,7 @@ class CublasLt:
         assert device.type == "cuda"
         major = (torch.version.cuda or "").partition(".")[0]
         self._library = ctypes.CDLL(f"libcublasLt.so.{major}")  # the one that torch has loaded
+        self._library.cublasLtGetVersion.restype = c_size_t
         self._library.cublasLtMatmul.argtypes = [c_void_p] * 14 + [c_size_t, c_void_p]
         self._handle = c_void_p()
         _check(self._library.cublasLtCreate(byref(self._handle)))
@@ -117,6 +133,7 @@ class CublasLt:
                 self._preference, _MAX_WORKSPACE, byref(size), c_size_t(8)
             )
         )
+        self.version = int(self._library.cublasLtGetVersion())
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._device = device
         self._alpha = c_float(1.0)
@@ -165,6 +182,14 @@ class CublasLt:
             torch.cuda.current_stream(self._device).cuda_stream,
         )
         return status == 0
+
+    def save(self, algorithm: Algorithm) -> list[int]:
+        return list(cast(Iterable[int], algorithm))
+
+    def restore(self, saved: Sequence[int]) -> Algorithm:
+        if len(saved) != _ALGORITHM_WORDS:
+            raise ValueError(f"expected {_ALGORITHM_WORDS} words, got {len(saved)}")
+        return Algorithm((c_uint64 * _ALGORITHM_WORDS)(*saved))
 
     def _of(self, product: Product) -> _Descriptors:
         known = self._descriptors.get(product)

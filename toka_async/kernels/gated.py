@@ -113,6 +113,23 @@ class GatedProducts:
                 tuned.choices[index] = tuned.choices[index] or tuned.choices[-1]
         self._tuned[shape] = tuned
 
+    def chosen(self, weight: Tensor, activation: str) -> list[Tile | None] | None:
+        """What `tune` has chosen for each of its sizes, in ascending order; None: there was nothing to choose."""
+        tuned = self._tuned.get(_shape(weight, activation))
+        return None if tuned is None else tuned.choices
+
+    def adopt(self, weight: Tensor, activation: str, sizes: Sequence[int], chosen: Sequence[Tile | None]) -> bool:
+        """Take what was chosen before in place of tuning; False, with nothing changed: not all of it computes here."""
+        shape, tiles = _shape(weight, activation), {tile for tile in chosen if tile is not None}
+        x = torch.randn(1, shape.hidden, device=weight.device, dtype=shape.dtype)
+        output = x.new_empty(1, shape.inner)
+        if len(chosen) != len(sizes) or not tiles <= set(self._tiles) or not _can_copy(x, weight, output):
+            return False
+        if not all(_is_built(partial(self._run, activation, tile, x, weight, output)) for tile in tiles):
+            return False
+        self._tuned[shape] = ByRows[Tile | None](sorted(sizes), list(chosen))
+        return True
+
     def compute(self, x: Tensor, weight: Tensor, activation: str) -> Tensor | None:
         """[t, hidden] and [2 * inner, hidden] to [t, inner]; None: it should be computed separately."""
         shape = _shape(weight, activation)

@@ -6,7 +6,7 @@ proposals: chips that are out of power run slower than the library expects. Know
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -21,6 +21,7 @@ class TunedProducts:
     """Products by tuned algorithms, and by torch for shapes that were not tuned."""
 
     def __init__(self, library: Library, clock: Clock) -> None:
+        self.library_version = library.version
         self._library = library
         self._clock = clock
         self._tuned: dict[Product, ByRows[Algorithm | None]] = {}  # None: torch's choice
@@ -31,16 +32,32 @@ class TunedProducts:
         adds: the product is added to what is there. Several weights are used in turn, as layers are, so that they are
         not found in caches. Allocates inputs and outputs of the most rows.
         """
-        product, device = _product(weights[0], adds), weights[0].device
-        most = max(sizes)
-        x = torch.randn(most, product.k, device=device, dtype=product.dtype)
-        output = torch.zeros(most, product.n, device=device, dtype=product.dtype)
-        tuned, before = ByRows[Algorithm | None](sorted(sizes), []), 0
-        for size in tuned.sizes:
-            operands = [(x[:n], output[:n]) for n in rows_to_time(size, before)]
+        product = _product(weights[0], adds)
+        tuned = ByRows[Algorithm | None](sorted(sizes), [])
+        for operands in _operands(product, weights[0].device, tuned.sizes):
             tuned.choices.append(self._fastest(product, weights, operands))
-            before = size
         self._tuned[product] = tuned
+
+    def chosen(self, weight: Tensor, adds: bool) -> list[list[int] | None]:
+        """What `tune` has chosen for each of its sizes, in ascending order, to be adopted by another process."""
+        choices = self._tuned[_product(weight, adds)].choices
+        return [None if algorithm is None else self._library.save(algorithm) for algorithm in choices]
+
+    def adopt(self, weight: Tensor, adds: bool, sizes: Sequence[int], chosen: Sequence[Sequence[int] | None]) -> bool:
+        """Take what was chosen before in place of tuning; False, with nothing changed: not all of it computes here."""
+        product = _product(weight, adds)
+        if len(chosen) != len(sizes):
+            return False
+        try:
+            algorithms = [None if saved is None else self._library.restore(saved) for saved in chosen]
+        except ValueError:
+            return False
+        tuned = ByRows[Algorithm | None](sorted(sizes), algorithms)
+        for algorithm, operands in zip(algorithms, _operands(product, weight.device, tuned.sizes), strict=True):
+            if algorithm is not None and not self._runs(product, algorithm, weight, operands):
+                return False
+        self._tuned[product] = tuned
+        return True
 
     def _fastest(
         self, product: Product, weights: Sequence[Tensor], operands: Sequence[tuple[Tensor, Tensor]]
@@ -48,11 +65,15 @@ class TunedProducts:
         algorithms: list[Algorithm | None] = [None]
         ways: list[Way] = [partial(_by_torch, product)]
         for algorithm in self._library.algorithms(product, len(operands[0][0])):
-            way = partial(self._library.run, product, algorithm)
-            if all(way(x, weights[0], output) for x, output in operands):
+            if self._runs(product, algorithm, weights[0], operands):
                 algorithms.append(algorithm)
-                ways.append(way)
+                ways.append(partial(self._library.run, product, algorithm))
         return algorithms[fastest(ways, weights, operands, self._clock)]
+
+    def _runs(
+        self, product: Product, algorithm: Algorithm, weight: Tensor, operands: Sequence[tuple[Tensor, Tensor]]
+    ) -> bool:
+        return all(self._library.run(product, algorithm, x, weight, output) for x, output in operands)
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x Wᵀ: [t, k] and [n, k] to [t, n]."""
@@ -78,6 +99,14 @@ class TunedProducts:
         if algorithm is None or not all(x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0 for x in operands):
             return None
         return algorithm
+
+
+def _operands(product: Product, device: torch.device, sizes: Sequence[int]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """x and output at each number of rows that the choice for an ascending size is for."""
+    x = torch.randn(sizes[-1], product.k, device=device, dtype=product.dtype)
+    output = torch.zeros(sizes[-1], product.n, device=device, dtype=product.dtype)
+    for size, before in zip(sizes, [0, *sizes], strict=False):
+        yield [(x[:n], output[:n]) for n in rows_to_time(size, before)]
 
 
 def _by_torch(product: Product, x: Tensor, weight: Tensor, output: Tensor) -> None:

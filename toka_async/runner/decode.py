@@ -7,7 +7,7 @@ sample; knows no messages.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -61,19 +61,30 @@ class DecodePass:
         # Arrays of slots, whether kernels sample them all, and whether any wants log-probs; the newest last.
         self._kinds: deque[tuple[Int32, bool, bool]] = deque(maxlen=_KINDS)
 
-    def capture(self, most: int, grouped: bool) -> Iterator[tuple[int, int]]:
-        """Capture graphs of up to `most` rows; gives (captured, all) after each. No row decodes meanwhile."""
+    def capture(self, most: int, grouped: bool, sizes: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
+        """Capture graphs of up to `most` rows; gives (captured, all) after each. No row decodes meanwhile.
+
+        sizes: the graphs' rows, as `graph_sizes` gave them after an earlier capture; empty: found out now.
+        """
         if self._attention is None:
             return
         assert not self._rows.order.size
         # What was there before has left: from here on it is padding that computes.
         self._rows.on_device.set_order(self._rows.order, most)
-        graphs = DecodeGraphs(self._decode, self._attention, graph_sizes(most), grouped, self._agree)
+        assert not sizes or max(sizes) == most
+        graphs = DecodeGraphs(
+            self._decode, self._attention, sizes or graph_sizes(most), grouped, self._agree, choose=not sizes
+        )
         with torch.inference_mode():
             if self._make_residuals is not None:
                 self._residuals = self._make_residuals(most)
             yield from graphs.capture()
         self._graphs = graphs
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Rows of the graphs that were captured and kept."""
+        return [] if self._graphs is None else self._graphs.sizes
 
     def padded(self, order: Int32) -> int:
         """Rows that a pass of these takes, padding included."""

@@ -58,12 +58,15 @@ class DecodeGraphs:
         sizes: Sequence[int],
         grouped: bool,
         agree: Agree = bytes,
+        choose: bool = True,
     ) -> None:
+        """choose: time the graphs and drop those that a larger one beats; False: that was done to the sizes before."""
         self._attention = attention
         self._sizes = sorted(sizes)
         self._graphs: dict[tuple[int, bool], _Captured] = {}
         self._decode = decode
         self._agree = agree
+        self._choose = choose
         self._kinds = (False, True) if grouped else (False,)
 
     def capture(self) -> Iterator[tuple[int, int]]:
@@ -71,17 +74,19 @@ class DecodeGraphs:
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         todo = [(size, grouped) for size in reversed(self._sizes) for grouped in self._kinds]
-        for number, (size, grouped) in enumerate(todo, 1):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self._decode(size, grouped)  # what happens once (kernels, libraries' handles) is not captured
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with _no_collection(), torch.cuda.graph(graph, pool=pool, stream=stream):
-                outputs = self._decode(size, grouped)
-            self._graphs[size, grouped] = _Captured(graph, outputs)
-            yield number, len(todo)
-        self._keep(fastest(self._sizes, self._times()))
+        with _quick_collections():
+            for number, (size, grouped) in enumerate(todo, 1):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    self._decode(size, grouped)  # what happens once (kernels, libraries' handles) is not captured
+                torch.cuda.current_stream().wait_stream(stream)
+                graph = torch.cuda.CUDAGraph()
+                with _no_collection(), torch.cuda.graph(graph, pool=pool, stream=stream):
+                    outputs = self._decode(size, grouped)
+                self._graphs[size, grouped] = _Captured(graph, outputs)
+                yield number, len(todo)
+        if self._choose:
+            self._keep(fastest(self._sizes, self._times()))
 
     def _times(self) -> list[float]:
         """Milliseconds of all kinds of each size, as all ranks go by."""
@@ -91,6 +96,11 @@ class DecodeGraphs:
     def _keep(self, sizes: list[int]) -> None:
         self._sizes = sizes
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] in sizes}
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows of the graphs that there are, in ascending order."""
+        return [*self._sizes] if self._graphs else []
 
     def size_for(self, num_rows: int) -> int:
         """Rows of the smallest graph that holds them; 0: there is none."""
@@ -132,6 +142,17 @@ def _milliseconds(graph: torch.cuda.CUDAGraph) -> float:
         end.synchronize()
         times.append(float(begin.elapsed_time(end)))
     return min(times[1:])
+
+
+@contextmanager
+def _quick_collections() -> Iterator[None]:
+    """What is there already is not looked at: libraries' hundreds of thousands of objects live on anyway."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Has a GPU's products with the model's matrices tuned, for the numbers of rows that steps have.
 
-Knows which matrices a decoder has; how algorithms are found and chosen is in `kernels.matmul` and `kernels.gated`.
+Knows which matrices a decoder has and what earlier starts chose for them; how algorithms are found and chosen is in
+`kernels.matmul` and `kernels.gated`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from torch import Tensor
 
 from toka_async.kernels.cublaslt import CublasLt
 from toka_async.kernels.fused import FusedOps
-from toka_async.kernels.gated import GatedProducts
+from toka_async.kernels.gated import GatedProducts, Tile
 from toka_async.kernels.matmul import TunedProducts
 from toka_async.kernels.trial import event_clock, tuned_sizes
 from toka_async.model.decoder import MLP, Decoder
 from toka_async.model.layers import ColumnLinear, RowLinear, Vocabulary
 from toka_async.runner.graphs import graph_sizes
 from toka_async.runner.limits import Limits
+from toka_async.runner.tuning_cache import TuningCache
 
 logger = logging.getLogger(__name__)
 
@@ -50,44 +52,68 @@ def _make_products(device: torch.device) -> TunedProducts | None:
         return None
 
 
-@torch.inference_mode()
-def tune_products(
-    decoder: Decoder,
-    ops: FusedOps,
-    limits: Limits,
-    max_graph_seqs: int,
-    show: Callable[[int, int], None],
-) -> None:
-    """Tune for steps of up to the limits; graphs' numbers of rows each for itself. show: (shapes done, all)."""
-    graphs = graph_sizes(min(max_graph_seqs, limits.max_seqs)) if max_graph_seqs else []
-    matrices = _matrices(decoder) if ops.products is not None else {}
-    gates = _gates(decoder) if ops.gates is not None else {}
-    total = len(matrices) + len(gates)
-    for done, ((_, adds, most_seqs), weights) in enumerate(matrices.items()):
-        assert ops.products is not None
-        show(done, total)
-        most = limits.max_seqs if most_seqs else limits.max_tokens
-        ops.products.tune(weights[:_MOST_WEIGHTS], adds, tuned_sizes(graphs, most))
-    for done, ((_, activation), weights) in enumerate(gates.items(), len(matrices)):
-        assert ops.gates is not None
-        show(done, total)
-        separately = partial(_separately, ops, activation)
-        ops.gates.tune(weights[:_MOST_WEIGHTS], activation, gated_sizes(limits.max_tokens), separately)
-        ranges = ", ".join(f"{first} to {last}" for first, last in ops.gates.ranges())
-        logger.info("gated products: in one kernel for %s rows", ranges or "no")
-    torch.cuda.empty_cache()
+class ProductTuning:
+    """Of one process' operations; what was tuned at an earlier start is found in the cache."""
+
+    def __init__(self, ops: FusedOps, cache: TuningCache) -> None:
+        self._ops = ops
+        self._cache = cache
+
+    @torch.inference_mode()
+    def tune(self, decoder: Decoder, limits: Limits, max_graph_seqs: int, show: Callable[[int, int], None]) -> None:
+        """Tune for steps of up to the limits; graphs' numbers of rows each for itself. show: (shapes done, all)."""
+        graphs = graph_sizes(min(max_graph_seqs, limits.max_seqs)) if max_graph_seqs else []
+        matrices = _matrices(decoder) if self._ops.products is not None else {}
+        gates = _gates(decoder) if self._ops.gates is not None else {}
+        total = len(matrices) + len(gates)
+        for done, ((_, adds, most_seqs), weights) in enumerate(matrices.items()):
+            assert self._ops.products is not None
+            show(done, total)
+            most = limits.max_seqs if most_seqs else limits.max_tokens
+            self._tune_products(self._ops.products, weights[:_MOST_WEIGHTS], adds, tuned_sizes(graphs, most))
+        for done, ((_, activation), weights) in enumerate(gates.items(), len(matrices)):
+            assert self._ops.gates is not None
+            show(done, total)
+            self._tune_gates(self._ops.gates, weights[:_MOST_WEIGHTS], activation, gated_sizes(limits.max_tokens))
+            ranges = ", ".join(f"{first} to {last}" for first, last in self._ops.gates.ranges())
+            logger.info("gated products: in one kernel for %s rows", ranges or "no")
+        torch.cuda.empty_cache()
+
+    @torch.inference_mode()
+    def tune_layers(self, decoder: Decoder, sizes: Sequence[int]) -> None:
+        """Tune for steps of just so many tokens, layers alone; nothing is found or kept."""
+        for (_, adds, most_seqs), weights in _matrices(decoder).items() if self._ops.products is not None else ():
+            if not most_seqs:
+                assert self._ops.products is not None
+                self._ops.products.tune(weights, adds, sizes)
+        for (_, activation), weights in _gates(decoder).items() if self._ops.gates is not None else ():
+            assert self._ops.gates is not None
+            self._ops.gates.tune(weights, activation, sizes, partial(_separately, self._ops, activation))
+
+    def _tune_products(
+        self, products: TunedProducts, weights: Sequence[Tensor], adds: bool, sizes: Sequence[int]
+    ) -> None:
+        facts = {**_facts(weights, sizes), "adds": adds, "library": products.library_version}
+        known = self._cache.find("product", facts, list[list[int] | None])
+        if known is None or not products.adopt(weights[0], adds, sizes, known):
+            products.tune(weights, adds, sizes)
+            self._cache.keep("product", facts, products.chosen(weights[0], adds))
+
+    def _tune_gates(
+        self, gates: GatedProducts, weights: Sequence[Tensor], activation: str, sizes: Sequence[int]
+    ) -> None:
+        facts = {**_facts(weights, sizes), "activation": activation}
+        known = self._cache.find("gated-product", facts, list[Tile | None])
+        if known is None or not gates.adopt(weights[0], activation, sizes, known):
+            gates.tune(weights, activation, sizes, partial(_separately, self._ops, activation))
+            if (chosen := gates.chosen(weights[0], activation)) is not None:
+                self._cache.keep("gated-product", facts, chosen)
 
 
-@torch.inference_mode()
-def tune_layers(decoder: Decoder, ops: FusedOps, sizes: Sequence[int]) -> None:
-    """Tune for steps of just so many tokens, layers alone."""
-    for (_, adds, most_seqs), weights in _matrices(decoder).items() if ops.products is not None else ():
-        if not most_seqs:
-            assert ops.products is not None
-            ops.products.tune(weights, adds, sizes)
-    for (_, activation), weights in _gates(decoder).items() if ops.gates is not None else ():
-        assert ops.gates is not None
-        ops.gates.tune(weights, activation, sizes, partial(_separately, ops, activation))
+def _facts(weights: Sequence[Tensor], sizes: Sequence[int]) -> dict[str, object]:
+    """What the fastest ways depend on: how many weights are used in turn says whether they stay in caches."""
+    weight = weights[0]
+    return {"shape": list(weight.shape), "dtype": str(weight.dtype), "weights": len(weights), "sizes": list(sizes)}
 
 
 def gated_sizes(most: int) -> list[int]:

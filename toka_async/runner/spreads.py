@@ -23,6 +23,7 @@ from toka_async.model.overlap import overlapped, release, reserve, why_not
 from toka_async.model.spec import ModelSpec
 from toka_async.model.spread import Shards, Spread, Spreads, Whole
 from toka_async.model.weights import build_decoder, random_weights
+from toka_async.runner.tuning_cache import Facts, TuningCache
 
 logger = logging.getLogger(__name__)
 
@@ -75,14 +76,16 @@ def build_spreads(
     clock: Clock | None = None,
     world: Comm | None = None,
     tune: Tune | None = None,
+    tuning_cache: TuningCache | None = None,
 ) -> Spreads:
     """How steps are spread over the ranks, the same on each of them, which wait for each other.
 
     comm: the ranks that hold the same layers. world: those of all stages, which do alike; None: there is one.
     asked: `parallel.async_tp_min_tokens`. most_captured: tokens of the largest step that is captured; what is measured
     is never as little, as a captured step has no host's time. clock: of tests. tune: called of what is measured with
-    the numbers of tokens, so that it is as fast as what will be served. In shards, each rank has two tokens at
-    least: of one, Inductor (torch 2.11) fails to compile what depends on it.
+    the numbers of tokens, so that it is as fast as what will be served. tuning_cache: what earlier starts measured;
+    None: nothing. In shards, each rank has two tokens at least: of one, Inductor (torch 2.11) fails to compile what
+    depends on it.
     """
     whole, world = Whole(comm), world or comm
     if comm.size == 1 or asked == 0:
@@ -98,7 +101,12 @@ def build_spreads(
     if asked != "auto":
         return Spreads(whole, shards, _with_two_each(asked, comm))
     counts = token_counts(most_captured, shape.max_tokens)
-    timings = measure(whole, shards, comm, shape, counts, clock or cuda_clock, tune) if counts else []
+    cache, facts = tuning_cache or TuningCache(None, {}), _facts(shape, comm, world, counts)
+    timings = _timings_of_before(cache, facts, world)
+    if timings is None:
+        timings = measure(whole, shards, comm, shape, counts, clock or cuda_clock, tune) if counts else []
+        if world.rank == 0:
+            cache.keep("async-tp", facts, timings)
     if shape.device.type == "cuda":
         torch.cuda.empty_cache()  # what was taken for it
     least = int(world.of_first(str(least_tokens(timings)).encode()))
@@ -107,6 +115,26 @@ def build_spreads(
         release(comm)
         return Spreads(whole)
     return Spreads(whole, shards, least)
+
+
+def _timings_of_before(cache: TuningCache, facts: Facts, world: Comm) -> list[Timing] | None:
+    """Of an earlier start, if all ranks have them: those who measure wait for each other."""
+    timings = cache.find("async-tp", facts, list[Timing])
+    return timings if world.minimum(int(timings is not None)) else None
+
+
+def _facts(shape: RankShape, comm: Comm, world: Comm, counts: Sequence[int]) -> Facts:
+    """What a layer's times depend on."""
+    return {
+        "model": _one_layer(shape.spec),
+        "dtype": str(shape.dtype),
+        "ranks": [comm.size, world.size],
+        "tokens": list(counts),
+    }
+
+
+def _one_layer(spec: ModelSpec) -> ModelSpec:
+    return msgspec.structs.replace(spec, num_layers=1, windows=spec.windows[:1])
 
 
 def _not_overlapped(asked: int | Literal["auto"], comm: Comm, world: Comm, reason: str) -> Spreads:
@@ -164,8 +192,7 @@ def measure(
     tune: Tune | None = None,
 ) -> list[Timing]:
     """Both ways in turns, of a layer of random weights over no attention; medians."""
-    one_layer = msgspec.structs.replace(shape.spec, num_layers=1, windows=shape.spec.windows[:1])
-    decoder = build_decoder(one_layer, shape.dtype, shape.device, comm, shape.ops)
+    decoder = build_decoder(_one_layer(shape.spec), shape.dtype, shape.device, comm, shape.ops)
     random_weights(decoder, seed=comm.rank)
     if tune is not None:
         tune(decoder, counts)

@@ -40,10 +40,18 @@ SLOW = (
 )
 
 
-def warm_up(runner: Runner, stages: Stages, max_graph_seqs: int = 0, grouped: bool = False, num_parts: int = 1) -> None:
+def warm_up(
+    runner: Runner,
+    stages: Stages,
+    max_graph_seqs: int = 0,
+    grouped: bool = False,
+    num_parts: int = 1,
+    sizes: Sequence[int] = (),
+) -> None:
     """Compute, and on a GPU capture, all that steps can be made of.
 
-    grouped: steps may have shared prefixes. num_parts: micro-batches that they are computed in.
+    max_graph_seqs: rows of the largest graph; 0: none is captured. grouped: steps may have shared prefixes. num_parts:
+    micro-batches that they are computed in. sizes: see `DecodePass.capture`.
     """
     on_gpu = runner.decode is not None
     with stages.stage("warm-up"):
@@ -56,7 +64,7 @@ def warm_up(runner: Runner, stages: Stages, max_graph_seqs: int = 0, grouped: bo
     if runner.decode is not None and max_graph_seqs:
         most = min(max_graph_seqs, runner.ready.max_seqs)
         with stages.stage("graphs"):
-            for done, total in runner.decode.capture(most, grouped):
+            for done, total in runner.decode.capture(most, grouped, sizes):
                 stages.show(done, total)
             for load in loads:  # replayed once: a graph's first launch takes longer
                 load(runner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from typing import get_args
 
 import pytest
@@ -168,13 +169,30 @@ def test_the_measured_table_is_used(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     assert "groups of rows x tokens 4x64" in caplog.text
     decode, chunks = parts_of(built, 0)
     assert decode.table is chunks.table is measured
-    # Ranks that compute together choose by the table of one of them.
-    other = only("flashinfer", ((8, 128),))
-    built = build_attention(
-        "auto", cache_of(on_cuda=False), 2, (0,), max_seqs=8, max_tokens=9, agree={measured: other}.__getitem__
-    )
-    assert built.table is other
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_someone_else_settles_what_is_chosen_by(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From what is to be measured, and what measures it, which is not called of itself."""
+    measured, known = only("flashinfer"), only("flashinfer", ((8, 128),))
+    monkeypatch.setattr(Bench, "table", lambda _: measured)
+    asked: list[object] = []
+
+    def settle(facts: Mapping[str, object], measure: Callable[[], Table]) -> Table:
+        asked.extend([facts, measure()])
+        return known
+
+    caplog.set_level(logging.INFO)
+    built = build_attention("auto", cache_of(on_cuda=False), 2, (0,), max_seqs=8, max_tokens=9, settle=settle)
+    assert built.table is known
     assert built.smallest_group == (8, 128)
+    assert asked[1] is measured
+    facts = asked[0]
+    assert isinstance(facts, dict)
+    assert facts["parts"] == [["triton", "flashinfer", "mixed"], ["triton", "flashinfer"]]
+    assert "groups of rows x tokens 8x128" in caplog.text
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -38,9 +39,9 @@ class Part:
         self.spent.append(self.cost(self.batches[-1], self.groups))
 
 
-def measured(
+def bench_of(
     costs: dict[str, Cost], num_pages: int = 1 << 14, max_seqs: int = 8192, max_tokens: int = 32768
-) -> tuple[Table, dict[str, Part]]:
+) -> tuple[Bench, dict[str, Part]]:
     spent: list[float] = []
 
     def clock(plan: Callable[[], None], run: Callable[[], None]) -> float:
@@ -51,7 +52,12 @@ def measured(
     cache = KVCache(2, num_pages, 1, PAGE, 8, torch.bfloat16, torch.device("meta"))
     cache.keys = [torch.zeros(1, dtype=torch.bfloat16)] * 2  # only the device and the type are looked at
     parts = {name: Part(cost, spent) for name, cost in costs.items()}
-    return Bench(cache, 4, max_seqs, max_tokens, parts, parts, clock).table(), parts
+    return Bench(cache, 4, max_seqs, max_tokens, parts, parts, clock), parts
+
+
+def measured(costs: dict[str, Cost], **limits: int) -> tuple[Table, dict[str, Part]]:
+    bench, parts = bench_of(costs, **limits)
+    return bench.table(), parts
 
 
 def unshared(batch: AttentionBatch, groups: tuple[PrefixGroup, ...]) -> float:
@@ -141,3 +147,19 @@ def test_trying_out_takes_every_path() -> None:
     assert [len(batch.slots) for batch in part.batches] == [2, 2, 2, 20] * 3
     try_chunks(cache, 4, part)
     assert [batch.num_decode for batch in part.batches[12:]] == [0, 0]
+
+
+def test_the_facts_say_what_is_measured() -> None:
+    """So that a cache of a few pages more, as every start finds other memory, asks the same question."""
+    bench, parts = bench_of({"own": unshared, "planned": planned})
+    bench.table()
+    facts = json.loads(json.dumps(bench.facts()))
+    decode, chunks, groups = facts["shapes"]
+    shapes = [(batch.num_decode, len(batch.query_lengths)) for batch in parts["own"].batches]
+    assert [rows for rows, total in shapes if rows == 0] == [0] * len(chunks)
+    assert [rows for rows, _ in shapes if rows][-len(decode) :] == [rows for rows, _ in decode]
+    assert [rows for rows, _ in shapes if rows][: 2 * len(groups) : 2] == [rows * count for rows, _, count in groups]
+    assert facts["parts"] == [["own", "planned"]] * 2
+    assert facts == json.loads(json.dumps(bench_of({"own": unshared, "planned": planned}, 16400)[0].facts()))
+    for other in (bench_of({"own": unshared}), bench_of({"own": unshared, "planned": planned}, max_seqs=64)):
+        assert other[0].facts() != facts

@@ -228,3 +228,32 @@ def test_a_tile_that_the_chip_has_no_room_for_is_not_used(monkeypatch: pytest.Mo
     assert tuned(Clock(), weight).ranges() == []
     smaller = Tile(rows=16, columns=16, depth=16, num_stages=1, num_warps=4)
     assert tuned(Clock(), weight, tiles=(SMALL, smaller)).ranges() == [(1, 80)]
+
+
+def test_another_process_adopts_what_was_chosen(device: torch.device) -> None:
+    weight, clock = normal(device, torch.float16, 32, 16), Clock()
+    chosen = tuned(clock, weight).chosen(weight, "silu")
+    assert chosen == [SMALL, SMALL]
+    gates = GatedProducts(clock, 3, (SMALL,), fewest=1)
+    assert gates.chosen(weight, "silu") is None
+    assert gates.adopt(weight, "silu", [4, 80], [None, SMALL])
+    assert gates.ranges() == [(5, 80)]
+    x = normal(device, torch.float16, 5, 16)
+    output = gates.compute(x, weight, "silu")
+    assert output is not None
+    exact = TorchOps().gated_linear(x.float(), weight.float(), None, "silu")
+    torch.testing.assert_close(output.float(), exact, atol=4e-2, rtol=4e-3)
+    assert gates.compute(x[:4], weight, "silu") is None
+
+
+def test_tiles_that_are_not_built_here_are_not_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = normal(torch.device("cpu"), torch.float16, 32, 16)
+    gates = GatedProducts(Clock(), 3, (SMALL,), fewest=1)
+    unknown = Tile(rows=16, columns=16, depth=16, num_stages=1, num_warps=4)
+    assert not gates.adopt(weight, "silu", [4, 80], [SMALL, unknown])
+    assert not gates.adopt(weight, "silu", [4, 80], [SMALL])
+    odd = normal(torch.device("cpu"), torch.float16, 32, 9)
+    assert not gates.adopt(odd, "silu", [4, 80], [SMALL, None])
+    monkeypatch.setattr(gated, "_is_built", lambda _: False)
+    assert not gates.adopt(weight, "silu", [4, 80], [SMALL, None])
+    assert gates.ranges() == []

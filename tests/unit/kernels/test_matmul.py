@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -31,6 +31,15 @@ class Library:
         self.refused: set[str] = set()
         self.time = 0.0
         self.ran: list[tuple[str, int]] = []
+        self.version = 13
+
+    def save(self, algorithm: Algorithm) -> list[int]:
+        return [*str(algorithm).encode()]
+
+    def restore(self, saved: Sequence[int]) -> Algorithm:
+        if not saved:
+            raise ValueError("no algorithm's")
+        return Algorithm(bytes(saved).decode())
 
     def algorithms(self, product: Product, m: int) -> list[Algorithm]:  # noqa: ARG002
         return [Algorithm(name) for name in self.costs]
@@ -146,3 +155,27 @@ def test_products_with_a_bias_are_torchs() -> None:
     assert rest is not None
     torch.testing.assert_close(rest + total, x @ weight().T + bias)
     assert not library.ran
+
+
+def test_another_process_adopts_what_was_chosen() -> None:
+    costs: dict[str, Callable[[int], float]] = {"few": lambda m: 4 if m <= 2 else 20}
+    chosen = tuned(Library(costs)).chosen(weight(), False)
+    assert chosen == [[*b"few"], None]
+    library = Library(costs)
+    products = TunedProducts(library, library.clock)
+    assert products.adopt(weight(), False, [2, 8], chosen)
+    assert library.ran == [("few", 2)]  # so that nothing is loaded later
+    for num_rows in (1, 2, 3):
+        x = torch.randn(num_rows, K)
+        torch.testing.assert_close(products.linear(x, weight()), x @ weight().T)
+    assert library.ran[1:] == [("few", 1), ("few", 2)]
+    assert products.chosen(weight(), False) == chosen
+
+
+@pytest.mark.parametrize("chosen", [[[*b"few"]], [[*b"few"], [*b"broken"]], [None, []]])
+def test_what_does_not_compute_here_is_not_adopted(chosen: list[list[int] | None]) -> None:
+    library = Library({"few": lambda _: 4, "broken": lambda _: 1})
+    library.refused = {"broken"}
+    products = tuned(library)
+    assert not products.adopt(weight(), False, [2, 8], chosen)
+    assert products.chosen(weight(), False) == [[*b"few"]] * 2

@@ -1,9 +1,7 @@
 import ast
-import os
 from pathlib import Path
 
 import pytest
-import torch
 
 import toka_async
 from tests.models import make_checkpoint
@@ -12,9 +10,9 @@ from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, Model
 from toka_async.messages import Ready
 from toka_async.model.comm import LocalComm
 from toka_async.model.spec import ModelError, read_spec
-from toka_async.model.weights import build_decoder
-from toka_async.runner import build
-from toka_async.runner.build import build_runner, resolve_device, resolve_dtype, resolve_num_threads, table_of_first
+from toka_async.runner import parts
+from toka_async.runner.build import build_runner
+from toka_async.runner.parts import table_of_first
 from toka_async.runner.place import Place
 from toka_async.runner.runner import Runner
 
@@ -39,13 +37,10 @@ def _build(
 
 
 def test_replicas_share_the_machine(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its memory, and its threads where a model uses them all."""
+    """Its memory."""
     page_bytes = 16 * (2 * 2 * 2 * 8 * 4 + 4)
-    monkeypatch.setattr(build, "available_memory", lambda: 4 * 48 * page_bytes)
+    monkeypatch.setattr(parts, "available_memory", lambda: 4 * 48 * page_bytes)
     assert [_build(model_dir, num_sharing=number).ready.num_pages for number in (1, 2, 3)] == [48, 24, 16]
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    large = torch.nn.Linear(4000, 4000, device="meta")
-    assert [build.resolve_num_threads(AttentionConfig(), large, number) for number in (1, 3, 16)] == [8, 2, 1]
 
 
 def test_ready_says_what_fits(model_dir: Path) -> None:
@@ -82,6 +77,12 @@ def test_random_weights_need_no_files(tmp_path: Path) -> None:
         _build(folder)
 
 
+def test_on_a_cpu_nothing_is_measured_or_kept(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _build(model_dir)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_rank_on_a_cpu_imports_no_kernels() -> None:
     """Triton is not everywhere: no module that is always imported imports one that needs it."""
     todo, done = {"toka_async.runner.build"}, set[str]()
@@ -103,50 +104,6 @@ def imported_at_once(name: str) -> set[str]:
     return {name for name in names if (package / f"{name.replace('.', '/')}.py").exists()}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there() -> None:
-    with pytest.raises(ModelError, match=r"model\.device=cuda"):
-        resolve_device(ModelConfig(device="cuda"))
-    assert resolve_device(ModelConfig()) == torch.device("cpu")
-
-
-def test_every_rank_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    current: list[int] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    assert resolve_device(ModelConfig(), Place(1, 2, device_index=1)) == torch.device("cuda", 1)
-    assert current == [1]
-    with pytest.raises(
-        ModelError, match=r"parallel\.dp=1, parallel\.pp=1, parallel\.tp=4: each of 4 ranks .* shows 2; use fewer"
-    ):
-        resolve_device(ModelConfig(), Place(2, 4, device_index=2, num_sharing=4))
-    assert resolve_device(ModelConfig(device="cpu"), Place(2, 4, device_index=2)) == torch.device("cpu")
-
-
 def test_a_table_survives_its_way_to_the_other_ranks() -> None:
     table = Table((Point(1, 2, "a"),), (Point(3, 4, "b"),), (Point(5, 6, "c"),), ((7, 8), (9, 10)))
     assert table_of_first(LocalComm(), table) == table
-
-
-def test_dtypes(tmp_path: Path) -> None:
-    spec = read_spec(make_checkpoint(tmp_path / "model", "llama", torch_dtype="bfloat16"))
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert resolve_dtype(ModelConfig(), spec, cpu) == torch.float32
-    assert resolve_dtype(ModelConfig(), spec, cuda) == torch.bfloat16
-    assert resolve_dtype(ModelConfig(dtype="float16"), spec, cpu) == torch.float16
-
-
-def test_threads(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = torch.get_num_threads()
-    try:
-        _build(model_dir, attention=AttentionConfig(num_threads=2))
-        assert torch.get_num_threads() == 2
-        _build(model_dir)
-        assert torch.get_num_threads() == 1
-        decoder = build_decoder(read_spec(model_dir), torch.float32, torch.device("meta"))
-        monkeypatch.setattr(build, "_SMALL_PARAMETERS", 1)
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-        assert [resolve_num_threads(AttentionConfig(), decoder, num) for num in (1, 2, 3, 16)] == [8, 4, 2, 1]
-    finally:
-        torch.set_num_threads(before)

@@ -63,7 +63,7 @@ def test_the_largest_is_captured_first_after_a_run_of_its_own(fake: FakeGraphs, 
     # Once each, since what is captured is not computed; then they are timed.
     assert graphs.calls[: len(expected)] == expected
     assert sorted(graphs.calls[len(expected) :]) == sorted(expected * NUM_TIMED)
-    assert len(fake.graphs) == fake.num_collections == len(expected)
+    assert len(fake.graphs) == fake.num_collections - 1 == len(expected)  # one before them all
     assert gc.isenabled()
 
 
@@ -137,6 +137,25 @@ def test_graphs_that_a_larger_one_beats_are_left_out(fake: FakeGraphs) -> None:
     list(graphs.capture())
     assert [graphs.size_for(num_rows) for num_rows in range(1, 10)] == [1, 2, 8, 8, 8, 8, 8, 8, 0]
     assert all(graphs.has(num_rows, grouped) for num_rows in range(1, 9) for grouped in (False, True))
+
+
+def test_sizes_that_were_chosen_before_are_all_kept(fake: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a look at the clock."""
+    monkeypatch.setattr("toka_async.runner.graphs._milliseconds", None)
+    graphs = DecodeGraphs(fake.capturable(lambda n, _: (torch.zeros(n),)), FakeAttention(), [4, 1], False, choose=False)
+    assert graphs.sizes == []
+    list(graphs.capture())
+    assert graphs.sizes == [1, 4]
+
+
+def test_what_was_there_before_the_capture_is_not_looked_at(fake: FakeGraphs) -> None:
+    """By the collection before each graph; and what is garbage by then can be collected after the last."""
+    frozen = [gc.get_freeze_count()]
+    for _ in Graphs(fake, [2], grouped=False).graphs.capture():
+        frozen.append(gc.get_freeze_count())
+    frozen.append(gc.get_freeze_count())
+    assert frozen[1] > 10_000
+    assert frozen[0] == frozen[2] == 0
 
 
 def test_ranks_leave_out_the_same(fake: FakeGraphs) -> None:

@@ -14,25 +14,39 @@ pytest.importorskip("triton")
 
 from tests.models import make_checkpoint
 from toka_async.kernels.fused import FusedOps
+from toka_async.kernels.gated import TILES
 from toka_async.model.decoder import Decoder
 from toka_async.model.spec import read_spec
 from toka_async.model.weights import build_decoder
 from toka_async.runner.limits import Limits
-from toka_async.runner.products import gated_sizes, make_ops, tune_layers, tune_products
+from toka_async.runner.products import ProductTuning, gated_sizes, make_ops
+from toka_async.runner.tuning_cache import TuningCache
 
+NONE = TuningCache(None, {})
 LIMITS = Limits(max_context=512, max_seqs=48, max_tokens=300)
 
 
 class Asked:
-    """Stands for both kinds of products: remembers what is to be tuned."""
+    """Stands for both kinds of products: remembers what is to be tuned, and what was adopted in its place."""
 
-    def __init__(self) -> None:
+    library_version = 13
+
+    def __init__(self, adopts: bool = True) -> None:
+        self.adopts = adopts
+        self.adopted: list[tuple[tuple[int, ...], Any, list[int], list[Any]]] = []
         self.products: list[tuple[tuple[int, ...], int, bool, list[int]]] = []
         self.gates: list[tuple[tuple[int, ...], int, str, list[int]]] = []
 
     def tune(self, weights: Sequence[Tensor], how: Any, sizes: Sequence[int], *rest: Any) -> None:
         found: list[Any] = self.gates if rest else self.products
         found.append((tuple(weights[0].shape), len(weights), how, list(sizes)))
+
+    def chosen(self, weight: Tensor, how: Any) -> list[Any]:
+        return [TILES[0], None] if isinstance(how, str) else [None, [*weight.shape]]
+
+    def adopt(self, weight: Tensor, how: Any, sizes: Sequence[int], chosen: list[Any]) -> bool:
+        self.adopted.append((tuple(weight.shape), how, list(sizes), chosen))
+        return self.adopts
 
     def ranges(self) -> list[tuple[int, int]]:
         return [(64, 128)]
@@ -46,13 +60,15 @@ def decoder_of(tmp_path: Path, **overrides: Any) -> Decoder:
     return build_decoder(read_spec(folder), torch.float32, torch.device("cpu"))
 
 
-def asked_for(decoder: Decoder, sizes: Sequence[int] | None = None) -> Asked:
-    asked: Any = Asked()
-    ops = FusedOps(asked, asked)
+def asked_for(
+    decoder: Decoder, sizes: Sequence[int] | None = None, cache: TuningCache = NONE, adopts: bool = True
+) -> Asked:
+    asked: Any = Asked(adopts)
+    tuning = ProductTuning(FusedOps(asked, asked), cache)
     if sizes is None:
-        tune_products(decoder, ops, LIMITS, 4, lambda *_: None)
+        tuning.tune(decoder, LIMITS, 4, lambda *_: None)
     else:
-        tune_layers(decoder, ops, sizes)
+        tuning.tune_layers(decoder, sizes)
     assert isinstance(asked, Asked)
     return asked
 
@@ -84,14 +100,45 @@ def test_layers_alone(tmp_path: Path) -> None:
     assert len(asked.gates) == 1
 
 
+def test_a_later_start_adopts_what_was_chosen(tmp_path: Path) -> None:
+    decoder, folder = decoder_of(tmp_path / "model"), tmp_path / "tuning"
+    first = asked_for(decoder, cache=TuningCache(folder, {}))
+    assert len(first.products) == 5
+    assert not first.adopted
+    second = asked_for(decoder, cache=TuningCache(folder, {}))
+    assert not second.products + second.gates
+    assert second.adopted == [
+        *((shape, adds, sizes, [None, [*shape]]) for shape, _, adds, sizes in first.products),
+        *((shape, how, sizes, [TILES[0], None]) for shape, _, how, sizes in first.gates),
+    ]
+    for other in (asked_for(decoder, cache=TuningCache(folder, {"gpu": "another"})), asked_for(decoder)):
+        assert not other.adopted
+        assert other.products == first.products
+
+
+def test_what_cannot_be_adopted_is_tuned(tmp_path: Path) -> None:
+    decoder, folder = decoder_of(tmp_path / "model"), tmp_path / "tuning"
+    first = asked_for(decoder, cache=TuningCache(folder, {}))
+    second = asked_for(decoder, cache=TuningCache(folder, {}), adopts=False)
+    assert len(second.adopted) == len(first.products + first.gates)
+    assert (second.products, second.gates) == (first.products, first.gates)
+
+
+def test_layers_alone_are_neither_found_nor_kept(tmp_path: Path) -> None:
+    decoder, folder = decoder_of(tmp_path / "model"), tmp_path / "tuning"
+    asked_for(decoder, [512], TuningCache(folder, {}))
+    assert not folder.exists()
+
+
 def test_what_cannot_be_tuned_is_torchs(tmp_path: Path) -> None:
     """Whatever the GPU, which is not asked for."""
     for dtype, tuned in ((torch.float32, True), (torch.bfloat16, False)):
         ops = make_ops(torch.device("cpu"), dtype, tuned)
         assert ops.products is None
         assert ops.gates is None
-    tune_products(decoder_of(tmp_path), FusedOps(), LIMITS, 4, lambda *_: None)
-    tune_layers(decoder_of(tmp_path / "again"), FusedOps(), [512])
+    tuning = ProductTuning(FusedOps(), NONE)
+    tuning.tune(decoder_of(tmp_path), LIMITS, 4, lambda *_: None)
+    tuning.tune_layers(decoder_of(tmp_path / "again"), [512])
 
 
 @pytest.mark.parametrize(("capability", "fused"), [((8, 9), False), ((9, 0), True), ((12, 0), True)])

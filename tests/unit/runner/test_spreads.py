@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from toka_async.runner.spreads import (
     token_counts,
     workspace_bytes,
 )
+from toka_async.runner.tuning_cache import TuningCache
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +134,26 @@ def test_what_is_measured_is_tuned_before(shape: RankShape) -> None:
     for events in run_ranks(2, measured):
         assert events[0] == (1, [1024, 2048])
         assert events[1:] == [1024] * 6 + [2048] * 6
+
+
+@pytest.mark.usefixtures("overlapping")
+def test_a_later_start_measures_nothing_if_all_ranks_know(shape: RankShape, tmp_path: Path) -> None:
+    def start(*folders: str) -> list[tuple[int, int]]:
+        def build(comm: Comm) -> tuple[int, int]:
+            runs: list[int] = []
+
+            def clock(run: LayerRun) -> float:
+                runs.append(run.num_tokens)
+                return 1.0 if isinstance(run.spread, Shards) else 2.0
+
+            cache = TuningCache(tmp_path / folders[comm.rank], {})
+            return build_spreads("auto", comm, shape, 512, clock, tuning_cache=cache).min_tokens, len(runs)
+
+        return run_ranks(2, build)
+
+    assert start("host", "host") == [(1024, 12)] * 2
+    assert start("host", "host") == [(1024, 0)] * 2
+    assert start("host", "another") == [(1024, 12)] * 2
 
 
 def test_where_it_is_slower_nothing_is_kept(shape: RankShape, overlapping: list[int]) -> None:

@@ -1,0 +1,47 @@
+"""A second start goes by what the first one measured, and computes the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.engine import Engine
+from tests.gpu_models import make_model
+from toka_async.attention.measure import Bench
+from toka_async.config import CompileConfig
+from toka_async.kernels.gated import GatedProducts
+from toka_async.kernels.matmul import TunedProducts
+from toka_async.messages import Sampling
+from toka_async.runner import graphs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def test_a_second_start_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, tuning_dir = make_model(tmp_path / "model", "llama"), tmp_path / "tuning"
+    compiling = CompileConfig(max_graph_seqs=64, tuning_dir=str(tuning_dir))
+
+    def start() -> tuple[Engine, list[tuple[list[int], list[float]]]]:
+        engine = Engine(folder, device="cuda", dtype="bfloat16", max_seqs=128, max_tokens=512, compiling=compiling)
+        sampling = Sampling(temperature=0.8, num_logprobs=0)
+        received = engine.run([[*range(40, 240)], [50, 60]], n=48, max_tokens=24, sampling=sampling)
+        samples = [sample for each in received for sample in each.samples]
+        return engine, [(sample.token_ids, sample.logprobs) for sample in samples]
+
+    first, expected = start()
+    kept = {path: path.read_bytes() for path in tuning_dir.iterdir()}
+    kinds = {path.name.rpartition("-")[0] for path in kept}
+    assert kinds >= {"product", "attention", "graphs"}
+    assert ("gated-product" in kinds) == (torch.cuda.get_device_capability() >= (9, 0))
+    for owner, name in ((Bench, "table"), (TunedProducts, "tune"), (GatedProducts, "tune"), (graphs, "fastest")):
+        monkeypatch.setattr(owner, name, None)
+    second, samples = start()
+    assert samples == expected
+    assert {path: path.read_bytes() for path in tuning_dir.iterdir()} == kept
+    assert first.runner.decode is not None
+    assert second.runner.decode is not None
+    assert second.runner.decode.graph_sizes == first.runner.decode.graph_sizes

@@ -1,0 +1,129 @@
+"""Keeps what a start measured on this chip for the starts after it: a folder of small JSON files.
+
+A file holds one answer and its question: what was measured of which shapes, on which chip, with which versions of
+libraries and of our own code. Whoever asks alike finds it. Knows neither what is measured nor how.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import torch
+
+logger = logging.getLogger(__name__)
+
+Facts = Mapping[str, object]  # that JSON can hold
+T = TypeVar("T")
+
+
+class TuningCache:
+    """Answers of earlier starts. Without a folder, none are found and none are kept.
+
+    platform: what every answer depends on. Processes may share a folder: a file is written whole or not at all.
+    """
+
+    def __init__(self, folder: Path | None, platform: Facts) -> None:
+        self.folder = folder
+        self.num_found = 0
+        self.num_asked = 0
+        self._platform = platform
+
+    def find(self, what: str, of: Facts, kind: type[T]) -> T | None:
+        """The answer to what was measured of these facts; None: there is none that can be read as this kind."""
+        self.num_asked += 1
+        if self.folder is None:
+            return None
+        asked = self._question(what, of)
+        try:
+            question, answer = msgspec.json.decode(self._file(what, asked).read_bytes(), type=tuple[msgspec.Raw, kind])  # type: ignore[valid-type]
+        except (OSError, msgspec.DecodeError):  # written anew once it is measured
+            return None
+        if bytes(question) != asked:
+            return None
+        self.num_found += 1
+        return answer
+
+    def keep(self, what: str, of: Facts, answer: object) -> None:
+        """For the next start; that it cannot be written is logged once."""
+        if self.folder is None:
+            return
+        asked = self._question(what, of)
+        try:
+            _write(self._file(what, asked), b"[" + asked + b",\n" + msgspec.json.encode(answer) + b"]\n")
+        except OSError as error:
+            logger.warning(
+                "compile.tuning_dir=%s: %s; every start measures anew until it can be written",
+                self.folder,
+                error.strerror or error,
+            )
+            self.folder = None
+
+    def report(self) -> None:
+        """One line for people, if anything was asked."""
+        if self.folder is not None and self.num_asked:
+            logger.info("%d of %d measurements found in %s", self.num_found, self.num_asked, self.folder)
+
+    def _question(self, what: str, of: Facts) -> bytes:
+        return msgspec.json.encode({"what": what, "platform": self._platform, "of": of}, order="sorted")
+
+    def _file(self, what: str, question: bytes) -> Path:
+        assert self.folder is not None
+        return self.folder / f"{what}-{hashlib.sha256(question).hexdigest()[:24]}.json"
+
+
+def folder_of(tuning_dir: str) -> Path | None:
+    """Of `compile.tuning_dir`; None: nothing is kept."""
+    if tuning_dir != "auto":
+        return Path(tuning_dir).expanduser() if tuning_dir else None
+    # https://specifications.freedesktop.org/basedir-spec
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "toka-async" / "tuning"
+
+
+def gpu_platform(device: torch.device) -> Facts:
+    """What measured times on a GPU depend on, beside shapes: the chip, the libraries, our own sources."""
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "gpu": properties.name,
+        "multiprocessors": properties.multi_processor_count,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "packages": {name: _version(name) for name in ("triton", "flashinfer-python", "nvidia-cublas")},
+        "sources": _sources(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _sources() -> str:
+    """A digest of this package."""
+    package = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
+    try:
+        with open(handle, "wb") as file:
+            file.write(content)
+        Path(name).replace(path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+        raise
