@@ -95,7 +95,7 @@ def gpu_platform(device: torch.device) -> Facts:
         "gpu": properties.name,
         "multiprocessors": properties.multi_processor_count,
         "cuda": torch.version.cuda,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "packages": {name: _version(name) for name in ("triton", "flashinfer-python", "nvidia-cublas")},
         "sources": _sources(),
     }

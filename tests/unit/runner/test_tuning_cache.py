@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -120,6 +121,7 @@ def test_the_platform_is_the_chip_the_libraries_and_our_sources(
     (package / "kernel.py").write_text("fast = 1")
     monkeypatch.setattr(tuning_cache, "__file__", str(package / "runner" / "tuning_cache.py"))
     first = gpu_platform(torch.device("cuda"))
+    assert msgspec.json.decode(msgspec.json.encode(first)) == first
     assert first == gpu_platform(torch.device("cuda"))
     assert (first["gpu"], first["multiprocessors"], first["torch"]) == ("large", 7, torch.__version__)
     (package / "kernel.py").write_text("fast = 2")
