@@ -62,6 +62,8 @@ FLASHINFERS = [
     Shape(16, 64, 2, 4, window=300),
     Shape(16, 128, 8, 4),
     Shape(64, 128, 1, 8),
+    Shape(16, 128, 8, 4, torch.float16),
+    Shape(16, 256, 2, 4),
 ]
 CASES = [("triton", None, shape) for shape in OURS] + [
     pytest.param(backend, table, shape, marks=needs_flashinfer)
