@@ -37,6 +37,7 @@ LONG_TOKENS = 4096  # of a row that several programs share
 MIDDLE_TOKENS = 640  # of a row that one program reads where there are many
 SPLIT_TOKENS = 300  # of a row that several programs share, short as it is
 MOST_TOKENS = 1 << 22  # of all rows of a measured batch: some milliseconds to read
+LARGEST = 1 << 30  # rows or tokens of any shape
 _REPEATS = 3
 
 
@@ -113,6 +114,17 @@ class Bench:
             "parts": [list(self.decode), list(self.chunks)],
             "shapes": [self._decode_shapes(), self._chunk_shapes(), self._group_shapes()],
         }
+
+    def admits(self, table: Table) -> bool:
+        """Whether a table from elsewhere can be chosen by: it names parts that there are, at shapes that can be."""
+        decode, chunks = (*table.decode, *table.grouped), table.chunks
+        return (
+            bool(table.decode and table.grouped and table.chunks)
+            and {point.choice for point in decode} <= set(self.decode)
+            and {point.choice for point in chunks} <= set(self.chunks)
+            and all(0 < number <= LARGEST for point in (*decode, *chunks) for number in (point.size, point.tokens))
+            and set(table.groups) <= {(rows, tokens) for rows, tokens, _ in self._group_shapes()}
+        )
 
     def _decode_points(self) -> tuple[Point, ...]:
         return tuple(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
 from torch import Tensor
 
 from toka_async.attention.base import AttentionBatch, PrefixGroup
-from toka_async.attention.choice import Table, nearest
+from toka_async.attention.choice import Point, Table, nearest
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.measure import GROUP_ROWS, GROUP_TOKENS, Bench, Shape, synthetic, try_chunks, try_decode
 
@@ -163,3 +164,37 @@ def test_the_facts_say_what_is_measured() -> None:
     assert facts == json.loads(json.dumps(bench_of({"own": unshared, "planned": planned}, 16400)[0].facts()))
     for other in (bench_of({"own": unshared}), bench_of({"own": unshared, "planned": planned}, max_seqs=64)):
         assert other[0].facts() != facts
+
+
+def test_a_table_of_the_same_parts_is_admitted() -> None:
+    bench, _ = bench_of({"own": unshared, "planned": planned}, max_seqs=64)
+    assert bench.admits(bench.table())
+    alone, _ = bench_of({"own": unshared})
+    assert alone.admits(alone.table())
+
+
+POINT = (Point(1, 2, "own"),)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        Table((), POINT, POINT, ()),
+        Table(POINT, (), POINT, ()),
+        Table(POINT, POINT, (), ()),
+        Table((Point(1, 2, "mixed"),), POINT, POINT, ()),
+        Table(POINT, (*POINT, Point(1, 2, "mixed")), POINT, ()),
+        Table(POINT, POINT, (Point(1, 2, "decodes"),), ()),
+        Table((Point(0, 2, "own"),), POINT, POINT, ()),
+        Table(POINT, (Point(1, -2, "own"),), POINT, ()),
+        Table(POINT, POINT, (Point(10**400, 2, "own"),), ()),
+        Table(POINT, POINT, POINT, ((0, 0),)),
+        Table(POINT, POINT, POINT, ((4, 64), (4, 65))),
+    ],
+)
+def test_a_table_that_could_not_be_chosen_by_is_not_admitted(table: Table) -> None:
+    """Steps would fail."""
+    bench, parts = bench_of({"own": unshared})
+    bench = replace(bench, decode={**parts, "decodes": parts["own"]})
+    assert bench.admits(Table((Point(1, 2, "decodes"),), POINT, POINT, ((4, 64),)))
+    assert not bench.admits(table)

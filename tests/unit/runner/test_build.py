@@ -5,14 +5,11 @@ import pytest
 
 import toka_async
 from tests.models import make_checkpoint
-from toka_async.attention.choice import Point, Table
 from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
 from toka_async.messages import Ready
-from toka_async.model.comm import LocalComm
 from toka_async.model.spec import ModelError, read_spec
 from toka_async.runner import parts
 from toka_async.runner.build import build_runner
-from toka_async.runner.parts import table_of_first
 from toka_async.runner.place import Place
 from toka_async.runner.runner import Runner
 
@@ -102,8 +99,3 @@ def imported_at_once(name: str) -> set[str]:
     froms = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     names = {name for node in froms for name in (node.module, *(f"{node.module}.{a.name}" for a in node.names)) if name}
     return {name for name in names if (package / f"{name.replace('.', '/')}.py").exists()}
-
-
-def test_a_table_survives_its_way_to_the_other_ranks() -> None:
-    table = Table((Point(1, 2, "a"),), (Point(3, 4, "b"),), (Point(5, 6, "c"),), ((7, 8), (9, 10)))
-    assert table_of_first(LocalComm(), table) == table

@@ -124,6 +124,15 @@ def test_what_cannot_be_adopted_is_tuned(tmp_path: Path) -> None:
     assert (second.products, second.gates) == (first.products, first.gates)
 
 
+def test_gated_products_are_asked_for_beside_those_that_they_were_compared_with(tmp_path: Path) -> None:
+    decoder, folder = decoder_of(tmp_path / "model"), tmp_path / "tuning"
+    for products, num_tuned in ((Asked(), 1), (Asked(), 0), (None, 1), (None, 0)):
+        gates: Any = Asked()
+        either: Any = products
+        ProductTuning(FusedOps(either, gates), TuningCache(folder, {})).tune(decoder, LIMITS, 4, lambda *_: None)
+        assert len(gates.gates) == num_tuned
+
+
 def test_layers_alone_are_neither_found_nor_kept(tmp_path: Path) -> None:
     decoder, folder = decoder_of(tmp_path / "model"), tmp_path / "tuning"
     asked_for(decoder, [512], TuningCache(folder, {}))

@@ -137,7 +137,9 @@ def test_what_is_measured_is_tuned_before(shape: RankShape) -> None:
 
 
 @pytest.mark.usefixtures("overlapping")
-def test_a_later_start_measures_nothing_if_all_ranks_know(shape: RankShape, tmp_path: Path) -> None:
+def test_a_later_start_measures_nothing_if_the_first_rank_knows(shape: RankShape, tmp_path: Path) -> None:
+    """On whose host it is kept; what could not have been measured is measured."""
+
     def start(*folders: str) -> list[tuple[int, int]]:
         def build(comm: Comm) -> tuple[int, int]:
             runs: list[int] = []
@@ -153,7 +155,13 @@ def test_a_later_start_measures_nothing_if_all_ranks_know(shape: RankShape, tmp_
 
     assert start("host", "host") == [(1024, 12)] * 2
     assert start("host", "host") == [(1024, 0)] * 2
-    assert start("host", "another") == [(1024, 12)] * 2
+    assert start("host", "another") == [(1024, 0)] * 2
+    assert start("another", "host") == [(1024, 12)] * 2
+    (file,) = (tmp_path / "host").iterdir()
+    damaged = file.read_bytes().replace(b'"num_tokens":1024', b'"num_tokens":1')
+    file.write_bytes(damaged)
+    assert start("host", "host") == [(1024, 12)] * 2
+    assert file.read_bytes() != damaged
 
 
 def test_where_it_is_slower_nothing_is_kept(shape: RankShape, overlapping: list[int]) -> None:
