@@ -165,7 +165,7 @@ def test_another_process_adopts_what_was_chosen(monkeypatch: pytest.MonkeyPatch)
     assert chosen == [[*b"few"], None]
     library = Library(costs)
     products = TunedProducts(library, library.clock)
-    assert products.adopt(weight(), False, [2, 8], chosen)
+    assert products.adopt(weight(), False, [8, 2], chosen)
     assert library.ran == [("few", 2)]  # so that nothing is loaded later,
     assert by_torch[-1] == 8  # nor of torch
     for num_rows in (1, 2, 3):

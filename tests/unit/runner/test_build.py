@@ -1,5 +1,7 @@
 import ast
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,10 +10,13 @@ from tests.models import make_checkpoint
 from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
 from toka_async.messages import Ready
 from toka_async.model.spec import ModelError, read_spec
-from toka_async.runner import parts
+from toka_async.model.spread import Spreads
+from toka_async.runner import build, parts
 from toka_async.runner.build import build_runner
 from toka_async.runner.place import Place
 from toka_async.runner.runner import Runner
+from toka_async.runner.spreads import build_spreads
+from toka_async.runner.tuning_cache import TuningCache
 
 
 def _build(
@@ -78,6 +83,24 @@ def test_on_a_cpu_nothing_is_measured_or_kept(model_dir: Path, tmp_path: Path, m
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     _build(model_dir)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_was_found_is_told(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All parts ask the same cache."""
+    cache, given = TuningCache(tmp_path, {}), list[object]()
+
+    def spreads(*args: Any, **options: Any) -> Spreads:
+        given.append(options["tuning_cache"])
+        return build_spreads(*args, **options)
+
+    monkeypatch.setattr(build, "_tuning_cache", lambda *_: cache)
+    monkeypatch.setattr(build, "build_spreads", spreads)
+    caplog.set_level(logging.INFO)
+    _build(model_dir)
+    assert given == [cache]
+    assert f"0 of 1 measurements found in {tmp_path}" in caplog.messages  # which graphs
 
 
 def test_a_rank_on_a_cpu_imports_no_kernels() -> None:

@@ -12,13 +12,14 @@ import torch
 
 from tests.models import make_checkpoint
 from tests.thread_ranks import run_ranks
+from toka_async.attention.build import NOT_MEASURED
 from toka_async.attention.choice import Point, Table, only
 from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ScheduleConfig
 from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.division import StagePart
 from toka_async.model.spec import ModelSpec, read_spec
 from toka_async.model.weights import build_decoder
-from toka_async.runner import build
+from toka_async.runner import build, parts
 from toka_async.runner.limits import Limits
 from toka_async.runner.meeting import Meeting
 from toka_async.runner.parts import Parts, table_of_first
@@ -30,6 +31,10 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
     return read_spec(make_checkpoint(tmp_path_factory.mktemp("model"), "llama"))
+
+
+class OneOfTwo(LocalComm):
+    size = 2
 
 
 def parts_of(spec: ModelSpec, folder: Path | None, comm: Comm | None = None, **fields: Any) -> Parts:
@@ -82,7 +87,10 @@ def test_a_table_survives_its_way_to_the_other_ranks() -> None:
 
 def test_a_later_start_measures_no_attention(spec: ModelSpec, tmp_path: Path) -> None:
     assert settled(parts_of(spec, tmp_path), "own") == ("own", 1)
+    (file,) = tmp_path.iterdir()
+    written = file.stat().st_ino
     assert settled(parts_of(spec, tmp_path), "own") == ("own", 0)
+    assert file.stat().st_ino == written
     assert settled(parts_of(spec, tmp_path), "own", "others") == ("own", 1)
     assert settled(parts_of(spec, None), "own") == ("own", 1)
 
@@ -111,6 +119,22 @@ def test_ranks_choose_by_the_table_of_the_first(spec: ModelSpec, tmp_path: Path)
     assert start("nowhere", "here") == [("of rank 0", 1), ("of rank 0", 0)]
 
 
+@pytest.mark.parametrize("trial", [False, True])
+def test_nothing_is_settled_for_a_trial(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, trial: bool) -> None:
+    asked: dict[str, Any] = {}
+
+    def built(*_: object, **options: object) -> None:
+        asked.update(options)
+        raise InterruptedError
+
+    monkeypatch.setattr(parts, "build_attention", built)
+    of = parts_of(spec, None)
+    with pytest.raises(InterruptedError):
+        of.runner(4, trial)
+    assert asked["table"] == (NOT_MEASURED if trial else None)
+    assert asked["settle"] == of._settle
+
+
 def test_a_later_start_knows_which_graphs_are_kept(spec: ModelSpec, tmp_path: Path) -> None:
     assert parts_of(spec, tmp_path).graph_sizes(16, True) == []
     parts_of(spec, tmp_path).keep_graph_sizes(16, True, [])  # of attention that is not captured
@@ -123,9 +147,9 @@ def test_a_later_start_knows_which_graphs_are_kept(spec: ModelSpec, tmp_path: Pa
 
 
 def test_without_graphs_none_are_asked_for(spec: ModelSpec, tmp_path: Path) -> None:
-    parts = parts_of(spec, tmp_path)
-    assert parts.graph_sizes(0, True) == []
-    assert parts.tuning_cache.num_asked == 0
+    of = parts_of(spec, tmp_path)
+    assert of.graph_sizes(0, True) == []
+    assert of.tuning_cache.num_asked == 0
 
 
 @pytest.mark.parametrize(
@@ -152,8 +176,10 @@ def test_sizes_of_graphs_that_cannot_be_are_found_out(
         {"limits": Limits(max_context=1024, max_seqs=48, max_tokens=300)},
         {"cache": CacheConfig(page_size=32)},
         {"attention": AttentionConfig(backend="triton")},
+        {"meeting": Meeting(OneOfTwo(), LocalComm(), None)},
+        {"meeting": Meeting(LocalComm(), OneOfTwo(), None)},
     ],
-    ids=str,
+    ids=lambda other: next(iter(other)),
 )
 def test_graphs_of_something_else_are_other_graphs(spec: ModelSpec, tmp_path: Path, other: dict[str, Any]) -> None:
     parts_of(spec, tmp_path).keep_graph_sizes(16, True, [1, 8, 16])
@@ -210,12 +236,16 @@ def test_sizes_are_kept_once_they_were_found_out(
 
 def test_answers_depend_on_how_products_are_computed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Compiled or not, tuned or not: a layer's time depends on it, and a graph's."""
-    monkeypatch.setattr(build, "gpu_platform", lambda _: {"gpu": "large"})
+    gpu = {"gpu": "large"}
+    monkeypatch.setattr(build, "gpu_platform", lambda _: gpu)
     usual = CompileConfig(tuning_dir=str(tmp_path))
 
     def cache_of(compiling: CompileConfig) -> TuningCache:
         return build._tuning_cache(torch.device("cuda"), compiling)
 
     cache_of(usual).keep("async-tp", {}, [1])
+    assert len(list(tmp_path.iterdir())) == 1
     for changed, found in (({}, [1]), ({"enabled": True}, None), ({"tune": False}, None), ({"graphs": False}, [1])):
         assert cache_of(msgspec.structs.replace(usual, **changed)).find("async-tp", {}, list[int]) == found
+    gpu["gpu"] = "small"
+    assert cache_of(usual).find("async-tp", {}, list[int]) is None

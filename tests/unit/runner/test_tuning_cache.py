@@ -67,10 +67,13 @@ def test_damaged_files_are_measured_anew(tmp_path: Path, content: bytes | None) 
     assert cache.find("graphs", FACTS, list[str]) == ["1", "2"]
 
 
-def test_without_a_folder_nothing_is_kept() -> None:
+def test_without_a_folder_nothing_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     cache = TuningCache(None, PLATFORM)
     cache.keep("graphs", FACTS, [1, 2])
     assert cache.find("graphs", FACTS, list[int]) is None
+    caplog.set_level(logging.INFO)
+    cache.report()
+    assert not caplog.messages
 
 
 def test_a_folder_that_cannot_be_written_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -182,6 +185,16 @@ def test_the_platform_is_the_chip_the_libraries_and_our_sources(
     assert msgspec.json.decode(msgspec.json.encode(first)) == first
     assert first == gpu_platform(torch.device("cuda"))
     assert (first["gpu"], first["multiprocessors"], first["torch"]) == ("large", 7, torch.__version__)
+
+    def changed() -> set[str]:
+        second = gpu_platform(torch.device("cuda"))
+        return {name for name in first if first[name] != second[name]}
+
     (package / "kernel.py").write_text("fast = 2")
-    second = gpu_platform(torch.device("cuda"))
-    assert {name for name in first if first[name] != second[name]} == {"sources"}
+    assert changed() == {"sources"}
+    (package / "kernel.py").write_text("fast = 1")
+    assert changed() == set()
+    (package / "kernel.py").rename(package / "kernels.py")
+    monkeypatch.setattr(torch.version, "cuda", "99.9")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: f"99 of {name}")
+    assert changed() == {"sources", "cuda", "packages"}
