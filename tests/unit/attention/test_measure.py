@@ -143,11 +143,12 @@ def test_trying_out_takes_every_path() -> None:
     spent: list[float] = []
     part = Part(lambda _, groups: float(len(groups)), spent)
     try_decode(cache, 4, part, max_seqs=20)
-    assert spent == [0.0] * 4 + [1.0] * 8
-    assert [int(batch.context_lengths.max()) for batch in part.batches] == [17, 4112, 300, 640] * 3
-    assert [len(batch.slots) for batch in part.batches] == [2, 2, 2, 20] * 3
+    assert spent == [0.0] * 4 + [1.0] * 8 + [0.0]
+    assert [int(batch.context_lengths.max()) for batch in part.batches] == [17, 4112, 300, 640] * 3 + [4112]
+    assert [len(batch.slots) for batch in part.batches] == [2, 2, 2, 20] * 3 + [20]
+    assert part.batches[12].context_lengths.tolist() == [4112] + [17] * 19
     try_chunks(cache, 4, part)
-    assert [batch.num_decode for batch in part.batches[12:]] == [0, 0]
+    assert [batch.num_decode for batch in part.batches[13:]] == [0, 0]
 
 
 def test_the_facts_say_what_is_measured() -> None:
@@ -206,3 +207,27 @@ def test_a_table_that_could_not_be_chosen_by_is_not_admitted(table: Table) -> No
     bench = replace(bench, decode={**parts, "decodes": parts["own"]})
     assert bench.admits(Table((Point(1, 2, "decodes"),), POINT, POINT, ((4, 64),)))
     assert not bench.admits(table)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8, 32])
+@pytest.mark.parametrize("window", [0, 512])
+def test_trying_out_merges_the_parts_of_few_rows_and_of_many(
+    monkeypatch: pytest.MonkeyPatch, kv_heads: int, window: int
+) -> None:
+    """Which are two kernels: a service without large graphs would build one of them at some odd step."""
+    pytest.importorskip("triton")
+    from toka_async.attention import own
+    from toka_async.kernels.decode import MANY_ROWS
+
+    merged: set[bool] = set()
+
+    class Planned(own.TritonDecode):
+        def run(self, layer: int, query: Tensor, output: Tensor) -> None:  # noqa: ARG002
+            assert self.step is not None
+            if self.step.splits.count > 1:
+                merged.add(len(query) > MANY_ROWS)
+
+    monkeypatch.setattr(own, "count_sms", lambda _: 132)
+    cache = KVCache(1, 2, kv_heads, PAGE, 8, torch.float32, torch.device("cpu"))
+    try_decode(cache, 32, Planned(cache, 32), max_seqs=512, window=window)
+    assert merged == {False, True}
