@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -25,8 +25,7 @@ if TYPE_CHECKING:  # these need Triton, which is not everywhere
 logger = logging.getLogger(__name__)
 
 Backend = Literal["auto", "reference", "triton", "flashinfer"]
-# From what a table is measured of, in terms of JSON, and what measures it, to the table to choose by.
-Settle = Callable[[Mapping[str, object], Callable[[], Table]], Table]
+Settle = Callable[[Bench], Table]  # from what can measure a table to the one to choose by
 LARGEST_HEAD = 256
 NOT_MEASURED = only("triton")  # a table to build with before there is something to measure on
 
@@ -82,7 +81,7 @@ def build_attention(
     """The backend over `cache`, with a sliding window per layer, for steps of up to max_seqs rows and max_tokens.
 
     table: what to choose by; None: measured now, on the cache as it is, without writing to it.
-    settle: gives the table to choose by, from what it is measured of and a function that measures; None: measured.
+    settle: gives that table, measured or known from before; None: measured.
     Raises ModelError: the backend cannot attend over this cache; the message says why, and what can.
     """
     chosen = resolve_backend(backend, cache)
@@ -100,7 +99,7 @@ def build_attention(
         sources = _with_flashinfer(sources, limits, must=chosen == "flashinfer")
     if table is None:
         bench = _bench(sources, limits)
-        table = bench.table() if settle is None else settle(bench.facts(), bench.table)
+        table = bench.table() if settle is None else settle(bench)
         logger.info("attention: %s", table.summary())
     parts = _assemble(sources, limits, table)
     return Attention(parts, parts if sources.captured else None, table.smallest_group(), table.pays, table)

@@ -35,8 +35,10 @@ GROUPED_ROWS = 4096  # of all groups together
 OWN_TOKENS = 64  # of a grouped row
 LONG_TOKENS = 4096  # of a row that several programs share
 MIDDLE_TOKENS = 640  # of a row that one program reads where there are many
+UNEVEN_ROWS = 200  # whose parts are merged one after the other, as there are rows enough to fill the chip
 SPLIT_TOKENS = 300  # of a row that several programs share, short as it is
 MOST_TOKENS = 1 << 22  # of all rows of a measured batch: some milliseconds to read
+LARGEST = 1 << 30  # rows or tokens of any shape
 _REPEATS = 3
 
 
@@ -113,6 +115,17 @@ class Bench:
             "parts": [list(self.decode), list(self.chunks)],
             "shapes": [self._decode_shapes(), self._chunk_shapes(), self._group_shapes()],
         }
+
+    def admits(self, table: Table) -> bool:
+        """Whether a table from elsewhere can be chosen by: it names parts that there are, at shapes that can be."""
+        decode, chunks = (*table.decode, *table.grouped), table.chunks
+        return (
+            bool(table.decode and table.grouped and table.chunks)
+            and {point.choice for point in decode} <= set(self.decode)
+            and {point.choice for point in chunks} <= set(self.chunks)
+            and all(0 < number <= LARGEST for point in (*decode, *chunks) for number in (point.size, point.tokens))
+            and set(table.groups) <= {(rows, tokens) for rows, tokens, _ in self._group_shapes()}
+        )
 
     def _decode_points(self) -> tuple[Point, ...]:
         return tuple(
@@ -223,7 +236,7 @@ def try_decode(cache: KVCache, num_heads: int, part: DecodePart, max_seqs: int, 
     """Runs a part at shapes that take each of its paths, so that what it compiles at first use is there, and works.
 
     Paths: keys of a row read by one or several programs, few keys and many, no groups, one group, as many as fill the
-    chip.
+    chip; many rows, one of which is read by several programs.
     """
     device = cache.keys[0].device
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -234,11 +247,17 @@ def try_decode(cache: KVCache, num_heads: int, part: DecodePart, max_seqs: int, 
         many = max(few, min(max_seqs, 32 * full))  # or all there can be: none of them needs several programs
         short, long = _contexts(cache, window)
         for num_rows, context in ((few, short), (few, long), (few, SPLIT_TOKENS), (many, min(MIDDLE_TOKENS, long))):
-            batch = synthetic(cache, Shape(((context, 1),) * num_rows, num_rows, groups), groups)
-            query = _zeros(cache, num_rows, num_heads)
-            part.plan(batch, groups, window)
-            part.run(0, query, torch.empty_like(query))
+            _try(cache, num_heads, part, Shape(((context, 1),) * num_rows, num_rows, groups), window)
+    short, long = _contexts(cache, window)
+    num_rows = min(max_seqs, UNEVEN_ROWS)
+    _try(cache, num_heads, part, Shape(((long, 1), *((short, 1),) * (num_rows - 1)), num_rows), window)
     _wait(device)
+
+
+def _try(cache: KVCache, num_heads: int, part: DecodePart, shape: Shape, window: int) -> None:
+    query = _zeros(cache, shape.num_decode, num_heads)
+    part.plan(synthetic(cache, shape, shape.groups), shape.groups, window)
+    part.run(0, query, torch.empty_like(query))
 
 
 def try_chunks(cache: KVCache, num_heads: int, part: ChunkPart, window: int = 0) -> None:

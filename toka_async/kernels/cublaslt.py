@@ -187,8 +187,8 @@ class CublasLt:
         return list(cast(Iterable[int], algorithm))
 
     def restore(self, saved: Sequence[int]) -> Algorithm:
-        if len(saved) != _ALGORITHM_WORDS:
-            raise ValueError(f"expected {_ALGORITHM_WORDS} words, got {len(saved)}")
+        if len(saved) != _ALGORITHM_WORDS or not all(0 <= word < 1 << 64 for word in saved):
+            raise ValueError(f"expected {_ALGORITHM_WORDS} words of 64 bits, got {saved}")
         return Algorithm((c_uint64 * _ALGORITHM_WORDS)(*saved))
 
     def _of(self, product: Product) -> _Descriptors:

@@ -106,11 +106,7 @@ class GatedProducts:
             index = fastest(ways, weights, operands, self._clock, gain=1.0, sustained=turn)
             tuned.choices.append(tiles[index])
             before = size
-        if tuned.choices[-1] is not None:
-            # The largest step must stay the one that needs the most memory, which is what the cache is sized by.
-            large = [index for index, size in enumerate(tuned.sizes) if 3 * size > most]
-            for index in large:
-                tuned.choices[index] = tuned.choices[index] or tuned.choices[-1]
+        _keep_largest(tuned)
         self._tuned[shape] = tuned
 
     def chosen(self, weight: Tensor, activation: str) -> list[Tile | None] | None:
@@ -127,7 +123,9 @@ class GatedProducts:
             return False
         if not all(_is_built(partial(self._run, activation, tile, x, weight, output)) for tile in tiles):
             return False
-        self._tuned[shape] = ByRows[Tile | None](sorted(sizes), list(chosen))
+        tuned = ByRows[Tile | None](sorted(sizes), list(chosen))
+        _keep_largest(tuned)
+        self._tuned[shape] = tuned
         return True
 
     def compute(self, x: Tensor, weight: Tensor, activation: str) -> Tensor | None:
@@ -176,6 +174,15 @@ class GatedProducts:
 def _shape(weight: Tensor, activation: str) -> _Shape:
     outputs, hidden = weight.shape
     return _Shape(outputs // 2, hidden, weight.dtype, activation)
+
+
+def _keep_largest(tuned: ByRows[Tile | None]) -> None:
+    """The largest step must stay the one that needs the most memory, which is what the cache is sized by."""
+    if tuned.choices[-1] is None:
+        return
+    for index, size in enumerate(tuned.sizes):
+        if 3 * size > tuned.sizes[-1]:
+            tuned.choices[index] = tuned.choices[index] or tuned.choices[-1]
 
 
 def _is_built(launch: Callable[[], None]) -> bool:

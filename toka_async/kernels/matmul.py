@@ -44,7 +44,10 @@ class TunedProducts:
         return [None if algorithm is None else self._library.save(algorithm) for algorithm in choices]
 
     def adopt(self, weight: Tensor, adds: bool, sizes: Sequence[int], chosen: Sequence[Sequence[int] | None]) -> bool:
-        """Take what was chosen before in place of tuning; False, with nothing changed: not all of it computes here."""
+        """Take what was chosen before in place of tuning; False, with nothing changed: not all of it computes here.
+
+        All of it computes once, torch's choices too: libraries load kernels at their first use.
+        """
         product = _product(weight, adds)
         if len(chosen) != len(sizes):
             return False
@@ -54,7 +57,10 @@ class TunedProducts:
             return False
         tuned = ByRows[Algorithm | None](sorted(sizes), algorithms)
         for algorithm, operands in zip(algorithms, _operands(product, weight.device, tuned.sizes), strict=True):
-            if algorithm is not None and not self._runs(product, algorithm, weight, operands):
+            if algorithm is None:
+                for x, output in operands:
+                    _by_torch(product, x, weight, output)
+            elif not self._runs(product, algorithm, weight, operands):
                 return False
         self._tuned[product] = tuned
         return True

@@ -187,10 +187,11 @@ def _fitting_limits(
 
 
 def _tuning_cache(device: torch.device, compiling: CompileConfig) -> TuningCache:
-    """On a CPU nothing is measured."""
+    """On a CPU nothing is measured; on a GPU most is measured of a model that may be compiled, or tuned."""
     if device.type == "cpu":
         return TuningCache(None, {})
-    return TuningCache(folder_of(compiling.tuning_dir), gpu_platform(device))
+    computed = {"compile": [compiling.enabled, compiling.tune]}
+    return TuningCache(folder_of(compiling.tuning_dir), {**gpu_platform(device), **computed})
 
 
 def _ops(

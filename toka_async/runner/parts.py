@@ -6,7 +6,7 @@ Knows how the parts fit together once the model is there; knows neither where it
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +16,7 @@ import torch
 from toka_async.attention.build import NOT_MEASURED, Attention, build_attention
 from toka_async.attention.choice import Table
 from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.measure import Bench
 from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ScheduleConfig
 from toka_async.messages import Ready
 from toka_async.model.comm import Comm
@@ -145,18 +146,23 @@ class Parts:
             setup=self.setup,
         )
 
-    def _settle(self, asked: Mapping[str, object], measure: Callable[[], Table]) -> Table:
+    def _settle(self, bench: Bench) -> Table:
         """What attention is chosen by: as measured before, or now; on all ranks what the first one has."""
-        found = self.tuning_cache.find("attention", asked, Table)
-        table = table_of_first(self.meeting.tensor, found or measure())
+        facts = bench.facts()
+        found = self.tuning_cache.find("attention", facts, Table)
+        if found is not None and not bench.admits(found):
+            found = None
+        table = table_of_first(self.meeting.tensor, found or bench.table())
         if found is None:
-            self.tuning_cache.keep("attention", asked, table)
+            self.tuning_cache.keep("attention", facts, table)
         return table
 
     def graph_sizes(self, most: int, grouped: bool) -> list[int]:
         """Rows of the graphs that an earlier start kept, of those up to `most`; empty: it is to be found out."""
         found = self.tuning_cache.find("graphs", self._of_graphs(most, grouped), list[int]) if most else None
-        sizes = found if found and set(found) <= set(graph_sizes(most)) and max(found) == most else []
+        sizes = sorted(set(found or ()))
+        if not sizes or sizes[-1] != most or not set(sizes) <= set(graph_sizes(most)):
+            sizes = []
         return msgspec.json.decode(self.meeting.tensor.of_first(msgspec.json.encode(sizes)), type=list[int])
 
     def keep_graph_sizes(self, most: int, grouped: bool, sizes: Sequence[int]) -> None:
@@ -168,11 +174,11 @@ class Parts:
         """What the times of graphs depend on."""
         return {
             "model": self.spec,
+            "ends": [self.decoder.embedding is not None, self.decoder.head is not None],
             "dtype": str(self.dtype),
             "limits": [self.limits.max_seqs, self.limits.max_context],
             "page_size": self.cache.page_size,
             "attention": self.attention.backend,
-            "compiling": [self.compiling.enabled, self.compiling.tune],
             "ranks": [self.meeting.tensor.size, self.meeting.world.size],
             "graphs": [most, grouped],
         }

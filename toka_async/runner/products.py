@@ -102,7 +102,8 @@ class ProductTuning:
     def _tune_gates(
         self, gates: GatedProducts, weights: Sequence[Tensor], activation: str, sizes: Sequence[int]
     ) -> None:
-        facts = {**_facts(weights, sizes), "activation": activation}
+        library = None if self._ops.products is None else self._ops.products.library_version
+        facts = {**_facts(weights, sizes), "activation": activation, "library": library}
         known = self._cache.find("gated-product", facts, list[Tile | None])
         if known is None or not gates.adopt(weights[0], activation, sizes, known):
             gates.tune(weights, activation, sizes, partial(_separately, self._ops, activation))

@@ -102,7 +102,7 @@ def build_spreads(
         return Spreads(whole, shards, _with_two_each(asked, comm))
     counts = token_counts(most_captured, shape.max_tokens)
     cache, facts = tuning_cache or TuningCache(None, {}), _facts(shape, comm, world, counts)
-    timings = _timings_of_before(cache, facts, world)
+    timings = _timings_of_before(cache, facts, counts, world)
     if timings is None:
         timings = measure(whole, shards, comm, shape, counts, clock or cuda_clock, tune) if counts else []
         if world.rank == 0:
@@ -117,10 +117,12 @@ def build_spreads(
     return Spreads(whole, shards, least)
 
 
-def _timings_of_before(cache: TuningCache, facts: Facts, world: Comm) -> list[Timing] | None:
-    """Of an earlier start, if all ranks have them: those who measure wait for each other."""
+def _timings_of_before(cache: TuningCache, facts: Facts, counts: Sequence[int], world: Comm) -> list[Timing] | None:
+    """Of an earlier start, as the first rank finds them, on all ranks: those who measure wait for each other."""
     timings = cache.find("async-tp", facts, list[Timing])
-    return timings if world.minimum(int(timings is not None)) else None
+    if timings is not None and [timing.num_tokens for timing in timings] != [*counts]:
+        timings = None
+    return msgspec.json.decode(world.of_first(msgspec.json.encode(timings)), type=list[Timing] | None)
 
 
 def _facts(shape: RankShape, comm: Comm, world: Comm, counts: Sequence[int]) -> Facts:

@@ -10,10 +10,10 @@ import hashlib
 import importlib.metadata
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
+from uuid import uuid4
 
 import msgspec
 import torch
@@ -22,6 +22,12 @@ logger = logging.getLogger(__name__)
 
 Facts = Mapping[str, object]  # that JSON can hold
 T = TypeVar("T")
+# Whose kernels are timed; NVIDIA's have a CUDA version in their names, or not.
+_PACKAGES = (
+    *("triton", "flashinfer-python"),
+    *("nvidia-cublas", "nvidia-cublas-cu12", "nvidia-nccl-cu12", "nvidia-nccl-cu13"),
+)
+_MOST_BYTES = 1 << 20  # of a file: an answer is far smaller
 
 
 class TuningCache:
@@ -35,6 +41,7 @@ class TuningCache:
         self.num_found = 0
         self.num_asked = 0
         self._platform = platform
+        self._writes = folder is not None
 
     def find(self, what: str, of: Facts, kind: type[T]) -> T | None:
         """The answer to what was measured of these facts; None: there is none that can be read as this kind."""
@@ -43,8 +50,8 @@ class TuningCache:
             return None
         asked = self._question(what, of)
         try:
-            question, answer = msgspec.json.decode(self._file(what, asked).read_bytes(), type=tuple[msgspec.Raw, kind])  # type: ignore[valid-type]
-        except (OSError, msgspec.DecodeError):  # written anew once it is measured
+            question, answer = msgspec.json.decode(_read(self._file(what, asked)), type=tuple[msgspec.Raw, kind])  # type: ignore[valid-type]
+        except (OSError, ValueError, RecursionError, msgspec.DecodeError):  # written anew once it is measured
             return None
         if bytes(question) != asked:
             return None
@@ -52,19 +59,20 @@ class TuningCache:
         return answer
 
     def keep(self, what: str, of: Facts, answer: object) -> None:
-        """For the next start; that it cannot be written is logged once."""
-        if self.folder is None:
+        """For the next start; that it cannot be written is logged once, and not tried again."""
+        if not self._writes:
             return
         asked = self._question(what, of)
+        content = b"[" + asked + b",\n" + msgspec.json.encode(answer) + b"]\n"
         try:
-            _write(self._file(what, asked), b"[" + asked + b",\n" + msgspec.json.encode(answer) + b"]\n")
-        except OSError as error:
+            _write(self._file(what, asked), content)
+        except (OSError, ValueError) as error:  # ValueError: no path can be so
             logger.warning(
-                "compile.tuning_dir=%s: %s; every start measures anew until it can be written",
+                "compile.tuning_dir=%s: %s; every start measures anew what is not there until it can be written",
                 self.folder,
-                error.strerror or error,
+                getattr(error, "strerror", None) or error,
             )
-            self.folder = None
+            self._writes = False
 
     def report(self) -> None:
         """One line for people, if anything was asked."""
@@ -80,12 +88,20 @@ class TuningCache:
 
 
 def folder_of(tuning_dir: str) -> Path | None:
-    """Of `compile.tuning_dir`; None: nothing is kept."""
-    if tuning_dir != "auto":
-        return Path(tuning_dir).expanduser() if tuning_dir else None
-    # https://specifications.freedesktop.org/basedir-spec
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "toka-async" / "tuning"
+    """Of `compile.tuning_dir`; None: nothing is kept. That a user has no home is logged."""
+    if not tuning_dir:
+        return None
+    try:
+        return _user_cache() / "toka-async" / "tuning" if tuning_dir == "auto" else Path(tuning_dir).expanduser()
+    except RuntimeError as error:
+        logger.warning("compile.tuning_dir=%s: %s; every start measures anew; name a folder", tuning_dir, error)
+        return None
+
+
+def _user_cache() -> Path:
+    """https://specifications.freedesktop.org/basedir-spec, by which relative paths do not count."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return base if base.is_absolute() else Path.home() / ".cache"
 
 
 def gpu_platform(device: torch.device) -> Facts:
@@ -96,7 +112,7 @@ def gpu_platform(device: torch.device) -> Facts:
         "multiprocessors": properties.multi_processor_count,
         "cuda": torch.version.cuda,
         "torch": str(torch.__version__),
-        "packages": {name: _version(name) for name in ("triton", "flashinfer-python", "nvidia-cublas")},
+        "packages": {name: _version(name) for name in _PACKAGES},
         "sources": _sources(),
     }
 
@@ -117,13 +133,19 @@ def _sources() -> str:
     return digest.hexdigest()[:16]
 
 
+def _read(path: Path) -> bytes:
+    """No more of it than an answer may have, which then cannot be read as one."""
+    with path.open("rb") as file:
+        return file.read(_MOST_BYTES)
+
+
 def _write(path: Path, content: bytes) -> None:
+    """Readable by whom the user's umask says, as a folder may be shared."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".")
+    unfinished = path.with_name(f".{uuid4().hex}")
     try:
-        with open(handle, "wb") as file:
-            file.write(content)
-        Path(name).replace(path)
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
     except OSError:
-        Path(name).unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
         raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
 from typing import get_args
 
 import pytest
@@ -175,13 +174,13 @@ def test_the_measured_table_is_used(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 def test_someone_else_settles_what_is_chosen_by(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """From what is to be measured, and what measures it, which is not called of itself."""
+    """By what can measure, which does not of itself."""
     measured, known = only("flashinfer"), only("flashinfer", ((8, 128),))
     monkeypatch.setattr(Bench, "table", lambda _: measured)
     asked: list[object] = []
 
-    def settle(facts: Mapping[str, object], measure: Callable[[], Table]) -> Table:
-        asked.extend([facts, measure()])
+    def settle(bench: Bench) -> Table:
+        asked.extend([bench.facts(), bench.table()])
         return known
 
     caplog.set_level(logging.INFO)

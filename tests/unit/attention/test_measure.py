@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import pytest
 import torch
 from torch import Tensor
 
 from toka_async.attention.base import AttentionBatch, PrefixGroup
-from toka_async.attention.choice import Table, nearest
+from toka_async.attention.choice import Point, Table, nearest
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.measure import GROUP_ROWS, GROUP_TOKENS, Bench, Shape, synthetic, try_chunks, try_decode
 
@@ -142,11 +143,12 @@ def test_trying_out_takes_every_path() -> None:
     spent: list[float] = []
     part = Part(lambda _, groups: float(len(groups)), spent)
     try_decode(cache, 4, part, max_seqs=20)
-    assert spent == [0.0] * 4 + [1.0] * 8
-    assert [int(batch.context_lengths.max()) for batch in part.batches] == [17, 4112, 300, 640] * 3
-    assert [len(batch.slots) for batch in part.batches] == [2, 2, 2, 20] * 3
+    assert spent == [0.0] * 4 + [1.0] * 8 + [0.0]
+    assert [int(batch.context_lengths.max()) for batch in part.batches] == [17, 4112, 300, 640] * 3 + [4112]
+    assert [len(batch.slots) for batch in part.batches] == [2, 2, 2, 20] * 3 + [20]
+    assert part.batches[12].context_lengths.tolist() == [4112] + [17] * 19
     try_chunks(cache, 4, part)
-    assert [batch.num_decode for batch in part.batches[12:]] == [0, 0]
+    assert [batch.num_decode for batch in part.batches[13:]] == [0, 0]
 
 
 def test_the_facts_say_what_is_measured() -> None:
@@ -159,7 +161,73 @@ def test_the_facts_say_what_is_measured() -> None:
     assert [rows for rows, total in shapes if rows == 0] == [0] * len(chunks)
     assert [rows for rows, _ in shapes if rows][-len(decode) :] == [rows for rows, _ in decode]
     assert [rows for rows, _ in shapes if rows][: 2 * len(groups) : 2] == [rows * count for rows, _, count in groups]
-    assert facts["parts"] == [["own", "planned"]] * 2
+    del facts["shapes"]
+    assert facts == {
+        "heads": [4, 1, 8],
+        "layers": 2,
+        "page_size": PAGE,
+        "dtype": "torch.bfloat16",
+        "parts": [["own", "planned"]] * 2,
+    }
+    facts["shapes"] = [decode, chunks, groups]
     assert facts == json.loads(json.dumps(bench_of({"own": unshared, "planned": planned}, 16400)[0].facts()))
     for other in (bench_of({"own": unshared}), bench_of({"own": unshared, "planned": planned}, max_seqs=64)):
         assert other[0].facts() != facts
+
+
+def test_a_table_of_the_same_parts_is_admitted() -> None:
+    bench, _ = bench_of({"own": unshared, "planned": planned}, max_seqs=64)
+    assert bench.admits(bench.table())
+    alone, _ = bench_of({"own": unshared})
+    assert alone.admits(alone.table())
+
+
+POINT = (Point(1, 2, "own"),)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        Table((), POINT, POINT, ()),
+        Table(POINT, (), POINT, ()),
+        Table(POINT, POINT, (), ()),
+        Table((Point(1, 2, "mixed"),), POINT, POINT, ()),
+        Table(POINT, (*POINT, Point(1, 2, "mixed")), POINT, ()),
+        Table(POINT, POINT, (Point(1, 2, "decodes"),), ()),
+        Table((Point(0, 2, "own"),), POINT, POINT, ()),
+        Table(POINT, (Point(1, -2, "own"),), POINT, ()),
+        Table(POINT, POINT, (Point(10**400, 2, "own"),), ()),
+        Table(POINT, POINT, POINT, ((0, 0),)),
+        Table(POINT, POINT, POINT, ((4, 64), (4, 65))),
+    ],
+)
+def test_a_table_that_could_not_be_chosen_by_is_not_admitted(table: Table) -> None:
+    """Steps would fail."""
+    bench, parts = bench_of({"own": unshared})
+    bench = replace(bench, decode={**parts, "decodes": parts["own"]})
+    assert bench.admits(Table((Point(1, 2, "decodes"),), POINT, POINT, ((4, 64),)))
+    assert not bench.admits(table)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 8, 32])
+@pytest.mark.parametrize("window", [0, 512])
+def test_trying_out_merges_the_parts_of_few_rows_and_of_many(
+    monkeypatch: pytest.MonkeyPatch, kv_heads: int, window: int
+) -> None:
+    """Which are two kernels: a service without large graphs would build one of them at some odd step."""
+    pytest.importorskip("triton")
+    from toka_async.attention import own
+    from toka_async.kernels.decode import MANY_ROWS
+
+    merged: set[bool] = set()
+
+    class Planned(own.TritonDecode):
+        def run(self, layer: int, query: Tensor, output: Tensor) -> None:  # noqa: ARG002
+            assert self.step is not None
+            if self.step.splits.count > 1:
+                merged.add(len(query) > MANY_ROWS)
+
+    monkeypatch.setattr(own, "count_sms", lambda _: 132)
+    cache = KVCache(1, 2, kv_heads, PAGE, 8, torch.float32, torch.device("cpu"))
+    try_decode(cache, 32, Planned(cache, 32), max_seqs=512, window=window)
+    assert merged == {False, True}

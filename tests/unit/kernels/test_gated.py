@@ -246,6 +246,16 @@ def test_another_process_adopts_what_was_chosen(device: torch.device) -> None:
     assert gates.compute(x[:4], weight, "silu") is None
 
 
+def test_adopted_too_no_smaller_step_needs_more_memory_than_the_largest() -> None:
+    """Wherever the choices come from."""
+    weight = normal(torch.device("cpu"), torch.float16, 32, 16)
+    gates = GatedProducts(Clock(), 3, (SMALL,), fewest=1)
+    assert gates.adopt(weight, "silu", [10, 20, 40, 80], [None, None, None, SMALL])
+    assert gates.ranges() == [(21, 80)]
+    assert gates.adopt(weight, "silu", [10, 20, 40, 80], [SMALL, None, None, None])
+    assert gates.ranges() == [(1, 10)]
+
+
 def test_tiles_that_are_not_built_here_are_not_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = normal(torch.device("cpu"), torch.float16, 32, 16)
     gates = GatedProducts(Clock(), 3, (SMALL,), fewest=1)

@@ -157,14 +157,17 @@ def test_products_with_a_bias_are_torchs() -> None:
     assert not library.ran
 
 
-def test_another_process_adopts_what_was_chosen() -> None:
+def test_another_process_adopts_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_torch: list[int] = []
+    monkeypatch.setattr(matmul, "_by_torch", lambda _, x, *__: by_torch.append(len(x)))
     costs: dict[str, Callable[[int], float]] = {"few": lambda m: 4 if m <= 2 else 20}
     chosen = tuned(Library(costs)).chosen(weight(), False)
     assert chosen == [[*b"few"], None]
     library = Library(costs)
     products = TunedProducts(library, library.clock)
-    assert products.adopt(weight(), False, [2, 8], chosen)
-    assert library.ran == [("few", 2)]  # so that nothing is loaded later
+    assert products.adopt(weight(), False, [8, 2], chosen)
+    assert library.ran == [("few", 2)]  # so that nothing is loaded later,
+    assert by_torch[-1] == 8  # nor of torch
     for num_rows in (1, 2, 3):
         x = torch.randn(num_rows, K)
         torch.testing.assert_close(products.linear(x, weight()), x @ weight().T)

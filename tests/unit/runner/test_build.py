@@ -1,20 +1,22 @@
 import ast
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import toka_async
 from tests.models import make_checkpoint
-from toka_async.attention.choice import Point, Table
 from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
 from toka_async.messages import Ready
-from toka_async.model.comm import LocalComm
 from toka_async.model.spec import ModelError, read_spec
-from toka_async.runner import parts
+from toka_async.model.spread import Spreads
+from toka_async.runner import build, parts
 from toka_async.runner.build import build_runner
-from toka_async.runner.parts import table_of_first
 from toka_async.runner.place import Place
 from toka_async.runner.runner import Runner
+from toka_async.runner.spreads import build_spreads
+from toka_async.runner.tuning_cache import TuningCache
 
 
 def _build(
@@ -83,6 +85,24 @@ def test_on_a_cpu_nothing_is_measured_or_kept(model_dir: Path, tmp_path: Path, m
     assert not list(tmp_path.iterdir())
 
 
+def test_what_was_found_is_told(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All parts ask the same cache."""
+    cache, given = TuningCache(tmp_path, {}), list[object]()
+
+    def spreads(*args: Any, **options: Any) -> Spreads:
+        given.append(options["tuning_cache"])
+        return build_spreads(*args, **options)
+
+    monkeypatch.setattr(build, "_tuning_cache", lambda *_: cache)
+    monkeypatch.setattr(build, "build_spreads", spreads)
+    caplog.set_level(logging.INFO)
+    _build(model_dir)
+    assert given == [cache]
+    assert f"0 of 1 measurements found in {tmp_path}" in caplog.messages  # which graphs
+
+
 def test_a_rank_on_a_cpu_imports_no_kernels() -> None:
     """Triton is not everywhere: no module that is always imported imports one that needs it."""
     todo, done = {"toka_async.runner.build"}, set[str]()
@@ -102,8 +122,3 @@ def imported_at_once(name: str) -> set[str]:
     froms = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     names = {name for node in froms for name in (node.module, *(f"{node.module}.{a.name}" for a in node.names)) if name}
     return {name for name in names if (package / f"{name.replace('.', '/')}.py").exists()}
-
-
-def test_a_table_survives_its_way_to_the_other_ranks() -> None:
-    table = Table((Point(1, 2, "a"),), (Point(3, 4, "b"),), (Point(5, 6, "c"),), ((7, 8), (9, 10)))
-    assert table_of_first(LocalComm(), table) == table

@@ -248,3 +248,17 @@ def test_a_capture_changes_nothing_but_padding(fake_graphs: FakeGraphs) -> None:
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old, new)
     assert len(fake_graphs.graphs) == 2 * 3  # of 1, 2 and 4 rows
+
+
+def test_a_capture_of_sizes_that_are_known(fake_graphs: FakeGraphs) -> None:
+    """One is slower than the next, and stays."""
+    runner = make(True)[0]
+    assert runner.decode is not None
+    assert runner.decode.graph_sizes == []
+    fake_graphs.slow = {2: 9.0}
+    assert [*runner.decode.capture(4, grouped=False, sizes=[2, 4])] == [(1, 2), (2, 2)]
+    assert runner.decode.graph_sizes == [2, 4]
+    list(runner.decode.capture(4, grouped=False))
+    assert runner.decode.graph_sizes == [1, 4]
+    with pytest.raises(AssertionError):
+        list(runner.decode.capture(4, grouped=False, sizes=[2]))

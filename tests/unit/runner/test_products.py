@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -20,8 +20,9 @@ from toka_async.model.spec import read_spec
 from toka_async.model.weights import build_decoder
 from toka_async.runner.limits import Limits
 from toka_async.runner.products import ProductTuning, gated_sizes, make_ops
-from toka_async.runner.tuning_cache import TuningCache
+from toka_async.runner.tuning_cache import Facts, TuningCache
 
+T = TypeVar("T")
 NONE = TuningCache(None, {})
 LIMITS = Limits(max_context=512, max_seqs=48, max_tokens=300)
 
@@ -55,7 +56,7 @@ class Asked:
 def decoder_of(tmp_path: Path, **overrides: Any) -> Decoder:
     folder = make_checkpoint(
         tmp_path, "llama", hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, num_hidden_layers=3, vocab_size=256, tie_word_embeddings=True, **overrides,
+        head_dim=16, vocab_size=256, tie_word_embeddings=True, **{"num_hidden_layers": 3} | overrides,
     )  # fmt: skip
     return build_decoder(read_spec(folder), torch.float32, torch.device("cpu"))
 
@@ -122,6 +123,54 @@ def test_what_cannot_be_adopted_is_tuned(tmp_path: Path) -> None:
     second = asked_for(decoder, cache=TuningCache(folder, {}), adopts=False)
     assert len(second.adopted) == len(first.products + first.gates)
     assert (second.products, second.gates) == (first.products, first.gates)
+
+
+def test_what_the_fastest_ways_depend_on(tmp_path: Path) -> None:
+    """Of no more weights than are used in turn."""
+    asked: list[tuple[str, object]] = []
+
+    class Recording(TuningCache):
+        def find(self, what: str, of: Facts, kind: type[T]) -> T | None:
+            asked.append((what, of))
+            return super().find(what, of, kind)
+
+    deep = decoder_of(tmp_path, num_hidden_layers=9)
+    found = asked_for(deep, cache=Recording(None, {}))
+    sizes = next(sizes for shape, *_, sizes in found.products if shape == (64, 96))
+    common = {"dtype": "torch.float32", "weights": 8, "library": 13}
+    assert ("product", {"shape": [64, 96], "sizes": sizes, "adds": True, **common}) in asked
+    gated = {"shape": [192, 64], "sizes": [128, 256, 300], "activation": "silu", **common}
+    assert asked[-1] == ("gated-product", gated)
+    assert {num for _, num, *_ in found.products + found.gates} == {8, 1}
+
+
+def test_what_was_not_chosen_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of steps too small for a kernel."""
+    decoder, folder = decoder_of(tmp_path / "model"), tmp_path / "tuning"
+    monkeypatch.setattr(Asked, "chosen", lambda *_: None)
+    gates: Any = Asked()
+    ProductTuning(FusedOps(None, gates), TuningCache(folder, {})).tune(decoder, LIMITS, 4, lambda *_: None)
+    assert len(gates.gates) == 1
+    assert not folder.exists()
+
+
+def test_memory_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of operands, whether they were for tuning or for what was adopted: the cache is to have it."""
+    given: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(True))
+    decoder, folder = decoder_of(tmp_path / "model"), tmp_path / "tuning"
+    for number in (1, 2):
+        asked_for(decoder, cache=TuningCache(folder, {}))
+        assert len(given) == number
+
+
+def test_gated_products_are_asked_for_beside_those_that_they_were_compared_with(tmp_path: Path) -> None:
+    decoder, folder = decoder_of(tmp_path / "model"), tmp_path / "tuning"
+    for products, num_tuned in ((Asked(), 1), (Asked(), 0), (None, 1), (None, 0)):
+        gates: Any = Asked()
+        either: Any = products
+        ProductTuning(FusedOps(either, gates), TuningCache(folder, {})).tune(decoder, LIMITS, 4, lambda *_: None)
+        assert len(gates.gates) == num_tuned
 
 
 def test_layers_alone_are_neither_found_nor_kept(tmp_path: Path) -> None:

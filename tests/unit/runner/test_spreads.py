@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -137,7 +138,9 @@ def test_what_is_measured_is_tuned_before(shape: RankShape) -> None:
 
 
 @pytest.mark.usefixtures("overlapping")
-def test_a_later_start_measures_nothing_if_all_ranks_know(shape: RankShape, tmp_path: Path) -> None:
+def test_a_later_start_measures_nothing_if_the_first_rank_knows(shape: RankShape, tmp_path: Path) -> None:
+    """On whose host it is kept; what could not have been measured is measured."""
+
     def start(*folders: str) -> list[tuple[int, int]]:
         def build(comm: Comm) -> tuple[int, int]:
             runs: list[int] = []
@@ -151,9 +154,34 @@ def test_a_later_start_measures_nothing_if_all_ranks_know(shape: RankShape, tmp_
 
         return run_ranks(2, build)
 
-    assert start("host", "host") == [(1024, 12)] * 2
-    assert start("host", "host") == [(1024, 0)] * 2
     assert start("host", "another") == [(1024, 12)] * 2
+    assert not (tmp_path / "another").exists()
+    assert start("host", "host") == [(1024, 0)] * 2
+    assert start("host", "another") == [(1024, 0)] * 2
+    assert start("another", "host") == [(1024, 12)] * 2
+    (file,) = (tmp_path / "host").iterdir()
+    damaged = file.read_bytes().replace(b'"num_tokens":1024', b'"num_tokens":1')
+    file.write_bytes(damaged)
+    assert start("host", "host") == [(1024, 12)] * 2
+    assert file.read_bytes() != damaged
+
+
+def test_times_of_layers_depend_on_what_is_timed(shape: RankShape) -> None:
+    """Which is one layer, on however many ranks."""
+
+    def facts(shape: RankShape, num_ranks: int = 2, counts: tuple[int, ...] = (1024, 2048)) -> object:
+        return run_ranks(num_ranks, lambda comm: dict(spreads._facts(shape, comm, comm, counts)))[0]
+
+    deeper = msgspec.structs.replace(shape.spec, num_layers=9, windows=(0,) * 9)
+    assert facts(replace(shape, spec=deeper, max_tokens=2200)) == facts(shape)
+    wider = msgspec.structs.replace(shape.spec, hidden_size=128)
+    others = (
+        facts(replace(shape, spec=wider)),
+        facts(replace(shape, dtype=torch.bfloat16)),
+        facts(shape, 4),
+        facts(shape, counts=(1024,)),
+    )
+    assert facts(shape) not in others
 
 
 def test_where_it_is_slower_nothing_is_kept(shape: RankShape, overlapping: list[int]) -> None:

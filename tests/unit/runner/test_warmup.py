@@ -179,6 +179,10 @@ def test_warm_up_captures_and_replays(fake_graphs: FakeGraphs, ready: Ready, gro
     assert [*stages.seconds] == ["warm-up", "graphs"]
     assert frozen == [True]
     assert runner.run(Step(step_id=1)).num_compiles == 0
+    most = min(4, ready.max_seqs)
+    warm_up(runner, stages, 4, grouped, sizes=[most])
+    assert runner.decode is not None
+    assert runner.decode.graph_sizes == [most]
 
 
 def test_warm_up_without_graphs(fake_graphs: FakeGraphs) -> None:
