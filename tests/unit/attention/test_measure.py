@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +14,16 @@ from torch import Tensor
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.choice import Point, Table, nearest
 from toka_async.attention.kv_cache import KVCache
-from toka_async.attention.measure import GROUP_ROWS, GROUP_TOKENS, Bench, Shape, synthetic, try_chunks, try_decode
+from toka_async.attention.measure import (
+    GROUP_ROWS,
+    GROUP_TOKENS,
+    Bench,
+    CudaClock,
+    Shape,
+    synthetic,
+    try_chunks,
+    try_decode,
+)
 
 PAGE = 16
 Cost = Callable[[AttentionBatch, tuple[PrefixGroup, ...]], float]
@@ -231,3 +241,36 @@ def test_trying_out_merges_the_parts_of_few_rows_and_of_many(
     cache = KVCache(1, 2, kv_heads, PAGE, 8, torch.float32, torch.device("cpu"))
     try_decode(cache, 32, Planned(cache, 32), max_seqs=512, window=window)
     assert merged == {False, True}
+
+
+def test_the_clock_takes_the_least_of_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan takes 3 s on the host and a run 0.5 s on the device, but for what compiles at first and what disturbs."""
+    host, device = [0.0], [0.0]
+    plans, runs = iter((90.0, 8.0, 3.0, 4.0)), iter((90.0, *(0.5,) * 3, *(0.5, 6.0, 0.5), *(0.7,) * 3))
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = device[0]
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: Event) -> float:
+            return 1000 * (other.at - self.at)
+
+    def plan() -> None:
+        host[0] += next(plans)
+
+    def run() -> None:
+        device[0] += next(runs)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(time, "perf_counter", lambda: host[0])
+    assert CudaClock(num_layers=10)(plan, run) == pytest.approx(3 + 10 * 0.5)
+    assert next(plans, None) is None
+    assert next(runs, None) is None
