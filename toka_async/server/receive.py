@@ -93,21 +93,23 @@ async def read_body(request: web.Request) -> bytearray:
     """
     check_length(request)
     body, length = bytearray(), request.content_length
-    if length is None:
-        await read_more(request, body, SMALL)
+    spent = await read_more(request, body, SMALL) if length is None else 0.0
     await reserve(request, request.app[RECEIVING].most if len(body) > SMALL else length or 0)
-    await read_more(request, body, request.app[RECEIVING].most)
+    await read_more(request, body, request.app[RECEIVING].most, spent)
     if length is None and ROOM in request:
         request[ROOM].shrink(len(body))
     return body
 
 
-async def read_more(request: web.Request, body: bytearray, most: int) -> None:
-    """Until there is no more of it, or there is more than `most` bytes. Raises as `read_body` does."""
-    receiving = request.app[RECEIVING]
-    seconds = receiving.config.request_timeout
+async def read_more(request: web.Request, body: bytearray, most: int, spent: float = 0.0) -> float:
+    """Until there is no more of it, or there is more than `most` bytes. Raises as `read_body` does.
+
+    spent: seconds that reading what there is took. Returns those that this took.
+    """
+    receiving, loop = request.app[RECEIVING], asyncio.get_running_loop()
+    seconds, begin = receiving.config.request_timeout, loop.time()
     try:
-        async with asyncio.timeout(seconds or None):
+        async with asyncio.timeout(seconds - spent if seconds else None):
             while len(body) <= most and (chunk := await request.content.readany()):
                 body += chunk
     except TimeoutError:
@@ -116,6 +118,7 @@ async def read_more(request: web.Request, body: bytearray, most: int) -> None:
         ) from None
     if len(body) > receiving.most:
         raise too_large(request)
+    return loop.time() - begin
 
 
 async def read_request(request: web.Request, kind: type[T]) -> T:

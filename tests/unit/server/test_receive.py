@@ -144,6 +144,34 @@ async def test_a_request_timeout_bounds_the_wait_too() -> None:
                 assert await client.status() == 429
 
 
+async def test_a_body_in_chunks_has_one_timeout_though_it_is_read_in_two_parts() -> None:
+    async with (
+        web_server(max_body_mb=1, max_bodies_mb=1, request_timeout=0.4) as server,
+        connected(server, head(None)) as client,
+    ):
+        await asyncio.sleep(0.25)
+        client.writer.write(chunk(padded(SMALL + 1)))
+        await settled(lambda: bodies_of(server).num_bytes == MIB)
+        await asyncio.sleep(0.25)
+        client.writer.write(chunk(b""))
+        assert await client.status() == 408
+        assert "server.request_timeout (0.4 s)" in str((await client.error())["message"])
+
+
+async def test_what_it_waits_for_room_is_no_part_of_that() -> None:
+    async with (
+        web_server(max_body_mb=1, max_bodies_mb=1, request_timeout=0.6) as server,
+        connected(server, head(None)) as client,
+    ):
+        with room_taken(server, "somebody"):
+            await asyncio.sleep(0.3)
+            client.writer.write(chunk(padded(SMALL + 1)))
+            await settled(lambda: bodies_of(server).num_waiting == 1)
+            await asyncio.sleep(0.35)
+        client.writer.write(chunk(b""))
+        assert await client.status() == 200
+
+
 async def test_a_body_without_a_length_has_room_for_the_largest_until_it_is_there() -> None:
     """But it needs none while it is small. This one waits for its turn in the engine with what it has."""
     size = 2 * SMALL
