@@ -7,6 +7,7 @@ product alone, and the activation after that one 5 %. Knows matrices by their sh
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from toka_async.kernels.activation import gated
 from toka_async.kernels.trial import SUSTAINED, ByRows, Clock, Way, fastest, rows_to_time
+
+logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 16  # bytes, of addresses and rows: what tensor copies need
 _ROW_TILES = 16  # that share weights in the L2 cache
@@ -95,7 +98,7 @@ class GatedProducts:
         ways: list[Way] = [usual]
         for tile in self._tiles:
             way = partial(self._run, activation, tile)
-            if _is_built(partial(way, x[:1], weights[0], output[:1])):
+            if _is_built(tile, partial(way, x[:1], weights[0], output[:1])):
                 tiles.append(tile)
                 ways.append(way)
         tuned, before = ByRows[Tile | None](sorted(sizes), []), 0
@@ -121,7 +124,7 @@ class GatedProducts:
         output = x.new_empty(1, shape.inner)
         if len(chosen) != len(sizes) or not tiles <= set(self._tiles) or not _can_copy(x, weight, output):
             return False
-        if not all(_is_built(partial(self._run, activation, tile, x, weight, output)) for tile in tiles):
+        if not all(_is_built(tile, partial(self._run, activation, tile, x, weight, output)) for tile in tiles):
             return False
         tuned = ByRows[Tile | None](sorted(sizes), list(chosen))
         _keep_largest(tuned)
@@ -185,11 +188,13 @@ def _keep_largest(tuned: ByRows[Tile | None]) -> None:
             tuned.choices[index] = tuned.choices[index] or tuned.choices[-1]
 
 
-def _is_built(launch: Callable[[], None]) -> bool:
+def _is_built(tile: Tile, launch: Callable[[], None]) -> bool:
     """Whether the kernel that it launches can be built here, with the shared memory that its tile needs."""
     try:
         launch()
-    except _CANNOT_BE_BUILT:
+    except _CANNOT_BE_BUILT as error:
+        reason = str(error).partition("\n")[0]
+        logger.info("gated products: tiles of %d x %d are not used here: %s", tile.rows, tile.columns, reason)
         return False
     return True
 

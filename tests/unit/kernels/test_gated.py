@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -216,7 +217,10 @@ def test_no_smaller_step_needs_more_memory_than_the_largest() -> None:
     assert gates.ranges() == [(21, 80)]
 
 
-def test_a_tile_that_the_chip_has_no_room_for_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tile_that_the_chip_has_no_room_for_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     run, weight = GatedProducts._run, normal(torch.device("cpu"), torch.float16, 32, 16)
 
     def limited(gates: GatedProducts, activation: str, tile: Tile, *operands: Tensor) -> None:
@@ -226,6 +230,8 @@ def test_a_tile_that_the_chip_has_no_room_for_is_not_used(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(GatedProducts, "_run", limited)
     assert tuned(Clock(), weight).ranges() == []
+    assert len(caplog.messages) == 1
+    assert "tiles of 16 x 16 are not used here: out of resource: shared memory" in caplog.text
     smaller = Tile(rows=16, columns=16, depth=16, num_stages=1, num_warps=4)
     assert tuned(Clock(), weight, tiles=(SMALL, smaller)).ranges() == [(1, 80)]
 
@@ -264,6 +270,6 @@ def test_tiles_that_are_not_built_here_are_not_adopted(monkeypatch: pytest.Monke
     assert not gates.adopt(weight, "silu", [4, 80], [SMALL])
     odd = normal(torch.device("cpu"), torch.float16, 32, 9)
     assert not gates.adopt(odd, "silu", [4, 80], [SMALL, None])
-    monkeypatch.setattr(gated, "_is_built", lambda _: False)
+    monkeypatch.setattr(gated, "_is_built", lambda *_: False)
     assert not gates.adopt(weight, "silu", [4, 80], [SMALL, None])
     assert gates.ranges() == []
