@@ -221,13 +221,14 @@ class Replicas:
             Launch(f"rank-{replica}-0", command(program), b"spec", replica),
         ]
 
-    def run(self, seconds: float) -> int:
+    def run(self) -> int:
+        """To the end, which is that a replica is back (`ends_when_back`) or all there is to do."""
         with Supervisor(0.3, self.launch) as supervisor:
             supervisor.start(Launch("server", command(SAY + LOSER), b"spec"))
             for replica in range(2):
                 for launch in self.launch(replica, 0):
                     supervisor.start(launch)
-            code = supervisor.run(lambda: signal_later(signal.SIGTERM, seconds))
+            code = supervisor.run(lambda: None)
             children = supervisor._children
         assert all(child.process.returncode is not None for child in children)
         return code
@@ -236,10 +237,23 @@ class Replicas:
 DIES = SAY + "started(); time.sleep(0.1); os.kill(os.getpid(), 9)"
 
 
-def test_a_lost_replica_is_started_again(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def ends_when_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if someone stopped everything as soon as a replica is back; restarts come soon."""
+    succeeded = restarts.Restarts.succeeded
+
+    def end(self: restarts.Restarts, replica: int) -> None:
+        succeeded(self, replica)
+        os.kill(os.getpid(), signal.SIGTERM)
+
     monkeypatch.setattr(restarts, "FIRST_DELAY", 0.05)
+    monkeypatch.setattr(restarts.Restarts, "succeeded", end)
+
+
+@pytest.mark.usefixtures("ends_when_back")
+def test_a_lost_replica_is_started_again(capfd: pytest.CaptureFixture[str]) -> None:
     replicas = Replicas([WORKER], [DIES, WORKER])
-    assert replicas.run(1.0) == 0
+    assert replicas.run() == 0
     assert replicas.launched == [(0, 0), (1, 0), (1, 1)]
     err = capfd.readouterr().err
     assert 'told: {"type":"Lost","replica":1,"life":1,"reason":"rank-1-0 was killed by SIGKILL"}' in err
@@ -247,10 +261,10 @@ def test_a_lost_replica_is_started_again(capfd: pytest.CaptureFixture[str], monk
     assert "toka-async: replica 1 is back\n" in err
 
 
-def test_one_that_fails_again_waits_longer(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "FIRST_DELAY", 0.05)
+@pytest.mark.usefixtures("ends_when_back")
+def test_one_that_fails_again_waits_longer(capfd: pytest.CaptureFixture[str]) -> None:
     replicas = Replicas([DIES, SAY + "os._exit(3)", WORKER], [WORKER])
-    assert replicas.run(1.5) == 0
+    assert replicas.run() == 0
     assert replicas.launched == [(0, 0), (1, 0), (0, 1), (0, 2)]
     err = capfd.readouterr().err
     assert "rank-0-0 exited with code 3; replica 0 is restarted in 0.1 s" in err
@@ -259,7 +273,7 @@ def test_one_that_fails_again_waits_longer(capfd: pytest.CaptureFixture[str], mo
 
 def test_a_death_before_all_have_started_ends_the_start(capfd: pytest.CaptureFixture[str]) -> None:
     replicas = Replicas([WORKER], [SAY + "os._exit(3)"])
-    assert replicas.run(0) == 1
+    assert replicas.run() == 1
     assert "rank-1-0 exited with code 3\n" in capfd.readouterr().err
     assert len(replicas.launched) == 2
 
