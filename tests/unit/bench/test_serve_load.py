@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from aiohttp import web
 from tests.fake_scheduler import READY, FakeScheduler
 from tests.unit.bench.conftest import Parse
 from tests.web_server import NAME, web_server
-from toka_async.bench import serve_load
+from toka_async.bench import rates, serve_load
 from toka_async.bench.client import Reply
 from toka_async.bench.rates import Rates, counters, generated, watched
 from toka_async.bench.serve_load import Result, measure, percentiles, stream_rate
@@ -56,6 +57,17 @@ async def test_samples(parse: Parse) -> None:
         assert (result.model, result.wasted_share) == (NAME, 0.0)
         assert result.server["generation_tokens_total"] == 60  # those of other runs are not counted
     assert json.loads(msgspec.json.encode(results[0]))["options"]["samples"] == 5
+
+
+async def test_a_server_without_requests_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though reading its counters is counted, too."""
+    monkeypatch.setattr(rates, "INTERVAL", 0.005)
+    monkeypatch.setattr(rates, "SETTLE", 60.0)
+    async with web_server(FakeScheduler()) as server, aiohttp.ClientSession() as session, asyncio.timeout(5):
+        first = await counters(session, server.url)
+        last = await rates.settled(session, server.url)
+    assert last["toka:http_requests_total"] > first.get("toka:http_requests_total", 0)
+    assert rates.ours(last).items() >= {item for item in rates.ours(first).items() if not item[0].startswith("http")}
 
 
 async def test_a_trace_and_log_probs(parse: Parse, tmp_path: Path) -> None:
