@@ -50,8 +50,7 @@ class Turns:
 
     def is_open(self, account: Account) -> bool:
         """Whether one that comes now would overtake nobody."""
-        ahead = self._needed[0] | self._needed[1] if account.is_behind else self._needed[0]
-        return not any(each in self._waiting or each in ahead for each in account.lineage)
+        return not any(each in self._waiting or self._is_needed(each, account) for each in account.lineage)
 
     async def gone(self, account: Account) -> None:
         """Waits until nobody of the account waits."""
@@ -147,6 +146,10 @@ class Turns:
     def _is_behind_others(self, account: Account) -> bool:
         """Somebody waits before it, in an account that it counts in or for what it shares."""
         return any(
-            (each is not account and each in self._waiting) or any(each in shared for shared in self._needed)
+            (each is not account and each in self._waiting) or self._is_needed(each, account)
             for each in account.lineage
         )
+
+    def _is_needed(self, shared: Account, account: Account) -> bool:
+        """Whether somebody who goes before the account waits for what is shared."""
+        return shared in self._needed[0] or (account.is_behind and shared in self._needed[1])

@@ -165,6 +165,20 @@ async def test_waiting_lines_refuse_no_request() -> None:
     await entering.settle()
 
 
+async def test_nobody_waits_for_what_waiting_lines_need() -> None:
+    """A line waits for the server's room, another key for its own: once there is room, both enter."""
+    accounts = accounts_of(max_held_tokens=40)
+    alice, bob = accounts.open("alice"), accounts.open("bob", 0, 30)
+    entering = Entering(accounts)
+    await entering.start("b1", bob, 26)
+    await entering.start("b2", bob, 5)
+    await entering.start("line", accounts.batches_of(alice), 15)
+    assert entering.entered == ["b1"]
+    bob.give_back(1, 26)
+    await entering.settle()
+    assert entering.entered == ["b1", "b2", "line"]
+
+
 async def test_limits_that_change() -> None:
     accounts = accounts_of()
     alice, entering = accounts.open("alice", max_requests=1, max_tokens=50), Entering(accounts)
