@@ -12,12 +12,11 @@ import subprocess
 import time
 from contextlib import closing
 
-from aiohttp import web
-
 from tests.fake_scheduler import FakeScheduler
 from tests.web_server import WebServer, web_server
 from toka_async.config import ServerConfig
 from toka_async.listening import open_listener
+from toka_async.server.acceptor import Acceptor
 
 TIMEOUT = 2.0  # seconds, `server.client_timeout`
 
@@ -45,8 +44,8 @@ async def main() -> None:
     set_network("up")
     async with web_server(FakeScheduler(held=True)) as server:
         listener = open_listener(ServerConfig(port=0, client_timeout=TIMEOUT))
-        await web.SockSite(server.runner, listener).start()
-        with closing(asking(listener.getsockname())), closing(asking(server.runner.addresses[0])):
+        await Acceptor(server.runner, listener, server.limits).start()
+        with closing(asking(listener.getsockname())), closing(asking(server.address)):
             await until_held(server, 2)
             set_network("down")
             began = time.monotonic()

@@ -17,12 +17,13 @@ from tests.fake_scheduler import FakeScheduler
 from tests.tokenizers_small import byte_level
 from toka_async.batches.store import Store
 from toka_async.config import ServerConfig
-from toka_async.listening import max_connections
+from toka_async.listening import max_connections, open_listener
 from toka_async.model.generation import GenerationDefaults
+from toka_async.server.acceptor import Acceptor
 from toka_async.server.app import create_app
 from toka_async.server.engine import Engine
 from toka_async.server.keys import Keys, KeySource
-from toka_async.server.runner import Runner, connection_limits
+from toka_async.server.runner import ConnectionLimits, connection_limits, create_runner
 from toka_async.text.chat import ChatTemplate
 from toka_async.text.tokenizer import Tokenizer
 
@@ -42,7 +43,9 @@ class WebServer:
     scheduler: FakeScheduler
     tokenizer: Tokenizer
     app: web.Application
-    runner: Runner
+    runner: web.AppRunner
+    address: tuple[str, int]
+    limits: ConnectionLimits
     http: aiohttp.ClientSession
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
@@ -104,7 +107,7 @@ async def web_server(
 ) -> AsyncIterator[WebServer]:
     """A server; `config` are fields of ServerConfig, `data_dir` among them."""
     scheduler, tokenizer = scheduler or FakeScheduler(), tokenizer or byte_level()
-    settings = ServerConfig(**{"stats_interval": 0.0} | config)
+    settings = ServerConfig(**{"stats_interval": 0.0, "port": 0} | config)
     engine = Engine([scheduler], settings.max_requests)
     chat_template = None if template is None else ChatTemplate(template, tokenizer.special_tokens)
     store = Store(Path(settings.data_dir), time.time) if settings.data_dir else None
@@ -112,15 +115,15 @@ async def web_server(
     app = create_app(settings, NAME, tokenizer, chat_template, defaults or GenerationDefaults(), engine, store, source)
     limits = connection_limits(max_connections(settings), settings)
     limits.show(engine.metrics)
-    runner = Runner(app, limits=limits)
+    runner = create_runner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0][:2]
+    listener = open_listener(settings)
+    host, port = address = listener.getsockname()[:2]
+    await Acceptor(runner, listener, limits).start()
     scheduler.start(engine.on_messages)
     connector = aiohttp.TCPConnector(limit=0)
     try:
         async with aiohttp.ClientSession(connector=connector) as http:
-            yield WebServer(f"http://{host}:{port}", engine, scheduler, tokenizer, app, runner, http)
+            yield WebServer(f"http://{host}:{port}", engine, scheduler, tokenizer, app, runner, address, limits, http)
     finally:
         await runner.cleanup()

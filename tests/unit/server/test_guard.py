@@ -111,7 +111,7 @@ async def test_without_keys_everybody_may_ask() -> None:
 
 
 async def test_who_asks_before_sending_is_told(server: WebServer) -> None:
-    host, port = server.runner.addresses[0][:2]
+    host, port = server.address
     reader, writer = await asyncio.open_connection(host, port)
     writer.write(b"POST /v1/files HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 1000000\r\n\r\n")
     assert (await reader.readline()).startswith(b"HTTP/1.1 401")
@@ -168,7 +168,7 @@ async def test_a_stream_that_takes_too_long() -> None:
 async def test_a_stream_that_is_not_read(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("toka_async.server.respond.GRACE", 0.05)
     async with web_server(request_timeout=0.3) as server:
-        reader, writer = await asyncio.open_connection(*server.runner.addresses[0][:2], limit=1024)
+        reader, writer = await asyncio.open_connection(*server.address, limit=1024)
         while server.runner.server is None or not server.runner.server.connections:
             await asyncio.sleep(0)
         transport = server.runner.server.connections[0].transport
@@ -189,7 +189,7 @@ async def test_a_stream_that_is_not_read(monkeypatch: pytest.MonkeyPatch, caplog
 
 async def test_a_body_that_does_not_come() -> None:
     async with web_server(request_timeout=0.05) as server:
-        host, port = server.runner.addresses[0][:2]
+        host, port = server.address
         reader, writer = await asyncio.open_connection(host, port)
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         async with asyncio.timeout(5):
@@ -209,7 +209,7 @@ async def test_headers_of_every_answer(server: WebServer) -> None:
                 assert "default-src 'none'" in response.headers["Content-Security-Policy"]
                 assert response.headers["Server"] == "toka-async"
                 assert "html" not in response.content_type
-    with socket.create_connection(server.runner.addresses[0][:2]) as raw:
+    with socket.create_connection(server.address) as raw:
         raw.sendall(b"no http at all\r\n\r\n")
         answer = await asyncio.get_running_loop().run_in_executor(None, raw.recv, 4096)
     assert answer.startswith(b"HTTP/1.")
@@ -248,7 +248,7 @@ async def test_no_id_is_a_path(tmp_path: Path, name: str) -> None:
     async with web_server(data_dir=str(tmp_path / "data")) as server:
         for method in ("GET", "DELETE", "POST"):
             for path in (f"/v1/files/{name}", f"/v1/files/{name}/content", f"/v1/batches/{name}/cancel"):
-                host, port = server.runner.addresses[0][:2]
+                host, port = server.address
                 reader, writer = await asyncio.open_connection(host, port)  # no client that tidies the path up
                 writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
                 answer = await reader.read()
