@@ -29,7 +29,8 @@ def set_network(state: str) -> None:
 def asking(address: tuple[str, int]) -> socket.socket:
     body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 5}).encode()
     client = socket.create_connection(address)
-    client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     return client
 
 

@@ -28,6 +28,8 @@ from toka_async.text.chat import ChatTemplate
 from toka_async.text.tokenizer import Tokenizer
 
 NAME = "org/tiny"
+JSON = {"Content-Type": "application/json"}
+JSON_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"  # goes on
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -51,7 +53,7 @@ class WebServer:
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
         """Status and decoded JSON; a str or bytes body is sent as it is."""
         data = body if isinstance(body, str | bytes) else json.dumps(body)
-        async with self.http.post(self.url + path, data=data) as response:
+        async with self.http.post(self.url + path, data=data, headers=JSON) as response:
             assert response.content_type == "application/json", await response.text()
             return response.status, await response.json()
 
@@ -74,7 +76,7 @@ class WebServer:
 
     async def events(self, path: str, body: dict[str, Any]) -> list[Any]:
         """The events of a stream, the final [DONE] checked and taken off where no error came before it."""
-        async with self.http.post(self.url + path, data=json.dumps({**body, "stream": True})) as response:
+        async with self.http.post(self.url + path, json={**body, "stream": True}) as response:
             assert response.status == 200, await response.text()
             assert response.content_type == "text/event-stream"
             lines = (await response.text()).split("\n\n")

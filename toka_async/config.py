@@ -91,6 +91,14 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         int, Meta(ge=0, le=2**31 - 1, description="as max_waiting, of each API key likewise; 0: no limit of its own")
     ] = 0
     open_metrics: Annotated[bool, Meta(description="answer /metrics without an API key")] = False
+    allowed_origins: Annotated[
+        str,
+        Meta(description="origins of web pages that may use the API, with commas between; *: any; empty: its own only"),
+    ] = ""
+    allowed_hosts: Annotated[
+        str,
+        Meta(description="further names of a server without API keys that a proxy on this machine asks for; *: any"),
+    ] = ""
     tls_cert: Annotated[str, Meta(description="PEM file of the certificate and its chain; empty: no TLS")] = ""
     tls_key: Annotated[str, Meta(description="PEM file of its private key, without a passphrase")] = ""
     log_prompts: Annotated[bool, Meta(description="write every prompt to the log")] = False

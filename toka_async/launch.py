@@ -27,6 +27,7 @@ from toka_async.model.hub import resolve_model, resolve_tokenizer
 from toka_async.model.spec import ModelError, read_spec
 from toka_async.procs.child import BatchJob, ChildSpec, Status
 from toka_async.server.keys import read_keys
+from toka_async.server.origins import read_origins
 from toka_async.server.tls import tls_context
 from toka_async.supervisor import Launch, Supervisor
 from toka_async.topology import Layout, local_topology
@@ -40,11 +41,13 @@ def serve(config: Config) -> int:
     """Serve until a signal or a failure; the exit code.
 
     Raises:
-        ConfigError: the address cannot be listened on, or needs keys; files of keys or certificates are wrong.
+        ConfigError: the address cannot be listened on, or needs keys; files of keys or certificates are wrong, or
+            origins and names.
         ModelError: there is no such model or tokenizer, or its files are wrong.
     """
     check_direct(config.server)
     tls, keys = tls_context(config.server), read_keys(config.server, os.environ)
+    read_origins(config.server)
     model_dir, tokenizer_dir = _files(config)
     with closing(open_listener(config.server)) as listener, _socket_folder() as folder:
         limits = [*raise_limits(), *exposed(config.server, has_keys=bool(keys))]

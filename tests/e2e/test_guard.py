@@ -42,7 +42,7 @@ def running(folder: Path) -> Iterator[Serving]:
 
 def ask(server: Serving, folder: Path, path: str, key: str = "", body: object = None) -> tuple[int, bytes]:
     """Status and body."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     data = None if body is None else json.dumps(body).encode()
     context = ssl.create_default_context(cafile=folder / "server.pem")
     request = urllib.request.Request(server.url + path, data, headers)
@@ -69,7 +69,7 @@ def test_https_with_keys(running: Serving, folder: Path) -> None:
 def test_plain_http_gets_nothing(running: Serving, folder: Path) -> None:
     host, port = running.url.removeprefix("https://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as raw:
-        raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b"HTTP" not in raw.recv(4096)
     assert ask(running, folder, "/health")[0] == 200
 

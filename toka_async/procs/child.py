@@ -24,7 +24,7 @@ from toka_async.config import Config
 from toka_async.logs import configure
 from toka_async.topology import Topology
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the parent's to decide on; children ignore them
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the parent's to decide on; children ignore them
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent dies
 
 

@@ -24,9 +24,9 @@ MEDIA: dict[str, Schema] = {  # answers that are no Struct
     "text/plain": {"type": "string"},
     "application/octet-stream": {},
 }
-# Bad HTTP; it comes too slowly; a strange Expect; too many connections from an address; an error of the server's; too
-# many connections.
-ANY_TIME = (400, 408, 417, 429, 500, 503)
+# Bad HTTP; a web page that may not use the server; it comes too slowly; a strange Expect; too many connections from an
+# address; an error of the server's; too many connections.
+ANY_TIME = (400, 403, 408, 417, 429, 500, 503)
 WITH_BODY = (413, 415)
 
 _PLACE = re.compile(r"\{(\w+)(?::[^}]*)?\}")

@@ -98,8 +98,10 @@ async def create_file(request: web.Request) -> web.Response:
 
 
 def check_upload(request: web.Request) -> None:
-    """Raises ApiError when the request says that its file is too large (413), or compressed (415)."""
+    """Raises ApiError when the request says that its file is too large (413), compressed or in no form (415)."""
     check_encoding(request)
+    if request.content_type != "multipart/form-data":
+        raise ApiError(415, f"the body must be multipart/form-data, not {request.content_type[:64]}")
     config = request.app[SERVICE].config
     if (request.content_length or 0) > (config.max_file_mb << 20) + OVERHEAD:
         raise too_large(config.max_file_mb)
@@ -152,18 +154,17 @@ def expires_after(fields: dict[str, str | None]) -> int | None:
 
 async def receive(request: web.Request, upload: Upload, executor: Executor) -> None:
     """Reads the form. Raises ApiError (400, 413) or StorageError."""
-    if request.content_type != "multipart/form-data":
-        raise bad_request(f"the body must be multipart/form-data, not {request.content_type[:64]}")
     with form_errors():
         reader = await request.multipart()
     while True:
         with form_errors():
             part = await reader.next()
+            given = part.name if isinstance(part, BodyPartReader) else None
         if part is None:
             return
-        if not isinstance(part, BodyPartReader) or part.name is None:
+        if not isinstance(part, BodyPartReader) or given is None:
             raise bad_request("a part of the form has no name")
-        name = clean(part.name)
+        name = clean(given)
         if part.headers.get("Content-Transfer-Encoding", "binary").lower() not in ("binary", "8bit", "7bit"):
             raise bad_request(f"'{name[:64]}' must not be encoded for transfer", param=name[:64])
         if name == "file":
@@ -173,28 +174,33 @@ async def receive(request: web.Request, upload: Upload, executor: Executor) -> N
         elif name not in FORM["properties"]:
             raise bad_request(f"'{name}' is not supported", param=name)
         else:
-            upload.fields[name] = await read_field(part)
+            upload.fields[name] = await read_field(part, name)
 
 
 @contextmanager
 def form_errors() -> Iterator[None]:
-    """Whatever the framework's parser raises for a form that is none is an ApiError (400)."""
+    """Whatever the framework's parser raises for a form is an ApiError (400): it has no error class for bad forms.
+
+    Only calls of the parser belong inside. A body that does not come, or a client that is gone, is no bad form.
+    """
     try:
         yield
+    except (web.RequestPayloadError, ConnectionError):
+        raise
     except HttpProcessingError:  # it quotes all of what was sent
         raise bad_request(
             "the form cannot be read: a part has a header that is none, or one that is too long"
         ) from None
-    except (ValueError, LookupError, RuntimeError, AssertionError, web.HTTPRequestEntityTooLarge) as error:
+    except Exception as error:
         raise bad_request(f"the form cannot be read: {clean(str(error))}") from None
 
 
-async def read_field(part: BodyPartReader) -> str:
+async def read_field(part: BodyPartReader, name: str) -> str:
     data = b""
     while chunk := await read_chunk(part, MAX_FIELD):
         data += chunk
         if len(data) > MAX_FIELD:
-            raise bad_request(f"'{clean(part.name or '')}' is too long", param=clean(part.name or ""))
+            raise bad_request(f"'{name}' is too long", param=name)
     return data.decode("utf-8", "replace")
 
 
@@ -208,7 +214,8 @@ async def receive_file(part: BodyPartReader, upload: Upload, executor: Executor)
     """To the disk, in pieces, and synced."""
     if upload.filename is not None:
         raise bad_request("there is more than one 'file'", param="file")
-    upload.filename = clean(part.filename or "file")
+    with form_errors():
+        upload.filename = clean(part.filename or "file")
     disk, written = Disk(), 0
     with storage_errors(upload.path):
         fd = os.open(upload.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

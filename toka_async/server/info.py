@@ -17,6 +17,8 @@ from toka_async.openai.requests import DetokenizeRequest, TokenizeRequest
 from toka_async.openai.responses import DetokenizeResponse, Health, Model, ModelList, TokenizeResponse, Version
 from toka_async.server.chat import wire_chat
 from toka_async.server.events import ENCODER
+from toka_async.server.guard import GUARD
+from toka_async.server.guard_metrics import account_metrics
 from toka_async.server.load import load_of
 from toka_async.server.receive import read_request
 from toka_async.server.respond import SERVICE, json_response
@@ -69,7 +71,9 @@ async def version(_request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    text = request.app[SERVICE].engine.metrics.text()
+    """Of the whole server, and of the accounts that the request's key may see."""
+    guard = request.app[GUARD]
+    text = request.app[SERVICE].engine.metrics.text() + account_metrics(guard, guard.shown(request))
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion11, hdrs, web
 
 from toka_async.config import ServerConfig
 from toka_async.openai.errors import ApiError
@@ -22,6 +22,7 @@ from toka_async.server.guard import viewer_of
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+JSON = "application/json"
 LARGE = 1 << 20  # bytes of a body that is parsed in a thread
 SMALL = 1 << 16  # bytes of a body that needs no room: a connection that nobody reads holds as many
 
@@ -86,8 +87,8 @@ async def read_body(request: web.Request) -> bytearray:
     """The whole body. One whose length is not said has room for the largest one from when it is no small one any more.
 
     Raises:
-        ApiError: 413 when it is too large, unread if its length says so; 415 when it is compressed; 408 when it
-            comes too slowly.
+        ApiError: 413 when it is too large, unread if its length says so; 415 when it is compressed or no JSON; 408
+            when it comes too slowly.
         OverloadedError: there was no room for it for too long.
         RequestPayloadError: it is broken.
     """
@@ -131,17 +132,39 @@ async def read_request(request: web.Request, kind: type[T]) -> T:
 
 
 def check_length(request: web.Request) -> None:
-    """Raises ApiError when the request says that its body is too large (413), or compressed (415)."""
+    """Raises ApiError when the request says that its body is too large (413), compressed or no JSON (415)."""
     check_encoding(request)
+    check_json(request)
     if (request.content_length or 0) > request.app[RECEIVING].most:
         raise too_large(request)
 
 
+def check_json(request: web.Request) -> None:
+    """Raises ApiError (415): the types that a page may send to other servers without asking are not taken for JSON."""
+    kind = request.content_type
+    if kind != JSON and not (kind.startswith("application/") and kind.endswith("+json")):
+        given = request.headers.get(hdrs.CONTENT_TYPE)
+        got = "it has none" if given is None else f"it has {given[:64]!r}"
+        raise ApiError(415, f"a JSON body needs the header 'Content-Type: {JSON}'; {got}")
+
+
 def check_encoding(request: web.Request) -> None:
     """Raises ApiError (415): nothing is unpacked, as 200 KB can be minutes of work and gigabytes for the event loop."""
-    encoding = request.headers.get(hdrs.CONTENT_ENCODING, "identity")
-    if encoding.lower() != "identity":
+    encoding = ", ".join(request.headers.getall(hdrs.CONTENT_ENCODING, ()))
+    if encoding and encoding.lower() != "identity":
         raise ApiError(415, f"a body with Content-Encoding {encoding[:32]!r} is not supported: send it as it is")
+
+
+@web.middleware
+async def refuse_odd_framing(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """A body is chunked, or as long as its header says: whatever else a proxy might read another way is refused."""
+    coding = request.headers.getall(hdrs.TRANSFER_ENCODING, None)
+    if coding is not None:
+        if request.version < HttpVersion11:
+            raise web.RequestPayloadError("Transfer-Encoding needs HTTP/1.1")
+        if [text.strip().lower() for text in coding] != ["chunked"]:
+            raise web.RequestPayloadError(f"Transfer-Encoding must be chunked, got {', '.join(coding)[:64]!r}")
+    return await handler(request)
 
 
 def too_large(request: web.Request) -> ApiError:

@@ -232,7 +232,7 @@ async def answer_expect(request: web.Request, check: Callable[[web.Request], Non
     if request.headers.get(hdrs.EXPECT, "").lower() != "100-continue":
         return error_response(ApiError(417, "the only expectation that is met is 100-continue"))
     try:
-        request.app[GUARD].key(request)
+        request.app[GUARD].check(request)
         check(request)
     except ApiError as error:
         return error_response(error)

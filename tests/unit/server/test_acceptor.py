@@ -22,7 +22,7 @@ from toka_async.server.metrics import Metrics
 from toka_async.server.runner import ConnectionLimits, create_runner
 from toka_async.server.tls import tls_context
 
-PING = b"GET /ping HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+PING = b"GET /ping HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 
 @pytest.fixture(scope="module")

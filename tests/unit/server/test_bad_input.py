@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import StreamReader
 
-from tests.web_server import NAME, WebServer, checked_error, web_server
+from tests.web_server import JSON, JSON_HEAD, NAME, WebServer, checked_error, web_server
 from toka_async.server import service
 from toka_async.text.tokenizer import Tokenizer
 
@@ -162,7 +162,7 @@ async def test_a_huge_body_is_not_read(server: WebServer) -> None:
     """The answer comes before the body does."""
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 104857600\r\n\r\n")
+    writer.write(JSON_HEAD + b"Content-Length: 104857600\r\n\r\n")
     status = await asyncio.wait_for(reader.readline(), 5)
     writer.close()
     assert status.startswith(b"HTTP/1.1 413 ")
@@ -171,7 +171,7 @@ async def test_a_huge_body_is_not_read(server: WebServer) -> None:
 async def test_a_huge_body_after_a_question(server: WebServer) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\nExpect: 100-continue\r\n\r\n"
+    head = JSON_HEAD.decode() + "Content-Length: {}\r\nExpect: 100-continue\r\n\r\n"
     body = b'{"prompt": ""}'
     writer.write(head.format(len(body)).encode())
     assert await reader.readline() == b"HTTP/1.1 100 Continue\r\n"
@@ -188,7 +188,7 @@ async def test_a_huge_body_without_a_length(server: WebServer) -> None:
         for _ in range(64):
             yield b" " * 65536
 
-    async with server.http.post(server.url + "/v1/completions", data=chunks()) as response:
+    async with server.http.post(server.url + "/v1/completions", data=chunks(), headers=JSON) as response:
         assert response.status == 413
         assert "max_body_mb" in checked_error(await response.json())["message"]
 
@@ -241,7 +241,7 @@ async def test_a_large_body_is_parsed_too(server: WebServer) -> None:
 @pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("deflate", 415), ("br", 415), ("Identity", 400)])
 async def test_an_encoding(server: WebServer, encoding: str, status: int, caplog: pytest.LogCaptureFixture) -> None:
     """A client cannot fill the log with it."""
-    headers = {"Content-Encoding": encoding}
+    headers = JSON | {"Content-Encoding": encoding}
     async with server.http.post(server.url + "/v1/completions", data=b"{}", headers=headers) as response:
         assert response.status == status
         checked_error(await response.json())
@@ -260,7 +260,7 @@ async def test_a_bomb(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> Non
         return feed(self, data)
 
     monkeypatch.setattr(StreamReader, "feed_data", counted)
-    data, headers = gzip.compress(b" " * 20_000_000), {"Content-Encoding": "gzip"}
+    data, headers = gzip.compress(b" " * 20_000_000), JSON | {"Content-Encoding": "gzip"}
     async with server.http.post(server.url + "/v1/completions", data=data, headers=headers) as response:
         assert response.status == 415
         checked_error(await response.json())

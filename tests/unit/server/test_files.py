@@ -158,7 +158,6 @@ async def test_wrong_forms(server: WebServer, tmp_path: Path, sent: aiohttp.Form
 @pytest.mark.parametrize(
     ("body", "kind"),
     [
-        (b"{}", "application/json"),
         (b"", "multipart/form-data"),
         (b"nonsense", "multipart/form-data; boundary=x"),
         (b"--x\r\n\r\nhello\r\n--x--\r\n", "multipart/form-data; boundary=x"),
@@ -176,6 +175,11 @@ async def test_wrong_forms(server: WebServer, tmp_path: Path, sent: aiohttp.Form
             "multipart/form-data; boundary=x",
         ),
         (b'--x\r\nContent-Disposition: form-data; name="\x0f"\r\n\r\n\r\n--x--', "multipart/form-data; boundary=x"),
+        (b"--x\r\nContent-Disposition: form-data; name*0*=a'b\r\n\r\n\r\n--x--", "multipart/form-data; boundary=x"),
+        (
+            b'--x\r\nContent-Disposition: form-data; name="file"; filename*0*=a\'b\r\n\r\n\r\n--x--',
+            "multipart/form-data; boundary=x",
+        ),
         (b"--x\r\nX: " + b"y" * 9000 + b"\r\n\r\n\r\n--x--", "multipart/form-data; boundary=x"),
         (b"--x\r\n" + b"X: y\r\n" * 200 + b"\r\n\r\n--x--", "multipart/form-data; boundary=x"),
         (CHARSET.replace(b"VALUE", b"y" * 40), "multipart/form-data; boundary=x"),
@@ -185,6 +189,12 @@ async def test_wrong_forms(server: WebServer, tmp_path: Path, sent: aiohttp.Form
 async def test_what_is_no_form(server: WebServer, body: bytes, kind: str) -> None:
     error = await upload(server, body, 400, **{"Content-Type": kind})
     assert len(error["message"]) < 400
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/plain", "multipart/mixed; boundary=x"])
+async def test_a_body_of_another_type(server: WebServer, kind: str) -> None:
+    error = await upload(server, b"{}", 415, **{"Content-Type": kind})
+    assert "multipart/form-data" in error["message"]
 
 
 async def test_a_field_that_is_given_twice(server: WebServer) -> None:

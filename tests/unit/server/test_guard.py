@@ -15,7 +15,7 @@ import pytest
 
 from tests.fake_scheduler import FakeScheduler
 from tests.keyed import ALICE, BOB, KEYS, ask, bearer
-from tests.web_server import WebServer, checked_error, web_server
+from tests.web_server import JSON_HEAD, WebServer, checked_error, web_server
 from toka_async.config import ServerConfig
 from toka_async.messages import Cancel
 from toka_async.server.files import BATCHES
@@ -113,7 +113,12 @@ async def test_without_keys_everybody_may_ask() -> None:
 async def test_who_asks_before_sending_is_told(server: WebServer) -> None:
     host, port = server.address
     reader, writer = await asyncio.open_connection(host, port)
-    writer.write(b"POST /v1/files HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 1000000\r\n\r\n")
+    form = b"Content-Type: multipart/form-data; boundary=x\r\n"
+    writer.write(
+        b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\n"
+        + form
+        + b"Expect: 100-continue\r\nContent-Length: 1000000\r\n\r\n"
+    )
     assert (await reader.readline()).startswith(b"HTTP/1.1 401")
     writer.close()
 
@@ -176,7 +181,7 @@ async def test_a_stream_that_is_not_read(monkeypatch: pytest.MonkeyPatch, caplog
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         body = {"prompt": [1, 2, 3], "max_tokens": 400, "n": 60, "logprobs": 5, "stream": True}
         data = json.dumps(body).encode()
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        writer.write(JSON_HEAD + b"Content-Length: %d\r\n\r\n" % len(data) + data)
         await reader.readline()
         assert server.app[SERVICE].accounts.total.num_requests == 1
         async with asyncio.timeout(5):
@@ -191,7 +196,7 @@ async def test_a_body_that_does_not_come() -> None:
     async with web_server(request_timeout=0.05) as server:
         host, port = server.address
         reader, writer = await asyncio.open_connection(host, port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        writer.write(JSON_HEAD + b"Content-Length: 100\r\n\r\n{")
         async with asyncio.timeout(5):
             assert (await reader.readline()).startswith(b"HTTP/1.1 408")
             assert b"Connection: close" in await reader.readuntil(b"\r\n\r\n")
@@ -250,7 +255,7 @@ async def test_no_id_is_a_path(tmp_path: Path, name: str) -> None:
             for path in (f"/v1/files/{name}", f"/v1/files/{name}/content", f"/v1/batches/{name}/cancel"):
                 host, port = server.address
                 reader, writer = await asyncio.open_connection(host, port)  # no client that tidies the path up
-                writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+                writer.write(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
                 answer = await reader.read()
                 assert answer.split()[1] in (b"400", b"404", b"405"), answer
                 assert b"hidden" not in answer

@@ -17,7 +17,7 @@ FIRST, SECOND, THIRD = "sk-first-0123", "sk-second-456", "sk-third-7890"
 
 def read(folder: Path, text: str, variable: str = "") -> Keys:
     path = folder / "keys"
-    path.write_text(text)
+    path.write_text(text if not text or text.endswith("\n") else f"{text}\n")
     return read_keys(ServerConfig(api_keys=str(path)), {"TOKA_API_KEYS": variable})
 
 

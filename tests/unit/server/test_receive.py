@@ -29,7 +29,7 @@ def padded(size: int, **fields: object) -> bytes:
 
 def head(length: int | None, path: str = PATH, form: str = "Content-Type: application/json") -> bytes:
     said = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
-    return f"POST {path} HTTP/1.1\r\nHost: x\r\n{form}\r\n{said}\r\n\r\n".encode()
+    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{form}\r\n{said}\r\n\r\n".encode()
 
 
 def chunk(data: bytes) -> bytes:
