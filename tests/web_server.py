@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from aiohttp import web
 
 from tests.fake_scheduler import FakeScheduler
 from tests.tokenizers_small import byte_level
+from toka_async.batches.clock import SettledClock
 from toka_async.batches.store import Store
 from toka_async.config import ServerConfig
 from toka_async.listening import max_connections, open_listener
@@ -112,7 +112,7 @@ async def web_server(
     settings = ServerConfig(**{"stats_interval": 0.0, "port": 0} | config)
     engine = Engine([scheduler], settings.max_requests)
     chat_template = None if template is None else ChatTemplate(template, tokenizer.special_tokens)
-    store = Store(Path(settings.data_dir), time.time) if settings.data_dir else None
+    store = Store(Path(settings.data_dir), SettledClock()) if settings.data_dir else None
     source = keys if isinstance(keys, KeySource) else lambda: keys or Keys()
     app = create_app(settings, NAME, tokenizer, chat_template, defaults or GenerationDefaults(), engine, store, source)
     limits = connection_limits(max_connections(settings), settings)

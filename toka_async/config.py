@@ -158,6 +158,30 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     ] = ""
     max_file_mb: Annotated[int, Meta(ge=1, description="largest file that can be uploaded, in MiB")] = 4096
     max_batch_lines: Annotated[Count, Meta(description="most lines of a batch")] = 10_000_000
+    key_max_open_batches: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2**31 - 1,
+            description="batches of each API key (without keys: of all) that have not ended; more get 429; 0: no limit",
+        ),
+    ] = 1000
+    key_max_files: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2**31 - 1,
+            description="files of each API key (without keys: of all), results included; more uploads get 429; 0: any",
+        ),
+    ] = 100_000
+    key_max_files_mb: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2**31 - 1,
+            description="size of all files of each API key (without keys: of all), in MiB; more get 429; 0: any",
+        ),
+    ] = 0
 
 
 class CacheConfig(Section, frozen=True, kw_only=True):

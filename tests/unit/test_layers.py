@@ -21,6 +21,7 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "transport": set(),
     "client": {"transport"},
     "listening": set(),
+    "socket_folder": set(),
     "batches": set(),
     "kernels": set(),
     "model": {"attention", "kernels"},

@@ -100,16 +100,18 @@ def unreadable(raw: bytes | bytearray) -> ApiError | None:
 
 
 def fault_in(value: object) -> str | None:
-    """What of `value`, which the standard library's parser let pass, is not JSON."""
-    match value:
-        case float() if not math.isfinite(value):
-            return "a number that is not finite (NaN, or too large)"
-        case str() if SURROGATE.search(value):
-            return "a lone surrogate, which is half of a character"
-        case dict():
-            value = [*value, *value.values()]
-    if isinstance(value, list):
-        return next((fault for part in value if (fault := fault_in(part))), None)
+    """What of `value`, which the standard library's parser let pass, is not JSON. It may be nested very deeply."""
+    left = [value]
+    while left:
+        match part := left.pop():
+            case float() if not math.isfinite(part):
+                return "a number that is not finite (NaN, or too large)"
+            case str() if SURROGATE.search(part):
+                return "a lone surrogate, which is half of a character"
+            case dict():
+                left += [*part, *part.values()]
+            case list():
+                left += part
     return None
 
 

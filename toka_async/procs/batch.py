@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import uvloop
 import zmq
 
+from toka_async.batches.clock import SettledClock
 from toka_async.batches.disk import StorageError
 from toka_async.batches.records import FINAL, Batch, BatchRecord, Fault, Progress
 from toka_async.batches.store import Store
@@ -140,7 +141,7 @@ def open_job(job: BatchJob) -> tuple[Store, Batch | None, BatchRecord]:
     """
     source = Path(job.input)
     places = {INPUT: source, OUTPUT: Path(job.output), ERRORS: Path(job.errors)}
-    store = Store(Path(job.folder), time.time, places=places)
+    store = Store(Path(job.folder), SettledClock(), places=places)
     state = source.stat()
     about = {"input": job.input, "errors": job.errors, "size": str(state.st_size), "modified": str(state.st_mtime_ns)}
     begun = store.batches(None, 1)

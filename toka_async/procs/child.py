@@ -11,17 +11,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal, NoReturn
 
 import msgspec
 
 from toka_async.config import Config
 from toka_async.logs import configure
+from toka_async.socket_folder import remove_folder
 from toka_async.topology import Topology
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the parent's to decide on; children ignore them
@@ -202,7 +203,7 @@ class ParentLink:
                 rest += chunk
         finally:
             if not told:  # the parent was killed, so this is left to its children
-                shutil.rmtree(self.spec.folder, ignore_errors=True)
+                remove_folder(Path(self.spec.folder))
             self.exit(0)
 
 

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import gc
 import os
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import uvloop
 import zmq
 from aiohttp import BadContentDispositionHeader, BadContentDispositionParam, web
 
+from toka_async.batches.clock import SettledClock
 from toka_async.batches.disk import StorageError
 from toka_async.batches.store import Store
 from toka_async.config import ConfigError, ModelConfig
@@ -193,7 +193,7 @@ def build_app(spec: ChildSpec, engine: Engine) -> web.Application:
     tokenizer, template, defaults = load_texts(spec)
     keys = KeySource(spec.config.server, os.environ)
     folder = spec.config.server.data_dir
-    store = Store(Path(folder).absolute(), time.time) if folder else None
+    store = Store(Path(folder).absolute(), SettledClock()) if folder else None
     return create_app(spec.config.server, spec.served_name, tokenizer, template, defaults, engine, store, keys)
 
 

@@ -5,12 +5,14 @@ Knows no HTTP.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from toka_async.batches.quota import Quota
 from toka_async.batches.records import Batch
 from toka_async.batches.store import Store
 from toka_async.batches.window import Load, Window
@@ -48,9 +50,16 @@ class BatchService:
         service.accounts.batches.while_waiting = self.window.paused
         self.batches: Batches
         self.writer: Writer
+        self.receiving: Counter[str] = Counter()  # bytes of uploads that are not files yet, by owner
         self._owner_account = owner_account
         self._on_progress = on_progress
         self._on_end = on_end
+
+    @property
+    def quota(self) -> Quota:
+        """What one owner may have."""
+        config = self.service.config
+        return Quota(config.key_max_open_batches, config.key_max_files, config.key_max_files_mb << 20)
 
     async def start(self) -> None:
         """Goes on with what has not ended, as soon as the engine takes requests."""
@@ -71,7 +80,7 @@ class BatchService:
         engine.metrics.registry.register(BatchCollector(self.batches))
         engine.on_state = self.follow
         self.follow()
-        await self.batches.start()
+        self.batches.start()
 
     def account_of(self, owner: str) -> Account:
         """What the lines of a batch count in: an owner who is gone has no limits but the server's own."""

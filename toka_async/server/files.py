@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -19,6 +19,7 @@ from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from toka_async.batches.disk import Disk, StorageError, storage_errors
+from toka_async.batches.quota import Quota, QuotaError
 from toka_async.batches.records import FileRecord
 from toka_async.batches.store import InUseError, NotFoundError
 from toka_async.openai.batches import ExpiresAfter, FileDeleted, FileList, FileObject
@@ -81,20 +82,42 @@ async def create_file(request: web.Request) -> web.Response:
     service = batch_service(request)
     check_upload(request)
     await reserve(request, CHUNK if request.content_length is None else min(CHUNK, request.content_length))
-    upload = Upload(service.store.uploads / secrets.token_hex(16), service.service.config.max_file_mb << 20)
+    upload = await new_upload(service, viewer_of(request) or "", request.content_length or 0)
     try:
         await receive(request, upload, service.executor)
-        record = upload.record(viewer_of(request) or "")
+        record = upload.record(int(service.store.now()))
         try:
-            await service.writer.run(partial(service.store.add_file, record, upload.path))
+            await service.writer.run(partial(service.store.add_file, record, upload.path, service.quota))
         except StorageError:
             service.store.path(record.id).unlink(missing_ok=True)
             raise
     except StorageError as error:
         raise storage_failed(error) from error
+    except QuotaError as error:
+        raise over_quota(error) from None
     finally:
+        upload.receiving.subtract({upload.owner: upload.num_bytes})
         upload.path.unlink(missing_ok=True)
     return json_response(file_object(record))
+
+
+async def new_upload(service: BatchService, owner: str, num_bytes: int) -> Upload:
+    """A form of about so many bytes. Raises ApiError (429) when its owner has as much as one may have."""
+    num_files, num_kept = await service.writer.run(partial(service.store.database.files_of, owner))
+    upload = Upload(
+        path=service.store.folder.new_upload(),
+        owner=owner,
+        max_bytes=service.service.config.max_file_mb << 20,
+        quota=service.quota,
+        num_kept=num_kept,
+        receiving=service.receiving,
+    )
+    try:
+        service.quota.check_files(num_files + 1, num_kept)
+        upload.check(max(0, num_bytes - OVERHEAD))
+    except QuotaError as error:
+        raise over_quota(error) from None
+    return upload
 
 
 def check_upload(request: web.Request) -> None:
@@ -113,15 +136,34 @@ def too_large(max_file_mb: int) -> ApiError:
 
 @dataclass(slots=True)
 class Upload:
-    """A form as it comes. filename: None until the file was there."""
+    """A form as it comes. filename: None until the file was there.
+
+    max_bytes: of its file. num_kept: bytes that its owner has in files. receiving: bytes of all uploads, by owner.
+    """
 
     path: Path
+    owner: str
     max_bytes: int
+    quota: Quota
+    num_kept: int
+    receiving: Counter[str]
     fields: dict[str, str] = field(default_factory=dict)
     filename: str | None = None
     num_bytes: int = 0
 
-    def record(self, owner: str) -> FileRecord:
+    def check(self, num_bytes: int) -> None:
+        """Raises ApiError (413) or QuotaError when there is no room for so many more bytes of its file."""
+        if self.num_bytes + num_bytes > self.max_bytes:
+            raise too_large(self.max_bytes >> 20)
+        self.quota.check_files(0, self.num_kept + self.receiving[self.owner] + num_bytes)
+
+    def add(self, num_bytes: int) -> None:
+        """So many more have come. Raises as `check` does."""
+        self.check(num_bytes)
+        self.num_bytes += num_bytes
+        self.receiving[self.owner] += num_bytes
+
+    def record(self, now: int) -> FileRecord:
         """The file. Raises ApiError (400) when something is missing or wrong."""
         if self.filename is None:
             raise bad_request("'file' is required", param="file")
@@ -129,7 +171,6 @@ class Upload:
         if purpose != PURPOSE:
             raise bad_request(f"'purpose' must be {PURPOSE!r}, got {purpose!r}", param="purpose")
         lasts = expires_after({name: self.fields.pop(f"expires_after[{name}]", None) for name in ("anchor", "seconds")})
-        now = int(time.time())
         return FileRecord(
             id=f"file-{secrets.token_hex(12)}",
             filename=self.filename,
@@ -137,7 +178,7 @@ class Upload:
             bytes=self.num_bytes,
             created_at=now,
             expires_at=None if lasts is None else now + lasts,
-            owner=owner,
+            owner=self.owner,
         )
 
 
@@ -222,9 +263,7 @@ async def receive_file(part: BodyPartReader, upload: Upload, executor: Executor)
     try:
         held = bytearray()
         while chunk := await read_chunk(part, CHUNK):
-            upload.num_bytes += len(chunk)
-            if upload.num_bytes > upload.max_bytes:
-                raise too_large(upload.max_bytes >> 20)
+            upload.add(len(chunk))
             held += chunk
             if len(held) >= CHUNK:
                 await in_thread(executor, write, disk, upload.path, fd, held, written)
@@ -288,7 +327,7 @@ async def delete_file(request: web.Request) -> web.Response:
         remove = partial(service.store.remove_file, file_id, viewer_of(request))
         await asked(service, remove, "file", file_id, service.batches.insist)
     except InUseError as error:
-        message = f"the file is the input of {error}, which has not ended; cancel it first"
+        message = f"the file is the input of {error}, which has not ended; cancel that, or delete it if it has failed"
         raise ApiError(409, message, code="file_in_use") from None
     return json_response(FileDeleted(id=file_id))
 
@@ -321,6 +360,10 @@ def storage_failed(error: StorageError) -> ApiError:
     if error.full:
         return ApiError(507, "the server's disk is full; nothing was kept", code="disk_full")
     return ApiError(500, "the server's disk does not work; nothing was kept", code="storage_failed")
+
+
+def over_quota(error: QuotaError) -> ApiError:
+    return ApiError(429, str(error), code="insufficient_quota")
 
 
 def file_object(record: FileRecord) -> FileObject:

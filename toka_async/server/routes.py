@@ -8,7 +8,15 @@ from dataclasses import dataclass
 import msgspec
 from aiohttp import hdrs, web
 
-from toka_async.openai.batches import BatchList, BatchObject, CreateBatch, FileDeleted, FileList, FileObject
+from toka_async.openai.batches import (
+    BatchDeleted,
+    BatchList,
+    BatchObject,
+    CreateBatch,
+    FileDeleted,
+    FileList,
+    FileObject,
+)
 from toka_async.openai.errors import ApiError
 from toka_async.openai.requests import (
     ChatBatchRequest,
@@ -155,6 +163,15 @@ ROUTES: dict[tuple[str, str], tuple[Handler, Operation]] = {
     ("GET", "/v1/batches/{batch}"): (
         batch_routes.get_batch,
         Operation(name="getBatch", summary="How far a batch is", answer=BatchObject, statuses=OF_FILES),
+    ),
+    ("DELETE", "/v1/batches/{batch}"): (
+        batch_routes.delete_batch,
+        Operation(
+            name="deleteBatch",
+            summary="Forget a batch that has ended",
+            answer=BatchDeleted,
+            statuses=(*OF_FILES, 409, 507),
+        ),
     ),
     ("POST", "/v1/batches/{batch}/cancel"): (
         batch_routes.cancel_batch,

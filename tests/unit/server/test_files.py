@@ -130,7 +130,7 @@ async def test_an_expired_file_is_gone(server: WebServer, tmp_path: Path, monkey
     assert made["expires_at"] == made["created_at"] + 3600
     service = server.app[BATCHES]
     assert service is not None
-    monkeypatch.setattr(service.store, "_now", lambda: made["expires_at"])
+    monkeypatch.setattr(service.store, "now", lambda: made["expires_at"])
     assert (await server.get(f"/v1/files/{made['id']}"))[0] == 404
     assert (await server.get("/v1/files"))[1]["data"] == []
     other = await upload(server, form())
