@@ -64,6 +64,13 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         Count | Auto,
         Meta(description="all bodies at once until their requests are submitted, in MiB; auto: 8 x max_body_mb"),
     ] = "auto"
+    max_text_mb: Annotated[
+        int, Meta(ge=1, description="longest text that is tokenized, in MiB; that takes some 250 times as much memory")
+    ] = 4
+    max_answer_mb: Annotated[
+        int,
+        Meta(ge=1, description="largest answer, in MiB, estimated before: log-probs, and prompts that it repeats"),
+    ] = 1024
     max_requests: Annotated[
         int, Meta(ge=1, description="requests held at once, in the engine and its queue; more wait, or get 429")
     ] = 65536

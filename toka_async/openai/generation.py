@@ -222,6 +222,18 @@ def check_text(limits: Limits, num_chars: int, longest: int, param: str) -> None
         )
 
 
+def check_text_size(text: str, max_mb: int, param: str) -> None:
+    """Raises ApiError (400) for a text of more than `max_mb` MiB in UTF-8."""
+    most = max_mb << 20
+    if 4 * len(text) > most and (num_bytes := len(text.encode("utf-8", "surrogatepass"))) > most:
+        raise bad_request(
+            f"'{param}': a text of {num_bytes} bytes is too long to be tokenized; server.max_text_mb is {max_mb} MiB. "
+            "Shorten it, or send token ids",
+            param=param,
+            code="text_too_long",
+        )
+
+
 def token_budget(limits: Limits, num_prompt: int, max_tokens: int | None, param: str) -> int:
     """How many tokens may be generated after a prompt of `num_prompt` tokens. `param` names the prompt's field.
 

@@ -40,8 +40,9 @@ from toka_async.server.service import Chat, Output, Run, Service
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Handles one request."""
-    wire = await read_request(request, ChatRequest)
-    async with chat_run(request.app[SERVICE], wire, account_of(request)) as (run, answer):
+    service = request.app[SERVICE]
+    wire = read_request(request, ChatRequest)
+    async with chat_run(service, await wire, account_of(request)) as (run, answer):
         return await respond(request, run, answer)
 
 
@@ -52,6 +53,7 @@ async def chat_run(service: Service, wire: ChatRequest, account: Account) -> Asy
     generation = chat_generation(wire, service.limits(), service.defaults)
     text = await service.render(wire_chat(wire))
     prompts = await service.encode([text], wire.add_special_tokens, "messages")
+    del wire, text  # while the request runs, nobody needs what its body was parsed to
     async with service.running(generation, prompts, "messages", account) as run:
         yield run, ChatAnswer(service, new_header("chatcmpl", service.name))
 

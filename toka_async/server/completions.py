@@ -38,8 +38,9 @@ from toka_async.server.slices import SLICE, in_slices
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Handles one request."""
-    wire = await read_request(request, CompletionRequest)
-    async with completion_run(request.app[SERVICE], wire, account_of(request)) as (run, answer):
+    service = request.app[SERVICE]
+    wire = read_request(request, CompletionRequest)
+    async with completion_run(service, await wire, account_of(request)) as (run, answer):
         return await respond(request, run, answer)
 
 
@@ -54,6 +55,7 @@ async def completion_run(
     check_size(given, generation, service.config)
     prompts = await service.encode(given, wire.add_special_tokens, "prompt")
     echoed = [prompt_text(service, generation, each) async for each in in_slices(given if generation.echo else [])]
+    del wire, given  # while the request runs, nobody needs what its body was parsed to
     async with service.running(generation, prompts, "prompt", account) as run:
         yield run, CompletionAnswer(service, echoed, new_header("cmpl", service.name))
 

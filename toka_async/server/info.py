@@ -86,7 +86,8 @@ async def tokenize(request: web.Request) -> web.Response:
         raise bad_request("give either 'prompt' or 'messages'", param="prompt")
     text = wire.prompt if wire.prompt is not None else await service.render(wire_chat(wire))
     special = wire.messages is None if wire.add_special_tokens is None else wire.add_special_tokens
-    ids = await service.tokenize(text, special)
+    param = "prompt" if wire.messages is None else "messages"
+    ids = (await service.tokenize(text, special, param)).tolist()
     return json_response(TokenizeResponse(tokens=ids, count=len(ids), max_model_len=service.limits().max_context))
 
 
@@ -95,16 +96,27 @@ async def detokenize(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     wire = await read_request(request, DetokenizeRequest)
     service.check_model(wire.model)
-    made = partial(detokenized, service.tokenizer, service.limits().vocab_size)
+    vocab_size, max_mb = service.limits().vocab_size, service.config.max_body_mb
+    made = partial(detokenized, service.tokenizer, vocab_size, max_mb)
     body = await service.in_thread(made, wire.tokens, is_long=len(wire.tokens) > MANY)
     return web.Response(body=body, content_type="application/json")
 
 
-def detokenized(tokenizer: Tokenizer, vocab_size: int, tokens: Sequence[int]) -> bytes:
-    """The answer, made a part at a time: from a thread, that lets others have their turns. Raises ApiError (400)."""
+def detokenized(tokenizer: Tokenizer, vocab_size: int, max_mb: int, tokens: Sequence[int]) -> bytes:
+    """The answer, made a part at a time: from a thread, that lets others have their turns. Raises ApiError (400), also
+    when its text has more than `max_mb` MiB.
+    """
     ids = token_ids(tokens) if tokens else np.zeros(0, np.int32)
     check_vocabulary(ids, vocab_size, "tokens")
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
-    texts = [detokenizer.push(ids[start : start + PART].tolist()) for start in range(0, ids.size, PART)]
-    parts = [ENCODER.encode(text)[1:-1] for text in (*texts, detokenizer.finish())]
+    parts: list[bytes] = []
+    num_bytes = 0
+    for start in range(0, ids.size, PART):
+        parts.append(ENCODER.encode(detokenizer.push(ids[start : start + PART].tolist()))[1:-1])
+        num_bytes += len(parts[-1])
+        if num_bytes > max_mb << 20:
+            raise bad_request(
+                f"the text of 'tokens' has more than server.max_body_mb ({max_mb} MiB); send fewer", param="tokens"
+            )
+    parts.append(ENCODER.encode(detokenizer.finish())[1:-1])
     return ENCODER.encode(DetokenizeResponse(msgspec.Raw(b'"%b"' % b"".join(parts))))

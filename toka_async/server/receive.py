@@ -15,7 +15,7 @@ from aiohttp import HttpVersion11, hdrs, web
 
 from toka_async.config import ServerConfig
 from toka_async.openai.errors import ApiError
-from toka_async.openai.parse import parse_request
+from toka_async.openai.parse import most_parsed_bytes, parse_request, parsed_bytes
 from toka_async.server.bodies import Bodies, Room
 from toka_async.server.errors import Handler
 from toka_async.server.guard import viewer_of
@@ -29,10 +29,15 @@ SMALL = 1 << 16  # bytes of a body that needs no room: a connection that nobody 
 
 @dataclass(frozen=True, slots=True)
 class Receiving:
-    """What the bodies of one server share. executor: parses large ones."""
+    """What the bodies of one server share.
+
+    parsed: the room of what they become. Who has some never waits for room for a body, so that all get to their end.
+    executor: parses large ones.
+    """
 
     config: ServerConfig
     bodies: Bodies
+    parsed: Bodies
     executor: Executor
 
     @property
@@ -49,12 +54,15 @@ class Receiving:
 
 RECEIVING: web.AppKey[Receiving] = web.AppKey("receiving", Receiving)
 ROOM: web.RequestKey[Room] = web.RequestKey("room", Room)
+PARSED_ROOM: web.RequestKey[Room] = web.RequestKey("parsed_room", Room)
 
 
 def receiving(config: ServerConfig, executor: Executor) -> Receiving:
     largest = config.max_body_mb << 20
     most = 8 * largest if config.max_bodies_mb == "auto" else config.max_bodies_mb << 20
-    return Receiving(config, Bodies(most, max(largest, most // 2)), executor)
+    parsed = most_parsed_bytes(largest)
+    limit = "the memory for parsed bodies (a multiple of server.max_body_mb)"
+    return Receiving(config, Bodies(most, max(largest, most // 2)), Bodies(2 * parsed, parsed, limit), executor)
 
 
 async def reserve(request: web.Request, num_bytes: int) -> None:
@@ -64,14 +72,20 @@ async def reserve(request: web.Request, num_bytes: int) -> None:
         OverloadedError: there was none for too long.
     """
     if num_bytes > SMALL:
-        receiving, owner = request.app[RECEIVING], viewer_of(request) or request.remote or ""
-        request[ROOM] = await receiving.bodies.reserve(owner, num_bytes, receiving.patience)
+        receiving = request.app[RECEIVING]
+        request[ROOM] = await receiving.bodies.reserve(owner_of(request), num_bytes, receiving.patience)
+
+
+def owner_of(request: web.Request) -> str:
+    """Whose a body is: its key's, without keys its address's."""
+    return viewer_of(request) or request.remote or ""
 
 
 def give_back_room(request: web.Request) -> None:
     """Nothing of the body waits for anything any more."""
-    if (room := request.get(ROOM)) is not None:
-        room.shrink(0)
+    for key in (ROOM, PARSED_ROOM):
+        if (room := request.get(key)) is not None:
+            room.shrink(0)
 
 
 @web.middleware
@@ -123,12 +137,22 @@ async def read_more(request: web.Request, body: bytearray, most: int, spent: flo
 
 
 async def read_request(request: web.Request, kind: type[T]) -> T:
-    """The request in the body. Raises as `read_body` and `parse_request` do."""
+    """The request in the body. Raises as `read_body` and `parse_request` do; OverloadedError too, when there was no
+    room for what a body becomes.
+    """
     raw = await read_body(request)
+    if len(raw) <= SMALL:
+        return parse_request(raw, kind)
+    receiving, loop = request.app[RECEIVING], asyncio.get_running_loop()
+    executor = receiving.executor
+    if len(raw) < LARGE:
+        num_bytes = parsed_bytes(raw)
+    else:
+        num_bytes = await loop.run_in_executor(executor, parsed_bytes, raw)
+    request[PARSED_ROOM] = await receiving.parsed.reserve(owner_of(request), num_bytes, receiving.patience)
     if len(raw) < LARGE:
         return parse_request(raw, kind)
-    executor = request.app[RECEIVING].executor
-    return await asyncio.get_running_loop().run_in_executor(executor, parse_request, raw, kind)
+    return await loop.run_in_executor(executor, parse_request, raw, kind)
 
 
 def check_length(request: web.Request) -> None:

@@ -24,12 +24,13 @@ from toka_async.config import ServerConfig
 from toka_async.messages import Ready, Reason
 from toka_async.model.generation import GenerationDefaults
 from toka_async.openai.errors import bad_request, model_not_found
-from toka_async.openai.generation import Defaults, Generation, Limits, check_text, token_budget
+from toka_async.openai.generation import Defaults, Generation, Limits, check_text, check_text_size, token_budget
 from toka_async.openai.prompts import Prompt, check_vocabulary
 from toka_async.server.account import Account
 from toka_async.server.accounts import Accounts
 from toka_async.server.batching import Batcher
 from toka_async.server.block_texts import MANY, BlockTexts
+from toka_async.server.encoding import TextEncoder, groups
 from toka_async.server.engine import Engine
 from toka_async.server.inflight import Batch, timed_out
 from toka_async.server.jobs import Job
@@ -40,7 +41,7 @@ from toka_async.server.sample_text import SampleText, TextOptions, sample_text
 from toka_async.server.slices import SLICE, in_slices
 from toka_async.server.stop_sets import StopSets
 from toka_async.server.submitting import submitted_too
-from toka_async.text.chat import ChatTemplate, ChatTemplateError, TemplateKwargsError
+from toka_async.text.chat import MAX_CHARS, ChatTemplate, ChatTemplateError, TemplateKwargsError
 from toka_async.text.stop import StopStrings
 from toka_async.text.tokenizer import Tokenizer
 
@@ -49,7 +50,6 @@ logger = logging.getLogger(__name__)
 A = TypeVar("A")
 B = TypeVar("B")
 
-LONG = 1 << 20  # characters of a text that takes so long to tokenize that others should not wait for it
 MIN_SAMPLES = 4  # of a request, for which looking at them together is faster
 
 
@@ -98,8 +98,7 @@ class Service:
     accounts: Accounts = field(init=False)
     json_texts: dict[bool, JsonTexts] = field(init=False)  # without and with special tokens skipped
     logprob_columns: LogprobColumns = field(init=False)
-    _encode: Batcher[tuple[str, bool], list[int]] = field(init=False)
-    _encode_long: Batcher[tuple[str, bool], list[int]] = field(init=False)
+    _encoder: TextEncoder = field(init=False)
     _render: Batcher[Chat, str] = field(init=False)
     _decode: Batcher[tuple[list[int], TextOptions], SampleText] = field(init=False)
     _block_texts: BlockTexts = field(init=False)
@@ -109,8 +108,7 @@ class Service:
         self.accounts = Accounts(self.config)
         self.json_texts = {skip: JsonTexts(self.tokenizer, skip) for skip in (False, True)}
         self.logprob_columns = LogprobColumns(self.tokenizer)
-        self._encode = Batcher(self._encode_all, self.executor)
-        self._encode_long = Batcher(self._encode_each, self.executor)
+        self._encoder = TextEncoder(self.tokenizer, self.executor)
         self._render = Batcher(self._render_all, self.executor)
         self._decode = Batcher(self._decode_all, self.executor)
         self._block_texts = BlockTexts(self.tokenizer)
@@ -139,24 +137,31 @@ class Service:
         )
 
     async def encode(self, prompts: Sequence[Prompt], add_special_tokens: bool, param: str) -> list[Int32]:
-        """Token ids of each prompt. Raises ApiError (400) for one without tokens or with ids out of range."""
-        vocab_size = self.limits().vocab_size
+        """Token ids of each prompt. Raises ApiError (400) for one without tokens, with too many or with ids out of
+        range.
+        """
+        limits = self.limits()
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         async for text in in_slices(texts):
             self.check_text(text, param)
-        encoded = iter(await self.tokenize_all(texts, add_special_tokens) if texts else ())
-        ids = []
+        encoded: list[Int32] = []
+        for group in groups([len(text) for text in texts]):  # of many texts, the first that does not fit ends it
+            encoded += await self.tokenize_all(texts[group], add_special_tokens)
+            for tokens in encoded[group]:
+                token_budget(limits, len(tokens), 0, param)
+        ids, of_texts = [], iter(encoded)
         async for prompt in in_slices(prompts):
-            each = np.array(next(encoded), dtype=np.int32) if isinstance(prompt, str) else prompt
+            each = next(of_texts) if isinstance(prompt, str) else prompt
             if not each.size:
                 raise bad_request(f"'{param}' is empty: it has no tokens", param=param)
-            check_vocabulary(each, vocab_size, param)
+            check_vocabulary(each, limits.vocab_size, param)
             ids.append(each)
         return ids
 
     def check_text(self, text: str, param: str) -> None:
-        """Raises ApiError (400) for one that cannot fit, which would take minutes to tokenize."""
+        """Raises ApiError (400) for one that cannot fit, or that would take minutes and gigabytes to tokenize."""
         check_text(self.limits(), len(text), self.tokenizer.longest, param)
+        check_text_size(text, self.config.max_text_mb, param)
 
     async def in_thread(self, work: Callable[[A], B], given: A, *, is_long: bool) -> B:
         """What `work` makes of what is given: in a thread when that takes long."""
@@ -164,23 +169,31 @@ class Service:
             return work(given)
         return await asyncio.get_running_loop().run_in_executor(self.executor, work, given)
 
-    async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text, perhaps none."""
+    async def tokenize(self, text: str, add_special_tokens: bool, param: str) -> Int32:
+        """Token ids of a text, perhaps none, also more than fit. Raises ApiError (400) for one that is too long."""
+        check_text_size(text, self.config.max_text_mb, param)
         return (await self.tokenize_all([text], add_special_tokens))[0]
 
-    async def tokenize_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """As `tokenize`, of many. Long texts have a thread of their own: others do not wait for them."""
-        encode = self._encode_long if any(len(text) > LONG for text in texts) else self._encode
-        return await encode.run([(text, add_special_tokens) for text in texts])
+    async def tokenize_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[Int32]:
+        """Token ids of texts that were checked."""
+        return await self._encoder.encode(texts, add_special_tokens)
 
     async def render(self, chat: Chat) -> str:
         """The prompt of a chat. Raises ApiError (400) when there is no template, or it refuses the messages."""
         return (await self.render_all([chat]))[0]
 
     async def render_all(self, chats: Sequence[Chat]) -> list[str]:
-        """As `render`, of many."""
+        """As `render`, of many. Raises ApiError (400) also when the prompts are too long together."""
+        texts: list[str] = []
         try:
-            return await self._render.run(chats)
+            for start in range(0, len(chats), SLICE):
+                texts += await self._render.run(chats[start : start + SLICE])
+                if sum(map(len, texts)) > MAX_CHARS:
+                    raise bad_request(
+                        f"the prompts that the chat template makes have more than {MAX_CHARS} characters together",
+                        param="messages",
+                    )
+            return texts
         except TemplateKwargsError as error:
             raise bad_request(str(error), param="chat_template_kwargs") from None
         except ChatTemplateError as error:
@@ -279,18 +292,6 @@ class Service:
                 ]
             )
         return outputs
-
-    def _encode_all(self, items: list[tuple[str, bool]]) -> list[list[int]]:
-        ids: dict[int, list[int]] = {}
-        for add_special_tokens in {special for _, special in items}:
-            places = [place for place, (_, special) in enumerate(items) if special is add_special_tokens]
-            texts = [items[place][0] for place in places]
-            ids |= zip(places, self.tokenizer.encode_batch(texts, add_special_tokens), strict=True)
-        return [ids[place] for place in range(len(items))]
-
-    def _encode_each(self, items: list[tuple[str, bool]]) -> list[list[int]]:
-        """One after the other, for their memory and so that a thread of the library is left for others."""
-        return [self.tokenizer.encode(*item) for item in items]
 
     def _render_all(self, chats: list[Chat]) -> list[str]:
         if self.chat_template is None:

@@ -201,7 +201,7 @@ class Session:
         keys = self._still_encoding(texts)
         mask = np.isin(list(texts), keys)
         lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
-        data = np.asarray([token_id for prompt in prompts for token_id in prompt], np.int32)
+        data = np.concatenate(prompts)
         requests = Submitted(np.asarray(list(texts), np.int64), lengths, data, seeds).chosen(mask)
         try:
             self._start(requests, plan)

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
 
 from toka_async.openai.errors import ApiError
 from toka_async.openai.fields import UNSUPPORTED
-from toka_async.openai.parse import parse_request
+from toka_async.openai.parse import MAX_ITEMS, fault_in, most_parsed_bytes, parse_request, parsed_bytes
 from toka_async.openai.requests import ChatRequest, CompletionRequest, StreamOptions
 
 
@@ -154,3 +155,52 @@ def test_a_field_of_the_other_endpoint() -> None:
     with pytest.raises(ApiError) as caught:
         parse_request(b'{"messages": [], "echo": true}', ChatRequest)
     assert caught.value.param == "echo"
+
+
+@pytest.mark.parametrize("unit", [b"[],", b"{},", b'{"a":0},', b"1.5,", b'"",', b"[[]],"])
+def test_a_body_of_very_many_items_is_refused_before_it_is_parsed(unit: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def parsed(*_: object) -> None:
+        raise AssertionError("it was parsed")
+
+    raw = b'{"metadata":[' + unit * (MAX_ITEMS + 1) + b"0]}"
+    monkeypatch.setattr("toka_async.openai.parse.decode_object", parsed)
+    with pytest.raises(ApiError, match=f"JSON items .* can have {MAX_ITEMS}") as caught:
+        parse_request(raw, CompletionRequest)
+    assert (caught.value.status, caught.value.code) == (413, "too_many_items")
+
+
+def test_commas_in_a_text_are_no_items() -> None:
+    text = ",[{" * (MAX_ITEMS + 1)
+    assert parse_request(json.dumps({"prompt": text}).encode(), CompletionRequest).prompt == text
+
+
+def test_items_beside_a_long_list_of_ids_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toka_async.openai.parse.MAX_ITEMS", 1000)
+    ids = [7] * 200_000
+    wire = parse_request(json.dumps({"prompt": ids, "stop": ["a"] * 900}).encode(), CompletionRequest)
+    assert len(wire.prompt[0]) == len(ids)
+    with pytest.raises(ApiError, match="JSON items"):
+        parse_request(json.dumps({"prompt": ids, "stop": ["a"] * 100_000}).encode(), CompletionRequest)
+
+
+@pytest.mark.parametrize("body", [{"prompt": "x" * 1000}, {"prompt": "é" * 1000}, {"prompt": ["ab", "c"] * 100}])
+@pytest.mark.parametrize("is_ascii", [False, True])
+def test_the_memory_of_a_parsed_body_has_a_bound(body: dict[str, Any], is_ascii: bool) -> None:
+    raw = json.dumps(body, ensure_ascii=is_ascii).encode()
+    prompt = parse_request(raw, CompletionRequest).prompt
+    num_bytes = sys.getsizeof(prompt) + sum(map(sys.getsizeof, prompt if isinstance(prompt, list) else ()))
+    assert num_bytes <= parsed_bytes(raw) + 128 <= most_parsed_bytes(len(raw)) + 128
+
+
+@pytest.mark.parametrize("depth", [100, 500, 900])
+def test_what_is_no_json_after_deep_nesting_is_named(depth: int) -> None:
+    raw = b'{"b":%b,"a":NaN}' % (b"[" * depth + b"]" * depth)
+    with pytest.raises(ApiError, match="'a' has a number that is not finite"):
+        parse_request(raw, CompletionRequest)
+
+
+def test_nesting_of_any_depth_is_looked_through() -> None:
+    value: Any = float("nan")
+    for _ in range(10_000):
+        value = [{"a": value}]
+    assert fault_in(value) == "a number that is not finite (NaN, or too large)"

@@ -72,6 +72,19 @@ async def test_very_many_tokens(server: WebServer) -> None:
     assert (await server.error("/detokenize", {"tokens": [*tokens, 400]}))["param"] == "tokens"
 
 
+async def test_a_text_of_tokens_has_a_bound() -> None:
+    async with web_server(max_body_mb=1) as server:
+        pieces = server.tokenizer.pieces.rest
+        longest = max(pieces, key=lambda i: len(pieces[i]))
+        most = (1 << 20) // len(pieces[longest])
+        assert len(str(longest)) + 1 < len(pieces[longest])
+        fits = await server.ok("/detokenize", {"tokens": [longest] * (most - 100)})
+        assert len(fits["prompt"].encode()) > 10**6
+        error = await server.error("/detokenize", f'{{"tokens":[{longest}{f",{longest}" * most}]}}')
+        assert error["param"] == "tokens"
+        assert "server.max_body_mb" in error["message"]
+
+
 async def test_special_tokens() -> None:
     async with web_server(tokenizer=small.byte_fallback()) as server:
         with_bos = (await server.ok("/tokenize", {"prompt": "the"}))["tokens"]
