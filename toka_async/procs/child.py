@@ -177,7 +177,7 @@ class ParentLink:
         self.exit(1)
 
     def exit(self, code: int = 0) -> NoReturn:
-        """End now, with the last lines logged. Nothing else runs: threads of torch and ZeroMQ must not keep it alive."""
+        """End now, with the last lines logged. Nothing else runs: threads of torch and ZeroMQ must not keep it."""
         logging.shutdown()
         os._exit(code)
 

@@ -60,8 +60,10 @@ async def ping(_request: web.Request) -> web.Response:
 
 
 async def load(request: web.Request) -> web.Response:
-    """How busy the server is: for routers and autoscalers, cheaper to read than /metrics."""
-    return json_response(load_of(request.app[SERVICE].engine))
+    """How busy the server is now: for routers and autoscalers, cheaper to read than /metrics."""
+    engine = request.app[SERVICE].engine
+    await engine.replicas.refresh()
+    return json_response(load_of(engine))
 
 
 async def version(_request: web.Request) -> web.Response:
@@ -69,8 +71,10 @@ async def version(_request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    text = request.app[SERVICE].engine.metrics.text()
-    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+    """Prometheus' text, with the schedulers' counts of now: what an answer brought is counted when it has come."""
+    engine = request.app[SERVICE].engine
+    await engine.replicas.refresh()
+    return web.Response(body=engine.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 async def tokenize(request: web.Request) -> web.Response:
