@@ -13,6 +13,8 @@ import numpy as np
 
 from toka_async.arrays import as_bool, as_i32, f32_column, i32_column
 from toka_async.messages import (
+    GAP_SECONDS,
+    AskStats,
     Cancel,
     Cancels,
     DropStop,
@@ -68,6 +70,8 @@ class FakeScheduler:
     Args:
         script: the tokens that a sample would generate if nothing ended it.
         held: with it, steps happen only by calls of `step`.
+
+    Questions for its counts are answered at once, held or not, unless it is `silent`.
     """
 
     def __init__(self, script: Script = random_tokens, ready: Ready | None = READY, held: bool = False) -> None:
@@ -77,8 +81,11 @@ class FakeScheduler:
         self.masks: dict[int, StopMask] = {}
         self.log: list[ToScheduler] = []
         self.fail_with: str | None = None
+        self.silent = False
         self.held = held
         self.generated = 0
+        self.gaps = 0
+        self.asked = 0
         self._ready = ready
         self._inbox: LocalChannel[ToScheduler] = LocalChannel(Codec(ToScheduler))
         self._replies: LocalChannel[ToServer] = LocalChannel(Codec(ToServer))
@@ -92,6 +99,11 @@ class FakeScheduler:
     # ---- the outbox --------------------------------------------------------------------------------------------------
 
     def send(self, message: ToScheduler) -> None:
+        if isinstance(message, AskStats):
+            self.asked = message.number
+            if not self.silent:
+                asyncio.get_running_loop().call_soon(lambda: self.deliver([self._stats()]))
+            return
         self._inbox.send(message)
         self._schedule()
 
@@ -111,10 +123,21 @@ class FakeScheduler:
             self._generate(request_id, request)
             if all(sample.reason is not Reason.NONE for sample in request.samples):
                 del self.requests[request_id]
-        self._replies.send(Stats(num_running=len(self.requests), generated_tokens=self.generated, num_pages=256))
+        self._replies.send(self._stats())
         self.deliver(self._replies.drain())
         if self.requests:
             self._schedule()
+
+    def _stats(self) -> Stats:
+        return Stats(
+            num_running=len(self.requests),
+            generated_tokens=self.generated,
+            num_pages=READY.num_pages,
+            token_gaps=(self.gaps, *([0] * len(GAP_SECONDS))),
+            answers=self.asked,
+            replica=self._ready.replica if self._ready else 0,
+            life=self._ready.life if self._ready else 0,
+        )
 
     def _schedule(self) -> None:
         if not self._scheduled and not self.held:
@@ -174,6 +197,7 @@ class FakeScheduler:
             if sample.done < len(sample.planned):
                 sample.done += 1
                 self.generated += 1
+                self.gaps += sample.done > 1
             last = sample.planned[sample.done - 1] if sample.done else -1
             if sample.ends_at is not None:
                 sample.done, sample.reason = max(sample.sent, sample.ends_at), Reason.STOP_STRING

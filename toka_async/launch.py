@@ -17,7 +17,7 @@ import msgspec
 
 from toka_async.config import Config
 from toka_async.listening import check_direct, exposed, open_listener, raise_limits, url_of
-from toka_async.logs import speaker
+from toka_async.logs import announce, speaker
 from toka_async.model.division import check_division
 from toka_async.model.generation import read_generation_defaults
 from toka_async.model.hub import resolve_model, resolve_tokenizer
@@ -55,7 +55,7 @@ def serve(config: Config) -> int:
             say = speaker(config.server.log_format)
             for line in limits:
                 say(line)
-            print(f"toka-async: serving {spec.served_name} at {url}", flush=True)
+            announce(f"toka-async: serving {spec.served_name} at {url}")
 
         with _supervisor(spec, config.server.drain_timeout) as supervisor:
             for child in _children(spec):

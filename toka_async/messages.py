@@ -125,7 +125,13 @@ class EndSample(Tagged, frozen=True, kw_only=True):
     num_tokens: int
 
 
-ToScheduler = Submit | Submits | Cancel | Cancels | StopMask | DropStop | EndSample
+class AskStats(Tagged, frozen=True, kw_only=True):
+    """Send Stats in this turn, whatever was sent before: somebody looks. `number`: of the question, from 1."""
+
+    number: int
+
+
+ToScheduler = Submit | Submits | Cancel | Cancels | StopMask | DropStop | EndSample | AskStats
 
 
 # ---- scheduler -> server ---------------------------------------------------------------------------------------------
@@ -203,19 +209,26 @@ class Failed(Tagged, frozen=True, kw_only=True):
     message: str
 
 
+# Upper bounds of `Stats.token_gaps`, in seconds; the last bucket has none.
+GAP_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 SCHEDULER_STAGES = ("results", "requests", "steps", "messages")  # taking, taking, building and sending them
 
 
 class Stats(Tagged, frozen=True, kw_only=True):
-    """The scheduler's state and counters since start; sent when they changed, a few times a second at most."""
+    """The scheduler's state and counters since start: sent when they changed, a few times a second at most, and when
+    somebody asks (`AskStats`).
 
-    num_running: int = 0  # sequences holding a slot
+    `num_running` and `num_waiting` are together the samples that have not ended, but for those whose last token is on
+    its way while another one has their slot. A prompt that is computed for several samples counts as one that runs.
+    """
+
+    num_running: int = 0  # sequences that are computed
     num_waiting: int = 0  # sequences queued
     pages_used: int = 0  # pages owned by running sequences and their requests
     pages_cached: int = 0  # pages kept in the prefix tree that nobody owns
     num_pages: int = 0
-    prefix_queries: int = 0  # prompt tokens looked up
-    prefix_hits: int = 0  # prompt tokens found
+    prefix_queries: int = 0  # prompt tokens of all samples: a prompt counts for each sample of it
+    prefix_hits: int = 0  # of these, not computed: found in the cache, or shared by samples of one request
     num_preemptions: int = 0
     prompt_tokens: int = 0  # computed, cached ones not counted
     generated_tokens: int = 0  # delivered
@@ -238,6 +251,12 @@ class Stats(Tagged, frozen=True, kw_only=True):
     queue_seconds: float = 0.0  # that these waited for it, in all
     # Of each stage of a pipeline: seconds in steps, of these waiting for other stages, and between steps.
     pipeline: tuple[tuple[float, float, float], ...] = ()
+    prefix_shared: int = 0  # of `prefix_hits`, those that samples of one request share
+    # Times between two tokens of a sample, of every sample's tokens but its first: how many by GAP_SECONDS, and their
+    # sum.
+    token_gaps: tuple[int, ...] = ()
+    token_gap_seconds: float = 0.0
+    answers: int = 0  # the newest AskStats that came before; 0: none
 
 
 ToServer = Ready | Tokens | Prefilled | Prefills | StopChecks | Failed | Stats

@@ -8,6 +8,7 @@ Knows what children say (`procs.child`) and nothing of what they do.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import signal
@@ -21,7 +22,7 @@ from typing import Self
 import msgspec
 
 from toka_async.heartbeats import Heartbeats
-from toka_async.logs import say
+from toka_async.logs import Say, say
 from toka_async.procs.child import (
     SIGNALS,
     Alive,
@@ -148,7 +149,7 @@ class Supervisor:
         relaunch: the children of a replica, by its number and how often it was lost. Without it a death ends all.
         on_status: called with what children say; a number that it returns ends all, as the exit code.
         hang_timeout: seconds without a sign of life, once all have started, after which a child is dead; 0: none is.
-        say: writes a line for people.
+        say: writes a line for people, without waiting for them.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class Supervisor:
         relaunch: Callable[[int, int], Iterable[Launch]] | None = None,
         on_status: Callable[[Status], int | None] = lambda _status: None,
         hang_timeout: float = 0.0,
-        say: Callable[[str], None] = say,
+        say: Say = say,
     ) -> None:
         self._drain_timeout = drain_timeout
         self._relaunch = relaunch
@@ -211,7 +212,7 @@ class Supervisor:
             self._wait_signal()
             return self._drain() if self._code is None else self._code
         except ChildError as failure:
-            self._say(str(failure))
+            self._say(str(failure), logging.ERROR)
             self._fail(str(failure))
             return 2 if failure.user and not (started and failure.child.replica >= 0) else 1
 
@@ -302,7 +303,7 @@ class Supervisor:
             self._beats.forget(child.name)
             child.kill()
         delay = self._restarts.lost(replica)
-        self._say(f"{reason}; replica {replica} is restarted in {delay:g} s")
+        self._say(f"{reason}; replica {replica} is restarted in {delay:g} s", logging.ERROR)
         self._children[0].order(Lost(replica, self._restarts.life(replica), reason))
 
     def _drain(self) -> int:
@@ -320,9 +321,9 @@ class Supervisor:
                     )
                     return 0
                 if child is None and time.monotonic() - signalled > ECHO:
-                    self._say("stopped at once, by a second signal")
+                    self._say("stopped at once, by a second signal", logging.WARNING)
                     return 1
-        self._say("stopped; the server did not finish in time")
+        self._say("stopped; the server did not finish in time", logging.WARNING)
         return 1
 
     def _fail(self, reason: str) -> None:

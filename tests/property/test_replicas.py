@@ -167,7 +167,7 @@ def test_every_request_ends_once(operations: list[tuple[str, int]]) -> None:
             for flight in client.batch.flights:
                 counts = flight.take_block().counts if client.in_blocks else [s.num_tokens for s in flight.samples]
                 assert flight.num_open == 0
-                assert sum(counts) == client.num_tokens * len(flight.samples or flight.last_arrivals)
+                assert sum(counts) == client.num_tokens * len(flight.samples or flight._closed)
         else:
             assert isinstance(client.batch.error, EngineStoppedError)
         client.left.close()

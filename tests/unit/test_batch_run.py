@@ -88,12 +88,12 @@ def test_a_terminal_sees_one_line_that_changes() -> None:
     assert second.endswith("\n")
 
 
-def test_elsewhere_lines_come_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+def test_elsewhere_lines_come_now_and_then(capfd: pytest.CaptureFixture[str]) -> None:
     bar = Bar(io.StringIO())
     for done in range(1, 10):
         bar.show(Advanced(done, 0, 100))
     bar.finish()
-    assert capsys.readouterr().err.count("lines") == 1
+    assert capfd.readouterr().err.count("lines") == 1
     assert batch_run.QUIET_INTERVAL > 1
 
 

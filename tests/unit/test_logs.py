@@ -2,11 +2,37 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
+from collections.abc import Iterator
 
 import pytest
 
-from toka_async.logs import JsonLines, TextLines, request_id, speaker
+from toka_async.logs import (
+    MOST_FRAMES,
+    MOST_TEXT,
+    JsonLines,
+    LogHandler,
+    TextLines,
+    announce,
+    bounded,
+    configure,
+    request_id,
+    speaker,
+)
+
+DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """Takes the process's handler away again."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    if (handler := LogHandler.installed()) is not None:
+        root.removeHandler(handler)
+    root.setLevel(level)
 
 
 def record(message: str, *args: object, **fields: object) -> logging.LogRecord:
@@ -16,14 +42,25 @@ def record(message: str, *args: object, **fields: object) -> logging.LogRecord:
     return made
 
 
+def failed(error: Exception) -> logging.LogRecord:
+    made = record("it failed")
+    made.exc_info = (type(error), error, error.__traceback__)
+    return made
+
+
 def test_text() -> None:
     lines = TextLines("rank-0-0")
-    assert lines.format(record("50%% of %s", "x")).endswith(" rank-0-0: 50% of x")
+    assert re.fullmatch(f"{DATE} WARNING rank-0-0: 50% of x", lines.format(record("50%% of %s", "x")))
     token = request_id.set("r-1")
     said = lines.format(record("y"))
-    assert said.startswith("[r-1] ")
-    assert said.endswith(" rank-0-0: y")
     request_id.reset(token)
+    assert re.fullmatch(rf"{DATE} WARNING rank-0-0 \[r-1\]: y", said)
+
+
+def test_a_message_is_one_line_of_text() -> None:
+    """Whoever chooses a part of it cannot write a line of the log."""
+    said = TextLines("server").format(record("a\n2026-01-01 00:00:00 ERROR server: forged\x1b[2J"))
+    assert said.endswith(r": a\n2026-01-01 00:00:00 ERROR server: forged\x1b[2J")
 
 
 def test_json_is_one_line_whatever_is_said() -> None:
@@ -49,13 +86,75 @@ def test_json_is_one_line_whatever_is_said() -> None:
         "status": 200,
     }
     assert json.loads(lines.format(record("z"))).keys() == {"time", "level", "process", "logger", "message"}
+    assert json.loads(lines.format(record("\ud800")))["message"] == r"\ud800"
+
+
+def recurse() -> None:
+    """Two functions take turns, which Python's own tracebacks do not shorten."""
+    recurse_too()
+
+
+def recurse_too() -> None:
+    recurse()
+
+
+@pytest.mark.parametrize("lines", [TextLines("server"), JsonLines("server")])
+def test_a_line_is_bounded(lines: logging.Formatter) -> None:
+    try:
+        recurse()
+    except RecursionError as error:
+        said = lines.format(failed(error))
+    assert "RecursionError" in said
+    assert "earlier frames left out" in said
+    assert said.count("in recurse") <= MOST_FRAMES
+    assert len(said) < 2 * MOST_TEXT
+    assert len(lines.format(record("%s", "x" * 10_000_000))) < 2 * MOST_TEXT
+    assert len(lines.format(failed(ValueError("y" * 10_000_000)))) < 2 * MOST_TEXT
+
+
+def test_a_long_text_keeps_both_ends() -> None:
+    text = "begin" + "." * MOST_TEXT + "end"
+    assert bounded(text).startswith("begin.")
+    assert bounded(text).endswith(".end")
+    assert " … 8 characters left out … " in bounded(text)
+    assert bounded("short") == "short"
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_the_parents_lines(log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
-    speaker(log_format)("stopped")
-    said = capsys.readouterr().err
+def test_the_parents_lines(log_format: str, capfd: pytest.CaptureFixture[str]) -> None:
+    say = speaker(log_format)
+    say("100% stopped")
+    say("gone", logging.ERROR)
+    said = capfd.readouterr().err
     if log_format == "json":
-        assert json.loads(said)["message"] == "stopped"
+        lines = [json.loads(line) for line in said.splitlines()]
+        assert [(line["level"], line["process"], line["message"]) for line in lines] == [
+            ("info", "toka-async", "100% stopped"),
+            ("error", "toka-async", "gone"),
+        ]
     else:
-        assert said == "toka-async: stopped\n"
+        assert re.fullmatch(f"{DATE} INFO toka-async: 100% stopped\n{DATE} ERROR toka-async: gone\n", said)
+
+
+def test_the_parent_passes_over_what_packages_merely_note(capfd: pytest.CaptureFixture[str]) -> None:
+    speaker("text")
+    logging.getLogger("httpx").info("HTTP Request: GET …")
+    logging.getLogger("httpx").warning("careful")
+    speaker("text")("done")
+    assert [line.split(": ")[-1] for line in capfd.readouterr().err.splitlines()] == ["careful", "done"]
+
+
+def test_configuring_again_replaces_what_was(capfd: pytest.CaptureFixture[str]) -> None:
+    configure("one", "text")
+    configure("two", "text")
+    logging.getLogger("toka_async.x").info("once")
+    logging.getLogger("toka_async.x").debug("never")
+    handler = LogHandler.installed()
+    assert handler is not None
+    handler.flush()
+    assert re.fullmatch(f"{DATE} INFO two: once\n", capfd.readouterr().err)
+
+
+def test_a_line_for_programs_is_on_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
+    announce("toka-async: serving x at http://y")
+    assert capfd.readouterr().out == "toka-async: serving x at http://y\n"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -21,7 +22,7 @@ from typing import Literal, NoReturn
 import msgspec
 
 from toka_async.config import Config
-from toka_async.logs import configure
+from toka_async.logs import catch_stray_lines, configure
 from toka_async.socket_folder import remove_folder
 from toka_async.topology import Topology
 
@@ -177,9 +178,8 @@ class ParentLink:
         self.exit(1)
 
     def exit(self, code: int = 0) -> NoReturn:
-        """End now. Nothing runs at exit: threads of torch and ZeroMQ must not keep a process alive."""
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.flush()
+        """End now, with the last lines logged. Nothing else runs: threads of torch and ZeroMQ must not keep it."""
+        logging.shutdown()
         os._exit(code)
 
     def _watch(self) -> None:
@@ -229,6 +229,7 @@ def connect_parent() -> ParentLink:
     line, _, rest = data.partition(b"\n")
     spec = msgspec.json.decode(line, type=ChildSpec)
     configure(spec.name, spec.config.server.log_format)
+    catch_stray_lines()
     return ParentLink(spec, orders_fd, status_fd, rest)
 
 

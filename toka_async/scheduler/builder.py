@@ -5,7 +5,6 @@ Knows the running set and the queue; not sampled tokens, nor what is sent to the
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +17,7 @@ from toka_async.scheduler.output_pages import cache_outputs
 from toka_async.scheduler.plan import Plan
 from toka_async.scheduler.policy import Admission
 from toka_async.scheduler.preemption import Preemption
+from toka_async.scheduler.prompt_counts import PromptCounts
 from toka_async.scheduler.queues import JobQueue
 from toka_async.scheduler.requests import MASK, Job, PromptRun, Request, UInt64, sample_seeds
 from toka_async.scheduler.running import RunningSet
@@ -31,13 +31,17 @@ NO_SEEDS: UInt64 = np.empty(0, np.uint64)
 class StepRecord:
     """What a queued step computes, to make sense of its results.
 
-    lanes: in the order of its sampled tokens. computed: runs whose prompt is complete with this step.
+    lanes: in the order of its sampled tokens. firsts: of them, those whose first token it is. resumed: of these, those
+    that went on after a preemption, each with the time of its last token. computed: runs whose prompt is complete with
+    this step.
     scored: slot -> request, for chunks whose prompt tokens' log-probs come back. was_queued: before the step ahead of
     it came back.
     """
 
     step_id: int
     lanes: Int32
+    firsts: Int32
+    resumed: list[tuple[int, float]]
     computed: list[PromptRun]
     scored: dict[int, Request]
     was_queued: bool = False
@@ -70,12 +74,7 @@ class StepBuilder:
         self._opened_keys: set[int] = set()
         self._starting: list[tuple[PromptRun, int]] = []  # opened, without a lane; tokens of their chunk
         self.ready: list[PromptRun] = []  # runs opened with nothing to compute; taken by the core
-        self.recomputed_tokens = 0
-        self.num_started = 0
-        self.queue_seconds = 0.0
-        self.prompt_tokens = 0
-        self.prefix_queries = 0
-        self.prefix_hits = 0
+        self.counts = PromptCounts()
 
     def build(self, admit: bool = True, most: int = 1) -> tuple[Step, list[StepRecord]] | None:
         """The next step, with a record for each of its passes; None when there is nothing to compute for now.
@@ -160,8 +159,7 @@ class StepBuilder:
 
     def _advance(self, run: PromptRun, count: int) -> None:
         self._running.advance(run, count)
-        self.prompt_tokens += count
-        self.recomputed_tokens += count if run.job.again else 0
+        self.counts.computed(run, count)
 
     def _admit(self, plan: Plan, budget: int) -> None:
         """Start samples and prompts in strict order, as far as slots, pages and the budget allow."""
@@ -250,6 +248,7 @@ class StepBuilder:
             plan.add_pages(slots, running.grow(lanes))
         self._note_admitted(plan, lanes, np.full(count, run.request.submit.seed & MASK, np.uint64))
         plan.joined.append(lanes)
+        plan.forked.append(lanes)
         running.rows = np.concatenate([running.rows, lanes])
         return count
 
@@ -269,20 +268,11 @@ class StepBuilder:
         self._admission.add_prompt(job, num_before - running.cache.num_reclaimable)
         self._opened.append(run)
         self._opened_keys.add(run.key)
-        self._count(run)
+        self.counts.opened(run)
         if run.computed:
             running.add_forking(run)
             self.ready.append(run)
         return run
-
-    def _count(self, run: PromptRun) -> None:
-        """Prefixes found count once a request: after a preemption it finds its own pages."""
-        if run.request.num_found < 0:
-            run.request.num_found = run.num_found
-            self.prefix_queries += run.job.token_ids.size
-            self.prefix_hits += run.num_found
-            self.num_started += 1
-            self.queue_seconds += time.monotonic() - run.request.since
 
     @staticmethod
     def _note_admitted(plan: Plan, lanes: Int32, seeds: UInt64) -> None:
@@ -352,6 +342,12 @@ class StepBuilder:
         record = StepRecord(
             step_id=step_id,
             lanes=lanes,
+            firsts=np.concatenate([*plan.forked, sampling]) if plan.forked else sampling,
+            resumed=[
+                (lane, run.job.generated.since)
+                for run, lane, _ in plan.chunks
+                if run.computed and run.job.generated is not None and run.job.generated.tokens.size
+            ],
             computed=[run for run, _, _ in plan.chunks if run.computed],
             scored={
                 slot: run.request
@@ -369,7 +365,7 @@ class StepBuilder:
         """Move the tables past a further pass of the decoding rows."""
         rows = self._running.rows
         self._pass(step_id, rows)
-        return StepRecord(step_id=step_id, lanes=rows, computed=[], scored={})
+        return StepRecord(step_id=step_id, lanes=rows, firsts=NO_LANES, resumed=[], computed=[], scored={})
 
     def _pass(self, step_id: int, lanes: Int32) -> None:
         """The decoding rows are among the lanes, which all sample; the others' chunks have moved them already."""

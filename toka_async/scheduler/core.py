@@ -15,6 +15,7 @@ import numpy as np
 
 from toka_async.arrays import Float32, Int32, as_i32, as_i64
 from toka_async.messages import (
+    AskStats,
     Cancel,
     Cancels,
     DropStop,
@@ -124,6 +125,8 @@ class Core:
                 self._stops.add(message)
             case DropStop():
                 self._stops.drop(message.stop_id)
+            case AskStats():
+                self._stats.asked(message.number)
 
     def submit(self, submit: Submit) -> None:
         """Queue a request; one that can never run fails at once."""
@@ -236,7 +239,7 @@ class Core:
         record = self._in_flight.popleft()
         self._depth.completed(now, done.seconds, len(self._in_flight))
         assert done.step_id == record.step_id, "steps come back in order"
-        self._stats.stepped(done, was_queued=record.was_queued)
+        self._stats.stepped(done, record.was_queued, now)
         if self._in_flight:
             self._in_flight[0].was_queued = True
         self._results.take_scores(done, record)
@@ -245,7 +248,7 @@ class Core:
                 self._finish_prompt(run.request)
         # With steps queued on the ranks there is time for optional work.
         self._results.take_tokens(done, record, has_time=bool(self._in_flight))
-        self._preemption.requeue_drained(record.step_id)
+        self._preemption.requeue_drained(record.step_id, now)
         self._running.lanes.complete(record.step_id)
 
     def stage_times(self, times: StageTimes) -> None:

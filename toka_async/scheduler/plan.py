@@ -21,6 +21,7 @@ class Plan:
     page_slots: list[Int32] = field(default_factory=list)
     page_ids: list[Int32] = field(default_factory=list)
     joined: list[Int32] = field(default_factory=list)
+    forked: list[Int32] = field(default_factory=list)  # of those that join: their first token is this step's
     chunks: list[tuple[PromptRun, int, int]] = field(default_factory=list)  # run, lane, tokens
 
     def chunk_lanes(self) -> Int32:

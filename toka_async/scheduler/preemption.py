@@ -25,6 +25,7 @@ class Preemption:
         self._requests = requests
         self.draining: dict[int, Request] = {}
         self.completed = -1  # the newest step that is complete
+        self.completed_at = 0.0
         self.num_preemptions = 0
         self.num_yielded = 0  # of them, those that made way for a higher priority
 
@@ -54,9 +55,9 @@ class Preemption:
         self.num_preemptions += 1
         self.num_yielded += 1
 
-    def requeue_drained(self, step_id: int) -> None:
+    def requeue_drained(self, step_id: int, now: float) -> None:
         """A step is complete: preempted lanes that waited for it and still live go back to the queue."""
-        self.completed = step_id
+        self.completed, self.completed_at = step_id, now
         tables = self._running.lanes
         for lane in [lane for lane in self.draining if tables.last_step[lane] <= step_id]:
             self._requeue_lane(lane, self.draining.pop(lane))
@@ -100,7 +101,7 @@ class Preemption:
         lanes = np.asarray([lane], np.int32)
         sample = int(running.lanes.sample[lane])
         _, tokens, logprobs = running.log.take(lanes)
-        generated = Generated(tokens, logprobs, self._running.tops.pop(lane, None))
+        generated = Generated(tokens, logprobs, self._running.tops.pop(lane, None), self.completed_at)
         running.lanes.alive[lane] = False
         running.retire(lanes, self.completed)
         self._queue.push(Job(request, sample, np.concatenate([request.prompt, tokens]), generated, again=True))

@@ -89,11 +89,12 @@ class Request:
 
 @dataclass(slots=True)
 class Generated:
-    """Tokens of a sequence that was preempted, kept until it runs again."""
+    """Tokens of a sequence that was preempted, kept until it runs again. since: when the last of them came."""
 
     tokens: Int32
     logprobs: Float32
     tops: list[Top] | None
+    since: float = 0.0
 
 
 @dataclass(slots=True, eq=False)

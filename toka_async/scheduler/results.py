@@ -56,7 +56,11 @@ class Results:
         assert token_ids.size == record.lanes.size
         alive = tables.alive[record.lanes]
         lanes, tokens = record.lanes[alive], token_ids[alive]
-        self._stats.computed(token_ids.size, token_ids.size - lanes.size)
+        num_first = int(np.count_nonzero(tables.alive[record.firsts])) if record.firsts.size else 0
+        self._stats.computed(token_ids.size, token_ids.size - lanes.size, num_first)
+        for lane, since in record.resumed:
+            if tables.alive[lane]:
+                self._stats.resumed(since)
         if not lanes.size:
             return
         logprobs = as_f32(done.logprobs)[alive] if done.logprobs else None

@@ -42,7 +42,7 @@ class RunningSet:
         self.runs: dict[int, PromptRun] = {}
         self.freed: list[Int32] = []
         self.dropped: list[int] = []
-        self._max_seqs = ready.max_seqs
+        self.max_seqs = ready.max_seqs
         self._slots = np.arange(ready.max_seqs - 1, -1, -1, dtype=np.int32)
         self._free_keys: list[int] = []
         self._next_key = 0
@@ -55,7 +55,7 @@ class RunningSet:
     @property
     def num_running(self) -> int:
         """Sequences and prompts that hold a slot."""
-        return self._max_seqs - self._slots.size
+        return self.max_seqs - self._slots.size
 
     # ---- prompt runs
 
@@ -293,7 +293,7 @@ class RunningSet:
         self.log.check()
         held = np.flatnonzero(tables.holds).astype(np.int32)
         slots = np.concatenate([self._slots, tables.slot[held]])
-        assert slots.size == np.unique(slots).size == self._max_seqs
+        assert slots.size == np.unique(slots).size == self.max_seqs
         owned = [run.own_pages() for run in self.runs.values()]
         owned.append(self.cache.chains.collect(tables.head[held]))
         self.cache.check(owned)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from toka_async.messages import Stats, StepDone
+from toka_async.messages import GAP_SECONDS, Stats, StepDone
 from toka_async.scheduler.builder import StepBuilder
 from toka_async.scheduler.depth import StepDepth
 from toka_async.scheduler.policy import Admission
@@ -32,6 +33,11 @@ class StatsSource:
         self._admission = admission
         self._sent: Stats | None = None
         self._sent_at = float("-inf")
+        self._asked = 0
+        self._gaps = [0] * (len(GAP_SECONDS) + 1)
+        self._gap_seconds = 0.0
+        self._stepped_at = 0.0  # when the newest step came back
+        self._since_step = 0.0  # and how long after the one before it
         self.num_open = 0  # samples of open requests that have not ended
         self.generated_tokens = 0
         self.wasted_tokens = 0
@@ -41,22 +47,40 @@ class StatsSource:
         self.num_compiles = 0
         self.stages: dict[int, tuple[float, float, float]] = {}  # of a pipeline: see `Stats.pipeline`
 
-    def stepped(self, done: StepDone, was_queued: bool) -> None:
+    def asked(self, number: int) -> None:
+        """Somebody wants to know, now."""
+        self._asked = number
+
+    def stepped(self, done: StepDone, was_queued: bool, now: float) -> None:
         """A step came back; it was queued, or not, when the one before it did."""
+        self._since_step, self._stepped_at = now - self._stepped_at, now
         self.num_steps += 1
         self.step_seconds += done.seconds
         self.device_idle_seconds += done.waited if was_queued else 0.0
         self.num_compiles = done.num_compiles
 
-    def computed(self, num_tokens: int, num_wasted: int) -> None:
-        """A step's tokens, and those of them that belonged to sequences that had ended."""
+    def computed(self, num_tokens: int, num_wasted: int, num_first: int) -> None:
+        """The newest step's tokens: those of sequences that had ended, and others that are their sequence's first.
+
+        All others follow their sequence's token of the step before: a sequence that runs is in every step.
+        """
+        self._add_gaps(self._since_step, num_tokens - num_wasted - num_first)
         self.wasted_tokens += num_wasted
         self.generated_tokens += num_tokens - num_wasted
         self._depth.computed(num_tokens, num_wasted)
 
+    def resumed(self, since: float) -> None:
+        """The newest step has the first token of a sequence since it was preempted; the one before it came `since`."""
+        self._add_gaps(self._stepped_at - since, 1)
+
+    def _add_gaps(self, seconds: float, count: int) -> None:
+        self._gaps[bisect_left(GAP_SECONDS, seconds)] += count
+        self._gap_seconds += seconds * count
+
     def due(self, now: float, idle: bool) -> Stats | None:
-        """A message if something changed and the last one is old, or the scheduler falls idle."""
-        if not idle and now - self._sent_at < INTERVAL:
+        """A message if somebody asks, or something changed and the last one is old, or the scheduler falls idle."""
+        is_asked = self._sent is None or self._asked > self._sent.answers
+        if not idle and not is_asked and now - self._sent_at < INTERVAL:
             return None
         stats = self.snapshot()
         if stats == self._sent:
@@ -65,23 +89,25 @@ class StatsSource:
         return stats
 
     def snapshot(self) -> Stats:
-        running, builder = self._running, self._builder
-        decoding = running.rows.size
+        running, counts = self._running, self._builder.counts
+        num_prompts = sum(run.num_lanes == 0 for run in running.forking)  # computed for samples that are to start
+        num_begun = min(self.num_open, int(np.count_nonzero(running.lanes.alive)) + num_prompts)
         return Stats(
-            num_running=running.num_running,
-            num_waiting=max(0, self.num_open - decoding),
+            num_running=min(num_begun, running.max_seqs),
+            num_waiting=self.num_open - num_begun,
             pages_used=running.cache.num_used,
             pages_cached=running.cache.tree.num_cached,
             num_pages=running.cache.num_pages,
-            prefix_queries=builder.prefix_queries,
-            prefix_hits=builder.prefix_hits,
+            prefix_queries=counts.prefix_queries,
+            prefix_hits=counts.prefix_hits,
+            prefix_shared=counts.prefix_shared,
             num_preemptions=self._preemption.num_preemptions,
-            prompt_tokens=builder.prompt_tokens,
+            prompt_tokens=counts.prompt_tokens,
             generated_tokens=self.generated_tokens,
             wasted_tokens=self.wasted_tokens,
-            recomputed_tokens=builder.recomputed_tokens,
-            num_started=builder.num_started,
-            queue_seconds=round(builder.queue_seconds, 6),
+            recomputed_tokens=counts.recomputed_tokens,
+            num_started=counts.num_started,
+            queue_seconds=round(counts.queue_seconds, 6),
             num_steps=self.num_steps,
             step_seconds=self.step_seconds,
             idle_seconds=self._depth.idle_seconds,
@@ -90,6 +116,9 @@ class StatsSource:
             depths=tuple(self._depth.histogram),
             forecast_us=percentiles(self._admission.forecast_times()),
             expected_length=self._admission.expected_length(),
+            token_gaps=tuple(self._gaps),
+            token_gap_seconds=round(self._gap_seconds, 6),
+            answers=self._asked,
             pipeline=tuple(self.stages.get(stage, NO_TIMES) for stage in range(max(self.stages, default=-1) + 1)),
         )
 

@@ -21,7 +21,6 @@ from toka_async.server.direct_rows import DirectJobs, DirectRows, parts_of, rows
 from toka_async.server.inflight import timed_out
 from toka_async.server.metrics import Metrics
 from toka_async.server.replicas import Placement, Replicas
-from toka_async.server.rows import REASONS
 
 FIRST = 1 << 30  # of the request ids; other requests have lower ones
 MOST = 1 << 20  # at once
@@ -78,8 +77,7 @@ class Direct:
         """The tables, when they are first needed.
 
         ids: -1 where a slot is free. bundle_keys: the id of the first request of its bundle. places: in the bundle.
-        opens: samples that have not ended. tokens: as its account counts them. touched: its owner has seen something of
-        it. last: when something last came.
+        opens: samples that have not ended. tokens: as its account counts them. touched: its owner has seen something.
         """
         size = self.capacity
         self._ids: Int64 = np.full(size, -1, np.int64)
@@ -93,7 +91,6 @@ class Direct:
         self._touched: Bool = np.zeros(size, np.bool_)
         self._num_prompt = np.zeros(size, np.int32)
         self._submitted: Float64 = np.zeros(size)
-        self._last: Float64 = np.zeros(size)
         self._tokens: Int64 = np.zeros(size, np.int64)
         self._deadlines: Float64 = np.full(size, np.inf)
         self._free.extend(range(size))
@@ -145,7 +142,7 @@ class Direct:
         self._cached[slots] = 0
         self._touched[slots] = False
         self._num_prompt[slots] = lengths
-        self._submitted[slots] = self._last[slots] = self._clock() if since is None else since
+        self._submitted[slots] = self._clock() if since is None else since
         self._tokens[slots] = lengths + np.int64(jobs.n * jobs.max_tokens)
         owner.account.take(count, int(self._tokens[slots].sum()))
         self._expect(slots, owner.account.timeout)
@@ -230,7 +227,7 @@ class Direct:
             return
         slots, ends = self._slots(rows.keys), rows.reasons != 0
         self._touched[slots] = True
-        self._observe(slots, rows)
+        self._metrics.samples_ended(rows.reasons)
         np.subtract.at(self._opens, slots[ends], 1)
         ended = np.unique(slots[ends & (self._opens[slots] == 0)])
         self._settle(slots[ends])
@@ -242,16 +239,6 @@ class Direct:
         self._release(ended)
         self._check_empty()
 
-    def _observe(self, slots: Int64, rows: DirectRows) -> None:
-        """Gaps since something last came of the request; of a prompt's first token there is none."""
-        now = self._clock()
-        gaps = (now - self._last[slots]) / np.maximum(rows.counts, 1)
-        self._metrics.token_gaps(gaps[rows.counts > 0])
-        self._last[slots] = now
-        reasons, counts = np.unique(rows.reasons[rows.reasons != 0], return_counts=True)
-        for reason, count in zip(reasons.tolist(), counts.tolist(), strict=True):
-            self._metrics.sample_ended(REASONS[reason], count)
-
     def on_prefills(self, message: Prefills) -> None:
         """Prompts are computed; those of other requests are passed over."""
         ids = as_i32(message.request_ids).astype(np.int64)
@@ -259,8 +246,7 @@ class Direct:
         slots = self._slots(ids[known])
         if slots.size:
             self._cached[slots] = as_i32(message.cached_tokens)[known]
-            self._last[slots] = now = self._clock()
-            self._metrics.prefills(int(self._num_prompt[slots].sum()), now - self._submitted[slots])
+            self._metrics.prefills(int(self._num_prompt[slots].sum()), self._clock() - self._submitted[slots])
 
     def on_failed(self, request_id: int, error: Exception) -> None:
         """The scheduler refuses one."""

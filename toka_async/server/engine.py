@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from time import monotonic
 
 import msgspec
-import numpy as np
 
 from toka_async.arrays import as_i32, column
 from toka_async.messages import (
@@ -40,7 +39,7 @@ from toka_async.server.inflight import Batch, EngineStoppedError, InFlight, Requ
 from toka_async.server.jobs import Job, NotServingError, OverloadedError
 from toka_async.server.metrics import Metrics
 from toka_async.server.replicas import Replicas
-from toka_async.server.rows import REASONS, Block, Rows, split, split_requests
+from toka_async.server.rows import split, split_requests
 from toka_async.transport.base import Outbox
 
 
@@ -88,6 +87,7 @@ class Engine:
         self._stopped: str | None = None
         self._idle = asyncio.Event()
         self._idle.set()
+        self._busy_seconds = self._busy_since = 0.0
         self.metrics.watch(lambda: self.stats)
         self.metrics.watch_replicas(self.replicas)
 
@@ -98,8 +98,13 @@ class Engine:
 
     @property
     def stats(self) -> Stats:
-        """The schedulers' newest counters, together."""
+        """The schedulers' newest counters, together. They are those of now after `replicas.refresh`."""
         return self.replicas.stats
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time since the start in which a request was held."""
+        return self._busy_seconds + (self._clock() - self._busy_since if self.busy else 0.0)
 
     @property
     def is_closing(self) -> bool:
@@ -204,6 +209,7 @@ class Engine:
     def _wake(self) -> None:
         if not self.busy:
             self._idle.clear()
+            self._busy_since = self._clock()
             self.on_busy()
 
     def end_sample(self, flight: InFlight, sample: int, num_tokens: int) -> None:
@@ -311,63 +317,39 @@ class Engine:
         self.on_state()
 
     def _on_tokens(self, message: Tokens) -> None:
-        now, num_rows = self._clock(), len(message.counts) // 4
+        num_rows = len(message.counts) // 4
         if message.num_logprobs <= 0:
             for request_id, block in split_requests(message, self._is_in_blocks):
                 flight = self._inflight[request_id]
                 num_rows -= block.counts.size
-                self._observe_block(flight, block, now)
+                self.metrics.samples_ended(block.reasons)
                 flight.add_block(block)
                 self.replicas.settle(request_id, flight.num_open)
                 if not flight.num_open:
                     self._end(flight, None)
         if num_rows:
-            self._on_rows(message, now)
+            self._on_rows(message)
 
     def _is_in_blocks(self, request_id: int) -> bool:
         return (flight := self._inflight.get(request_id)) is not None and flight.in_blocks
 
-    def _on_rows(self, message: Tokens, now: float) -> None:
+    def _on_rows(self, message: Tokens) -> None:
         """The rows of flights that keep them sample by sample."""
-        gaps: list[float] = []
         for request_id, sample, rows, reason in split(message):
             flight = self._inflight.get(request_id)
             if flight is None or flight.in_blocks:  # None: cancelled meanwhile
                 continue
-            self._observe(flight, sample, rows, reason, now, gaps)
             flight.add(sample, rows, reason)
             if reason is not Reason.NONE:
+                self.metrics.sample_ended(reason)
                 self.replicas.settle(request_id, flight.num_open)
             if not flight.num_open:
                 self._end(flight, None)
-        self.metrics.token_gaps(np.array(gaps))
-
-    def _observe_block(self, flight: InFlight, block: Block, now: float) -> None:
-        """As `_observe`, for many samples."""
-        before = flight.last_arrivals[block.samples]
-        num_gaps = block.counts - (before == 0)
-        gaps = (now - np.where(before > 0, before, flight.first_token)) / np.maximum(num_gaps, 1)
-        self.metrics.token_gaps(gaps[num_gaps > 0])
-        flight.last_arrivals[block.samples] = now
-        reasons, counts = np.unique(block.reasons[block.reasons != 0], return_counts=True)
-        for reason, count in zip(reasons.tolist(), counts.tolist(), strict=True):
-            self.metrics.sample_ended(REASONS[reason], count)
-
-    def _observe(self, flight: InFlight, index: int, rows: Rows, reason: Reason, now: float, gaps: list[float]) -> None:
-        """Latencies: a gap between arrivals counts once for all tokens that it brought."""
-        sample = flight.samples[index]
-        before, sample.last_arrival = sample.last_arrival or flight.first_token, now
-        num_gaps = len(rows) - (sample.num_tokens == 0)
-        if num_gaps > 0:
-            gaps.append((now - before) / num_gaps)
-        if reason is not Reason.NONE:
-            self.metrics.sample_ended(reason)
 
     def _on_prefilled(self, message: Prefilled) -> None:
         if flight := self._inflight.get(message.request_id):
             flight.prefilled = message
-            flight.first_token = self._clock()
-            self.metrics.prefilled(flight.num_prompt, flight.first_token - flight.submitted)
+            self.metrics.prefilled(flight.num_prompt, self._clock() - flight.submitted)
 
     def _on_prefills(self, message: Prefills) -> None:
         columns = (as_i32(message.request_ids).tolist(), as_i32(message.cached_tokens).tolist())
@@ -396,5 +378,6 @@ class Engine:
         self._check_idle()
 
     def _check_idle(self) -> None:
-        if not self.num_requests and not self._num_holders:
+        if self.busy and not self.num_requests and not self._num_holders:
+            self._busy_seconds += self._clock() - self._busy_since
             self._idle.set()

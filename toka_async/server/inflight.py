@@ -47,7 +47,6 @@ class Sample:
     num_tokens: int = 0
     ending: bool = False
     muted: bool = False
-    last_arrival: float = 0.0
 
     def take(self) -> Rows:
         """All tokens not yet taken."""
@@ -143,12 +142,11 @@ class InFlight:
         "_blocks",
         "_closed",
         "batch",
-        "first_token",
         "in_blocks",
         "index",
-        "last_arrivals",
         "num_open",
         "num_prompt",
+        "num_tokens",
         "prefilled",
         "request_id",
         "samples",
@@ -171,7 +169,6 @@ class InFlight:
         self.num_prompt = num_prompt
         self.stream = stream
         self.submitted = now
-        self.first_token = now
         self.in_blocks = in_blocks
         self.index = len(batch.flights)
         self.batch = batch
@@ -180,10 +177,10 @@ class InFlight:
 
     def _clear(self, n: int) -> None:
         self.samples = [] if self.in_blocks else [Sample() for _ in range(n)]
-        self.last_arrivals = np.zeros(n if self.in_blocks else 0)
         self._blocks: list[Block] = []
         self._closed = np.zeros(n if self.in_blocks else 0, np.bool_)  # samples that have ended or are ending
         self.num_open = n
+        self.num_tokens = 0  # of all samples, as they came
         self.prefilled: Prefilled | None = None
         self.touched = False  # something has come of a sample
 
@@ -207,6 +204,7 @@ class InFlight:
         sample = self.samples[index]
         assert sample.reason is Reason.NONE, f"sample {index} of request {self.request_id} goes on after its end"
         sample.num_tokens += len(rows)
+        self.num_tokens += len(rows)
         if len(rows) and not sample.muted:
             sample.parts.append(rows)
         if reason is not Reason.NONE:
@@ -219,6 +217,7 @@ class InFlight:
         """What the engine says of some samples of a flight `in_blocks`."""
         self.touched = True
         self._blocks.append(block)
+        self.num_tokens += block.token_ids.size
         ended = block.samples[block.reasons != 0]
         self._closed[ended] = True
         self.num_open -= ended.size

@@ -62,8 +62,10 @@ async def ping(_request: web.Request) -> web.Response:
 
 
 async def load(request: web.Request) -> web.Response:
-    """How busy the server is: for routers and autoscalers, cheaper to read than /metrics."""
-    return json_response(load_of(request.app[SERVICE].engine))
+    """How busy the server is now: for routers and autoscalers, cheaper to read than /metrics."""
+    engine = request.app[SERVICE].engine
+    await engine.replicas.refresh()
+    return json_response(load_of(engine))
 
 
 async def version(_request: web.Request) -> web.Response:
@@ -71,9 +73,10 @@ async def version(_request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """Of the whole server, and of the accounts that the request's key may see."""
-    guard = request.app[GUARD]
-    text = request.app[SERVICE].engine.metrics.text() + account_metrics(guard, guard.shown(request))
+    """Prometheus' text: the schedulers' counts of now, and the accounts that the request's key may see."""
+    guard, engine = request.app[GUARD], request.app[SERVICE].engine
+    await engine.replicas.refresh()
+    text = engine.metrics.text() + account_metrics(guard, guard.shown(request))
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

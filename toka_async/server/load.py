@@ -45,7 +45,7 @@ class ServerLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_of(engine: Engine) -> ServerLoad:
-    """As of now."""
+    """As of now, where the schedulers were asked before (`Replicas.refresh`)."""
     outstanding = engine.replicas.router.outstanding
     each = [
         ReplicaLoad(

@@ -10,17 +10,25 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
-from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from toka_async.messages import SCHEDULER_STAGES, Reason, Stats
+from toka_async.arrays import Int32
+from toka_async.messages import GAP_SECONDS, SCHEDULER_STAGES, Reason, Stats
 from toka_async.server.replicas import Replica, Replicas
 
 Float64 = npt.NDArray[np.float64]
 
-SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+SECONDS = GAP_SECONDS
 REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 240, 480, 960, 1920, 7680)
 LABELS = {Reason.STOP: "stop", Reason.STOP_STRING: "stop", Reason.LENGTH: "length"}
 NO_GUESS = (0.0, 0.0)
@@ -32,7 +40,7 @@ def usage(stats: Stats) -> float:
 
 
 GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
-    "num_requests_running": ("sequences that run", lambda s: s.num_running),
+    "num_requests_running": ("sequences that are computed", lambda s: s.num_running),
     "num_requests_waiting": ("sequences that wait", lambda s: s.num_waiting),
     "kv_cache_usage_perc": ("share of the KV cache's pages in use, 1 is all", usage),
     "kv_cache_pages_used": ("pages that running sequences own", lambda s: s.pages_used),
@@ -45,8 +53,9 @@ GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "expected_length_spread": ("its standard deviation", lambda s: (s.expected_length or NO_GUESS)[1]),
 }
 COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
-    "prefix_cache_queries": ("prompt tokens looked up in the prefix tree", lambda s: s.prefix_queries),
-    "prefix_cache_hits": ("prompt tokens found in the prefix tree", lambda s: s.prefix_hits),
+    "prefix_cache_queries": ("prompt tokens of all samples: a prompt counts for each of its", lambda s: s.prefix_queries),
+    "prefix_cache_hits": ("of these, found in the cache or shared with another sample", lambda s: s.prefix_hits),
+    "prefix_shared_tokens": ("of the hits, those that samples of one request share", lambda s: s.prefix_shared),
     "requests_started": ("requests whose prompt was begun", lambda s: s.num_started),
     "queue_seconds": ("time that these waited for it, all together", lambda s: s.queue_seconds),
     "computed_prompt_tokens": ("prompt tokens computed, those not found in the cache", lambda s: s.prompt_tokens),
@@ -87,6 +96,7 @@ class Metrics:
     """All metrics of one server, in a registry of their own; `process_…` are of the server's process."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # the times at which counters were made: a series for each counter, of no use
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._prompt_tokens = Counter("toka:prompt_tokens", "prompt tokens, cached ones too", registry=self.registry)
@@ -103,7 +113,6 @@ class Metrics:
             registry=self.registry,
         )
         self._first = self._histogram("time_to_first_token_seconds", "until the prompt was computed", SECONDS)
-        self._gaps = self._histogram("inter_token_latency_seconds", "between tokens, mean of an arrival", SECONDS)
         self._whole = self._histogram("e2e_request_latency_seconds", "until all samples had ended", REQUEST_SECONDS)
 
     def http_ended(self, path: str, status: int) -> None:
@@ -138,12 +147,15 @@ class Metrics:
         self._prompt_tokens.inc(num_prompt)
         self._first.add(seconds)
 
-    def token_gaps(self, seconds: Float64) -> None:
-        """Of many samples at once, [s]."""
-        self._gaps.observe(seconds)
-
     def sample_ended(self, reason: Reason, count: int = 1) -> None:
         self._ended[reason].inc(count)
+
+    def samples_ended(self, reasons: Int32) -> None:
+        """Of many samples [s], most of which may go on."""
+        if reasons.any():
+            for reason, count in enumerate(np.bincount(reasons).tolist()):
+                if reason and count:
+                    self.sample_ended(Reason(reason), count)
 
     def prefills(self, num_prompt: int, seconds: Float64) -> None:
         """As `prefilled`, of many requests [r]; `num_prompt` of all together."""
@@ -247,6 +259,7 @@ class StatsCollector(Collector):
         for name, (meaning, value) in COUNTERS.items():
             yield CounterMetricFamily(f"toka:{name}", meaning, value=value(stats))
         yield self._depths(stats)
+        yield self._gaps(stats)
         stages = CounterMetricFamily(
             "toka:scheduler_stage_seconds", "CPU time of the scheduler, by what it does", labels=["stage"]
         )
@@ -273,6 +286,18 @@ class StatsCollector(Collector):
             for state, value in (("computing", seconds - stalled), ("stalled", stalled), ("waiting", waited)):
                 family.add_metric([str(stage), state], value)
         return family
+
+    @staticmethod
+    def _gaps(stats: Stats) -> Metric:
+        """As the scheduler sees tokens come back, however they are sent to clients."""
+        counts = np.cumsum(stats.token_gaps or np.zeros(len(GAP_SECONDS) + 1)).tolist()
+        names = [*map(floatToGoString, GAP_SECONDS), "+Inf"]
+        return HistogramMetricFamily(
+            "toka:inter_token_latency_seconds",
+            "between two tokens of a sample; each counts, but a sample's first",
+            buckets=list(zip(names, map(float, counts), strict=True)),
+            sum_value=stats.token_gap_seconds,
+        )
 
     @staticmethod
     def _depths(stats: Stats) -> Metric:

@@ -25,6 +25,8 @@ _COUNTERS = (
     "num_compiles",
     "num_started",
     "queue_seconds",
+    "prefix_shared",
+    "token_gap_seconds",
 )
 NO_TIMES = (0.0, 0.0, 0.0)
 
@@ -41,6 +43,7 @@ def merged(parts: Sequence[Stats]) -> Stats:
         depths=tuple(int(sum(column)) for column in _columns(part.depths for part in parts)),
         pipeline=tuple(_sums(stages) for stages in zip_longest(*(part.pipeline for part in parts), fillvalue=NO_TIMES)),
         stage_seconds=tuple(sum(column) for column in _columns(part.stage_seconds for part in parts)),
+        token_gaps=tuple(int(sum(column)) for column in _columns(part.token_gaps for part in parts)),
         scheduler_us=tuple(max(column) for column in _columns(part.scheduler_us for part in parts)),
         forecast_us=tuple(max(column) for column in _columns(part.forecast_us for part in parts)),
         expected_length=(mean, spread) if lengths else None,

@@ -5,12 +5,15 @@ Requests go to one of them, stop sets to all. Knows what is sent, and nothing of
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
 
 from toka_async.messages import (
+    AskStats,
     Cancel,
     Cancels,
     DropStop,
@@ -25,6 +28,9 @@ from toka_async.messages import (
 from toka_async.server.replica_stats import counters, merged
 from toka_async.server.router import Router
 from toka_async.transport.base import Outbox
+
+
+ASK_SECONDS = 0.25  # in which a scheduler that is asked for its counts answers, unless something is wrong with it
 
 
 @dataclass(slots=True)
@@ -69,10 +75,13 @@ class Replicas:
         self.live: list[int] = []
         self._placements: dict[int, Placement] = {}
         self._masks: dict[int, StopMask] = {}
+        self._num_asked = 0
+        self._asked: set[int] = set()  # replicas that have not answered the newest question
+        self._answered = asyncio.Event()
 
     @property
     def stats(self) -> Stats:
-        """Of all together."""
+        """Of all together, as they have last told: `refresh` makes that now."""
         parts = [replica.stats for replica in self.replicas]
         past = [replica.past for replica in self.replicas if replica.life]
         return merged([*parts, *past])
@@ -145,6 +154,30 @@ class Replicas:
         replica = self.replicas[stats.replica]
         if stats.life == replica.life:
             replica.stats = stats
+            if stats.answers == self._num_asked:
+                self._note_answer(stats.replica)
+
+    async def refresh(self) -> None:
+        """Asks the schedulers what they do now, and waits for their answers, ASK_SECONDS at most.
+
+        What they tell contains everything of them that had been received before. Who asks meanwhile shares the answer.
+        """
+        if not self._asked and self.live:
+            self._num_asked += 1
+            self._asked.update(self.live)
+            self._answered.clear()
+            for index in self.live:
+                self.replicas[index].outbox.send(AskStats(number=self._num_asked))
+        if self._asked:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ASK_SECONDS):
+                    await self._answered.wait()
+
+    def _note_answer(self, replica: int) -> None:
+        """It has answered, or never will."""
+        self._asked.discard(replica)
+        if not self._asked:
+            self._answered.set()
 
     def lose(self, index: int, life: int, reason: str, outbox: Outbox[ToScheduler]) -> list[Placement]:
         """The replica is gone; `outbox` is to its next life. Returns the requests that it had, which are over here."""
@@ -152,6 +185,7 @@ class Replicas:
         replica.past = merged([replica.past, counters(replica.stats)])
         replica.life, replica.lost, replica.outbox, replica.stats = life, reason, outbox, Stats()
         self.router.forget(index)
+        self._note_answer(index)
         self._count()
         had = [placement for placement in self._placements.values() if placement.replica == index]
         for placement in had:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from tests.page_rank import PageRank, submit
-from toka_async.messages import Ready, Stats
+from toka_async.messages import GAP_SECONDS, AskStats, Ready, Stats
 from toka_async.scheduler.core import Core
+from toka_async.scheduler.policy import UntilFull
 from toka_async.scheduler.statistics import INTERVAL
 
 READY = Ready(num_pages=64, page_size=4, max_seqs=4, max_context=256, vocab_size=23)
@@ -73,3 +74,85 @@ def test_how_long_requests_wait_to_be_started(monkeypatch: pytest.MonkeyPatch) -
     last = stats_at(core, now)[-1]
     assert last.num_started == 8
     assert last.queue_seconds == 4 * 3.0
+
+
+def run_to_the_end(core: Core, rank: PageRank, seconds: float = 1.0) -> Stats:
+    """Steps so far apart; the last statistics."""
+    now = 100.0
+    while steps := core.next_steps(now):
+        for step in steps:
+            now += seconds
+            core.complete(rank.run(step), now)
+    return stats_at(core, now)[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("num_requests", "n"), [(5, 1), (1, 4), (2, 3)])
+def test_every_token_but_a_samples_first_has_a_gap(stream: bool, num_requests: int, n: int) -> None:
+    core, rank = Core(READY, max_tokens=32, steps_ahead=1), PageRank(READY)
+    for key in range(num_requests):
+        core.submit(submit(key, [1, 2, 3, key], n=n, max_tokens=6, stream=stream))
+    last = run_to_the_end(core, rank, 0.5)
+    num_gaps = num_requests * n * 5
+    assert last.token_gaps[GAP_SECONDS.index(0.5)] == sum(last.token_gaps) == num_gaps
+    assert last.token_gap_seconds == num_gaps * 0.5
+
+
+def test_a_preemption_is_one_long_gap() -> None:
+    ready = Ready(num_pages=12, page_size=4, max_seqs=4, max_context=64, vocab_size=23)
+    core, rank = Core(ready, max_tokens=32, steps_ahead=1, admission=UntilFull), PageRank(ready)
+    for key in range(4):
+        core.submit(submit(key, [1, 2, 3, key], max_tokens=16))
+    last = run_to_the_end(core, rank)
+    assert last.num_preemptions > 0
+    assert sum(last.token_gaps) == 4 * 15
+    assert sum(last.token_gaps[GAP_SECONDS.index(1) + 1 :]) == last.num_preemptions
+
+
+def test_whoever_asks_is_answered_at_once() -> None:
+    core, rank = Core(READY, max_tokens=32, steps_ahead=1), PageRank(READY)
+    core.submit(submit(0, [1, 2], max_tokens=200))
+    for now in (0.0, INTERVAL / 10):
+        for step in core.next_steps(now):
+            core.complete(rank.run(step), now)
+        core.take_messages(now)
+    assert stats_at(core, INTERVAL / 5) == []
+    for number in (1, 2):
+        core.receive(AskStats(number=number))
+        (stats,) = stats_at(core, INTERVAL / 5)
+        assert (stats.answers, stats.num_running) == (number, 1)
+    assert stats_at(core, INTERVAL / 5) == []
+
+
+@pytest.mark.parametrize("steps_ahead", [1, 3])
+def test_all_samples_run_or_wait(steps_ahead: int) -> None:
+    """To the last token, though the last steps are queued and nothing more is."""
+    core, rank = Core(READY, max_tokens=32, steps_ahead=steps_ahead), PageRank(READY)
+    core.submit(submit(0, [1, 2, 3, 4, 5], n=10, max_tokens=7))
+    seen: list[tuple[int, int]] = []
+    queued = core.next_steps(0.0)
+    while queued:
+        core.receive(AskStats(number=len(seen) + 1))
+        (stats,) = stats_at(core, 0.0)
+        seen.append((stats.num_running, stats.num_waiting))
+        core.complete(rank.run(queued.pop(0)), 0.0)
+        queued += core.next_steps(0.0)
+    if steps_ahead == 1:
+        assert seen.pop(0) == (1, 9)  # the prompt is computed for all
+    assert {running for running, _ in seen} == {4, 2}
+    assert [waiting for _, waiting in seen] == sorted((waiting for _, waiting in seen), reverse=True)
+    assert {waiting for _, waiting in seen} >= {6, 2, 0}
+    assert seen[-1] == (2, 0)
+
+
+def test_a_prompt_counts_for_each_of_its_samples() -> None:
+    core, rank = Core(READY, max_tokens=32, steps_ahead=1), PageRank(READY)
+    prompt = list(range(1, 10))
+    core.submit(submit(0, prompt, n=10, max_tokens=1))
+    last = run_to_the_end(core, rank)
+    assert (last.prefix_queries, last.prefix_hits, last.prefix_shared) == (10 * 9, 9 * 8, 9 * 8)
+    assert last.prompt_tokens == 8  # each sample begins with the prompt's last token
+    core.submit(submit(1, prompt, n=1, max_tokens=1))
+    last = run_to_the_end(core, rank)
+    assert (last.prefix_queries, last.prefix_hits, last.prefix_shared) == (11 * 9, 9 * 8 + 8, 9 * 8)
+    assert last.prompt_tokens == 8 + 1

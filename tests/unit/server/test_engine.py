@@ -207,10 +207,25 @@ async def test_latencies(scheduler: FakeScheduler) -> None:
             scheduler.step()
     value = engine.metrics.registry.get_sample_value
     assert value("toka:time_to_first_token_seconds_sum") == 2.0
-    assert value("toka:inter_token_latency_seconds_sum") == 1.5
-    assert value("toka:inter_token_latency_seconds_count") == 2
     assert value("toka:e2e_request_latency_seconds_sum") == 3.5
     assert value("toka:prompt_tokens_total") == 4
+
+
+async def test_time_with_requests_is_busy_time(scheduler: FakeScheduler) -> None:
+    clock = Clock()
+    engine = Engine([scheduler], 3, clock=clock)
+    scheduler.start(engine.on_messages)
+    for begin, end in ((1.0, 1.5), (10.0, 12.0)):
+        clock.now = begin
+        with engine.submitted([job(max_tokens=1)]):
+            clock.now = end
+            scheduler.step()
+        assert not engine.busy
+    assert engine.busy_seconds == 2.5
+    with engine.submitted([job(max_tokens=1)]):
+        clock.now = 13.0
+        assert engine.busy_seconds == 3.5
+        scheduler.step()
 
 
 async def test_a_row_after_the_end_is_a_bug(engine: Engine, scheduler: FakeScheduler) -> None:

@@ -34,11 +34,12 @@ def test_what_stays_of_a_scheduler_that_is_gone() -> None:
 @given(st.data())
 def test_every_field_is_merged(data: st.DataObject) -> None:
     """With nothing else, a replica's statistics stay what they are, whatever field is set."""
-    labels = ("replica", "life")
+    labels = ("replica", "life", "answers")
     names = [field.name for field in msgspec.structs.fields(Stats) if field.name not in labels]
     name = data.draw(st.sampled_from(names))
     value = {
         "depths": (1, 2),
+        "token_gaps": (1, 2),
         "scheduler_us": (1.0, 2.0, 3.0),
         "forecast_us": (1.0, 2.0, 3.0),
         "stage_seconds": (0.5,),

@@ -10,6 +10,7 @@ import pytest
 
 from tests.fake_scheduler import READY, FakeScheduler
 from toka_async.messages import Cancel, DropStop, Ready, Sampling, Stats, StopMask, Submit
+from toka_async.server import replicas
 from toka_async.server.engine import Engine
 from toka_async.server.inflight import EngineStoppedError
 from toka_async.server.jobs import Job, NotServingError
@@ -234,3 +235,33 @@ async def test_stop_sets_go_to_all_and_again_to_one_that_is_back(pair: Pair) -> 
 def test_ready_is_of_the_first_life_of_the_first_replica_by_default() -> None:
     ready = Ready(num_pages=1, page_size=1, max_seqs=1, max_context=1, vocab_size=1)
     assert (ready.replica, ready.life) == (0, 0)
+
+
+async def test_those_who_look_are_told_what_runs_now(pair: Pair) -> None:
+    with pair.engine.submitted([job(), job(50)]):
+        pair.step()
+        pair.engine.on_messages([Stats(), Stats(replica=1)])
+        assert pair.engine.stats.num_running == 0
+        await asyncio.gather(pair.engine.replicas.refresh(), pair.engine.replicas.refresh())
+        assert pair.engine.stats.num_running == 2
+        assert [scheduler.asked for scheduler in pair.schedulers] == [1, 1]  # they share the answer
+        await pair.engine.replicas.refresh()
+        assert [scheduler.asked for scheduler in pair.schedulers] == [2, 2]
+        pair.engine.fail_all("the test is over")
+
+
+async def test_nobody_waits_long_for_one_that_does_not_answer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "ASK_SECONDS", 0.01)
+    pair.schedulers[0].silent = True
+    for _ in range(2):
+        await pair.engine.replicas.refresh()
+    assert [scheduler.asked for scheduler in pair.schedulers] == [1, 1]  # and nothing piles up at it
+    monkeypatch.setattr(replicas, "ASK_SECONDS", 60.0)
+    waiting = asyncio.create_task(pair.engine.replicas.refresh())
+    await asyncio.sleep(0)
+    pair.lose(0)  # its answer will not come
+    await waiting
+    await pair.engine.replicas.refresh()
+    assert pair.schedulers[1].asked == 2
+    pair.lose(1)
+    await pair.engine.replicas.refresh()  # there is nobody to ask

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 
 from tests.fake_scheduler import FakeScheduler
+from tests.unit.server.test_lifecycle import until
 from tests.web_server import web_server
 from toka_async.logs import request_id
 from toka_async.messages import Stats
@@ -13,7 +14,7 @@ from toka_async.server.status import StatusLine, status_line
 def test_the_line() -> None:
     before = Stats(generated_tokens=100, prefix_queries=10, prefix_hits=10)
     after = Stats(
-        num_running=3,
+        num_running=1234,
         num_waiting=2,
         generated_tokens=10_100,
         prefix_queries=20,
@@ -22,8 +23,33 @@ def test_the_line() -> None:
         pages_cached=3,
         num_pages=4,
     )
-    assert status_line(before, after, 5.0) == ("3 running, 2 queued, 2,000 tokens/s, cache 25% in use, prefix hits 50%")
-    assert "prefix hits 0%" in status_line(after, after, 5.0)
+    assert status_line(before, after, 5.0, 4.0, is_idle=False) == (
+        "1,234 running, 2 queued, 2,500 tokens/s, cache 25% in use, 50% of prompt tokens shared or cached"
+    )
+    assert status_line(after, after, 5.0, 0.0, is_idle=False) == "1,234 running, 2 queued, 0 tokens/s, cache 25% in use"
+
+
+def test_the_line_after_a_lone_request() -> None:
+    """It took half a second of five: that is its speed, and nothing runs."""
+    line = status_line(Stats(), Stats(generated_tokens=10), 5.0012, 0.5, is_idle=True)
+    assert line == "idle again: 10 tokens in 0.5 of the last 5 s, 20 tokens/s"
+
+
+async def test_the_line_is_of_its_moment() -> None:
+    """What the scheduler said last is old: it is asked."""
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    scheduler = FakeScheduler(held=True)
+    async with web_server(scheduler) as server:
+        status = StatusLine(server.engine, 0.001, lines.put_nowait)
+        answer = asyncio.create_task(server.ok("/v1/completions", {"prompt": "x", "n": 3, "max_tokens": 2}))
+        await until(lambda: server.engine.num_requests == 1)
+        scheduler.step()
+        server.engine.on_messages([Stats(num_running=0)])
+        status.start()
+        assert (await lines.get()).startswith("1 running, ")
+        status.stop()
+        scheduler.step()
+        await answer
 
 
 async def test_lines_while_busy_and_none_while_idle() -> None:
