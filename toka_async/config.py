@@ -64,6 +64,12 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         Count | Auto,
         Meta(description="all bodies at once until their requests are submitted, in MiB; auto: 8 x max_body_mb"),
     ] = "auto"
+    max_unsent_mb: Annotated[
+        Count | Auto,
+        Meta(
+            description="answers that clients have yet to take, in MiB; auto: 8 x max_body_mb; more: idle ones are cut"
+        ),
+    ] = "auto"
     max_requests: Annotated[
         int, Meta(ge=1, description="requests held at once, in the engine and its queue; more wait, or get 429")
     ] = 65536
