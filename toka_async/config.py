@@ -71,6 +71,12 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         int,
         Meta(ge=1, description="largest answer, in MiB, estimated before: log-probs, and prompts that it repeats"),
     ] = 1024
+    max_unsent_mb: Annotated[
+        Count | Auto,
+        Meta(
+            description="answers that clients have yet to take, in MiB; auto: 8 x max_body_mb; more: idle ones are cut"
+        ),
+    ] = "auto"
     max_requests: Annotated[
         int, Meta(ge=1, description="requests held at once, in the engine and its queue; more wait, or get 429")
     ] = 65536

@@ -65,10 +65,14 @@ class Acceptor(web.BaseSite):
         await super().stop()
 
     def _listen(self) -> None:
+        """Connections are accepted after those are gone that have ended in the same turn: they have their places."""
         self._retry = None
-        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._listener, loop.call_soon, self._accept)
 
     def _accept(self) -> None:
+        if self._listener.fileno() < 0:  # closed in the meantime
+            return
         for _ in range(BURST):
             try:
                 connection, peer = self._listener.accept()

@@ -19,11 +19,12 @@ from toka_async.server.keys import Keys
 from toka_async.server.load import show_load
 from toka_async.server.observed import Observed
 from toka_async.server.origins import read_origins
-from toka_async.server.receive import RECEIVING, give_room_back, receiving, refuse_odd_framing
+from toka_async.server.receive import RECEIVING, give_room_back, receiving
 from toka_async.server.respond import SERVICE
 from toka_async.server.routes import add_routes
 from toka_async.server.service import Service, make_defaults
 from toka_async.server.status import StatusLine
+from toka_async.server.unsent import UNSENT, count_answers, create_unsent
 from toka_async.text.chat import ChatTemplate
 from toka_async.text.tokenizer import Tokenizer
 
@@ -46,11 +47,13 @@ def create_app(
     """
     app = web.Application(client_max_size=config.max_body_mb << 20)
     Observed(engine.metrics, config.log_requests).install(app)
-    app.middlewares.extend([json_errors, check_sender, refuse_odd_framing, give_room_back])
+    app.middlewares.extend([count_answers, json_errors, check_sender, give_room_back])
     show_load(engine)
     service = app[SERVICE] = create_service(config, served_name, tokenizer, chat_template, defaults, engine)
     app[RECEIVING] = receiving(config, service.executor)
     app[RECEIVING].bodies.show(engine.metrics)
+    unsent = app[UNSENT] = create_unsent(config)
+    unsent.show(engine.metrics)
     open_paths = OPEN | ({"/metrics"} if config.open_metrics else set())
     guard = app[GUARD] = Guard(keys, service.accounts, open_paths, read_origins(config))
     batches = app[files.BATCHES] = None if store is None else BatchService(store, service, guard.owner_account)
@@ -67,13 +70,17 @@ def create_app(
         yield
         status.stop()
 
+    async def unsent_answers(_app: web.Application) -> AsyncIterator[None]:
+        yield
+        unsent.stop()
+
     async def batch_work(_app: web.Application) -> AsyncIterator[None]:
         assert batches is not None
         await batches.start()
         yield
         await batches.stop()
 
-    app.cleanup_ctx.extend([text_threads, status_line, *([] if batches is None else [batch_work])])
+    app.cleanup_ctx.extend([text_threads, status_line, unsent_answers, *([] if batches is None else [batch_work])])
     return app
 
 

@@ -29,12 +29,13 @@ from toka_async.server.batch_service import BatchService
 from toka_async.server.guard import viewer_of
 from toka_async.server.receive import check_encoding, reserve
 from toka_async.server.respond import SERVICE, json_response
+from toka_async.server.unsent import Download
 
 BATCHES: web.AppKey[BatchService | None] = web.AppKey("batches")
 PURPOSE = "batch"
 MAX_FIELD = 4096  # bytes of a form field
 MAX_NAME = 255  # characters of a file's name
-CHUNK = 1 << 20  # bytes that are written at once
+CHUNK = 1 << 20  # bytes of an upload that are written at once
 OVERHEAD = 1 << 16  # bytes of a form around its file
 PAGE = 10_000
 
@@ -318,7 +319,7 @@ async def get_content(request: web.Request) -> web.StreamResponse:
         await find_file(request)  # 404, when it was deleted meanwhile
         raise ApiError(500, f"the content of {record.id} is lost: its file is gone from the disk")
     headers = {"Content-Type": "application/octet-stream", "Content-Disposition": "attachment"}
-    return web.FileResponse(path, chunk_size=CHUNK, headers=headers)
+    return Download(path, headers)
 
 
 async def delete_file(request: web.Request) -> web.Response:

@@ -91,6 +91,7 @@ def give_back_room(request: web.Request) -> None:
 @web.middleware
 async def give_room_back(request: web.Request, handler: Handler) -> web.StreamResponse:
     """At the latest when a request has been answered, whatever the answer is."""
+    check_framing(request)
     try:
         return await handler(request)
     finally:
@@ -179,16 +180,14 @@ def check_encoding(request: web.Request) -> None:
         raise ApiError(415, f"a body with Content-Encoding {encoding[:32]!r} is not supported: send it as it is")
 
 
-@web.middleware
-async def refuse_odd_framing(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """A body is chunked, or as long as its header says: whatever else a proxy might read another way is refused."""
+def check_framing(request: web.Request) -> None:
+    """A body is chunked, or as long as its header says. Raises RequestPayloadError: a proxy may read it another way."""
     coding = request.headers.getall(hdrs.TRANSFER_ENCODING, None)
     if coding is not None:
         if request.version < HttpVersion11:
             raise web.RequestPayloadError("Transfer-Encoding needs HTTP/1.1")
         if [text.strip().lower() for text in coding] != ["chunked"]:
             raise web.RequestPayloadError(f"Transfer-Encoding must be chunked, got {', '.join(coding)[:64]!r}")
-    return await handler(request)
 
 
 def too_large(request: web.Request) -> ApiError:

@@ -152,6 +152,22 @@ async def test_a_burst_is_accepted_in_few_turns() -> None:
         await until(lambda: limits.num_open == 0)
 
 
+async def test_a_place_is_free_when_its_connection_has_ended() -> None:
+    """A client that asks, closes, and asks again at once is not one too many."""
+
+    def ask_often(port: int) -> list[bytes]:
+        answers = []
+        for _ in range(20):
+            with socket.create_connection(("127.0.0.1", port)) as client:
+                client.sendall(PING.replace(b"Connection: close\r\n", b""))
+                answers.append(client.recv(4096)[:15])
+        return answers
+
+    async with serving(None, ConnectionLimits(1, 75.0)) as port:
+        answers = await asyncio.get_running_loop().run_in_executor(None, ask_often, port)
+        assert answers == [b"HTTP/1.1 200 OK"] * 20
+
+
 @pytest.mark.parametrize("is_tls", [False, True])
 async def test_no_descriptors_are_left(
     contexts: tuple[ssl.SSLContext, ssl.SSLContext], is_tls: bool, monkeypatch: pytest.MonkeyPatch

@@ -20,7 +20,7 @@ from toka_async.config import ServerConfig
 from toka_async.messages import Cancel
 from toka_async.server.files import BATCHES
 from toka_async.server.guard import GUARD
-from toka_async.server.keys import KeySource
+from toka_async.server.keys import Key, Keys, KeySource, digest_of
 from toka_async.server.respond import SERVICE
 
 ROUTES = [
@@ -103,6 +103,27 @@ async def test_metrics_can_be_open() -> None:
         text = await response.text()
     assert 'toka:held_requests{owner="this server"} 0.0' in text
     assert "toka:unauthorized_requests_total 0.0" in text
+
+
+async def test_who_sees_whose_load() -> None:
+    """A key itself, one that is meant to see all all, and nobody without a key."""
+    watcher = "sk-watcher-01234"
+    keys = Keys((*KEYS.keys, Key(digest_of(watcher), "watcher", sees_all=True)))
+    async with web_server(keys=keys, open_metrics=True) as server:
+        for key in (ALICE, BOB):
+            assert (await ask(server, key))[0] == 200
+        for headers, seen in (
+            ({}, set()),
+            (bearer("sk-wrong-01234"), set()),
+            (bearer(ALICE), {"alice"}),
+            (bearer(BOB), {"bob"}),
+            (bearer(watcher), {"alice", "bob"}),
+        ):
+            async with server.http.get(server.url + "/metrics", headers=headers) as response:
+                text = await response.text()
+            assert {name for name in ("alice", "bob") if f'owner="key {name}"' in text} == seen
+            assert 'toka:held_requests{owner="this server"} 0.0' in text
+            assert text.count("# TYPE toka:held_requests gauge") == 1
 
 
 async def test_without_keys_everybody_may_ask() -> None:
