@@ -77,10 +77,11 @@ class Answers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of an input file."""
+    """Of an input file. model: see `Checker`."""
 
     max_lines: int
     max_line_bytes: int
+    model: str = ""
 
 
 @dataclass(slots=True)
@@ -247,7 +248,7 @@ class Batches:
     async def _check(self, record: BatchRecord, ending: Ending) -> BatchRecord:
         """Goes through the input file before anything of it runs."""
         loop, path = asyncio.get_running_loop(), self.store.path(record.input_file_id)
-        checker = Checker(path, self._limits.max_lines, self._limits.max_line_bytes)
+        checker = Checker(path, self._limits.max_lines, self._limits.max_line_bytes, self._limits.model)
         try:
             while not checker.done and not ending.done():
                 await loop.run_in_executor(self._executor, checker.step)

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
-import pytest
-
 from toka_async.batches.ledger import Ledger
 from toka_async.batches.records import DoneLine
 from toka_async.batches.store import Store

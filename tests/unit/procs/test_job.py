@@ -8,8 +8,8 @@ import pytest
 
 from toka_async.batches.disk import StorageError
 from toka_async.batches.records import DoneLine, Fault
-from toka_async.procs.batch import INPUT, complaint, open_job
 from toka_async.procs.child import BatchJob
+from toka_async.procs.job import INPUT, complaint, open_job
 
 
 def begun(tmp_path: Path) -> BatchJob:
@@ -21,8 +21,9 @@ def begun(tmp_path: Path) -> BatchJob:
         errors=str(tmp_path / "err"),
         folder=str(tmp_path / "out.progress"),
     )
-    store, before, record = open_job(job)
-    assert before is None
+    opened = open_job(job)
+    assert opened.begun is None
+    store, record = opened.store, opened.record
     assert record.input_file_id == INPUT
     store.add_batch(record)
     store.accept(record.id, 2, [])
@@ -35,10 +36,10 @@ def test_it_goes_on(tmp_path: Path) -> None:
     job = begun(tmp_path)
     with Path(job.output).open("ab") as file:
         file.write(b"not committed")
-    store, before, _ = open_job(job)
-    store.close()
-    assert before is not None
-    assert before.progress.completed == 1
+    opened = open_job(job)
+    opened.store.close()
+    assert opened.begun is not None
+    assert opened.begun.progress.completed == 1
 
 
 @pytest.mark.parametrize("left", [None, b"", b'{"answer": 1}'])
