@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-
 LARGEST = 2**31 - 1  # of any number that a configuration has
 
 
