@@ -13,7 +13,17 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "toka_async"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-CORE = {"", "config", "config_text", "topology", "messages", "arrays", "protocol", "logs", "fair_queue"}  # L0; "": the package
+CORE = {
+    "",
+    "config",
+    "config_text",
+    "topology",
+    "messages",
+    "arrays",
+    "protocol",
+    "logs",
+    "fair_queue",
+}  # L0; "": the package
 FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and itself
     "openai": {"text"},
     "text": {"openai"},

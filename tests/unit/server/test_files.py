@@ -128,8 +128,7 @@ async def test_wrong_lists(server: WebServer, query: str, status: int, param: st
 
 async def test_an_owners_files_are_limited(tmp_path: Path) -> None:
     """Before any of an upload is read, where it says how long it is; while it comes, where it does not."""
-    limits = {"key_max_files": 2, "key_max_files_mb": 1}
-    async with web_server(data_dir=str(tmp_path), **limits) as server:
+    async with web_server(data_dir=str(tmp_path), key_max_files=2, key_max_files_mb=1) as server:
         half = bytes(600 << 10)
         made = await upload(server, form(half))
         refused = await upload(server, form(half), 429)
