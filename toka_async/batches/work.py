@@ -237,8 +237,9 @@ class Batches:
     async def _finalize(self, record: BatchRecord) -> None:
         """Every line ends."""
         try:
-            async with self._passes[record.owner]:
-                await self._cut_short(record)
+            if record.outcome != "completed":
+                async with self._passes[record.owner]:
+                    await self._cut_short(record)
         except StorageError as error:
             fault = unreadable(error)
             await self.ledger.persist(lambda: self.store.fail(record.id, fault))
@@ -331,9 +332,9 @@ class Batches:
         """Lines that are left without an answer get one that says why, unless the batch fails on it."""
         if record.in_progress_at is None:
             return
+        assert record.outcome is not None, "it ends for a reason"
         done: list[DoneLine] = []
         async for number, line in self._left_lines(record):
-            assert record.outcome is not None, "it ends for a reason"
             done.append(done_line(record.id, number, line.end, cut_line(line.raw, record.outcome)))
             if len(done) == WRITE_LINES:
                 batch = await self.ledger.persist(partial(self.store.finish_lines, record.id, done))
