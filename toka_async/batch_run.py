@@ -123,8 +123,7 @@ def look(job: BatchJob, *, retry: bool) -> Finished | Advanced:
         if opened.begun is None:
             return Advanced(0, 0, 0)
         if opened.record.status == "failed":
-            anew = f"; to begin anew, remove {job.output}, {job.errors} and {job.folder}"
-            raise BatchError(complaint(job, opened.record.faults) + anew)
+            raise BatchError(complaint(job, opened.begun))
         if retry:
             retry_failed(store, opened.begun)
         return state_of(store.batch(opened.record.id))

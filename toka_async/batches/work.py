@@ -38,7 +38,7 @@ MAX_TRIES = 3  # of a line with which the engine stopped
 LONGEST_SLEEP = 60.0  # seconds until a batch with an expiry looks at the wall clock again
 YIELD_EVERY = 8  # lines started before others get a turn
 INTERNAL = Fault(
-    code="internal_error", message="an error of the server's program ended the batch; the server's log has the details"
+    code="internal_error", message="an error of this program has ended the batch; the server's log has the details"
 )
 
 

@@ -121,7 +121,7 @@ def refuse(link: ParentLink, batch: Batch) -> NoReturn:
     assert job is not None
     if not batch.progress.completed + batch.progress.failed:
         StoreFolder(Path(job.folder)).discard()
-    link.fatal(complaint(job, batch.record.faults), user=True)
+    link.fatal(complaint(job, batch), user=True)
 
 
 class Reporter:

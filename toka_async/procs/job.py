@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from toka_async.batches.clock import SettledClock
 from toka_async.batches.disk import StorageError
-from toka_async.batches.records import FINAL, Batch, BatchRecord, Fault, Progress
+from toka_async.batches.records import FINAL, Batch, BatchRecord, Progress
 from toka_async.batches.store import Store
 from toka_async.procs.child import BatchJob
 
@@ -106,15 +105,15 @@ def check_results(job: BatchJob, progress: Progress) -> None:
             )
 
 
-def complaint(job: BatchJob, faults: Sequence[Fault]) -> str:
-    """What is wrong with the files, in a line."""
-    fault, *others = faults
+def complaint(job: BatchJob, batch: Batch) -> str:
+    """What is wrong with the files of a batch that has failed, in a line."""
+    fault, *others = batch.record.faults
     more = f" (and {len(others)} more faults)" if others else ""
     results = {"output_file_id": job.output, "error_file_id": job.errors}
-    if (path := results.get(fault.param or "")) is not None:
-        return f"{path}: {fault.message}, or remove {job.output}, {job.errors} and {job.folder} to begin anew{more}"
-    where = f"{job.input}, line {fault.line}" if fault.line else job.input
-    return f"{where}: {fault.message}{more}"
+    where = results.get(fault.param or "") or (f"{job.input}, line {fault.line}" if fault.line else job.input)
+    is_begun = batch.progress.completed + batch.progress.failed > 0
+    anew = f"; remove {job.output}, {job.errors} and {job.folder} to begin anew" if is_begun else ""
+    return f"{where}: {fault.message}{anew}{more}"
 
 
 def new_record(about: dict[str, str]) -> BatchRecord:
