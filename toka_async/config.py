@@ -173,27 +173,13 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     max_batch_lines: Annotated[Count, Meta(description="most lines of a batch")] = 10_000_000
     key_max_open_batches: Annotated[
         int,
-        Meta(
-            ge=0,
-            le=2**31 - 1,
-            description="batches of each API key (without keys: of all) that have not ended; more get 429; 0: no limit",
-        ),
+        Meta(ge=0, le=2**31 - 1, description="batches of an API key that have not ended; more get 429; 0: no limit"),
     ] = 1000
     key_max_files: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=2**31 - 1,
-            description="files of each API key (without keys: of all), results included; more uploads get 429; 0: any",
-        ),
+        int, Meta(ge=0, le=2**31 - 1, description="files of an API key, results included; more get 429; 0: no limit")
     ] = 100_000
     key_max_files_mb: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=2**31 - 1,
-            description="size of all files of each API key (without keys: of all), in MiB; more get 429; 0: any",
-        ),
+        int, Meta(ge=0, le=2**31 - 1, description="size of all files of an API key, in MiB; more get 429; 0: no limit")
     ] = 0
 
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX, MARKER = "toka-", "toka-sockets.lock"  # the marker is locked as long as the parent process lives
-MEETING = re.compile(r"group-\d+")  # files in which the ranks of a replica find each other
+MEETING = re.compile(r"group-\d+-\d+")  # files in which the ranks of a replica, in one of its lives, find each other
 LONGEST_BASE = 44  # characters; with all names in it, an address of a unix socket ends at about 100
 
 

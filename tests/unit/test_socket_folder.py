@@ -31,7 +31,7 @@ def left_over(place: Path) -> Path:
     folder = place / "toka-left"
     folder.mkdir()
     bind(folder / "server")
-    (folder / "group-0").write_text("ranks")
+    (folder / "group-0-0").write_text("ranks")
     (folder / MARKER).touch()
     return folder
 
@@ -70,7 +70,7 @@ def a_folder(folder: Path) -> None:
 
 
 def a_link(folder: Path) -> None:
-    (folder / "group-1").symlink_to("/etc/hostname")
+    (folder / "group-1-0").symlink_to("/etc/hostname")
 
 
 def no_marker(folder: Path) -> None:
@@ -79,7 +79,7 @@ def no_marker(folder: Path) -> None:
 
 def a_linked_marker(folder: Path) -> None:
     (folder / MARKER).unlink()
-    (folder / MARKER).symlink_to("group-0")
+    (folder / MARKER).symlink_to("group-0-0")
 
 
 def a_pipe_as_marker(folder: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -270,15 +270,16 @@ def _text(record: FileRecord | BatchRecord) -> str:
 def _file(row: Sequence[Any]) -> FileRecord:
     """A file whose record cannot be read has lost its name and its date."""
     file_id, text, purpose, num_bytes, expires_at, owner = row
-    try:
-        return _FILE.decode(text)
-    except UNREADABLE:
-        return FileRecord(
-            id=file_id,
-            filename="unknown",
-            purpose=purpose,
-            bytes=num_bytes,
-            created_at=0,
-            expires_at=expires_at,
-            owner=owner,
-        )
+    with suppress(*UNREADABLE):
+        record = _FILE.decode(text)
+        if record.id == file_id:
+            return record
+    return FileRecord(
+        id=file_id,
+        filename="unknown",
+        purpose=purpose,
+        bytes=num_bytes,
+        created_at=0,
+        expires_at=expires_at,
+        owner=owner,
+    )

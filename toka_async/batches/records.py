@@ -91,6 +91,13 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
         """A file is not in order, or not any more: nothing of it runs from now on."""
         return msgspec.structs.replace(self, status="failed", failed_at=now, faults=faults)
 
+    def again(self) -> BatchRecord:
+        """It goes on though it had ended, or its end was decided."""
+        assert self.in_progress_at is not None
+        return msgspec.structs.replace(
+            self, status="in_progress", outcome=None, faults=(), finalizing_at=None, completed_at=None
+        )
+
     def ending(self, outcome: Outcome, now: int) -> BatchRecord:
         """From now on no line is started."""
         assert self.outcome is None, "the first outcome that is decided holds"

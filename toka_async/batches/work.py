@@ -38,7 +38,7 @@ MAX_TRIES = 3  # of a line with which the engine stopped
 LONGEST_SLEEP = 60.0  # seconds until a batch with an expiry looks at the wall clock again
 YIELD_EVERY = 8  # lines started before others get a turn
 INTERNAL = Fault(
-    code="internal_error", message="an error of the server's program ended the batch; the server's log has the details"
+    code="internal_error", message="an error of this program has ended the batch; the server's log has the details"
 )
 
 
@@ -77,10 +77,11 @@ class Answers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of an input file."""
+    """Of an input file. model: see `Checker`."""
 
     max_lines: int
     max_line_bytes: int
+    model: str = ""
 
 
 @dataclass(slots=True)
@@ -236,8 +237,9 @@ class Batches:
     async def _finalize(self, record: BatchRecord) -> None:
         """Every line ends."""
         try:
-            async with self._passes[record.owner]:
-                await self._cut_short(record)
+            if record.outcome != "completed":
+                async with self._passes[record.owner]:
+                    await self._cut_short(record)
         except StorageError as error:
             fault = unreadable(error)
             await self.ledger.persist(lambda: self.store.fail(record.id, fault))
@@ -247,7 +249,7 @@ class Batches:
     async def _check(self, record: BatchRecord, ending: Ending) -> BatchRecord:
         """Goes through the input file before anything of it runs."""
         loop, path = asyncio.get_running_loop(), self.store.path(record.input_file_id)
-        checker = Checker(path, self._limits.max_lines, self._limits.max_line_bytes)
+        checker = Checker(path, self._limits.max_lines, self._limits.max_line_bytes, self._limits.model)
         try:
             while not checker.done and not ending.done():
                 await loop.run_in_executor(self._executor, checker.step)
@@ -330,9 +332,9 @@ class Batches:
         """Lines that are left without an answer get one that says why, unless the batch fails on it."""
         if record.in_progress_at is None:
             return
+        assert record.outcome is not None, "it ends for a reason"
         done: list[DoneLine] = []
         async for number, line in self._left_lines(record):
-            assert record.outcome is not None, "it ends for a reason"
             done.append(done_line(record.id, number, line.end, cut_line(line.raw, record.outcome)))
             if len(done) == WRITE_LINES:
                 batch = await self.ledger.persist(partial(self.store.finish_lines, record.id, done))

@@ -31,12 +31,16 @@ PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent
 
 
 class BatchJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch without a server: files, as absolute paths, and the folder where its progress is kept."""
+    """A batch without a server: files, as absolute paths, and the folder where its progress is kept.
+
+    model: what of the configuration the answers depend on, by key.
+    """
 
     input: str
     output: str
     errors: str
     folder: str
+    model: dict[str, str] = {}
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,11 +88,15 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
 
 
 class Advanced(msgspec.Struct, frozen=True, tag=True):
-    """Batch -> parent: how many of the lines have ended by now, and how many of these went to the error file."""
+    """Batch -> parent: how many of the lines have ended by now, and how many of these went to the error file.
+
+    tokens: generated for all of these lines.
+    """
 
     done: int
     failed: int
     total: int
+    tokens: int = 0
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
@@ -96,6 +104,8 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
     completed: int
     failed: int
+    prompt_tokens: int = 0
+    tokens: int = 0  # generated
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):

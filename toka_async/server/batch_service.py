@@ -33,6 +33,7 @@ class BatchService:
         store: opened; closed by `stop`.
         owner_account: what the requests of a batch's owner count in; None: there is none of that name (any more).
         on_progress, on_end: see Batches.
+        one_model: a file whose lines ask for another model is refused; otherwise that is these lines' answer.
     """
 
     def __init__(
@@ -42,6 +43,8 @@ class BatchService:
         owner_account: Callable[[str], Account | None] = lambda _owner: None,
         on_progress: Callable[[Batch], None] = lambda _batch: None,
         on_end: Callable[[Batch], None] = lambda _batch: None,
+        *,
+        one_model: bool = False,
     ) -> None:
         self.store = store
         self.service = service
@@ -54,6 +57,7 @@ class BatchService:
         self._owner_account = owner_account
         self._on_progress = on_progress
         self._on_end = on_end
+        self._model = service.name if one_model else ""
 
     @property
     def quota(self) -> Quota:
@@ -65,7 +69,7 @@ class BatchService:
         """Goes on with what has not ended, as soon as the engine takes requests."""
         config = self.service.config
         self.writer = Writer(Transactions(self.store.database.connection, self.store.committed, self.store.forget))
-        limits = Limits(config.max_batch_lines, config.max_body_mb << 20)
+        limits = Limits(config.max_batch_lines, config.max_body_mb << 20, self._model)
         self.batches = Batches(
             self.store,
             self.writer,

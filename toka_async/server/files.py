@@ -105,7 +105,12 @@ async def create_file(request: web.Request) -> web.Response:
 async def new_upload(service: BatchService, owner: str, num_bytes: int) -> Upload:
     """A form of about so many bytes. Raises ApiError (429) when its owner has as much as one may have."""
     num_files, num_kept = await service.writer.run(partial(service.store.database.files_of, owner))
-    upload = Upload(
+    num_coming = service.receiving[owner] + max(0, num_bytes - OVERHEAD)
+    try:
+        service.quota.check_files(num_files + 1, num_kept + num_coming)
+    except QuotaError as error:
+        raise over_quota(error) from None
+    return Upload(
         path=service.store.folder.new_upload(),
         owner=owner,
         max_bytes=service.service.config.max_file_mb << 20,
@@ -113,12 +118,6 @@ async def new_upload(service: BatchService, owner: str, num_bytes: int) -> Uploa
         num_kept=num_kept,
         receiving=service.receiving,
     )
-    try:
-        service.quota.check_files(num_files + 1, num_kept)
-        upload.check(max(0, num_bytes - OVERHEAD))
-    except QuotaError as error:
-        raise over_quota(error) from None
-    return upload
 
 
 def check_upload(request: web.Request) -> None:
@@ -152,15 +151,11 @@ class Upload:
     filename: str | None = None
     num_bytes: int = 0
 
-    def check(self, num_bytes: int) -> None:
-        """Raises ApiError (413) or QuotaError when there is no room for so many more bytes of its file."""
+    def add(self, num_bytes: int) -> None:
+        """So many more bytes of its file come. Raises ApiError (413) or QuotaError when there is no room for them."""
         if self.num_bytes + num_bytes > self.max_bytes:
             raise too_large(self.max_bytes >> 20)
         self.quota.check_files(0, self.num_kept + self.receiving[self.owner] + num_bytes)
-
-    def add(self, num_bytes: int) -> None:
-        """So many more have come. Raises as `check` does."""
-        self.check(num_bytes)
         self.num_bytes += num_bytes
         self.receiving[self.owner] += num_bytes
 

@@ -23,7 +23,7 @@ DAY = 86400.0
 PACKAGE = Path(__file__).parents[3] / "toka_async"
 WALL = {  # what expires by the calendar, and what people are shown
     "batches/clock.py",
-    "procs/batch.py",
+    "procs/job.py",
     "server/answers.py",
     "server/service.py",
     "text/chat.py",

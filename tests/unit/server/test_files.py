@@ -53,6 +53,14 @@ async def content(server: WebServer, file_id: str) -> bytes:
         return await response.read()
 
 
+FORM = {"Content-Type": "multipart/form-data; boundary=x"}
+
+
+async def half_form(data: bytes) -> AsyncIterator[bytes]:
+    """The start of a form of unknown length, up to the end of its file."""
+    yield b'--x\r\nContent-Disposition: form-data; name="file"; filename="in"\r\n\r\n' + data + b"\r\n--x"
+
+
 def names(tmp_path: Path, folder: str) -> list[str]:
     return [each.name for each in (tmp_path / folder).iterdir()]
 
@@ -116,6 +124,26 @@ async def test_wrong_lists(server: WebServer, query: str, status: int, param: st
     got, answer = await server.get(f"/v1/files?{query}")
     assert got == status
     assert checked_error(answer)["param"] == param
+
+
+async def test_an_owners_files_are_limited(tmp_path: Path) -> None:
+    """Before any of an upload is read, where it says how long it is; while it comes, where it does not."""
+    async with web_server(data_dir=str(tmp_path), key_max_files=2, key_max_files_mb=1) as server:
+        half = bytes(600 << 10)
+        made = await upload(server, form(half))
+        refused = await upload(server, form(half), 429)
+        assert refused["code"] == "insufficient_quota"
+        assert "server.key_max_files_mb" in refused["message"]
+        assert (await upload(server, half_form(half), 429, **FORM))["code"] == "insufficient_quota"
+        service = server.app[BATCHES]
+        assert service is not None
+        assert not service.receiving.total()
+        assert not names(tmp_path, "uploads")
+        await upload(server, form())
+        assert "server.key_max_files)" in (await upload(server, form(), 429))["message"]
+        async with server.http.delete(f"{server.url}/v1/files/{made['id']}") as response:
+            assert response.status == 200
+        await upload(server, form(half))
 
 
 @pytest.mark.parametrize("name", ["..%2F..%2Fetc%2Fpasswd", "..", "lock", "batches.sqlite", "%00", "a" * 3000])
