@@ -58,7 +58,8 @@ class Generation:
     """A checked request.
 
     max_tokens: None is whatever is left of the context. num_prompt_logprobs: the response's `prompt_logprobs`, -1 for
-    none; `sampling` may ask the engine for more, for an echo.
+    none; `sampling` may ask the engine for more, for an echo. num_prompt_copies: how often the answer has what it says
+    of a prompt: once, or in each of a prompt's choices.
     """
 
     n: int
@@ -75,6 +76,7 @@ class Generation:
     stream: bool
     include_usage: bool
     priority: int
+    num_prompt_copies: int = 1
 
 
 def completion_generation(request: CompletionRequest, limits: Limits, defaults: Defaults) -> Generation:
@@ -84,7 +86,9 @@ def completion_generation(request: CompletionRequest, limits: Limits, defaults: 
     num_logprobs = -1 if request.logprobs is None else request.logprobs
     max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     of_prompt = num_logprobs if request.echo else -1
-    return generation(request, limits, defaults, max_tokens, num_logprobs, of_prompt, request.echo)
+    made = generation(request, limits, defaults, max_tokens, num_logprobs, of_prompt, request.echo)
+    in_each_choice = request.echo or request.prompt_logprobs is not None
+    return replace(made, num_prompt_copies=made.n) if in_each_choice else made
 
 
 def chat_generation(request: ChatRequest, limits: Limits, defaults: Defaults) -> Generation:
