@@ -17,6 +17,8 @@ from toka_async.messages import Sampling
 from toka_async.openai.errors import bad_request
 from toka_async.openai.prompts import check_vocabulary
 from toka_async.openai.requests import (
+    MAX_IDS,
+    MAX_STOP_CHARS,
     MAX_STOP_LENGTH,
     MAX_STOPS,
     ChatRequest,
@@ -126,6 +128,9 @@ def generation(
     check_counts(fields, limits, max_tokens)
     if fields.prompt_logprobs is not None:
         num_prompt_logprobs = max(num_prompt_logprobs, fields.prompt_logprobs)
+    for name, given in (("stop_token_ids", fields.stop_token_ids), ("logit_bias", fields.logit_bias)):
+        if len(given) > MAX_IDS:
+            raise bad_request(f"'{name}' can have at most {MAX_IDS} token ids, got {len(given)}", param=name)
     stop_token_ids = np.array(fields.stop_token_ids, dtype=np.int32)
     check_vocabulary(stop_token_ids, limits.vocab_size, "stop_token_ids")
     return Generation(
@@ -208,6 +213,10 @@ def parse_stops(stop: str | list[str]) -> tuple[str, ...]:
         raise bad_request("'stop' must not hold an empty string", param="stop")
     if any(len(text) > MAX_STOP_LENGTH for text in stops):
         raise bad_request(f"'stop' strings can have at most {MAX_STOP_LENGTH} characters", param="stop")
+    if (num_chars := sum(map(len, stops))) > MAX_STOP_CHARS:
+        raise bad_request(
+            f"'stop' strings can have at most {MAX_STOP_CHARS} characters together, got {num_chars}", param="stop"
+        )
     return tuple(dict.fromkeys(stops))
 
 

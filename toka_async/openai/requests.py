@@ -17,6 +17,8 @@ from toka_async.openai.chat_messages import MESSAGE
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
+MAX_STOP_CHARS = 8192  # of all stop strings of a request
+MAX_IDS = 16384  # of `stop_token_ids` and `logit_bias`
 
 MAX_COUNT = 2**31 - 1  # of anything: counts travel as int32
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import tokenizers_small as small
+from toka_async.text.automaton import Automaton
 from toka_async.text.detokenize import Detokenizer
 from toka_async.text.stop import StopFilter, StopMatch, StopStrings, first_stop_token, window_stop
 from toka_async.text.tokenizer import Tokenizer
@@ -102,10 +103,53 @@ def test_streamed_text_equals_cut_text(data: st.DataObject) -> None:
     assert stream.stopped == (match is not None)
 
 
-@given(text=st.text("ab", max_size=12), string=st.text("ab", min_size=1, max_size=6))
-def test_no_more_is_held_than_can_be_a_beginning(text: str, string: str) -> None:
-    held = [size for size in range(min(len(string) - 1, len(text)) + 1) if text.endswith(string[:size])]
-    assert StopStrings([string]).num_held(text) == held[-1]
+def first_match(text: str, strings: Sequence[str], min_end: int) -> tuple[int, str] | None:
+    """The definition: the first end after `min_end` of a string, the longest of those that end there."""
+    for end in range(min_end + 1, len(text) + 1):
+        if ended := [string for string in strings if text[:end].endswith(string)]:
+            return end, max(ended, key=len)
+    return None
+
+
+WORDS = st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=5)
+
+
+@settings(max_examples=300)
+@given(text=st.text("abc", max_size=40), strings=WORDS, data=st.data())
+def test_a_stream_ends_where_the_definition_says_and_holds_no_more_than_it_must(
+    text: str, strings: list[str], data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    min_end = data.draw(st.sampled_from([0, *cuts]))
+    expected = first_match(text, strings, min_end)
+    found = StopStrings(strings).find(text, min_end=min_end)
+    assert (None if found is None else (found.end, found.string)) == expected
+    stream, sent = StopFilter(StopStrings(strings)), ""
+    for low, high in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        piece, stopped = stream.push(text[low:high], may_stop=high > min_end)
+        sent += piece
+        if stopped:
+            assert expected is not None
+            assert low <= expected[0] <= high
+            assert (stream.string, sent) == (expected[1], text[: expected[0] - len(expected[1])])
+            return
+        beginnings = [size for string in strings for size in range(len(string)) if text[:high].endswith(string[:size])]
+        assert sent == text[: high - max(beginnings)]
+    assert expected is None
+    assert sent + stream.finish() == text
+
+
+@given(strings=WORDS, text=st.text("abc", max_size=60))
+def test_the_steps_of_the_automaton_are_few(strings: list[str], text: str) -> None:
+    """Each step but the last of a character makes the state shorter, and only the last makes it longer, by one."""
+    automaton, state, depth = Automaton(strings), 0, {0: 0}
+    for parent, children in enumerate(automaton.children):
+        depth |= dict.fromkeys(children.values(), depth[parent] + 1)
+    for char in text:
+        following = automaton.next(state, char)
+        assert depth[following] <= depth[state] + 1
+        state = following
+    assert all(depth[each] < depth[place] for place, each in enumerate(automaton.shorter) if place)
 
 
 def test_the_match_that_ends_first_counts() -> None:
