@@ -216,6 +216,56 @@ def window_stop(
     return None if found is None else skipped + found
 
 
+class StopWatch:
+    """The answers of `window_stop` for one sample, whose windows overlap: what was looked at is not looked at again.
+
+    Without it, strings that nearly match would make every token cost a look at a whole window.
+    """
+
+    __slots__ = ("_detokenizer", "_num_tokens", "_options", "_state", "_stops", "_tokenizer")
+
+    def __init__(
+        self, stops: StopStrings, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, min_tokens: int = 0
+    ) -> None:
+        """For a sample, whose text goes on after a prompt's."""
+        self._stops = stops
+        self._tokenizer = tokenizer
+        self._options = (skip_special_tokens, min_tokens)
+        self._detokenizer: Detokenizer | None = None  # of the tokens so far, once two windows overlap
+        self._state = 0
+        self._num_tokens = -1
+
+    def check(self, ids: Sequence[int], num_tokens: int) -> int | None:
+        """As `window_stop`; `num_tokens` rises."""
+        skip, min_tokens = self._options
+        num_new, self._num_tokens = num_tokens - self._num_tokens, num_tokens
+        if num_new <= len(ids):
+            if self._detokenizer is None:
+                fresh = self._begin(ids, num_tokens)
+            else:
+                fresh = self._detokenizer.push(ids[len(ids) - num_new :])
+            self._state, place = self._stops.automaton.find(self._state, fresh)
+            if place == len(fresh) and self._stops.automaton.found[self._state] is None:
+                return None
+        self._detokenizer = None
+        return window_stop(
+            self._stops,
+            self._tokenizer,
+            ids,
+            num_tokens,
+            skip_special_tokens=skip,
+            continues=True,
+            min_tokens=min_tokens,
+        )
+
+    def _begin(self, ids: Sequence[int], num_tokens: int) -> str:
+        """The text of a window, without what only the window makes a part of a character."""
+        skip, _ = self._options
+        self._detokenizer, self._state = Detokenizer(self._tokenizer, skip, continues=True), 0
+        num_cut = _num_cut(self._tokenizer, ids, skip) if len(ids) < num_tokens else 0
+        return self._detokenizer.push(ids)[num_cut:]
+
+
 def _num_cut(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> int:
     """How many U+FFFD the text of `ids` may begin with only because a character's first bytes are not in the window."""
     raw, _ = tokenizer.pieces.join(ids, skip_special_tokens, at_start=False)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests import tokenizers_small as small
 from toka_async.text.automaton import Automaton
 from toka_async.text.detokenize import Detokenizer
-from toka_async.text.stop import StopFilter, StopMatch, StopStrings, first_stop_token, window_stop
+from toka_async.text.stop import StopFilter, StopMatch, StopStrings, StopWatch, first_stop_token, window_stop
 from toka_async.text.tokenizer import Tokenizer
 from toka_async.text.vocabulary import Vocabulary
 
@@ -79,6 +79,41 @@ def test_mask_and_window_find_what_a_full_search_finds(build: Builder, data: st.
     expected = found_by_search(stops, tokenizer, ids, min_tokens, continues)
     assert found_by_window(stops, tokenizer, ids, min_tokens, continues, build) == expected
     assert first_stop_token(stops, tokenizer, ids, continues=continues, min_tokens=min_tokens) == expected
+
+
+@pytest.mark.parametrize("build", small.ALL)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_watched_sample_gets_the_answers_of_each_window(build: Builder, data: st.DataObject) -> None:
+    tokenizer = build()
+    ids = draw_ids(data, tokenizer) * data.draw(st.sampled_from([1, 1, 3]))
+    stops = draw_stops(data, tokenizer.decode(ids, continues=True) + "the the")
+    min_tokens = data.draw(st.sampled_from([0, 0, 1, 5]))
+    mask = stops.completion_mask(vocabulary(build))
+    watch = StopWatch(stops, tokenizer, min_tokens=min_tokens)
+    for count, token_id in enumerate(ids, start=1):
+        if mask[token_id] and count > min_tokens:
+            window = ids[max(0, count - stops.window) : count]
+            expected = window_stop(stops, tokenizer, window, count, continues=True, min_tokens=min_tokens)
+            assert watch.check(window, count) == expected
+            if expected is not None:
+                return
+
+
+def test_a_watched_sample_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = small.byte_level()
+    stops, (token_id,) = StopStrings(["x" * 500 + "y"]), tokenizer.encode("x", add_special_tokens=False)
+    looked, find = [], Automaton.find
+
+    def counted(self: Automaton, state: int, text: str, start: int = 0) -> tuple[int, int]:
+        looked.append(len(text) - start)
+        return find(self, state, text, start)
+
+    monkeypatch.setattr(Automaton, "find", counted)
+    watch = StopWatch(stops, tokenizer)
+    for count in range(1000, 1500):
+        assert watch.check([token_id] * stops.window, count) is None
+    assert sum(looked) == stops.window + 498
 
 
 @given(data=st.data())
