@@ -17,7 +17,6 @@ from toka_async.messages import Sampling
 from toka_async.openai.errors import bad_request
 from toka_async.openai.prompts import check_vocabulary
 from toka_async.openai.requests import (
-    MAX_IDS,
     MAX_STOP_CHARS,
     MAX_STOP_LENGTH,
     MAX_STOPS,
@@ -128,9 +127,6 @@ def generation(
     check_counts(fields, limits, max_tokens)
     if fields.prompt_logprobs is not None:
         num_prompt_logprobs = max(num_prompt_logprobs, fields.prompt_logprobs)
-    for name, given in (("stop_token_ids", fields.stop_token_ids), ("logit_bias", fields.logit_bias)):
-        if len(given) > MAX_IDS:
-            raise bad_request(f"'{name}' can have at most {MAX_IDS} token ids, got {len(given)}", param=name)
     stop_token_ids = np.array(fields.stop_token_ids, dtype=np.int32)
     check_vocabulary(stop_token_ids, limits.vocab_size, "stop_token_ids")
     return Generation(

@@ -78,7 +78,7 @@ def text_size(value: object, most: int) -> int:
             left += value
         elif isinstance(value, Namespace):
             size += ELEMENT
-            left.append(value._Namespace__attrs)  # type: ignore[attr-defined]
+            left.append(value._Namespace__attrs)
         else:
             size += ELEMENT
     return size
@@ -157,7 +157,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             budget.spend(length_of(left) + length_of(right))
         return super().call_binop(context, operator, left, right)
 
-    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         budget = budget_of(context)
         budget.spend(CALL)
         name = getattr(function, "__name__", "")
