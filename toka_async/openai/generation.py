@@ -17,6 +17,7 @@ from toka_async.messages import Sampling
 from toka_async.openai.errors import bad_request
 from toka_async.openai.prompts import check_vocabulary
 from toka_async.openai.requests import (
+    MAX_STOP_CHARS,
     MAX_STOP_LENGTH,
     MAX_STOPS,
     ChatRequest,
@@ -58,7 +59,8 @@ class Generation:
     """A checked request.
 
     max_tokens: None is whatever is left of the context. num_prompt_logprobs: the response's `prompt_logprobs`, -1 for
-    none; `sampling` may ask the engine for more, for an echo.
+    none; `sampling` may ask the engine for more, for an echo. num_prompt_copies: how often the answer has what it says
+    of a prompt: once, or in each of a prompt's choices.
     """
 
     n: int
@@ -75,6 +77,7 @@ class Generation:
     stream: bool
     include_usage: bool
     priority: int
+    num_prompt_copies: int = 1
 
 
 def completion_generation(request: CompletionRequest, limits: Limits, defaults: Defaults) -> Generation:
@@ -84,7 +87,9 @@ def completion_generation(request: CompletionRequest, limits: Limits, defaults: 
     num_logprobs = -1 if request.logprobs is None else request.logprobs
     max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     of_prompt = num_logprobs if request.echo else -1
-    return generation(request, limits, defaults, max_tokens, num_logprobs, of_prompt, request.echo)
+    made = generation(request, limits, defaults, max_tokens, num_logprobs, of_prompt, request.echo)
+    in_each_choice = request.echo or request.prompt_logprobs is not None
+    return replace(made, num_prompt_copies=made.n) if in_each_choice else made
 
 
 def chat_generation(request: ChatRequest, limits: Limits, defaults: Defaults) -> Generation:
@@ -204,6 +209,10 @@ def parse_stops(stop: str | list[str]) -> tuple[str, ...]:
         raise bad_request("'stop' must not hold an empty string", param="stop")
     if any(len(text) > MAX_STOP_LENGTH for text in stops):
         raise bad_request(f"'stop' strings can have at most {MAX_STOP_LENGTH} characters", param="stop")
+    if (num_chars := sum(map(len, stops))) > MAX_STOP_CHARS:
+        raise bad_request(
+            f"'stop' strings can have at most {MAX_STOP_CHARS} characters together, got {num_chars}", param="stop"
+        )
     return tuple(dict.fromkeys(stops))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from toka_async.arrays import Bool
+from toka_async.arrays import Bool, Int64
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -51,13 +51,13 @@ class _Scan:
         self._in_string = bool(inside[-1])
         return inside
 
-    def _escaped_places(self, step: Bytes) -> npt.NDArray[np.intp]:
+    def _escaped_places(self, step: Bytes) -> Int64:
         """The bytes after an odd number of backslashes; whether the first byte of the next step is one is kept."""
         slashes = (step == BACKSLASH).astype(np.int8)
-        edges = np.flatnonzero(np.diff(slashes, prepend=0, append=0))
+        edges = np.flatnonzero(np.diff(slashes, prepend=0, append=0)).astype(np.int64, copy=False)
         starts, ends = edges[::2], edges[1::2]
         lengths = ends - starts
-        places = ends[lengths % 2 == 1]
+        places: Int64 = ends[lengths % 2 == 1]
         if self._escaped:
             if slashes[0]:
                 lengths[0] += 1  # the run began in the step before
@@ -65,4 +65,5 @@ class _Scan:
             else:
                 places = np.append(places, 0)
         self._escaped = bool((places == step.size).any())
-        return places[places < step.size]
+        inner: Int64 = places[places < step.size]
+        return inner

@@ -17,6 +17,8 @@ from toka_async.openai.chat_messages import MESSAGE
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
+MAX_STOP_CHARS = 8192  # of all stop strings of a request
+MAX_IDS = 16384  # of `stop_token_ids` and `logit_bias`
 
 MAX_COUNT = 2**31 - 1  # of anything: counts travel as int32
 
@@ -37,7 +39,7 @@ Stop = Annotated[str, Meta(extra_json_schema={"minLength": 1, "maxLength": MAX_S
 Stops = Annotated[list[Stop], Meta(extra_json_schema={"maxItems": MAX_STOPS})]
 Bias = Annotated[
     dict[str, Annotated[float, Meta(ge=-100, le=100)]],
-    Meta(extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,11}$"}}),
+    Meta(max_length=MAX_IDS, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,11}$"}}),
 ]
 Messages = Annotated[list[Any], Meta(extra_json_schema={"items": MESSAGE, "minItems": 1})]
 Conversations = Annotated[
@@ -70,7 +72,7 @@ class GenerationFields(WireRequest, frozen=True, kw_only=True):
     logit_bias: Bias = {}
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stop | Stops = []
-    stop_token_ids: TokenIds = []
+    stop_token_ids: Annotated[TokenIds, Meta(max_length=MAX_IDS)] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True

@@ -53,7 +53,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
     token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.Raw | UnsetType = UNSET  # Raw: likewise
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +94,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     message: ChatMessage
-    logprobs: ChatLogprobs | None = None
+    logprobs: ChatLogprobs | msgspec.Raw | None = None  # Raw: the same, as JSON already
     finish_reason: FinishReason
     stop_reason: StopReason = None
     token_ids: list[int] | UnsetType = UNSET

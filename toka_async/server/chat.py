@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from aiohttp import web
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Raw, UnsetType
 
 from toka_async.messages import Reason
 from toka_async.openai.chat_messages import parse_messages
@@ -29,6 +29,7 @@ from toka_async.openai.responses import (
 )
 from toka_async.server.account import Account
 from toka_async.server.answers import FINISH, Header, new_header, num_kept, run_usage
+from toka_async.server.events import ENCODER
 from toka_async.server.guard import account_of
 from toka_async.server.logprobs import chat_logprobs, prompt_logprobs, prompt_rows
 from toka_async.server.receive import read_request
@@ -96,12 +97,13 @@ class ChatAnswer:
         )
 
     def choice(self, run: Run, index: int, output: Output) -> ChatChoice:
-        finish = FINISH[output.reason]
+        finish, logprobs = FINISH[output.reason], self.logprobs(run, output.rows)
         assert finish is not None
         return ChatChoice(
             index=index,
             message=ChatMessage(content=output.text),
-            logprobs=self.logprobs(run, output.rows),
+            # As JSON at once: what the JSON of all samples is made of would take several times its memory.
+            logprobs=None if logprobs is None else Raw(ENCODER.encode(logprobs)),
             finish_reason=finish,
             stop_reason=output.stop,
             token_ids=output.rows.token_ids.tolist() if run.generation.return_token_ids else UNSET,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aiohttp import web
 from msgspec import UNSET, Raw, UnsetType
@@ -15,14 +15,17 @@ from toka_async.openai.errors import bad_request
 from toka_async.openai.generation import Generation, completion_generation
 from toka_async.openai.prompts import Prompt, parse_prompts
 from toka_async.openai.requests import CompletionRequest
-from toka_async.openai.responses import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage
+from toka_async.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from toka_async.server.account import Account
 from toka_async.server.answers import FINISH, Header, new_header, num_kept, run_usage
 from toka_async.server.block_texts import MANY
+from toka_async.server.events import ENCODER
 from toka_async.server.guard import account_of
 from toka_async.server.logprobs import (
+    Lists,
     concatenated,
     echoed_logprobs,
+    json_lists,
     legacy_logprobs,
     prompt_logprobs,
     prompt_rows,
@@ -56,7 +59,8 @@ async def completion_run(
     prompts = await service.encode(given, wire.add_special_tokens, "prompt")
     echoed = [prompt_text(service, generation, each) async for each in in_slices(given if generation.echo else [])]
     del wire, given  # while the request runs, nobody needs what its body was parsed to
-    async with service.running(generation, prompts, "prompt", account) as run:
+    num_echoed = sum(map(len, echoed))
+    async with service.running(generation, prompts, "prompt", account, num_echoed) as run:
         yield run, CompletionAnswer(service, echoed, new_header("cmpl", service.name))
 
 
@@ -81,13 +85,21 @@ def prompt_text(service: Service, generation: Generation, prompt: Prompt) -> str
     return service.tokenizer.decode(prompt.tolist(), generation.skip_special_tokens)
 
 
+Echo = tuple[str, Lists | None]  # a prompt's text, and its log-probs where they are wanted
+NO_ECHO: Echo = ("", None)
+
+
 @dataclass(frozen=True, slots=True)
 class CompletionAnswer:
-    """The responses of one request. echoed: the texts of its prompts, when they are to be echoed."""
+    """The responses of one request.
+
+    echoed: the texts of its prompts, when they are to be echoed. echoes: made once a prompt, as each sample has it.
+    """
 
     service: Service
     echoed: list[str]
     header: Header
+    echoes: dict[int, Echo] = field(default_factory=dict)
 
     def whole(self, run: Run, outputs: Sequence[Sequence[Output]]) -> Completion:
         choices = []
@@ -106,8 +118,8 @@ class CompletionAnswer:
         sample: int,
         output: Output,
         echo: str,
-        logprobs: CompletionLogprobs | Raw | None,
-        of_prompt: PromptLogprobs | UnsetType,
+        logprobs: Raw | None,
+        of_prompt: Raw | UnsetType,
     ) -> CompletionChoice:
         return CompletionChoice(
             index=prompt * run.generation.n + sample,
@@ -119,9 +131,7 @@ class CompletionAnswer:
             prompt_logprobs=of_prompt,
         )
 
-    def sample_logprobs(
-        self, run: Run, samples: Sequence[Output], echo: tuple[str, CompletionLogprobs | None]
-    ) -> Sequence[CompletionLogprobs | Raw | None]:
+    def sample_logprobs(self, run: Run, samples: Sequence[Output], echo: Echo) -> Sequence[Raw | None]:
         """The log-probs of each sample of a prompt, an echoed prompt's before them."""
         num_logprobs, skip = run.generation.sampling.num_logprobs, run.generation.skip_special_tokens
         if num_logprobs < 0:
@@ -130,17 +140,19 @@ class CompletionAnswer:
         rows = [output.rows for output in samples]
         if num_logprobs == 0 and of_echo is None and sum(map(len, rows)) >= MANY:
             return self.service.logprob_columns.encode(rows, skip, start=len(text))
-        logprobs = []
+        logprobs: list[Raw] = []
         for each in rows:
             offsets = text_offsets(self.service.tokenizer, each.token_ids.tolist(), skip, True, len(text))
             own = self.logprobs(run, each, offsets)
-            logprobs.append(own if of_echo is None else concatenated(of_echo, own))
+            # As JSON at once: what the JSON of all samples is made of would take several times its memory.
+            logprobs.append(Raw(ENCODER.encode(own)) if of_echo is None else concatenated(of_echo, own))
         return logprobs
 
     def first(self, run: Run, prompt: int, sample: int) -> Completion | None:
         if not run.generation.echo:
             return None
-        text, logprobs = self.echo(run, prompt)
+        text, lists = self.echo(run, prompt)
+        logprobs = None if lists is None else concatenated(lists, None)
         choice = CompletionChoice(index=prompt * run.generation.n + sample, text=text, logprobs=logprobs)
         return self.completion([choice], self.no_usage(run))
 
@@ -175,21 +187,30 @@ class CompletionAnswer:
     def logprobs(self, run: Run, rows: Rows, offsets: list[int]) -> CompletionLogprobs:
         return legacy_logprobs(self.service.tokenizer, rows, offsets, run.generation.sampling.num_logprobs)
 
-    def echo(self, run: Run, prompt: int) -> tuple[str, CompletionLogprobs | None]:
+    def echo(self, run: Run, prompt: int) -> Echo:
         """What an echo puts before the completion: the prompt, with its log-probs where the request wants some."""
         if not run.generation.echo:
-            return "", None
+            return NO_ECHO
+        if prompt not in self.echoes:
+            self.echoes[prompt] = self.made_echo(run, prompt)
+        return self.echoes[prompt]
+
+    def made_echo(self, run: Run, prompt: int) -> Echo:
         text, num_top = self.echoed[prompt], run.generation.sampling.num_logprobs
         if num_top < 0:
             return text, None
         ids = run.prompts[prompt].tolist()
         offsets = text_offsets(self.service.tokenizer, ids, run.generation.skip_special_tokens, False)
         rows = self.prompt_rows(run, prompt)
-        return text, echoed_logprobs(self.service.tokenizer, ids[0], rows, offsets, num_top)
+        return text, json_lists(echoed_logprobs(self.service.tokenizer, ids[0], rows, offsets, num_top))
 
-    def prompt_logprobs(self, run: Run, prompt: int) -> PromptLogprobs | UnsetType:
+    def prompt_logprobs(self, run: Run, prompt: int) -> Raw | UnsetType:
+        """As JSON: all choices of a prompt have the same."""
         num_top = run.generation.num_prompt_logprobs
-        return UNSET if num_top < 0 else prompt_logprobs(self.service.tokenizer, self.prompt_rows(run, prompt), num_top)
+        if num_top < 0:
+            return UNSET
+        rows = self.prompt_rows(run, prompt)
+        return Raw(ENCODER.encode(prompt_logprobs(self.service.tokenizer, rows, num_top)))
 
     def prompt_rows(self, run: Run, prompt: int) -> Rows:
         prefilled = run.batch.flights[prompt].prefilled

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import numpy as np
 
 from toka_async.arrays import Float32, Int32, as_f32, as_i32
@@ -91,14 +92,20 @@ def echoed_logprobs(
     )
 
 
-def concatenated(first: CompletionLogprobs, then: CompletionLogprobs) -> CompletionLogprobs:
-    """An echoed prompt's log-probs and the completion's."""
-    return CompletionLogprobs(
-        tokens=first.tokens + then.tokens,
-        token_logprobs=first.token_logprobs + then.token_logprobs,
-        top_logprobs=first.top_logprobs + then.top_logprobs,
-        text_offset=first.text_offset + then.text_offset,
-    )
+Lists = tuple[bytes, ...]  # the four lists of a CompletionLogprobs as JSON, without brackets
+
+
+def json_lists(logprobs: CompletionLogprobs) -> Lists:
+    lists = (logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, logprobs.text_offset)
+    return tuple(msgspec.json.encode(each)[1:-1] for each in lists)
+
+
+def concatenated(first: Lists, then: CompletionLogprobs | None) -> msgspec.Raw:
+    """An echoed prompt's log-probs, which all samples share, and those of a completion."""
+    lists = first
+    if then is not None and then.tokens:
+        lists = tuple(b"%b,%b" % pair for pair in zip(first, json_lists(then), strict=True))
+    return msgspec.Raw(b'{"tokens":[%b],"token_logprobs":[%b],"top_logprobs":[%b],"text_offset":[%b]}' % lists)
 
 
 def text_offsets(

@@ -23,6 +23,7 @@ from toka_async.arrays import Int32
 from toka_async.config import ServerConfig
 from toka_async.messages import Ready, Reason
 from toka_async.model.generation import GenerationDefaults
+from toka_async.openai.answer_size import check_answer_size
 from toka_async.openai.errors import bad_request, model_not_found
 from toka_async.openai.generation import Defaults, Generation, Limits, check_text, check_text_size, token_budget
 from toka_async.openai.prompts import Prompt, check_vocabulary
@@ -201,14 +202,21 @@ class Service:
 
     @asynccontextmanager
     async def running(
-        self, generation: Generation, prompts: list[Int32], param: str, account: Account | None = None
+        self,
+        generation: Generation,
+        prompts: list[Int32],
+        param: str,
+        account: Account | None = None,
+        num_echoed: int = 0,
     ) -> AsyncIterator[Run]:
         """Submits the prompts; leaving with an exception cancels them. `param` names the prompt's field in errors.
+        `num_echoed` is the number of characters of an echo.
 
         They count in `account`, and wait for room in it; None: in the server's own only.
 
         Raises:
-            ApiError: 400, a prompt and its completion do not fit, or the account allows so much to nobody.
+            ApiError: 400, a prompt and its completion do not fit, the answer could be too large, or the account allows
+                so much to nobody.
             NotServingError, OverloadedError, TimedOutError: nothing was submitted.
         """
         options, arrival = text_options(generation), monotonic()
@@ -216,7 +224,9 @@ class Service:
         budgets = [
             token_budget(limits, len(prompt), generation.max_tokens, param) async for prompt in in_slices(prompts)
         ]
-        num_tokens = sum(map(len, prompts)) + generation.n * sum(budgets)
+        num_prompt, max_new = sum(map(len, prompts)), generation.n * sum(budgets)
+        check_answer_size(generation, num_prompt, max_new, num_echoed, self.config.max_answer_mb)
+        num_tokens = generation.num_prompt_copies * num_prompt + max_new
         account = self.accounts.total if account is None else account
         async with AsyncExitStack() as stack:
             await self._enter(account, len(prompts), num_tokens, generation.n * len(prompts))

@@ -139,3 +139,8 @@ def test_beyond_the_cache() -> None:
     small = Limits(max_context=100, cache_tokens=40, vocab_size=50, max_n=8)
     with pytest.raises(ApiError, match="the KV cache's size is 40 tokens, but the prompt has 41"):
         token_budget(small, 41, 1, "prompt")
+
+
+def test_stop_strings_have_a_bound_together() -> None:
+    assert len(completion(stop=["a" * 1000 + str(i) for i in range(8)]).stops) == 8
+    assert param(completion, stop=["a" * 1000 + str(i) for i in range(9)]) == "stop"

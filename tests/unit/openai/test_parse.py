@@ -9,7 +9,7 @@ import pytest
 from toka_async.openai.errors import ApiError
 from toka_async.openai.fields import UNSUPPORTED
 from toka_async.openai.parse import MAX_ITEMS, fault_in, most_parsed_bytes, parse_request, parsed_bytes
-from toka_async.openai.requests import ChatRequest, CompletionRequest, StreamOptions
+from toka_async.openai.requests import MAX_IDS, ChatRequest, CompletionRequest, StreamOptions
 
 
 def completion(**fields: Any) -> CompletionRequest:
@@ -204,3 +204,17 @@ def test_nesting_of_any_depth_is_looked_through() -> None:
     for _ in range(10_000):
         value = [{"a": value}]
     assert fault_in(value) == "a number that is not finite (NaN, or too large)"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop_token_ids": list(range(MAX_IDS + 1))},
+        {"logit_bias": {str(i): 1 for i in range(MAX_IDS + 1)}},
+    ],
+)
+def test_ids_have_a_bound(fields: dict[str, Any]) -> None:
+    (name,) = fields
+    with pytest.raises(ApiError, match=f"length <= {MAX_IDS}") as caught:
+        completion(**fields)
+    assert caught.value.param == name

@@ -235,6 +235,35 @@ async def test_echo_and_completion(stream: bool) -> None:
             assert choice["logprobs"]["text_offset"] == sorted(choice["logprobs"]["text_offset"])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_counts_for_each_choice(stream: bool) -> None:
+    """Six kilobytes could ask for gigabytes; in what is held and in the answer's size, it is n times the prompt."""
+    body = {"prompt": [5] * 500, "max_tokens": 0, "n": 100, "echo": True, "logprobs": 20, "stream": stream}
+    async with web_server(max_answer_mb=1, max_held_tokens=10_000) as server:
+        error = await server.error(PATH, body)
+        assert (error["param"], error["code"]) == ("n", "answer_too_large")
+        error = await server.error(PATH, {**body, "logprobs": 0, "n": 21})
+        assert "10000 tokens" in error["message"]
+        choices = await choices_of(server, {**body, "logprobs": 0, "n": 20}, stream)
+        assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [500] * 20
+
+
+async def test_choices_of_a_prompt_have_the_same_log_probs_of_it(server: WebServer) -> None:
+    body = {"prompt": [[10, 12, 15], [20]], "max_tokens": 2, "n": 3, "echo": True, "logprobs": 1, "prompt_logprobs": 1}
+    choices = (await server.ok(PATH, body))["choices"]
+    for start, length in ((0, 3), (3, 1)):
+        of_prompt = [choice["prompt_logprobs"] for choice in choices[start : start + 3]]
+        echoed = [
+            {name: each[:length] for name, each in choice["logprobs"].items()} for choice in choices[start : start + 3]
+        ]
+        assert of_prompt == [of_prompt[0]] * 3
+        assert echoed == [echoed[0]] * 3
+        assert {len(each) for choice in choices[start : start + 3] for each in choice["logprobs"].values()} == {
+            length + 2
+        }
+    assert len({str(choice["logprobs"]["tokens"]) for choice in choices}) == 6
+
+
 async def test_loglikelihood_as_lm_eval_computes_it(server: WebServer) -> None:
     """lm-evaluation-harness: token-id prompts, echo, one token more, logprobs 1; greedy where the chosen is the top."""
     context, continuation = [10, 12], [14, 16]  # even ids are the fake model's choice
