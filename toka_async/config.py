@@ -91,6 +91,9 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         int, Meta(ge=0, le=2**31 - 1, description="as max_waiting, of each API key likewise; 0: no limit of its own")
     ] = 0
     open_metrics: Annotated[bool, Meta(description="answer /metrics without an API key")] = False
+    vllm_metrics: Annotated[
+        bool, Meta(description="/metrics also has vLLM's names (vllm:num_requests_running, …) with the model's name")
+    ] = False
     tls_cert: Annotated[str, Meta(description="PEM file of the certificate and its chain; empty: no TLS")] = ""
     tls_key: Annotated[str, Meta(description="PEM file of its private key, without a passphrase")] = ""
     log_prompts: Annotated[bool, Meta(description="write every prompt to the log")] = False
@@ -140,7 +143,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     ] = 60.0
     log_format: Annotated[Literal["text", "json"], Meta(description="json: a JSON object a line")] = "text"
     log_requests: Annotated[
-        bool, Meta(description="log a line for each HTTP request: id, path, status, seconds; never its content")
+        bool, Meta(description="log a line for each HTTP request: id, path, status, seconds, tokens; never its content")
     ] = False
     drain_timeout: Annotated[
         float, Meta(ge=0, le=LONGEST, description="seconds that running requests get to finish on SIGTERM")
