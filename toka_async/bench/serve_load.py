@@ -103,7 +103,8 @@ async def measure(options: argparse.Namespace) -> tuple[list[Result], list[Rates
             if options.load in ("samples", "ends"):
                 options.samples = await fitting_samples(options, session, url, served)
         if options.warm:
-            await send_whole(session, url, warm_bodies(options, served.id, served.vocab_size), limit(options))
+            asked = warm_bodies(options, served.id, served.vocab_size)
+            await send_whole(session, url, asked, limit(options), "warming up")
         results, all_rates = [], []
         for run in range(options.repeat):
             asked = bodies(options, served.id, served.vocab_size, run)
@@ -131,7 +132,7 @@ async def fitting_samples(
         BenchError: the small load fails.
     """
     asked = probe_bodies(options, served.id, served.vocab_size)
-    sent = await send_whole(session, url, asked, limit(options))
+    sent = await send_whole(session, url, asked, limit(options), "measuring how much fits")
     if error := next((reply.error for reply in sent.replies if reply.error), ""):
         raise BenchError(error)
     rate = sum(reply.output_tokens for reply in sent.replies) / sent.seconds
@@ -144,9 +145,13 @@ async def fitting_samples(
     return samples
 
 
-async def send_whole(session: aiohttp.ClientSession, url: str, asked: Sequence[Body], concurrency: int) -> Sent:
+async def send_whole(
+    session: aiohttp.ClientSession, url: str, asked: Sequence[Body], concurrency: int, label: str
+) -> Sent:
     """As `send_all`, of a load that is not measured: nothing is left to tell when it is interrupted."""
-    sent = await send_all(session, url, asked, concurrency)
+    bar = LoadBar(sys.stderr, label, len(asked), None)
+    async with shown(bar, session, url, generated(await counters(session, url))):
+        sent = await send_all(session, url, asked, concurrency, bar.ended)
     if sent.is_interrupted:
         raise asyncio.CancelledError
     return sent

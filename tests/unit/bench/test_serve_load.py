@@ -214,8 +214,8 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         return [
             Result(
                 tokens_per_second=12345.6, seconds=10.0, output_tokens=123456, prompt_tokens=77, requests=16,
-                sequences=64, errors=0, ended=3, interrupted=True, latency=figures, wasted_share=0.015, load="samples", model="m",
-                server=counted | {"step_seconds_total": 0.1, "num_preemptions_total": 2.0},
+                sequences=64, errors=0, ended=3, interrupted=True, latency=figures, wasted_share=0.015, load="samples",
+                model="m", server=counted | {"step_seconds_total": 0.1, "num_preemptions_total": 2.0},
             )
         ], []  # fmt: skip
 
@@ -247,7 +247,7 @@ async def test_the_load_fits_the_server(
     monkeypatch.setattr(serve_load, "send_all", sent)
     async with aiohttp.ClientSession() as session:
         options = parse("serve-load", "--shots", "1")
-        assert await fitting_samples(options, session, "http://x", ServedModel("m")) == samples
+        assert await fitting_samples(options, session, "http://127.0.0.1:9", ServedModel("m")) == samples
     assert asked == [256 * 32]
     assert f"16 prompts x {samples} samples" in capsys.readouterr().err
 
