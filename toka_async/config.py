@@ -112,6 +112,9 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         str,
         Meta(description="further names of a server without API keys that a proxy on this machine asks for; *: any"),
     ] = ""
+    vllm_metrics: Annotated[
+        bool, Meta(description="/metrics also has vLLM's names (vllm:num_requests_running, …) with the model's name")
+    ] = False
     tls_cert: Annotated[str, Meta(description="PEM file of the certificate and its chain; empty: no TLS")] = ""
     tls_key: Annotated[str, Meta(description="PEM file of its private key, without a passphrase")] = ""
     log_prompts: Annotated[bool, Meta(description="write every prompt to the log")] = False
@@ -161,7 +164,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     ] = 60.0
     log_format: Annotated[Literal["text", "json"], Meta(description="json: a JSON object a line")] = "text"
     log_requests: Annotated[
-        bool, Meta(description="log a line for each HTTP request: id, path, status, seconds; never its content")
+        bool, Meta(description="log a line for each HTTP request: id, path, status, seconds, tokens; never its content")
     ] = False
     drain_timeout: Annotated[
         float, Meta(ge=0, le=LONGEST, description="seconds that running requests get to finish on SIGTERM")

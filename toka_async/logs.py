@@ -10,6 +10,7 @@ import logging
 import sys
 import threading
 import traceback
+from collections import Counter
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Protocol, Self
@@ -27,6 +28,8 @@ PARENT = "toka-async"
 ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), 127)} | {ord("\n"): "\\n", ord("\t"): "\t"}
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
+# Tokens of the request, added up by whoever works on it, for the line that tells of its end; None: there is none.
+request_tokens: ContextVar[Counter[str] | None] = ContextVar("request_tokens", default=None)
 
 
 class Say(Protocol):

@@ -210,7 +210,29 @@ class Failed(Tagged, frozen=True, kw_only=True):
 
 
 # Upper bounds of `Stats.token_gaps`, in seconds; the last bucket has none.
-GAP_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+GAP_SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+)
 SCHEDULER_STAGES = ("results", "requests", "steps", "messages")  # taking, taking, building and sending them
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests.serving import serving
 
 SMALL = ["--sequences", "64", "--samples", "16", "--prompt-tokens", "50", "--output-tokens", "24", "--end-rate", "0.02"]
 
@@ -31,6 +35,21 @@ def test_one_line_of_json(stream: bool) -> None:
     assert 0 < result["stopped"] < 128
     assert result["steps"] >= 48
     assert set(result["cpu_seconds"]) == {"server", "scheduler-0", "rank-0-0", "client"}
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+    with serving(tmp_path, "model.device=simulated", "simulated.step_ms=50") as server:
+        command = [sys.executable, "-m", "toka_async.cli", "bench", "serve-load", "--url", server.url]
+        sizes = ["--prompts", "2", "--samples", "4", "--output-tokens", "400", "--shots", "1"]
+        with subprocess.Popen([*command, *sizes], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert "0/2 requests, 0/3,200 tokens" in process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+            out, err = process.stdout.read(), process.stderr.read()
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "0 of 2 requests had ended" in out
 
 
 def test_stop_strings_and_log_probs() -> None:

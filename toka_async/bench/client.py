@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -55,7 +55,7 @@ DECODER = msgspec.json.Decoder(Answer)
 class Reply:
     """How one request went. Times are seconds since it was sent; `first` and `last` are of streamed text.
 
-    error: what went wrong, or empty.
+    error: what went wrong, or empty. has_ended: False for one that was given up before.
     """
 
     n: int
@@ -65,6 +65,7 @@ class Reply:
     prompt_tokens: int = 0
     output_tokens: int = 0
     error: str = ""
+    has_ended: bool = False
     bodies: list[bytes] = field(default_factory=list)
 
     def decode(self) -> None:
@@ -110,10 +111,26 @@ async def served_models(session: aiohttp.ClientSession, url: str) -> list[Served
     return models
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A load that was sent: seconds from the first byte to the last, and the replies in order.
+
+    is_interrupted: by Ctrl-C; the replies are of those requests that had ended.
+    """
+
+    seconds: float
+    replies: list[Reply]
+    is_interrupted: bool
+
+
 async def send_all(
-    session: aiohttp.ClientSession, url: str, asked: Sequence[Body], concurrency: int
-) -> tuple[float, list[Reply]]:
-    """Sends the requests, `concurrency` at once: seconds from the first byte to the last, and the replies in order."""
+    session: aiohttp.ClientSession,
+    url: str,
+    asked: Sequence[Body],
+    concurrency: int,
+    on_end: Callable[[], None] = lambda: None,
+) -> Sent:
+    """Sends the requests, `concurrency` at once; `on_end` is called with each that ends."""
     encoded = [msgspec.json.encode(body) for body in asked]
     replies = [Reply(body["n"]) for body in asked]
     slots = asyncio.Semaphore(concurrency)
@@ -121,14 +138,22 @@ async def send_all(
     async def send(number: int) -> None:
         async with slots:
             await exchange(session, url, encoded[number], bool(asked[number].get("stream")), replies[number])
+            on_end()
 
-    began = time.perf_counter()
-    await asyncio.gather(*map(send, range(len(asked))))
+    began, is_interrupted = time.perf_counter(), False
+    try:
+        await asyncio.gather(*map(send, range(len(asked))))
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        assert task is not None
+        task.uncancel()  # what was measured is worth telling
+        is_interrupted = True
     seconds = time.perf_counter() - began
+    replies = [reply for reply in replies if reply.has_ended]
     for reply in replies:
         if not reply.error:
             reply.decode()
-    return seconds, replies
+    return Sent(seconds, replies, is_interrupted)
 
 
 async def exchange(session: aiohttp.ClientSession, url: str, body: bytes, stream: bool, reply: Reply) -> None:
@@ -145,6 +170,7 @@ async def exchange(session: aiohttp.ClientSession, url: str, body: bytes, stream
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         reply.error = str(error) or type(error).__name__
     reply.seconds = time.perf_counter() - began
+    reply.has_ended = True
 
 
 async def read_events(response: aiohttp.ClientResponse, reply: Reply, began: float) -> None:

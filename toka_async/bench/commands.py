@@ -83,7 +83,12 @@ def _add_serve_load(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shots-file", type=Path, metavar="FILE.jsonl", help="worked examples; default: --questions")
     parser.add_argument("--shots", type=_count, default=4, metavar="N", help="worked examples of a prompt; default: 4")
     parser.add_argument("--prompts", type=_count, default=16, metavar="N", help="of the samples loads; default: 16")
-    parser.add_argument("--samples", type=_count, default=1024, metavar="N", help="of each prompt; default: 1024")
+    parser.add_argument(
+        "--samples",
+        type=_count,
+        metavar="N",
+        help="of each prompt; default: 16 to 1024, what takes half a minute or a little more by a small load before",
+    )
     parser.add_argument(
         "--output-tokens", type=_count, metavar="N", help="default: 192; at most, where they end by themselves: 1024"
     )
@@ -102,7 +107,7 @@ def _add_serve_load(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn; default: 0")
     parser.add_argument("--warm", action="store_true", help="a small load first, not measured")
     parser.add_argument("--repeat", type=_count, default=1, metavar="N", help="runs, the median counts; default: 1")
-    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("--json", action="store_true", help="one line of JSON with every figure, not a table")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="tokens/s over time (needs toka-async[plot])")
 
 

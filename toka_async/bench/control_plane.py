@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 from toka_async.bench.load import Load, LoadResult, run_apart
+from toka_async.bench.report import line
 from toka_async.bench.served import BenchError, Served, serve
 from toka_async.config import load_config
 from toka_async.model.hub import resolve_model
@@ -76,7 +77,7 @@ def main(options: argparse.Namespace) -> int:
     if options.json:
         print(msgspec.json.encode(result).decode())
     else:
-        print("\n".join(f"{name:26} {value}" for name, value in msgspec.to_builtins(result).items()))
+        print("\n".join(line(name.replace("_", " "), value) for name, value in msgspec.to_builtins(result).items()))
     return 0
 
 

@@ -52,6 +52,12 @@ def warm_bodies(options: argparse.Namespace, model: str, vocab_size: int | None)
     ]
 
 
+def probe_bodies(options: argparse.Namespace, model: str, vocab_size: int | None) -> list[Body]:
+    """A small load of the same kind: one prompt, enough samples and tokens to tell how fast the server is."""
+    first = bodies(options, model, vocab_size, run=-2)[0]
+    return [first | {"n": WARM_SAMPLES, "max_tokens": min(first["max_tokens"], WARM_TOKENS)}]
+
+
 def shared_fields(options: argparse.Namespace, model: str) -> Body:
     fields: Body = {"model": model, "temperature": options.temperature, "n": 1}
     top_p = options.top_p

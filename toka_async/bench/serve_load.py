@@ -9,19 +9,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import aiohttp
 import msgspec
 
-from toka_async.bench.client import Reply, ServedModel, new_session, send_all, served_models
-from toka_async.bench.loads import bodies, num_sequences, warm_bodies
+from toka_async.bench.client import Reply, Sent, ServedModel, new_session, send_all, served_models
+from toka_async.bench.loads import Body, bodies, num_sequences, probe_bodies, warm_bodies
+from toka_async.bench.progress import LoadBar
 from toka_async.bench.rate_plot import check_available, plot
-from toka_async.bench.rates import Rates, counters, ours, settled, watched
+from toka_async.bench.rates import Rates, counters, generated, ours, settled, watched
+from toka_async.bench.report import figure, line, table
 from toka_async.bench.served import BenchError
 from toka_async.listening import raise_limits
 
 PERCENTILES = (50, 90, 99, 100)
+LEAST_SAMPLES, MOST_SAMPLES = 16, 1024  # of each prompt, where it is not said how many
+FITTING_SECONDS = 30.0
 
 
 class Percentiles(msgspec.Struct, frozen=True):
@@ -38,7 +44,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     latency, first_token: seconds, of requests and until the first text of streamed ones. stream_tokens_per_second: of
     one streamed request after its first text. wasted_share: of the tokens that the server computed. server: by how
-    much this engine's counters grew. runs: the rate of each run.
+    much this engine's counters grew. runs: the rate of each run. ended: requests, those with an error too.
     """
 
     tokens_per_second: float
@@ -48,6 +54,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     sequences: int
     errors: int
+    ended: int = 0
+    interrupted: bool = False
     first_error: str = ""
     latency: Percentiles | None = None
     first_token: Percentiles | None = None
@@ -62,7 +70,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run and print; the exit code: 1 when a request failed, 2 when the load cannot be made."""
+    """Run and print; the exit code: 1 when a request failed, 2 when the load cannot be made, 130 after Ctrl-C."""
     try:
         if options.plot is not None:
             check_available()
@@ -74,39 +82,108 @@ def main(options: argparse.Namespace) -> int:
             runs=[each.tokens_per_second for each in results],
             errors=sum(each.errors for each in results),
             first_error=next((each.first_error for each in results if each.first_error), ""),
+            interrupted=results[-1].interrupted,
         )
         if options.plot is not None:
             plot(rates[results.index(median)], options.plot)
     except BenchError as error:
         print(f"toka-async: {error}", file=sys.stderr)
         return 2
-    if options.json:
-        print(msgspec.json.encode(result).decode())
-    else:
-        print("\n".join(f"{name:26} {value}" for name, value in msgspec.to_builtins(result).items()))
-    return 1 if result.errors else 0
+    print(msgspec.json.encode(result).decode() if options.json else "\n".join(lines_of(result)))
+    return 130 if result.interrupted else 1 if result.errors else 0
 
 
 async def measure(options: argparse.Namespace) -> tuple[list[Result], list[Rates]]:
-    """Every run, and its tokens over time when they are to be plotted."""
+    """Every run, and its tokens over time when they are to be plotted. Ctrl-C ends the last run early."""
     url = options.url.rstrip("/").removesuffix("/v1")
     async with new_session() as session:
         served = chosen_model(await served_models(session, url), options.model)
+        if options.samples is None:
+            options.samples = MOST_SAMPLES
+            if options.load in ("samples", "ends"):
+                options.samples = await fitting_samples(options, session, url, served)
         if options.warm:
-            await send_all(session, url, warm_bodies(options, served.id, served.vocab_size), limit(options))
+            asked = warm_bodies(options, served.id, served.vocab_size)
+            await send_whole(session, url, asked, limit(options), "warming up")
         results, all_rates = [], []
         for run in range(options.repeat):
             asked = bodies(options, served.id, served.vocab_size, run)
             before = await counters(session, url)
-            if options.plot is None:
-                seconds, replies = await send_all(session, url, asked, limit(options))
-            else:
-                async with watched(session, url) as rates:
-                    seconds, replies = await send_all(session, url, asked, limit(options))
-                all_rates.append(rates)
-            grown = growth(ours(before), ours(await settled(session, url)))
-            results.append(result_of(options, served.id, seconds, replies, num_sequences(asked), grown))
+            label = f"run {run + 1} of {options.repeat}" if options.repeat > 1 else "running"
+            async with AsyncExitStack() as stack:
+                bar = LoadBar(sys.stderr, label, len(asked), num_tokens(options, asked))
+                await stack.enter_async_context(shown(bar, session, url, generated(before)))
+                if options.plot is not None:
+                    all_rates.append(await stack.enter_async_context(watched(session, url)))
+                sent = await send_all(session, url, asked, limit(options), bar.ended)
+            after = await settled(session, url)
+            results.append(result_of(options, served.id, sent, asked, before, after))
+            if sent.is_interrupted:
+                break
     return results, all_rates
+
+
+async def fitting_samples(
+    options: argparse.Namespace, session: aiohttp.ClientSession, url: str, served: ServedModel
+) -> int:
+    """How many samples of each prompt take about FITTING_SECONDS: a power of two, by the rate of a small load.
+
+    Raises:
+        BenchError: the small load fails.
+    """
+    asked = probe_bodies(options, served.id, served.vocab_size)
+    sent = await send_whole(session, url, asked, limit(options), "measuring how much fits")
+    if error := next((reply.error for reply in sent.replies if reply.error), ""):
+        raise BenchError(error)
+    rate = sum(reply.output_tokens for reply in sent.replies) / sent.seconds
+    of_one = options.prompts * (options.mean_tokens if options.load == "ends" else options.output_tokens or 192)
+    samples = MOST_SAMPLES
+    while samples > LEAST_SAMPLES and samples // 2 * of_one >= rate * FITTING_SECONDS:
+        samples //= 2
+    note = f"{options.prompts} prompts x {samples} samples, by {rate:,.0f} tokens/s of a small load; --samples sets it"
+    print(f"toka-async: {note}", file=sys.stderr)
+    return samples
+
+
+async def send_whole(
+    session: aiohttp.ClientSession, url: str, asked: Sequence[Body], concurrency: int, label: str
+) -> Sent:
+    """As `send_all`, of a load that is not measured: nothing is left to tell when it is interrupted."""
+    bar = LoadBar(sys.stderr, label, len(asked), None)
+    async with shown(bar, session, url, generated(await counters(session, url))):
+        sent = await send_all(session, url, asked, concurrency, bar.ended)
+    if sent.is_interrupted:
+        raise asyncio.CancelledError
+    return sent
+
+
+def num_tokens(options: argparse.Namespace, asked: Sequence[Body]) -> int | None:
+    """That the load will generate, where no sample ends by itself."""
+    if options.load == "ends" or options.stop:
+        return None
+    return sum(int(body["n"]) * int(body["max_tokens"]) for body in asked)
+
+
+@asynccontextmanager
+async def shown(
+    bar: LoadBar, session: aiohttp.ClientSession, url: str, tokens_before: float | None
+) -> AsyncIterator[None]:
+    """Redraws the bar while in it, with what the server counts if it does."""
+
+    async def follow() -> None:
+        while True:
+            await asyncio.sleep(bar.interval)
+            tokens = generated(await counters(session, url))
+            bar.show(None if tokens is None or tokens_before is None else tokens - tokens_before)
+
+    bar.show(None if tokens_before is None else 0)
+    task = asyncio.create_task(follow())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        bar.close()
 
 
 def limit(options: argparse.Namespace) -> int:
@@ -129,33 +206,72 @@ def growth(before: dict[str, float], after: dict[str, float]) -> dict[str, float
 def result_of(
     options: argparse.Namespace,
     model: str,
-    seconds: float,
-    replies: Sequence[Reply],
-    sequences: int,
-    grown: dict[str, float],
+    sent: Sent,
+    asked: Sequence[Body],
+    before: dict[str, float],
+    after: dict[str, float],
 ) -> Result:
-    good = [reply for reply in replies if not reply.error]
+    """before, after: the server's counters. Of a load that was interrupted, its tokens are those that they count."""
+    good = [reply for reply in sent.replies if not reply.error]
     output_tokens = sum(reply.output_tokens for reply in good)
-    wasted, generated = grown.get("wasted_tokens_total"), grown.get("generation_tokens_total", 0.0)
+    begun, ended = generated(before), generated(after)
+    if sent.is_interrupted and begun is not None and ended is not None:
+        output_tokens = round(ended - begun)
+    grown = growth(ours(before), ours(after))
+    wasted, num_generated = grown.get("wasted_tokens_total"), grown.get("generation_tokens_total", 0.0)
     return Result(
-        tokens_per_second=round(output_tokens / seconds, 1),
-        seconds=round(seconds, 3),
+        tokens_per_second=round(output_tokens / sent.seconds, 1),
+        seconds=round(sent.seconds, 3),
         output_tokens=output_tokens,
         prompt_tokens=sum(reply.prompt_tokens for reply in good),
-        requests=len(replies),
-        sequences=sequences,
-        errors=len(replies) - len(good),
-        first_error=next((reply.error for reply in replies if reply.error), ""),
+        requests=len(asked),
+        ended=len(sent.replies),
+        sequences=num_sequences(asked),
+        errors=len(sent.replies) - len(good),
+        interrupted=sent.is_interrupted,
+        first_error=next((reply.error for reply in sent.replies if reply.error), ""),
         latency=percentiles([reply.seconds for reply in good]),
         first_token=percentiles([reply.first for reply in good if reply.first is not None]),
         stream_tokens_per_second=percentiles([rate for reply in good if (rate := stream_rate(reply)) is not None]),
-        wasted_share=None if wasted is None else round(wasted / max(generated + wasted, 1), 5),
+        wasted_share=None if wasted is None else round(wasted / max(num_generated + wasted, 1), 5),
         server=grown,
         load=options.load,
         url=options.url,
         model=model,
-        options={name: shown(value) for name, value in vars(options).items() if name not in ("command", "benchmark")},
+        options={name: plain(value) for name, value in vars(options).items() if name not in ("command", "benchmark")},
     )
+
+
+def lines_of(result: Result) -> list[str]:
+    """For people; `--json` has everything."""
+    lines = [
+        line("model", f"{result.model} at {result.url}"),
+        line("load", f"{result.load}: {result.requests:,} requests, {result.sequences:,} sequences"),
+        line("tokens/s", result.tokens_per_second),
+        *([line("of each run", result.runs)] if len(result.runs) > 1 else []),
+        line("seconds", result.seconds),
+        line("output tokens", result.output_tokens),
+        line("prompt tokens", result.prompt_tokens),
+    ]
+    if result.interrupted:
+        lines.append(line("interrupted", f"{result.ended:,} of {result.requests:,} requests had ended"))
+    if result.errors:
+        lines.append(line("errors", f"{result.errors:,}, the first: {result.first_error}"))
+    server = result.server
+    if queries := server.get("prefix_cache_queries_total"):
+        lines.append(line("prompt tokens saved", f"{server['prefix_cache_hits_total'] / queries:.1%} of all samples'"))
+    if result.wasted_share is not None:
+        lines.append(line("tokens after the end", f"{result.wasted_share:.2%} of those computed"))
+    if steps := server.get("steps_total"):
+        lines.append(line("steps", f"{figure(steps)} of {figure(server['step_seconds_total'] / steps * 1000)} ms"))
+        lines.append(line("preemptions", server["num_preemptions_total"]))
+    rows = {
+        "latency, s": result.latency,
+        "first text, s": result.first_token,
+        "tokens/s of a stream": result.stream_tokens_per_second,
+    }
+    found = [(name, (each.p50, each.p90, each.p99, each.max)) for name, each in rows.items() if each is not None]
+    return [*lines, *table(("p50", "p90", "p99", "max"), found)]
 
 
 def stream_rate(reply: Reply) -> float | None:
@@ -165,7 +281,7 @@ def stream_rate(reply: Reply) -> float | None:
     return (reply.output_tokens - 1) / (reply.last - reply.first)
 
 
-def shown(value: object) -> object:
+def plain(value: object) -> object:
     return str(value) if isinstance(value, Path) else value
 
 

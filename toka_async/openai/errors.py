@@ -30,6 +30,7 @@ class ApiError(Exception):
         param: the field of the request at fault.
         code: for programs, e.g. `model_not_found`.
         retry_after: seconds after which a retry makes sense.
+        logged: the message as it may be logged, where it may quote a prompt.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        logged: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -47,6 +49,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self.logged = message if logged is None else logged
 
     def response(self) -> ErrorResponse:
         kind = TYPES.get(self.status, "invalid_request_error")

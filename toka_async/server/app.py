@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from aiohttp import web
 
+from toka_async import __version__
 from toka_async.batches.store import Store
 from toka_async.config import ServerConfig
 from toka_async.model.generation import GenerationDefaults
@@ -25,6 +26,7 @@ from toka_async.server.routes import add_routes
 from toka_async.server.service import Service, make_defaults
 from toka_async.server.status import StatusLine
 from toka_async.server.unsent import UNSENT, count_answers, create_unsent
+from toka_async.server.vllm_metrics import VllmCollector
 from toka_async.text.chat import ChatTemplate
 from toka_async.text.tokenizer import Tokenizer
 
@@ -49,6 +51,9 @@ def create_app(
     Observed(engine.metrics, config.log_requests).install(app)
     app.middlewares.extend([count_answers, json_errors, check_sender, give_room_back])
     show_load(engine)
+    engine.metrics.show_server(model_name=served_name, version=__version__)
+    if config.vllm_metrics:
+        engine.metrics.aliases.register(VllmCollector(engine, served_name))
     service = app[SERVICE] = create_service(config, served_name, tokenizer, chat_template, defaults, engine)
     app[RECEIVING] = receiving(config, service.executor)
     app[RECEIVING].bodies.show(engine.metrics)

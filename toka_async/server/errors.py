@@ -26,6 +26,8 @@ HEADERS = {  # of every response: should a browser get to see one, it is to run 
     "Server": "toka-async",
 }
 
+FAULT: web.RequestKey[ApiError] = web.RequestKey("fault", ApiError)  # of a request that was answered with an error
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -90,7 +92,7 @@ async def json_errors(request: web.Request, handler: Handler) -> web.StreamRespo
     except (asyncio.CancelledError, ConnectionError):  # the client is gone
         raise
     except Exception as error:
-        known = as_api_error(error)
+        known = request[FAULT] = as_api_error(error)
         if known.code == "internal_error":
             logger.exception("%s %s failed", request.method, request.rel_url.raw_path)  # encoded: it stays one line
         response = error_response(known)

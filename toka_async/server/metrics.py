@@ -14,6 +14,7 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
+    Info,
     ProcessCollector,
     disable_created_metrics,
     generate_latest,
@@ -53,7 +54,10 @@ GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "expected_length_spread": ("its standard deviation", lambda s: (s.expected_length or NO_GUESS)[1]),
 }
 COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
-    "prefix_cache_queries": ("prompt tokens of all samples: a prompt counts for each of its", lambda s: s.prefix_queries),
+    "prefix_cache_queries": (
+        "prompt tokens of all samples: a prompt counts for each of its",
+        lambda s: s.prefix_queries,
+    ),
     "prefix_cache_hits": ("of these, found in the cache or shared with another sample", lambda s: s.prefix_hits),
     "prefix_shared_tokens": ("of the hits, those that samples of one request share", lambda s: s.prefix_shared),
     "requests_started": ("requests whose prompt was begun", lambda s: s.num_started),
@@ -96,8 +100,10 @@ class Metrics:
     """All metrics of one server, in a registry of their own; `process_…` are of the server's process."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # the times at which counters were made: a series for each counter, of no use
+        # The times at which counters were made: a series for each counter, of no use.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
+        self.aliases = CollectorRegistry()  # other names for some of them
         ProcessCollector(registry=self.registry)
         self._prompt_tokens = Counter("toka:prompt_tokens", "prompt tokens, cached ones too", registry=self.registry)
         self._success = Counter(
@@ -141,7 +147,11 @@ class Metrics:
 
     def text(self) -> bytes:
         """Prometheus' text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self.registry) + generate_latest(self.aliases)
+
+    def show_server(self, **labels: str) -> None:
+        """What server this is: labels to join with, on a series that is always 1."""
+        Info("toka:server", "the served model's name and the program's version", registry=self.registry).info(labels)
 
     def prefilled(self, num_prompt: int, seconds: float) -> None:
         self._prompt_tokens.inc(num_prompt)

@@ -9,25 +9,28 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+from collections import Counter
 from time import monotonic
 
 from aiohttp import web
 
-from toka_async.logs import request_id
-from toka_async.server.errors import Handler
+from toka_async.logs import request_id, request_tokens
+from toka_async.server.errors import FAULT, Handler
 from toka_async.server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
 HEADER = "X-Request-Id"
 ID: web.RequestKey[str] = web.RequestKey("id", str)
+MOST_REASON = 200  # characters of an error's message that are logged
+COUNTED = {401, 403, 429}  # errors that load or strangers make many of: they are in the metrics
 GONE = 499  # the status of a request whose client left before it was answered, as nginx has it
 
 _VALID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Observed:
-    """Counts and perhaps logs requests. log: a line for each."""
+    """Counts requests, and logs those that a client has to mend, with the reason. log: a line for every request."""
 
     def __init__(self, metrics: Metrics, log: bool) -> None:
         self._metrics = metrics
@@ -47,21 +50,31 @@ class Observed:
         given = request.headers.get(HEADER, "")
         about = request[ID] = given if _VALID.fullmatch(given) else secrets.token_hex(16)
         token, began, status = request_id.set(about), monotonic(), GONE
+        tokens = Counter[str]()
+        counting = request_tokens.set(tokens)
         try:
             response = await handler(request)
             status = response.status
             return response
         finally:
-            self._ended(request, status, monotonic() - began)
+            self._ended(request, status, monotonic() - began, tokens)
+            request_tokens.reset(counting)
             request_id.reset(token)
 
-    def _ended(self, request: web.Request, status: int, seconds: float) -> None:
+    def _ended(self, request: web.Request, status: int, seconds: float, tokens: Counter[str]) -> None:
         resource = request.match_info.route.resource
         path = "other" if resource is None else resource.canonical
         self._metrics.http_ended(path, status)
-        if self._log:
-            fields = {"method": request.method, "path": path, "status": status, "seconds": round(seconds, 6)}
-            logger.info("%s %s %d in %.3f s", request.method, path, status, seconds, extra={"fields": fields})
+        fault = request.get(FAULT)
+        if self._log or (fault is not None and 400 <= status < 500 and status not in COUNTED and resource is not None):
+            fields = {"method": request.method, "path": path, "status": status, "seconds": round(seconds, 6), **tokens}
+            line = f"{request.method} {path} {status} in {seconds:.3f} s"
+            if tokens:
+                line += f", {tokens['prompt_tokens']:,} prompt and {tokens['output_tokens']:,} output tokens"
+            if fault is not None:
+                fields["reason"] = fault.logged[:MOST_REASON]
+                line += f": {fields['reason']}"
+            logger.info("%s", line, extra={"fields": fields})
 
 
 async def tell_id(request: web.Request, response: web.StreamResponse) -> None:

@@ -29,7 +29,6 @@ from toka_async.server.replica_stats import counters, merged
 from toka_async.server.router import Router
 from toka_async.transport.base import Outbox
 
-
 ASK_SECONDS = 0.25  # in which a scheduler that is asked for its counts answers, unless something is wrong with it
 
 

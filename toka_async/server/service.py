@@ -21,10 +21,11 @@ import numpy.typing as npt
 
 from toka_async.arrays import Int32
 from toka_async.config import ServerConfig
+from toka_async.logs import request_tokens
 from toka_async.messages import Ready, Reason
 from toka_async.model.generation import GenerationDefaults
 from toka_async.openai.answer_size import check_answer_size
-from toka_async.openai.errors import bad_request, model_not_found
+from toka_async.openai.errors import ApiError, bad_request, model_not_found
 from toka_async.openai.generation import Defaults, Generation, Limits, check_text, check_text_size, token_budget
 from toka_async.openai.prompts import Prompt, check_vocabulary
 from toka_async.server.account import Account
@@ -198,7 +199,8 @@ class Service:
         except TemplateKwargsError as error:
             raise bad_request(str(error), param="chat_template_kwargs") from None
         except ChatTemplateError as error:
-            raise bad_request(str(error), param="messages") from None
+            logged = "the chat template does not take the messages"  # its own words may quote them
+            raise ApiError(400, str(error), param="messages", logged=logged) from None
 
     @asynccontextmanager
     async def running(
@@ -241,6 +243,7 @@ class Service:
             self.engine.check_serving(len(prompts))
             first = list(islice(jobs, SLICE))
             batch = stack.enter_context(self.engine.submitted(first, account.timeout, monotonic() - arrival))
+            stack.callback(note_tokens, prompts, batch)
             if stop_id >= 0:
                 stack.enter_context(self._stop_sets.watched(batch, options))
             if len(prompts) > SLICE:
@@ -327,6 +330,13 @@ def text_options(generation: Generation) -> TextOptions:
         min_tokens=generation.sampling.min_tokens,
         kept_end_ids=generation.stop_token_ids if generation.include_stop else frozenset(),
     )
+
+
+def note_tokens(prompts: Sequence[Int32], batch: Batch) -> None:
+    """For the request's line in the log: what it took, up to now."""
+    if (tokens := request_tokens.get()) is not None:
+        tokens["prompt_tokens"] += sum(map(len, prompts))
+        tokens["output_tokens"] += sum(flight.num_tokens for flight in batch.flights)
 
 
 def job(generation: Generation, prompt: Int32, index: int, max_tokens: int, stop_id: int) -> Job:

@@ -6,13 +6,16 @@ import asyncio
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.fake_scheduler import READY, FakeScheduler
+from tests.keyed import KEYS
 from tests.unit.server.test_lifecycle import until
 from tests.web_server import JSON, WebServer, web_server
 from toka_async.logs import JsonLines
+from toka_async.server.observed import MOST_REASON
 
 PATH = "/v1/completions"
 BODY = json.dumps({"prompt": "the secret", "max_tokens": 2})
@@ -53,6 +56,61 @@ async def test_a_line_for_each_request_without_its_content(log: bool, caplog: py
     assert [(each["request_id"], each["path"], each["status"]) for each in ours] == (
         [("mine-1", PATH, 200), ("mine-2", "other", 404)] if log else []
     )
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    caplog.set_level(logging.INFO)
+    caplog.handler.setFormatter(JsonLines("server"))
+    lines = [json.loads(line) for line in caplog.text.splitlines()]
+    return [line for line in lines if line["logger"] == "toka_async.server.observed"]
+
+
+@pytest.mark.parametrize("log", [False, True])
+async def test_what_a_client_has_to_mend_is_told_whether_lines_are_wanted_or_not(
+    log: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert lines_of(caplog) == []
+    async with web_server(log_requests=log) as server:
+        await server.error(PATH, {"prompt": "the secret", "temperature": -3})
+        await server.error(PATH, {"prompt": "the secret", "model": "x" * 9999}, status=404)
+    temperature, model = lines_of(caplog)
+    assert (temperature["level"], temperature["status"], temperature["path"]) == ("info", 400, PATH)
+    assert temperature["reason"].startswith("'temperature': expected")
+    assert temperature["message"].endswith(f" s: {temperature['reason']}")
+    assert len(temperature["request_id"]) == 32
+    assert model["reason"] == "the model '" + "x" * (MOST_REASON - len("the model '"))
+    assert "secret" not in caplog.text
+
+
+async def test_a_template_that_quotes_the_messages_is_not_quoted(caplog: pytest.LogCaptureFixture) -> None:
+    assert lines_of(caplog) == []
+    template = "{{ raise_exception('no: ' + messages[0].content) }}"
+    async with web_server(template=template) as server:
+        error = await server.error("/v1/chat/completions", {"messages": [{"role": "user", "content": "the secret"}]})
+    assert "the secret" in error["message"]
+    assert [line["reason"] for line in lines_of(caplog)] == ["the chat template does not take the messages"]
+    assert "secret" not in caplog.text
+
+
+async def test_errors_that_strangers_make_many_of_are_counted_only(caplog: pytest.LogCaptureFixture) -> None:
+    assert lines_of(caplog) == []
+    async with web_server(keys=KEYS) as server:
+        await server.error(PATH, {}, status=401)
+        await server.get("/nowhere")
+    assert lines_of(caplog) == []
+
+
+@pytest.mark.parametrize("extra", [{}, {"stream": True}, {"logprobs": 2}, {"stop": ["nothing"]}])
+async def test_a_line_has_the_tokens(extra: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    assert lines_of(caplog) == []
+    async with web_server(log_requests=True) as server:
+        body = {"prompt": [[5, 6, 7], [8]], "n": 3, "max_tokens": 4, **extra}
+        await id_of(server, PATH, json.dumps(body))
+        await id_of(server, "/v1/models")
+    completion, models = lines_of(caplog)
+    assert (completion["prompt_tokens"], completion["output_tokens"]) == (4, 2 * 3 * 4)
+    assert completion["message"].endswith(" s, 4 prompt and 24 output tokens")
+    assert "prompt_tokens" not in models
 
 
 async def test_requests_are_counted_by_route_and_status() -> None:

@@ -1,0 +1,78 @@
+"""How far a load is: a bar on a terminal, a line now and then elsewhere. Knows counts; knows no server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+WIDTH = 30
+INTERVAL, QUIET_INTERVAL = 0.5, 10.0  # seconds between redraws; between lines where there is no terminal
+
+
+class LoadBar:
+    """One load.
+
+    Args:
+        label: what it is, such as `run 1 of 3`.
+        num_requests: of the load. num_tokens: that it will generate; None: nobody knows.
+        clock: seconds, monotonic.
+
+    Attributes:
+        num_ended: requests that have ended.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        label: str,
+        num_requests: int,
+        num_tokens: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_ended = 0
+        self._stream = stream
+        self._label = label
+        self._num_requests = num_requests
+        self._num_tokens = num_tokens
+        self._clock = clock
+        self._began = clock()
+        self._is_terminal = stream.isatty()
+        self.interval = INTERVAL if self._is_terminal else QUIET_INTERVAL
+
+    def ended(self) -> None:
+        """Another request has."""
+        self.num_ended += 1
+
+    def show(self, num_tokens: float | None) -> None:
+        """The load has so many tokens now; None: the server does not say."""
+        line = self._line(num_tokens, self._clock() - self._began)
+        self._stream.write(f"\r{line}\x1b[K" if self._is_terminal else f"{line}\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """What follows is written where the bar was."""
+        if self._is_terminal:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+    def _line(self, num_tokens: float | None, seconds: float) -> str:
+        if num_tokens is not None and self._num_tokens:
+            share = min(1.0, num_tokens / self._num_tokens)
+        else:
+            share = self.num_ended / max(1, self._num_requests)
+        bar = "#" * round(WIDTH * share)
+        parts = [f"{self._label} [{bar:<{WIDTH}}] {share:4.0%} {self.num_ended:,}/{self._num_requests:,} requests"]
+        if num_tokens is not None:
+            of_all = f"/{self._num_tokens:,}" if self._num_tokens else ""
+            parts += [f"{num_tokens:,.0f}{of_all} tokens", f"{num_tokens / max(seconds, 1e-9):,.0f}/s"]
+        if 0 < share < 1:
+            parts.append(f"{duration(seconds / share - seconds)} left")
+        return ", ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """`1:02:03` or `2:03`."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

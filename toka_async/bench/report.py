@@ -1,0 +1,43 @@
+"""Figures of a benchmark as lines for people: a name and a value each, with percentiles side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+WIDTH = 26
+
+
+def figure(value: float) -> str:
+    """With thousands apart, and as many digits as tell something."""
+    if value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def line(name: str, value: object) -> str:
+    """One name and its value; a mapping or a sequence goes on in the same line."""
+    return f"{name:{WIDTH}} {shown(value)}"
+
+
+def shown(value: object) -> str:
+    """As a person reads it."""
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case int() | float():
+            return figure(value)
+        case Mapping():
+            return ", ".join(f"{name} {shown(each)}" for name, each in value.items())
+        case str():
+            return value
+        case Sequence():
+            return ", ".join(map(shown, value)) or "-"
+    return str(value)
+
+
+def table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[float]]]) -> list[str]:
+    """Rows of figures under their heads, each with its name before it; no lines without rows."""
+    lines = [f"{name:{WIDTH}} " + " ".join(f"{figure(value):>10}" for value in values) for name, values in rows]
+    return [f"{'':{WIDTH}} " + " ".join(f"{each:>10}" for each in head), *lines] if lines else []
