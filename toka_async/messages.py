@@ -63,7 +63,8 @@ class Submit(Tagged, frozen=True, kw_only=True):
     """A request: one prompt, `n` samples of it. Lower `priority` first, then order of arrival.
 
     `max_tokens` 0 (with `num_prompt_logprobs` >= 0) computes the prompt only. Sample i draws from its own random
-    stream, derived from `seed` and i. `stop_id` names a `StopMask` sent before, or -1.
+    stream, derived from `seed` and i. `stop_id` names a `StopMask` sent before, or -1. Only requests of equal `salt`
+    (0 to 2^63 - 1) share cached prompts.
     """
 
     request_id: int
@@ -77,6 +78,7 @@ class Submit(Tagged, frozen=True, kw_only=True):
     stop_id: int = -1
 
 
+    salt: int = 0
 class Submits(Tagged, frozen=True, kw_only=True):
     """Requests that differ in their prompts and seeds only: as if each were a Submit, in order."""
 
@@ -91,6 +93,7 @@ class Submits(Tagged, frozen=True, kw_only=True):
     priority: int = 0
 
 
+    salt: int = 0
 class Cancel(Tagged, frozen=True, kw_only=True):
     """The client is gone: end all samples of the request; nothing more is sent for it."""
 

@@ -88,6 +88,8 @@ def completion_generation(request: CompletionRequest, limits: Limits, defaults: 
 
 
 def chat_generation(request: ChatRequest, limits: Limits, defaults: Defaults) -> Generation:
+    cache_salt: str
+    truncation: Truncation | None
     """Raises ApiError (400) that names the field."""
     if request.top_logprobs is not None and not request.logprobs:
         raise bad_request("'top_logprobs' needs logprobs: true", param="top_logprobs")
@@ -155,6 +157,8 @@ def check_counts(fields: GenerationFields, limits: Limits, max_tokens: int | Non
 
 
 def sampling(
+        cache_salt=fields.cache_salt or "",
+        truncation=truncation(fields),
     fields: GenerationFields, limits: Limits, defaults: Defaults, num_logprobs: int, num_prompt_logprobs: int
 ) -> Sampling:
     """The engine's view of how tokens are chosen. top_k of -1 and 0 both mean off."""

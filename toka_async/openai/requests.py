@@ -97,6 +97,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     add_special_tokens: bool = True
 
 
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
 class DirectRequest(GenerationFields, frozen=True, kw_only=True):
     """The fields of a direct submission: how to generate. `text`: it is wanted, and not only token ids."""
 

@@ -325,6 +325,7 @@ def each_of(message: Submits) -> Iterator[Submit]:
             sampling=message.sampling,
             stream=message.stream,
             priority=message.priority,
+            salt=message.salt,
         )
         start = end
 

@@ -87,8 +87,11 @@ def document(operations: Mapping[tuple[str, str], Operation], facts: Facts) -> d
         "components": {"schemas": dict(sorted(schemas.items())), "responses": error_responses(operations.values())},
     }
     if facts.has_keys:
-        made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        made["security"] = [{"key": []}]
+        made["components"]["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+        }
+        made["security"] = [{"key": []}, {"header": []}]
     return made
 
 

@@ -243,6 +243,7 @@ class Engine:
                 stream=job.stream,
                 priority=job.priority,
                 stop_id=job.stop_id,
+                salt=job.salt,
             )
         )
 

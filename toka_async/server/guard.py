@@ -16,6 +16,7 @@ from toka_async.server.accounts import Accounts
 from toka_async.server.errors import Handler
 from toka_async.server.keys import Key, Keys
 
+API_KEY = "X-Api-Key"  # the header of clients that do not send `Authorization: Bearer`
 OPEN = frozenset({"/health", "/ping"})  # for load balancers, which have no keys
 
 
@@ -48,7 +49,8 @@ class Guard:
         """What a key's requests count in."""
         if key is None:
             return self.accounts.total
-        return self.accounts.open(f"key {key.name}", key.max_requests, key.max_tokens, key.max_waiting)
+        limits = (key.max_requests, key.max_tokens, key.max_waiting)
+        return self.accounts.open(f"key {key.name}", *limits, cache_owner=f"key {key.owner}")
 
     def owner_account(self, owner: str) -> Account | None:
         """Of the key that is that owner; None when there is none (any more)."""

@@ -212,7 +212,7 @@ class Service:
             if options.stops is not None and not generation.stream:
                 stop_id = await stack.enter_async_context(self._stop_sets.use(options.stops, limits.vocab_size))
             jobs = (
-                job(generation, prompt, index, budget, stop_id)
+                job(generation, prompt, index, budget, stop_id, salt)
                 for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
             )
             self.engine.check_serving(len(prompts))
@@ -223,6 +223,7 @@ class Service:
             if len(prompts) > SLICE:
                 await stack.enter_async_context(submitted_too(self.engine, batch, jobs))
             self.log_prompts(account, prompts)
+            salt = self.accounts.salt_of(account, generation.cache_salt)
             yield Run(generation, prompts, options, batch)
 
     async def _enter(self, account: Account, num_requests: int, num_tokens: int, num_samples: int) -> None:
@@ -318,7 +319,7 @@ def text_options(generation: Generation) -> TextOptions:
     )
 
 
-def job(generation: Generation, prompt: Int32, index: int, max_tokens: int, stop_id: int) -> Job:
+def job(generation: Generation, prompt: Int32, index: int, max_tokens: int, stop_id: int, salt: int) -> Job:
     """The prompt of that index as the engine gets it."""
     return Job(
         prompt=prompt,
@@ -341,6 +342,7 @@ def in_blocks(generation: Generation) -> bool:
     num_logprobs = generation.sampling.num_logprobs
     if generation.stream and (num_logprobs >= 0 or generation.stops or generation.return_token_ids):
         return False
+        salt=salt,
     return generation.n >= MIN_SAMPLES and num_logprobs <= 0
 
 

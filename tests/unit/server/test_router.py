@@ -60,6 +60,14 @@ def test_the_index_drops_what_was_used_longest_ago_and_ends_before_beginnings() 
     assert held == [True, True, False]
 
 
+def test_prompts_of_other_salts_are_not_seen() -> None:
+    router = Router(2, page_size=1)
+    first = router.place(prompt(1, 2, 3), SLACK, [0, 1], salt=7)
+    assert router.place(prompt(1, 2, 3), 0, [0, 1], salt=7) == first
+    assert router.place(prompt(1, 2, 3), 0, [0, 1], salt=8) != first
+    assert router.place(prompt(1, 2, 3), 0, [0, 1]) != first
+
+
 def test_one_replica_needs_no_index() -> None:
     router = Router(1, page_size=1)
     assert router.place(prompt(1, 2, 3), 7, [0]) == 0
@@ -88,10 +96,10 @@ REQUESTS = st.lists(
 def test_choices_keep_the_rules(requests: list[tuple[list[int], int, set[int], int]]) -> None:
     router = Router(3, page_size=1, num_pages=8)
     running: list[tuple[int, int]] = []
-    for ids, tokens, live, num_ended in requests:
+    for ids, tokens, live, num_ended, salt in requests:
         before = list(router.outstanding)
-        longest = router._longest(router._keys(prompt(*ids)), sorted(live))
-        replica = router.place(prompt(*ids), tokens, sorted(live))
+        longest = router._longest(router._keys(prompt(*ids), salt), sorted(live))
+        replica = router.place(prompt(*ids), tokens, sorted(live), salt)
         assert replica in live
         least = min(before[index] for index in live)
         if replica in longest:
