@@ -176,6 +176,7 @@ class CoreMachine(RuleBasedStateMachine):
         if message.sampling.num_prompt_logprobs >= 0:
             scores = [prompt_score(prompt, i) for i in range(1, prompt.size)]
             assert as_f32(received.prefilled.logprobs).tolist() == scores
+            assert as_i32(received.prefilled.ranks).tolist() == (prompt[1:] + 1).tolist()
             assert len(as_i32(received.prefilled.top_ids)) == len(scores) * message.sampling.num_prompt_logprobs
         for index, sample in enumerate(received.samples):
             tokens = expected(prompt, message.seed, index, message.max_tokens, set(ENDS), VOCAB)

@@ -33,8 +33,8 @@ class PrefixTreeMachine(RuleBasedStateMachine):
     @initialize(page_size=st.integers(1, 3))
     def start(self, page_size: int) -> None:
         self.size, self.tree = page_size, PrefixTree(page_size)
-        self.model: dict[tuple[int, ...], Cached] = {}
-        self.owners: list[tuple[list[tuple[int, ...]], list[Node]]] = []
+        self.model: dict[Key, Cached] = {}
+        self.owners: list[tuple[list[Key], list[Node]]] = []
         self.num_pages = 0
         self.clock = 0
 
@@ -110,7 +110,7 @@ class PrefixTreeMachine(RuleBasedStateMachine):
 
     def known(self, prompt: list[int], salt: int) -> list[Key]:
         """Prefixes of whole pages that are cached, up to the first that is not."""
-        keys: list[tuple[int, ...]] = []
+        keys: list[Key] = []
         for end in range(self.size, len(prompt) + 1, self.size):
             if (salt, tuple(prompt[:end])) not in self.model:
                 break

@@ -55,11 +55,11 @@ class PrefixTree:
         node, nodes, width = self._root, [], 4 * self._page_size
         data, before = tokens.tobytes(), _salt_key(salt)
         for i in range(min(max_pages, tokens.size // self._page_size)):
-            child = node.children.get(data[i * width : (i + 1) * width])
+            child = node.children.get(before + data[i * width : (i + 1) * width])
             if child is None:
                 break
             nodes.append(child)
-            node = child
+            node, before = child, b""
         return nodes
 
     def acquire(self, nodes: Sequence[Node]) -> None:

@@ -29,6 +29,7 @@ FAST = {
 }
 SLOW = {
     "bias": Sampling(bias_ids=i32_column([5, VOCAB + 1]), bias_values=f32_column([50.0, 1.0])),
+    "allowed": Sampling(allowed_ids=i32_column([4, 44, 7, VOCAB + 1])),
     "min_tokens": Sampling(temperature=0, min_tokens=9, end_ids=i32_column(range(60))),
     "counts": Sampling(temperature=0, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=2.0),
     "likeliest": Sampling(num_logprobs=4, temperature=0.7),
