@@ -38,8 +38,8 @@ class Guard:
         keys = self.source()
         if not keys or (resource is not None and resource.canonical in self.open_paths):
             return None
-        scheme, _, text = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-        key = keys.find(text.strip()) if scheme.lower() == "bearer" else None
+        text = key_text(request)
+        key = keys.find(text) if text else None
         if key is None:
             self.num_unauthorized += 1
             raise unauthorized(is_missing=not text)
@@ -59,6 +59,12 @@ class Guard:
 
 
 GUARD: web.AppKey[Guard] = web.AppKey("guard", Guard)
+
+
+def key_text(request: web.Request) -> str:
+    """The key that a request says, in either of two headers; empty: none."""
+    scheme, _, text = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+    return text.strip() if scheme.lower() == "bearer" else request.headers.get(API_KEY, "").strip()
 
 
 def unauthorized(*, is_missing: bool) -> ApiError:
