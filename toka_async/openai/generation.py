@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from toka_async.arrays import EMPTY, f32_column, i32_column
+from toka_async.arrays import EMPTY, Int32, column, f32_column, i32_column
 from toka_async.messages import Sampling
 from toka_async.openai.errors import bad_request
 from toka_async.openai.prompts import check_vocabulary
@@ -23,11 +23,13 @@ from toka_async.openai.requests import (
     CompletionRequest,
     DirectRequest,
     GenerationFields,
+    StreamOptions,
 )
 
 N = TypeVar("N", int, float)
 
 COMPLETION_TOKENS = 16  # OpenAI's default of a completion's max_tokens
+LEAST_TEMPERATURE = 1e-5  # below, a choice is greedy, as in vLLM: 1 / temperature has no meaning in float32
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -53,12 +55,21 @@ class Defaults(msgspec.Struct, frozen=True):
     end_ids: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Of prompts. num_kept: tokens at most, -1 for as many as fit. keep_end: the last ones stay, not the first."""
+
+    num_kept: int
+    keep_end: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """A checked request.
 
     max_tokens: None is whatever is left of the context. num_prompt_logprobs: the response's `prompt_logprobs`, -1 for
-    none; `sampling` may ask the engine for more, for an echo.
+    none; `sampling` may ask the engine for more, for an echo. truncation: None leaves prompts as they are.
+    usage_in_chunks: every chunk of a stream says the usage of its sample so far.
     """
 
     n: int
@@ -70,11 +81,15 @@ class Generation:
     stop_token_ids: frozenset[int]
     skip_special_tokens: bool
     return_token_ids: bool
+    name_token_ids: bool
     echo: bool
     num_prompt_logprobs: int
     stream: bool
     include_usage: bool
+    usage_in_chunks: bool
     priority: int
+    cache_salt: str
+    truncation: Truncation | None
 
 
 def completion_generation(request: CompletionRequest, limits: Limits, defaults: Defaults) -> Generation:
@@ -88,10 +103,8 @@ def completion_generation(request: CompletionRequest, limits: Limits, defaults: 
 
 
 def chat_generation(request: ChatRequest, limits: Limits, defaults: Defaults) -> Generation:
-    cache_salt: str
-    truncation: Truncation | None
     """Raises ApiError (400) that names the field."""
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise bad_request("'top_logprobs' needs logprobs: true", param="top_logprobs")
     both = request.max_tokens is not None and request.max_completion_tokens is not None
     if both and request.max_tokens != request.max_completion_tokens:
@@ -103,7 +116,7 @@ def chat_generation(request: ChatRequest, limits: Limits, defaults: Defaults) ->
 
 def direct_generation(request: DirectRequest, limits: Limits, defaults: Defaults) -> Generation:
     """Raises ApiError (400) that names the field. The seed is each prompt's own."""
-    for name in ("seed", "stream_options", "return_token_ids"):
+    for name in ("seed", "stream_options", "return_token_ids", "return_tokens_as_token_ids", "truncate_prompt_tokens"):
         if getattr(request, name) not in (None, False):
             raise bad_request(f"'{name}' is no field of a direct submission", param=name)
     num_logprobs = -1 if request.logprobs is None else request.logprobs
@@ -126,6 +139,7 @@ def generation(
         num_prompt_logprobs = max(num_prompt_logprobs, fields.prompt_logprobs)
     stop_token_ids = np.array(fields.stop_token_ids, dtype=np.int32)
     check_vocabulary(stop_token_ids, limits.vocab_size, "stop_token_ids")
+    options = fields.stream_options or StreamOptions()
     return Generation(
         n=fields.n,
         max_tokens=max_tokens,
@@ -136,12 +150,31 @@ def generation(
         stop_token_ids=frozenset(fields.stop_token_ids),
         skip_special_tokens=fields.skip_special_tokens,
         return_token_ids=fields.return_token_ids,
+        name_token_ids=fields.return_tokens_as_token_ids,
         echo=echo,
         num_prompt_logprobs=-1 if fields.prompt_logprobs is None else fields.prompt_logprobs,
         stream=fields.stream,
-        include_usage=fields.stream_options is not None and fields.stream_options.include_usage,
+        include_usage=options.include_usage,
+        usage_in_chunks=options.continuous_usage_stats,
         priority=fields.priority,
+        cache_salt=fields.cache_salt or "",
+        truncation=truncation(fields),
     )
+
+
+def truncation(fields: GenerationFields) -> Truncation | None:
+    if fields.truncate_prompt_tokens is None:
+        return None
+    if fields.truncate_prompt_tokens == 0:
+        raise bad_request("'truncate_prompt_tokens' must be 1 or more, or -1", param="truncate_prompt_tokens")
+    return Truncation(fields.truncate_prompt_tokens, fields.truncation_side == "left")
+
+
+def truncated(prompt: Int32, how: Truncation, limits: Limits, max_tokens: int | None) -> Int32:
+    """A prompt [p] cut to what is wanted of it; what fits leaves room for `max_tokens`, or for one token."""
+    room = min(limits.max_context, limits.cache_tokens) - (1 if max_tokens is None else max_tokens)
+    num_kept = how.num_kept if how.num_kept > 0 else max(1, room)
+    return prompt[-num_kept:] if how.keep_end else prompt[:num_kept]
 
 
 def check_counts(fields: GenerationFields, limits: Limits, max_tokens: int | None) -> None:
@@ -157,15 +190,16 @@ def check_counts(fields: GenerationFields, limits: Limits, max_tokens: int | Non
 
 
 def sampling(
-        cache_salt=fields.cache_salt or "",
-        truncation=truncation(fields),
     fields: GenerationFields, limits: Limits, defaults: Defaults, num_logprobs: int, num_prompt_logprobs: int
 ) -> Sampling:
     """The engine's view of how tokens are chosen. top_k of -1 and 0 both mean off."""
     ends = set(fields.stop_token_ids) | (set() if fields.ignore_eos else set(defaults.end_ids))
     bias = parse_bias(fields.logit_bias, limits.vocab_size)
+    allowed = np.unique(np.array(fields.allowed_token_ids or (), dtype=np.int32))
+    check_vocabulary(allowed, limits.vocab_size, "allowed_token_ids")
+    temperature = chosen(fields.temperature, defaults.temperature)
     return Sampling(
-        temperature=chosen(fields.temperature, defaults.temperature),
+        temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
         top_p=chosen(fields.top_p, defaults.top_p),
         top_k=max(chosen(fields.top_k, defaults.top_k), 0),
         min_p=chosen(fields.min_p, defaults.min_p),
@@ -176,6 +210,7 @@ def sampling(
         end_ids=i32_column(sorted(ends)) if ends else EMPTY,
         bias_ids=i32_column(bias.keys()),
         bias_values=f32_column(bias.values()),
+        allowed_ids=column(allowed) if allowed.size else EMPTY,
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_prompt_logprobs,
     )

@@ -26,10 +26,10 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """One token at a place of the prompt; `rank` is null where the token is not among the likeliest asked for."""
+    """One token at a place of the prompt. rank: among all tokens, from 1."""
 
     logprob: float
-    rank: int | None
+    rank: int
     decoded_token: str
 
 
@@ -54,6 +54,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: StopReason = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,12 +93,15 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """prompt_token_ids: here where the answer is to many conversations."""
+
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
     stop_reason: StopReason = None
     token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +112,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +136,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,6 +144,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["toka-async"] = "toka-async"
+    root: str
+    parent: None = None
     max_model_len: int | None = None
     vocab_size: int | None = None
 
@@ -151,6 +159,7 @@ class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
     count: int
     max_model_len: int
+    token_strs: list[str] | UnsetType = UNSET
 
 
 class DetokenizeResponse(msgspec.Struct, frozen=True):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
-
 from hashlib import blake2b
+
 from toka_async.config import ServerConfig
 from toka_async.server.account import Account
 from toka_async.server.turns import Turns
@@ -19,8 +20,8 @@ class Accounts:
     batches: Account = field(init=False)
     turns: Turns = field(init=False, default_factory=Turns)
     by_name: dict[str, Account] = field(default_factory=dict)
-
     _secret: bytes = field(init=False, repr=False, default_factory=lambda: secrets.token_bytes(32))
+
     def __post_init__(self) -> None:
         config = self.config
         self.total = Account(
@@ -41,8 +42,8 @@ class Accounts:
         max_requests: int | None = None,
         max_tokens: int | None = None,
         max_waiting: int | None = None,
-    ) -> Account:
         cache_owner: str = "",
+    ) -> Account:
         """The account of that name, from now on with these limits; None: the configured ones.
 
         cache_owner: see Account.
@@ -60,10 +61,9 @@ class Accounts:
         elif (account.max_requests, account.max_tokens, account.max_waiting) != (requests, tokens, waiting):
             account.max_requests, account.max_tokens, account.max_waiting = requests, tokens, waiting
             self.turns.let_in()
-        return account
         account.cache_owner = cache_owner
+        return account
 
-    def batches_of(self, account: Account) -> Account:
     def salt_of(self, account: Account, cache_salt: str) -> int:
         """Under which an account's prompts are cached: only requests of equal salt find each other's.
 
@@ -77,13 +77,14 @@ class Accounts:
         digest = blake2b(text, digest_size=8, key=self._secret).digest()
         return max(1, int.from_bytes(digest, "little") >> 1)
 
+    def batches_of(self, account: Account) -> Account:
         """What the lines of an owner's batches count in: the limits of the owner, and those of all batches."""
         name = f"batches of {account.owner}"
         if name not in self.by_name:
             self.by_name[name] = self._account(name, 0, 0, account, self.batches, is_behind=True)
             self.by_name[name].while_waiting = self.batches.while_waiting
-        return self.by_name[name]
         self.by_name[name].cache_owner = account.cache_owner
+        return self.by_name[name]
 
     def _account(
         self,

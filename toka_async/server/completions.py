@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from aiohttp import web
 from msgspec import UNSET, Raw, UnsetType
+from msgspec.structs import replace
 
+from toka_async.arrays import as_i32
 from toka_async.config import ServerConfig
 from toka_async.messages import Reason
 from toka_async.openai.errors import bad_request
@@ -21,6 +23,7 @@ from toka_async.server.answers import FINISH, Header, new_header, num_kept, run_
 from toka_async.server.block_texts import MANY
 from toka_async.server.guard import account_of
 from toka_async.server.logprobs import (
+    TokenNames,
     concatenated,
     echoed_logprobs,
     legacy_logprobs,
@@ -52,8 +55,9 @@ async def completion_run(
     generation = completion_generation(wire, service.limits(), service.defaults)
     given = await service.in_thread(parse_prompts, wire.prompt, is_long=len(wire.prompt) > SLICE)
     check_size(given, generation, service.config)
-    prompts = await service.encode(given, wire.add_special_tokens, "prompt")
-    echoed = [prompt_text(service, generation, each) async for each in in_slices(given if generation.echo else [])]
+    prompts = await service.encode(given, wire.add_special_tokens, "prompt", generation)
+    whole = prompts if generation.truncation else given
+    echoed = [prompt_text(service, generation, each) async for each in in_slices(whole if generation.echo else [])]
     async with service.running(generation, prompts, "prompt", account) as run:
         yield run, CompletionAnswer(service, echoed, new_header("cmpl", service.name))
 
@@ -93,8 +97,9 @@ class CompletionAnswer:
             echo = self.echo(run, prompt)
             of_prompt = self.prompt_logprobs(run, prompt)
             logprobs = self.sample_logprobs(run, samples, echo)
+            prompt_ids = self.prompt_token_ids(run, prompt)
             for sample, (output, own) in enumerate(zip(samples, logprobs, strict=True)):
-                choices.append(self.choice(run, prompt, sample, output, echo[0], own, of_prompt))
+                choices.append(self.choice(run, prompt, sample, output, echo[0], own, of_prompt, prompt_ids))
         return self.completion(choices, run_usage(run, num_kept(outputs)))
 
     def choice(
@@ -106,6 +111,7 @@ class CompletionAnswer:
         echo: str,
         logprobs: CompletionLogprobs | Raw | None,
         of_prompt: PromptLogprobs | UnsetType,
+        prompt_ids: list[int] | UnsetType,
     ) -> CompletionChoice:
         return CompletionChoice(
             index=prompt * run.generation.n + sample,
@@ -115,7 +121,11 @@ class CompletionAnswer:
             stop_reason=output.stop,
             token_ids=output.rows.token_ids.tolist() if run.generation.return_token_ids else UNSET,
             prompt_logprobs=of_prompt,
+            prompt_token_ids=prompt_ids,
         )
+
+    def prompt_token_ids(self, run: Run, prompt: int) -> list[int] | UnsetType:
+        return run.prompts[prompt].tolist() if run.generation.return_token_ids else UNSET
 
     def sample_logprobs(
         self, run: Run, samples: Sequence[Output], echo: tuple[str, CompletionLogprobs | None]
@@ -126,7 +136,8 @@ class CompletionAnswer:
             return [None] * len(samples)
         text, of_echo = echo
         rows = [output.rows for output in samples]
-        if num_logprobs == 0 and of_echo is None and sum(map(len, rows)) >= MANY:
+        is_named = not run.generation.name_token_ids
+        if num_logprobs == 0 and is_named and of_echo is None and sum(map(len, rows)) >= MANY:
             return self.service.logprob_columns.encode(rows, skip, start=len(text))
         logprobs = []
         for each in rows:
@@ -141,6 +152,10 @@ class CompletionAnswer:
         text, logprobs = self.echo(run, prompt)
         choice = CompletionChoice(index=prompt * run.generation.n + sample, text=text, logprobs=logprobs)
         return self.completion([choice], self.no_usage(run))
+
+    def with_prompt(self, chunk: Completion, run: Run, prompt: int) -> Completion:
+        (choice,) = chunk.choices
+        return replace(chunk, choices=[replace(choice, prompt_token_ids=self.prompt_token_ids(run, prompt))])
 
     def chunk(
         self, run: Run, prompt: int, sample: int, piece: Piece, reason: Reason, stop: str | int | None
@@ -171,7 +186,10 @@ class CompletionAnswer:
         return None if run.generation.include_usage else UNSET
 
     def logprobs(self, run: Run, rows: Rows, offsets: list[int]) -> CompletionLogprobs:
-        return legacy_logprobs(self.service.tokenizer, rows, offsets, run.generation.sampling.num_logprobs)
+        return legacy_logprobs(self.names(run), rows, offsets, run.generation.sampling.num_logprobs)
+
+    def names(self, run: Run) -> TokenNames:
+        return TokenNames(self.service.tokenizer, run.generation.name_token_ids)
 
     def echo(self, run: Run, prompt: int) -> tuple[str, CompletionLogprobs | None]:
         """What an echo puts before the completion: the prompt, with its log-probs where the request wants some."""
@@ -183,13 +201,15 @@ class CompletionAnswer:
         ids = run.prompts[prompt].tolist()
         offsets = text_offsets(self.service.tokenizer, ids, run.generation.skip_special_tokens, False)
         rows = self.prompt_rows(run, prompt)
-        return text, echoed_logprobs(self.service.tokenizer, ids[0], rows, offsets, num_top)
+        return text, echoed_logprobs(self.names(run), ids[0], rows, offsets, num_top)
 
     def prompt_logprobs(self, run: Run, prompt: int) -> PromptLogprobs | UnsetType:
         num_top = run.generation.num_prompt_logprobs
-        return UNSET if num_top < 0 else prompt_logprobs(self.service.tokenizer, self.prompt_rows(run, prompt), num_top)
+        if num_top < 0:
+            return UNSET
+        ranks = as_i32(run.prefilled(prompt).ranks)
+        return prompt_logprobs(self.service.tokenizer, self.prompt_rows(run, prompt), ranks, num_top)
 
     def prompt_rows(self, run: Run, prompt: int) -> Rows:
-        prefilled = run.batch.flights[prompt].prefilled
-        assert prefilled is not None, "the prompt is computed before its samples"
-        return prompt_rows(run.prompts[prompt], prefilled, run.generation.sampling.num_prompt_logprobs)
+        num_top = run.generation.sampling.num_prompt_logprobs
+        return prompt_rows(run.prompts[prompt], run.prefilled(prompt), num_top)

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from toka_async.messages import Reason
-from toka_async.server.answers import Answer
+from toka_async.server.answers import Answer, sample_usage
 from toka_async.server.inflight import InFlight
 from toka_async.server.sample_text import Piece, SampleStream
 from toka_async.server.service import Run, Service, stop_token
@@ -47,11 +48,12 @@ class SampleEvents:
         if state.muted:
             return []
         stream = self._streams.get((flight.index, sample))
+        is_new = stream is None
         if stream is None:
             stream = SampleStream(self._service.tokenizer, self._run.options)
             self._streams[flight.index, sample] = stream
             first = self._answer.first(self._run, flight.index, sample)
-            chunks += [] if first is None else [first]
+            chunks += [] if first is None else [self._with_usage(first, flight.index, 0)]
         piece = stream.push(state.take(), state.reason)
         reason = state.reason
         stop: str | int | None = stop_token(self._run.generation, piece.rows, reason)
@@ -60,8 +62,17 @@ class SampleEvents:
             reason, stop = Reason.STOP_STRING, piece.stop
         self.num_open -= reason is not Reason.NONE
         if reason is not Reason.NONE or self._has_news(piece):
-            chunks.append(self._answer.chunk(self._run, flight.index, sample, piece, reason, stop))
+            chunk = self._answer.chunk(self._run, flight.index, sample, piece, reason, stop)
+            chunks.append(self._with_usage(chunk, flight.index, stream.num_tokens))
+        if is_new and chunks and self._run.generation.return_token_ids:
+            chunks[0] = self._answer.with_prompt(chunks[0], self._run, flight.index)
         return chunks
+
+    def _with_usage(self, chunk: msgspec.Struct, prompt: int, num_tokens: int) -> msgspec.Struct:
+        """Where the request wants to see it in every chunk."""
+        if not self._run.generation.usage_in_chunks:
+            return chunk
+        return replace(chunk, usage=sample_usage(self._run, prompt, num_tokens))
 
     def _has_news(self, piece: Piece) -> bool:
         """Tokens whose text is held back are worth a chunk when the request wants to see tokens."""

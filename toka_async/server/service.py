@@ -21,11 +21,12 @@ import numpy.typing as npt
 
 from toka_async.arrays import Int32
 from toka_async.config import ServerConfig
-from toka_async.messages import Ready, Reason
+from toka_async.messages import Prefilled, Ready, Reason
 from toka_async.model.generation import GenerationDefaults
 from toka_async.openai.errors import bad_request, model_not_found
-from toka_async.openai.generation import Defaults, Generation, Limits, check_text, token_budget
+from toka_async.openai.generation import Defaults, Generation, Limits, check_text, token_budget, truncated
 from toka_async.openai.prompts import Prompt, check_vocabulary
+from toka_async.openai.requests import ANY_MODEL
 from toka_async.server.account import Account
 from toka_async.server.accounts import Accounts
 from toka_async.server.batching import Batcher
@@ -71,6 +72,12 @@ class Run:
     prompts: list[Int32]
     options: TextOptions
     batch: Batch
+
+    def prefilled(self, prompt: int) -> Prefilled:
+        """What the engine says of a prompt, which it has computed."""
+        prefilled = self.batch.flights[prompt].prefilled
+        assert prefilled is not None, "the prompt is computed before its samples"
+        return prefilled
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +125,8 @@ class Service:
 
     def check_model(self, model: str | None) -> None:
         """Raises ApiError (404) when another model is asked for; none means this one."""
-        if model is not None and model != self.name:
-            raise model_not_found(model)
+        if model is not None and model != self.name and model not in ANY_MODEL:
+            raise model_not_found(model, self.name)
 
     def limits(self, n: int = 1) -> Limits:
         """For a request of `n` samples, which need a page of their own where they part from the prompt.
@@ -138,9 +145,14 @@ class Service:
             max_n=self.config.max_n,
         )
 
-    async def encode(self, prompts: Sequence[Prompt], add_special_tokens: bool, param: str) -> list[Int32]:
-        """Token ids of each prompt. Raises ApiError (400) for one without tokens or with ids out of range."""
-        vocab_size = self.limits().vocab_size
+    async def encode(
+        self, prompts: Sequence[Prompt], add_special_tokens: bool, param: str, generation: Generation
+    ) -> list[Int32]:
+        """Token ids of each prompt, cut as `generation` says.
+
+        Raises ApiError (400) for one without tokens or with ids out of range.
+        """
+        limits, truncation = self.limits(generation.n), generation.truncation
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         async for text in in_slices(texts):
             self.check_text(text, param)
@@ -150,8 +162,8 @@ class Service:
             each = np.array(next(encoded), dtype=np.int32) if isinstance(prompt, str) else prompt
             if not each.size:
                 raise bad_request(f"'{param}' is empty: it has no tokens", param=param)
-            check_vocabulary(each, vocab_size, param)
-            ids.append(each)
+            check_vocabulary(each, limits.vocab_size, param)
+            ids.append(truncated(each, truncation, limits, generation.max_tokens) if truncation else each)
         return ids
 
     def check_text(self, text: str, param: str) -> None:
@@ -211,6 +223,7 @@ class Service:
             stop_id = -1
             if options.stops is not None and not generation.stream:
                 stop_id = await stack.enter_async_context(self._stop_sets.use(options.stops, limits.vocab_size))
+            salt = self.accounts.salt_of(account, generation.cache_salt)
             jobs = (
                 job(generation, prompt, index, budget, stop_id, salt)
                 for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
@@ -223,7 +236,6 @@ class Service:
             if len(prompts) > SLICE:
                 await stack.enter_async_context(submitted_too(self.engine, batch, jobs))
             self.log_prompts(account, prompts)
-            salt = self.accounts.salt_of(account, generation.cache_salt)
             yield Run(generation, prompts, options, batch)
 
     async def _enter(self, account: Account, num_requests: int, num_tokens: int, num_samples: int) -> None:
@@ -315,7 +327,7 @@ def text_options(generation: Generation) -> TextOptions:
         skip_special_tokens=generation.skip_special_tokens,
         stops=StopStrings(generation.stops, generation.include_stop) if generation.stops else None,
         min_tokens=generation.sampling.min_tokens,
-        kept_end_ids=generation.stop_token_ids if generation.include_stop else frozenset(),
+        keep_ends=generation.include_stop,
     )
 
 
@@ -330,6 +342,7 @@ def job(generation: Generation, prompt: Int32, index: int, max_tokens: int, stop
         stream=generation.stream,
         priority=generation.priority,
         stop_id=stop_id,
+        salt=salt,
         in_blocks=in_blocks(generation),
     )
 
@@ -340,9 +353,9 @@ def in_blocks(generation: Generation) -> bool:
     Of streamed ones only the text may be wanted, and no stop string may end it.
     """
     num_logprobs = generation.sampling.num_logprobs
-    if generation.stream and (num_logprobs >= 0 or generation.stops or generation.return_token_ids):
+    wants_more = num_logprobs >= 0 or generation.return_token_ids or generation.usage_in_chunks
+    if generation.stream and (generation.stops or wants_more):
         return False
-        salt=salt,
     return generation.n >= MIN_SAMPLES and num_logprobs <= 0
 
 

@@ -134,3 +134,45 @@ async def test_tokenize_as_chat(server: WebServer) -> None:
     assert answer["tokens"] == server.tokenizer.encode("<system>be\n<user>what\n<assistant>")
     bare = await server.ok("/tokenize", {"messages": MESSAGES, "add_generation_prompt": False})
     assert bare["count"] < answer["count"]
+
+
+async def test_token_ids_of_the_prompt(server: WebServer) -> None:
+    body = {"messages": MESSAGES, "n": 2, "max_tokens": 3, "return_token_ids": True}
+    answer = await server.ok(PATH, body)
+    (submit,) = (message for message in server.scheduler.log if isinstance(message, Submit))
+    assert answer["prompt_token_ids"] == as_i32(submit.prompt).tolist()
+    first, *rest = await server.events(PATH, {**body, "n": 1})
+    assert first["prompt_token_ids"] == answer["prompt_token_ids"]
+    assert first["choices"][0]["delta"]["role"] == "assistant"
+    assert not any("prompt_token_ids" in event for event in rest)
+
+
+async def test_usage_in_every_chunk(server: WebServer) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 3, "stream_options": {"continuous_usage_stats": True}}
+    events = await server.events(PATH, body)
+    assert [event["usage"]["completion_tokens"] for event in events] == [0, 1, 2, 3]
+
+
+async def test_template_arguments_by_their_other_name() -> None:
+    async with web_server(template="{{ messages[0].content }}{{ mood }}") as server:
+        body = {"messages": MESSAGES, "max_tokens": 1, "apply_chat_template_overrides": {"mood": "good"}}
+        await server.ok(PATH, body)
+        assert prompts(server) == ["begood"]
+        error = await server.error(PATH, {**body, "chat_template_kwargs": {"mood": "bad"}})
+        assert error["param"] == "apply_chat_template_overrides"
+
+
+async def test_fields_of_others_that_ask_for_nothing(server: WebServer) -> None:
+    neutral = {
+        "tools": [],
+        "tool_choice": "auto",
+        "echo": False,
+        "best_of": 1,
+        "top_logprobs": 0,
+        "spaces_between_special_tokens": True,
+        "logprobs_in_fingerprint": False,
+        "apply_chat_template_overrides": {},
+        "reasoning_effort": "none",
+        "verbosity": "medium",
+    }
+    assert await server.ok(PATH, {"messages": MESSAGES, "max_tokens": 1, **neutral})

@@ -54,9 +54,9 @@ def test_the_index_drops_what_was_used_longest_ago_and_ends_before_beginnings() 
     router = Router(2, page_size=1, num_pages=3)
     router.place(prompt(1, 2, 3), 0, [1])
     router.place(prompt(8), 0, [1])
-    assert router._longest(router._keys(prompt(1, 2, 3)), [0, 1]) == [1]
+    assert router._longest(router._keys(prompt(1, 2, 3), 0), [0, 1]) == [1]
     assert len(router._holders) == 3
-    held = [key in router._holders for key in router._keys(prompt(1, 2, 3))]
+    held = [key in router._holders for key in router._keys(prompt(1, 2, 3), 0)]
     assert held == [True, True, False]
 
 
@@ -87,13 +87,14 @@ REQUESTS = st.lists(
         st.integers(0, 3 * SLACK),
         st.sets(st.integers(0, 2), min_size=1),
         st.integers(0, 5),
+        st.sampled_from([0, 1 << 62]),
     ),
     max_size=30,
 )
 
 
 @given(REQUESTS)
-def test_choices_keep_the_rules(requests: list[tuple[list[int], int, set[int], int]]) -> None:
+def test_choices_keep_the_rules(requests: list[tuple[list[int], int, set[int], int, int]]) -> None:
     router = Router(3, page_size=1, num_pages=8)
     running: list[tuple[int, int]] = []
     for ids, tokens, live, num_ended, salt in requests:
