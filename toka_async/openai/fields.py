@@ -52,7 +52,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logit_processors": ([],),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
-    "logprobs_in_fingerprint": (False,),
     "lora_path": (),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),

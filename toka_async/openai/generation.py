@@ -29,6 +29,14 @@ from toka_async.openai.requests import (
 N = TypeVar("N", int, float)
 
 COMPLETION_TOKENS = 16  # OpenAI's default of a completion's max_tokens
+NOT_DIRECT = (
+    "seed",
+    "stream_options",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "logprobs_in_fingerprint",
+    "truncate_prompt_tokens",
+)
 LEAST_TEMPERATURE = 1e-5  # below, a choice is greedy, as in vLLM: 1 / temperature has no meaning in float32
 
 
@@ -69,7 +77,8 @@ class Generation:
 
     max_tokens: None is whatever is left of the context. num_prompt_logprobs: the response's `prompt_logprobs`, -1 for
     none; `sampling` may ask the engine for more, for an echo. truncation: None leaves prompts as they are.
-    usage_in_chunks: every chunk of a stream says the usage of its sample so far.
+    usage_in_chunks: every chunk of a stream says the usage of its sample so far. pack_logprobs: samples' log-probs are
+    arrays in the response's `system_fingerprint`.
     """
 
     n: int
@@ -82,6 +91,7 @@ class Generation:
     skip_special_tokens: bool
     return_token_ids: bool
     name_token_ids: bool
+    pack_logprobs: bool
     echo: bool
     num_prompt_logprobs: int
     stream: bool
@@ -98,25 +108,25 @@ def completion_generation(request: CompletionRequest, limits: Limits, defaults: 
         raise bad_request(f"'best_of' must equal n ({request.n}), got {request.best_of}", param="best_of")
     num_logprobs = -1 if request.logprobs is None else request.logprobs
     max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    of_prompt = num_logprobs if request.echo else -1
+    of_prompt = num_logprobs if request.echo and not request.logprobs_in_fingerprint else -1
     return generation(request, limits, defaults, max_tokens, num_logprobs, of_prompt, request.echo)
 
 
 def chat_generation(request: ChatRequest, limits: Limits, defaults: Defaults) -> Generation:
     """Raises ApiError (400) that names the field."""
-    if request.top_logprobs and not request.logprobs:
+    if request.top_logprobs and not (request.logprobs or request.logprobs_in_fingerprint):
         raise bad_request("'top_logprobs' needs logprobs: true", param="top_logprobs")
     both = request.max_tokens is not None and request.max_completion_tokens is not None
     if both and request.max_tokens != request.max_completion_tokens:
         raise bad_request("'max_completion_tokens' and max_tokens differ; give one", param="max_completion_tokens")
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    num_logprobs = (request.top_logprobs or 0) if request.logprobs else -1
+    num_logprobs = (request.top_logprobs or 0) if request.logprobs or request.top_logprobs else -1
     return generation(request, limits, defaults, max_tokens, num_logprobs, -1, False)
 
 
 def direct_generation(request: DirectRequest, limits: Limits, defaults: Defaults) -> Generation:
     """Raises ApiError (400) that names the field. The seed is each prompt's own."""
-    for name in ("seed", "stream_options", "return_token_ids", "return_tokens_as_token_ids", "truncate_prompt_tokens"):
+    for name in NOT_DIRECT:
         if getattr(request, name) not in (None, False):
             raise bad_request(f"'{name}' is no field of a direct submission", param=name)
     num_logprobs = -1 if request.logprobs is None else request.logprobs
@@ -134,6 +144,8 @@ def generation(
     echo: bool,
 ) -> Generation:
     """The part that completions and chat share."""
+    if fields.logprobs_in_fingerprint:
+        num_logprobs = max(0, num_logprobs)
     check_counts(fields, limits, max_tokens)
     if fields.prompt_logprobs is not None:
         num_prompt_logprobs = max(num_prompt_logprobs, fields.prompt_logprobs)
@@ -151,6 +163,7 @@ def generation(
         skip_special_tokens=fields.skip_special_tokens,
         return_token_ids=fields.return_token_ids,
         name_token_ids=fields.return_tokens_as_token_ids,
+        pack_logprobs=fields.logprobs_in_fingerprint,
         echo=echo,
         num_prompt_logprobs=-1 if fields.prompt_logprobs is None else fields.prompt_logprobs,
         stream=fields.stream,
@@ -185,8 +198,13 @@ def check_counts(fields: GenerationFields, limits: Limits, max_tokens: int | Non
         raise bad_request(f"'min_tokens' ({fields.min_tokens}) is above max_tokens ({most})", param="min_tokens")
     if fields.stream_options is not None and not fields.stream:
         raise bad_request("'stream_options' needs stream: true", param="stream_options")
-    if fields.stream and fields.prompt_logprobs is not None:
-        raise bad_request("'prompt_logprobs' is not supported with stream: true", param="prompt_logprobs")
+    of_whole = (
+        ("prompt_logprobs", fields.prompt_logprobs is not None),
+        ("logprobs_in_fingerprint", fields.logprobs_in_fingerprint),
+    )
+    for name, is_asked in of_whole if fields.stream else ():
+        if is_asked:
+            raise bad_request(f"'{name}' is not supported with stream: true", param=name)
 
 
 def sampling(

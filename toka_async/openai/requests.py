@@ -94,6 +94,7 @@ class GenerationFields(WireRequest, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    logprobs_in_fingerprint: bool = False
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
     truncation_side: Literal["left", "right"] = "left"
     priority: Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)] = 0

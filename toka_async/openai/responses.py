@@ -14,6 +14,19 @@ FinishReason = Literal["stop", "length"]
 StopReason = int | str | None
 
 
+class PackedLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokasaurus' compact log-probs, JSON within `system_fingerprint`: an entry for each choice.
+
+    completion_ids: its tokens [t]. The others are arrays in base64: float32 [t]; int32 and float32 [t, k], null where
+    no likeliest tokens are wanted.
+    """
+
+    completion_ids: list[list[int]]
+    packed_chosen_logprobs: list[str]
+    packed_topk_indices: list[str] | None
+    packed_topk_logprobs: list[str] | None
+
+
 class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
@@ -66,6 +79,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +127,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    system_fingerprint: str | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):

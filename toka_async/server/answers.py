@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from toka_async.messages import Reason
 from toka_async.openai.responses import FinishReason, PromptTokensDetails, Usage
+from toka_async.server.logprobs import packed_logprobs
 from toka_async.server.sample_text import Piece
 from toka_async.server.service import Output, Run
 
@@ -84,6 +86,15 @@ def sample_usage(run: Run, prompt: int, completion_tokens: int) -> Usage:
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details=PromptTokensDetails(cached),
     )
+
+
+def fingerprint(run: Run, outputs: Sequence[Sequence[Output]]) -> str | UnsetType:
+    """`system_fingerprint`: only where log-probs are wanted in it."""
+    generation = run.generation
+    if not generation.pack_logprobs:
+        return UNSET
+    rows = [output.rows for samples in outputs for output in samples]
+    return packed_logprobs(rows, generation.sampling.num_logprobs)
 
 
 def num_kept(outputs: Sequence[Sequence[Output]]) -> int:

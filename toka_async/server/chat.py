@@ -30,7 +30,7 @@ from toka_async.openai.responses import (
     Usage,
 )
 from toka_async.server.account import Account
-from toka_async.server.answers import FINISH, Header, new_header, num_kept, run_usage
+from toka_async.server.answers import FINISH, Header, fingerprint, new_header, num_kept, run_usage
 from toka_async.server.guard import account_of
 from toka_async.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs, prompt_rows
 from toka_async.server.receive import read_request
@@ -107,6 +107,7 @@ class ChatAnswer:
             usage=run_usage(run, num_kept(outputs)),
             prompt_logprobs=self.prompt_logprobs(run),
             prompt_token_ids=UNSET if self.of_many else prompt_ids[0],
+            system_fingerprint=fingerprint(run, outputs),
         )
 
     def choice(self, run: Run, index: int, output: Output, prompt_ids: list[int] | UnsetType) -> ChatChoice:
@@ -160,8 +161,9 @@ class ChatAnswer:
 
     def logprobs(self, run: Run, rows: Rows) -> ChatLogprobs | None:
         num_top = run.generation.sampling.num_logprobs
-        names = TokenNames(self.service.tokenizer, run.generation.name_token_ids)
-        return None if num_top < 0 else chat_logprobs(names, rows, num_top)
+        if num_top < 0 or run.generation.pack_logprobs:
+            return None
+        return chat_logprobs(TokenNames(self.service.tokenizer, run.generation.name_token_ids), rows, num_top)
 
     def prompt_logprobs(self, run: Run) -> PromptLogprobs | UnsetType:
         num_top = run.generation.num_prompt_logprobs

@@ -19,7 +19,7 @@ from toka_async.openai.prompts import Prompt, parse_prompts
 from toka_async.openai.requests import CompletionRequest
 from toka_async.openai.responses import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage
 from toka_async.server.account import Account
-from toka_async.server.answers import FINISH, Header, new_header, num_kept, run_usage
+from toka_async.server.answers import FINISH, Header, fingerprint, new_header, num_kept, run_usage
 from toka_async.server.block_texts import MANY
 from toka_async.server.guard import account_of
 from toka_async.server.logprobs import (
@@ -100,7 +100,9 @@ class CompletionAnswer:
             prompt_ids = self.prompt_token_ids(run, prompt)
             for sample, (output, own) in enumerate(zip(samples, logprobs, strict=True)):
                 choices.append(self.choice(run, prompt, sample, output, echo[0], own, of_prompt, prompt_ids))
-        return self.completion(choices, run_usage(run, num_kept(outputs)))
+        return replace(
+            self.completion(choices, run_usage(run, num_kept(outputs))), system_fingerprint=fingerprint(run, outputs)
+        )
 
     def choice(
         self,
@@ -132,7 +134,7 @@ class CompletionAnswer:
     ) -> Sequence[CompletionLogprobs | Raw | None]:
         """The log-probs of each sample of a prompt, an echoed prompt's before them."""
         num_logprobs, skip = run.generation.sampling.num_logprobs, run.generation.skip_special_tokens
-        if num_logprobs < 0:
+        if num_logprobs < 0 or run.generation.pack_logprobs:
             return [None] * len(samples)
         text, of_echo = echo
         rows = [output.rows for output in samples]
@@ -196,7 +198,7 @@ class CompletionAnswer:
         if not run.generation.echo:
             return "", None
         text, num_top = self.echoed[prompt], run.generation.sampling.num_logprobs
-        if num_top < 0:
+        if num_top < 0 or run.generation.pack_logprobs:
             return text, None
         ids = run.prompts[prompt].tolist()
         offsets = text_offsets(self.service.tokenizer, ids, run.generation.skip_special_tokens, False)

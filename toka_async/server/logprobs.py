@@ -5,9 +5,11 @@ Knows arrays of tokens and their names.
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from toka_async.arrays import Float32, Int32, as_f32, as_i32
@@ -15,6 +17,7 @@ from toka_async.messages import Prefilled
 from toka_async.openai.responses import (
     ChatLogprobs,
     CompletionLogprobs,
+    PackedLogprobs,
     PromptLogprob,
     PromptLogprobs,
     TokenLogprob,
@@ -146,6 +149,22 @@ def chat_logprobs(names: TokenNames, rows: Rows, num_top: int) -> ChatLogprobs:
             )
         )
     return ChatLogprobs(content=content)
+
+
+def packed_logprobs(samples: Sequence[Rows], num_top: int) -> str:
+    """`system_fingerprint` of a response whose log-probs are packed; `samples` in the order of choices."""
+    tops = [(rows.top_ids[:, :num_top], rows.top_logprobs[:, :num_top]) for rows in samples] if num_top > 0 else None
+    packed = PackedLogprobs(
+        completion_ids=[rows.token_ids.tolist() for rows in samples],
+        packed_chosen_logprobs=[base64_of(rows.logprobs) for rows in samples],
+        packed_topk_indices=None if tops is None else [base64_of(ids) for ids, _ in tops],
+        packed_topk_logprobs=None if tops is None else [base64_of(values) for _, values in tops],
+    )
+    return msgspec.json.encode(packed).decode()
+
+
+def base64_of(values: Float32 | Int32) -> str:
+    return b64encode(values.tobytes()).decode()
 
 
 def prompt_logprobs(tokenizer: Tokenizer, rows: Rows, ranks: Int32, num_top: int) -> PromptLogprobs:
