@@ -215,6 +215,10 @@ def sampling(
     bias = parse_bias(fields.logit_bias, limits.vocab_size)
     allowed = np.unique(np.array(fields.allowed_token_ids or (), dtype=np.int32))
     check_vocabulary(allowed, limits.vocab_size, "allowed_token_ids")
+    if allowed.size and fields.min_tokens and ends.issuperset(allowed.tolist()):
+        raise bad_request(
+            "'allowed_token_ids' are all end tokens, which min_tokens forbids at first", param="allowed_token_ids"
+        )
     temperature = chosen(fields.temperature, defaults.temperature)
     return Sampling(
         temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,

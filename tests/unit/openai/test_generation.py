@@ -153,6 +153,9 @@ def test_allowed_token_ids() -> None:
     assert as_i32(completion(allowed_token_ids=[7, 3, 7]).sampling.allowed_ids).tolist() == [3, 7]
     assert not completion().sampling.allowed_ids
     assert param(completion, allowed_token_ids=[1, 50]) == "allowed_token_ids"
+    assert param(completion, allowed_token_ids=[2, 3], min_tokens=1) == "allowed_token_ids"
+    assert completion(allowed_token_ids=[2, 3, 4], min_tokens=1)
+    assert completion(allowed_token_ids=[2, 3], min_tokens=1, ignore_eos=True)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ FAST = {
     "filters": (Sampling(top_k=7), Sampling(temperature=0.8, top_p=0.6, top_k=64)),
     "nucleus": (Sampling(temperature=0.3, top_p=0.7, min_p=0.01),),
     "repetition": (Sampling(temperature=0, repetition_penalty=3.0), Sampling(repetition_penalty=0.7)),
+    "extremes": (Sampling(temperature=1e-5, top_p=1e-46), Sampling(repetition_penalty=0.01)),
     "log-probs": (Sampling(num_logprobs=0, temperature=0.5), GREEDY),
 }
 SLOW = {
