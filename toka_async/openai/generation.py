@@ -77,8 +77,8 @@ class Generation:
 
     max_tokens: None is whatever is left of the context. num_prompt_logprobs: the response's `prompt_logprobs`, -1 for
     none; `sampling` may ask the engine for more, for an echo. truncation: None leaves prompts as they are.
-    usage_in_chunks: every chunk of a stream says the usage of its sample so far. pack_logprobs: samples' log-probs are
-    arrays in the response's `system_fingerprint`.
+    usage_in_chunks: every chunk of a stream says the usage of its sample so far. pad_chunks: it hides the length of its
+    text. pack_logprobs: samples' log-probs are arrays in the response's `system_fingerprint`.
     """
 
     n: int
@@ -97,6 +97,7 @@ class Generation:
     stream: bool
     include_usage: bool
     usage_in_chunks: bool
+    pad_chunks: bool
     priority: int
     cache_salt: str
     truncation: Truncation | None
@@ -169,6 +170,7 @@ def generation(
         stream=fields.stream,
         include_usage=options.include_usage,
         usage_in_chunks=options.continuous_usage_stats,
+        pad_chunks=options.include_obfuscation,
         priority=fields.priority,
         cache_salt=fields.cache_salt or "",
         truncation=truncation(fields),

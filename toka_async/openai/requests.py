@@ -60,10 +60,9 @@ class WireRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class StreamOptions(WireRequest, frozen=True, kw_only=True):
-    unsupported: ClassVar[Unsupported] = {"include_obfuscation": (False,)}
-
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
 
 
 class GenerationFields(WireRequest, frozen=True, kw_only=True):

@@ -353,7 +353,8 @@ def in_blocks(generation: Generation) -> bool:
     Of streamed ones only the text may be wanted, and no stop string may end it.
     """
     num_logprobs = generation.sampling.num_logprobs
-    wants_more = num_logprobs >= 0 or generation.return_token_ids or generation.usage_in_chunks
+    wants_tokens = num_logprobs >= 0 or generation.return_token_ids
+    wants_more = wants_tokens or generation.usage_in_chunks or generation.pad_chunks
     if generation.stream and (generation.stops or wants_more):
         return False
     return generation.n >= MIN_SAMPLES and num_logprobs <= 0

@@ -9,7 +9,6 @@ import pytest
 import toka_async.openai
 from toka_async.openai.errors import ApiError
 from toka_async.openai.fields import UNSUPPORTED, known_fields
-from toka_async.openai.requests import StreamOptions
 
 README = Path(toka_async.openai.__file__).with_name("README.md")
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")  # taken, and nothing is done with them
@@ -17,9 +16,9 @@ LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")  # taken,
 
 def test_the_table_of_differences_names_every_field() -> None:
     text = README.read_text(encoding="utf-8")
-    names = [*UNSUPPORTED, *StreamOptions.unsupported, *LABELS]
+    names = [*UNSUPPORTED, *LABELS]
     shown = ["guided_" if name.startswith("guided_") else name for name in names]
-    assert [name for name in shown if f"`{name}" not in text and f".{name}`" not in text] == []
+    assert [name for name in shown if f"`{name}" not in text] == []
 
 
 @pytest.mark.parametrize(
@@ -38,3 +37,11 @@ def test_what_to_write_instead(name: str, instead: str) -> None:
         known_fields({name: 5}, (), UNSUPPORTED)
     assert caught.value.message == f"'{name}' is not supported{instead}"
     assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
+
+
+def test_a_nested_field_is_named_with_its_place() -> None:
+    with pytest.raises(ApiError) as caught:
+        known_fields({"padding": True}, ("usage",), {"padding": (False,)}, "options.")
+    assert caught.value.param == "options.padding"
+    assert caught.value.message == "'options.padding' is not supported; leave it out, or give false"
+    assert known_fields({"padding": False, "usage": 1}, ("usage",), {"padding": (False,)}, "options.") == {"usage": 1}

@@ -140,14 +140,6 @@ def test_an_unknown_nested_field() -> None:
     )
 
 
-def test_a_nested_field_that_is_not_supported() -> None:
-    error = problem({"stream": True, "stream_options": {"include_obfuscation": True}})
-    assert (error.param, error.code) == ("stream_options.include_obfuscation", "unsupported_parameter")
-    assert "leave it out, or give false" in error.message
-    given = {"include_obfuscation": False, "include_usage": True}
-    assert completion(stream=True, stream_options=given).stream_options == StreamOptions(include_usage=True)
-
-
 def test_of_several_unsupported_fields_the_one_that_matters_is_named() -> None:
     """A client's library writes them in any order; without tools nobody would choose one."""
     error = problem({"tool_choice": "required", "response_format": {"type": "json_object"}, "tools": [{}]})

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable
 from itertools import pairwise
 from typing import Any
@@ -340,6 +341,20 @@ async def test_token_ids_of_prompts(server: WebServer) -> None:
         assert ("prompt_token_ids" in choice) == (choice["index"] not in firsts)
         firsts.setdefault(choice["index"], choice.get("prompt_token_ids"))
     assert firsts == {0: [5, 6, 7], 1: [5, 6, 7], 2: [8], 3: [8]}
+
+
+@pytest.mark.parametrize("n", [1, 5])
+async def test_chunks_whose_size_says_nothing(server: WebServer, n: int) -> None:
+    body = {"prompt": "x", "n": n, "max_tokens": 9, "seed": 2}
+    plain = await choices_of(server, body, True)
+    events = await server.events(PATH, {**body, "stream_options": {"include_obfuscation": True}})
+    texts = [""] * n
+    for event in events:
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["text"]
+        shown = json.dumps(choice["text"], ensure_ascii=False).encode()
+        assert (len(shown) + len(event["obfuscation"])) % 32 == 0
+    assert texts == [choice["text"] for choice in plain]
 
 
 @pytest.mark.parametrize("n", [1, 5])
