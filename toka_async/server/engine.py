@@ -50,8 +50,7 @@ class Engine:
     Args:
         outboxes: to the schedulers, by replica. What they send goes to `on_messages`.
         max_requests: held at once; more raise OverloadedError.
-        clock: seconds, monotonic.
-        page_size: tokens of a page of the replicas' caches.
+        clock: seconds, monotonic. page_size: tokens of a page of the replicas' caches.
 
     Attributes:
         replicas: which of them has what.
