@@ -103,6 +103,10 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     key_max_waiting: Annotated[
         int, Meta(ge=0, le=2**31 - 1, description="as max_waiting, of each API key likewise; 0: no limit of its own")
     ] = 0
+    share_cache: Annotated[
+        bool,
+        Meta(description="API keys reuse each other's cached prompts; then cached_tokens tells what others have asked"),
+    ] = False
     open_metrics: Annotated[bool, Meta(description="answer /metrics without an API key")] = False
     allowed_origins: Annotated[
         str,

@@ -66,6 +66,20 @@ def test_https_with_keys(running: Serving, folder: Path) -> None:
     assert ask(running, folder, "/v1/completions", KEY, {"prompt": ["x", "y"], "max_tokens": 1})[0] == 400
 
 
+def test_a_key_finds_its_own_prompts_only(running: Serving, folder: Path) -> None:
+    """What of a guess is cached would tell whether another has asked it."""
+
+    def num_cached(key: str, **fields: str) -> int:
+        body = {"prompt": list(range(5, 45)), "max_tokens": 1, **fields}
+        status, answer = ask(running, folder, "/v1/completions", key, body)
+        assert status == 200
+        cached: int = json.loads(answer)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return cached
+
+    asked = [(KEY, {}), (KEY, {}), (OTHER, {}), (OTHER, {}), (KEY, {"cache_salt": "a"}), (KEY, {"cache_salt": "a"})]
+    assert [num_cached(key, **fields) for key, fields in asked] == [0, 32, 0, 32, 0, 32]
+
+
 def test_plain_http_gets_nothing(running: Serving, folder: Path) -> None:
     host, port = running.url.removeprefix("https://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as raw:

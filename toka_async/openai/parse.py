@@ -8,18 +8,19 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import numpy as np
 
 from toka_async.openai.errors import ApiError, bad_request
-from toka_async.openai.fields import MAX_SHOWN, check_names, drop_neutral
+from toka_async.openai.fields import MAX_SHOWN, known_fields
 from toka_async.openai.json_items import count_items
 from toka_async.openai.long_ids import Cut, cut_ids
-from toka_async.openai.requests import CompletionRequest, DetokenizeRequest
+from toka_async.openai.requests import CompletionRequest, DetokenizeRequest, WireRequest
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T", bound=WireRequest)
 
 MANY = 1 << 18  # bytes of a body that may have so many token ids that they are read in pieces
 ID_FIELDS: dict[type[msgspec.Struct], str] = {CompletionRequest: "prompt", DetokenizeRequest: "tokens"}
@@ -89,16 +90,28 @@ def _with_ids(cut: Cut, kind: type[T]) -> T | None:
 
 def parse_fields(fields: dict[str, Any], kind: type[T]) -> T:
     """As `parse_request`, of an object that is decoded already."""
-    supported = frozenset(kind.__struct_encode_fields__)
-    fields = drop_neutral(fields, supported)
-    check_names(fields, supported)
-    options = fields.get("stream_options")
-    if isinstance(options, dict):
-        fields["stream_options"] = {name: value for name, value in options.items() if value is not None}
+    fields = given_fields(fields, kind)
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise located(error, fields) from None
+
+
+def given_fields(fields: dict[str, Any], kind: type[WireRequest], where: str = "") -> dict[str, Any]:
+    """See `known_fields`, also of the objects inside."""
+    given = known_fields(fields, kind.__struct_encode_fields__, kind.unsupported, where)
+    for name, inner in objects_in(kind).items():
+        if isinstance(value := given.get(name), dict):
+            given[name] = given_fields(value, inner, f"{where}{name}.")
+    return given
+
+
+@cache
+def objects_in(kind: type[WireRequest]) -> dict[str, type[WireRequest]]:
+    """The fields of a request that are objects with fields of their own."""
+    inside = {field.encode_name: (field.type, *get_args(field.type)) for field in msgspec.structs.fields(kind)}
+    types = {name: [each for each in given if isinstance(each, type)] for name, given in inside.items()}
+    return {name: each for name, given in types.items() for each in given if issubclass(each, WireRequest)}
 
 
 def decode_object(raw: bytes | bytearray) -> dict[str, Any]:

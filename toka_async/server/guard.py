@@ -17,6 +17,7 @@ from toka_async.server.errors import Handler
 from toka_async.server.keys import Key, Keys
 from toka_async.server.origins import Origins, is_loopback
 
+API_KEY = "X-Api-Key"  # the header of clients that do not send `Authorization: Bearer`
 OPEN = frozenset({"/health", "/ping"})  # for load balancers, which have no keys
 CORS_AGE = "600"  # seconds that a browser remembers an answer to its question
 EXPOSED = "Retry-After, X-Request-Id"  # headers of answers that pages of allowed origins get to see
@@ -70,12 +71,12 @@ class Guard:
         key = self._given(request, keys)
         if key is None:
             self.num_unauthorized += 1
-            raise unauthorized(is_missing=" " not in request.headers.get(hdrs.AUTHORIZATION, ""))
+            raise unauthorized(is_missing=not key_text(request))
         return key
 
     def _given(self, request: web.Request, keys: Keys) -> Key | None:
-        scheme, _, text = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-        return keys.find(text.strip()) if scheme.lower() == "bearer" else None
+        text = key_text(request)
+        return keys.find(text) if text else None
 
     def shown(self, request: web.Request) -> frozenset[str] | None:
         """The owners whose accounts are in the metrics that a request gets; None: all.
@@ -92,7 +93,8 @@ class Guard:
         """What a key's requests count in."""
         if key is None:
             return self.accounts.total
-        return self.accounts.open(f"key {key.name}", key.max_requests, key.max_tokens, key.max_waiting)
+        limits = (key.max_requests, key.max_tokens, key.max_waiting)
+        return self.accounts.open(f"key {key.name}", *limits, cache_owner=f"key {key.owner}")
 
     def owner_account(self, owner: str) -> Account | None:
         """Of the key that is that owner; None when there is none (any more)."""
@@ -101,6 +103,12 @@ class Guard:
 
 
 GUARD: web.AppKey[Guard] = web.AppKey("guard", Guard)
+
+
+def key_text(request: web.Request) -> str:
+    """The key that a request says, in either of two headers; empty: none."""
+    scheme, _, text = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+    return text.strip() if scheme.lower() == "bearer" else request.headers.get(API_KEY, "").strip()
 
 
 def unauthorized(*, is_missing: bool) -> ApiError:

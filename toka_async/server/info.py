@@ -8,6 +8,7 @@ from functools import partial
 import msgspec
 import numpy as np
 from aiohttp import web
+from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import toka_async
@@ -38,7 +39,7 @@ async def model(request: web.Request) -> web.Response:
     """Names may contain slashes."""
     service, name = request.app[SERVICE], request.match_info["model"]
     if name != service.name:
-        raise model_not_found(name)
+        raise model_not_found(name, service.name)
     return json_response(served_model(service))
 
 
@@ -46,7 +47,11 @@ def served_model(service: Service) -> Model:
     """503 until the engine is ready: clients wait for this route to answer."""
     limits = service.limits()
     return Model(
-        id=service.name, created=service.created, max_model_len=limits.max_context, vocab_size=limits.vocab_size
+        id=service.name,
+        created=service.created,
+        root=service.name,
+        max_model_len=limits.max_context,
+        vocab_size=limits.vocab_size,
     )
 
 
@@ -91,7 +96,9 @@ async def tokenize(request: web.Request) -> web.Response:
     special = wire.messages is None if wire.add_special_tokens is None else wire.add_special_tokens
     param = "prompt" if wire.messages is None else "messages"
     ids = (await service.tokenize(text, special, param)).tolist()
-    return json_response(TokenizeResponse(tokens=ids, count=len(ids), max_model_len=service.limits().max_context))
+    strs = [service.tokenizer.spelling(token_id) for token_id in ids] if wire.return_token_strs else UNSET
+    most = service.limits().max_context
+    return json_response(TokenizeResponse(tokens=ids, count=len(ids), max_model_len=most, token_strs=strs))
 
 
 async def detokenize(request: web.Request) -> web.Response:

@@ -10,17 +10,17 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
-import msgspec
 from aiohttp import HttpVersion11, hdrs, web
 
 from toka_async.config import ServerConfig
 from toka_async.openai.errors import ApiError
 from toka_async.openai.parse import most_parsed_bytes, parse_request, parsed_bytes
+from toka_async.openai.requests import WireRequest
 from toka_async.server.bodies import Bodies, Room
 from toka_async.server.errors import Handler
 from toka_async.server.guard import viewer_of
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T", bound=WireRequest)
 
 JSON = "application/json"
 LARGE = 1 << 20  # bytes of a body that is parsed in a thread

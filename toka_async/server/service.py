@@ -22,12 +22,21 @@ import numpy.typing as npt
 from toka_async.arrays import Int32
 from toka_async.config import ServerConfig
 from toka_async.logs import request_tokens
-from toka_async.messages import Ready, Reason
+from toka_async.messages import Prefilled, Ready, Reason
 from toka_async.model.generation import GenerationDefaults
 from toka_async.openai.answer_size import check_answer_size
 from toka_async.openai.errors import ApiError, bad_request, model_not_found
-from toka_async.openai.generation import Defaults, Generation, Limits, check_text, check_text_size, token_budget
+from toka_async.openai.generation import (
+    Defaults,
+    Generation,
+    Limits,
+    check_text,
+    check_text_size,
+    token_budget,
+    truncated,
+)
 from toka_async.openai.prompts import Prompt, check_vocabulary
+from toka_async.openai.requests import ANY_MODEL
 from toka_async.server.account import Account
 from toka_async.server.accounts import Accounts
 from toka_async.server.batching import Batcher
@@ -74,6 +83,12 @@ class Run:
     options: TextOptions
     batch: Batch
 
+    def prefilled(self, prompt: int) -> Prefilled:
+        """What the engine says of a prompt, which it has computed."""
+        prefilled = self.batch.flights[prompt].prefilled
+        assert prefilled is not None, "the prompt is computed before its samples"
+        return prefilled
+
 
 @dataclass(frozen=True, slots=True)
 class Output:
@@ -118,8 +133,8 @@ class Service:
 
     def check_model(self, model: str | None) -> None:
         """Raises ApiError (404) when another model is asked for; none means this one."""
-        if model is not None and model != self.name:
-            raise model_not_found(model)
+        if model is not None and model != self.name and model not in ANY_MODEL:
+            raise model_not_found(model, self.name)
 
     def limits(self, n: int = 1) -> Limits:
         """For a request of `n` samples, which need a page of their own where they part from the prompt.
@@ -138,18 +153,24 @@ class Service:
             max_n=self.config.max_n,
         )
 
-    async def encode(self, prompts: Sequence[Prompt], add_special_tokens: bool, param: str) -> list[Int32]:
-        """Token ids of each prompt. Raises ApiError (400) for one without tokens, with too many or with ids out of
-        range.
+    async def encode(
+        self, prompts: Sequence[Prompt], add_special_tokens: bool, param: str, generation: Generation
+    ) -> list[Int32]:
+        """Token ids of each prompt, cut as `generation` says.
+
+        Raises ApiError (400) for one without tokens, with too many or with ids out of range.
         """
-        limits = self.limits()
+        limits, truncation = self.limits(generation.n), generation.truncation
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         async for text in in_slices(texts):
-            self.check_text(text, param)
+            if truncation is None:
+                self.check_text(text, param)
+            else:
+                check_text_size(text, self.config.max_text_mb, param)
         encoded: list[Int32] = []
         for group in groups([len(text) for text in texts]):  # of many texts, the first that does not fit ends it
             encoded += await self.tokenize_all(texts[group], add_special_tokens)
-            for tokens in encoded[group]:
+            for tokens in encoded[group] if truncation is None else ():
                 token_budget(limits, len(tokens), 0, param)
         ids, of_texts = [], iter(encoded)
         async for prompt in in_slices(prompts):
@@ -157,7 +178,7 @@ class Service:
             if not each.size:
                 raise bad_request(f"'{param}' is empty: it has no tokens", param=param)
             check_vocabulary(each, limits.vocab_size, param)
-            ids.append(each)
+            ids.append(truncated(each, truncation, limits, generation.max_tokens) if truncation else each)
         return ids
 
     def check_text(self, text: str, param: str) -> None:
@@ -236,8 +257,9 @@ class Service:
             stop_id = -1
             if options.stops is not None and not generation.stream:
                 stop_id = await stack.enter_async_context(self._stop_sets.use(options.stops, limits.vocab_size))
+            salt = self.accounts.salt_of(account, generation.cache_salt)
             jobs = (
-                job(generation, prompt, index, budget, stop_id)
+                job(generation, prompt, index, budget, stop_id, salt)
                 for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
             )
             self.engine.check_serving(len(prompts))
@@ -328,7 +350,7 @@ def text_options(generation: Generation) -> TextOptions:
         skip_special_tokens=generation.skip_special_tokens,
         stops=StopStrings(generation.stops, generation.include_stop) if generation.stops else None,
         min_tokens=generation.sampling.min_tokens,
-        kept_end_ids=generation.stop_token_ids if generation.include_stop else frozenset(),
+        keep_ends=generation.include_stop,
     )
 
 
@@ -339,7 +361,7 @@ def note_tokens(prompts: Sequence[Int32], batch: Batch) -> None:
         tokens["output_tokens"] += sum(flight.num_tokens for flight in batch.flights)
 
 
-def job(generation: Generation, prompt: Int32, index: int, max_tokens: int, stop_id: int) -> Job:
+def job(generation: Generation, prompt: Int32, index: int, max_tokens: int, stop_id: int, salt: int) -> Job:
     """The prompt of that index as the engine gets it."""
     return Job(
         prompt=prompt,
@@ -350,6 +372,7 @@ def job(generation: Generation, prompt: Int32, index: int, max_tokens: int, stop
         stream=generation.stream,
         priority=generation.priority,
         stop_id=stop_id,
+        salt=salt,
         in_blocks=in_blocks(generation),
     )
 
@@ -360,7 +383,9 @@ def in_blocks(generation: Generation) -> bool:
     Of streamed ones only the text may be wanted, and no stop string may end it.
     """
     num_logprobs = generation.sampling.num_logprobs
-    if generation.stream and (num_logprobs >= 0 or generation.stops or generation.return_token_ids):
+    wants_tokens = num_logprobs >= 0 or generation.return_token_ids
+    wants_more = wants_tokens or generation.usage_in_chunks or generation.pad_chunks
+    if generation.stream and (generation.stops or wants_more):
         return False
     return generation.n >= MIN_SAMPLES and num_logprobs <= 0
 

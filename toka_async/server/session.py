@@ -262,6 +262,7 @@ class Session:
             sampling=generation.sampling,
             stream=generation.stream,
             priority=generation.priority,
+            salt=self._service.accounts.salt_of(self.account, generation.cache_salt),
         )
         self._service.engine.submit_direct(jobs, self)
         self._service.log_prompts(self.account, requests.prompts())

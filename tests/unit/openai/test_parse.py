@@ -8,7 +8,7 @@ import pytest
 
 from toka_async.openai.errors import ApiError
 from toka_async.openai.fields import UNSUPPORTED
-from toka_async.openai.parse import MAX_ITEMS, fault_in, most_parsed_bytes, parse_request, parsed_bytes
+from toka_async.openai.parse import MAX_ITEMS, fault_in, most_parsed_bytes, parse_fields, parse_request, parsed_bytes
 from toka_async.openai.requests import MAX_IDS, ChatRequest, CompletionRequest, StreamOptions
 
 
@@ -134,17 +134,39 @@ def test_an_unknown_field_gets_a_hint() -> None:
 
 
 def test_an_unknown_nested_field() -> None:
-    assert "include_obfuscation" in problem({"stream": True, "stream_options": {"include_obfuscation": True}}).message
+    error = problem({"stream": True, "stream_options": {"include_usages": True}})
+    assert error.param == "stream_options.include_usages"
+    assert error.message == (
+        "unknown field 'stream_options.include_usages'; did you mean 'stream_options.include_usage'?"
+    )
+
+
+def test_of_several_unsupported_fields_the_one_that_matters_is_named() -> None:
+    """A client's library writes them in any order; without tools nobody would choose one."""
+    error = problem({"tool_choice": "required", "response_format": {"type": "json_object"}, "tools": [{}]})
+    assert error.param == "tools"
+    assert error.message == (
+        "'tools' is not supported; nor are tool_choice, response_format; leave it out, or give an empty list"
+    )
+
+
+def test_a_null_is_absent_whatever_its_name() -> None:
+    assert completion(never_heard_of=None, stream_options={"nor_of_this": None}) == completion(stream_options={})
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_unsupported_fields(name: str) -> None:
-    error = problem({name: {"anything": "else"}})
+    def parsed(value: Any) -> ChatRequest:
+        return parse_fields({"messages": [], name: value}, ChatRequest)
+
+    with pytest.raises(ApiError) as caught:
+        parsed({"anything": "else"})
+    error = caught.value
     assert error.param == name
     assert error.code == "unsupported_parameter"
     assert "not supported" in error.message
     for neutral in UNSUPPORTED[name]:
-        assert completion(**{name: neutral}) == completion()
+        assert parsed(neutral) == parsed(None)
 
 
 def test_a_neutral_number_is_no_bool() -> None:

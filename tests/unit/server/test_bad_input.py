@@ -242,7 +242,11 @@ async def test_an_unknown_expectation(server: WebServer, method: str, path: str)
 async def test_an_unknown_route(server: WebServer) -> None:
     status, answer = await server.get("/v2/anything")
     assert status == 404
-    assert checked_error(answer)["message"] == "no such route"
+    message = checked_error(answer)["message"]
+    assert message.startswith("no such route: '/v2/anything'; there are /")
+    assert "/v1/chat/completions, " in message
+    _, answer = await server.get("/v1/chat/completion")
+    assert checked_error(answer)["message"].endswith("did you mean /v1/chat/completions?")
 
 
 async def test_an_unknown_method(server: WebServer) -> None:

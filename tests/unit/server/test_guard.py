@@ -17,7 +17,7 @@ from tests.fake_scheduler import FakeScheduler
 from tests.keyed import ALICE, BOB, KEYS, ask, bearer
 from tests.web_server import JSON_HEAD, WebServer, checked_error, web_server
 from toka_async.config import ServerConfig
-from toka_async.messages import Cancel
+from toka_async.messages import Cancel, Submit
 from toka_async.server.files import BATCHES
 from toka_async.server.guard import GUARD
 from toka_async.server.keys import Key, Keys, KeySource, digest_of
@@ -72,6 +72,36 @@ async def test_every_route_needs_a_key(server: WebServer, method: str, path: str
         async with server.http.request(method, server.url + path, headers=bearer(key)) as response:
             assert response.status != 401
     assert server.app[GUARD].num_unauthorized == len(wrong)
+
+
+async def test_the_other_header_of_a_key(server: WebServer) -> None:
+    for headers, status in (
+        ({"X-Api-Key": ALICE}, 200),
+        ({"x-api-key": "sk-wrong-01234"}, 401),
+        ({"X-Api-Key": ALICE, "Authorization": "Bearer sk-wrong-01234"}, 401),
+    ):
+        async with server.http.get(server.url + "/v1/models", headers=headers) as response:
+            assert response.status == status
+
+
+async def test_prompts_of_other_keys_are_not_found_in_the_cache(server: WebServer) -> None:
+    """A count of cached tokens would tell what others have asked."""
+    for key in (ALICE, BOB, ALICE):
+        assert (await ask(server, key))[0] == 200
+    assert (await ask(server, ALICE, cache_salt="x"))[0] == 200
+    assert (await ask(server, BOB, cache_salt="x"))[0] == 200
+    salts = [message.salt for message in server.scheduler.log if isinstance(message, Submit)]
+    assert salts[0] == salts[2]
+    assert len(set(salts)) == 4
+    assert 0 not in salts
+
+
+async def test_without_keys_everybody_shares() -> None:
+    async with web_server() as server:
+        await server.ok("/v1/completions", {"prompt": "x", "max_tokens": 1})
+        await server.ok("/v1/completions", {"prompt": "x", "max_tokens": 1, "cache_salt": "mine"})
+        first, salted = (message.salt for message in server.scheduler.log if isinstance(message, Submit))
+        assert first == 0 != salted
 
 
 async def test_keys_come_and_go_while_it_serves(tmp_path: Path) -> None:

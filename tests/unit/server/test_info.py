@@ -21,11 +21,14 @@ async def test_models(server: WebServer) -> None:
     assert status == 200
     (model,) = answer["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == (NAME, "model", 512)
+    assert (model["root"], model["parent"]) == (NAME, None)
     assert await server.get(f"/v1/models/{NAME}") == (200, model)
     assert await server.get("/v1/models/" + NAME.replace("/", "%2F")) == (200, model)
     status, answer = await server.get("/v1/models/org/other")
     assert status == 404
-    assert checked_error(answer)["code"] == "model_not_found"
+    error = checked_error(answer)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert error["message"] == f"the model 'org/other' does not exist; this server serves '{NAME}'"
 
 
 async def test_small_routes(server: WebServer) -> None:
@@ -56,6 +59,10 @@ async def test_tokenize_and_back(server: WebServer) -> None:
     assert answer["tokens"] == server.tokenizer.encode("the 你好")
     assert answer["count"] == len(answer["tokens"])
     assert await server.ok("/detokenize", {"model": NAME, "tokens": answer["tokens"]}) == {"prompt": "the 你好"}
+    assert (answer["max_model_len"], "token_strs" in answer) == (512, False)
+    spelled = await server.ok("/tokenize", {"prompt": "the the", "return_token_strs": True})
+    assert spelled["token_strs"] == [server.tokenizer.backend.id_to_token(i) for i in spelled["tokens"]]
+    assert spelled["token_strs"][-1].startswith("Ġ")
     assert (await server.ok("/tokenize", {"prompt": ""}))["count"] == 0
     assert await server.ok("/detokenize", {"tokens": []}) == {"prompt": ""}
 
