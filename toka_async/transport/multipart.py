@@ -10,16 +10,19 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
+from time import monotonic
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from toka_async.transport.connections import Connections
 from toka_async.transport.curve import KeyPair
 
 Frame = bytes | memoryview
 SMALL = 4096  # bytes up to which a frame is copied: cheaper than to share it
-TURN = 256  # messages that are taken before other work of the loop gets its turn
+TURN_SECONDS = 0.01  # for which messages are taken before other work of the loop gets its turn
+QUEUED = 4  # messages of a connection that wait to be taken: it sends no more until they are
 
 
 class FrameSocket:
@@ -29,7 +32,6 @@ class FrameSocket:
         self.socket = socket
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_frames: Callable[[list[Frame]], None] | None = None
-        self._latest: zmq.Frame | None = None
         self._context = copy_context()
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_frames: Callable[[list[Frame]], None]) -> None:
@@ -46,16 +48,20 @@ class FrameSocket:
         """Take what has come."""
         assert self._loop is not None
         assert self._on_frames is not None
-        for _ in range(TURN):
-            if self.socket.closed:
-                return
+        until = monotonic() + TURN_SECONDS
+        while not self.socket.closed:
             try:
                 parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._latest = parts[-1]
+            self._taken(parts)
             self._on_frames([part.bytes if len(part) <= SMALL else part.buffer for part in parts])
-        self._drain_soon()
+            if monotonic() >= until:
+                self._drain_soon()
+                return
+
+    def _taken(self, parts: list[zmq.Frame]) -> None:
+        """A message was received; it is dealt with next."""
 
     def _drain_soon(self) -> None:
         """In a context of its own: what comes belongs to nobody who happens to send."""
@@ -85,11 +91,14 @@ class FrameSocket:
 class Router(FrameSocket):
     """Binds; every message that comes has the connection's name as its first frame, and so must what is sent.
 
+    What is sent has one frame besides: see `_name_connections`.
+
     Args:
         max_frame: bytes; who sends a longer frame is disconnected.
         max_queued: messages for a connection that does not read.
         keys: with them, connections are encrypted.
         alive: seconds after which a silent connection is given up.
+        most_connections, most_bytes: see `Connections`.
 
     Raises:
         zmq.ZMQError: the address cannot be bound.
@@ -104,22 +113,48 @@ class Router(FrameSocket):
         max_queued: int,
         keys: KeyPair | None = None,
         alive: float = 30.0,
+        most_connections: int = 1 << 20,
+        most_bytes: int = 1 << 62,
     ) -> None:
         socket = context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
         socket.setsockopt(zmq.SNDHWM, max_queued)
-        socket.setsockopt(zmq.RCVHWM, max_queued)
+        socket.setsockopt(zmq.RCVHWM, QUEUED)
         set_options(socket, address, alive)
         if keys is not None:
             socket.curve_server = True
             socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+        self._connections = Connections(socket, most_connections, most_bytes, is_encrypted=keys is not None)
         try:
             socket.bind(address)
         except zmq.ZMQError:
+            self._connections.close()
             socket.close()
             raise
+        self._name_connections(socket)
+        self._latest: zmq.Frame | None = None
         super().__init__(socket)
+
+    @staticmethod
+    def _name_connections(socket: zmq.Socket[bytes]) -> None:
+        """The socket names all connections itself, whatever name a peer asks for.
+
+        Otherwise a peer could take a name that the socket's own count comes to later, and then libzmq (4.3.5) ends the
+        process. There is no option for it, but the listener has copied the socket's options when it was bound, so
+        that connections go on to speak ZMTP while the socket takes them for raw ones, which have no names of their
+        own. Its only other effect: what is sent has a single frame.
+        """
+        socket.setsockopt(zmq.ROUTER_RAW, 1)
+        socket.setsockopt(zmq.ROUTER_RAW, 0)  # else an empty frame would end its connection
+
+    def attach(self, loop: asyncio.AbstractEventLoop, on_frames: Callable[[list[Frame]], None]) -> None:
+        self._connections.attach(loop)
+        super().attach(loop, on_frames)
+
+    def _taken(self, parts: list[zmq.Frame]) -> None:
+        self._latest = parts[-1]
+        self._connections.taken(parts)
 
     @property
     def address(self) -> str:
@@ -133,6 +168,25 @@ class Router(FrameSocket):
             return "" if self._latest is None else str(self._latest["User-Id"])
         except zmq.ZMQError:
             return ""
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._connections)
+
+    def keep(self, name: bytes) -> None:
+        """The connection is wanted, until it is released: it does not make room for others."""
+        self._connections.keep(name)
+
+    def release(self, name: bytes) -> None:
+        self._connections.release(name)
+
+    def cut(self, name: bytes) -> None:
+        """End a connection, with all that waits for it."""
+        self._connections.cut(name)
+
+    def close(self, linger: int = 0) -> None:
+        self._connections.close()
+        super().close(linger)
 
 
 class Dealer(FrameSocket):
