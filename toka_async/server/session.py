@@ -324,7 +324,9 @@ class Session:
         )
         self.add(header, {"ids": client_ids}, client_ids, client_ids.tolist(), remember=False)
 
-    def add(self, header: ServerHeader, columns: Columns, ids: Int64, ended: list[int], *, remember: bool = True) -> None:
+    def add(
+        self, header: ServerHeader, columns: Columns, ids: Int64, ended: list[int], *, remember: bool = True
+    ) -> None:
         """Something to be sent. `ids`: whom it is about; `ended`: requests that end with it."""
         for key in ended if self._tasks else ():
             self._tasks.pop(key, None)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
@@ -22,6 +23,7 @@ from toka_async.transport.curve import KeyPair
 Frame = bytes | memoryview
 SMALL = 4096  # bytes up to which a frame is copied: cheaper than to share it
 TURN_SECONDS = 0.01  # for which messages are taken before other work of the loop gets its turn
+FAILED = 3  # handshakes one after the other: the keys are wrong, not the network
 QUEUED = 4  # messages of a connection that wait to be taken: it sends no more until they are
 
 
@@ -189,6 +191,14 @@ class Router(FrameSocket):
         super().close(linger)
 
 
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A connection is lost, or there is none. problem: why, where that is known. is_final: there never will be one."""
+
+    problem: str | None = None
+    is_final: bool = False
+
+
 class Dealer(FrameSocket):
     """Connects, again and again when the connection breaks; what was not sent by then may come over the next one.
 
@@ -196,9 +206,8 @@ class Dealer(FrameSocket):
     message that is being received, its queue is gone, and the rest of the message with it.
 
     Args:
-        on_connected: called when a connection is made, also anew. on_lost: called when it is broken, or refused for
-            good (with the reason).
         keys, server_key: for an encrypted connection.
+        max_frame: bytes; a server that sends a longer one is disconnected.
     """
 
     def __init__(
@@ -208,9 +217,11 @@ class Dealer(FrameSocket):
         *,
         keys: KeyPair | None = None,
         server_key: bytes | None = None,
+        max_frame: int = -1,
         alive: float = 30.0,
     ) -> None:
         socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
         socket.setsockopt(zmq.SNDHWM, 0)  # whoever sends is bounded by the other end's credit
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -222,6 +233,9 @@ class Dealer(FrameSocket):
                 keys.secret,
                 server_key,
             )
+        self._has_keys = keys is not None
+        self._is_made = False  # the latest attempt has come to a connection
+        self._num_failed = 0  # handshakes one after the other
         self._monitor = socket.get_monitor_socket()
         self._address = address
         super().__init__(socket)
@@ -231,29 +245,54 @@ class Dealer(FrameSocket):
         loop: asyncio.AbstractEventLoop,
         on_frames: Callable[[list[Frame]], None],
         on_connected: Callable[[], None],
-        on_lost: Callable[[str | None], None],
+        on_lost: Callable[[Loss], None],
     ) -> None:
-        """Raises zmq.ZMQError for what is no address."""
+        """Call `on_connected` when a connection is made, also anew, and `on_lost` when it breaks or there is none.
+
+        Raises:
+            zmq.ZMQError: the address is none.
+        """
 
         def on_event() -> None:
             while not self._monitor.closed:
                 try:
-                    event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
+                    event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
                 except zmq.Again:
                     return
-                match event["event"]:
-                    case zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                        on_connected()
-                    case zmq.EVENT_DISCONNECTED:
-                        on_lost(None)
-                    case zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                        on_lost("the server does not accept the keys")
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._num_failed = 0
+                    on_connected()
+                elif loss := self._loss(event):
+                    on_lost(loss)
 
         self.attach(loop, on_frames)
         loop.add_reader(self._monitor.fileno(), on_event)
         self._on_event = on_event
         loop.call_soon(on_event)
         self.socket.connect(self._address)
+
+    def _loss(self, event: int) -> Loss | None:
+        """What an event of the monitor says of a connection that is lost or does not come about."""
+        match event:
+            case zmq.EVENT_CONNECTED:
+                self._is_made = True
+            case zmq.EVENT_CONNECT_RETRIED if not self._is_made:
+                return Loss("nobody listens there")
+            case zmq.EVENT_CONNECT_RETRIED:
+                self._is_made = False
+            case zmq.EVENT_DISCONNECTED:
+                return Loss()
+            case zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                return Loss("the server does not accept the keys", is_final=True)
+            case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL if not self._has_keys:
+                return Loss("the server needs keys, or is none for ZeroMQ: give key and server_key", is_final=True)
+            case zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                return Loss("the server does not accept the keys", is_final=True)
+            case zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL if self._has_keys:
+                self._num_failed += 1
+                if self._num_failed >= FAILED:
+                    return Loss("server_key is not the key of the server, or the server has no keys")
+        return None
 
     def close(self, linger: int = 0) -> None:
         if self._loop is not None and not self._monitor.closed:

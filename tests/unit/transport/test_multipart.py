@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from tests.cuttable import Cuttable
-from toka_async.transport.multipart import SMALL, TURN_SECONDS, Dealer, Frame, Router
+from toka_async.transport.multipart import SMALL, TURN_SECONDS, Dealer, Frame, Loss, Router
 
 MAX_FRAME = 1 << 20
 WHOSE: ContextVar[str] = ContextVar("whose", default="nobody's")
@@ -26,7 +26,7 @@ class Wires:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.router = Router(self.context, "tcp://127.0.0.1:*", max_frame=MAX_FRAME, max_queued=9)
         self.heard: list[list[Frame]] = []
-        self.lost: list[str | None] = []
+        self.lost: list[Loss] = []
         self._dealers: list[Dealer] = []
         self.router.attach(asyncio.get_running_loop(), self.heard.append)
 
