@@ -68,6 +68,7 @@ class Endpoint:
         self._awake: dict[Session, None] = {}
         self._kept: dict[Session, int] = {}  # bytes of each session, as last seen
         self._kept_bytes = 0  # their sum
+        self._most_kept = BUFFERS * config.zmq_buffer_mb << 20
         self._texts = TextBudget(TEXTS * config.max_body_mb << 20)
         self._stopping = False
         self._settled = asyncio.Event()
@@ -296,7 +297,7 @@ class Endpoint:
 
     def _check_kept(self) -> None:
         """Where too much is kept for all clients together: who has most loses what was acknowledged, or is cut off."""
-        if self._kept_bytes <= BUFFERS * self._config.zmq_buffer_mb << 20:
+        if self._kept_bytes <= self._most_kept:
             return
         by_account: dict[str, int] = {}
         for session, num_bytes in self._kept.items():
