@@ -132,7 +132,8 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         ),
     ] = 75.0
     max_connections: Annotated[
-        Count | Auto, Meta(description="HTTP connections at once; auto: what the limit of open files allows, less 512")
+        Count | Auto,
+        Meta(description="HTTP connections at once; auto: what the limit of open files allows, less 512 and ZeroMQ's"),
     ] = "auto"
     max_address_connections: Annotated[
         int, Meta(ge=0, le=2**31 - 1, description="HTTP connections at once from one address; 0: no limit of its own")
