@@ -210,7 +210,7 @@ class Connections:
             where = lent.getsockname()
         except OSError:
             return False
-        return (where[1] if isinstance(where, tuple) else where) == self._where
+        return bool((where[1] if isinstance(where, tuple) else where) == self._where)
 
     def _cut(self, connection: Connection) -> None:
         connection.is_cut = True

@@ -23,6 +23,7 @@ from toka_async.transport.curve import KeyPair
 Frame = bytes | memoryview
 SMALL = 4096  # bytes up to which a frame is copied: cheaper than to share it
 TURN_SECONDS = 0.01  # for which messages are taken before other work of the loop gets its turn
+RETRIED = 1.0  # seconds after which libzmq has said that it connects again, if it does
 FAILED = 3  # handshakes one after the other: the keys are wrong, not the network
 QUEUED = 4  # messages of a connection that wait to be taken: it sends no more until they are
 
@@ -199,6 +200,9 @@ class Loss:
     is_final: bool = False
 
 
+GARBAGE = Loss("the server has sent a frame that is too long, or what is not ZeroMQ's", is_final=True)
+
+
 class Dealer(FrameSocket):
     """Connects, again and again when the connection breaks; what was not sent by then may come over the next one.
 
@@ -236,6 +240,7 @@ class Dealer(FrameSocket):
         self._has_keys = keys is not None
         self._is_made = False  # the latest attempt has come to a connection
         self._num_failed = 0  # handshakes one after the other
+        self._given_up: asyncio.TimerHandle | None = None
         self._monitor = socket.get_monitor_socket()
         self._address = address
         super().__init__(socket)
@@ -264,6 +269,10 @@ class Dealer(FrameSocket):
                     on_connected()
                 elif loss := self._loss(event):
                     on_lost(loss)
+                if event == zmq.EVENT_DISCONNECTED:
+                    self._given_up = loop.call_later(RETRIED, on_lost, GARBAGE)
+                elif event == zmq.EVENT_CONNECT_RETRIED and self._given_up is not None:
+                    self._given_up.cancel()
 
         self.attach(loop, on_frames)
         loop.add_reader(self._monitor.fileno(), on_event)
@@ -297,6 +306,8 @@ class Dealer(FrameSocket):
     def close(self, linger: int = 0) -> None:
         if self._loop is not None and not self._monitor.closed:
             self._loop.remove_reader(self._monitor.fileno())
+        if self._given_up is not None:
+            self._given_up.cancel()
         with contextlib.suppress(zmq.ZMQError):
             self.socket.disable_monitor()
         self._monitor.close(linger=0)

@@ -94,9 +94,9 @@ async def test_an_engine_that_is_full_is_asked_again() -> None:
 
 
 async def test_nobody_answers() -> None:
-    for settings in ({}, {"timeout": 0.1}):
+    for timeout in (None, 0.1):
         with pytest.raises(ConnectionLostError, match=r"^no connection to tcp://127\.0\.0\.1:9: nobody listens there$"):
-            async with Client("tcp://127.0.0.1:9", **settings):
+            async with Client("tcp://127.0.0.1:9", timeout=timeout):
                 pass
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
