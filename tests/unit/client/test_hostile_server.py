@@ -135,10 +135,11 @@ async def test_a_header_that_is_none_is_an_error(frames: list[bytes]) -> None:
 async def test_a_frame_that_is_too_long_ends_the_connection_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """libzmq connects no more then: nobody is to wait for what cannot come."""
     monkeypatch.setattr(multipart, "RETRIED", 0.05)
-    async with hostile(lambda server: server.say(bytes((1 << 20) + 1))) as server:
-        async with Client(server.url, max_message_mb=1) as client:
-            with pytest.raises(ConnectionLostError, match="too long"):
-                await client.generate([1], text=False)
+    async with (
+        hostile(lambda server: server.say(bytes((1 << 20) + 1))) as server,
+        Client(server.url, max_message_mb=1) as client,
+    ):
+        for _ in range(2):
             with pytest.raises(ConnectionLostError, match="too long"):
                 await client.generate([1], text=False)
 
