@@ -195,6 +195,7 @@ H = TypeVar("H", bound=Header)
 
 # ---- frames ----------------------------------------------------------------------------------------------------------
 
+_KINDS = {name: np.dtype(kind) for name, kind in DTYPES.items()}
 _ENCODER = msgspec.msgpack.Encoder()
 _FROM_CLIENT: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
 _FROM_SERVER: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
@@ -240,7 +241,7 @@ def from_server(frames: Sequence[Buffer]) -> tuple[FromServer, Columns]:
 
 def _bytes_of(named: tuple[str, Column]) -> memoryview:
     name, values = named
-    return np.ascontiguousarray(values, DTYPES[name]).reshape(-1).view(np.uint8).data
+    return np.ascontiguousarray(values, _KINDS[name]).reshape(-1).view(np.uint8).data
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[H], frame: Buffer) -> H:
@@ -259,9 +260,9 @@ def _columns(header: Header, parts: Sequence[Buffer], what: str) -> Columns:
 
 
 def _column(name: str, frame: Buffer) -> Column:
-    if name not in DTYPES:
+    kind = _KINDS.get(name)
+    if kind is None:
         raise ProtocolError(f"there is no column {name[:64]!r}", "columns")
-    kind = np.dtype(DTYPES[name])
     if len(frame) % kind.itemsize:
         raise ProtocolError(f"{len(frame)} bytes are no whole number of {kind.itemsize}-byte values", name)
     return np.frombuffer(frame, kind)
