@@ -70,10 +70,14 @@ async def direct_server(
 
 @dataclass
 class Wire:
-    """What the endpoint takes for its socket. sent: header and columns, by connection. gone: broken connections."""
+    """What the endpoint takes for its socket.
+
+    sent: header and columns, by connection. gone: broken connections. kept: those that are wanted.
+    """
 
     sent: dict[bytes, list[tuple[FromServer, Columns]]] = field(default_factory=dict)
     gone: set[bytes] = field(default_factory=set)
+    kept: set[bytes] = field(default_factory=set)
     deliver: Callable[[list[bytes]], None] = print
     address: str = "nowhere"
     sender: str = ""
@@ -88,6 +92,19 @@ class Wire:
             return False
         self.sent.setdefault(identity, []).append(from_server([bytes(frame) for frame in frames[1:]]))
         return True
+
+    def keep(self, name: bytes) -> None:
+        self.kept.add(name)
+
+    def release(self, name: bytes) -> None:
+        self.kept.discard(name)
+
+    def cut(self, name: bytes) -> None:
+        self.gone.add(name)
+
+    @property
+    def num_connections(self) -> int:
+        return len(self.sent)
 
     def close(self, linger: int = 0) -> None:
         del linger

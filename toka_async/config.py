@@ -128,6 +128,9 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     zmq_key: Annotated[str, Meta(description="its secret key, a file of `toka-async keys`; empty: no encryption")] = ""
     zmq_clients: Annotated[str, Meta(description="folder with the public keys of the clients that may connect")] = ""
     zmq_insecure: Annotated[bool, Meta(description="allow an address that others can reach without keys")] = False
+    zmq_max_connections: Annotated[
+        Count | Auto, Meta(description="ZeroMQ connections at once; auto: 2048, or a quarter of the open files allowed")
+    ] = "auto"
     zmq_credit: Annotated[int, Meta(ge=1, le=2**20, description="requests that a client may have open at once")] = 16384
     zmq_buffer_mb: Annotated[
         int, Meta(ge=1, description="results kept for a client that does not take them, in MiB; more: it is cut off")
@@ -157,7 +160,8 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         ),
     ] = 75.0
     max_connections: Annotated[
-        Count | Auto, Meta(description="HTTP connections at once; auto: what the limit of open files allows, less 512")
+        Count | Auto,
+        Meta(description="HTTP connections at once; auto: what the limit of open files allows, less 512 and ZeroMQ's"),
     ] = "auto"
     max_address_connections: Annotated[
         int, Meta(ge=0, le=2**31 - 1, description="HTTP connections at once from one address; 0: no limit of its own")

@@ -14,6 +14,7 @@ from toka_async.config import ConfigError, ServerConfig
 BACKLOG = 16384  # connections that wait to be accepted
 CONNECTIONS = 8192  # at once, that the limits should allow
 LONGEST_PROBE = 32767  # seconds that TCP can wait before a probe
+DIRECT_CONNECTIONS = 2048  # of ZeroMQ at once
 SPARE_FILES = 256  # descriptors for everything else
 
 
@@ -61,8 +62,18 @@ def notice_the_dead(listener: socket.socket, timeout: float) -> None:
 def max_connections(server: ServerConfig) -> int:
     """HTTP connections that this process can have at once, with what is spared for everything else."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    fitting = 2**31 if soft == resource.RLIM_INFINITY else max(1, soft - 2 * SPARE_FILES)
+    taken = 2 * SPARE_FILES + max_direct_connections(server)
+    fitting = 2**31 if soft == resource.RLIM_INFINITY else max(1, soft - taken)
     return fitting if server.max_connections == "auto" else min(server.max_connections, fitting)
+
+
+def max_direct_connections(server: ServerConfig) -> int:
+    """ZeroMQ connections at once, of which HTTP's are independent: 0 where there is no endpoint for them."""
+    if not server.zmq_bind:
+        return 0
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fitting = 2**31 if soft == resource.RLIM_INFINITY else max(1, soft // 4)
+    return min(DIRECT_CONNECTIONS if server.zmq_max_connections == "auto" else server.zmq_max_connections, fitting)
 
 
 def inherited(fd: int) -> socket.socket:
@@ -101,17 +112,21 @@ def _is_port(port: str) -> bool:
 def check_direct(server: ServerConfig) -> None:
     """Raises ConfigError when `server.zmq_bind` is no address, or one that others can reach and that has no keys."""
     address = server.zmq_bind
-    if not address or address.startswith("ipc://"):
+    if not address:
         return
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or not host or not _is_port(port):
+    kind, _, place = address.partition("://")
+    host, _, port = place.rpartition(":")
+    if (kind, bool(place)) != ("ipc", True) and not (kind == "tcp" and host and _is_port(port)):
         raise ConfigError(f"server.zmq_bind: expected tcp://HOST:PORT or ipc://PATH, got {address!r}")
     if bool(server.zmq_key) != bool(server.zmq_clients):
         raise ConfigError("server.zmq_key: needs server.zmq_clients, and the other way round")
-    if not (server.zmq_key or server.zmq_insecure or _is_local(host.strip("[]"))):
+    is_private = not place.startswith("@") if kind == "ipc" else _is_local(host.strip("[]"))
+    if not (server.zmq_key or server.zmq_insecure or is_private):
+        who = "every user of this machine" if kind == "ipc" else "others"
+        instead = ", or give a path without '@', which has permissions" if kind == "ipc" else ""
         raise ConfigError(
-            f"server.zmq_bind: others can reach {address}: set server.zmq_key and server.zmq_clients (toka-async keys "
-            "makes keys), or server.zmq_insecure=true"
+            f"server.zmq_bind: {who} can reach {address}: set server.zmq_key and server.zmq_clients (toka-async keys "
+            f"makes keys), or server.zmq_insecure=true{instead}"
         )
 
 

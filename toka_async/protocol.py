@@ -1,8 +1,9 @@
 """The public protocol of direct submission over ZeroMQ: headers, columns, and how they become frames.
 
-A message is several frames: the header (a msgpack map with its `type`), then one frame for each of the columns that the
-header names: raw little-endian numbers, one after the other. The README's section "Direct submission over ZeroMQ" is
-the reference for clients in other languages. Knows no sockets and no state.
+A message to the server is several frames: the header (a msgpack map with its `type`), then one frame for each of the
+columns that the header names: raw little-endian numbers, one after the other. A message to a client is one frame: the
+header, with the columns' bytes in its `data`. The README's section "Direct submission over ZeroMQ" is the reference for
+clients in other languages. Knows no sockets and no state.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Meta, Raw
+from msgspec.structs import replace
 
 VERSIONS = (1,)  # those spoken here
 
@@ -53,7 +55,7 @@ class ProtocolError(ValueError):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", forbid_unknown_fields=True):
-    """The first frame. columns: the names of the frames that follow, in order."""
+    """What a message says. columns: their names, in order."""
 
     columns: Annotated[tuple[str, ...], Meta(max_length=len(DTYPES))] = ()
 
@@ -108,7 +110,13 @@ FromClient = Hello | Submission | Cancellation | Ack | Ping | Bye
 # ---- server -> client ------------------------------------------------------------------------------------------------
 
 
-class Welcome(Header, frozen=True, kw_only=True, tag="welcome"):
+class ServerHeader(Header, frozen=True, kw_only=True):
+    """A message to a client. data: the bytes of the columns, in order; on the wire only."""
+
+    data: Annotated[tuple[memoryview, ...], Meta(max_length=len(DTYPES))] = ()
+
+
+class Welcome(ServerHeader, frozen=True, kw_only=True, tag="welcome"):
     """The answer to a Hello.
 
     resumed: the session was known, with all of its requests. credit: requests that may be open at once; one is open
@@ -129,7 +137,7 @@ class Welcome(Header, frozen=True, kw_only=True, tag="welcome"):
     max_message: Count
 
 
-class Results(Header, frozen=True, kw_only=True, tag="results"):
+class Results(ServerHeader, frozen=True, kw_only=True, tag="results"):
     """Tokens of samples, one row each.
 
     Columns: ids, samples, counts, reasons, cached [r], token_ids [t], t = sum(counts); where asked for: logprobs [t],
@@ -141,7 +149,7 @@ class Results(Header, frozen=True, kw_only=True, tag="results"):
     num_top: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
 
 
-class PromptLogprobs(Header, frozen=True, kw_only=True, tag="prompt"):
+class PromptLogprobs(ServerHeader, frozen=True, kw_only=True, tag="prompt"):
     """Of one request that asked for `prompt_logprobs`, before its results: entry i is of prompt token i + 1.
 
     Columns: logprobs [p - 1], top_ids and top_logprobs [p - 1, num_top].
@@ -152,7 +160,7 @@ class PromptLogprobs(Header, frozen=True, kw_only=True, tag="prompt"):
     num_top: Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
-class Error(Header, frozen=True, kw_only=True, tag="error"):
+class Error(ServerHeader, frozen=True, kw_only=True, tag="error"):
     """Requests ended without (further) results, those of the column `ids`; or, without it, a message was wrong.
 
     seq is 0 in the second case. status, code, param, message: as in HTTP's errors.
@@ -166,11 +174,11 @@ class Error(Header, frozen=True, kw_only=True, tag="error"):
     retry_after: Seconds | None = None
 
 
-class Pong(Header, frozen=True, kw_only=True, tag="pong"):
+class Pong(ServerHeader, frozen=True, kw_only=True, tag="pong"):
     """The server lives."""
 
 
-class Closed(Header, frozen=True, kw_only=True, tag="closed"):
+class Closed(ServerHeader, frozen=True, kw_only=True, tag="closed"):
     """The server knows no (longer any) session of this connection; code: `unknown`, `too_slow`, `stopping`, `refused`.
 
     Say Hello again to begin anew; after `refused` it would be refused again.
@@ -187,51 +195,74 @@ H = TypeVar("H", bound=Header)
 
 # ---- frames ----------------------------------------------------------------------------------------------------------
 
+_KINDS = {name: np.dtype(kind) for name, kind in DTYPES.items()}
 _ENCODER = msgspec.msgpack.Encoder()
 _FROM_CLIENT: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
 _FROM_SERVER: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(FromServer)
 
 
 def pack(header: Header, columns: Mapping[str, Column] | None = None) -> list[Buffer]:
-    """The frames of a message; nothing of the columns is copied where they are contiguous."""
+    """The frames of a message. Columns of a message to the server are not copied where they are contiguous."""
     columns = columns or {}
     assert header.columns == tuple(columns)
-    return [_ENCODER.encode(header), *map(_bytes_of, columns.items())]
+    parts = map(_bytes_of, columns.items())
+    if isinstance(header, ServerHeader):
+        return [_ENCODER.encode(replace(header, data=tuple(parts)) if columns else header)]
+    return [_ENCODER.encode(header), *parts]
+
+
+def sealed(header: ServerHeader, columns: Columns) -> tuple[list[Buffer], Columns]:
+    """The frame of a message to a client, and the columns as views of it, to keep both in the memory of one."""
+    frames = pack(header, columns)
+    return frames, _columns(header, _decoded(_FROM_SERVER, frames[0]).data, "columns have data")
 
 
 def from_client(frames: Sequence[Buffer]) -> tuple[FromClient, Columns]:
-    """A client's message. Raises ProtocolError for anything else."""
-    return _unpack(_FROM_CLIENT, frames)
+    """A client's message; its columns are views of the frames. Raises ProtocolError for anything else."""
+    if not frames:
+        raise ProtocolError("a message without frames")
+    header = _decoded(_FROM_CLIENT, frames[0])
+    return header, _columns(header, frames[1:], "frames follow")
 
 
 def from_server(frames: Sequence[Buffer]) -> tuple[FromServer, Columns]:
-    """A server's message. Raises ProtocolError for anything else."""
-    return _unpack(_FROM_SERVER, frames)
+    """A server's message; its columns are copies, since in the frame they may lie at any address.
+
+    Raises:
+        ProtocolError: it is none.
+    """
+    if len(frames) != 1:
+        raise ProtocolError(f"a message of {len(frames)} frames, not of one")
+    header = _decoded(_FROM_SERVER, frames[0])
+    columns = _columns(header, header.data, "columns have data")
+    copies = {name: values.copy() for name, values in columns.items()}
+    return replace(header, data=()) if header.data else header, copies
 
 
 def _bytes_of(named: tuple[str, Column]) -> memoryview:
     name, values = named
-    return np.ascontiguousarray(values, DTYPES[name]).reshape(-1).view(np.uint8).data
+    return np.ascontiguousarray(values, _KINDS[name]).reshape(-1).view(np.uint8).data
 
 
-def _unpack(decoder: msgspec.msgpack.Decoder[H], frames: Sequence[Buffer]) -> tuple[H, Columns]:
-    if not frames:
-        raise ProtocolError("a message without frames")
+def _decoded(decoder: msgspec.msgpack.Decoder[H], frame: Buffer) -> H:
     try:
-        header = decoder.decode(frames[0])
+        return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         what, _, path = str(error).partition(" - at `$")
         raise ProtocolError(f"the header cannot be read: {what}", path.strip("`.") or None) from None
+
+
+def _columns(header: Header, parts: Sequence[Buffer], what: str) -> Columns:
     names = header.columns
-    if len(names) != len(frames) - 1 or len(set(names)) != len(names):
-        raise ProtocolError(f"{len(frames) - 1} frames follow, {len(names)} columns are named", "columns")
-    return header, {name: _column(name, frame) for name, frame in zip(names, frames[1:], strict=True)}
+    if len(names) != len(parts) or len(set(names)) != len(names):
+        raise ProtocolError(f"{len(parts)} {what}, {len(names)} columns are named", "columns")
+    return {name: _column(name, part) for name, part in zip(names, parts, strict=True)}
 
 
 def _column(name: str, frame: Buffer) -> Column:
-    if name not in DTYPES:
+    kind = _KINDS.get(name)
+    if kind is None:
         raise ProtocolError(f"there is no column {name[:64]!r}", "columns")
-    kind = np.dtype(DTYPES[name])
     if len(frame) % kind.itemsize:
         raise ProtocolError(f"{len(frame)} bytes are no whole number of {kind.itemsize}-byte values", name)
     return np.frombuffer(frame, kind)

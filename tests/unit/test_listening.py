@@ -64,14 +64,15 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["", "ipc:///tmp/x", "tcp://127.0.0.1:1", "tcp://127.9.9.9:*", "tcp://[::1]:1", "tcp://localhost:1"]
+    "address",
+    ["", "ipc:///tmp/x", "ipc://x@y", "tcp://127.0.0.1:1", "tcp://127.9.9.9:*", "tcp://[::1]:1", "tcp://localhost:1"],
 )
 def test_direct_submission_from_this_machine_needs_no_keys(address: str) -> None:
     check_direct(ServerConfig(zmq_bind=address))
 
 
 @pytest.mark.parametrize(
-    "address", ["tcp://0.0.0.0:1", "tcp://*:1", "tcp://[::]:1", "tcp://10.0.0.1:1", "tcp://eth0:1"]
+    "address", ["tcp://0.0.0.0:1", "tcp://*:1", "tcp://[::]:1", "tcp://10.0.0.1:1", "tcp://eth0:1", "ipc://@name"]
 )
 def test_direct_submission_that_others_can_reach_needs_keys(address: str) -> None:
     with pytest.raises(ConfigError, match=r"server\.zmq_key"):
@@ -82,7 +83,16 @@ def test_direct_submission_that_others_can_reach_needs_keys(address: str) -> Non
 
 @pytest.mark.parametrize(
     "address",
-    ["10211", "127.0.0.1:1", "tcp://127.0.0.1", "tcp://:1", "tcp://127.0.0.1:x", "tcp://127.0.0.1:99999", "udp://h:1"],
+    [
+        "10211",
+        "ipc://",
+        "127.0.0.1:1",
+        "tcp://127.0.0.1",
+        "tcp://:1",
+        "tcp://127.0.0.1:x",
+        "tcp://127.0.0.1:99999",
+        "udp://h:1",
+    ],
 )
 def test_what_is_no_address_is_told(address: str) -> None:
     with pytest.raises(ConfigError, match=r"server\.zmq_bind"):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from toka_async.protocol import (
     DTYPES,
     Ack,
+    Cancellation,
     Columns,
     Error,
     Header,
@@ -23,6 +24,7 @@ from toka_async.protocol import (
     from_client,
     from_server,
     pack,
+    sealed,
 )
 
 FIELDS = msgspec.Raw(msgspec.msgpack.encode({"max_tokens": 3}))
@@ -64,18 +66,50 @@ def test_the_header_is_a_map_that_other_languages_can_write() -> None:
     header, columns = from_client([raw])
     assert header == Hello(versions=(1,), session=b"0123456789abcdef", received=0)
     assert columns == {}
-    packed = msgspec.msgpack.decode(pack(Results(seq=4, columns=("ids",)), {"ids": np.asarray([1])})[0])
-    assert packed == {"type": "results", "columns": ["ids"], "seq": 4, "num_top": 0}
+    (frame,) = pack(Results(seq=4, columns=("ids",)), {"ids": np.asarray([1])})
+    ids = (1).to_bytes(8, "little")
+    packed = {"type": "results", "columns": ["ids"], "data": [ids], "seq": 4, "num_top": 0}
+    assert msgspec.msgpack.decode(frame) == packed
 
 
-def test_columns_are_not_copied() -> None:
+def test_columns_to_the_server_are_not_copied() -> None:
     ids = np.arange(4, dtype=np.int64)
-    _, frame = pack(Results(seq=1, columns=("ids",)), {"ids": ids})
+    header, frame = pack(Cancellation(columns=("ids",)), {"ids": ids})
     ids[0] = 77
-    header, columns = from_server([msgspec.msgpack.encode({"type": "results", "seq": 1, "columns": ["ids"]}), frame])
-    assert isinstance(header, Results)
+    _, columns = from_client([header, frame])
     assert columns["ids"].tolist() == [77, 1, 2, 3]
     assert np.shares_memory(columns["ids"], ids)
+
+
+def test_columns_to_a_client_are_its_own() -> None:
+    """Aligned, to be written to, and holding on to nothing else of the message."""
+    frames = pack(Results(seq=1, columns=("ids",)), {"ids": np.arange(4)})
+    header, columns = from_server(frames)
+    assert header == Results(seq=1, columns=("ids",))
+    assert columns["ids"].tolist() == [0, 1, 2, 3]
+    assert columns["ids"].flags.owndata
+    assert columns["ids"].flags.aligned
+    columns["ids"][0] = 5
+
+
+def test_what_is_sealed_is_kept_once() -> None:
+    frames, columns = sealed(Results(seq=1, columns=("ids",)), {"ids": np.arange(4)})
+    assert columns["ids"].tolist() == [0, 1, 2, 3]
+    assert np.shares_memory(columns["ids"], np.frombuffer(frames[0], np.uint8))
+    assert from_server(frames)[1]["ids"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("data", [[], [b"", b""], [b"1234567"], ["text"], [None], 3])
+def test_data_that_does_not_fit_the_columns_is_an_error(data: object) -> None:
+    with pytest.raises(ProtocolError):
+        from_server([msgspec.msgpack.encode({"type": "results", "seq": 1, "columns": ["ids"], "data": data})])
+
+
+def test_a_message_to_a_client_has_one_frame() -> None:
+    frames = [bytes(frame) for frame in pack(Results(seq=1, columns=("ids",)), {"ids": np.arange(4)})]
+    for wrong in ([], [*frames, b""]):
+        with pytest.raises(ProtocolError):
+            from_server(wrong)
 
 
 @pytest.mark.parametrize(
@@ -108,14 +142,15 @@ def test_no_frames_are_no_message() -> None:
 
 @given(header=HEADERS, frames=st.lists(st.binary(max_size=24), max_size=3))
 def test_any_bytes_are_a_message_or_an_error(header: bytes, frames: list[bytes]) -> None:
-    for decode in (from_client, from_server):
+    for decode, message in ((from_client, [header, *frames]), (from_server, [header])):
         try:
-            made, columns = decode([header, *frames])
+            made, columns = decode(message)
         except ProtocolError:
             continue
         assert isinstance(made, Header)
         assert tuple(columns) == made.columns
-        assert [values.nbytes for values in columns.values()] == [len(frame) for frame in frames]
+        if decode is from_client:
+            assert [values.nbytes for values in columns.values()] == [len(frame) for frame in frames]
 
 
 @given(place=st.integers(0, 200), value=st.integers(0, 255), frame=st.integers(0, 3))

@@ -23,12 +23,14 @@ from toka_async.client.pending import Events, ManyResults, OneResult, Pending, W
 from toka_async.client.results import Event, Result
 from toka_async.protocol import ProtocolError
 from toka_async.transport.curve import read_pair, read_public
-from toka_async.transport.multipart import Dealer, Frame
+from toka_async.transport.multipart import Dealer, Frame, Loss
 
 Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]]
 MOST_WISHES = 256  # that are remembered
 MOST_DEPTH = 16  # of a field's lists and maps
 NOT_IDS = np.empty((0, 0))
+TIMEOUT = 10.0  # seconds for the first connection
+SHORTEST = 0.05  # seconds between two things that a server wants to be done again and again
 BYE_TIMEOUT = 500  # milliseconds for the last words to leave
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -40,7 +42,9 @@ class Client:
     Args:
         url: of the server, such as tcp://127.0.0.1:10211.
         key: this client's NAME.key_secret, and server_key: the server's NAME.key, for an encrypted connection.
-        timeout: seconds to wait for the first connection.
+        timeout: seconds to wait for the first connection, also while nobody listens yet. None: 10, but no second while
+            nobody listens.
+        max_message_mb: MiB of a message of the server; one that sends longer ones is disconnected.
 
     Raises:
         ConnectionLostError: no connection came about (entering the context).
@@ -48,7 +52,13 @@ class Client:
     """
 
     def __init__(
-        self, url: str, *, key: Path | str | None = None, server_key: Path | str | None = None, timeout: float = 10.0
+        self,
+        url: str,
+        *,
+        key: Path | str | None = None,
+        server_key: Path | str | None = None,
+        timeout: float | None = None,
+        max_message_mb: int = 1024,
     ) -> None:
         if (key is None) != (server_key is None):
             raise ValueError("key and server_key: give both, or none")
@@ -56,6 +66,7 @@ class Client:
         self._keys = None if key is None else read_pair(Path(key))
         self._server_key = None if server_key is None else read_public(Path(server_key))
         self._timeout = timeout
+        self._max_message = max_message_mb << 20
         self._next_id = 0
         self._random = Random()
         self._wishes: dict[bytes, Wishes] = {}
@@ -69,9 +80,11 @@ class Client:
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._dealer = Dealer(self._context, self._url, keys=self._keys, server_key=self._server_key)
+        self._dealer = Dealer(
+            self._context, self._url, keys=self._keys, server_key=self._server_key, max_frame=self._max_message
+        )
         self._exchange = Exchange(self._dealer.send, self._retry)
-        self._welcomed = asyncio.Event()
+        self._settled = asyncio.Event()  # whether there is a connection
         self._problem: str | None = None
         self._is_open = True
         try:
@@ -84,13 +97,15 @@ class Client:
     async def _connect(self) -> None:
         try:
             self._dealer.connect(self._loop, self._on_frames, self._exchange.connected, self._on_lost)
-            async with asyncio.timeout(self._timeout):
-                await self._welcomed.wait()
-        except (TimeoutError, zmq.ZMQError) as error:
-            reason = self._problem or (error.strerror if isinstance(error, zmq.ZMQError) else "nobody answers")
-            raise ConnectionLostError(f"no connection to {self._url}: {reason}") from None
-        if self._exchange.refused is not None:
-            raise ConnectionLostError(f"{self._url}: {self._exchange.refused}")
+            async with asyncio.timeout(TIMEOUT if self._timeout is None else self._timeout):
+                await self._settled.wait()
+        except TimeoutError:
+            self._problem = self._problem or "nobody answers"
+        except zmq.ZMQError as error:
+            self._problem = error.strerror
+        reason = self._exchange.refused or (self._problem if self._exchange.welcome is None else None)
+        if reason is not None:
+            raise ConnectionLostError(f"no connection to {self._url}: {reason}")
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
@@ -106,9 +121,16 @@ class Client:
         self._dealer.close(linger=BYE_TIMEOUT)
         await self._loop.run_in_executor(None, self._context.term)
 
-    def _on_lost(self, problem: str | None) -> None:
+    def _on_lost(self, loss: Loss) -> None:
         self._exchange.disconnected()
-        self._problem = problem or self._problem
+        if loss.problem is None:
+            return
+        self._problem = loss.problem
+        if loss.is_final:
+            self._exchange.refused = loss.problem
+            self._exchange.fail_all(ConnectionLostError(f"no connection to {self._url}: {loss.problem}"))
+        if loss.is_final or self._timeout is None:
+            self._settled.set()
 
     def _on_frames(self, frames: list[Frame]) -> None:
         had_welcome = self._exchange.welcome is not None
@@ -120,7 +142,7 @@ class Client:
         if welcome is not None and not had_welcome:
             self._ping()
         if welcome is not None or self._exchange.refused is not None:
-            self._welcomed.set()
+            self._settled.set()
         self._wake()
 
     def _ping(self) -> None:
@@ -131,10 +153,10 @@ class Client:
             self._pings = None
         if self._exchange.welcome is not None:
             self._exchange.ping()
-            self._pings = self._later(self._exchange.welcome.heartbeat / 2, self._ping)
+            self._pings = self._later(max(SHORTEST, self._exchange.welcome.heartbeat / 2), self._ping)
 
     def _retry(self, seconds: float) -> None:
-        self._later(seconds, self._try_again)
+        self._later(max(SHORTEST, seconds), self._try_again)
 
     def _try_again(self) -> None:
         if self._exchange.welcome is None:

@@ -16,13 +16,14 @@ from toka_async.protocol import Columns, PromptLogprobs, ProtocolError, Results
 
 FinishReason = Literal["stop", "length"]
 FINISH: tuple[FinishReason | None, ...] = (None, "stop", "length", "stop")  # by messages.Reason
+SHOWN = 60  # characters of a text
 PER_ROW = ("ids", "samples", "counts", "reasons", "cached")
 NO_FLOATS: Float32 = np.empty(0, np.float32)
 NO_TOP_IDS: Int32 = np.empty((0, 0), np.int32)
 NO_TOPS: Float32 = np.empty((0, 0), np.float32)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Sample:
     """One of a request's samples.
 
@@ -38,8 +39,14 @@ class Sample:
     top_ids: Int32 = field(default_factory=lambda: NO_TOP_IDS)
     top_logprobs: Float32 = field(default_factory=lambda: NO_TOPS)
 
+    def __repr__(self) -> str:
+        """Short: of tokens the number, of a long text the beginning."""
+        text = self.text if len(self.text) <= SHOWN else f"{self.text[:SHOWN]}…"
+        stop = "" if self.stop is None else f", stop={self.stop!r}"
+        return f"{type(self).__name__}({text!r}, {self.token_ids.size} tokens, {self.finish_reason}{stop})"
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, repr=False)
 class Event(Sample):
     """New tokens of a streamed sample; with `finish_reason`, the last ones. sample: which one."""
 
@@ -55,13 +62,18 @@ class PromptScores:
     top_logprobs: Float32
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Result:
     """A whole answer. cached_tokens: of the prompt, found in the server's cache."""
 
     samples: list[Sample]
     cached_tokens: int
     prompt: PromptScores | None = None
+
+    def __repr__(self) -> str:
+        more = f", and {len(self.samples) - 1} more" if len(self.samples) > 1 else ""
+        first = repr(self.samples[0]) if self.samples else ""
+        return f"Result([{first}{more}], cached_tokens={self.cached_tokens})"
 
 
 @dataclass(slots=True)

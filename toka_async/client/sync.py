@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from toka_async.client.client import Client, Prompt
-from toka_async.client.errors import ConnectionLostError
+from toka_async.client.errors import ConnectionLostError, RequestError
 from toka_async.client.fields import Fields
 from toka_async.client.results import Event, Result
 
@@ -26,9 +26,15 @@ class SyncClient:
     """As `Client`, for any number of threads."""
 
     def __init__(
-        self, url: str, *, key: Path | str | None = None, server_key: Path | str | None = None, timeout: float = 10.0
+        self,
+        url: str,
+        *,
+        key: Path | str | None = None,
+        server_key: Path | str | None = None,
+        timeout: float | None = None,
+        max_message_mb: int = 1024,
     ) -> None:
-        self._client = Client(url, key=key, server_key=server_key, timeout=timeout)
+        self._client = Client(url, key=key, server_key=server_key, timeout=timeout, max_message_mb=max_message_mb)
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # nothing comes to the loop after the order to stop
 
@@ -75,6 +81,8 @@ class SyncClient:
         future = self._start(coroutine)
         try:
             return future.result()
+        except (ConnectionLostError, RequestError) as error:
+            raise error.with_traceback(None) from None  # which would show the inside of the client only
         except CancelledError:
             raise ConnectionLostError(CLOSED) from None
         except KeyboardInterrupt:

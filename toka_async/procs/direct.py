@@ -12,6 +12,7 @@ from pathlib import Path
 import zmq
 
 from toka_async.config import ConfigError, ServerConfig
+from toka_async.listening import max_direct_connections
 from toka_async.server.endpoint import Endpoint
 from toka_async.server.service import Service
 from toka_async.transport.curve import Gate, KeyFileError, check_clients, read_pair
@@ -19,7 +20,8 @@ from toka_async.transport.multipart import Router
 
 logger = logging.getLogger(__name__)
 
-MOST_QUEUED = 1000  # messages for a client that does not read
+MOST_QUEUED = 256  # messages for a client that does not read
+WAITING = 8  # times `max_body_mb`: what has come and was not taken
 
 
 class DirectServer:
@@ -44,6 +46,8 @@ class DirectServer:
                 max_queued=MOST_QUEUED,
                 keys=keys,
                 alive=config.zmq_grace,
+                most_connections=max_direct_connections(config),
+                most_bytes=WAITING * config.max_body_mb << 20,
             )
         except KeyFileError as error:
             raise ConfigError(f"server.zmq_key, server.zmq_clients: {error}") from None

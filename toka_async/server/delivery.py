@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from toka_async.arrays import Bool, Int64
-from toka_async.protocol import Columns, Header
+from toka_async.protocol import Buffer, Columns, ServerHeader
 
 INCOMPLETE = -1
 WINDOW = 32  # messages sent ahead of the last acknowledged one
@@ -29,15 +29,16 @@ class Outgoing:
     """A message to a client.
 
     ids: the requests that it says something of, with repeats, by the client's ids. ended: those that end with it.
-    remember: whether what it says may be asked for again.
+    remember: whether what it says may be asked for again. frames: as it is sent, made once however often that is.
     """
 
-    header: Header
+    header: ServerHeader
     columns: Columns
     ids: Int64
     ended: list[int] = field(default_factory=list)
     remember: bool = True
     seq: int = 0
+    frames: list[Buffer] = field(default_factory=list)
 
     @property
     def num_bytes(self) -> int:
@@ -56,6 +57,7 @@ class Delivery:
     Attributes:
         open: requests that have not ended, each with the number of the last message before it began.
         num_bytes: of messages that are not acknowledged.
+        history_bytes: of those that are, and are remembered.
     """
 
     def __init__(self, credit: int, most_remembered: int) -> None:
@@ -67,7 +69,7 @@ class Delivery:
         self._num_again = 0  # remembered requests that were asked for again, until that is acknowledged
         self._unconfirmed: deque[Outgoing] = deque()
         self._history: deque[Outgoing] = deque()
-        self._history_bytes = 0
+        self.history_bytes = 0
         self._most_remembered = most_remembered
         self._seq = 0
 
@@ -85,6 +87,11 @@ class Delivery:
     def is_settled(self) -> bool:
         """Everything was acknowledged."""
         return not self._unconfirmed
+
+    def check_count(self, num_requests: int) -> None:
+        """Before anything is done for each of a message's requests. Raises CreditError for more than can ever be."""
+        if num_requests > self.credit:
+            raise CreditError(f"{num_requests} requests in one message are above the credit of {self.credit}")
 
     def admit(self, ids: Int64) -> tuple[Bool, list[int]]:
         """Requests are submitted: which are new, and now open; and which ended long ago and are asked for again.
@@ -137,13 +144,18 @@ class Delivery:
                     self._remembered[key] = since
             if message.remember:
                 self._history.append(message)
-                self._history_bytes += message.num_bytes
-        while self._history_bytes > self._most_remembered:
+                self.history_bytes += message.num_bytes
+        while self.history_bytes > self._most_remembered:
+            self._forget(self._history.popleft())
+
+    def forget_all(self) -> None:
+        """Nothing that was acknowledged can be asked for again."""
+        while self._history:
             self._forget(self._history.popleft())
 
     def _forget(self, message: Outgoing) -> None:
         """Requests of which a part is gone are not remembered, those that go on included."""
-        self._history_bytes -= message.num_bytes
+        self.history_bytes -= message.num_bytes
         for key in set(message.ids.tolist()):
             self._remembered.pop(key, None)
             for going_on in (self.open, self._ended):
@@ -176,6 +188,6 @@ class Delivery:
         assert not self.open.keys() & self._ended.keys()
         assert not self.open.keys() & self._remembered.keys()
         assert not self._ended.keys() & self._remembered.keys()
-        assert self._history_bytes == sum(message.num_bytes for message in self._history) <= self._most_remembered
+        assert self.history_bytes == sum(message.num_bytes for message in self._history) <= self._most_remembered
         assert self.num_bytes == sum(message.num_bytes for message in self._unconfirmed)
         assert self.num_used <= self.credit

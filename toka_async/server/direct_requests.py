@@ -12,7 +12,7 @@ import numpy as np
 
 from toka_async.arrays import Int32, Int64, as_f32, as_i32
 from toka_async.messages import Reason
-from toka_async.protocol import Columns, Header, PromptLogprobs
+from toka_async.protocol import Columns, PromptLogprobs, ServerHeader
 from toka_async.server.account import Account
 from toka_async.server.inflight import InFlight
 from toka_async.server.plans import Plan
@@ -24,7 +24,7 @@ from toka_async.server.service import Run, Service
 class Sink(Protocol):
     """Takes what is to be sent: see `Session.add`."""
 
-    def __call__(self, header: Header, columns: Columns, ids: Int64, ended: list[int]) -> None: ...
+    def __call__(self, header: ServerHeader, columns: Columns, ids: Int64, ended: list[int]) -> None: ...
 
 
 async def run_request(

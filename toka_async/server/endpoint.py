@@ -1,7 +1,8 @@
 """The public ZeroMQ endpoint: connections and the sessions behind them, which outlive a connection for a while.
 
 Nothing that a client sends ends it: what is no message of the protocol is answered with an error. Everything that a
-client is owed is bounded; who does not take it is cut off. Knows nothing of how requests are run.
+client is owed is bounded, and all of it together; who does not take it is cut off. With keys, no client has so many
+sessions that another one gets none. Knows nothing of how requests are run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from toka_async.config import ServerConfig
 from toka_async.protocol import (
     VERSIONS,
     Ack,
+    Buffer,
     Bye,
     Cancellation,
     Closed,
@@ -35,12 +37,15 @@ from toka_async.server.delivery import WINDOW, CreditError, Delivery
 from toka_async.server.plans import Plans
 from toka_async.server.service import Service
 from toka_async.server.session import Session
+from toka_async.server.submissions import TextBudget
 from toka_async.transport.multipart import Frame, Router
 
 logger = logging.getLogger(__name__)
 
 MOST_SESSIONS = 1024
 REMEMBERED = 4  # the share of `zmq_buffer_mb` that is for what was acknowledged: a quarter
+BUFFERS = 4  # times `zmq_buffer_mb`: all that is kept for clients
+TEXTS = 8  # times `max_body_mb`: texts that are being tokenized
 NOT_KNOWN = Closed(code="unknown", message="say hello first")
 
 
@@ -61,6 +66,10 @@ class Endpoint:
         self._timers: dict[int, asyncio.TimerHandle] = {}  # by the session's number
         self._num_sessions = 0  # ever
         self._awake: dict[Session, None] = {}
+        self._kept: dict[Session, int] = {}  # bytes of each session, as last seen
+        self._kept_bytes = 0  # their sum
+        self._most_kept = BUFFERS * config.zmq_buffer_mb << 20
+        self._texts = TextBudget(TEXTS * config.max_body_mb << 20)
         self._stopping = False
         self._settled = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -68,6 +77,7 @@ class Endpoint:
         watch = service.engine.metrics.watch_gauge
         watch("zmq_clients", "clients of direct submission, those too that may come back", lambda: self.num_sessions)
         watch("zmq_clients_connected", "of these: now", lambda: len(self._connected))
+        watch("zmq_connections", "ZeroMQ connections, clients or not", lambda: router.num_connections)
         watch("zmq_buffer_bytes", "results that clients have not acknowledged", lambda: self.num_bytes)
 
     @property
@@ -114,8 +124,12 @@ class Endpoint:
     def _refuse(
         self, identity: bytes, status: int, code: str, field: str | None, message: str, columns: Columns
     ) -> None:
-        """A whole message, with all of its requests: none of them was taken, so none of them counts."""
-        ids = {"ids": columns["ids"]} if "ids" in columns else {}
+        """A whole message, with all of its requests: none of them was taken, so none of them counts.
+
+        More of them than can ever be one client's are not named again.
+        """
+        is_named = "ids" in columns and columns["ids"].size <= self._config.zmq_credit
+        ids = {"ids": columns["ids"]} if is_named else {}
         self._send(identity, Error(status=status, code=code, param=field, message=message, columns=tuple(ids)), ids)
 
     def _on_message(self, identity: bytes, header: FromClient, columns: Columns) -> None:
@@ -157,7 +171,7 @@ class Endpoint:
         session = self._sessions.get(hello.session)
         resumed, account = session is not None and session.is_known, self._account()
         if session is None:
-            if len(self._sessions) >= MOST_SESSIONS:
+            if not self._has_room(account):
                 self._send(identity, Error(status=429, code="overloaded", message="too many clients", retry_after=1))
                 return
             session = self._begin(hello.session, account)
@@ -181,7 +195,7 @@ class Endpoint:
         if resumed:
             self._acknowledge(session, hello.received)
         for message in session.delivery.unconfirmed():
-            self._send(identity, message.header, message.columns)
+            self._send_frames(identity, message.frames)
 
     def _acknowledge(self, session: Session, seq: int) -> None:
         session.delivery.acknowledge(seq)
@@ -194,26 +208,42 @@ class Endpoint:
         accounts, sender = self._service.accounts, self._router.sender
         return accounts.open(f"client {sender}", cache_owner=f"client {sender}") if sender else accounts.total
 
+    def _has_room(self, account: Account) -> bool:
+        """For one more session. A key has no more of them than are left for the others."""
+        num_free = MOST_SESSIONS - len(self._sessions)
+        if account is self._service.accounts.total:
+            return num_free > 0
+        return sum(session.account is account for session in self._sessions.values()) < num_free
+
     def _begin(self, name: bytes, account: Account) -> Session:
         self._num_sessions += 1
         buffered = self._config.zmq_buffer_mb << 20
         delivery = Delivery(self._config.zmq_credit, buffered // REMEMBERED)
-        session = Session(self._num_sessions, name, self._service, account, self._plans, delivery, self._wake, buffered)
+        session = Session(
+            self._num_sessions, name, self._service, account, self._plans, delivery, self._wake, buffered, self._texts
+        )
         self._sessions[name] = session
         self._expect(session, self._config.zmq_grace)
         return session
 
     def _connect(self, session: Session, identity: bytes) -> None:
-        """The session goes on over this connection, and another session that was on it stays without one."""
+        """The session goes on over this connection, and another session that was on it stays without one.
+
+        The connection on which the session was before is ended, with what waits there.
+        """
+        if session.identity not in (None, identity):
+            self._router.cut(session.identity)
         self._disconnect(session)
         if other := self._connected.get(identity):
             self._disconnect(other)
         session.identity, session.heard = identity, monotonic()
         self._connected[identity] = session
+        self._router.keep(identity)
 
     def _disconnect(self, session: Session) -> None:
         if session.identity is not None:
             del self._connected[session.identity]
+            self._router.release(session.identity)
             session.identity = None
 
     def _expect(self, session: Session, seconds: float) -> None:
@@ -236,6 +266,7 @@ class Endpoint:
         self._timers.pop(session.number).cancel()
         del self._sessions[session.name]
         self._awake.pop(session, None)
+        self._kept_bytes -= self._kept.pop(session, 0)
         session.close()
         self._check_settled()
 
@@ -257,16 +288,39 @@ class Endpoint:
                 continue
             for outgoing in session.take():
                 if session.identity is not None:
-                    self._send(session.identity, outgoing.header, outgoing.columns)
+                    self._send_frames(session.identity, outgoing.frames)
+            kept = session.num_bytes
+            self._kept_bytes += kept - self._kept.get(session, 0)
+            self._kept[session] = kept
+        self._check_kept()
         self._check_settled()
+
+    def _check_kept(self) -> None:
+        """Where too much is kept for all clients together: who has most loses what was acknowledged, or is cut off."""
+        if self._kept_bytes <= self._most_kept:
+            return
+        by_account: dict[str, int] = {}
+        for session, num_bytes in self._kept.items():
+            by_account[session.account.owner] = by_account.get(session.account.owner, 0) + num_bytes
+        owner = max(by_account, key=by_account.__getitem__)
+        most = max((each for each in self._kept if each.account.owner == owner), key=self._kept.__getitem__)
+        if most.delivery.history_bytes:
+            most.delivery.forget_all()
+        else:
+            most.is_too_slow = True
+        self._wake(most)
 
     def _check_settled(self) -> None:
         if self._stopping and all(session.is_settled for session in self._sessions.values()):
             self._settled.set()
 
     def _send(self, identity: bytes, header: Header, columns: Columns | None = None) -> None:
+        self._send_frames(identity, pack(header, columns))
+
+    def _send_frames(self, identity: bytes, frames: list[Buffer]) -> None:
         """A connection that is gone, or takes nothing, is one no more: the client says hello on the next."""
-        if not self._router.send([identity, *pack(header, columns)]):
+        if not self._router.send([identity, *frames]):
+            self._router.cut(identity)
             session = self._connected.get(identity)
             if session is not None:
                 self._disconnect(session)

@@ -66,9 +66,11 @@ def decode(fields: bytes) -> dict[str, object]:
     """The map. Raises ApiError (400) for anything else, also for numbers that are not finite."""
     try:
         values = msgspec.msgpack.decode(fields, type=dict[str, object])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        faults = {name[:64]: fault for name, value in values.items() if (fault := fault_in(value))}
+    except RecursionError:
+        raise bad_request("'fields' is nested too deeply", param="fields") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise bad_request(f"'fields' is no map of fields: {error}", param="fields") from None
-    for name, value in values.items():
-        if fault := fault_in(value):
-            raise bad_request(f"'{name[:64]}' has {fault}", param=name[:64])
+    for name, fault in faults.items():
+        raise bad_request(f"'{name}' has {fault}", param=name)
     return values

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 
@@ -21,11 +22,12 @@ from toka_async.protocol import (
     Cancellation,
     Columns,
     Error,
-    Header,
     PromptLogprobs,
     ProtocolError,
     Results,
+    ServerHeader,
     Submission,
+    sealed,
 )
 from toka_async.server.account import Account
 from toka_async.server.delivery import Delivery, Outgoing
@@ -36,19 +38,19 @@ from toka_async.server.jobs import NotServingError, OverloadedError
 from toka_async.server.plans import Plan, Plans
 from toka_async.server.result_columns import chosen, of_rows
 from toka_async.server.service import Service
-from toka_async.server.submissions import Submitted, as_tokens, faults, submitted
+from toka_async.server.submissions import Submitted, TextBudget, as_tokens, faults, submitted
 
 logger = logging.getLogger(__name__)
 
 CANCELLED = ApiError(499, "cancelled by its client", code="cancelled")
-ORDER: dict[type[Header], int] = {PromptLogprobs: 0, Results: 1, Error: 2}  # of what is said of one request
+ORDER: dict[type[ServerHeader], int] = {PromptLogprobs: 0, Results: 1, Error: 2}  # of what is said of one request
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """A piece of a message; those with equal headers make one message. See `Outgoing`."""
 
-    header: Header
+    header: ServerHeader
     columns: Columns
     ids: Int64
     ended: list[int]
@@ -69,6 +71,7 @@ class Session:
         account: what its requests count in.
         wake: called when there is something to send, or to be closed.
         most_bytes: of results that the client has not acknowledged.
+        texts: what all sessions may have tokenized at once.
 
     Attributes:
         account: see above.
@@ -90,6 +93,7 @@ class Session:
         delivery: Delivery,
         wake: Callable[[Session], None],
         most_bytes: int,
+        texts: TextBudget,
     ) -> None:
         self.number = number
         self.name = name
@@ -103,7 +107,8 @@ class Session:
         self._plans = plans
         self._wake = wake
         self.most_bytes = most_bytes
-        self._parts: tuple[dict[Header, list[Part]], ...] = ({}, {}, {})  # by their place in ORDER
+        self._texts = texts
+        self._parts: tuple[dict[ServerHeader, list[Part]], ...] = ({}, {}, {})  # by their place in ORDER
         self._part_bytes = 0
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._encoding: set[int] = set()  # requests whose prompts are being tokenized
@@ -118,37 +123,56 @@ class Session:
         Raises:
             ProtocolError, CreditError: none was taken.
         """
+        if "ids" in columns:
+            self.delivery.check_count(columns["ids"].size)
         requests = submitted(columns, self._random)
         fresh, again = self.delivery.admit(requests.ids)
-        if again:
-            self._add_again(again)
-        requests = requests.chosen(fresh)
-        if not len(requests):
-            return
-        try:
+        with self._answering(requests.ids[fresh]):
+            if again:
+                self._add_again(again)
+            requests = requests.chosen(fresh)
+            if not len(requests):
+                return
             plan = self._plans.get(bytes(message.fields))
             if requests.is_text:
                 self._encode(requests, plan)
             else:
                 self._start(requests, plan)
-        except (ApiError, NotServingError, OverloadedError) as error:
-            self.on_failed(requests.ids, error)
+
+    @contextmanager
+    def _answering(self, ids: Int64) -> Iterator[None]:
+        """Whatever goes wrong meanwhile, these requests end: none stays open with nobody who works on it."""
+        try:
+            yield
+        except Exception as error:
+            if as_api_error(error).code == "internal_error":
+                logger.exception("requests of direct submission failed")
+            self._withdraw(ids)
+            ending = {
+                key for waiting in self._parts for parts in waiting.values() for part in parts for key in part.ended
+            }
+            left = [key for key in ids.tolist() if key in self.delivery.open and key not in ending]
+            self.on_failed(np.asarray(left, np.int64), error)
 
     def cancel(self, message: Cancellation, columns: Columns) -> None:
         """Ends requests, as far as they have not ended. Raises ProtocolError."""
         if message.columns != ("ids",):
             raise ProtocolError("a cancellation has the column 'ids'", "columns")
         ids: Int64 = columns["ids"]
-        cancelled = self._service.engine.direct.cancel(self, ids).tolist()
+        self.delivery.check_count(ids.size)
+        self.on_failed(self._withdraw(ids), CANCELLED)
+
+    def _withdraw(self, ids: Int64) -> Int64:
+        """Nobody works on them any more; returns those that somebody worked on."""
+        withdrawn: list[int] = self._service.engine.direct.cancel(self, ids).tolist()
         for key in ids.tolist():
             if key in self._encoding:
                 self._encoding.discard(key)
-                cancelled.append(key)
+                withdrawn.append(key)
             elif task := self._tasks.pop(key, None):
                 task.cancel()
-                cancelled.append(key)
-        if cancelled:
-            self.on_failed(np.asarray(cancelled, np.int64), CANCELLED)
+                withdrawn.append(key)
+        return np.asarray(withdrawn, np.int64)
 
     def close(self) -> None:
         """The client is gone for good."""
@@ -164,7 +188,7 @@ class Session:
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def _encode(self, requests: Submitted, plan: Plan) -> None:
-        """Texts to token ids, in a task. Raises NotServingError: none is taken."""
+        """Texts to token ids, in a task. Raises NotServingError or OverloadedError: none is taken."""
         self._service.engine.check_serving()
         texts: dict[int, str] = {}
         for key, data in zip(requests.ids.tolist(), requests.prompts(), strict=True):
@@ -173,11 +197,14 @@ class Session:
             except ApiError as error:
                 self.on_failed(np.asarray([key]), error)
         if texts:
+            num_bytes = requests.data.nbytes
+            self._texts.take(num_bytes)
             self._encoding.update(texts)
             seeds = requests.seeds[np.isin(requests.ids, list(texts))]
             task = asyncio.create_task(self._encode_all(texts, seeds, plan))
             self._encoders.add(task)
             task.add_done_callback(self._encoders.discard)
+            task.add_done_callback(lambda _: self._texts.give_back(num_bytes))
 
     def _text(self, data: bytes) -> str:
         """A prompt. Raises ApiError."""
@@ -189,24 +216,18 @@ class Session:
         return text
 
     async def _encode_all(self, texts: dict[int, str], seeds: Int64, plan: Plan) -> None:
-        try:
-            prompts = await self._service.tokenize_all(list(texts.values()), plan.add_special_tokens)
-        except Exception:
-            if self._service.engine.is_closing:  # the threads are gone: what is not taken can be asked for again
-                error = NotServingError("the server is shutting down")
-            elif as_api_error(error).code == "internal_error":
-                logger.exception("prompts of direct submission were not tokenized")
-            self.on_failed(np.asarray(self._still_encoding(texts), np.int64), error)
-            return
-        keys = self._still_encoding(texts)
-        mask = np.isin(list(texts), keys)
-        lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
-        data = np.concatenate(prompts)
-        requests = Submitted(np.asarray(list(texts), np.int64), lengths, data, seeds).chosen(mask)
-        try:
-            self._start(requests, plan)
-        except (ApiError, NotServingError, OverloadedError) as error:
-            self.on_failed(requests.ids, error)
+        ids = np.asarray(list(texts), np.int64)
+        with self._answering(ids):
+            try:
+                prompts = await self._service.tokenize_all(list(texts.values()), plan.add_special_tokens)
+            except Exception:
+                if self._service.engine.is_closing:  # the threads are gone: what is not taken can be asked for again
+                    raise NotServingError("the server is shutting down") from None
+                raise
+            lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
+            data = np.concatenate(prompts)
+            mask = np.isin(ids, self._still_encoding(texts))
+            self._start(Submitted(ids, lengths, data, seeds).chosen(mask), plan)
 
     def _still_encoding(self, texts: Iterable[int]) -> list[int]:
         """Those that were not cancelled meanwhile; they are being encoded no more."""
@@ -275,12 +296,12 @@ class Session:
 
     async def _run(self, key: int, prompt: Int32, seed: int, plan: Plan) -> None:
         request_id.set(f"zmq-{self.number}-{key}")  # of this task alone
-        try:
-            await run_request(self._service, self.account, plan, key, prompt, seed, self.add)
-        except Exception as error:
-            if as_api_error(error).code == "internal_error":
-                logger.exception("a request of direct submission failed")
-            self.on_failed(np.asarray([key]), error)
+        with self._answering(np.asarray([key])):
+            try:
+                await run_request(self._service, self.account, plan, key, prompt, seed, self.add)
+            finally:
+                if self._tasks.get(key) is asyncio.current_task():
+                    del self._tasks[key]
 
     # ---- to the client -----------------------------------------------------------------------------------------------
 
@@ -304,7 +325,9 @@ class Session:
         )
         self.add(header, {"ids": client_ids}, client_ids, client_ids.tolist(), remember=False)
 
-    def add(self, header: Header, columns: Columns, ids: Int64, ended: list[int], *, remember: bool = True) -> None:
+    def add(
+        self, header: ServerHeader, columns: Columns, ids: Int64, ended: list[int], *, remember: bool = True
+    ) -> None:
         """Something to be sent. `ids`: whom it is about; `ended`: requests that end with it."""
         for key in ended if self._tasks else ():
             self._tasks.pop(key, None)
@@ -331,9 +354,15 @@ class Session:
                 self._part_bytes -= sum(part.num_bytes for part in parts)
                 message = merged(header, parts)
                 self.delivery.add(message)
-                message.header = replace(header, seq=message.seq)
+                message.header = numbered = replace(header, seq=message.seq)
+                message.frames, message.columns = sealed(numbered, message.columns)
                 messages.append(message)
         return messages
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that is kept for the client."""
+        return self._part_bytes + self.delivery.num_bytes + self.delivery.history_bytes
 
     @property
     def is_settled(self) -> bool:
@@ -341,7 +370,7 @@ class Session:
         return not any(self._parts) and self.delivery.is_settled and not self.delivery.open
 
 
-def merged(header: Header, parts: list[Part]) -> Outgoing:
+def merged(header: ServerHeader, parts: list[Part]) -> Outgoing:
     """One message of parts with equal headers."""
     columns = {name: joined([part.columns[name] for part in parts]) for name in header.columns}
     ended = [key for part in parts for key in part.ended]

@@ -17,6 +17,7 @@ from toka_async.openai.generation import Limits, token_budget
 from toka_async.openai.prompts import check_vocabulary
 from toka_async.protocol import Columns, ProtocolError
 from toka_async.server.direct_rows import parts_of
+from toka_async.server.jobs import OverloadedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,23 @@ class Submitted:
         ends = np.cumsum(self.lengths, dtype=np.int64)
         for start, end in zip((ends - self.lengths).tolist(), ends.tolist(), strict=True):
             yield self.data[start:end]
+
+
+class TextBudget:
+    """Bytes of texts that are being tokenized, of all clients together. most: at once, or one message with more."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Raises OverloadedError: there is no room for so many now."""
+        if self._num_bytes and self._num_bytes + num_bytes > self._most:
+            raise OverloadedError("too many texts wait to be tokenized")
+        self._num_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self._num_bytes -= num_bytes
 
 
 def submitted(columns: Columns, random: np.random.Generator) -> Submitted:

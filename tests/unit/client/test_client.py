@@ -14,7 +14,7 @@ import pytest
 
 from tests.direct import World, direct_server, runs, wait_for_runs
 from tests.fake_scheduler import FakeScheduler
-from toka_async.client import Client, ConnectionLostError, RequestError, SyncClient
+from toka_async.client import Client, ConnectionLostError, Event, RequestError, Result, Sample, SyncClient
 from toka_async.messages import Cancel, Cancels, Submit, Submits
 from toka_async.transport.curve import make_keys, read_public
 
@@ -245,13 +245,13 @@ async def test_keys_let_their_clients_in_and_nobody_else(tmp_path: Path) -> None
             assert len(salts) == 1, "a client finds its own prompts in the cache, whichever way they come"
             assert 0 not in salts
         with pytest.raises(ConnectionLostError, match="accept the keys"):
-            async with Client(world.url, key=tmp_path / "stranger.key_secret", server_key=server_key, timeout=0.5):
+            async with Client(world.url, key=tmp_path / "stranger.key_secret", server_key=server_key, timeout=60):
                 pass
-        with pytest.raises(ConnectionLostError):
-            async with Client(world.url, timeout=0.3):
+        with pytest.raises(ConnectionLostError, match="needs keys"):
+            async with Client(world.url, timeout=60):
                 pass
-        with pytest.raises(ConnectionLostError):
-            async with Client(world.url, key=ours, server_key=tmp_path / "stranger.key", timeout=0.3):
+        with pytest.raises(ConnectionLostError, match="server_key is not"):
+            async with Client(world.url, key=ours, server_key=tmp_path / "stranger.key"):
                 pass
         (tmp_path / "stranger.key").rename(tmp_path / "clients" / "stranger.key")  # no stranger any more
         ours.with_suffix(".key").unlink()
@@ -281,5 +281,16 @@ def use(url: str) -> None:
             break
         with pytest.raises(RequestError, match="temperature"):
             client.generate(PROMPT, temperature=-1.0)
-    with pytest.raises(ConnectionLostError), SyncClient("tcp://127.0.0.1:9", timeout=0.1):
+    with pytest.raises(ConnectionLostError) as caught, SyncClient("tcp://127.0.0.1:9"):
         pass
+    assert {frame.name for frame in caught.traceback} <= {"use", "__enter__", "_run"}, "not the inside of the client"
+
+
+def test_a_result_is_shown_in_a_line() -> None:
+    sample = Sample(np.arange(1000, dtype=np.int32), "word " * 100, "stop", stop="x")
+    shown = repr(Result([sample] * 64, 16))
+    assert shown.startswith("Result([Sample('word word ")
+    assert shown.endswith("…', 1000 tokens, stop, stop='x'), and 63 more], cached_tokens=16)")
+    assert len(shown) < 160
+    assert repr(Event(np.arange(2, dtype=np.int32), "a", None, sample=1)) == "Event('a', 2 tokens, None)"
+    assert repr(Result([], 0)) == "Result([], cached_tokens=0)"

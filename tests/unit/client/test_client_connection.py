@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 
 import pytest
 
@@ -93,9 +94,15 @@ async def test_an_engine_that_is_full_is_asked_again() -> None:
 
 
 async def test_nobody_answers() -> None:
-    with pytest.raises(ConnectionLostError, match="nobody answers"):
-        async with Client("tcp://127.0.0.1:9", timeout=0.1):
-            pass
+    for timeout in (None, 0.1):
+        with pytest.raises(ConnectionLostError, match=r"^no connection to tcp://127\.0\.0\.1:9: nobody listens there$"):
+            async with Client("tcp://127.0.0.1:9", timeout=timeout):
+                pass
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ConnectionLostError, match="nobody answers"):
+            async with Client(url, timeout=0.1):
+                pass
     with pytest.raises(ConnectionLostError, match="no connection to nonsense"):
         async with Client("nonsense"):
             pass

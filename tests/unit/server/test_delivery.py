@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from toka_async.arrays import Bool
-from toka_async.protocol import Ack
+from toka_async.protocol import Pong
 from toka_async.server.delivery import CreditError, Delivery, Outgoing
 
 CREDIT = 6
@@ -22,7 +22,7 @@ MOST_REMEMBERED = 5 * SIZE
 def message(*rows: tuple[int, int], ended: tuple[int, ...] = (), remember: bool = True) -> Outgoing:
     """Rows are (id, value)."""
     ids, values = np.asarray(rows, np.int64).reshape(-1, 2).T
-    return Outgoing(Ack(ack=0), {"ids": ids, "seeds": values}, ids, list(ended), remember)
+    return Outgoing(Pong(), {"ids": ids, "seeds": values}, ids, list(ended), remember)
 
 
 def part(whole: Outgoing, rows: Bool) -> Outgoing:

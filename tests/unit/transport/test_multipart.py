@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import struct
+import time
 from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 
@@ -11,7 +13,7 @@ import pytest
 import zmq
 
 from tests.cuttable import Cuttable
-from toka_async.transport.multipart import SMALL, TURN, Dealer, Frame, Router
+from toka_async.transport.multipart import SMALL, TURN_SECONDS, Dealer, Frame, Loss, Router
 
 MAX_FRAME = 1 << 20
 WHOSE: ContextVar[str] = ContextVar("whose", default="nobody's")
@@ -24,7 +26,7 @@ class Wires:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.router = Router(self.context, "tcp://127.0.0.1:*", max_frame=MAX_FRAME, max_queued=9)
         self.heard: list[list[Frame]] = []
-        self.lost: list[str | None] = []
+        self.lost: list[Loss] = []
         self._dealers: list[Dealer] = []
         self.router.attach(asyncio.get_running_loop(), self.heard.append)
 
@@ -66,9 +68,44 @@ async def test_frames_go_both_ways(wires: Wires) -> None:
     assert (bytes(head), bytes(empty)) == (b"head", b"")
     assert isinstance(column, memoryview), "large frames are not copied"
     assert np.frombuffer(column, np.int32).tolist() == numbers.tolist()
-    assert wires.router.send([identity, b"back", column])
+    assert wires.router.send([identity, column])
     await until(lambda: answers)
-    assert [bytes(frame)[:4] for frame in answers[0]] == [b"back", bytes(4)]
+    assert [bytes(frame) for frame in answers[0]] == [bytes(column)]
+
+
+async def test_an_empty_frame_goes_back_too(wires: Wires) -> None:
+    answers: list[list[Frame]] = []
+    dealer = await wires.dealer(answers.append)
+    dealer.send([b"hello"])
+    await until(lambda: wires.heard)
+    for frame in (b"", b"after"):
+        assert wires.router.send([wires.heard[0][0], frame])
+    await until(lambda: len(answers) == 2)
+    assert answers == [[b""], [b"after"]]
+
+
+async def test_the_router_names_connections_itself_whatever_they_call_themselves(wires: Wires) -> None:
+    """A name of the socket's own count, taken by a peer, would end the process once the count comes to it."""
+    first = await wires.dealer()
+    first.send([b"first"])
+    await until(lambda: wires.heard)
+    (count,) = struct.unpack(">I", bytes(wires.heard[0][0])[1:])
+    sockets = []
+    for ahead in range(8):
+        socket = wires.context.socket(zmq.DEALER)
+        sockets.append(socket)
+        socket.linger = 0
+        socket.routing_id = struct.pack(">xI", (count + 2 + ahead // 2) % 2**32)  # each of them twice
+        socket.connect(wires.router.address)
+        socket.send(b"chosen")
+        await until(lambda: len(wires.heard) == ahead + 2)  # noqa: B023
+    last = await wires.dealer()
+    last.send([b"last"])
+    await until(lambda: wires.heard[-1][1] == b"last")
+    names = [bytes(frames[0]) for frames in wires.heard]
+    assert len(set(names)) == len(names) == 10
+    for socket in sockets:
+        socket.close()
 
 
 async def test_what_comes_belongs_to_nobody_who_sends(wires: Wires) -> None:
@@ -86,12 +123,24 @@ async def test_what_comes_belongs_to_nobody_who_sends(wires: Wires) -> None:
     assert seen == ["nobody's"]
 
 
-async def test_more_messages_than_a_turn(wires: Wires) -> None:
+async def test_messages_that_take_long_let_others_have_their_turn() -> None:
+    wires, numbers, turns = Wires(), list[int](), list[int]()
+
+    def take(frames: list[Frame]) -> None:
+        numbers.append(int(bytes(frames[1])))
+        asyncio.get_running_loop().call_soon(lambda: turns.append(len(numbers)))
+        busy_until = time.monotonic() + TURN_SECONDS
+        while time.monotonic() < busy_until:
+            pass
+
+    wires.router.attach(asyncio.get_running_loop(), take)
     dealer = await wires.dealer()
-    for number in range(3 * TURN):
+    for number in range(6):
         assert dealer.send([b"%d" % number])
-    await until(lambda: len(wires.heard) == 3 * TURN)
-    assert [bytes(frames[1]) for frames in wires.heard] == [b"%d" % number for number in range(3 * TURN)]
+    await until(lambda: len(turns) == 6)
+    assert numbers == list(range(6))
+    assert turns == [1, 2, 3, 4, 5, 6], "one a turn of the loop"
+    wires.close()
 
 
 async def test_a_frame_that_is_too_long_ends_its_connection_and_no_other(wires: Wires) -> None:
@@ -106,19 +155,24 @@ async def test_a_frame_that_is_too_long_ends_its_connection_and_no_other(wires: 
 async def test_a_connection_that_breaks_cuts_no_message_in_two(wires: Wires) -> None:
     """Messages of many frames wait when it breaks: the library looks for news of connections amid them."""
     heard: list[list[Frame]] = []
-    async with Cuttable(wires.router.address) as proxy:
+    server = wires.context.socket(zmq.ROUTER)
+    server.linger = 0
+    server.bind("tcp://127.0.0.1:*")
+    async with Cuttable(server.getsockopt_string(zmq.LAST_ENDPOINT)) as proxy:
         dealer = await wires.dealer(heard.append, proxy.url)
         dealer.send([b"hello"])
-        await until(lambda: wires.heard)
+        await until(lambda: server.poll(0))
+        name, _ = server.recv_multipart()
         asyncio.get_running_loop().remove_reader(dealer.socket.fileno())
         await asyncio.sleep(0.01)
         for _ in range(9):
-            wires.router.send([wires.heard[0][0], *([b"x"] * 97)])
+            server.send_multipart([name, *([b"x"] * 97)])
         await asyncio.sleep(0.1)
         assert len(dealer.socket.recv_multipart(zmq.NOBLOCK)) == 97
         proxy.cut()
         await asyncio.sleep(0.1)
         dealer.drain()
+    server.close()
     assert {len(frames) for frames in heard} == {97}
 
 
