@@ -64,8 +64,21 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
                 return f"rank-{self.replica}-{self.rank}"
 
 
+class Resources(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank computes on and with, and how much fits; no dtype where nothing is computed."""
+
+    device: str
+    dtype: str
+    num_tokens: int  # of the cache
+    max_context: int
+    max_seqs: int
+    max_tokens: int
+
+
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """Child -> parent: it does its work now."""
+    """Child -> parent: it does its work now. resources: of a rank."""
+
+    resources: Resources | None = None
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
