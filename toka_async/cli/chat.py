@@ -38,6 +38,9 @@ def chat(server: Server, settings: Question, system: str = "") -> int:
                 messages = [*begun]
                 print("the conversation begins anew")
                 continue
+            case "/help":
+                print(HELP)
+                continue
             case command if command.startswith("/") and " " not in command and "/" not in command[1:]:
                 print(f"unknown command {command}; {HELP}")
                 continue

@@ -76,11 +76,11 @@ def test_clear_begins_anew_and_the_system_message_stays(say: Callable[..., None]
 
 
 def test_an_unknown_command_is_not_sent(say: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    say("/help", "/etc/passwd is a file?")
+    say("/helpp", "/etc/passwd is a file?")
     server = Talking()
     chat(server, Question())
     assert [asked[-1]["content"] for asked in server.asked] == ["/etc/passwd is a file?"]
-    assert "unknown command /help; /clear begins anew" in capsys.readouterr().out
+    assert "unknown command /helpp; /clear begins anew" in capsys.readouterr().out
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_what_came(
