@@ -75,7 +75,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
 
 
-class Started(msgspec.Struct, frozen=True, tag=True):
+class Started(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Child -> parent: it does its work now. resources: of a rank."""
 
     resources: Resources | None = None
