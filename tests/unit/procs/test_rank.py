@@ -305,7 +305,7 @@ def test_a_rank_tells_of_its_gpu_and_of_a_step_that_hangs(
     link: Link, monkeypatch: pytest.MonkeyPatch, has_gpu: bool
 ) -> None:
     """On a CPU a step takes as long as it takes."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_gpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=3))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1)
