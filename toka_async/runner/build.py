@@ -37,7 +37,7 @@ from toka_async.runner.spreads import RankShape, build_spreads
 from toka_async.runner.stages import Stages
 from toka_async.runner.tuning_cache import TuningCache, folder_of, gpu_platform
 from toka_async.runner.warmup import warm_up
-from toka_async.runner.weights_fit import check_weights_fit, free_bytes
+from toka_async.runner.weights_fit import allocating, check_weights_fit, free_bytes
 
 
 class Tuning(Protocol):
@@ -102,7 +102,7 @@ def build_runner(
         )
     if spreads.shards is not None:
         max_graph_seqs = min(max_graph_seqs, spreads.min_tokens - 1)  # what is in shards is not captured
-    with stages.stage("weights"):
+    with stages.stage("weights"), allocating(spec, part, place.size, dtype):
         decoder = build_decoder(spec, dtype, device, meeting.tensor, ops, spreads, part)
         _set_weights(decoder, model, model_dir, progress)
     if kind == "cpu":

@@ -5,6 +5,9 @@ Knows the model's shape and how much memory is free; loads nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from msgspec.structs import replace
 
@@ -55,6 +58,21 @@ def advise(spec: ModelSpec, tp: int, dtype: torch.dtype, free: int) -> str:
         if all(rank_bytes(spec, part, tp, dtype) < free for part in stage_parts(spec, pp, tp)):
             return f"set parallel.pp={pp}, with {pp * tp} GPUs"
     return "use a smaller model"
+
+
+@contextmanager
+def allocating(spec: ModelSpec, part: StagePart, tp: int, dtype: torch.dtype) -> Iterator[None]:
+    """Where others have taken the memory since it was looked at: ModelError instead of torch's own."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        needed = _gib(rank_bytes(spec, part, tp, dtype))
+        raise ModelError(
+            f"model.path: there was no memory left for {needed} of weights; end what else uses it, or use fewer "
+            "replicas or a smaller model"
+        ) from None
 
 
 def free_bytes(device: torch.device, fraction: float) -> int:

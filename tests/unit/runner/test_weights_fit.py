@@ -14,7 +14,7 @@ from toka_async.model.spec import ModelError, ModelSpec, read_spec
 from toka_async.model.weights import build_decoder
 from toka_async.runner import weights_fit
 from toka_async.runner.build import build_runner
-from toka_async.runner.weights_fit import check_weights_fit, rank_bytes
+from toka_async.runner.weights_fit import allocating, check_weights_fit, rank_bytes
 
 
 @pytest.fixture
@@ -59,6 +59,17 @@ def test_on_a_gpu_more_of_them_may_do(spec: ModelSpec) -> None:
         check(spec, whole(spec) - 1, "cuda")
     with pytest.raises(ModelError, match="use a smaller model"):
         check(spec, 100, "cuda")
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("DefaultCPUAllocator: can't allocate memory"), torch.OutOfMemoryError("CUDA out of memory")]
+)
+def test_memory_that_others_took_meanwhile(spec: ModelSpec, error: RuntimeError) -> None:
+    (part,) = stage_parts(spec, 1, 1)
+    with pytest.raises(ModelError, match="no memory left for"), allocating(spec, part, 1, torch.float32):
+        raise error
+    with pytest.raises(RuntimeError, match="something else"), allocating(spec, part, 1, torch.float32):
+        raise RuntimeError("something else")
 
 
 def test_it_is_refused_before_anything_is_loaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
