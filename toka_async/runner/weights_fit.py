@@ -23,6 +23,7 @@ from toka_async.model.spec import ModelError, ModelSpec
 from toka_async.runner.memory import available_memory, free_cuda_memory
 
 MAX_TENSOR_RANKS = 16  # that are proposed
+MOST_WEIGHTS = 0.8  # of the free memory, where it is proposed how many GPUs to take
 GIB = 1 << 30
 
 
@@ -50,7 +51,8 @@ def check_weights_fit(spec: ModelSpec, part: StagePart, tp: int, dtype: torch.dt
 
 
 def advise(spec: ModelSpec, tp: int, dtype: torch.dtype, free: int) -> str:
-    """How many GPUs with so many free bytes would hold the weights."""
+    """How many GPUs with so many free bytes would hold the weights, and leave room for steps and the cache."""
+    free = int(MOST_WEIGHTS * free)
     for size in tensor_sizes(spec):
         if tp < size <= MAX_TENSOR_RANKS and rank_bytes(spec, stage_parts(spec, 1, size)[0], size, dtype) < free:
             return f"set parallel.tp={size} (or parallel.pp), with as many GPUs"
