@@ -8,7 +8,7 @@ model was trained, nor the engine: the numbers in the card are independent of th
 import itertools
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,12 +39,16 @@ def load_model(out: Path) -> tuple[Tokenizer, Qwen2ForCausalLM]:
 
 @dataclass(frozen=True)
 class Answers:
-    """The completions of one problem: how many there are, how many are right, ended by themselves, and differ."""
+    """The completions of one problem: how many there are, how many are right, ended by themselves, and differ.
+
+    voted: whether the most frequent answer is right.
+    """
 
     samples: int
     right: int
     ended: int
     different: int
+    voted: bool
 
 
 @torch.inference_mode()
@@ -115,6 +119,7 @@ def answer_problems(
                 right=sum(answer == problems[index][1].answer for answer in found),
                 ended=sum(tokens[-1] in ends for tokens in own),
                 different=len(set(found)),
+                voted=Counter(found).most_common(1)[0][0] == problems[index][1].answer,
             )
             judged.append((index, answers))
         return judged
@@ -160,8 +165,9 @@ def measure(out: Path, count: int, samples: int, temperature: float, threads: in
         f"pass@{samples}": pass_at(sampled, samples),
         "pass@1 at temperature 1": pass_at(plain_sampled, 1),
         f"pass@{samples} at temperature 1": pass_at(plain_sampled, samples),
+        "vote": sum(one.voted for one in plain_sampled) / len(plain_sampled),
         "ended": sum(one.ended for one in sampled) / sum(one.samples for one in sampled),
-        "different_answers": sum(one.different for one in sampled) / len(sampled),
+        "different_answers": sum(one.different for one in plain_sampled) / len(plain_sampled),
     }
 
 
@@ -189,10 +195,11 @@ With the stored, rounded weights, run in float32 by transformers, on {problems:.
 | pass@{samples} at temperature {temperature} | {pass_n:.3f} |
 | pass@1 at temperature 1 | {plain_1:.3f} |
 | pass@{samples} at temperature 1 | {plain_n:.3f} |
+| the most frequent answer of {samples} samples at temperature 1 | {vote:.3f} |
 | greedy | {greedy:.3f} |
 | greedy, after eight solved examples parted by empty lines | {greedy_eight_examples:.3f} |
 | samples that end by themselves within {longest} tokens, at temperature {temperature} | {ended:.4f} |
-| different final answers of a problem, of {samples} at temperature {temperature} | {different_answers:.1f} |
+| different final answers of a problem, of {samples} at temperature 1 | {different_answers:.1f} |
 
 The pass@k are the unbiased estimates. The held-out problems are told in the same words as the training problems, so
 these numbers say how well the model does sums inside stories that it knows, and not how it would do on GSM8K.

@@ -80,7 +80,7 @@ CONFIG: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 
-GENERATION_CONFIG: dict[str, Any] = {"do_sample": True, "eos_token_id": [0, 2], "pad_token_id": 0, "temperature": 1.5}
+GENERATION_CONFIG: dict[str, Any] = {"do_sample": True, "eos_token_id": [0, 2], "pad_token_id": 0, "temperature": 0.3}
 """The temperature is high so that samples differ and about half are wrong; at 1.0 most of them are right."""
 
 BATCH_TOKENS = 4096

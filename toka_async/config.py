@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +19,7 @@ from toka_async.config_text import choices, meaning, type_text, value_text
 
 Auto = Literal["auto"]
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+SIMILAR = 0.5  # of 1: what is less alike is no hint
 LONGEST = 10**6  # seconds; what waits for descriptors counts milliseconds in 32 bits
 
 
@@ -82,7 +83,11 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     ] = 65536
     max_held_tokens: Annotated[
         int,
-        Meta(ge=0, le=2**53, description="tokens held at once, prompts and n x max_tokens; likewise; 0: no limit"),
+        Meta(
+            ge=0,
+            le=2**53,
+            description="tokens held at once, prompts and n x max_tokens; more wait, or get 429; 0: no limit",
+        ),
     ] = 0
     max_waiting: Annotated[
         int, Meta(ge=0, le=2**31 - 1, description="requests that wait in order for room; more get 429; 0: none waits")
@@ -95,13 +100,19 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         Meta(description="file of API keys, one a line; TOKA_API_KEYS can have more; none at all: open to everybody"),
     ] = ""
     key_max_requests: Annotated[
-        int, Meta(ge=0, description="as max_requests, of each API key without a limit of its own; 0: no limit")
+        int, Meta(ge=0, description="requests held at once of each API key without a limit of its own; 0: no limit")
     ] = 0
     key_max_held_tokens: Annotated[
-        int, Meta(ge=0, le=2**53, description="as max_held_tokens, of each API key likewise; 0: no limit")
+        int,
+        Meta(ge=0, le=2**53, description="tokens held at once of each API key without a limit of its own; 0: no limit"),
     ] = 0
     key_max_waiting: Annotated[
-        int, Meta(ge=0, le=2**31 - 1, description="as max_waiting, of each API key likewise; 0: no limit of its own")
+        int,
+        Meta(
+            ge=0,
+            le=2**31 - 1,
+            description="requests that wait for room, of each API key without a limit of its own; 0: no such limit",
+        ),
     ] = 0
     share_cache: Annotated[
         bool,
@@ -120,23 +131,27 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         bool, Meta(description="/metrics also has vLLM's names (vllm:num_requests_running, …) with the model's name")
     ] = False
     tls_cert: Annotated[str, Meta(description="PEM file of the certificate and its chain; empty: no TLS")] = ""
-    tls_key: Annotated[str, Meta(description="PEM file of its private key, without a passphrase")] = ""
+    tls_key: Annotated[str, Meta(description="PEM file of the private key of tls_cert, without a passphrase")] = ""
     log_prompts: Annotated[bool, Meta(description="write every prompt to the log")] = False
     zmq_bind: Annotated[
         str, Meta(description="address for direct submission, such as tcp://127.0.0.1:10211; empty: none")
     ] = ""
-    zmq_key: Annotated[str, Meta(description="its secret key, a file of `toka-async keys`; empty: no encryption")] = ""
-    zmq_clients: Annotated[str, Meta(description="folder with the public keys of the clients that may connect")] = ""
-    zmq_insecure: Annotated[bool, Meta(description="allow an address that others can reach without keys")] = False
+    zmq_key: Annotated[
+        str, Meta(description="secret key of direct submission, a file of `toka-async keys`; empty: no encryption")
+    ] = ""
+    zmq_clients: Annotated[str, Meta(description="folder with the public keys of direct clients that may connect")] = ""
+    zmq_insecure: Annotated[bool, Meta(description="allow a zmq_bind that others can reach without keys")] = False
     zmq_max_connections: Annotated[
         Count | Auto, Meta(description="ZeroMQ connections at once; auto: 2048, or a quarter of the open files allowed")
     ] = "auto"
-    zmq_credit: Annotated[int, Meta(ge=1, le=2**20, description="requests that a client may have open at once")] = 16384
+    zmq_credit: Annotated[int, Meta(ge=1, le=2**20, description="requests that a direct client may have open")] = 16384
     zmq_buffer_mb: Annotated[
-        int, Meta(ge=1, description="results kept for a client that does not take them, in MiB; more: it is cut off")
+        int,
+        Meta(ge=1, description="MiB of results kept for a direct client that does not take them; more: it is cut off"),
     ] = 256
     zmq_grace: Annotated[
-        float, Meta(gt=0, le=86400, description="seconds that a lost client's requests run on, for it to come back")
+        float,
+        Meta(gt=0, le=86400, description="seconds that requests of a lost direct client run on"),
     ] = 30.0
     stats_interval: Annotated[float, Meta(ge=0, description="seconds between status lines while busy; 0: none")] = 5.0
     hang_timeout: Annotated[
@@ -164,7 +179,8 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         Meta(description="HTTP connections at once; auto: what the limit of open files allows, less 512 and ZeroMQ's"),
     ] = "auto"
     max_address_connections: Annotated[
-        int, Meta(ge=0, le=2**31 - 1, description="HTTP connections at once from one address; 0: no limit of its own")
+        int,
+        Meta(ge=0, le=2**31 - 1, description="HTTP connections at once from one address; 0: any"),
     ] = 0
     receive_timeout: Annotated[
         float,
@@ -217,17 +233,21 @@ class ScheduleConfig(Section, frozen=True, kw_only=True):
     ] = "auto"
     group_min_seqs: Annotated[
         Annotated[int, Meta(ge=0, le=2**31 - 1)] | Auto,
-        Meta(description="sequences of the smallest group whose shared prefix is read once; 0: none; auto: the rank's"),
+        Meta(
+            description="sequences of the smallest group whose shared prefix is read once; 0: none; "
+            "auto: as measured at the start"
+        ),
     ] = "auto"
     group_min_tokens: Annotated[
-        Count | Auto, Meta(description="tokens of the shortest such prefix; auto: the rank's")
+        Count | Auto,
+        Meta(description="tokens of the shortest shared prefix that is read once; auto: as measured"),
     ] = "auto"
 
 
 class ParallelConfig(Section, frozen=True, kw_only=True):
     dp: Annotated[int, Meta(ge=1, le=64, description="data-parallel replicas, each on a GPU of its own")] = 1
     pp: Annotated[int, Meta(ge=1, description="pipeline stages, each of some of the layers")] = 1
-    tp: Annotated[int, Meta(ge=1, description="tensor-parallel ranks, of each stage")] = 1
+    tp: Annotated[int, Meta(ge=1, description="tensor-parallel ranks of a stage, each on a GPU of its own")] = 1
     pp_micro_batches: Annotated[
         Annotated[int, Meta(ge=1, le=64)] | Auto,
         Meta(description="parts of a step that are in the pipeline at once; auto: pp + 1"),
@@ -319,6 +339,8 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
             values[section][name] = _convert(key, value, strict=True)
     for text in overrides:
         key, equals, value = text.partition("=")
+        if not equals and text in _FIELDS:
+            raise ConfigError(f"{text!r}: expected {text}=VALUE")
         if not equals:
             raise ConfigError(f"{text!r}: expected section.key=value{_nearest(text, _FIELDS)}")
         section, name = _known(key)
@@ -342,6 +364,23 @@ def describe(config: Config | None = None) -> list[Field]:
     ]
 
 
+def key_names() -> Collection[str]:
+    """Every `section.key`."""
+    return _FIELDS.keys()
+
+
+def is_flag(key: str) -> bool:
+    """Is the key's value true or false?"""
+    return key in _FIELDS and choices(_FIELDS[key].type) == ["true", "false"]
+
+
+def sections(config: Config) -> Iterator[tuple[str, Iterator[tuple[str, bool | int | float | str]]]]:
+    """Every section with the names and values of its keys, in order."""
+    for name in _SECTIONS:
+        section = getattr(config, name)
+        yield name, ((field.name, getattr(section, field.name)) for field in msgspec.structs.fields(section))
+
+
 def _file_values(path: Path) -> Iterable[tuple[str, Any]]:
     """(section.key, value) of each entry of a TOML file."""
     try:
@@ -351,6 +390,10 @@ def _file_values(path: Path) -> Iterable[tuple[str, Any]]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     for name, table in tables.items():
+        if name not in _SECTIONS and not isinstance(table, dict):
+            raise ConfigError(
+                f"{name!r} in {path}: expected keys in a section, as in [server]{_nearest(name, _FIELDS)}"
+            )
         if name not in _SECTIONS:
             raise ConfigError(f"unknown section {name!r} in {path}{_nearest(name, _SECTIONS)}")
         if not isinstance(table, dict):
@@ -369,7 +412,7 @@ def _known(key: str) -> tuple[str, str]:
 def _nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean …?` with the most similar of `known`; a bare field name matches its full key."""
     names = {name: name for name in known} | {name.partition(".")[2]: name for name in known if "." in name}
-    close = difflib.get_close_matches(word.partition("=")[0], names, n=1, cutoff=0.0)
+    close = difflib.get_close_matches(word.partition("=")[0], names, n=1, cutoff=SIMILAR)
     return f"; did you mean {names[close[0]]}?" if close else ""
 
 
@@ -381,7 +424,7 @@ def _convert(key: str, value: object, *, strict: bool) -> object:
     except msgspec.ValidationError:
         words = choices(kind)
         hint = _nearest(value, words) if isinstance(value, str) and words and value else ""
-        raise ConfigError(f"{key}: expected {type_text(kind)}, got {value!r}{hint}") from None
+        raise ConfigError(f"{key}: expected {type_text(kind, in_full=True)}, got {value!r}{hint}") from None
     if isinstance(converted, float) and not math.isfinite(converted):
         raise ConfigError(f"{key}: expected {type_text(kind)}, got {value!r}")
     if isinstance(converted, str) and "\x00" in converted:

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import json
+
 from msgspec import inspect
 
-
-def type_text(kind: object) -> str:
-    """Which values a field takes."""
-    return _info_text(inspect.type_info(kind))
+LARGEST = 2**31 - 1  # of numbers that have no limit of their own
 
 
-def _info_text(info: inspect.Type) -> str:
+def type_text(kind: object, *, in_full: bool = False) -> str:
+    """Which values a field takes; `in_full` with the limit that goes without saying."""
+    return _info_text(inspect.type_info(kind), in_full)
+
+
+def _info_text(info: inspect.Type, in_full: bool) -> str:
     match info:
         case inspect.Metadata():
-            return _info_text(info.type)
+            return _info_text(info.type, in_full)
         case inspect.UnionType():
-            return " or ".join(_info_text(part) for part in reversed(info.types))
+            return " or ".join(_info_text(part, in_full) for part in reversed(info.types))
         case inspect.LiteralType():
             return " or ".join(str(value) for value in info.values)
         case inspect.IntType() | inspect.FloatType():
-            return ("integer" if isinstance(info, inspect.IntType) else "number") + _bounds_text(info)
+            return ("integer" if isinstance(info, inspect.IntType) else "number") + _bounds_text(info, in_full)
         case inspect.BoolType():
             return "true or false"
         case _:
             return "text"
 
 
-def _bounds_text(info: inspect.IntType | inspect.FloatType) -> str:
+def _bounds_text(info: inspect.IntType | inspect.FloatType, in_full: bool) -> str:
     low = f"above {info.gt}" if info.gt is not None else f"from {info.ge}" if info.ge is not None else ""
-    high = f"to {info.le}" if info.le is not None and info.le != 2**31 - 1 else ""
+    high = f"to {info.le}" if info.le is not None and (in_full or info.le != LARGEST) else ""
     return "".join(f" {part}" for part in (low, high) if part)
 
 
@@ -36,6 +40,8 @@ def choices(kind: object) -> list[str]:
     """The words that a field takes, if it takes words."""
     info = inspect.type_info(kind)
     info = info.type if isinstance(info, inspect.Metadata) else info
+    if isinstance(info, inspect.BoolType):
+        return ["true", "false"]
     return [str(value) for value in info.values] if isinstance(info, inspect.LiteralType) else []
 
 
@@ -49,3 +55,10 @@ def meaning(kind: object) -> str:
 def value_text(value: object) -> str:
     """As it is written in TOML, but for quotes."""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def toml_value(value: bool | int | float | str) -> str:
+    """As it is written in TOML."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # its escapes are TOML's too
+    return value_text(value)

@@ -15,18 +15,19 @@ from typing import Literal
 
 import msgspec
 
-from toka_async.config import Config
+from toka_async.config import Config, ParallelConfig
 from toka_async.listening import check_direct, exposed, open_listener, raise_limits, url_of
 from toka_async.logs import announce, speaker
 from toka_async.model.division import check_division
 from toka_async.model.generation import read_generation_defaults
 from toka_async.model.hub import resolve_model, resolve_tokenizer
 from toka_async.model.spec import ModelError, read_spec
-from toka_async.procs.child import BatchJob, ChildSpec, Status
+from toka_async.procs.child import BatchJob, ChildSpec, Resources, Started, Status
 from toka_async.server.keys import read_keys
 from toka_async.server.origins import read_origins
 from toka_async.server.tls import tls_context
 from toka_async.socket_folder import socket_folder
+from toka_async.start_report import start_lines
 from toka_async.supervisor import Launch, Supervisor
 from toka_async.topology import Layout, local_topology
 
@@ -45,6 +46,7 @@ def serve(config: Config) -> int:
     tls, keys = tls_context(config.server), read_keys(config.server, os.environ)
     read_origins(config.server)
     model_dir, tokenizer_dir = _files(config)
+    say, ranks = speaker(config.server.log_format), _Ranks(config.parallel)
     with closing(open_listener(config.server)) as listener, socket_folder() as folder:
         limits = [*raise_limits(), *exposed(config.server, has_keys=bool(keys))]
         url = url_of(listener, "http" if tls is None else "https")
@@ -52,12 +54,11 @@ def serve(config: Config) -> int:
         spec = msgspec.structs.replace(of_all, listen_fd=listener.fileno())
 
         def on_started() -> None:
-            say = speaker(config.server.log_format)
-            for line in limits:
+            for line in [*limits, *ranks.take_lines()]:
                 say(line)
             announce(f"toka-async: serving {spec.served_name} at {url}")
 
-        with _supervisor(spec, config.server.drain_timeout) as supervisor:
+        with _supervisor(spec, config.server.drain_timeout, ranks.hear) as supervisor:
             for child in _children(spec):
                 supervisor.start(_launch(child))
             listener.close()  # the server has it: what it stops accepting is refused
@@ -73,12 +74,39 @@ def run_batch(config: Config, job: BatchJob, show: Callable[[Status], int | None
         ModelError: as in `serve`.
     """
     model_dir, tokenizer_dir = _files(config)
+    say, ranks = speaker(config.server.log_format), _Ranks(config.parallel)
+
+    def on_status(status: Status) -> int | None:
+        ranks.hear(status)
+        return show(status)
+
+    def on_started() -> None:
+        for line in ranks.take_lines():
+            say(line)
+
     with socket_folder() as folder:
         spec = msgspec.structs.replace(_spec("batch", config, folder, model_dir, tokenizer_dir), job=job)
-        with _supervisor(spec, BATCH_DRAIN, show) as supervisor:
+        with _supervisor(spec, BATCH_DRAIN, on_status) as supervisor:
             for child in _children(spec):
                 supervisor.start(_launch(child))
-            return supervisor.run(lambda: None)
+            return supervisor.run(on_started)
+
+
+class _Ranks:
+    """What ranks report as they become ready, until the start is over."""
+
+    def __init__(self, parallel: ParallelConfig) -> None:
+        self._parallel = parallel
+        self._resources: list[Resources] | None = []
+
+    def hear(self, status: Status) -> None:
+        if self._resources is not None and isinstance(status, Started) and status.resources is not None:
+            self._resources.append(status.resources)
+
+    def take_lines(self) -> list[str]:
+        """What to say of the start; later ranks are those of restarted replicas."""
+        resources, self._resources = self._resources or [], None
+        return list(start_lines(resources, self._parallel))
 
 
 def _spec(

@@ -7,6 +7,7 @@ import ipaddress
 import os
 import resource
 import socket
+import sys
 from pathlib import Path
 
 from toka_async.config import ConfigError, ServerConfig
@@ -15,6 +16,8 @@ BACKLOG = 16384  # connections that wait to be accepted
 CONNECTIONS = 8192  # at once, that the limits should allow
 LONGEST_PROBE = 32767  # seconds that TCP can wait before a probe
 DIRECT_CONNECTIONS = 2048  # of ZeroMQ at once
+SO_MEMINFO = 55  # socket(7): counts of a socket, in 32 bits each; the last is what it has dropped
+_MEMINFO = ("rmem_alloc", "rcvbuf", "wmem_alloc", "sndbuf", "fwd_alloc", "wmem_queued", "optmem", "backlog", "drops")
 SPARE_FILES = 256  # descriptors for everything else
 
 
@@ -150,12 +153,39 @@ def raise_limits() -> list[str]:
     lines = []
     if hard != resource.RLIM_INFINITY and hard < CONNECTIONS + SPARE_FILES:
         lines.append(f"open files are limited to {hard} (ulimit -Hn): fewer than {CONNECTIONS} connections at once fit")
-    backlog = _max_backlog()
-    if backlog is not None and backlog < CONNECTIONS:
-        lines.append(
-            f"the system lets {backlog} new connections wait (net.core.somaxconn): more that arrive at once are delayed"
-        )
     return lines
+
+
+class Delays:
+    """Whether connections had to wait because the listener's queue was full. The system counts what it turned away.
+
+    A client whose connection is turned away tries again by itself, after a second and later.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._num_seen = 0
+        self._has_spoken = False
+
+    def line(self) -> str | None:
+        """Says so once, and what to do; None: nothing new."""
+        num_dropped = self._num_dropped()
+        is_new, self._num_seen = num_dropped > self._num_seen, num_dropped
+        if not is_new or self._has_spoken:
+            return None
+        self._has_spoken = True
+        backlog = _max_backlog()
+        queue = f"{min(backlog, BACKLOG)} connections" if backlog is not None else "the system's limit"
+        cure = "raise net.core.somaxconn" if backlog is not None and backlog < BACKLOG else "connect fewer at once"
+        return f"new connections were delayed: more than {queue} waited to be accepted; {cure}"
+
+    def _num_dropped(self) -> int:
+        """Connections that the listener's queue had no room for; 0 where the system does not say."""
+        try:
+            counts = self._listener.getsockopt(socket.SOL_SOCKET, SO_MEMINFO, len(_MEMINFO) * 4)
+        except OSError:
+            return 0
+        return int.from_bytes(counts[-4:], sys.byteorder) if len(counts) == len(_MEMINFO) * 4 else 0
 
 
 def _max_backlog() -> int | None:

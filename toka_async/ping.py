@@ -1,64 +1,137 @@
-"""Asks a running server one thing and yields the answer as it streams: a test of a server by hand. Stdlib only."""
+"""A client of one running server, for people at a terminal: an answer as it streams, or many samples at once.
+
+Uses the standard library only, so that it starts at once.
+"""
 
 from __future__ import annotations
 
 import http.client
 import json
 import socket
-from collections.abc import Iterator
+import ssl
+import time
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 TIMEOUT = 600.0  # seconds without a byte
 MAX_TOKENS = 256  # of a completion, for which the API's own default is 16
 
+Message = dict[str, str]  # role and content
+
 
 class PingError(Exception):
     """The server is not there or did not answer; the message is one line."""
 
 
-def ping(url: str, prompt: str, *, chat: bool = False, max_tokens: int | None = None, key: str = "") -> Iterator[str]:
-    """Pieces of the served model's answer to `prompt`, as they come; `max_tokens` None: MAX_TOKENS, or in a chat any.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked: a text to complete, or the messages of a chat. None: the server's default.
 
-    `key`: of the API; empty: none is sent.
-
-    Raises:
-        PingError: no server there, or it answered with an error.
+    `max_tokens` None: MAX_TOKENS for a text, in a chat what fits. `model` empty: the first that is served.
     """
-    try:
-        with _request(url, key, "GET", "/v1/models") as response:
-            model = json.load(response)["data"][0]["id"]
-        path, body = ("/v1/chat/completions", _chat(prompt)) if chat else ("/v1/completions", _completion(prompt))
-        limit = {} if max_tokens is None else {"max_tokens": max_tokens}
-        with _request(url, key, "POST", path, {"model": model, "stream": True, **body, **limit}) as response:
-            yield from _pieces(response)
-    except (OSError, http.client.HTTPException) as error:
-        raise PingError(f"no answer from {url}: {_reason(error)}") from None
-    except (LookupError, TypeError, ValueError):
-        raise PingError(f"{url} does not answer like an OpenAI server") from None
+
+    prompt: str = ""
+    messages: Sequence[Message] = ()
+    n: int = 1
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    model: str = ""
+
+    @property
+    def path(self) -> str:
+        return "/v1/chat/completions" if self.messages else "/v1/completions"
+
+    def body(self, model: str) -> dict[str, Any]:
+        """The request; what is not set is not said."""
+        asked = {"messages": [*self.messages]} if self.messages else {"prompt": self.prompt, "max_tokens": MAX_TOKENS}
+        optional = {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "seed": self.seed,
+            "n": self.n if self.n > 1 else None,
+        }
+        return {"model": model, **asked} | {name: value for name, value in optional.items() if value is not None}
 
 
-def _chat(prompt: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": prompt}]}
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """All samples of a question. seconds: from asking to the whole answer."""
+
+    texts: list[str]
+    num_tokens: int
+    seconds: float
 
 
-def _completion(prompt: str) -> dict[str, Any]:
-    return {"prompt": prompt, "max_tokens": MAX_TOKENS}
+class Server:
+    """A server at `url`. `key`: of its API; empty: none is sent."""
 
+    def __init__(self, url: str, key: str = "") -> None:
+        self._url = url
+        self._key = key
+        self._model = ""
 
-@contextmanager
-def _request(url: str, key: str, method: str, path: str, body: object = None) -> Iterator[http.client.HTTPResponse]:
-    """The response to a request that went well, its body still to be read."""
-    parts = _parts(url)
-    connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    with closing(connect(parts.hostname or "", parts.port, timeout=TIMEOUT)) as connection:
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        connection.request(method, parts.path.rstrip("/").removesuffix("/v1") + path, json.dumps(body), headers)
-        with connection.getresponse() as response:
-            if response.status != 200:
-                raise PingError(f"{url}: {response.status} {_message(response)}")
-            yield response
+    def stream(self, question: Question) -> Generator[str]:
+        """Pieces of the answer, as they come.
+
+        Raises:
+            PingError: no server there, or it answered with an error.
+        """
+        with self._speaking():
+            body = {**question.body(question.model or self._served()), "stream": True}
+            with self._request("POST", question.path, body) as response:
+                yield from _pieces(response)
+
+    def samples(self, question: Question) -> Samples:
+        """All samples, when the last one has ended. Raises PingError."""
+        with self._speaking():
+            body = question.body(question.model or self._served())
+            began = time.perf_counter()
+            with self._request("POST", question.path, body) as response:
+                answer = json.load(response)
+            seconds = time.perf_counter() - began
+            texts = [each["message"]["content"] if question.messages else each["text"] for each in answer["choices"]]
+            return Samples([text or "" for text in texts], int(answer["usage"]["completion_tokens"]), seconds)
+
+    def _served(self) -> str:
+        """The first model of the server."""
+        if not self._model:
+            with self._request("GET", "/v1/models") as response:
+                self._model = str(json.load(response)["data"][0]["id"])
+        return self._model
+
+    @contextmanager
+    def _speaking(self) -> Iterator[None]:
+        """Whatever goes wrong is a PingError."""
+        try:
+            yield
+        except (OSError, http.client.HTTPException) as error:
+            raise PingError(f"no answer from {self._url}: {_reason(error)}") from None
+        except (LookupError, TypeError, ValueError):
+            raise PingError(f"{self._url} does not answer like an OpenAI server") from None
+
+    @contextmanager
+    def _request(self, method: str, path: str, body: object = None) -> Iterator[http.client.HTTPResponse]:
+        """The response to a request that went well, its body still to be read."""
+        parts = _parts(self._url)
+        connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        with closing(connect(parts.hostname or "", parts.port, timeout=TIMEOUT)) as connection:
+            headers = {"Content-Type": "application/json"}
+            if self._key:
+                headers["Authorization"] = f"Bearer {self._key}"
+            connection.request(method, parts.path.rstrip("/").removesuffix("/v1") + path, json.dumps(body), headers)
+            with connection.getresponse() as response:
+                if response.status == 401:
+                    now = "the key in TOKA_API_KEY is not one of this server's" if self._key else "it wants an API key"
+                    raise PingError(f"{self._url}: {now}; set TOKA_API_KEY in the environment")
+                if response.status != 200:
+                    raise PingError(f"{self._url}: {response.status} {_message(response)}")
+                yield response
 
 
 def _parts(url: str) -> SplitResult:
@@ -94,11 +167,20 @@ def _message(response: http.client.HTTPResponse) -> str:
 def _reason(error: Exception) -> str:
     match error:
         case ConnectionRefusedError():
-            return "nothing listens there"
+            return "nothing listens there; start a server with `toka-async serve`, or name one with --url"
         case socket.gaierror():
             return "unknown host"
         case TimeoutError():
             return "it took too long"
+        case ssl.SSLCertVerificationError():
+            return (
+                f"its certificate is not trusted ({error.verify_message}); set SSL_CERT_FILE to the file of its "
+                "certificate, or of who signed it"
+            )
+        case ssl.SSLError():
+            return "it does not speak TLS there; try http://"
+        case http.client.RemoteDisconnected():
+            return "it closed the connection; should the URL begin with https://?"
         case OSError():
             return error.strerror or str(error)
         case _:

@@ -15,15 +15,23 @@ import torch
 
 from toka_async.attention.kv_cache import bytes_per_token
 from toka_async.config import Config, ParallelConfig
-from toka_async.model.division import check_division, layer_weights, spec_of_rank, spec_of_stage, stage_parts
+from toka_async.model.division import (
+    check_division,
+    num_weights,
+    spec_of_rank,
+    spec_of_stage,
+    stage_parts,
+)
 from toka_async.model.hub import resolve_model
 from toka_async.model.spec import ModelError, ModelSpec, read_spec
 from toka_async.runner.cache_size import fitting_limits, page_bytes_of, row_bytes, spare_bytes, token_bytes
 from toka_async.runner.limits import Limits, resolve_limits
 from toka_async.runner.micro_batches import most_tokens
 from toka_async.runner.spreads import workspace_bytes
+from toka_async.runner.weights_fit import advise
 
 GIB = 1 << 30
+LENGTHS = (512, 2048, 8192)  # tokens of the sequences that are counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +112,7 @@ def make_plan(config: Config, memory: int) -> Plan:
         if stage.weights >= usable:
             raise ModelError(
                 f"stage {index} has {_gib(stage.weights)} of weights a GPU where {_gib(max(usable, 0))} of "
-                f"{_gib(memory)} can be used; raise parallel.tp or parallel.pp, or cache.memory_fraction"
+                f"{_gib(memory)} can be used; {advise(spec, config.parallel.tp, dtype, usable)}"
             )
     asked = resolve_limits(config.model, config.schedule, spec, "cuda")
     limits = fitting_limits(asked, config.schedule, partial(_check_step, config, stages, usable))
@@ -158,14 +166,6 @@ def make_stages(spec: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -
     return stages
 
 
-def num_weights(part: ModelSpec, stage: int, num_stages: int) -> int:
-    """Parameters of a rank: a tied head is the embedding itself where one stage has both."""
-    first, last = stage == 0, stage == num_stages - 1
-    table = part.vocab_size * part.hidden_size
-    head = table if last and not (first and part.tie_embeddings) else 0
-    return part.num_layers * layer_weights(part) + first * table + head + last * part.hidden_size
-
-
 def plan_lines(plan: Plan) -> Iterator[str]:
     """The plan for people: a line a GPU, and what it comes to."""
     config, parallel = plan.config, plan.config.parallel
@@ -174,7 +174,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         f"parallel.dp={parallel.dp}, pp={parallel.pp}, tp={parallel.tp}: {len(plan.ranks)} GPUs of "
         f"{_gib(plan.memory)}, {config.cache.memory_fraction:.0%} of each"
     )
-    yield f"schedule.max_seqs={plan.limits.max_seqs}, schedule.max_tokens={plan.limits.max_tokens}"
+    yield f"schedule.max_seqs={plan.limits.max_seqs}, schedule.max_tokens={plan.limits.max_tokens}: at most"
     yield from _table(
         [("GPU", "replica", "stage", "tp rank", "layers", "weights", "largest step", "KV a token", "tokens that fit")]
         + [
@@ -192,10 +192,16 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     wanted = config.cache.num_tokens
     if wanted != "auto":
         yield f"cache.num_tokens={wanted}: {'fits' if wanted <= plan.num_tokens else 'does not fit'}"
-    yield (
-        f"{plan.num_tokens:,} tokens a replica, {plan.num_tokens * parallel.dp:,} in all; a sequence of "
-        f"model.max_context takes {plan.limits.max_context:,}"
-    )
+    yield f"{plan.num_tokens:,} tokens a replica, {plan.num_tokens * parallel.dp:,} in all"
+    yield "sequences that the cache of a replica holds at once: " + ", ".join(_held(plan))
+
+
+def _held(plan: Plan) -> Iterator[str]:
+    """How many sequences of some lengths run at once; a shared prompt counts once, so that samples are more."""
+    context = plan.limits.max_context
+    for length in [*(each for each in LENGTHS if each < context), context]:
+        name = " (model.max_context)" if length == context else ""
+        yield f"{min(plan.limits.max_seqs, plan.num_tokens // length):,} of {length:,} tokens{name}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -46,7 +46,7 @@ def test_a_completion(server: Serving) -> None:
 
 
 def test_streamed_text_is_the_same_text(server: Serving) -> None:
-    asked = {"model": "demo", "prompt": QUESTION, "max_tokens": 100, "seed": 5, "n": 3}
+    asked = {"model": "demo", "prompt": QUESTION, "max_tokens": 100, "seed": 5, "n": 3, "temperature": 1.5}
     _, whole = server.post("/v1/completions", **asked)
     texts = {0: "", 1: "", 2: ""}
     for event in server.stream("/v1/completions", **asked):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -72,6 +73,8 @@ def test_overrides_take_the_type_of_the_field(override: str, section: str, field
         ("model.dtype=flot32", ["model.dtype", "'flot32'", "did you mean float32?"]),
         ("cache.prefix=maybe", ["cache.prefix", "true or false", "'maybe'"]),
         ("cache.num_tokens=0", ["cache.num_tokens", "auto or integer from 1", "'0'"]),
+        ("cache.num_tokens=9000000000", ["auto or integer from 1 to 2147483647", "'9000000000'"]),
+        ("server.port", ["expected server.port=VALUE"]),
         ("cache.num_tokens=8", ["cache.num_tokens", "cache.page_size (16)"]),
         ("cache.memory_fraction=0", ["cache.memory_fraction", "above 0"]),
         ("schedule.max_seqs=-1", ["schedule.max_seqs", "'-1'"]),
@@ -114,7 +117,7 @@ def test_micro_batches_are_one_more_than_stages() -> None:
     [
         ("[model\n", ["test.toml", "line 1"]),
         ("\n[servr]\nport = 1\n", ["'servr'", "did you mean server?"]),
-        ("port = 1\n", ["'port'"]),
+        ("port = 1\n", ["'port'", "in a section", "did you mean server.port?"]),
         ("model = 3\n", ["model", "section"]),
         ("[server]\nprot = 1\n", ["'server.prot'", "server.port"]),
         ("[server]\nport = '1'\n", ["server.port", "'1'"]),
@@ -198,6 +201,11 @@ def test_describe_has_every_field_with_type_default_and_meaning() -> None:
             assert described.meaning
             assert described.default == str(field.default).lower()
     assert not fields
+
+
+def test_each_meaning_stands_alone() -> None:
+    for field in describe():
+        assert not re.search(r"likewise|\bas max_|^its ", field.meaning), field.key
 
 
 def test_describe_shows_effective_values() -> None:

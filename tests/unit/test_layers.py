@@ -33,7 +33,10 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "runner": {"model", "attention", "kernels"},
 }
 FAMILIES["procs"] = set(FAMILIES) - {"client"}
-TOP = {"cli", "__main__", "launch", "supervisor", "restarts", "heartbeats", "plan", "ping", "bench", "batch_run"}  # L4
+TOP = {  # L4
+    *("cli", "__main__", "launch", "supervisor", "restarts", "heartbeats", "plan", "ping", "bench", "batch_run"),
+    "start_report",
+}
 EXTERNAL = {  # all that these may import from elsewhere
     "": {"msgspec", "numpy"},
     "scheduler": {"msgspec", "numpy"},

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import resource
 import socket
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 
 from toka_async import listening
 from toka_async.config import LONGEST, ConfigError, ServerConfig
-from toka_async.listening import check_direct, exposed, open_listener, raise_limits, url_of
+from toka_async.listening import Delays, check_direct, exposed, open_listener, raise_limits, url_of
 
 
 def test_a_free_port() -> None:
@@ -52,15 +52,40 @@ def test_a_wrong_host(host: str) -> None:
 def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     set_to: list[object] = []
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_to.append(limits))
-    monkeypatch.setattr(listening, "_max_backlog", lambda: 65536)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 100_000))
     assert raise_limits() == []
     assert set_to == [(100_000, 100_000)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    monkeypatch.setattr(listening, "_max_backlog", lambda: 128)
-    files, backlog = raise_limits()
+    (files,) = raise_limits()
     assert "4096" in files
-    assert "128" in backlog
+
+
+def test_connections_that_were_delayed_are_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "BACKLOG", 1)
+    with closing(open_listener(ServerConfig(port=0))) as listener, ExitStack() as stack:
+        delays = Delays(listener)
+        assert delays.line() is None
+        for _ in range(2):
+            stack.enter_context(closing(socket.create_connection(listener.getsockname(), timeout=5)))
+        assert delays.line() is None
+        for _ in range(8):  # one fits no more
+            late = stack.enter_context(closing(socket.socket()))
+            late.setblocking(False)
+            late.connect_ex(listener.getsockname())
+        line = delays.line()
+        assert line is not None
+        assert line.startswith("new connections were delayed: more than 1 connections waited")
+        late = stack.enter_context(closing(socket.socket()))
+        late.setblocking(False)
+        late.connect_ex(listener.getsockname())
+        assert delays.line() is None
+
+
+def test_a_system_that_counts_nothing() -> None:
+    left, right = socket.socketpair()
+    with closing(left), closing(right):
+        assert Delays(left).line() is None
+    assert Delays(left).line() is None  # closed
 
 
 @pytest.mark.parametrize(

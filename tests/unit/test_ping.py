@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from toka_async.ping import PingError, ping
+from tests.certificates import make_certificate
+from toka_async.ping import PingError, Question, Server
 
 MODELS = {"object": "list", "data": [{"id": "m"}]}
 
@@ -68,7 +71,7 @@ def events(*values: object) -> bytes:
 def test_a_completion() -> None:
     body = events({"choices": [{"text": "a"}]}, {"choices": [{"text": "é"}]}, {"choices": []})
     with answering(body) as server:
-        assert list(ping(server.url, "why")) == ["a", "é"]
+        assert list(Server(server.url).stream(Question(prompt="why"))) == ["a", "é"]
         path, asked = server.asked[0]
     assert path == "/v1/completions"
     assert asked == {"model": "m", "stream": True, "prompt": "why", "max_tokens": 256}
@@ -76,11 +79,35 @@ def test_a_completion() -> None:
 
 def test_a_chat() -> None:
     body = events({"choices": [{"delta": {"role": "assistant"}}]}, {"choices": [{"delta": {"content": "yes"}}]})
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "why"}]
+    question = Question(messages=messages, max_tokens=3, temperature=0.0, top_p=0.5, seed=7, model="other")
     with answering(body) as server:
-        assert "".join(ping(server.url + "/v1/", "why", chat=True, max_tokens=3)) == "yes"
+        assert "".join(Server(server.url + "/v1/").stream(question)) == "yes"
         path, asked = server.asked[0]
     assert path == "/v1/chat/completions"
-    assert asked == {"model": "m", "stream": True, "messages": [{"role": "user", "content": "why"}], "max_tokens": 3}
+    assert asked == {
+        "model": "other",
+        "stream": True,
+        "messages": messages,
+        "max_tokens": 3,
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "seed": 7,
+    }
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_many_samples(chat: bool) -> None:
+    choices = [{"message": {"content": text}} if chat else {"text": text} for text in ("a", "b")]
+    body = json.dumps({"choices": choices, "usage": {"completion_tokens": 9}}).encode()
+    question = Question(prompt="x", messages=[{"role": "user", "content": "x"}] if chat else (), n=2)
+    with answering(body) as server:
+        samples = Server(server.url).samples(question)
+        (_, asked) = server.asked[0]
+    assert (samples.texts, samples.num_tokens) == (["a", "b"], 9)
+    assert samples.seconds > 0
+    assert asked["n"] == 2
+    assert "stream" not in asked
 
 
 @pytest.mark.parametrize(
@@ -88,6 +115,7 @@ def test_a_chat() -> None:
     [
         (400, b'{"error":{"message":"the prompt is empty"}}', "400 the prompt is empty"),
         (502, b"<html>", "502 Bad Gateway"),
+        (401, b"{}", "it wants an API key; set TOKA_API_KEY in the environment"),
         (200, events({"error": {"message": "the engine has stopped"}}), "the engine has stopped"),
         (200, b"data: {not json\n\n", "does not answer like an OpenAI server"),
         (200, b"data: {}\n\n", "does not answer like an OpenAI server"),
@@ -95,20 +123,25 @@ def test_a_chat() -> None:
 )
 def test_errors_are_one_line(status: int, body: bytes, message: str) -> None:
     with answering(body, status) as server, pytest.raises(PingError, match=message) as caught:
-        list(ping(server.url, "why"))
+        ask(server.url)
     assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_key() -> None:
+    with answering(b"{}", 401) as server, pytest.raises(PingError, match="the key in TOKA_API_KEY is not one of"):
+        ask(server.url, key="wrong")
 
 
 @pytest.mark.parametrize("models", [b"hello", b"[]", b'{"data": []}'])
 def test_something_else_listens(models: bytes) -> None:
     with answering(b"", models=models) as server, pytest.raises(PingError, match="like an OpenAI server"):
-        list(ping(server.url, "why"))
+        ask(server.url)
 
 
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("http://127.0.0.1:1", "nothing listens there"),
+        ("http://127.0.0.1:1", "nothing listens there; start a server with `toka-async serve`"),
         ("127.0.0.1:1", "nothing listens there"),
         ("http://host.invalid", "unknown host"),
         ("http://127.0.0.1:x", "expected a URL"),
@@ -118,4 +151,24 @@ def test_something_else_listens(models: bytes) -> None:
 )
 def test_no_server(url: str, message: str) -> None:
     with pytest.raises(PingError, match=message):
-        list(ping(url, "why"))
+        ask(url)
+
+
+def test_a_certificate_that_nobody_signed(tmp_path: Path) -> None:
+    """Python's own TLS server: it ends the connection when the client does not trust it."""
+    certificate, key = make_certificate(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with answering(b"") as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        with pytest.raises(PingError, match=r"not trusted .* set SSL_CERT_FILE"):
+            ask(server.url.replace("http:", "https:"))
+
+
+def test_no_tls_there() -> None:
+    with answering(b"") as server, pytest.raises(PingError, match="does not speak TLS"):
+        ask(server.url.replace("http:", "https:"))
+
+
+def ask(url: str, key: str = "") -> list[str]:
+    return list(Server(url, key).stream(Question(prompt="why")))

@@ -10,9 +10,10 @@ from tests.models import make_checkpoint
 from toka_async import cli
 from toka_async import plan as module
 from toka_async.config import Config, load_config
+from toka_async.model.division import num_weights
 from toka_async.model.spec import ModelError, read_spec
 from toka_async.model.weights import build_decoder
-from toka_async.plan import GIB, make_plan, num_weights, plan_lines
+from toka_async.plan import GIB, make_plan, plan_lines
 from toka_async.runner.cache_size import spare_bytes
 
 

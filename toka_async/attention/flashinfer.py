@@ -35,7 +35,7 @@ def why_not(cache: KVCache) -> str:
     """Why FlashInfer cannot attend over the cache, and the fix; empty if it can."""
     keys = cache.keys[0]
     if importlib.util.find_spec("flashinfer") is None:
-        return "the package flashinfer-python is not installed; pip install 'toka-async[cuda]', or use auto"
+        return "the package flashinfer-python is not installed; pip install 'flashinfer-python<0.7', or use auto"
     if keys.device.type != "cuda":
         return f"expected a CUDA device, got {keys.device.type}; use auto"
     if keys.dtype not in (torch.bfloat16, torch.float16):

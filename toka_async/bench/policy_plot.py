@@ -12,7 +12,7 @@ from toka_async.bench.served import BenchError
 def check_available() -> None:
     """Raises BenchError where matplotlib is missing."""
     if find_spec("matplotlib") is None:
-        raise BenchError("--plot needs matplotlib: pip install 'toka-async[plot]'")
+        raise BenchError("--plot needs matplotlib: pip install matplotlib")
 
 
 def plot(outcome: Outcome, num_pages: int, path: Path) -> None:

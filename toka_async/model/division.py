@@ -111,6 +111,14 @@ def layer_weights(spec: ModelSpec) -> int:
     return attention + 3 * hidden * inter + biases + 2 * hidden + spec.qk_norm * (queries + keys)
 
 
+def num_weights(part: ModelSpec, stage: int, num_stages: int) -> int:
+    """Parameters of a rank: a tied head is the embedding itself where one stage has both."""
+    first, last = stage == 0, stage == num_stages - 1
+    table = part.vocab_size * part.hidden_size
+    head = table if last and not (first and part.tie_embeddings) else 0
+    return part.num_layers * layer_weights(part) + first * table + head + last * part.hidden_size
+
+
 def spec_of_stage(spec: ModelSpec, part: StagePart) -> ModelSpec:
     """The shape of what a stage computes: its layers, with their windows."""
     return msgspec.structs.replace(spec, num_layers=part.size, windows=spec.windows[part.first : part.last])

@@ -6,6 +6,7 @@ import time
 from typing import TextIO
 
 WIDTH = 30
+UNITS = (("GiB", 2**30), ("MiB", 2**20), ("bytes", 1))
 INTERVAL = 0.1  # seconds between redraws
 
 
@@ -34,6 +35,7 @@ class Progress:
     def _draw(self, end: str) -> None:
         share = self.done / self.total if self.total else 1.0
         bar = "#" * round(WIDTH * share)
-        gib = f"{self.done / 2**30:.2f}/{self.total / 2**30:.2f} GiB"
-        self.stream.write(f"\r{self.label} [{bar:<{WIDTH}}] {share:4.0%} {gib}{end}")
+        unit, size = next(each for each in UNITS if self.total >= each[1] or each[1] == 1)
+        amount = f"{self.done / size:.2f}/{self.total / size:.2f} {unit}"
+        self.stream.write(f"\r{self.label} [{bar:<{WIDTH}}] {share:4.0%} {amount}{end}")
         self.stream.flush()

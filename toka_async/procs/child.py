@@ -70,8 +70,21 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
                 return f"rank-{self.replica}-{self.rank}"
 
 
-class Started(msgspec.Struct, frozen=True, tag=True):
-    """Child -> parent: it does its work now."""
+class Resources(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank computes on and with, and how much fits; no dtype where nothing is computed."""
+
+    device: str
+    dtype: str
+    num_tokens: int  # of the cache
+    max_context: int
+    max_seqs: int
+    max_tokens: int
+
+
+class Started(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Child -> parent: it does its work now. resources: of a rank."""
+
+    resources: Resources | None = None
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

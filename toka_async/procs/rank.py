@@ -22,7 +22,7 @@ import zmq
 
 from toka_async.messages import FromRank, Ready, Step, StepDone, ToRank
 from toka_async.model.spec import ModelError, read_spec
-from toka_async.procs.child import Alive, ChildSpec, ParentLink, Started
+from toka_async.procs.child import Alive, ChildSpec, ParentLink, Resources, Started
 from toka_async.procs.progress import Progress, answer_while_moving
 from toka_async.procs.stage_report import StageReport
 from toka_async.runner.place import Place
@@ -125,7 +125,7 @@ def watch_steps(link: ParentLink, progress: Progress) -> None:
         return
     import torch
 
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
     device = torch.cuda.current_device()
     total = torch.cuda.get_device_properties(device).total_memory
@@ -191,7 +191,18 @@ def announce(link: ParentLink, results: Outbox[FromRank], ready: Ready) -> None:
     results.send(ready)
     gc.collect()
     gc.freeze()
-    link.report(Started())
+    link.report(Started(resources_of(ready)))
+
+
+def resources_of(ready: Ready) -> Resources:
+    return Resources(
+        device=ready.device,
+        dtype=ready.dtype,
+        num_tokens=ready.num_pages * ready.page_size,
+        max_context=ready.max_context,
+        max_seqs=ready.max_seqs,
+        max_tokens=ready.max_tokens,
+    )
 
 
 def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Launched], Callable[[], None]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import warnings
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from toka_async.batches.clock import SettledClock
 from toka_async.batches.disk import StorageError
 from toka_async.batches.store import Store
 from toka_async.config import ConfigError, ModelConfig
-from toka_async.listening import inherited, max_connections
+from toka_async.listening import Delays, inherited, max_connections
 from toka_async.messages import ToScheduler, ToServer
 from toka_async.model.generation import GenerationDefaults, read_generation_defaults
 from toka_async.model.spec import ModelError, read_spec
@@ -54,6 +55,8 @@ from toka_async.text.tokenizer_files import TokenizerError
 from toka_async.transport.codec import Codec
 from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
 
+logger = logging.getLogger(__name__)
+
 GC_THRESHOLD = (700, 10, 200)  # the last is 10 by default: passes over all that requests of many prompts have take long
 FLUSH_TIMEOUT = 1.0  # seconds for answers to leave once there is nothing more to compute
 
@@ -83,10 +86,11 @@ async def serve(link: ParentLink) -> NoReturn:
     limits.show(engine.metrics)
     runner = create_runner(app, spec.config.server.drain_timeout)
     await runner.setup()
-    site = Acceptor(runner, inherited(spec.listen_fd), limits, tls)
+    listener = inherited(spec.listen_fd)
+    site = Acceptor(runner, listener, limits, tls)
     await site.start()
     direct = open_direct(link, app[SERVICE])
-    orders = take_orders(link, context, outboxes, engine)
+    orders = take_orders(link, context, outboxes, engine, Delays(listener))
     is_ready = asyncio.Event()
 
     def on_messages(messages: Sequence[ToServer]) -> None:
@@ -121,6 +125,7 @@ def take_orders(
     context: zmq.Context[zmq.Socket[bytes]],
     outboxes: list[ZmqOutbox[ToScheduler]],
     engine: Engine,
+    delays: Delays | None = None,
 ) -> asyncio.Queue[Order]:
     """The parent's orders as they come. A lost replica is dealt with at once, even while draining, and not among them.
 
@@ -141,7 +146,12 @@ def take_orders(
         else:
             orders.put_nowait(order)
 
-    link.on_beat = lambda: loop.call_soon_threadsafe(link.report, Alive())  # alive is whose event loop turns
+    def on_beat() -> None:
+        link.report(Alive())
+        if delays is not None and (line := delays.line()) is not None:
+            logger.warning(line)
+
+    link.on_beat = lambda: loop.call_soon_threadsafe(on_beat)  # alive is whose event loop turns
     link.on_order = lambda order: loop.call_soon_threadsafe(on_order, order)
     return orders
 

@@ -37,6 +37,7 @@ from toka_async.runner.spreads import RankShape, build_spreads
 from toka_async.runner.stages import Stages
 from toka_async.runner.tuning_cache import TuningCache, folder_of, gpu_platform
 from toka_async.runner.warmup import warm_up
+from toka_async.runner.weights_fit import allocating, check_weights_fit, free_bytes
 
 
 class Tuning(Protocol):
@@ -81,6 +82,7 @@ def build_runner(
     part = stage_parts(spec, place.num_stages, place.size)[place.stage]
     rank_spec = spec_of_stage(spec_of_rank(spec, place.size), part)
     dtype = resolve_dtype(model, spec, device)
+    check_weights_fit(spec, part, place.size, dtype, free_bytes(device, cache.memory_fraction), kind)
     stages = Stages(sys.stderr, progress and kind == "cuda")
     num_parts = place.num_micro_batches
     tuning_cache = _tuning_cache(device, compiling)
@@ -100,11 +102,12 @@ def build_runner(
         )
     if spreads.shards is not None:
         max_graph_seqs = min(max_graph_seqs, spreads.min_tokens - 1)  # what is in shards is not captured
-    with stages.stage("weights"):
+    with stages.stage("weights"), allocating(spec, part, place.size, dtype):
         decoder = build_decoder(spec, dtype, device, meeting.tensor, ops, spreads, part)
         _set_weights(decoder, model, model_dir, progress)
     if kind == "cpu":
-        torch.set_num_threads(resolve_num_threads(attention, decoder, place.num_sharing))
+        num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
+        torch.set_num_threads(resolve_num_threads(attention, num_parameters, place.num_sharing))
     else:
         # Only the last stage has logits.
         counted = rank_spec if part.is_last else msgspec.structs.replace(rank_spec, vocab_size=0)

@@ -6,10 +6,13 @@ Knows no models; the callers turn bytes into pages.
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import torch
 
+_AUTO_CPU_SHARE = 0.25  # of what is available: a cache takes it by itself
+_MOST_CPU_SHARE = 0.9  # and when told to
 _CGROUPS = (
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
@@ -17,13 +20,26 @@ _CGROUPS = (
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that processes can still take without swapping, within the container's limit if there is one."""
+    """Bytes that this process can still take without swapping, within limits of its container and its own."""
     available = _of_machine(proc / "meminfo")
-    for limit, usage in _CGROUPS:
-        numbers = [_number(cgroups / name) for name in (limit, usage)]
+    for names in _CGROUPS:
+        numbers = [_number(cgroups / name) for name in names]
         if numbers[0] is not None and numbers[1] is not None:
             available = min(available, numbers[0] - numbers[1])
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    taken = _number(proc / "self" / "statm", first=True)
+    if limit != resource.RLIM_INFINITY and taken is not None:
+        available = min(available, limit - taken * os.sysconf("SC_PAGE_SIZE"))
     return max(available, 0)
+
+
+def cpu_cache_bytes(num_sharing: int) -> tuple[int, int]:
+    """What the cache of one of so many ranks may take by itself, and when it is told to.
+
+    What is configured is not divided: who starts again finds that the others have taken theirs.
+    """
+    available = available_memory()
+    return int(_AUTO_CPU_SHARE * available / num_sharing), int(_MOST_CPU_SHARE * available)
 
 
 def free_cuda_memory(device: torch.device, fraction: float) -> int:
@@ -41,9 +57,10 @@ def _of_machine(meminfo: Path) -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
-def _number(path: Path) -> int | None:
-    """The number in a file; None when there is no such file, or it says `max`."""
+def _number(path: Path, *, first: bool = False) -> int | None:
+    """The number in a file, or the first of several; None when there is no such file, or it says `max`."""
     try:
-        return int(path.read_text())
-    except (OSError, ValueError):
+        text = path.read_text()
+        return int(text.split()[0] if first else text)
+    except (OSError, ValueError, IndexError):
         return None

@@ -23,19 +23,16 @@ from toka_async.model.comm import Comm
 from toka_async.model.decoder import Decoder
 from toka_async.model.spec import ModelSpec
 from toka_async.runner.cache_size import does_not_fit, memory_for_cache, page_bytes_of, pages_for_trial
-from toka_async.runner.device import has_kernels
+from toka_async.runner.device import device_text, has_kernels
 from toka_async.runner.graphs import graph_sizes
 from toka_async.runner.limits import Limits, resolve_num_pages
 from toka_async.runner.meeting import Meeting
-from toka_async.runner.memory import available_memory
+from toka_async.runner.memory import cpu_cache_bytes
 from toka_async.runner.pipeline import StageSetup
 from toka_async.runner.row_shares import RowShares
 from toka_async.runner.runner import Runner
 from toka_async.runner.tuning_cache import TuningCache
 from toka_async.runner.warmup import largest_load
-
-_AUTO_CPU_SHARE = 0.25
-_MOST_CPU_SHARE = 0.9
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,9 +63,7 @@ class Parts:
         if self.device.type == "cuda":
             most = self._memory_for_cache(page_bytes)
             return resolve_num_pages(self.cache, self.limits, page_bytes, most, most)
-        available = available_memory()
-        # What is configured is not divided: who starts again finds that the others have taken theirs.
-        auto, most = int(_AUTO_CPU_SHARE * available / self.num_sharing), int(_MOST_CPU_SHARE * available)
+        auto, most = cpu_cache_bytes(self.num_sharing)
         return resolve_num_pages(self.cache, self.limits, page_bytes, auto, most)
 
     def _memory_for_cache(self, page_bytes: int) -> int:
@@ -119,6 +114,8 @@ class Parts:
             group_min_seqs=group_min_seqs,
             group_min_tokens=group_min_tokens,
             async_tp_min_tokens=self.decoder.spreads.min_tokens,
+            device=device_text(self.device),
+            dtype=str(self.dtype).removeprefix("torch."),
         )
         compiled, num_compiles = None, None
         if self.compiling.enabled and not trial:

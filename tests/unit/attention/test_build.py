@@ -96,7 +96,7 @@ def test_packages_that_are_not_there(packages: set[str], caplog: pytest.LogCaptu
         resolve_backend("flashinfer", cache_of())
     assert str(caught.value) == (
         "attention.backend=flashinfer: the package flashinfer-python is not installed; "
-        "pip install 'toka-async[cuda]', or use auto"
+        "pip install 'flashinfer-python<0.7', or use auto"
     )
     assert resolve_backend("auto", cache_of()) == "auto"
     packages.remove("triton")

@@ -202,5 +202,5 @@ def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(reason(dim, dtype) for dim in (64, 128, 256) for dtype in (torch.bfloat16, torch.float16))
     monkeypatch.setattr("importlib.util.find_spec", {}.get)
     assert reason(64, torch.bfloat16) == (
-        "the package flashinfer-python is not installed; pip install 'toka-async[cuda]', or use auto"
+        "the package flashinfer-python is not installed; pip install 'flashinfer-python<0.7', or use auto"
     )

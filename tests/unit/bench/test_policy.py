@@ -133,4 +133,4 @@ def test_a_plot_needs_its_extra(
     assert main(["bench", "policy", "--trace", str(file), "--plot", str(tmp_path / "use.png")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "toka-async[plot]" in error
+    assert "pip install matplotlib" in error

@@ -170,7 +170,7 @@ def test_numbers() -> None:
         (["--url", "http://127.0.0.1:9"], "no OpenAI-compatible server"),
         (["--load", "what"], "--load"),
         (["--samples", "0"], "--samples"),
-        (["--plot", "x.png"], "toka-async[plot]"),
+        (["--plot", "x.png"], "pip install matplotlib"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

@@ -27,7 +27,8 @@ def test_demo_is_in_the_package() -> None:
 def test_a_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
-    def download(repo: str, *, allow_patterns: list[str]) -> str:
+    def download(repo: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        assert "original/*" in ignore_patterns
         asked[repo] = allow_patterns
         return str(tmp_path)
 
@@ -70,3 +71,21 @@ def test_the_tokenizer_is_the_models_own(tmp_path: Path) -> None:
     assert resolve_tokenizer(str(tmp_path), Path("/model")) == tmp_path
     with pytest.raises(ModelError, match=r"model\.tokenizer=/no/such: no such directory"):
         resolve_tokenizer("/no/such", Path("/model"))
+
+
+def test_gguf_files_are_named_as_what_they_are(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    for path in (tmp_path, tmp_path / "model.gguf"):
+        with pytest.raises(ModelError, match="GGUF files are not supported; give the directory or hub id"):
+            resolve_model(str(path))
+    (tmp_path / "config.json").touch()  # the original is beside it
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_a_gated_model_needs_a_login(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*_: object, **__: object) -> str:
+        raise RuntimeError("403 Client Error. Cannot access gated repo")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ModelError, match="accept its licence there, then `hf auth login`"):
+        resolve_model("some/model")

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 
+import pytest
+
 from toka_async.model.progress import Progress
 
 
@@ -27,3 +29,12 @@ def test_other_streams_get_nothing() -> None:
     bar.add(10)
     bar.finish()
     assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize(("total", "amount"), [(5 << 20, "5.00/5.00 MiB"), (999, "999.00/999.00 bytes"), (0, "0.00")])
+def test_a_small_model_is_not_none(total: int, amount: str) -> None:
+    stream = Terminal()
+    bar = Progress("loading weights", total, stream)
+    bar.add(total)
+    bar.finish()
+    assert amount in stream.getvalue().split("\r")[-1]

@@ -23,7 +23,7 @@ from toka_async.model.spec import ModelError
 from toka_async.procs import rank
 from toka_async.procs.child import Alive, ChildSpec, Fatal, ParentLink, Started, Status
 from toka_async.procs.progress import Progress
-from toka_async.procs.rank import Launched, announce, outbox_of, send_results, serve
+from toka_async.procs.rank import Launched, announce, outbox_of, resources_of, send_results, serve
 from toka_async.topology import Layout, local_topology
 from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
 
@@ -208,7 +208,7 @@ def test_no_error_ends_the_thread_alone(
 def test_announcing(link: Link, results: Results, frozen: list[str]) -> None:
     announce(link, results, READY)
     assert results.sent == [READY]
-    assert link.statuses == [Started()]
+    assert link.statuses == [Started(resources_of(READY))]
     assert frozen == ["collect", "freeze"]
 
 
@@ -249,7 +249,7 @@ def test_every_pass_of_a_step_is_launched_and_sent(
     assert launched == [3, 4, 5, 6, 7, 8]
     assert results.sent[0] == READY
     assert results.step_ids == [3, 4, 5, 6, 7, 8]
-    assert statuses == [Started()]
+    assert statuses == [Started(resources_of(READY))]
 
 
 @pytest.mark.usefixtures("frozen")
@@ -282,7 +282,8 @@ def test_a_failing_launch_ends_the_process(
         raise RuntimeError("CUDA out of memory.\nTried to allocate")
 
     statuses = run_serve(monkeypatch, launch, link, results, Steps([Step(step_id=2)], link, results, 0))
-    assert statuses == [Started(), Fatal("the device failed: CUDA out of memory. Tried to allocate", user=False)]
+    failure = Fatal("the device failed: CUDA out of memory. Tried to allocate", user=False)
+    assert statuses == [Started(resources_of(READY)), failure]
     assert caplog.records
 
 
@@ -304,7 +305,7 @@ def test_a_rank_tells_of_its_gpu_and_of_a_step_that_hangs(
     link: Link, monkeypatch: pytest.MonkeyPatch, has_gpu: bool
 ) -> None:
     """On a CPU a step takes as long as it takes."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_gpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=3))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1)

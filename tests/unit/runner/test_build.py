@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import toka_async
 from tests.models import make_checkpoint
@@ -11,8 +12,9 @@ from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, Model
 from toka_async.messages import Ready
 from toka_async.model.spec import ModelError, read_spec
 from toka_async.model.spread import Spreads
-from toka_async.runner import build, parts
+from toka_async.runner import build, memory
 from toka_async.runner.build import build_runner
+from toka_async.runner.device import device_text
 from toka_async.runner.place import Place
 from toka_async.runner.runner import Runner
 from toka_async.runner.spreads import build_spreads
@@ -41,7 +43,7 @@ def _build(
 def test_replicas_share_the_machine(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory."""
     page_bytes = 16 * (2 * 2 * 2 * 8 * 4 + 4)
-    monkeypatch.setattr(parts, "available_memory", lambda: 4 * 48 * page_bytes)
+    monkeypatch.setattr(memory, "available_memory", lambda: 4 * 48 * page_bytes)
     assert [_build(model_dir, num_sharing=number).ready.num_pages for number in (1, 2, 3)] == [48, 24, 16]
 
 
@@ -57,6 +59,8 @@ def test_ready_says_what_fits(model_dir: Path) -> None:
         max_tokens=64,
         group_min_seqs=16,
         group_min_tokens=137 * 16,  # 2 KiB a page: 15 times as much is spared, 4 MiB in all
+        device=device_text(torch.device("cpu")),
+        dtype="float32",
     )
 
 

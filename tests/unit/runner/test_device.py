@@ -11,7 +11,6 @@ import torch
 from tests.models import make_checkpoint
 from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
 from toka_async.model.spec import ModelError, read_spec
-from toka_async.model.weights import build_decoder
 from toka_async.runner import device
 from toka_async.runner.build import build_runner
 from toka_async.runner.device import resolve_device, resolve_dtype, resolve_num_threads
@@ -56,10 +55,9 @@ def test_threads(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 ScheduleConfig(), asked, CompileConfig(),
             )  # fmt: skip
             assert torch.get_num_threads() == used
-        decoder = build_decoder(read_spec(model_dir), torch.float32, torch.device("meta"))
         monkeypatch.setattr(device, "_SMALL_PARAMETERS", 1)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
-        assert [resolve_num_threads(AttentionConfig(), decoder, num) for num in (1, 2, 3, 16)] == [8, 4, 2, 1]
+        assert [resolve_num_threads(AttentionConfig(), 2, num) for num in (1, 2, 3, 16)] == [8, 4, 2, 1]
     finally:
         torch.set_num_threads(before)
 
@@ -67,5 +65,4 @@ def test_threads(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("num_sharing", "num_threads"), [(1, 8), (3, 2), (16, 1)])
 def test_large_models_share_all_cores(monkeypatch: pytest.MonkeyPatch, num_sharing: int, num_threads: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    large = torch.nn.Linear(4000, 4000, device="meta")
-    assert resolve_num_threads(AttentionConfig(), large, num_sharing) == num_threads
+    assert resolve_num_threads(AttentionConfig(), 16_000_000, num_sharing) == num_threads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ VOCAB = 23
 
 
 def ready(**fields: int) -> Ready:
-    values = {"num_pages": 40, "page_size": 4, "max_seqs": 6, "max_context": 64, "vocab_size": VOCAB}
+    values: dict[str, Any] = {"num_pages": 40, "page_size": 4, "max_seqs": 6, "max_context": 64, "vocab_size": VOCAB}
     return Ready(**(values | fields))
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from toka_async import __version__, cli
-from toka_async.config import describe
+from toka_async.cli import commands
+from toka_async.config import describe, load_config
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -27,30 +28,69 @@ def test_version(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> No
     assert run(capsys, *arguments) == (0, f"toka-async {__version__}\n", "")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["config"]])
-def test_every_key_is_shown(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    code, out, err = run(capsys, *arguments)
+COMMANDS = ["", "serve", "ping", "chat", "batch", "batch run", "plan", "keys", "bench", "version"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    code, out, err = run(capsys, *command.split(), "--help")
     assert (code, err) == (0, "")
+    assert len(out.splitlines()) <= 40
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_every_key_is_in_the_help_of_config(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "config", "--help")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    words = " ".join(out.split())
     for field in describe():
         assert f"{field.key}={field.default}" in out
-        assert field.meaning in out
-        assert field.type in out
+        assert " ".join(f"{field.meaning} [{field.type}]".split()) in words
+
+
+def test_without_a_command_the_commands_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys)
+    assert (code, out) == (2, "")
+    assert all(f"    {name} " in err for name in ("serve", "ping", "chat", "batch", "plan", "config", "keys", "bench"))
+
+
+@pytest.mark.parametrize("module", ["toka_async", "toka_async.cli"])
+def test_python_runs_it_as_a_module(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"toka-async {__version__}\n"
 
 
 def test_config_shows_effective_values(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text("[server]\nport = 1\nhost = 'there'\n")
-    code, out, _ = run(capsys, "config", "server.port=2", "--config", str(path), "cache.page_size=8")
+    code, out, _ = run(capsys, "config", "--unresolved", "server.port=2", "--config", str(path), "cache.page_size=8")
     assert code == 0
-    assert "server.port=2 " in out
-    assert "server.host=there " in out
-    assert "cache.page_size=8 " in out
+    lines = out.splitlines()
+    assert {"port = 2", 'host = "there"', "page_size = 8", 'max_seqs = "auto"'} <= set(lines)
+
+
+def test_what_config_prints_can_be_served(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Nothing is lost on the way, and what was automatic is the same when it is asked for."""
+    path = tmp_path / "resolved.toml"
+    code, out, _ = run(capsys, "config", "server.port=2", "model.device=cpu", "schedule.max_seqs=17")
+    assert code == 0
+    path.write_text(out)
+    config = load_config(path)
+    assert (config.server.port, config.model.device, config.schedule.max_seqs) == (2, "cpu", 17)
+    assert (config.model.dtype, config.model.max_context, config.schedule.max_tokens) == ("float32", 2048, 2048)
+    assert isinstance(config.cache.num_tokens, int)
+    code, again, _ = run(capsys, "config", "--config", str(path))
+    assert code == 0
+    path.write_text(again)
+    assert load_config(path) == config
+    assert "# auto" in out
+    assert "# auto" not in again
 
 
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ([], "command"),
         (["srve"], "'srve'"),
         (["serve", "--bogus"], "'--bogus'"),
         (["version", "x"], "'x'"),
@@ -60,7 +100,16 @@ def test_config_shows_effective_values(capsys: pytest.CaptureFixture[str], tmp_p
         (["serve", "server.port=x"], "server.port"),
         (["serve", "parallel.tp=4"], "parallel.tp=4: "),
         (["serve", "model.path=/does/not/exist"], "/does/not/exist"),
-        (["config", "what"], "'what'"),
+        (["config", "./what"], "./what"),
+        (["config", "server.port"], "server.port=VALUE"),
+        (["serve", "a", "b"], "'b'"),
+        (["ping", "x", "y"], "'y'"),
+        (["serve", "--port"], "--port"),
+        (["serve", "--seed", "0"], "`seed`"),
+        (["serve", "--quantization", "awq"], "bfloat16"),
+        (["serve", "trust_remote_code=T"], "trust_remote_code"),
+        (["serve", "--model.pth", "x"], "model.path"),
+        (["ping", "x", "-n", "0"], "'0'"),
         (["ping"], "prompt"),
         (["batch"], "action"),
         (["batch", "run", "-i", "x"], "--output"),
@@ -82,7 +131,7 @@ def test_interrupted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "load_config", interrupted)
+    monkeypatch.setattr(commands, "load_config", interrupted)
     assert run(capsys, "config") == (130, "", "toka-async: interrupted\n")
 
 
@@ -95,7 +144,7 @@ def test_markdown_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_readme_has_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "config", "--markdown")
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
     assert out.strip() in readme, "paste the output of `toka-async config --markdown` into README.md"
 
 

@@ -1,0 +1,101 @@
+"""Other ways to write an override: options, names of other engines, a model without a key."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from toka_async.cli.habits import ASSIGNMENTS, OPTIONS, Habit
+from toka_async.cli.overrides import complete_overrides, translate_options
+from toka_async.config import ConfigError, key_names, load_config
+
+README = Path(__file__).parents[3] / "README.md"
+
+
+@pytest.mark.parametrize(
+    ("written", "overrides"),
+    [
+        ("--server.port 8000", "server.port=8000"),
+        ("--server.port=8000", "server.port=8000"),
+        ("--cache.prefix --port 1", "cache.prefix=true server.port=1"),
+        ("--cache.prefix false", "cache.prefix=false"),
+        ("a --port=1 --host ::1 b", "a server.port=1 server.host=::1 b"),
+        ("-tp 2 -pp 3 -dp=4", "parallel.tp=2 parallel.pp=3 parallel.dp=4"),
+        ("--tensor_parallel_size 2", "parallel.tp=2"),
+        ("--dtype half --max-model-len 8192", "model.dtype=float16 model.max_context=8192"),
+        ("--enforce-eager m", "compile.graphs=false m"),
+        ("--no-enable-prefix-caching", "cache.prefix=false"),
+        ("--load-format dummy", "model.load=random"),
+        ("--unknown 1 -x", "--unknown 1 -x"),
+        ("a -- --port 1", "a -- --port 1"),
+    ],
+)
+def test_options(written: str, overrides: str) -> None:
+    assert translate_options(written.split()) == overrides.split()
+
+
+def test_the_commands_own_options_are_its_own() -> None:
+    arguments = ["--model", "m", "--seed", "1", "--port", "2"]
+    assert translate_options(arguments, {"--model", "--seed"}) == ["--model", "m", "--seed", "1", "server.port=2"]
+
+
+def test_what_has_no_key_is_answered() -> None:
+    with pytest.raises(ConfigError, match=r"^--api-key: set TOKA_API_KEYS"):
+        translate_options(["--api-key", "x"])
+    with pytest.raises(ConfigError, match=r"^--port: expected a value"):
+        translate_options(["--port"])
+    with pytest.raises(ConfigError, match=r"^rope_scaling: leave it out"):
+        complete_overrides(["rope_scaling=x"], has_model=True)
+
+
+@pytest.mark.parametrize(
+    ("written", "overrides"),
+    [
+        ("models/qwen", "model.path=models/qwen"),
+        ("a.b=1 Qwen/Qwen2.5-0.5B", "a.b=1 model.path=Qwen/Qwen2.5-0.5B"),
+        ("model=m kv_cache_num_tokens=5 tp_size=2", "model.path=m cache.num_tokens=5 parallel.tp=2"),
+        ("use_hydragen=F torch_compile=T", "schedule.group_min_seqs=0 compile.enabled=true"),
+        ("server.port", "server.port"),  # a key without a value is no model
+    ],
+)
+def test_words(written: str, overrides: str) -> None:
+    assert complete_overrides(written.split(), has_model=True) == overrides.split()
+
+
+def test_a_bare_word_is_no_model_where_none_is_served() -> None:
+    assert complete_overrides(["x"], has_model=False) == ["x"]
+
+
+def test_a_configuration_file_is_no_model(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.touch()
+    with pytest.raises(ConfigError, match=r"use --config .*c\.toml"):
+        complete_overrides([str(path)], has_model=True)
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, *ASSIGNMENTS])
+def test_every_habit_is_a_key_or_an_answer(name: str) -> None:
+    habit = OPTIONS[name] if name in OPTIONS else ASSIGNMENTS[name]
+    assert bool(habit.key) != bool(habit.answer)
+    if habit.key:
+        assert habit.key in key_names()
+    for value in [habit.value, *habit.words.values()]:
+        if value:
+            load_config(None, [f"{habit.key}={value}"])
+
+
+def rows(title: str) -> dict[str, str]:
+    """The first two columns of the table under a heading of the README; a row may name several options."""
+    section = README.read_text(encoding="utf-8").split(f"\n## {title}\n")[1].split("\n## ")[0]
+    found = re.findall(r"^\| (`[^|]*) \| ([^|]*) \|", section, re.MULTILINE)
+    return {name: here for names, here in found for name in re.findall(r"`([^`]+)`", names)}
+
+
+@pytest.mark.parametrize(("title", "habits"), [("From vLLM", OPTIONS), ("From Tokasaurus", ASSIGNMENTS)])
+def test_the_readme_says_the_same(title: str, habits: dict[str, Habit]) -> None:
+    told = {name: here for name, here in rows(title).items() if name in habits}
+    assert len(told) > 12
+    for name, here in told.items():
+        assert habits[name].key in here, name

@@ -1,0 +1,8 @@
+"""`python -m toka_async`, as `toka-async`."""
+
+import sys
+
+from toka_async.cli.commands import main
+
+if __name__ == "__main__":
+    sys.exit(main())

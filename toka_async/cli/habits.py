@@ -1,0 +1,176 @@
+"""What people type who come from vLLM, SGLang or Tokasaurus, and what it is here. One table for each way of writing.
+
+`OPTIONS` are dashed options, with dashes for underscores; `ASSIGNMENTS` are Tokasaurus's `name=value`. A name either
+becomes a configuration key, or is answered with what to do instead: nothing is accepted and ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+QUANTIZED = "quantized checkpoints are not supported; use the checkpoint in bfloat16"
+NO_TOOLS = "tool calls are not supported"
+NO_LORA = "LoRA adapters are not supported; merge the adapter into the checkpoint"
+NO_DRAFTS = "speculative decoding is not supported"
+NO_REMOTE_CODE = "leave it out: no code of a checkpoint is ever run"
+ONE_MACHINE = "leave it out: processes are started by `toka-async serve`, all on this machine"
+ALWAYS_ON = "leave it out: it is always so"
+BY_REQUEST = "leave it out: a request asks for it"
+
+
+@dataclass(frozen=True, slots=True)
+class Habit:
+    """What another engine's option is here.
+
+    Args:
+        key: of our configuration; empty: there is none, and `answer` says what to do.
+        value: what a flag stands for; empty: the option comes with a value.
+        words: other engines' names of values, and ours.
+        answer: said when there is no key, after the option's name.
+    """
+
+    key: str = ""
+    value: str = ""
+    words: Mapping[str, str] = field(default_factory=dict)
+    answer: str = ""
+
+    def assignment(self, value: str) -> str:
+        """As `section.key=value`."""
+        return f"{self.key}={self.words.get(value, value)}"
+
+
+DTYPES = {"half": "float16", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+TRUTHS = {"T": "true", "F": "false", "True": "true", "False": "false", "1": "true", "0": "false"}
+
+
+def _flag(key: str, value: str) -> Habit:
+    return Habit(key, value)
+
+
+def _no(answer: str) -> Habit:
+    return Habit(answer=answer)
+
+
+OPTIONS: Mapping[str, Habit] = {
+    # The model.
+    "--model": Habit("model.path"),
+    "--model-path": Habit("model.path"),
+    "--tokenizer": Habit("model.tokenizer"),
+    "--tokenizer-path": Habit("model.tokenizer"),
+    "--served-model-name": Habit("model.served_name"),
+    "--dtype": Habit("model.dtype", words=DTYPES),
+    "--device": Habit("model.device"),
+    "--max-model-len": Habit("model.max_context"),
+    "--context-length": Habit("model.max_context"),
+    "--chat-template": Habit("model.chat_template"),
+    "--generation-config": Habit("model.generation_config", words={"vllm": "none"}),
+    "--load-format": Habit("model.load", words={"dummy": "random", "auto": "weights", "safetensors": "weights"}),
+    # The server.
+    "--host": Habit("server.host"),
+    "--port": Habit("server.port"),
+    "--ssl-certfile": Habit("server.tls_cert"),
+    "--ssl-keyfile": Habit("server.tls_key"),
+    "--enable-log-requests": _flag("server.log_requests", "true"),
+    "--disable-log-requests": _flag("server.log_requests", "false"),
+    "--log-requests": _flag("server.log_requests", "true"),
+    "--disable-log-stats": _flag("server.stats_interval", "0"),
+    # Memory and scheduling.
+    "--gpu-memory-utilization": Habit("cache.memory_fraction"),
+    "--mem-fraction-static": Habit("cache.memory_fraction"),
+    "--block-size": Habit("cache.page_size"),
+    "--page-size": Habit("cache.page_size"),
+    "--max-total-tokens": Habit("cache.num_tokens"),
+    "--enable-prefix-caching": _flag("cache.prefix", "true"),
+    "--no-enable-prefix-caching": _flag("cache.prefix", "false"),
+    "--disable-radix-cache": _flag("cache.prefix", "false"),
+    "--max-num-seqs": Habit("schedule.max_seqs"),
+    "--max-running-requests": Habit("schedule.max_seqs"),
+    "--max-num-batched-tokens": Habit("schedule.max_tokens"),
+    "--chunked-prefill-size": Habit("schedule.max_tokens"),
+    # Several GPUs.
+    "--tensor-parallel-size": Habit("parallel.tp"),
+    "--tp-size": Habit("parallel.tp"),
+    "--tp": Habit("parallel.tp"),
+    "-tp": Habit("parallel.tp"),
+    "--pipeline-parallel-size": Habit("parallel.pp"),
+    "--pp-size": Habit("parallel.pp"),
+    "--pp": Habit("parallel.pp"),
+    "-pp": Habit("parallel.pp"),
+    "--data-parallel-size": Habit("parallel.dp"),
+    "--dp-size": Habit("parallel.dp"),
+    "--dp": Habit("parallel.dp"),
+    "-dp": Habit("parallel.dp"),
+    # What computes.
+    "--attention-backend": Habit("attention.backend"),
+    "--enforce-eager": _flag("compile.graphs", "false"),
+    "--disable-cuda-graph": _flag("compile.graphs", "false"),
+    "--enable-torch-compile": _flag("compile.enabled", "true"),
+    "--cuda-graph-max-bs": Habit("compile.max_graph_seqs"),
+    # What has no key.
+    "--api-key": _no("set TOKA_API_KEYS in the environment, or server.api_keys to a file of keys, one a line"),
+    "--seed": _no("leave it out: each request has a `seed`"),
+    "--random-seed": _no("leave it out: each request has a `seed`"),
+    "--quantization": _no(QUANTIZED),
+    "-q": _no(QUANTIZED),
+    "--kv-cache-dtype": _no("leave it out: the cache has the type of model.dtype"),
+    "--num-gpu-blocks-override": _no("set cache.num_tokens, in tokens"),
+    "--trust-remote-code": _no(NO_REMOTE_CODE),
+    "--revision": _no("give a directory: model.path=DIR, as `hf download --revision` makes it"),
+    "--download-dir": _no("set HF_HOME in the environment"),
+    "--hf-token": _no("set HF_TOKEN in the environment"),
+    "--enable-chunked-prefill": _no(ALWAYS_ON),
+    "--max-logprobs": _no("leave it out: a request can have 20 likeliest tokens"),
+    "--swap-space": _no("leave it out: nothing is swapped to the CPU"),
+    "--cpu-offload-gb": _no("weights stay on the GPU; raise parallel.tp or parallel.pp"),
+    "--enable-lora": _no(NO_LORA),
+    "--lora-modules": _no(NO_LORA),
+    "--lora-paths": _no(NO_LORA),
+    "--enable-auto-tool-choice": _no(NO_TOOLS),
+    "--tool-call-parser": _no(NO_TOOLS),
+    "--reasoning-parser": _no("reasoning is not parted from the answer"),
+    "--guided-decoding-backend": _no("structured output is not supported"),
+    "--speculative-config": _no(NO_DRAFTS),
+    "--speculative-model": _no(NO_DRAFTS),
+    "--speculative-algorithm": _no(NO_DRAFTS),
+    "--distributed-executor-backend": _no(ONE_MACHINE),
+    "--nnodes": _no("all ranks are on one machine"),
+    "--api-server-count": _no("leave it out: one process serves HTTP"),
+}
+
+ASSIGNMENTS: Mapping[str, Habit] = {
+    "model": Habit("model.path"),
+    "tokenizer": Habit("model.tokenizer"),
+    "dtype": Habit("model.dtype", words=DTYPES),
+    "port": Habit("server.port"),
+    "stats_report_seconds": Habit("server.stats_interval"),
+    "dp_size": Habit("parallel.dp"),
+    "pp_size": Habit("parallel.pp"),
+    "tp_size": Habit("parallel.tp"),
+    "async_tp_threshold": Habit("parallel.async_tp_min_tokens"),
+    "pp_num_buffer_stages": _no("leave it out, or set parallel.pp_micro_batches"),
+    "page_size": Habit("cache.page_size"),
+    "kv_cache_num_tokens": Habit("cache.num_tokens"),
+    "max_num_tokens_per_request": Habit("model.max_context"),
+    "max_seqs_per_forward": Habit("schedule.max_seqs"),
+    "max_tokens_per_forward": Habit("schedule.max_tokens"),
+    "scheduling_steps_ahead": Habit("schedule.steps_ahead"),
+    "use_hydragen": Habit("schedule.group_min_seqs", words={"T": "auto", "F": "0", "True": "auto", "False": "0"}),
+    "hydragen_min_group_size": Habit("schedule.group_min_seqs"),
+    "hydragen_min_prefix_len": Habit("schedule.group_min_tokens"),
+    "torch_compile": Habit("compile.enabled", words=TRUTHS),
+    "use_cudagraphs": Habit("compile.graphs", words=TRUTHS),
+    "cudagraph_max_size": Habit("compile.max_graph_seqs"),
+    "trust_remote_code": _no(NO_REMOTE_CODE),
+    "rope_scaling": _no("leave it out: it is read from config.json"),
+    "local_proc_name": _no(ONE_MACHINE),
+    "statsd_server_url": _no("leave it out: /metrics is for Prometheus"),
+    "cudagraph_step": _no("leave it out: sizes are chosen at the start"),
+    "cudagraph_max_kv_indices_per_seq": _no("leave it out: graphs take any length"),
+    "prefill_round_up_multiple": _no("leave it out: prompts are not padded"),
+    "stop_string_num_token_lookback": _no("leave it out: it follows from each request's stop strings"),
+    "max_topk_logprobs": _no(BY_REQUEST),
+    "enable_chosen_logprobs": _no(BY_REQUEST),
+    "track_early_stopping": _no("leave it out: the scheduler does so by itself"),
+    "greedy_prefill": _no("leave it out: there is nothing to set"),
+}

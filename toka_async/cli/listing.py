@@ -1,0 +1,44 @@
+"""The configuration as people read it: a list of keys, a Markdown table, and TOML that can be served again."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator
+
+from toka_async.config import Config, Field, sections
+from toka_async.config_text import toml_value
+
+HEAD = (
+    "# What is in effect. Marked values were `auto`, and are what it comes to on this machine,",
+    "# now. What still is `auto` is found out at the start. Meanings: toka-async config --help",
+)
+PLAIN_HEAD = ("# What is in effect. Meanings: toka-async config --help",)
+
+
+def key_lines(fields: Iterable[Field], width: int) -> Iterator[str]:
+    """A line with key and value, and below it type and meaning, no wider than `width`."""
+    for field in fields:
+        yield f"  {field.key}={field.default}"
+        yield from textwrap.wrap(
+            f"{field.meaning} [{field.type}]", width, initial_indent=" " * 6, subsequent_indent=" " * 6
+        )
+
+
+def markdown_lines(fields: Iterable[Field]) -> Iterator[str]:
+    yield "| key | type | default | meaning |"
+    yield "|---|---|---|---|"
+    for field in fields:
+        default = f"`{field.default}`" if field.default else ""
+        yield f"| `{field.key}` | {field.type} | {default} | {field.meaning} |"
+
+
+def toml_lines(config: Config, resolved: Config) -> Iterator[str]:
+    """`resolved` as TOML; what is `auto` in `config` and is not in `resolved` is marked."""
+    yield from PLAIN_HEAD if config == resolved else HEAD
+    before = {name: dict(fields) for name, fields in sections(config)}
+    for name, fields in sections(resolved):
+        yield ""
+        yield f"[{name}]"
+        for key, value in fields:
+            line = f"{key} = {toml_value(value)}"
+            yield f"{line:<34}  # auto" if before[name][key] != value else line

@@ -1,0 +1,77 @@
+"""Every way to write an override becomes `section.key=value`: options, other engines' names, a model without a key."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+from toka_async.cli.habits import ASSIGNMENTS, OPTIONS, Habit
+from toka_async.config import ConfigError, is_flag, key_names
+
+TRUTHS = ("true", "false")
+
+
+def translate_options(arguments: Sequence[str], own: Collection[str] = ()) -> list[str]:
+    """The arguments with `--section.key value` and other engines' options as overrides; what else is there stays.
+
+    own: options of the command itself. Raises ConfigError for an option that is answered rather than understood.
+    """
+    rest = list(arguments)
+    translated: list[str] = []
+    while rest:
+        argument = rest.pop(0)
+        if argument == "--":
+            return [*translated, argument, *rest]
+        name, equals, value = argument.partition("=")
+        name = name.replace("_", "-") if name.startswith("--") and "." not in name else name
+        if argument.startswith("-") and name not in own and (habit := _habit(name)) is not None:
+            if not habit.key:
+                raise ConfigError(f"{name}: {habit.answer}")
+            if not equals:
+                value = habit.value or _value(name, habit, rest)
+            translated.append(habit.assignment(value))
+        else:
+            translated.append(argument)
+    return translated
+
+
+def _habit(name: str) -> Habit | None:
+    if name.startswith("--") and "." in name:
+        return Habit(name.removeprefix("--"))
+    return OPTIONS.get(name)
+
+
+def _value(name: str, habit: Habit, rest: list[str]) -> str:
+    """The next argument; an option that is true or false may come without one, and is true then."""
+    if is_flag(habit.key) and (not rest or rest[0] not in TRUTHS):
+        return "true"
+    if not rest:
+        raise ConfigError(f"{name}: expected a value, as in {name}=VALUE")
+    return rest.pop(0)
+
+
+def complete_overrides(words: Sequence[str], *, has_model: bool) -> list[str]:
+    """The words as `section.key=value`: Tokasaurus's names translated, and the first bare word as the model.
+
+    has_model: whether a bare word may be one. Raises ConfigError.
+    """
+    return list(_complete(words, has_model=has_model))
+
+
+def _complete(words: Sequence[str], *, has_model: bool) -> Iterator[str]:
+    model = ""
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals and (habit := ASSIGNMENTS.get(name)) is not None:
+            if not habit.key:
+                raise ConfigError(f"{name}: {habit.answer}")
+            yield habit.assignment(value)
+        elif equals or not has_model or name in key_names() or not word:
+            yield word  # what is wrong with it, says whoever reads it
+        elif model:
+            raise ConfigError(f"{word!r}: the model is {model!r} already; expected section.key=value")
+        elif word.endswith(".toml") and Path(word).is_file():
+            raise ConfigError(f"{word!r} is a configuration file: use --config {word}")
+        else:
+            model = word
+            yield f"model.path={word}"

@@ -1,0 +1,208 @@
+"""The commands and their options. What the options of other engines are here, says `habits`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from toka_async import __version__
+from toka_async.bench.commands import add_benchmarks
+from toka_async.cli.listing import key_lines
+from toka_async.cli.overrides import translate_options
+from toka_async.config import describe
+
+WIDTH = 80  # columns of the list of keys
+KEYS = "every key of the configuration: toka-async config --help"
+OVERRIDE = "section.key=value"
+EXAMPLES = """\
+examples:
+  toka-async serve                              the built-in model, port 10210
+  toka-async serve Qwen/Qwen2.5-0.5B-Instruct   a model of the hub
+  toka-async serve /models/llama --port 8000 parallel.tp=2
+  toka-async ping "Question: ..." -n 64         64 samples and their vote
+  toka-async chat                               a conversation in the terminal
+
+"""
+OFTEN_USED = """\
+often used, and accepted as other engines write them:
+  --port N, --host ADDRESS         server.port, server.host
+  --served-model-name NAME         model.served_name
+  --max-model-len N                model.max_context
+  --dtype TYPE                     model.dtype
+  --tensor-parallel-size N, -tp    parallel.tp, and likewise -pp and -dp
+  --gpu-memory-utilization SHARE   cache.memory_fraction
+  --max-num-seqs N                 schedule.max_seqs
+  --max-num-batched-tokens N       schedule.max_tokens
+"""
+RESOLVED = """\
+What is printed can be served with --config. `auto` is resolved as far as that
+needs no start.
+
+keys:
+"""
+MODEL_HELP = "model directory or hub id (model.path), and overrides of configuration keys, also as --section.key value"
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Like `parse_args`, with overrides also after options, where argparse leaves them over.
+
+    Raises ConfigError for another engine's option that has no equal here. Mistakes end the process.
+    """
+    parser = _parser()
+    options: argparse.Namespace
+    options, rest = parser.parse_known_args(arguments)
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        parser.exit(2)
+    if rest and (not hasattr(options, "overrides") or any(text.startswith("-") for text in rest)):
+        wrong = next((text for text in rest if text.startswith("-")), rest[0])
+        parser.error(f"unknown argument {wrong!r}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Help that fits a terminal of 80 columns, with room for the longest option's name."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=WIDTH)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line. With a configuration, it takes other engines' options as overrides."""
+
+    takes_configuration = False
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(formatter_class=_Formatter, allow_abbrev=False, **settings)
+        self.own: set[str] = {"-h", "--help"}
+
+    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
+        if hasattr(self, "own"):  # not yet in the base's constructor
+            self.own.update(names)
+        return super().add_argument(*names, **settings)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.takes_configuration:
+            args = translate_options(args, self.own)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"toka-async: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="toka-async", description="An LLM inference engine for high-throughput work.", epilog=EXAMPLES + KEYS
+    )
+    parser.add_argument("--version", action="version", version=f"toka-async {__version__}")
+    command = _adder(parser, "command", required=False)
+    serve = command("serve", "serve a model over HTTP until SIGTERM or SIGINT")
+    _add_configuration(serve)
+    serve.epilog = f"{OFTEN_USED}\n{KEYS}"
+    _add_ping(command("ping", "ask a running server; with -n: many samples and their vote"))
+    _add_chat(command("chat", "talk with a running server in the terminal"))
+    _add_batch(_adder(command("batch", "work on files of requests, without a server"), "action"))
+    plan = command("plan", "show what would go on which GPU, without starting anything")
+    plan.add_argument("--gpu-memory", type=_positive, metavar="GIB", help="of each GPU; default: of the one here")
+    _add_configuration(plan)
+    _add_config(command("config", "print the configuration in effect, as TOML"))
+    pair = command("keys", "make a pair of keys for direct submission: NAME.key is public, NAME.key_secret is not")
+    pair.add_argument("name", type=_name)
+    pair.add_argument("--folder", type=Path, default=Path(), help="where to write them; default: here")
+    add_benchmarks(_adder(command("bench", "measure"), "benchmark"))
+    command("version", "print the version")
+    return parser
+
+
+def _add_ping(parser: _Parser) -> None:
+    parser.add_argument("prompt", help="a text to complete, or a chat message; -: standard input")
+    parser.add_argument("-n", type=_count, default=1, metavar="N", help="samples; of many, some are shown and all vote")
+    _add_sampling(parser)
+    parser.add_argument("--seed", type=int, metavar="N", help="of the samples")
+    parser.add_argument("--chat", action="store_true", help="as a user's chat message, not as text to complete")
+    _add_server(parser)
+
+
+def _add_chat(parser: _Parser) -> None:
+    _add_sampling(parser)
+    _add_server(parser)
+
+
+def _add_sampling(parser: _Parser) -> None:
+    """What a question to a server can say."""
+    parser.add_argument("--temperature", type=float, metavar="T", help="default: the model's")
+    parser.add_argument("--top-p", type=float, metavar="P", help="default: the model's")
+    parser.add_argument(
+        "--max-tokens", type=_count, metavar="N", help="of an answer; default: 256 of a text, in a chat what fits"
+    )
+    parser.add_argument("--system", default="", metavar="TEXT", help="system message of the chat")
+    parser.add_argument("--model", default="", metavar="NAME", help="default: the one that is served")
+
+
+def _add_server(parser: _Parser) -> None:
+    parser.add_argument("--url", help="of the server, such as http://127.0.0.1:10210; default: from the configuration")
+    _add_configuration(parser, has_model=False)
+    parser.epilog = f"An API key is taken from TOKA_API_KEY in the environment.\n{parser.epilog}"
+
+
+def _add_config(parser: _Parser) -> None:
+    parser.add_argument("--markdown", action="store_true", help="every key with its meaning, as a Markdown table")
+    parser.add_argument("--unresolved", action="store_true", help="leave `auto` as it is: no model is looked at")
+    _add_configuration(parser)
+    parser.epilog = RESOLVED + "\n".join(key_lines(describe(), WIDTH))
+
+
+def _add_batch(add: Callable[[str, str], _Parser]) -> None:
+    run = add("run", "answer every line of a file, as OpenAI's batches have them; after a stop, go on where it was")
+    run.add_argument("-i", "--input", type=Path, required=True, metavar="IN.jsonl", help="one request a line")
+    run.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.jsonl", help="one answer a line")
+    run.add_argument("-e", "--errors", type=Path, metavar="ERR.jsonl", help="failed lines; default: OUT.errors.jsonl")
+    run.add_argument("--retry-failed", action="store_true", help="ask lines again that failed in an earlier run")
+    _add_configuration(run)
+
+
+def _add_configuration(parser: _Parser, *, has_model: bool = True) -> None:
+    parser.takes_configuration = True
+    parser.add_argument("--config", type=Path, metavar="FILE.toml", help="configuration file")
+    if has_model:
+        parser.add_argument("overrides", nargs="*", metavar=f"MODEL | {OVERRIDE}", help=MODEL_HELP)
+    else:
+        parser.add_argument("overrides", nargs="*", metavar=OVERRIDE, help="configuration, such as server.port=8000")
+    parser.set_defaults(has_model=has_model)
+    parser.epilog = KEYS
+
+
+def _adder(parser: _Parser, what: str, *, required: bool = True) -> Callable[[str, str], _Parser]:
+    """Gives the parser subcommands; what is returned adds one, by its name and meaning."""
+    commands = parser.add_subparsers(dest=what, required=required, metavar=what, parser_class=_Parser)
+
+    def add(name: str, meaning: str) -> _Parser:
+        return commands.add_parser(name, help=meaning, description=textwrap.fill(meaning, WIDTH))
+
+    return add
+
+
+def _name(text: str) -> str:
+    if not text or Path(text).name != text:
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a file")
+    return text
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+    return number
