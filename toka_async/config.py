@@ -130,6 +130,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     vllm_metrics: Annotated[
         bool, Meta(description="/metrics also has vLLM's names (vllm:num_requests_running, …) with the model's name")
     ] = False
+    page: Annotated[bool, Meta(description="serve a page at / that shows what the server does")] = True
     tls_cert: Annotated[str, Meta(description="PEM file of the certificate and its chain; empty: no TLS")] = ""
     tls_key: Annotated[str, Meta(description="PEM file of the private key of tls_cert, without a passphrase")] = ""
     log_prompts: Annotated[bool, Meta(description="write every prompt to the log")] = False

@@ -134,12 +134,29 @@ class AskStats(Tagged, frozen=True, kw_only=True):
     """Send Stats in this turn, whatever was sent before: somebody looks. `number`: of the question, from 1."""
 
     number: int
+    forecast: bool = False  # is wanted, too
 
 
 ToScheduler = Submit | Submits | Cancel | Cancels | StopMask | DropStop | EndSample | AskStats
 
 
 # ---- scheduler -> server ---------------------------------------------------------------------------------------------
+
+
+class RankDevice(Message, frozen=True, kw_only=True):
+    """What a rank computes on, and the bytes of its memory when the rank is ready. All bytes are 0 if nothing computes.
+
+    `used` is what the rank has taken in all, `free` what nobody has taken of `total`.
+    """
+
+    rank: int
+    device: str  # the GPU's name, "cpu" or "simulated"
+    dtype: str  # of weights and activations; empty: nothing is computed
+    weights: int = 0
+    cache: int = 0
+    used: int = 0
+    free: int = 0
+    total: int = 0
 
 
 class Ready(Tagged, frozen=True, kw_only=True):
@@ -161,6 +178,7 @@ class Ready(Tagged, frozen=True, kw_only=True):
     # Filled in by the scheduler: whose it is, and which of the replica's lives, counted from 0 (a restart begins one).
     replica: int = 0
     life: int = 0
+    ranks: tuple[RankDevice, ...] = ()  # a rank tells of itself; the scheduler joins what all of them tell
 
 
 class Tokens(Tagged, frozen=True, kw_only=True):
@@ -216,6 +234,18 @@ class Failed(Tagged, frozen=True, kw_only=True):
 
     request_id: int
     message: str
+
+
+class Forecast(Message, frozen=True, kw_only=True):
+    """Pages that the running sequences will have in use, as admission expects it.
+
+    `pages` are numbers at evenly spaced steps: the first is of the next step to be built, the last of the step `steps`
+    later, when all of them have ended.
+    """
+
+    steps: int
+    pages: tuple[int, ...]
+    limit: int  # nothing more is admitted when the forecast would rise above it
 
 
 # Upper bounds of `Stats.token_gaps`, in seconds; the last bucket has none.
@@ -288,6 +318,7 @@ class Stats(Tagged, frozen=True, kw_only=True):
     token_gaps: tuple[int, ...] = ()
     token_gap_seconds: float = 0.0
     answers: int = 0  # the newest AskStats that came before; 0: none
+    forecast: Forecast | None = None  # in the answer to an AskStats that wants it, if admission goes by one
 
 
 ToServer = Ready | Tokens | Prefilled | Prefills | StopChecks | Failed | Stats

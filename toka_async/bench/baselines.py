@@ -9,6 +9,7 @@ import numpy as np
 
 from toka_async.arrays import Bool, Float64, Int32
 from toka_async.bench.lengths import Workload
+from toka_async.messages import Forecast
 from toka_async.scheduler.forecast import UsageCurve, own_pages
 from toka_async.scheduler.requests import Job, PromptRun, Request
 from toka_async.scheduler.running import RunningSet
@@ -44,6 +45,9 @@ class Reserving:
         return ()
 
     def expected_length(self) -> tuple[float, float] | None:
+        return None
+
+    def forecast(self) -> Forecast | None:
         return None
 
     def closed(self, request: Request) -> None: ...
@@ -128,6 +132,9 @@ class Oracle:
         return ()
 
     def expected_length(self) -> tuple[float, float] | None:
+        return None
+
+    def forecast(self) -> Forecast | None:
         return None
 
     def closed(self, request: Request) -> None: ...

@@ -93,7 +93,7 @@ def compare(options: argparse.Namespace, work: Workload) -> Result:
         return seen[-1]
 
     def forecast() -> Float64:
-        return seen[-1].forecast()
+        return seen[-1].usage()
 
     def run(policy: Callable[[RunningSet], Admission], look: Callable[[], Float64] | None = None) -> Outcome:
         return Replay(work, ready, policy, steps_ahead=ahead, cost=cost, look=look, look_every=FORECASTS).run()

@@ -18,9 +18,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NoReturn, Protocol
 
+import msgspec
 import zmq
 
-from toka_async.messages import FromRank, Ready, Step, StepDone, ToRank
+from toka_async.messages import FromRank, RankDevice, Ready, Step, StepDone, ToRank
 from toka_async.model.spec import ModelError, read_spec
 from toka_async.procs.child import Alive, ChildSpec, ParentLink, Resources, Started
 from toka_async.procs.progress import Progress, answer_while_moving
@@ -74,7 +75,10 @@ def serve_simulated(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbo
     """With a rank that computes nothing and keeps its own time."""
     config = link.spec.config
     shape = read_spec(Path(link.spec.model_dir))
-    ready = simulated_ready(shape, config.model, config.cache, config.schedule)
+    ready = msgspec.structs.replace(
+        simulated_ready(shape, config.model, config.cache, config.schedule),
+        ranks=(RankDevice(rank=link.spec.rank, device="simulated", dtype=""),),
+    )
     rank = SimulatedRank(ready, config.simulated)
     announce(link, results, ready)
     answers = link.spec.rank == link.spec.topology.layout.answering

@@ -53,11 +53,13 @@ def run(link: ParentLink) -> None:
 
 
 def wait_ready(results: ZmqInbox[FromRank], num_ranks: int) -> Ready:
-    """What the ranks can hold, once all of them are ready; they agree on it."""
-    ready, *others = [results.receive() for _ in range(num_ranks)]
-    assert isinstance(ready, Ready), "a rank's first message is Ready"
+    """What the ranks can hold, once all of them are ready; they agree on it. Each has its own device."""
+    each = [message for message in (results.receive() for _ in range(num_ranks)) if isinstance(message, Ready)]
+    assert len(each) == num_ranks, "a rank's first message is Ready"
+    ready, *others = [msgspec.structs.replace(one, ranks=()) for one in each]
     assert all(other == ready for other in others), f"{[ready, *others]}"
-    return ready
+    ranks = sorted((rank for one in each for rank in one.ranks), key=lambda rank: rank.rank)
+    return msgspec.structs.replace(ready, ranks=tuple(ranks))
 
 
 def make_core(ready: Ready, config: Config) -> Core:

@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 import msgspec
 import torch
 
+from toka_async.attention.kv_cache import bytes_per_token
 from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
 from toka_async.model.comm import Comm
 from toka_async.model.decoder import Decoder
@@ -25,6 +26,7 @@ from toka_async.model.spec import ModelSpec
 from toka_async.model.spread import Spreads
 from toka_async.model.weights import build_decoder, load_weights, random_weights
 from toka_async.runner.cache_size import check_largest_step, fitting_limits
+from toka_async.runner.described import describe_device, weight_bytes
 from toka_async.runner.device import has_kernels, resolve_device, resolve_dtype, resolve_num_threads
 from toka_async.runner.limits import DeviceKind, Limits, resolve_limits
 from toka_async.runner.meeting import Pairs, links_of, meet
@@ -139,6 +141,9 @@ def build_runner(
     _warm_up(runner, parts, stages, min(max_graph_seqs, limits.max_seqs), least > 0, num_parts)
     stages.report()
     tuning_cache.report()
+    cache_bytes = (num_pages + 1) * cache.page_size * bytes_per_token(rank_spec, dtype)
+    described = describe_device(place.world_rank, device, dtype, weight_bytes(decoder), cache_bytes)
+    runner.ready = msgspec.structs.replace(runner.ready, ranks=(described,))
     return runner
 
 

@@ -126,7 +126,7 @@ class Core:
             case DropStop():
                 self._stops.drop(message.stop_id)
             case AskStats():
-                self._stats.asked(message.number)
+                self._stats.asked(message.number, message.forecast)
 
     def submit(self, submit: Submit) -> None:
         """Queue a request; one that can never run fails at once."""

@@ -76,6 +76,13 @@ class Profile:
     peak: float
 
 
+def evenly(curve: UsageCurve, most: int) -> tuple[int, ...]:
+    """At most `most` numbers of a curve at evenly spaced steps, and the number after its last step."""
+    num_parts = min(most, curve.curve.size)
+    steps = np.linspace(0, curve.curve.size, num_parts + 1).astype(np.int64)
+    return tuple(np.append(curve.curve, curve.rest)[steps].round().astype(np.int64).tolist())
+
+
 class UsageCurve:
     """A kept forecast to which candidates are added one after the other.
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from toka_async.arrays import Bool, Float64, Int32, Int64
-from toka_async.scheduler.forecast import Profile, UsageCurve
+from toka_async.messages import Forecast
+from toka_async.scheduler.forecast import Profile, UsageCurve, evenly
 from toka_async.scheduler.requests import Job, PromptRun, Request
 from toka_async.scheduler.running import RunningSet
 from toka_async.scheduler.running_usage import running_usage, sequence_lanes
@@ -31,6 +32,7 @@ MARGIN_GROWTH = 0.25  # by preempting as many sequences as run
 MARGIN_FADES = 300.0  # steps without preemption after which it has faded to 1/e
 SMALLEST_GROUP = 16  # samples
 UPDATE_EVERY = 4  # forecasts: what runs moves on by less than a bin, or little more
+SHOWN = 32  # parts of a forecast that somebody looks at
 PARTS = 8  # of the running sequences, whose expected lengths are looked up again in turn
 
 
@@ -149,9 +151,14 @@ class LookAhead:
 
     # ---- what runs
 
-    def forecast(self) -> Float64:
+    def usage(self) -> Float64:
         """Pages in use at each step to come, what was admitted to the step being built included."""
         return self._usage().curve.copy()
+
+    def forecast(self) -> Forecast:
+        """Of what runs, to be shown."""
+        usage = self._usage()
+        return Forecast(steps=usage.curve.size, pages=evenly(usage, SHOWN), limit=self._limit)
 
     def _usage(self) -> UsageCurve:
         if self._curve is None:

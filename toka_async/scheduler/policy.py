@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from toka_async.arrays import Bool, Int32
+from toka_async.messages import Forecast
 from toka_async.scheduler.requests import Job, PromptRun, Request
 from toka_async.scheduler.running import RunningSet
 
@@ -21,6 +22,10 @@ class Admission(Protocol):
 
     def expected_length(self) -> tuple[float, float] | None:
         """Mean and spread of new sequences' lengths, as shares of max_tokens; None: it does not guess."""
+        ...
+
+    def forecast(self) -> Forecast | None:
+        """Of what runs, to be shown; None: it makes none."""
         ...
 
     def begin(self, num_preemptions: int) -> None:
@@ -62,6 +67,9 @@ class UntilFull:
         return ()
 
     def expected_length(self) -> tuple[float, float] | None:
+        return None
+
+    def forecast(self) -> Forecast | None:
         return None
 
     def begin(self, num_preemptions: int) -> None: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -34,6 +35,7 @@ class StatsSource:
         self._sent: Stats | None = None
         self._sent_at = float("-inf")
         self._asked = 0
+        self._wants_forecast = False
         self._gaps = [0] * (len(GAP_SECONDS) + 1)
         self._gap_seconds = 0.0
         self._stepped_at = 0.0  # when the newest step came back
@@ -47,9 +49,9 @@ class StatsSource:
         self.num_compiles = 0
         self.stages: dict[int, tuple[float, float, float]] = {}  # of a pipeline: see `Stats.pipeline`
 
-    def asked(self, number: int) -> None:
-        """Somebody wants to know, now."""
-        self._asked = number
+    def asked(self, number: int, forecast: bool) -> None:
+        """Somebody wants to know, now; perhaps also what is expected."""
+        self._asked, self._wants_forecast = number, forecast or self._wants_forecast
 
     def stepped(self, done: StepDone, was_queued: bool, now: float) -> None:
         """A step came back; it was queued, or not, when the one before it did."""
@@ -86,7 +88,10 @@ class StatsSource:
         if stats == self._sent:
             return None
         self._sent, self._sent_at = stats, now
-        return stats
+        if not self._wants_forecast:
+            return stats
+        self._wants_forecast = False
+        return msgspec.structs.replace(stats, forecast=self._admission.forecast())
 
     def snapshot(self) -> Stats:
         running, counts = self._running, self._builder.counts

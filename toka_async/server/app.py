@@ -20,6 +20,7 @@ from toka_async.server.keys import Keys
 from toka_async.server.load import show_load
 from toka_async.server.observed import Observed
 from toka_async.server.origins import read_origins
+from toka_async.server.page import open_page, page_paths, page_routes
 from toka_async.server.receive import RECEIVING, give_room_back, receiving
 from toka_async.server.respond import SERVICE
 from toka_async.server.routes import add_routes
@@ -59,11 +60,14 @@ def create_app(
     app[RECEIVING].bodies.show(engine.metrics)
     unsent = app[UNSENT] = create_unsent(config)
     unsent.show(engine.metrics)
-    open_paths = OPEN | ({"/metrics"} if config.open_metrics else set())
+    page = page_routes() if config.page else {}
+    open_paths = OPEN | page_paths(page) | ({"/metrics"} if config.open_metrics else set())
     guard = app[GUARD] = Guard(keys, service.accounts, open_paths, read_origins(config))
     batches = app[files.BATCHES] = None if store is None else BatchService(store, service, guard.owner_account)
     app.on_response_prepare.extend([add_headers, add_cors_headers])
-    add_routes(app)
+    add_routes(app, page)
+    if page:
+        open_page(app)
 
     async def text_threads(_app: web.Application) -> AsyncIterator[None]:
         yield

@@ -24,6 +24,10 @@ MEDIA: dict[str, Schema] = {  # answers that are no Struct
     JSON: {"type": "object"},
     "text/plain": {"type": "string"},
     "application/octet-stream": {},
+    "text/html": {"type": "string"},
+    "text/javascript": {"type": "string"},
+    "text/css": {"type": "string"},
+    "image/svg+xml": {"type": "string"},
 }
 # Bad HTTP; a web page that may not use the server; it comes too slowly; a strange Expect; too many connections from an
 # address; an error of the server's; too many connections.

@@ -19,9 +19,10 @@ from toka_async.server.jobs import NotServingError, OverloadedError
 
 logger = logging.getLogger(__name__)
 
+POLICY = "Content-Security-Policy"
 HEADERS = {  # of every response: should a browser get to see one, it is to run nothing of it and show it nowhere
     "X-Content-Type-Options": "nosniff",
-    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    POLICY: "default-src 'none'; frame-ancestors 'none'",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "Server": "toka-async",
@@ -67,8 +68,9 @@ def framework_message(error: web.HTTPException) -> str:
 
 
 def no_route(request: web.Request) -> ApiError:
-    """A 404 that leads on: to the route that was meant, or to all of them."""
-    paths = sorted({resource.canonical for resource in request.app.router.resources()})
+    """A 404 that leads on: to the route that was meant, or to all of them but the page's files."""
+    routed = {resource.canonical for resource in request.app.router.resources()}
+    paths = sorted(path for path in routed if not path.startswith("/page/"))
     asked = request.path[:256]
     near = difflib.get_close_matches(asked, paths, n=1, cutoff=0.8)
     lead = f"did you mean {near[0]}?" if near else f"there are {', '.join(paths)}"
@@ -90,8 +92,9 @@ def error_response(error: ApiError) -> web.Response:
 
 
 async def add_headers(_request: web.Request, response: web.StreamResponse) -> None:
-    """To every response, before it is sent."""
-    response.headers.update(HEADERS)
+    """To every response, before it is sent. A response may have a content policy of its own."""
+    policy = response.headers.get(POLICY, HEADERS[POLICY])
+    response.headers.update({**HEADERS, POLICY: policy})
 
 
 @web.middleware

@@ -157,6 +157,11 @@ class Metrics:
         self._prompt_tokens.inc(num_prompt)
         self._first.add(seconds)
 
+    @property
+    def first_tokens(self) -> tuple[int, float]:
+        """Requests whose prompt was computed, and the seconds that this took, all together."""
+        return self._first.total()
+
     def sample_ended(self, reason: Reason, count: int = 1) -> None:
         self._ended[reason].inc(count)
 
@@ -221,6 +226,11 @@ class ArrayHistogram(Collector):
         places = np.searchsorted(self._buckets, values)
         self._counts += np.bincount(places, minlength=self._counts.size)
         self._sum += float(values.sum())
+
+    def total(self) -> tuple[int, float]:
+        """How many values there were, and their sum."""
+        self._observe_added()
+        return int(self._counts.sum()), self._sum
 
     def collect(self) -> Iterator[Metric]:
         self._observe_added()

@@ -32,7 +32,7 @@ NO_TIMES = (0.0, 0.0, 0.0)
 
 
 def merged(parts: Sequence[Stats]) -> Stats:
-    """Sums; of percentiles the worst replica's, of expected lengths the mean."""
+    """Sums; of percentiles the worst replica's, of expected lengths the mean. Forecasts stay with their replicas."""
     if len(parts) == 1:
         return parts[0]
     sums = {name: sum(getattr(part, name) for part in parts) for name in (*_STATE, *_COUNTERS)}
@@ -53,7 +53,7 @@ def merged(parts: Sequence[Stats]) -> Stats:
 def counters(stats: Stats) -> Stats:
     """What stays of a scheduler that is gone: its counters, so that sums never fall."""
     state = dict.fromkeys(_STATE, 0)
-    return msgspec.structs.replace(stats, **state, scheduler_us=(), forecast_us=(), expected_length=None)
+    return msgspec.structs.replace(stats, **state, scheduler_us=(), forecast_us=(), expected_length=None, forecast=None)
 
 
 def _sums(stages: Iterable[tuple[float, float, float]]) -> tuple[float, float, float]:

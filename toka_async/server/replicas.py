@@ -6,7 +6,7 @@ Requests go to one of them, stop sets to all. Knows what is sent, and nothing of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -25,6 +25,7 @@ from toka_async.messages import (
     Submits,
     ToScheduler,
 )
+from toka_async.server.account import do_nothing
 from toka_async.server.replica_stats import counters, merged
 from toka_async.server.router import Router
 from toka_async.transport.base import Outbox
@@ -65,6 +66,7 @@ class Replicas:
     Attributes:
         ready: what a request may need at most, so that any of them can take it; None until all have been ready.
         live: those that take requests.
+        on_news: called with the number of a replica whose statistics have come.
     """
 
     def __init__(self, outboxes: Sequence[Outbox[ToScheduler]], page_size: int = 16) -> None:
@@ -72,6 +74,7 @@ class Replicas:
         self.router = Router(len(outboxes), page_size)
         self.ready: Ready | None = None
         self.live: list[int] = []
+        self.on_news: Callable[[int], None] = do_nothing
         self._placements: dict[int, Placement] = {}
         self._masks: dict[int, StopMask] = {}
         self._num_asked = 0
@@ -153,20 +156,22 @@ class Replicas:
         replica = self.replicas[stats.replica]
         if stats.life == replica.life:
             replica.stats = stats
+            self.on_news(stats.replica)
             if stats.answers == self._num_asked:
                 self._note_answer(stats.replica)
 
-    async def refresh(self) -> None:
+    async def refresh(self, forecast: bool = False) -> None:
         """Asks the schedulers what they do now, and waits for their answers, ASK_SECONDS at most.
 
-        What they tell contains everything of them that had been received before. Who asks meanwhile shares the answer.
+        What they tell contains everything of them that had been received before. Who asks meanwhile shares the answer,
+        which has a forecast if the first of them wanted it.
         """
         if not self._asked and self.live:
             self._num_asked += 1
             self._asked.update(self.live)
             self._answered.clear()
             for index in self.live:
-                self.replicas[index].outbox.send(AskStats(number=self._num_asked))
+                self.replicas[index].outbox.send(AskStats(number=self._num_asked, forecast=forecast))
         if self._asked:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ASK_SECONDS):

@@ -51,10 +51,14 @@ OF_GENERATION = (404, 429, 504)  # another model; too much is held; server.reque
 OF_FILES = (404,)  # no such thing, or no server.data_dir
 
 
+Routes = dict[tuple[str, str], tuple[Handler, Operation]]
+
+
 @dataclass(slots=True)
 class Described:
-    """The document, made when it is first wanted. facts: of which it was made."""
+    """The document, made when it is first wanted. routes: what it describes. facts: of which it was made."""
 
+    routes: Routes
     facts: Facts | None = None
     encoded: bytes = b""
 
@@ -68,12 +72,12 @@ async def openapi(request: web.Request) -> web.Response:
     has_keys = bool(guard.source())
     facts = Facts(model=service.name, limits=service.limits(), has_keys=has_keys, open_paths=guard.open_paths)
     if facts != described.facts:
-        operations = {place: operation for place, (_, operation) in ROUTES.items()}
+        operations = {place: operation for place, (_, operation) in described.routes.items()}
         described.encoded, described.facts = msgspec.json.encode(document(operations, facts)), facts
     return web.Response(body=described.encoded, content_type=JSON)
 
 
-ROUTES: dict[tuple[str, str], tuple[Handler, Operation]] = {
+ROUTES: Routes = {
     ("POST", "/v1/completions"): (
         completions,
         Operation(
@@ -225,9 +229,10 @@ ROUTES: dict[tuple[str, str], tuple[Handler, Operation]] = {
 }
 
 
-def add_routes(app: web.Application) -> None:
-    app[DESCRIBED] = Described()
-    for (method, path), (handler, operation) in ROUTES.items():
+def add_routes(app: web.Application, more: Routes) -> None:
+    """Those that every server has, and more."""
+    app[DESCRIBED] = Described(ROUTES | more)
+    for (method, path), (handler, operation) in app[DESCRIBED].routes.items():
         asked = expect if operation.form is None else expect_upload
         if method == "GET":
             app.router.add_get(path, handler, expect_handler=asked)  # and HEAD

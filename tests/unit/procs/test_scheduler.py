@@ -13,6 +13,7 @@ from toka_async.config import load_config
 from toka_async.messages import (
     FromRank,
     Prefills,
+    RankDevice,
     Ready,
     Reason,
     Sampling,
@@ -79,6 +80,13 @@ def test_all_ranks_of_a_replica_are_waited_for_and_agree() -> None:
     assert inbox.messages == [more]
     with pytest.raises(AssertionError, match="num_pages=9"):
         wait_ready(cast(ZmqInbox[FromRank], Waiting(ready, more)), 2)
+
+
+def test_each_rank_tells_of_its_own_device() -> None:
+    ready = Ready(num_pages=8, page_size=4, max_seqs=2, max_context=16, vocab_size=10, max_tokens=8)
+    ranks = [RankDevice(rank=rank, device="cpu", dtype="float32", weights=10 + rank) for rank in range(3)]
+    inbox = Waiting(*(msgspec.structs.replace(ready, ranks=(ranks[rank],)) for rank in (2, 0, 1)))
+    assert wait_ready(cast(ZmqInbox[FromRank], inbox), 3) == msgspec.structs.replace(ready, ranks=tuple(ranks))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -48,7 +49,7 @@ def test_replicas_share_the_machine(model_dir: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_ready_says_what_fits(model_dir: Path) -> None:
-    ready = _build(model_dir).ready
+    ready = msgspec.structs.replace(_build(model_dir).ready, ranks=())
     num_pages = 4 * 512 // 16
     assert ready == Ready(
         num_pages=num_pages,
@@ -62,6 +63,17 @@ def test_ready_says_what_fits(model_dir: Path) -> None:
         device=device_text(torch.device("cpu")),
         dtype="float32",
     )
+
+
+def test_it_tells_what_its_memory_is_taken_by(model_dir: Path) -> None:
+    runner = _build(model_dir, cache=CacheConfig(num_tokens=160))
+    (rank,) = runner.ready.ranks
+    assert (rank.rank, rank.device, rank.dtype) == (0, "cpu", "float32")
+    with (model_dir / "model.safetensors").open("rb") as weights:
+        assert 0.5 * weights.seek(0, 2) < rank.weights < 3 * weights.seek(0, 2)  # as float32
+    assert rank.cache == 11 * 16 * 2 * 2 * 2 * 8 * 4  # a page more than sequences can have
+    assert rank.used == rank.weights + rank.cache
+    assert 0 < rank.free < rank.total
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 5, 100])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toka_async.arrays import Int32
-from toka_async.scheduler.forecast import UsageCurve, last_use, own_pages, shared_pages
+from toka_async.scheduler.forecast import UsageCurve, evenly, last_use, own_pages, shared_pages
 
 SEQUENCES = st.lists(st.tuples(st.integers(1, 100), st.integers(1, 90), st.integers(0, 6)), min_size=1, max_size=20)
 
@@ -70,3 +70,12 @@ def test_room_is_the_largest_count_that_fits(
     over = UsageCurve(curve.curve.copy())
     over.add(profile, room + 1)
     assert (over.curve[: profile.size] > limit).any()
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=100), st.integers(1, 40))
+def test_evenly_spaced_numbers_of_a_curve(pages: list[int], most: int) -> None:
+    numbers = evenly(UsageCurve(np.asarray(pages, np.float64), rest=11.0), most)
+    assert len(numbers) == min(most, len(pages)) + 1
+    assert (numbers[0], numbers[-1]) == (pages[0], 11)
+    if most >= len(pages):
+        assert numbers == (*pages, 11)

@@ -29,7 +29,7 @@ class Recording(LookAhead):
 
     def begin(self, num_preemptions: int) -> None:
         super().begin(num_preemptions)
-        self.forecasts.append(self.forecast())
+        self.forecasts.append(self.usage())
         self.used.append(self.running.cache.num_used)
 
 
@@ -115,7 +115,7 @@ def test_shared_pages_count_once() -> None:
     driver.turn()
     driver.turn()
     assert driver.num_running == 8
-    assert driver.policy.forecast().max() <= 10 + 8 * 2
+    assert driver.policy.usage().max() <= 10 + 8 * 2
     driver.drain()
     assert driver.stats.num_preemptions == 0
 

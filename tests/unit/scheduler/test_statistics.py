@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -58,6 +59,44 @@ def test_idle_and_unchanged_is_silence() -> None:
     core.complete(rank.run(step), 0.0)
     assert len(stats_at(core, 0.0)) == 1  # at once: it fell idle
     assert stats_at(core, 1000.0) == []
+
+
+def test_a_forecast_for_who_looks() -> None:
+    """Once all run, it is what comes: never less, and mostly the same. Ends are forecast a step late."""
+    ready = msgspec.structs.replace(READY, max_seqs=8)
+    core, rank = Core(ready, max_tokens=32, steps_ahead=1), PageRank(ready)
+    for key, max_tokens in enumerate((5, 17, 9, 30)):
+        core.submit(submit(key, [1, 2, key], n=2, max_tokens=max_tokens))
+    seen: list[Stats] = []
+    while steps := core.next_steps(0.0):
+        core.receive(AskStats(number=len(seen) + 1, forecast=True))
+        seen += stats_at(core, 0.0)  # however soon after the last
+        for step in steps:
+            core.complete(rank.run(step), 0.0)
+    start = next(i for i, stats in enumerate(seen) if stats.num_running == 8) + 1  # none is about to start
+    forecast = seen[start].forecast
+    assert forecast is not None
+    came = [stats.pages_used for stats in seen[start + 1 :]] + [0]
+    assert (forecast.steps, len(forecast.pages)) == (len(came) - 1, len(came))
+    assert all(expected >= used for expected, used in zip(forecast.pages, came, strict=True))
+    assert sum(expected == used for expected, used in zip(forecast.pages, came, strict=True)) > 0.75 * len(came)
+    assert max(forecast.pages) < forecast.limit <= ready.num_pages
+
+
+def test_one_look_is_answered_once() -> None:
+    core, rank = Core(READY, max_tokens=32, steps_ahead=1), PageRank(READY)
+    core.submit(submit(0, [1, 2], max_tokens=3))
+    core.receive(AskStats(number=1, forecast=True))
+    seen = []
+    now = 0.0
+    while steps := core.next_steps(now):
+        seen += stats_at(core, now)
+        for step in steps:
+            core.complete(rank.run(step), now)
+        now += 1.0
+    seen += stats_at(core, now)
+    assert len(seen) >= 3
+    assert [stats.forecast is not None for stats in seen] == [True, *([False] * (len(seen) - 1))]
 
 
 def test_how_long_requests_wait_to_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def test_what_stays_of_a_scheduler_that_is_gone() -> None:
 @given(st.data())
 def test_every_field_is_merged(data: st.DataObject) -> None:
     """With nothing else, a replica's statistics stay what they are, whatever field is set."""
-    labels = ("replica", "life", "answers")
+    labels = ("replica", "life", "answers", "forecast")
     names = [field.name for field in msgspec.structs.fields(Stats) if field.name not in labels]
     name = data.draw(st.sampled_from(names))
     value = {

@@ -16,6 +16,7 @@ from toka_async.batches import records
 from toka_async.openai import batches
 from toka_async.server.document import plain
 from toka_async.server.keys import Key, Keys, digest_of
+from toka_async.server.page import STATE
 
 KEY = "sk-alice-0123456"
 KEYS = Keys((Key(digest_of(KEY), "alice"),))
@@ -135,7 +136,7 @@ async def test_events(server: WebServer, document: dict[str, Any], path: str) ->
 
 
 async def test_small_answers(server: WebServer, document: dict[str, Any]) -> None:
-    for path in ("/v1/models", "/health", "/ping", "/load", "/version"):
+    for path in ("/v1/models", "/health", "/ping", "/load", "/version", STATE):
         schema = document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
         _, answer = await server.get(path)
         assert is_valid(document, schema, answer)
@@ -157,7 +158,8 @@ async def test_keys() -> None:
     assert document["security"] == [{"key": []}, {"header": []}]
     assert document["components"]["securitySchemes"].keys() == {"key", "header"}
     for _, path, operation in operations(document):
-        is_open = path in ("/health", "/ping", "/metrics")
+        is_file = path == "/" or (path.startswith("/page/") and path != STATE)
+        is_open = is_file or path in ("/health", "/ping", "/metrics")
         assert operation.get("security") == ([] if is_open else None)
         assert ("401" in operation["responses"]) != is_open
 

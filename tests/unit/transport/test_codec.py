@@ -8,16 +8,19 @@ import pytest
 
 from toka_async.arrays import as_bool, as_i32, as_i64, column, f32_column, i32_column
 from toka_async.messages import (
+    AskStats,
     Cancel,
     Cancels,
     ChunkLogprobs,
     DropStop,
     EndSample,
     Failed,
+    Forecast,
     FromRank,
     Prefilled,
     Prefills,
     Prompt,
+    RankDevice,
     Ready,
     Reason,
     Sampling,
@@ -99,9 +102,11 @@ TO_SCHEDULER: list[ToScheduler] = [
     StopMask(stop_id=1, mask=FLAGS, window=9),
     DropStop(stop_id=1),
     EndSample(request_id=1, sample=2, num_tokens=3),
+    AskStats(number=2, forecast=True),
 ]
 TO_SERVER: list[ToServer] = [
     READY,
+    msgspec.structs.replace(READY, ranks=(RankDevice(rank=1, device="cpu", dtype="float32", total=2**40),)),
     Tokens(
         request_ids=IDS,
         samples=IDS,
@@ -118,6 +123,7 @@ TO_SERVER: list[ToServer] = [
     StopChecks(request_ids=IDS, samples=IDS, num_tokens=IDS, counts=IDS, token_ids=IDS),
     Failed(request_id=1, message="zu groß"),
     Stats(num_running=1, num_pages=2**40, step_seconds=0.5),
+    Stats(forecast=Forecast(steps=40, pages=(7, 5, 0), limit=2**30)),
 ]
 FROM_RANK: list[FromRank] = [
     READY,
