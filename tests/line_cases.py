@@ -13,7 +13,7 @@ from toka_async.batches.lines import Checker, custom_id_of, read_lines
 from toka_async.batches.results import done_line
 from toka_async.openai.errors import ApiError
 from toka_async.openai.requests import ChatRequest, CompletionRequest
-from toka_async.server.line_answers import num_prompts, parse_line, refused
+from toka_async.server.line_answers import failed, num_prompts, parse_line
 
 FIELDS = sorted({*ChatRequest.__struct_encode_fields__, *CompletionRequest.__struct_encode_fields__, "tools", "x"})
 URLS = ("/v1/completions", "/v1/chat/completions")
@@ -95,7 +95,7 @@ def check_line(raw: bytes, endpoint: str) -> None:
     try:
         wire = parse_line(endpoint, raw)
     except ApiError as refusal:
-        answered = refused(custom_id, refusal)
+        answered = failed(custom_id, refusal)
     else:
         assert wire.n * num_prompts(wire) > 0
         return

@@ -50,6 +50,7 @@ def open_job(job: BatchJob) -> OpenJob:
             store.folder.discard()
             return open_job(job)
         if begun is None:
+            check_free(job)
             return OpenJob(store, new_record(facts(job)))
         check_same(job, begun.record.metadata or {})
         check_results(job, begun.progress)
@@ -92,6 +93,13 @@ def check_same(job: BatchJob, before: dict[str, str]) -> None:
                 f"go on with the former, or {anew}"
             )
     raise StorageError(f"{job.folder} is of another run, or {job.input} has changed since: {anew}")
+
+
+def check_free(job: BatchJob) -> None:
+    """Raises StorageError when there is something where a run that is to be begun would write."""
+    for path in (Path(job.output), Path(job.errors)):
+        if path.exists() and path.stat().st_size:
+            raise StorageError(f"{path} is there already, and no run has begun it: remove it or name another")
 
 
 def check_results(job: BatchJob, progress: Progress) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from toka_async.batches.disk import StorageError
 from toka_async.batches.records import Batch, DoneLine, Fault, Progress
+from toka_async.batches.store import Store
 from toka_async.procs.child import BatchJob
 from toka_async.procs.job import INPUT, complaint, new_record, open_job
 
@@ -40,6 +42,19 @@ def test_it_goes_on(tmp_path: Path) -> None:
     opened.store.close()
     assert opened.begun is not None
     assert opened.begun.progress.completed == 1
+
+
+def test_what_no_run_has_written_is_not_written_over(tmp_path: Path) -> None:
+    """Though there is a folder of a run, which has not begun."""
+    job = begun(tmp_path)
+    with closing(open_job(job).store) as store:
+        store.database.remove_batch(open_id(store))
+    with pytest.raises(StorageError, match="out is there already, and no run has begun it"):
+        open_job(job)
+
+
+def open_id(store: Store) -> str:
+    return store.batches(None, 1)[0].record.id
 
 
 @pytest.mark.parametrize("left", [None, b"", b'{"answer": 1}'])
