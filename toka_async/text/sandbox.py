@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MAX_WORK = 1 << 27  # of one rendering: characters and elements that are made, and the next three
-CALL, STEP, ELEMENT = 128, 16, 32  # of a call or a filter, of a turn of a loop, of an element of a list
+CALL, STEP, ELEMENT = 512, 32, 32  # of a call or a filter, of a turn of a loop, of an element of a list
 MAX_BITS = 1 << 12  # of an integer
 MAX_WIDTH = 4  # digits of a width or a precision in a format
 SHORT = 64  # characters of a template's own text that a turn of a loop pays for
