@@ -7,8 +7,8 @@ import sys
 # How each begins: it hears what it is to be, and outlives its parent's signals.
 SAY = """
 import os, signal, sys, time
-signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP): signal.signal(number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 def say(line): os.write(1, line.encode() + b"\\n")
 def started(): say('{"type":"Started"}')
 read = sys.stdin.buffer.raw.readline

@@ -124,6 +124,7 @@ class CoreDriver:
                 sampling=like.sampling,
                 stream=like.stream,
                 priority=like.priority,
+                salt=like.salt,
             )
         )
         self.collect()

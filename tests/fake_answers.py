@@ -55,4 +55,6 @@ class FakeAnswers:
         line = json.loads(raw)
         if line.get("url") != record.endpoint:
             return Answered(custom_id, 400, b'{"error":{}}')
+        if line.get("body", {}).get("breaks"):
+            raise AssertionError("an error of this program")
         return FakeQuestion(self, custom_id, line.get("body", {}))

@@ -184,6 +184,7 @@ class FakeScheduler:
                 request_id=request_id,
                 cached_tokens=len(as_i32(request.submit.prompt)) // 16 * 16,
                 logprobs=f32_column(logprobs_of(rest)),
+                ranks=i32_column(rest + 1),
                 top_ids=i32_column(top.ravel()),
                 top_logprobs=f32_column(logprobs_of(top.ravel())),
             )

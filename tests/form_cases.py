@@ -6,11 +6,14 @@ from hypothesis import strategies as st
 
 BOUNDARY = "b" * 20
 NAMES = ["file", "purpose", "expires_after[anchor]", "expires_after[seconds]", "_charset_", "other", "\u00e9", ""]
+CONTINUED = ["; filename*0*=a'b", "; filename*0*=a''b; filename*1=c", "; filename*1=a", "; name*0*=a'b"]  # RFC 2231
 DISPOSITIONS = st.builds(
     lambda kind, name, more: f'{kind}; name="{name}"{more}'.encode(),
     st.sampled_from(["form-data", "attachment", "form-data; x", ""]),
     st.sampled_from(NAMES),
-    st.sampled_from(["", '; filename="f"', "; filename*=utf-8''%e2%82", "; filename*=no-such''x", "; name=x", ';"']),
+    st.sampled_from(
+        ["", '; filename="f"', "; filename*=utf-8''%e2%82", "; filename*=no-such''x", "; name=x", ';"', *CONTINUED]
+    ),
 )
 LINES = st.sampled_from(
     [

@@ -12,12 +12,11 @@ import subprocess
 import time
 from contextlib import closing
 
-from aiohttp import web
-
 from tests.fake_scheduler import FakeScheduler
 from tests.web_server import WebServer, web_server
 from toka_async.config import ServerConfig
 from toka_async.listening import open_listener
+from toka_async.server.acceptor import Acceptor
 
 TIMEOUT = 2.0  # seconds, `server.client_timeout`
 
@@ -30,7 +29,8 @@ def set_network(state: str) -> None:
 def asking(address: tuple[str, int]) -> socket.socket:
     body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 5}).encode()
     client = socket.create_connection(address)
-    client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     return client
 
 
@@ -45,8 +45,8 @@ async def main() -> None:
     set_network("up")
     async with web_server(FakeScheduler(held=True)) as server:
         listener = open_listener(ServerConfig(port=0, client_timeout=TIMEOUT))
-        await web.SockSite(server.runner, listener).start()
-        with closing(asking(listener.getsockname())), closing(asking(server.runner.addresses[0])):
+        await Acceptor(server.runner, listener, server.limits).start()
+        with closing(asking(listener.getsockname())), closing(asking(server.address)):
             await until_held(server, 2)
             set_network("down")
             began = time.monotonic()

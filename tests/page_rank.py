@@ -164,6 +164,7 @@ class PageRank:
             slot=slot,
             start=start,
             logprobs=column(values),
+            ranks=column(tokens[places] + 1) if places else EMPTY,
             num_top=num_top,
             top_ids=column(np.repeat(tokens[places], num_top)) if places else EMPTY,
             top_logprobs=column(np.repeat(values, num_top)),

@@ -55,6 +55,9 @@ def next_token(row_tokens: Sequence[int], request: Request, seed: int) -> int:
     logits = logits_of(row_tokens, VOCAB)
     s, num_prompt = request.sampling, len(request.prompt)
     generated = list(row_tokens[num_prompt:])
+    if s.allowed_ids:
+        allowed = as_i32(s.allowed_ids).tolist()
+        logits[0, [token for token in range(VOCAB) if token not in allowed]] = -torch.inf
     for token, bias in zip(as_i32(s.bias_ids).tolist(), as_f32(s.bias_values).tolist(), strict=True):
         if token < VOCAB:
             logits[0, token] += bias

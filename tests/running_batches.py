@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fake_answers import FakeAnswers
+from toka_async.batches.clock import SettledClock
 from toka_async.batches.disk import Disk
 from toka_async.batches.records import Batch, BatchRecord, FileRecord
 from toka_async.batches.store import Store
@@ -28,7 +28,7 @@ class Running:
 
     def __init__(self, folder: Path, executor: ThreadPoolExecutor) -> None:
         self.disk = Disk()
-        self.store = Store(folder, time.time, self.disk)
+        self.store = Store(folder, SettledClock(), self.disk)
         self.answers = FakeAnswers()
         self.window = Window(1000)
         self.ended: asyncio.Queue[Batch] = asyncio.Queue()
@@ -45,7 +45,7 @@ class Running:
 
     async def create(self, lines: Iterable[bytes | dict[str, Any]], name: str = "b", **fields: Any) -> None:
         raw = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in lines]
-        upload = self.store.uploads / "one"
+        upload = self.store.folder.uploads / "one"
         upload.write_bytes(b"\n".join(raw))
         file = FileRecord(id=f"file-{name}", filename="in", purpose="batch", bytes=1, created_at=1)
         await self.batches.writer.run(lambda: self.store.add_file(file, upload))
@@ -73,7 +73,7 @@ async def running(folder: Path, rows: int = 8) -> AsyncIterator[Running]:
         made.answers.gate.set()
         if rows:
             made.window.report(Load(rows))
-        await made.batches.start()
+        made.batches.start()
         try:
             yield made
         finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,18 +14,22 @@ from aiohttp import web
 
 from tests.fake_scheduler import FakeScheduler
 from tests.tokenizers_small import byte_level
+from toka_async.batches.clock import SettledClock
 from toka_async.batches.store import Store
 from toka_async.config import ServerConfig
-from toka_async.listening import max_connections
+from toka_async.listening import max_connections, open_listener
 from toka_async.model.generation import GenerationDefaults
+from toka_async.server.acceptor import Acceptor
 from toka_async.server.app import create_app
 from toka_async.server.engine import Engine
 from toka_async.server.keys import Keys, KeySource
-from toka_async.server.runner import Runner, connection_limits
+from toka_async.server.runner import ConnectionLimits, connection_limits, create_runner
 from toka_async.text.chat import ChatTemplate
 from toka_async.text.tokenizer import Tokenizer
 
 NAME = "org/tiny"
+JSON = {"Content-Type": "application/json"}
+JSON_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"  # goes on
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -42,13 +45,15 @@ class WebServer:
     scheduler: FakeScheduler
     tokenizer: Tokenizer
     app: web.Application
-    runner: Runner
+    runner: web.AppRunner
+    address: tuple[str, int]
+    limits: ConnectionLimits
     http: aiohttp.ClientSession
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
         """Status and decoded JSON; a str or bytes body is sent as it is."""
         data = body if isinstance(body, str | bytes) else json.dumps(body)
-        async with self.http.post(self.url + path, data=data) as response:
+        async with self.http.post(self.url + path, data=data, headers=JSON) as response:
             assert response.content_type == "application/json", await response.text()
             return response.status, await response.json()
 
@@ -71,7 +76,7 @@ class WebServer:
 
     async def events(self, path: str, body: dict[str, Any]) -> list[Any]:
         """The events of a stream, the final [DONE] checked and taken off where no error came before it."""
-        async with self.http.post(self.url + path, data=json.dumps({**body, "stream": True})) as response:
+        async with self.http.post(self.url + path, json={**body, "stream": True}) as response:
             assert response.status == 200, await response.text()
             assert response.content_type == "text/event-stream"
             lines = (await response.text()).split("\n\n")
@@ -104,23 +109,23 @@ async def web_server(
 ) -> AsyncIterator[WebServer]:
     """A server; `config` are fields of ServerConfig, `data_dir` among them."""
     scheduler, tokenizer = scheduler or FakeScheduler(), tokenizer or byte_level()
-    settings = ServerConfig(**{"stats_interval": 0.0} | config)
+    settings = ServerConfig(**{"stats_interval": 0.0, "port": 0} | config)
     engine = Engine([scheduler], settings.max_requests)
     chat_template = None if template is None else ChatTemplate(template, tokenizer.special_tokens)
-    store = Store(Path(settings.data_dir), time.time) if settings.data_dir else None
+    store = Store(Path(settings.data_dir), SettledClock()) if settings.data_dir else None
     source = keys if isinstance(keys, KeySource) else lambda: keys or Keys()
     app = create_app(settings, NAME, tokenizer, chat_template, defaults or GenerationDefaults(), engine, store, source)
     limits = connection_limits(max_connections(settings), settings)
     limits.show(engine.metrics)
-    runner = Runner(app, limits=limits)
+    runner = create_runner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0][:2]
+    listener = open_listener(settings)
+    host, port = address = listener.getsockname()[:2]
+    await Acceptor(runner, listener, limits).start()
     scheduler.start(engine.on_messages)
     connector = aiohttp.TCPConnector(limit=0)
     try:
         async with aiohttp.ClientSession(connector=connector) as http:
-            yield WebServer(f"http://{host}:{port}", engine, scheduler, tokenizer, app, runner, http)
+            yield WebServer(f"http://{host}:{port}", engine, scheduler, tokenizer, app, runner, address, limits, http)
     finally:
         await runner.cleanup()

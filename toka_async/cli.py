@@ -70,7 +70,8 @@ def _batch(options: argparse.Namespace) -> int:
     from toka_async.model.spec import ModelError
 
     try:
-        return run(load_config(options.config, options.overrides), options.input, options.output, options.errors)
+        config = load_config(options.config, options.overrides)
+        return run(config, options.input, options.output, options.errors, retry=options.retry_failed)
     except (ModelError, BatchError) as error:
         return _wrong(error)
 
@@ -197,6 +198,7 @@ def _add_batch(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
     run.add_argument("-i", "--input", type=Path, required=True, metavar="IN.jsonl", help="one request a line")
     run.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.jsonl", help="one answer a line")
     run.add_argument("-e", "--errors", type=Path, metavar="ERR.jsonl", help="failed lines; default: OUT.errors.jsonl")
+    run.add_argument("--retry-failed", action="store_true", help="ask lines again that failed in an earlier run")
     _add_configuration(run)
 
 

@@ -64,6 +64,19 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         Count | Auto,
         Meta(description="all bodies at once until their requests are submitted, in MiB; auto: 8 x max_body_mb"),
     ] = "auto"
+    max_text_mb: Annotated[
+        int, Meta(ge=1, description="longest text that is tokenized, in MiB; that takes some 250 times as much memory")
+    ] = 4
+    max_answer_mb: Annotated[
+        int,
+        Meta(ge=1, description="largest answer, in MiB, estimated before: log-probs, and prompts that it repeats"),
+    ] = 1024
+    max_unsent_mb: Annotated[
+        Count | Auto,
+        Meta(
+            description="answers that clients have yet to take, in MiB; auto: 8 x max_body_mb; more: idle ones are cut"
+        ),
+    ] = "auto"
     max_requests: Annotated[
         int, Meta(ge=1, description="requests held at once, in the engine and its queue; more wait, or get 429")
     ] = 65536
@@ -90,7 +103,19 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     key_max_waiting: Annotated[
         int, Meta(ge=0, le=2**31 - 1, description="as max_waiting, of each API key likewise; 0: no limit of its own")
     ] = 0
+    share_cache: Annotated[
+        bool,
+        Meta(description="API keys reuse each other's cached prompts; then cached_tokens tells what others have asked"),
+    ] = False
     open_metrics: Annotated[bool, Meta(description="answer /metrics without an API key")] = False
+    allowed_origins: Annotated[
+        str,
+        Meta(description="origins of web pages that may use the API, with commas between; *: any; empty: its own only"),
+    ] = ""
+    allowed_hosts: Annotated[
+        str,
+        Meta(description="further names of a server without API keys that a proxy on this machine asks for; *: any"),
+    ] = ""
     vllm_metrics: Annotated[
         bool, Meta(description="/metrics also has vLLM's names (vllm:num_requests_running, …) with the model's name")
     ] = False
@@ -153,6 +178,16 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     ] = ""
     max_file_mb: Annotated[int, Meta(ge=1, description="largest file that can be uploaded, in MiB")] = 4096
     max_batch_lines: Annotated[Count, Meta(description="most lines of a batch")] = 10_000_000
+    key_max_open_batches: Annotated[
+        int,
+        Meta(ge=0, le=2**31 - 1, description="batches of an API key that have not ended; more get 429; 0: no limit"),
+    ] = 1000
+    key_max_files: Annotated[
+        int, Meta(ge=0, le=2**31 - 1, description="files of an API key, results included; more get 429; 0: no limit")
+    ] = 100_000
+    key_max_files_mb: Annotated[
+        int, Meta(ge=0, le=2**31 - 1, description="size of all files of an API key, in MiB; more get 429; 0: no limit")
+    ] = 0
 
 
 class CacheConfig(Section, frozen=True, kw_only=True):

@@ -6,13 +6,10 @@ Loads no torch and knows nothing of HTTP or of models beyond their files.
 
 from __future__ import annotations
 
-import fcntl
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Literal
 
@@ -27,26 +24,28 @@ from toka_async.model.hub import resolve_model, resolve_tokenizer
 from toka_async.model.spec import ModelError, read_spec
 from toka_async.procs.child import BatchJob, ChildSpec, Status
 from toka_async.server.keys import read_keys
+from toka_async.server.origins import read_origins
 from toka_async.server.tls import tls_context
+from toka_async.socket_folder import socket_folder
 from toka_async.supervisor import Launch, Supervisor
 from toka_async.topology import Layout, local_topology
 
 BATCH_DRAIN = 5.0  # seconds in which a batch that is stopped keeps what is done
-PREFIX, LOCK = "toka-", "lock"  # of the folder of sockets; whose lock is held as long as the parent lives
-LONGEST_FOLDER = 60  # characters; addresses of unix sockets, names included, end at about 100
 
 
 def serve(config: Config) -> int:
     """Serve until a signal or a failure; the exit code.
 
     Raises:
-        ConfigError: the address cannot be listened on, or needs keys; files of keys or certificates are wrong.
+        ConfigError: the address cannot be listened on, or needs keys; files of keys or certificates are wrong, or
+            origins and names.
         ModelError: there is no such model or tokenizer, or its files are wrong.
     """
     check_direct(config.server)
     tls, keys = tls_context(config.server), read_keys(config.server, os.environ)
+    read_origins(config.server)
     model_dir, tokenizer_dir = _files(config)
-    with closing(open_listener(config.server)) as listener, _socket_folder() as folder:
+    with closing(open_listener(config.server)) as listener, socket_folder() as folder:
         limits = [*raise_limits(), *exposed(config.server, has_keys=bool(keys))]
         url = url_of(listener, "http" if tls is None else "https")
         of_all = _spec("server", config, folder, model_dir, tokenizer_dir)
@@ -74,7 +73,7 @@ def run_batch(config: Config, job: BatchJob, show: Callable[[Status], int | None
         ModelError: as in `serve`.
     """
     model_dir, tokenizer_dir = _files(config)
-    with _socket_folder() as folder:
+    with socket_folder() as folder:
         spec = msgspec.structs.replace(_spec("batch", config, folder, model_dir, tokenizer_dir), job=job)
         with _supervisor(spec, BATCH_DRAIN, show) as supervisor:
             for child in _children(spec):
@@ -147,22 +146,3 @@ def _launch(child: ChildSpec) -> Launch:
         replica=-1 if child.role in ("server", "batch") else child.replica,
         inherit=[child.listen_fd] if child.listen_fd >= 0 else [],
     )
-
-
-@contextmanager
-def _socket_folder() -> Iterator[Path]:
-    """A private folder with a short name, removed at the end; so are those that were left by processes all killed."""
-    base = tempfile.gettempdir()
-    place = Path(base if len(base) < LONGEST_FOLDER - 16 else "/tmp")
-    for lock in place.glob(f"{PREFIX}*/{LOCK}"):
-        with suppress(OSError), lock.open() as file:  # another user's, or gone meanwhile
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
-    try:
-        with (folder / "new").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            (folder / "new").rename(folder / LOCK)  # locked from the first moment that others see it
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)

@@ -37,8 +37,9 @@ class Tagged(msgspec.Struct, array_like=True, frozen=True, gc=False, tag=True):
 class Sampling(Message, frozen=True, kw_only=True):
     """How the tokens of one request are chosen, the same for all of its samples.
 
-    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off. Filters act on the temperature-scaled
-    distribution after penalties and bias. Log-probs are of the raw distribution (before all of it).
+    `temperature` 0 is greedy, and any other is large enough to divide by in float32; `top_k` 0, `top_p` 1 and `min_p` 0
+    are off. Filters act on the temperature-scaled distribution after penalties and bias. Log-probs are of the raw
+    distribution (before all of it).
     """
 
     temperature: float = 1.0
@@ -54,6 +55,7 @@ class Sampling(Message, frozen=True, kw_only=True):
     bias_values: memoryview = EMPTY  # float32 [b]
     num_logprobs: int = -1  # -1 none, 0 the chosen token's, k also the k likeliest
     num_prompt_logprobs: int = -1  # the same for the prompt's tokens
+    allowed_ids: memoryview = EMPTY  # int32 [a]: no other token id is sampled; empty: all are allowed
 
 
 # ---- server -> scheduler ---------------------------------------------------------------------------------------------
@@ -63,7 +65,8 @@ class Submit(Tagged, frozen=True, kw_only=True):
     """A request: one prompt, `n` samples of it. Lower `priority` first, then order of arrival.
 
     `max_tokens` 0 (with `num_prompt_logprobs` >= 0) computes the prompt only. Sample i draws from its own random
-    stream, derived from `seed` and i. `stop_id` names a `StopMask` sent before, or -1.
+    stream, derived from `seed` and i. `stop_id` names a `StopMask` sent before, or -1. Only requests of equal `salt`
+    (0 to 2^63 - 1) share cached prompts.
     """
 
     request_id: int
@@ -75,6 +78,7 @@ class Submit(Tagged, frozen=True, kw_only=True):
     stream: bool = False  # send tokens after every step, not once at the end
     priority: int = 0
     stop_id: int = -1
+    salt: int = 0
 
 
 class Submits(Tagged, frozen=True, kw_only=True):
@@ -89,6 +93,7 @@ class Submits(Tagged, frozen=True, kw_only=True):
     sampling: Sampling
     stream: bool = False
     priority: int = 0
+    salt: int = 0
 
 
 class Cancel(Tagged, frozen=True, kw_only=True):
@@ -180,6 +185,7 @@ class Prefilled(Tagged, frozen=True, kw_only=True):
     logprobs: memoryview = EMPTY  # float32 [p - 1]
     top_ids: memoryview = EMPTY  # int32 [p - 1, num_prompt_logprobs]
     top_logprobs: memoryview = EMPTY  # float32 [p - 1, num_prompt_logprobs]
+    ranks: memoryview = EMPTY  # int32 [p - 1]: of the prompt's tokens among all, from 1
 
 
 class Prefills(Tagged, frozen=True, kw_only=True):
@@ -366,6 +372,7 @@ class ChunkLogprobs(Message, frozen=True, kw_only=True):
     slot: int
     start: int
     logprobs: memoryview  # float32 [m]
+    ranks: memoryview  # int32 [m]: of the tokens among all, from 1
     num_top: int
     top_ids: memoryview = EMPTY  # int32 [m, num_top]
     top_logprobs: memoryview = EMPTY  # float32 [m, num_top]

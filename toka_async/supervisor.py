@@ -178,7 +178,7 @@ class Supervisor:
             os.set_blocking(fd, False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._old_wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        self._old_handlers = {number: signal.signal(number, _ignore) for number in SIGNALS}
+        self._old_handlers = {number: signal.signal(number, _ignore) for number in SIGNALS if _is_wanted(number)}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -366,6 +366,11 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def _is_wanted(number: int) -> bool:
+    """`nohup` has a hangup ignored: the server is meant to outlive its terminal."""
+    return number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
 
 
 def _ignore(_number: int, _frame: object) -> None:

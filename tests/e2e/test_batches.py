@@ -123,11 +123,17 @@ def test_the_command_goes_on_where_it_was(tmp_path: Path) -> None:
     end_early(command, tmp_path, 20, os.kill, signal.SIGTERM, 1)
     end_early(command, tmp_path, 100, os.killpg, signal.SIGKILL, -signal.SIGKILL)
     assert output.read_bytes().count(b"\n") < 270
+    other = subprocess.run([*command, "model.load=random"], capture_output=True, text=True, timeout=60, check=False)
+    assert (other.returncode, "was begun with model.load='weights', and now it is" in other.stderr) == (2, True)
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1  # lines have failed
     assert "270 lines answered" in done.stderr
     check(output.read_bytes(), (tmp_path / "out.errors.jsonl").read_bytes(), 300)
-    assert not (tmp_path / "out.jsonl.progress").exists()
+    again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (again.returncode, again.stderr.startswith("toka-async: finished already: 270 lines")) == (1, True)
+    retried = subprocess.run([*command, "--retry-failed"], capture_output=True, text=True, timeout=60, check=False)
+    assert "going on: 270 of 300 lines are done" in retried.stderr
+    check(output.read_bytes(), (tmp_path / "out.errors.jsonl").read_bytes(), 300)
 
 
 def end_early(
@@ -154,4 +160,16 @@ def test_a_file_that_is_no_batch_is_refused_in_one_line(tmp_path: Path) -> None:
     done = subprocess.run([*command, "model.device=simulated"], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"toka-async: {source}, line 4: this line is not a JSON object")
+    assert [each.name for each in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_lines_for_another_model_are_refused_in_one_line(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    wrong = lines(1, 1).replace(b'"body": {', b'"body": {"model": "gpt-4", ').replace(b"c0", b"x")
+    source.write_bytes(lines(3, 1) + wrong)
+    command = [sys.executable, "-m", "toka_async.cli", "batch", "run", "-i", str(source), "-o", str(tmp_path / "out")]
+    done = subprocess.run([*command, "model.device=simulated"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    message = f"toka-async: {source}, line 4: it asks for the model 'gpt-4', and the one that answers is 'demo'"
+    assert done.stderr.splitlines()[-1].startswith(message)
     assert [each.name for each in tmp_path.iterdir()] == ["in.jsonl"]

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.serving import Serving, serving
+from tests.web_server import JSON_HEAD
 
 MIB = 1 << 20
 SIZE = 16 * MIB
@@ -53,7 +54,7 @@ def send_what_fits(client: socket.socket, data: memoryview) -> memoryview:
 def test_huge_bodies_take_their_share_of_memory_and_all_are_answered(running: Serving) -> None:
     assert running.post("/v1/completions", prompt="x", max_tokens=1)[0] == 200
     parts, before = urlsplit(running.url), memory(running)
-    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % SIZE + BODY
+    request = JSON_HEAD + b"Content-Length: %d\r\n\r\n" % SIZE + BODY
     whole = memoryview(request + b" " * (SIZE - len(BODY)))
     with ExitStack() as stack:
         clients = [socket.create_connection((parts.hostname, parts.port)) for _ in range(NUM_CLIENTS)]

@@ -42,7 +42,7 @@ def running(folder: Path) -> Iterator[Serving]:
 
 def ask(server: Serving, folder: Path, path: str, key: str = "", body: object = None) -> tuple[int, bytes]:
     """Status and body."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     data = None if body is None else json.dumps(body).encode()
     context = ssl.create_default_context(cafile=folder / "server.pem")
     request = urllib.request.Request(server.url + path, data, headers)
@@ -66,10 +66,24 @@ def test_https_with_keys(running: Serving, folder: Path) -> None:
     assert ask(running, folder, "/v1/completions", KEY, {"prompt": ["x", "y"], "max_tokens": 1})[0] == 400
 
 
+def test_a_key_finds_its_own_prompts_only(running: Serving, folder: Path) -> None:
+    """What of a guess is cached would tell whether another has asked it."""
+
+    def num_cached(key: str, **fields: str) -> int:
+        body = {"prompt": list(range(5, 45)), "max_tokens": 1, **fields}
+        status, answer = ask(running, folder, "/v1/completions", key, body)
+        assert status == 200
+        cached: int = json.loads(answer)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return cached
+
+    asked = [(KEY, {}), (KEY, {}), (OTHER, {}), (OTHER, {}), (KEY, {"cache_salt": "a"}), (KEY, {"cache_salt": "a"})]
+    assert [num_cached(key, **fields) for key, fields in asked] == [0, 32, 0, 32, 0, 32]
+
+
 def test_plain_http_gets_nothing(running: Serving, folder: Path) -> None:
     host, port = running.url.removeprefix("https://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as raw:
-        raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b"HTTP" not in raw.recv(4096)
     assert ask(running, folder, "/health")[0] == 200
 

@@ -99,7 +99,9 @@ def test_a_start_removes_what_was_left_when_all_were_killed(tmp_path: Path, sock
             assert first.wait() == 0
 
 
-@pytest.mark.parametrize(("number", "to_group"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+@pytest.mark.parametrize(
+    ("number", "to_group"), [(signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGHUP, True)]
+)
 def test_a_signal_lets_running_requests_finish(
     tmp_path: Path, socket_folders: Path, number: int, to_group: bool
 ) -> None:

@@ -152,7 +152,7 @@ def put_input(machine: Machine, total: int) -> Path:
     """The input file, uploaded."""
     text = "".join(json.dumps({"custom_id": f"c{line}"}) + "\n\n" for line in range(total)).encode()
     file = FileRecord(id="file-in", filename="in", purpose="batch", bytes=len(text), created_at=1)
-    upload = machine.store.uploads / "one"
+    upload = machine.store.folder.uploads / "one"
     while machine.store.database.file("file-in") is None:
         upload.write_bytes(text)
         machine.run(lambda store: store.add_file(file, upload), again=False)

@@ -68,6 +68,7 @@ class CoreMachine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 0, -1, 2]),
         num_logprobs=st.sampled_from([-1, -1, 0, 2]),
         num_prompt_logprobs=st.sampled_from([-1, -1, 0, 1]),
+        salt=st.sampled_from([0, 0, 3]),
     )
     def submit(
         self,
@@ -78,12 +79,13 @@ class CoreMachine(RuleBasedStateMachine):
         priority: int,
         num_logprobs: int,
         num_prompt_logprobs: int,
+        salt: int,
     ) -> None:
         sampling = Sampling(
             end_ids=i32_column(ENDS), num_logprobs=num_logprobs, num_prompt_logprobs=num_prompt_logprobs
         )
         fields = {"n": n, "max_tokens": max_tokens, "stream": stream, "priority": priority, "sampling": sampling}
-        self.driver.submit(submit(len(self.driver.received), prompt, **fields))
+        self.driver.submit(submit(len(self.driver.received), prompt, salt=salt, **fields))
 
     @rule(firsts=st.lists(st.integers(0, 1), min_size=3, max_size=8), max_tokens=st.integers(3, 12))
     def submit_several(self, firsts: list[int], max_tokens: int) -> None:
@@ -97,10 +99,11 @@ class CoreMachine(RuleBasedStateMachine):
         prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=6),
         n=st.sampled_from([1, 1, 2]),
         max_tokens=st.integers(1, 9),
+        salt=st.sampled_from([0, 3]),
     )
-    def submit_columns(self, prompts: list[list[int]], n: int, max_tokens: int) -> None:
+    def submit_columns(self, prompts: list[list[int]], n: int, max_tokens: int, salt: int) -> None:
         """Many in one message."""
-        fields = {"n": n, "max_tokens": max_tokens, "sampling": Sampling(end_ids=i32_column(ENDS))}
+        fields = {"n": n, "max_tokens": max_tokens, "salt": salt, "sampling": Sampling(end_ids=i32_column(ENDS))}
         first = len(self.driver.received)
         self.driver.submit_all([submit(first + i, prompt, **fields) for i, prompt in enumerate(prompts)])
 
@@ -173,6 +176,7 @@ class CoreMachine(RuleBasedStateMachine):
         if message.sampling.num_prompt_logprobs >= 0:
             scores = [prompt_score(prompt, i) for i in range(1, prompt.size)]
             assert as_f32(received.prefilled.logprobs).tolist() == scores
+            assert as_i32(received.prefilled.ranks).tolist() == (prompt[1:] + 1).tolist()
             assert len(as_i32(received.prefilled.top_ids)) == len(scores) * message.sampling.num_prompt_logprobs
         for index, sample in enumerate(received.samples):
             tokens = expected(prompt, message.seed, index, message.max_tokens, set(ENDS), VOCAB)

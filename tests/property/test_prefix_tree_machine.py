@@ -1,4 +1,4 @@
-"""The prefix tree against a plain dictionary from prefixes to pages."""
+"""The prefix tree against a plain dictionary from salts and prefixes to pages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from toka_async.arrays import Int32
 from toka_async.scheduler.prefix_tree import Node, PrefixTree
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+SALTS = st.sampled_from([0, 0, 1, 1 << 62])
+
+Key = tuple[int, tuple[int, ...]]  # salt, tokens
 
 
 @dataclass(slots=True)
@@ -30,32 +33,32 @@ class PrefixTreeMachine(RuleBasedStateMachine):
     @initialize(page_size=st.integers(1, 3))
     def start(self, page_size: int) -> None:
         self.size, self.tree = page_size, PrefixTree(page_size)
-        self.model: dict[tuple[int, ...], Cached] = {}
-        self.owners: list[tuple[list[tuple[int, ...]], list[Node]]] = []
+        self.model: dict[Key, Cached] = {}
+        self.owners: list[tuple[list[Key], list[Node]]] = []
         self.num_pages = 0
         self.clock = 0
 
-    @rule(prompt=PROMPTS, max_pages=st.integers(0, 9))
-    def match(self, prompt: list[int], max_pages: int) -> None:
-        found = self.tree.match(np.asarray(prompt, np.int32), max_pages)
-        assert [node.page for node in found] == [self.model[key].page for key in self.known(prompt)[:max_pages]]
+    @rule(prompt=PROMPTS, max_pages=st.integers(0, 9), salt=SALTS)
+    def match(self, prompt: list[int], max_pages: int, salt: int) -> None:
+        found = self.tree.match(np.asarray(prompt, np.int32), max_pages, salt)
+        assert [node.page for node in found] == [self.model[key].page for key in self.known(prompt, salt)[:max_pages]]
 
-    @rule(prompt=PROMPTS)
-    def own(self, prompt: list[int]) -> None:
+    @rule(prompt=PROMPTS, salt=SALTS)
+    def own(self, prompt: list[int], salt: int) -> None:
         """What a run does: own what is there, insert the rest."""
         tokens: Int32 = np.asarray(prompt, np.int32)
-        keys = self.known(prompt)
-        nodes = self.tree.match(tokens, len(prompt))
+        keys = self.known(prompt, salt)
+        nodes = self.tree.match(tokens, len(prompt), salt)
         self.tree.acquire(nodes)
         for key in keys:
             self.model[key].num_owners += 1
         for i in range(len(keys), len(prompt) // self.size):
             node = self.tree.insert(
-                nodes[-1] if nodes else None, tokens[i * self.size : (i + 1) * self.size], self.num_pages
+                nodes[-1] if nodes else None, tokens[i * self.size : (i + 1) * self.size], self.num_pages, salt
             )
             assert node is not None
             nodes.append(node)
-            keys.append(tuple(prompt[: (i + 1) * self.size]))
+            keys.append((salt, tuple(prompt[: (i + 1) * self.size])))
             self.model[keys[-1]] = Cached(self.num_pages, 1, 0)
             self.num_pages += 1
         self.owners.append((keys, nodes))
@@ -65,8 +68,9 @@ class PrefixTreeMachine(RuleBasedStateMachine):
     def insert_a_twin(self, data: st.DataObject) -> None:
         keys, nodes = data.draw(st.sampled_from(self.owners))
         if keys:
-            last = np.asarray(keys[-1][-self.size :], np.int32)
-            assert self.tree.insert(nodes[-2] if len(nodes) > 1 else None, last, 10**6) is None
+            salt, tokens = keys[-1]
+            last = np.asarray(tokens[-self.size :], np.int32)
+            assert self.tree.insert(nodes[-2] if len(nodes) > 1 else None, last, 10**6, salt) is None
 
     @precondition(lambda self: self.owners)
     @rule(data=st.data())
@@ -104,17 +108,19 @@ class PrefixTreeMachine(RuleBasedStateMachine):
             pages = self.tree.evict(self.tree.num_cached)
             assert sorted(pages.tolist()) == sorted(entry.page for entry in self.model.values())
 
-    def known(self, prompt: list[int]) -> list[tuple[int, ...]]:
+    def known(self, prompt: list[int], salt: int) -> list[Key]:
         """Prefixes of whole pages that are cached, up to the first that is not."""
-        keys: list[tuple[int, ...]] = []
+        keys: list[Key] = []
         for end in range(self.size, len(prompt) + 1, self.size):
-            if tuple(prompt[:end]) not in self.model:
+            if (salt, tuple(prompt[:end])) not in self.model:
                 break
-            keys.append(tuple(prompt[:end]))
+            keys.append((salt, tuple(prompt[:end])))
         return keys
 
-    def is_free_leaf(self, key: tuple[int, ...]) -> bool:
-        children = [other for other in self.model if other[: len(key)] == key and len(other) > len(key)]
+    def is_free_leaf(self, key: Key) -> bool:
+        salt, tokens = key
+        longer = [other for its, other in self.model if its == salt and len(other) > len(tokens)]
+        children = [other for other in longer if other[: len(tokens)] == tokens]
         return not children and self.model[key].num_owners == 0
 
 

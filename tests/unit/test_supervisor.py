@@ -66,7 +66,7 @@ def signal_later(number: int, *delays: float) -> None:
     threading.Thread(target=send).start()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_drains_and_stops(supervisor: Supervisor, number: int, capfd: pytest.CaptureFixture[str]) -> None:
     start(supervisor, SERVER, WORKER, WORKER)
     assert supervisor.run(lambda: signal_later(number, 0)) == 0
@@ -304,3 +304,14 @@ def test_a_child_can_say_what_ends_all(when: str) -> None:
         supervisor.start(Launch("rank", command(WORKER), b"spec"))
         assert supervisor.run(lambda: None) == 7
     assert said[-1] == Finished(3, 0)
+
+
+def test_a_hangup_that_nohup_has_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Supervisor(5.0):
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

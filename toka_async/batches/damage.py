@@ -54,6 +54,13 @@ def left_of(files: tuple[ResultFile, ResultFile], progress: Progress) -> Progres
     return msgspec.structs.replace(progress, output_bytes=output, error_bytes=errors)
 
 
+def salvaged(files: tuple[ResultFile, ResultFile]) -> Progress:
+    """What can be told of a batch by its output and error file alone. Raises StorageError."""
+    sizes = [whole_lines(each.path, size_of(each.path)) for each in files]
+    counts = [num_lines(each.path, size) for each, size in zip(files, sizes, strict=True)]
+    return Progress(completed=counts[0], failed=counts[1], output_bytes=sizes[0], error_bytes=sizes[1])
+
+
 def size_of(path: Path) -> int:
     """0 when it is not there, though its folder is. Raises StorageError."""
     with storage_errors(path):
@@ -75,3 +82,11 @@ def whole_lines(path: Path, length: int) -> int:
                 return start + end
             length = start
     return 0
+
+
+def num_lines(path: Path, length: int) -> int:
+    """Of the file's first `length` bytes. Raises StorageError."""
+    if not length:
+        return 0
+    with storage_errors(path), opened(path, os.O_RDONLY) as fd:
+        return sum(os.pread(fd, min(BLOCK, length - at), at).count(b"\n") for at in range(0, length, BLOCK))

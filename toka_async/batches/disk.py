@@ -87,7 +87,8 @@ class Disk:
 
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    """Never waits for the other end of a pipe that is there instead of a file."""
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     try:
         yield fd
     finally:

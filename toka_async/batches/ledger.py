@@ -31,18 +31,26 @@ class Ledger:
 
     Args:
         on_progress: called when more of a batch is kept.
+        on_error: called when a batch's lines cannot be kept, whatever the disk does: an error of this program.
 
     Attributes:
         trouble: why nothing can be kept at the moment, while that is so.
         num_completed, num_failed: lines that were put.
     """
 
-    def __init__(self, store: Store, writer: Writer, on_progress: Callable[[Batch], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        writer: Writer,
+        on_progress: Callable[[Batch], None],
+        on_error: Callable[[str, BaseException], None],
+    ) -> None:
         self.trouble: StorageError | None = None
         self.num_completed = self.num_failed = 0
         self._store = store
         self._writer = writer
         self._on_progress = on_progress
+        self._on_error = on_error
         self._lines: defaultdict[str, list[DoneLine]] = defaultdict(list)
         self._num_bytes = 0
         self._num_kept = 0
@@ -98,8 +106,12 @@ class Ledger:
             works = [
                 self.persist(partial(self._store.finish_lines, batch_id, each)) for batch_id, each in lines.items()
             ]
-            for batch in await asyncio.gather(*works):
-                self._on_progress(batch)
+            kept = await asyncio.gather(*works, return_exceptions=True)
+            for batch_id, result in zip(lines, kept, strict=True):
+                if isinstance(result, BaseException):
+                    self._on_error(batch_id, result)
+                else:
+                    self._on_progress(result)
             self._num_kept += sum(map(len, lines.values()))
             self._num_bytes -= sum(len(line.data) for each in lines.values() for line in each)
             if self._num_bytes < MAX_BYTES:

@@ -19,11 +19,20 @@ from toka_async.batches.records import Fault
 
 MAX_FAULTS = 20  # that are told of a file
 MAX_ID = 512  # characters of a custom_id
+MAX_BLANK = 1000  # lines, and one more for each line that there may be
 BLOCK = 1 << 20  # bytes that are read at once
 
 
 class LineId(msgspec.Struct, frozen=True):
     custom_id: str
+
+
+class Asked(msgspec.Struct, frozen=True):
+    model: str | None = None
+
+
+class LineModel(msgspec.Struct, frozen=True):
+    body: Asked
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,6 +53,7 @@ class RawLine:
 
 
 _LINE_ID = msgspec.json.Decoder(LineId)
+_LINE_MODEL = msgspec.json.Decoder(LineModel)
 
 
 def custom_id_of(raw: bytes) -> str:
@@ -82,12 +92,14 @@ class Checker:
 
     total: lines so far. done: it is all read, or no batch can come of it. faults: what is wrong with it. A file must
     have lines, not too many or too long ones, each a JSON object with a `custom_id` of its own: a line without
-    could not be told from the others in the results.
+    could not be told from the others in the results. model: the only one that lines may name; empty: any, as a line
+    that asks for another has that for its answer.
     """
 
     path: Path
     max_lines: int
     max_line_bytes: int
+    model: str = ""
     total: int = 0
     done: bool = False
     faults: list[Fault] = field(default_factory=list)
@@ -108,8 +120,10 @@ class Checker:
             lines, self._rest = [self._rest], b""
         for raw in lines:
             self._number += 1
-            if raw := stripped(raw, self._number == 1):
+            if raw and (raw := stripped(raw, self._number == 1)):
                 self._check(raw)
+        if self._number > 2 * self.max_lines + MAX_BLANK:
+            self._fault("too_many_lines", f"the input file has more than {self._number - 1} lines, blank ones counted")
         if len(self._rest) > self.max_line_bytes:
             self._fault("line_too_long", f"a line can have at most {self.max_line_bytes} bytes", self._number + 1)
         if not block and not self.total and not self.faults:
@@ -148,6 +162,20 @@ class Checker:
             else:
                 self._ids.append(hash(custom_id))
                 self._numbers.append(self._number)
+                if self.model:
+                    self._check_model(raw)
+
+    def _check_model(self, raw: bytes) -> None:
+        try:
+            model = _LINE_MODEL.decode(raw).body.model
+        except msgspec.MsgspecError:  # which is the line's answer
+            return
+        if model not in (None, self.model):
+            message = (
+                f"it asks for the model {model!r}, and the one that answers is {self.model!r}: take 'model' out of the "
+                f"lines, or set model.path, or model.served_name={model}"
+            )
+            self._fault("model_not_found", message, self._number, "model")
 
     def _check_repeats(self) -> None:
         """Two different ids of a million share a hash with a chance of 1 in 30 million."""

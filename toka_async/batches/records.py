@@ -72,6 +72,16 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     cancelled_at: int | None = None
     owner: str = ""
 
+    @property
+    def forgotten_at(self) -> int | None:
+        """When the batch itself goes: with its results, if they have an end. None: not by itself, or not known yet."""
+        ended = self.completed_at or self.failed_at or self.expired_at or self.cancelled_at
+        return None if ended is None or self.output_expires_after is None else ended + self.output_expires_after
+
+    def lean(self) -> BatchRecord:
+        """Without what may be large and is not needed to work on it."""
+        return msgspec.structs.replace(self, metadata=None)
+
     def accepted(self, total: int, now: int) -> BatchRecord:
         """The input file is in order."""
         assert self.status == "validating"
@@ -80,6 +90,13 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     def refused(self, faults: tuple[Fault, ...], now: int) -> BatchRecord:
         """A file is not in order, or not any more: nothing of it runs from now on."""
         return msgspec.structs.replace(self, status="failed", failed_at=now, faults=faults)
+
+    def again(self) -> BatchRecord:
+        """It goes on though it had ended, or its end was decided."""
+        assert self.in_progress_at is not None
+        return msgspec.structs.replace(
+            self, status="in_progress", outcome=None, faults=(), finalizing_at=None, completed_at=None
+        )
 
     def ending(self, outcome: Outcome, now: int) -> BatchRecord:
         """From now on no line is started."""
@@ -101,7 +118,10 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Progress(msgspec.Struct, kw_only=True):
-    """What is done of a batch: lines by where they went, the files' lengths, tokens, and which lines (`Spans`)."""
+    """What is done of a batch: lines by where they went, the files' lengths, tokens, and which lines (`Spans`).
+
+    is_broken: the database has lost it; nothing but the lengths is known. It is never written.
+    """
 
     completed: int = 0
     failed: int = 0
@@ -111,6 +131,7 @@ class Progress(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
     output_tokens: int = 0
     spans: bytes = b""
+    is_broken: bool = False
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -130,3 +151,19 @@ class DoneLine(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+
+
+def broken_batch(batch_id: str, input_file_id: str, owner: str) -> BatchRecord:
+    """What stands for a record that cannot be read any more."""
+    message = "the server's database has lost what it knew of this batch; delete it, and make a new one of its input"
+    return BatchRecord(
+        id=batch_id,
+        endpoint="",
+        input_file_id=input_file_id,
+        output_id="",
+        error_id="",
+        created_at=0,
+        status="failed",
+        faults=(Fault(code="record_damaged", message=message),),
+        owner=owner,
+    )

@@ -4,13 +4,14 @@ The order that makes a crash at any moment harmless: results are written behind 
 files, then these are synced, then one transaction says how long they are now and which lines are in them. What is
 written and not committed is cut off by the next write or at the end. A new file is synced under its name before a
 transaction speaks of it; a removed one is forgotten by a transaction before it is unlinked. What no transaction knows
-is removed at the start. A batch whose result files are not what was committed has failed. Knows no event loop, no HTTP
-and no engine.
+and has a name as the store itself gives is removed at the start; nothing else ever is, and a folder in which somebody
+else keeps things is refused. A batch whose result files are not what was committed has failed. Knows no event loop, no
+HTTP and no engine.
 """
 
 from __future__ import annotations
 
-import fcntl
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -20,9 +21,11 @@ from typing import TypeVar
 
 import msgspec
 
-from toka_async.batches.damage import ResultFile, left_of
-from toka_async.batches.database import Database, Order
-from toka_async.batches.disk import Disk, StorageError, storage_errors
+from toka_async.batches.damage import ResultFile, left_of, salvaged
+from toka_async.batches.database import Database, Order, database_errors
+from toka_async.batches.disk import Disk
+from toka_async.batches.folder import StoreFolder, is_name
+from toka_async.batches.quota import ANY, Quota
 from toka_async.batches.records import (
     FINAL,
     Batch,
@@ -37,6 +40,8 @@ from toka_async.batches.records import (
 from toka_async.batches.reserve import Reserve
 from toka_async.batches.spans import Gap, Spans
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 OUTPUT_PURPOSE = "batch_output"
@@ -47,7 +52,7 @@ class NotFoundError(Exception):
 
 
 class InUseError(Exception):
-    """The file is the input of a batch that has not ended, whose id this is."""
+    """The file is the input of a batch that has not ended, or the batch itself has not; its id."""
 
 
 @dataclass(slots=True)
@@ -78,23 +83,21 @@ class Store:
         disk: Disk | None = None,
         places: Mapping[str, Path] | None = None,
     ) -> None:
+        self.now = now
+        self.unfinished: list[BatchRecord] = []  # when it was opened
         self._disk = disk or Disk()
         self._places = places or {}
-        self._now = now
         self._work: dict[str, Work] = {}
         self._unlinked: list[Path] = []  # by the transaction that runs
-        self._files = folder / "files"
-        self.uploads = folder / "uploads"
-        with storage_errors(folder):
-            for each in (folder, self._files, self.uploads):
-                each.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = lock(folder / "lock")
-        with ExitStack() as opened:
+        self.folder = StoreFolder(folder)
+        self._lock = self.folder.claim()
+        with ExitStack() as opened, database_errors(self.folder.database):
             opened.callback(os.close, self._lock)
-            self.database = Database(folder / "batches.sqlite")
+            self.database = Database(self.folder.database)
             opened.callback(self.database.close)
-            self._sweep()
-            self._reserve = Reserve(folder / "reserve")
+            self.folder.make_folders()
+            self._sweep(self._find_unfinished())
+            self._reserve = Reserve(self.folder.reserve)
             self._opened = opened.pop_all()
 
     def close(self) -> None:
@@ -102,7 +105,7 @@ class Store:
 
     def path(self, file_id: str) -> Path:
         """Where the file of a known id is."""
-        return self._places.get(file_id) or self._files / file_id
+        return self._places.get(file_id) or self.folder.files / file_id
 
     def committed(self) -> None:
         """After a transaction: unlinks what it has forgotten."""
@@ -126,16 +129,20 @@ class Store:
 
     # ---- files -------------------------------------------------------------------------------------------------------
 
-    def add_file(self, record: FileRecord, upload: Path) -> None:
-        """The upload, which is complete and synced, becomes a file."""
+    def add_file(self, record: FileRecord, upload: Path, quota: Quota = ANY) -> None:
+        """The upload, which is complete and synced, becomes a file. Raises QuotaError."""
         self.remove_expired()
+        num_files, num_bytes = self.database.files_of(record.owner)
+        quota.check_files(num_files + 1, num_bytes + record.bytes)
         self._disk.rename(upload, self.path(record.id))
         self.database.add_file(record)
 
     def file(self, file_id: str, viewer: str | None = None) -> FileRecord:
         """Raises NotFoundError, also when it has expired, or is not the viewer's to see (`may_see`)."""
         record = self.database.file(file_id)
-        if record is None or (record.expires_at is not None and record.expires_at <= self._now()):
+        if record is None or (record.expires_at is not None and record.expires_at <= self.now()):
+            raise NotFoundError(file_id)
+        if not is_name(record.id):
             raise NotFoundError(file_id)
         if not may_see(record.owner, viewer):
             raise NotFoundError(file_id)
@@ -145,7 +152,7 @@ class Store:
         self, purpose: str | None, after: str | None, order: Order, limit: int, viewer: str | None = None
     ) -> list[FileRecord]:
         """Those that the viewer may see. Raises NotFoundError when there is no file `after`."""
-        records = self.database.files(purpose, after, order, limit, int(self._now()), viewer)
+        records = self.database.files(purpose, after, order, limit, int(self.now()), viewer)
         if records is None:
             raise NotFoundError(after)
         return records
@@ -153,40 +160,69 @@ class Store:
     def remove_file(self, file_id: str, viewer: str | None = None) -> None:
         """Raises NotFoundError or InUseError."""
         self.file(file_id, viewer)
-        if user := self._user(file_id):
-            raise InUseError(user)
+        if reader := self.database.reader_of(file_id):
+            raise InUseError(reader)
         self._drop(file_id)
 
     def remove_expired(self) -> None:
-        """Those that a batch still reads stay until it ends."""
-        for record in self.database.expired_files(int(self._now())):
-            if not self._user(record.id):
-                self._drop(record.id)
+        """Files that a batch still reads stay until it ends; batches go with their results."""
+        now = int(self.now())
+        for file_id in self.database.expired_files(now):
+            if not self.database.reader_of(file_id):
+                self._drop(file_id)
+        self.database.remove_expired_batches(now)
 
     def _drop(self, file_id: str) -> None:
         self.database.remove_file(file_id)
-        self._unlinked.append(self.path(file_id))
+        if is_name(file_id):
+            self._unlinked.append(self.path(file_id))
 
-    def _user(self, file_id: str) -> str | None:
-        """The batch that reads the file."""
-        return next(
-            (each.record.id for each in self.database.open_batches() if each.record.input_file_id == file_id), None
-        )
+    def _find_unfinished(self) -> set[str] | None:
+        """Fills `unfinished`, and ends batches of whose progress the database has lost track.
 
-    def _sweep(self) -> None:
-        """Removes files that no transaction knows: a crash came before or after it."""
-        self.remove_expired()
-        known = set(self.database.file_ids())
+        Returns:
+            The ids of the open batches' result files; None when the database has lost those of one.
+        """
+        file_ids: set[str] | None = set()
+        lost: list[Batch] = []
         for batch in self.database.open_batches():
-            known |= {batch.record.output_id, batch.record.error_id}
-        for path in [*self.uploads.iterdir(), *(each for each in self._files.iterdir() if each.name not in known)]:
+            record = batch.record
+            if not record.output_id:
+                logger.error("%s cannot go on: its record in the database is damaged; delete it", record.id)
+                file_ids = None
+            elif record.status in FINAL or batch.progress.is_broken:
+                lost.append(batch)
+            else:
+                self.unfinished.append(record.lean())
+            if file_ids is not None:
+                file_ids |= {record.output_id, record.error_id}
+        for batch in lost:
+            with self.database.transaction():
+                self._end_lost(batch)
+        return file_ids
+
+    def _end_lost(self, batch: Batch) -> None:
+        """The database does not know any more which lines are done: what was answered can be read."""
+        if batch.record.status in FINAL:
+            self._put(batch, batch.record)
+            return
+        logger.error("%s cannot go on: its progress in the database is damaged", batch.record.id)
+        message = "the server's database has lost which lines were done; make a new batch of those without an answer"
+        progress = salvaged(self._results(Batch(batch.record, Progress())))
+        self._fail(Batch(batch.record, progress), (Fault(code="progress_damaged", message=message),))
+
+    def _sweep(self, known: set[str] | None) -> None:
+        """Removes files that no transaction knows: a crash came before or after it. known: of batches, if it is."""
+        self.remove_expired()
+        for path in self.folder.leftovers(None if known is None else known.union(self.database.file_ids())):
             self._disk.remove(path)
         self._unlink()
 
     # ---- batches -----------------------------------------------------------------------------------------------------
 
-    def add_batch(self, record: BatchRecord) -> Batch:
-        """Raises NotFoundError when there is no such input file."""
+    def add_batch(self, record: BatchRecord, quota: Quota = ANY) -> Batch:
+        """Raises NotFoundError when there is no such input file, or QuotaError."""
+        quota.check_batches(self.database.num_open_batches(record.owner) + 1)
         if record.input_file_id not in self._places:
             self.file(record.input_file_id)
         self.database.add_batch(record)
@@ -206,15 +242,18 @@ class Store:
             raise NotFoundError(after)
         return batches
 
-    def open_batches(self) -> list[Batch]:
-        return self.database.open_batches()
+    def remove_batch(self, batch_id: str, viewer: str | None = None) -> None:
+        """Forgets one that has ended; its files stay. Raises NotFoundError or InUseError."""
+        if self.batch(batch_id, viewer).record.status not in FINAL:
+            raise InUseError(batch_id)
+        self.database.remove_batch(batch_id)
 
     def accept(self, batch_id: str, total: int, faults: Sequence[Fault]) -> Batch:
         """The input file was looked at: the batch begins, or has failed. One that is cancelled by now stays so."""
         batch = self.batch(batch_id)
         if batch.record.status != "validating":
             return batch
-        now = int(self._now())
+        now = int(self.now())
         if faults:
             return self._put(batch, batch.record.refused(tuple(faults), now))
         for file_id in (batch.record.output_id, batch.record.error_id):
@@ -229,10 +268,10 @@ class Store:
         batch = self.batch(batch_id, viewer)
         if batch.record.status in FINAL or batch.record.outcome is not None:
             return batch  # without a write, for which there may be no room
-        return self._put(batch, batch.record.ending(outcome, int(self._now())))
+        return self._put(batch, batch.record.ending(outcome, int(self.now())))
 
     def fail(self, batch_id: str, fault: Fault) -> Batch:
-        """The input file cannot be read any more: what was answered until now can be read, the rest is lost."""
+        """It cannot go on: what was answered until now can be read, the rest is lost."""
         batch = self.batch(batch_id)
         return batch if batch.record.status in FINAL else self._fail(batch, (fault, *self._damage(batch)))
 
@@ -290,7 +329,7 @@ class Store:
         if faults := self._damage(batch):
             return self._fail(batch, faults)
         self._publish_all(batch)
-        return self._put(batch, record.ended(int(self._now())))
+        return self._put(batch, record.ended(int(self.now())))
 
     def _damage(self, batch: Batch) -> tuple[Fault, ...]:
         """What somebody else has done to the result files; none when they may be written on."""
@@ -309,7 +348,7 @@ class Store:
         left = Batch(batch.record, left_of(self._results(batch), batch.progress))
         self._publish_all(left)
         self.database.put_progress(left.record.id, left.progress)
-        return self._put(left, left.record.refused(faults, int(self._now())))
+        return self._put(left, left.record.refused(faults, int(self.now())))
 
     def _publish_all(self, batch: Batch) -> None:
         """What was written becomes files."""
@@ -324,7 +363,7 @@ class Store:
             self._unlinked.append(self.path(file_id))
             return
         self._disk.append(self.path(file_id), size, b"")
-        now, lasts = int(self._now()), record.output_expires_after
+        now, lasts = int(self.now()), record.output_expires_after
         kind = "output" if file_id == record.output_id else "error"
         self.database.add_file(
             FileRecord(
@@ -348,14 +387,3 @@ class Store:
             progress = self.batch(batch_id).progress
             work = self._work[batch_id] = Work(progress, Spans.decode(progress.spans))
         return work
-
-
-def lock(path: Path) -> int:
-    """Raises StorageError when another process holds it. A process that dies lets go of it."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        raise StorageError(f"{path.parent} is in use by another process") from None
-    return fd

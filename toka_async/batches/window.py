@@ -6,10 +6,11 @@ Knows counts only.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+from toka_async.fair_queue import FairQueue
 
 MIN_WAITING = 64  # sequences in the schedulers' queues, so that rows that end are followed by others
 
@@ -41,7 +42,7 @@ def next_size(load: Load, in_flight: int, limit: int) -> int:
 
 
 class Window:
-    """Samples in the engine, and the lines that wait for room, first come first served.
+    """Samples in the engine, and the lines that wait for room: in order for each owner, owners in turn.
 
     Args:
         limit: of samples, whatever the engine can hold.
@@ -51,7 +52,7 @@ class Window:
         self.size = 0
         self.in_flight = 0
         self._limit = limit
-        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._waiting: FairQueue[tuple[asyncio.Future[None], int]] = FairQueue()
         self._retrying: list[asyncio.Future[None]] = []
 
     def report(self, load: Load) -> None:
@@ -64,13 +65,13 @@ class Window:
                 if not future.done():
                     future.set_result(None)
 
-    async def enter(self, cost: int) -> None:
+    async def enter(self, owner: str, cost: int) -> None:
         """Waits until there is some room: a line may need more than there is, or the largest would wait for ever."""
         if not self._waiting and self.in_flight < self.size:
             self.in_flight += cost
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((future, cost))
+        self._waiting.put(owner, (future, cost))
         try:
             await future
         except asyncio.CancelledError:
@@ -100,7 +101,7 @@ class Window:
 
     def _wake(self) -> None:
         while self._waiting and self.in_flight < self.size:
-            future, cost = self._waiting.popleft()
+            future, cost = self._waiting.take()
             if not future.done():
                 self.in_flight += cost
                 future.set_result(None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -18,9 +18,10 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from toka_async.batches.disk import StorageError
 from toka_async.batches.ledger import Ledger
 from toka_async.batches.lines import Checker, RawLine, read_lines
+from toka_async.batches.quota import ANY, Quota
 from toka_async.batches.records import FINAL, Batch, BatchRecord, DoneLine, Fault, Outcome
 from toka_async.batches.results import Answered, cut_line, done_line
-from toka_async.batches.store import Store
+from toka_async.batches.store import NotFoundError, Store
 from toka_async.batches.window import Window
 from toka_async.batches.writer import Writer
 from toka_async.logs import request_id
@@ -30,12 +31,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Ending: TypeAlias = "asyncio.Future[Outcome | None]"
 
-MAX_RUNNING = 16  # batches at once; they take turns, line by line
+MAX_RUNNING = 16  # batches of an owner at once; they take turns, line by line
 READ_LINES, READ_BYTES = 512, 1 << 18  # that are read ahead of a batch
 WRITE_LINES = 4096  # that are ended at once when a batch is cut short
 MAX_TRIES = 3  # of a line with which the engine stopped
 LONGEST_SLEEP = 60.0  # seconds until a batch with an expiry looks at the wall clock again
 YIELD_EVERY = 8  # lines started before others get a turn
+INTERNAL = Fault(
+    code="internal_error", message="an error of this program has ended the batch; the server's log has the details"
+)
 
 
 class TryLaterError(Exception):
@@ -73,10 +77,11 @@ class Answers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of an input file."""
+    """Of an input file. model: see `Checker`."""
 
     max_lines: int
     max_line_bytes: int
+    model: str = ""
 
 
 @dataclass(slots=True)
@@ -110,15 +115,15 @@ class Batches:
         self.store = store
         self.writer = writer
         self.window = window
-        self.ledger = Ledger(store, writer, self._progressed)
+        self.ledger = Ledger(store, writer, self._progressed, self._broke)
         self._answers = answers
         self._limits = limits
         self._executor = executor
         self._on_progress = on_progress
         self._on_end = on_end
         self._running: dict[str, Running] = {}
-        self._slots = asyncio.Semaphore(MAX_RUNNING)
-        self._checks = asyncio.Semaphore(1)
+        self._slots: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(MAX_RUNNING))
+        self._passes: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(1))
         self._stopped = False
 
     @property
@@ -128,15 +133,16 @@ class Batches:
 
     # ---- from outside ------------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Goes on with every batch that has not ended."""
-        for batch in await self.writer.run(self.store.open_batches):
-            self.run(batch.record)
+        unfinished, self.store.unfinished = self.store.unfinished, []
+        for record in unfinished:
+            self.run(record)
 
-    async def create(self, record: BatchRecord) -> Batch:
-        """Raises NotFoundError or StorageError."""
-        batch = await self.writer.run(lambda: self.store.add_batch(record))
-        self.run(record)
+    async def create(self, record: BatchRecord, quota: Quota = ANY) -> Batch:
+        """Raises NotFoundError, QuotaError or StorageError."""
+        batch = await self.writer.run(lambda: self.store.add_batch(record, quota))
+        self.run(record.lean())
         return batch
 
     async def cancel(self, batch_id: str, viewer: str | None = None) -> Batch:
@@ -188,31 +194,52 @@ class Batches:
             self._decide(batch.record.id, None)
         self._on_progress(batch)
 
+    def _broke(self, batch_id: str, error: BaseException) -> None:
+        """What was answered of it cannot be kept."""
+        running = self._running.get(batch_id)
+        if running is not None and not running.ending.done():
+            running.ending.set_exception(error)
+
     def _left(self, batch_id: str, task: asyncio.Task[None]) -> None:
-        del self._running[batch_id]
+        ending = self._running.pop(batch_id).ending
+        if ending.done():
+            ending.exception()  # nobody may have asked
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s goes on after the next start only: an error of this program", batch_id, exc_info=error)
 
     # ---- one batch ---------------------------------------------------------------------------------------------------
 
     async def _run(self, record: BatchRecord, ending: Ending) -> None:
-        if record.status == "validating":
-            async with self._checks:
-                record = await self._check(record, ending)
-        if record.status == "in_progress":
-            record = await self._ask_all(record, ending)
-        if record.status not in FINAL:
-            await self._finalize(record)
-        batch = await self.writer.run(lambda: self.store.batch(record.id))
+        """To its end, whatever happens."""
+        try:
+            await self._bring_to_end(record, ending)
+        except Exception as error:
+            logger.error("%s has failed by an error of this program", record.id, exc_info=error)
+            await self.ledger.persist(lambda: self.store.fail(record.id, INTERNAL))
+        try:
+            batch = await self.ledger.persist(lambda: self.store.batch(record.id))
+        except NotFoundError:  # it was deleted at once
+            return
         if batch.record.in_progress_at is not None:
             for fault in batch.record.faults:
                 logger.error("%s has failed: %s", record.id, fault.message)
         self._on_end(batch)
 
+    async def _bring_to_end(self, record: BatchRecord, ending: Ending) -> None:
+        if record.status == "validating":
+            async with self._passes[record.owner]:
+                record = await self._check(record, ending)
+        if record.status == "in_progress":
+            record = await self._ask_all(record, ending)
+        if record.status not in FINAL:
+            await self._finalize(record)
+
     async def _finalize(self, record: BatchRecord) -> None:
         """Every line ends."""
         try:
-            await self._cut_short(record)
+            if record.outcome != "completed":
+                async with self._passes[record.owner]:
+                    await self._cut_short(record)
         except StorageError as error:
             fault = unreadable(error)
             await self.ledger.persist(lambda: self.store.fail(record.id, fault))
@@ -222,44 +249,44 @@ class Batches:
     async def _check(self, record: BatchRecord, ending: Ending) -> BatchRecord:
         """Goes through the input file before anything of it runs."""
         loop, path = asyncio.get_running_loop(), self.store.path(record.input_file_id)
-        checker = Checker(path, self._limits.max_lines, self._limits.max_line_bytes)
+        checker = Checker(path, self._limits.max_lines, self._limits.max_line_bytes, self._limits.model)
         try:
             while not checker.done and not ending.done():
                 await loop.run_in_executor(self._executor, checker.step)
         except StorageError as error:
             checker.faults.append(unreadable(error))
         batch = await self.ledger.persist(lambda: self.store.accept(record.id, checker.total, checker.faults))
-        return batch.record
+        return batch.record.lean()
 
     async def _ask_all(self, record: BatchRecord, ending: Ending) -> BatchRecord:
         """Asks what is left, until all is answered or there is a reason to end."""
         lines = asyncio.create_task(self._ask_lines(record))
         try:
             either: set[asyncio.Future[Any]] = {lines, ending}
-            await first_before(either, record.expires_at)
+            await first_before(either, record.expires_at, self.store.now)
         finally:
             was_done = lines.done()
             lines.cancel()
             await asyncio.gather(lines, return_exceptions=True)
         await self.ledger.flush()
         if was_done and (fault := lost_input(lines)) is not None:
-            return (await self.ledger.persist(lambda: self.store.fail(record.id, fault))).record
+            return (await self.ledger.persist(lambda: self.store.fail(record.id, fault))).record.lean()
         outcome = "completed" if was_done else ending.result() if ending.done() else "expired"
         if outcome is None:
-            return (await self.writer.run(lambda: self.store.batch(record.id))).record
-        return (await self.ledger.persist(lambda: self.store.end(record.id, outcome))).record
+            return (await self.ledger.persist(lambda: self.store.batch(record.id))).record.lean()
+        return (await self.ledger.persist(lambda: self.store.end(record.id, outcome))).record.lean()
 
     async def _ask_lines(self, record: BatchRecord) -> None:
         """Leaving it by a cancellation takes back what has not been answered."""
         num_started = 0
-        async with self._slots, asyncio.TaskGroup() as group:
+        async with self._slots[record.owner], asyncio.TaskGroup() as group:
             async for number, line in self._left_lines(record):
                 await self.ledger.room()
                 question = await self._answers.question(record, line.raw)
                 if isinstance(question, Answered):
                     self._put(record, number, line, question)
                 else:
-                    await self.window.enter(question.cost)
+                    await self.window.enter(record.owner, question.cost)
                     group.create_task(self._ask(record, number, line, question))
                 num_started += 1
                 if num_started % YIELD_EVERY == 0:
@@ -305,9 +332,9 @@ class Batches:
         """Lines that are left without an answer get one that says why, unless the batch fails on it."""
         if record.in_progress_at is None:
             return
+        assert record.outcome is not None, "it ends for a reason"
         done: list[DoneLine] = []
         async for number, line in self._left_lines(record):
-            assert record.outcome is not None, "it ends for a reason"
             done.append(done_line(record.id, number, line.end, cut_line(line.raw, record.outcome)))
             if len(done) == WRITE_LINES:
                 batch = await self.ledger.persist(partial(self.store.finish_lines, record.id, done))
@@ -318,10 +345,10 @@ class Batches:
             await self.ledger.persist(partial(self.store.finish_lines, record.id, done))
 
 
-async def first_before(futures: set[asyncio.Future[Any]], expires_at: int | None) -> None:
-    """Waits until one of them is done, or until it is `expires_at` by the wall clock, which may jump meanwhile."""
+async def first_before(futures: set[asyncio.Future[Any]], expires_at: int | None, now: Callable[[], float]) -> None:
+    """Waits until one of them is done, or until it is `expires_at` by a clock that may jump meanwhile."""
     while True:
-        left = None if expires_at is None else expires_at - time.time()
+        left = None if expires_at is None else expires_at - now()
         if left is not None and left <= 0:
             return
         timeout = None if left is None else min(left, LONGEST_SLEEP)

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_GROUP = 256  # jobs of a transaction
+OF_THE_DISK = (sqlite3.OperationalError, sqlite3.DatabaseError)  # their subclasses are errors of this program
 
 
 @dataclass(slots=True)
@@ -81,7 +82,7 @@ class Transactions:
         try:
             job.result = job.work()
         except Exception as error:
-            job.error = storage_error(error) if isinstance(error, sqlite3.Error) else error
+            job.error = storage_error(error) if type(error) in OF_THE_DISK else error
             self._undo("ROLLBACK TO job")
         self._connection.execute("RELEASE job")
 
@@ -143,5 +144,5 @@ def settle(jobs: list[Job]) -> None:
         job.settle()
 
 
-def storage_error(error: sqlite3.Error) -> StorageError:
-    return StorageError(f"the database: {error}", full=is_full(error))
+def storage_error(error: Exception) -> StorageError:
+    return StorageError(f"the database: {error}", full=isinstance(error, sqlite3.Error) and is_full(error))

@@ -28,5 +28,7 @@ class Fields(TypedDict, total=False):
     logprobs: int
     prompt_logprobs: int
     priority: int
+    allowed_token_ids: list[int]
+    cache_salt: str
     text: bool
     model: str

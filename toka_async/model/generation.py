@@ -43,7 +43,7 @@ def read_generation_defaults(model_dir: Path, spec: ModelSpec, use_file: bool) -
         top_p=_number(file, "top_p", 1e-9, 1.0),
         top_k=max(0, file.integer("top_k", least=-1)) if file.has("top_k") else None,
         min_p=_number(file, "min_p", 0.0, 1.0),
-        repetition_penalty=_number(file, "repetition_penalty", 1e-9, 100.0),
+        repetition_penalty=_number(file, "repetition_penalty", 0.01, 100.0),
         eos_token_ids=eos,
     )
 

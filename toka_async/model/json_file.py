@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+LARGEST = 2**31 - 1  # of any number that a configuration has
+
 
 class ModelError(ValueError):
     """The model's files are wrong or not supported; the message is one line that names the file and the fix."""
@@ -31,10 +33,12 @@ class JsonFile:
     def has(self, name: str) -> bool:
         return self.fields.get(name) is not None
 
-    def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+    def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = LARGEST) -> int:
         value = self._required(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.error(name, f"is {value!r}: expected an integer of at least {least}")
+        if value > most:
+            raise self.error(name, f"is {value}: expected an integer of at most {most}")
         return value
 
     def number(self, name: str, default: float | None = None, *, least: float = 0.0) -> float:
@@ -78,6 +82,8 @@ class JsonFile:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
+    if path.exists() and not path.is_file():  # reading a pipe would wait for its other end
+        raise ModelError(f"{path}: is not a file; download it again")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

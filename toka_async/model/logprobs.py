@@ -5,7 +5,7 @@ Knows no requests and no rows beyond the tensors it is given.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,11 +15,15 @@ from toka_async.model.sampling import likeliest
 
 @dataclass(slots=True, frozen=True)
 class Logprobs:
-    """chosen: float32 [m]; top_ids: int64 [m, k]; top: float32 [m, k], likeliest first, ties by lowest id."""
+    """chosen: float32 [m]; top_ids: int64 [m, k]; top: float32 [m, k], likeliest first, ties by lowest id.
+
+    ranks: int32 [m], of the chosen ones among all, from 1; None where nobody asks.
+    """
 
     chosen: Tensor
     top_ids: Tensor
     top: Tensor
+    ranks: Tensor | None = None
 
 
 def distribution(logits: Tensor) -> Tensor:
@@ -34,8 +38,16 @@ def logprobs_of(distribution: Tensor, ids: Tensor, num_top: int) -> Logprobs:
     return Logprobs(distribution.gather(1, ids[:, None])[:, 0], top_ids, top)
 
 
+def with_ranks(distribution: Tensor, ids: Tensor, logprobs: Logprobs) -> Logprobs:
+    """The same with the ranks of `ids` [m] in log-probs [m, vocab], ties by lowest id, as likeliest ids have them."""
+    chosen, places = logprobs.chosen[:, None], torch.arange(distribution.shape[1], device=ids.device)
+    ahead = (distribution > chosen) | ((distribution == chosen) & (places < ids[:, None]))
+    return replace(logprobs, ranks=ahead.sum(-1, dtype=torch.int32) + 1)
+
+
 def concatenate(parts: list[Logprobs]) -> Logprobs:
-    """One after the other; at least one, all with the same number of likeliest ids."""
+    """One after the other; at least one, all with the same number of likeliest ids, all with or without ranks."""
     if len(parts) == 1:
         return parts[0]
-    return Logprobs(*(torch.cat([getattr(part, name) for part in parts]) for name in ("chosen", "top_ids", "top")))
+    names = ("chosen", "top_ids", "top") if parts[0].ranks is None else ("chosen", "top_ids", "top", "ranks")
+    return Logprobs(*(torch.cat([getattr(part, name) for part in parts]) for name in names))

@@ -1,4 +1,4 @@
-"""Changes to logits before a draw: bias, forbidden tokens, penalties for tokens seen before.
+"""Changes to logits before a draw: allowed tokens, bias, forbidden tokens, penalties for tokens seen before.
 
 All of it in place on float32 logits. Knows no requests, no slots and no random numbers.
 """
@@ -27,6 +27,13 @@ class Penalties:
     presence: Tensor
     frequency: Tensor
     repetition: Tensor
+
+
+def keep_only(logits: Tensor, rows: Tensor, at: Tensor, ids: Tensor) -> None:
+    """-inf in `rows` [r] of logits [s, vocab], but at (at, ids), which are in these rows; all int64."""
+    kept = logits[at, ids]
+    logits.index_fill_(0, rows, -torch.inf)
+    logits[at, ids] = kept
 
 
 def add_bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:

@@ -1,8 +1,8 @@
 """The choice of the next token: exact, vectorised over rows that each have their own parameters.
 
-Order, the same as vLLM's: logit bias and forbidden end tokens, then repetition, frequency and presence penalties (all
-in `penalties`), then temperature, min_p, top_k and top_p, each on what the one before it left, renormalised. Likeliest
-first, ties by lowest id: so top_k 1 is greedy.
+Order, the same as vLLM's: allowed tokens, logit bias and forbidden end tokens, then repetition, frequency and presence
+penalties (all in `penalties`), then temperature, min_p, top_k and top_p, each on what the one before it left,
+renormalised. Likeliest first, ties by lowest id: so top_k 1 is greedy.
 
 A draw inverts the cumulative distribution at one uniform number per row: it depends on the row's own logits, parameters
 and number only, never on the rows beside it. NaN logits count as -inf; a row without any finite logit gives id 0.
@@ -50,9 +50,10 @@ class Flag(IntFlag):
     REPETITION = 16
     COUNTED = 32  # presence or frequency penalty
     LOGPROBS = 64
+    ALLOWED = 128  # of some token ids only
 
 
-EDITS = Flag.BIASED | Flag.MIN_TOKENS | Flag.REPETITION | Flag.COUNTED
+EDITS = Flag.ALLOWED | Flag.BIASED | Flag.MIN_TOKENS | Flag.REPETITION | Flag.COUNTED
 
 # Filters look at the likeliest tokens only, at more of them where these do not decide, at last at all of them.
 _WIDTHS = (64, 1024)
@@ -69,6 +70,7 @@ def params_of(sampling: Sampling) -> Params:
     flags = (
         Flag.RANDOM * random
         | Flag.FILTERED * filtered
+        | Flag.ALLOWED * bool(sampling.allowed_ids)
         | Flag.BIASED * bool(sampling.bias_ids)
         | Flag.MIN_TOKENS * (sampling.min_tokens > 0 and bool(sampling.end_ids))
         | Flag.REPETITION * (sampling.repetition_penalty != 1)

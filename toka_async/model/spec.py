@@ -18,6 +18,7 @@ __all__ = ["ModelError", "ModelSpec", "RopeSpec", "read_spec"]
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 DTYPES = ("float32", "bfloat16", "float16")
+MOST_LAYERS, MOST_HEADS = 4096, 65536  # far beyond any model; what is made for each of more would take all memory
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +55,7 @@ def read_spec(model_dir: Path) -> ModelSpec:
     if family is None:
         raise file.error("model_type", f"{name!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
     _check_quantization(file)
-    num_layers = file.integer("num_hidden_layers")
+    num_layers = file.integer("num_hidden_layers", most=MOST_LAYERS)
     num_heads, num_kv_heads, head_dim = _heads(file, family)
     max_positions = file.integer("max_position_embeddings", family.max_positions)
     rope = read_rope(file, max_positions)
@@ -92,7 +93,7 @@ def _check_quantization(file: JsonFile) -> None:
 
 def _heads(file: JsonFile, family: Family) -> tuple[int, int, int]:
     """Query heads, key/value heads, and the size of a head."""
-    hidden, heads = file.integer("hidden_size"), file.integer("num_attention_heads")
+    hidden, heads = file.integer("hidden_size"), file.integer("num_attention_heads", most=MOST_HEADS)
     default = heads
     if "num_key_value_heads" not in file.fields and family.num_kv_heads and heads % family.num_kv_heads == 0:
         default = family.num_kv_heads

@@ -136,8 +136,8 @@ def weight_files(model_dir: Path) -> list[Path]:
     """The safetensors files of a checkpoint: those of its index, `model.safetensors`, or all there are."""
     index = model_dir / "model.safetensors.index.json"
     if index.exists():
-        names = JsonFile(index).section("weight_map").fields.values()
-        files = [model_dir / name for name in sorted({str(name) for name in names})]
+        names = {_name_within(index, name) for name in JsonFile(index).section("weight_map").fields.values()}
+        files = [model_dir / name for name in sorted(names)]
     elif (model_dir / "model.safetensors").exists():
         files = [model_dir / "model.safetensors"]
     else:
@@ -148,9 +148,18 @@ def weight_files(model_dir: Path) -> list[Path]:
             "converted to safetensors first"
         )
     for path in files:
-        if not path.is_file():
+        if path.exists() and not path.is_file():
+            raise ModelError(f"{path}: is not a file; download it again")
+        if not path.exists():
             raise ModelError(f"{path}: no such file, though {index.name} names it; download it again")
     return files
+
+
+def _name_within(index: Path, name: object) -> str:
+    """A name of the index, which leads to nothing outside of the model's folder."""
+    if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
+        raise ModelError(f"{index}: weight_map names {name!r}: expected a file within the model's folder")
+    return name
 
 
 def _load_file(path: Path, parts: dict[str, Part], stage: StagePart, bar: Progress | None) -> set[str]:

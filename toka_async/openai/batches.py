@@ -121,6 +121,12 @@ class BatchObject(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] | None
 
 
+class BatchDeleted(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["batch"] = "batch"
+    deleted: bool = True
+
+
 class BatchList(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["list"] = "list"
     data: list[BatchObject]

@@ -10,6 +10,8 @@ from typing import Any
 from toka_async.openai.errors import ApiError, bad_request
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# Fields of answers, which come back in a conversation's history, at values that say nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {"annotations": ([],), "refusal": ("",), "tool_calls": ([],)}
 STRING_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
 Message = dict[str, Any]
@@ -22,14 +24,15 @@ _PART = {
 }
 _CONTENT: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
 _CALL = {"type": "object", "properties": {"function": {"type": "object"}}, "required": ["function"]}
-_TEXTS = {name: {"type": ["string", "null"]} for name in STRING_FIELDS}
+_TEXTS: dict[str, Any] = {name: {"type": ["string", "null"]} for name in STRING_FIELDS}
+_TEXTS |= {name: {"enum": [*values, None]} for name, values in NEUTRAL.items()}
 MESSAGE: dict[str, Any] = {  # the schema of what `parse_message` takes
     "anyOf": [
         {
             "type": "object",
             "properties": {"role": {"enum": list(ROLES)}, "content": _CONTENT, **_TEXTS},
             "required": ["role", "content"],
-            "additionalProperties": False,
+            "additionalProperties": {"type": "null"},
         },
         {
             "title": "tool calls made earlier",
@@ -37,11 +40,11 @@ MESSAGE: dict[str, Any] = {  # the schema of what `parse_message` takes
             "properties": {
                 "role": {"const": "assistant"},
                 "content": {"anyOf": [*_CONTENT["anyOf"], {"type": "null"}]},
-                "tool_calls": {"type": "array", "items": _CALL},
                 **_TEXTS,
+                "tool_calls": {"type": "array", "items": _CALL, "minItems": 1},
             },
             "required": ["role", "tool_calls"],
-            "additionalProperties": False,
+            "additionalProperties": {"type": "null"},
         },
     ]
 }
@@ -64,7 +67,7 @@ def parse_message(message: Any, where: str) -> Message:
     """One message; `where` names it in errors."""
     if not isinstance(message, dict):
         raise wrong(where, "must be an object", message)
-    given = {name: value for name, value in message.items() if value is not None}
+    given = {name: value for name, value in message.items() if value is not None and value not in NEUTRAL.get(name, ())}
     role = given.get("role")
     if role not in ROLES:
         got = f"got {role[:40]!r}" if isinstance(role, str) else "it is missing" if role is None else "got another type"

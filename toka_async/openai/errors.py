@@ -61,6 +61,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
-def model_not_found(model: str) -> ApiError:
-    """A 404 for a model that is not served."""
-    return ApiError(404, f"the model {model[:256]!r} does not exist", param="model", code="model_not_found")
+def model_not_found(model: str, served: str) -> ApiError:
+    """A 404 for a model that is not served; `served` is the one that is."""
+    message = f"the model {model[:256]!r} does not exist; this server serves {served!r}"
+    return ApiError(404, message, param="model", code="model_not_found")

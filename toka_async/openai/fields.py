@@ -1,93 +1,122 @@
 """Which field names a request may carry, beyond the ones its Struct has.
 
 A field that cannot be honoured is an error, never ignored. A known one may still be given its neutral value, the one
-that asks for nothing: `store: false`. Knows names and values, not what the supported fields mean.
+that asks for nothing: `store: false`. A null means that the field is absent, whatever its name. Knows names and values,
+not what the supported fields mean.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import json
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from toka_async.openai.errors import bad_request
+from toka_async.openai.errors import ApiError, bad_request
 
 MAX_SHOWN = 64  # characters of an unknown name in an error
+NOTHING = {"[]": "an empty list", "{}": "an empty object", '""': "an empty string"}  # words for JSON
 
-# Known fields of OpenAI's API and of other servers that are not supported, with the values that ask for nothing.
+Unsupported = Mapping[str, tuple[Any, ...]]  # names, and the values that ask for nothing
+
+# Fields of generation that OpenAI's API and other servers know. Where a request has several, its error is about the
+# first of them in this order.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
-    "audio": (),
-    "bad_words": ([],),
-    "documents": ([],),
-    "function_call": ("none",),
+    "tools": ([],),
     "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
     "guided_choice": (),
     "guided_decoding_backend": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_whitespace_pattern": (),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "grammar": ("",),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "cartridges": ([],),
+    "chat_template": (),
+    "custom_logit_processor": (),
+    "documents": ([],),
+    "echo": (False,),
     "include_reasoning": (),
     "kv_transfer_params": (),
     "length_penalty": (1,),
+    "logit_processors": ([],),
     "logits_processors": ([],),
-    "media_io_kwargs": (),
-    "mm_processor_kwargs": (),
+    "logprob_token_ids": ([],),
+    "lora_path": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "moderation": (),
+    "no_stop_trim": (False,),
     "parallel_tool_calls": (True, False),  # without tools, neither asks for anything
     "prediction": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
     "prompt_embeds": (),
-    "reasoning_effort": (),
-    "regex": (),
-    "ebnf": (),
-    "json_schema": (),
-    "response_format": ({"type": "text"},),
-    "return_tokens_as_token_ids": (False,),
+    "reasoning_effort": ("none",),
+    "repetition_detection": (),
+    "return_hidden_states": (False,),
     "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),
+    "stop_regex": ([],),
     "store": (False,),
-    "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
 }
 
 
-def check_names(names: Iterable[str], supported: frozenset[str]) -> None:
-    """Raises ApiError (400) for a name that is neither supported nor known; says which name is near."""
-    for name in names:
-        if name in supported:
-            continue
-        name = name[:MAX_SHOWN]
-        near = difflib.get_close_matches(name, supported, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise bad_request(f"unknown field '{name}'{hint}", param=name)
-
-
-def drop_neutral(fields: dict[str, Any], supported: frozenset[str]) -> dict[str, Any]:
+def known_fields(
+    fields: dict[str, Any], supported: Collection[str], unsupported: Unsupported, where: str = ""
+) -> dict[str, Any]:
     """`fields` without nulls and without unsupported fields at their neutral value.
 
+    Args:
+        where: what the names stand behind in errors, such as `stream_options.`.
+
     Raises:
-        ApiError: 400, an unsupported field has another value.
+        ApiError: 400; a name that nobody knows, or an unsupported field that asks for something.
     """
-    kept = {}
+    refused = []
     for name, value in fields.items():
-        if value is None:
+        if value is None or name in supported:
             continue
-        if name in UNSUPPORTED and name not in supported:
-            if any(same(value, neutral) for neutral in UNSUPPORTED[name]):
-                continue
-            raise bad_request(f"'{name}' is not supported{instead(name)}", param=name, code="unsupported_parameter")
-        kept[name] = value
-    return kept
+        if name not in unsupported:
+            raise unknown(name, supported, where)
+        if not any(same(value, neutral) for neutral in unsupported[name]):
+            refused.append(name)
+    if refused:
+        raise not_supported(refused, unsupported, where)
+    return {name: value for name, value in fields.items() if value is not None and name in supported}
+
+
+def unknown(name: str, supported: Collection[str], where: str) -> ApiError:
+    """The error for a name that nobody knows; it says which name is near."""
+    name = name[:MAX_SHOWN]
+    near = difflib.get_close_matches(name, supported, n=1)
+    hint = f"; did you mean '{where}{near[0]}'?" if near else ""
+    return bad_request(f"unknown field '{where}{name}'{hint}", param=where + name)
+
+
+def not_supported(names: Collection[str], unsupported: Unsupported, where: str) -> ApiError:
+    """The error for fields that ask for what is not there: about the first of them in the order of `unsupported`."""
+    first, *rest = [where + name for name in unsupported if name in names]
+    nor = f"; nor {'are' if len(rest) > 1 else 'is'} {', '.join(rest)}" if rest else ""
+    neutral = " or ".join(in_words(value) for value in unsupported[first.removeprefix(where)])
+    instead = f"leave it out, or give {neutral}" if neutral else "leave it out"
+    return bad_request(f"'{first}' is not supported{nor}; {instead}", param=first, code="unsupported_parameter")
 
 
 def same(value: Any, neutral: Any) -> bool:
@@ -95,7 +124,7 @@ def same(value: Any, neutral: Any) -> bool:
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def instead(name: str) -> str:
-    """What to write instead of an unsupported value, for an error message."""
-    neutral = UNSUPPORTED[name]
-    return f" (only {' or '.join(map(repr, neutral))})" if neutral else ""
+def in_words(value: Any) -> str:
+    """A value as a client writes it."""
+    text = json.dumps(value)
+    return NOTHING.get(text, text)

@@ -12,22 +12,33 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from toka_async.arrays import EMPTY, f32_column, i32_column
+from toka_async.arrays import EMPTY, Int32, column, f32_column, i32_column
 from toka_async.messages import Sampling
 from toka_async.openai.errors import bad_request
 from toka_async.openai.prompts import check_vocabulary
 from toka_async.openai.requests import (
+    MAX_STOP_CHARS,
     MAX_STOP_LENGTH,
     MAX_STOPS,
     ChatRequest,
     CompletionRequest,
     DirectRequest,
     GenerationFields,
+    StreamOptions,
 )
 
 N = TypeVar("N", int, float)
 
 COMPLETION_TOKENS = 16  # OpenAI's default of a completion's max_tokens
+NOT_DIRECT = (
+    "seed",
+    "stream_options",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
+    "logprobs_in_fingerprint",
+    "truncate_prompt_tokens",
+)
+LEAST_TEMPERATURE = 1e-5  # below, a choice is greedy, as in vLLM: 1 / temperature has no meaning in float32
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -53,12 +64,23 @@ class Defaults(msgspec.Struct, frozen=True):
     end_ids: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Of prompts. num_kept: tokens at most, -1 for as many as fit. keep_end: the last ones stay, not the first."""
+
+    num_kept: int
+    keep_end: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
     """A checked request.
 
     max_tokens: None is whatever is left of the context. num_prompt_logprobs: the response's `prompt_logprobs`, -1 for
-    none; `sampling` may ask the engine for more, for an echo.
+    none; `sampling` may ask the engine for more, for an echo. num_prompt_copies: how often the answer has what it says
+    of a prompt: once, or in each of a prompt's choices. truncation: None leaves prompts as they are.
+    usage_in_chunks: every chunk of a stream says the usage of its sample so far. pad_chunks: it hides the length of its
+    text. pack_logprobs: samples' log-probs are arrays in the response's `system_fingerprint`.
     """
 
     n: int
@@ -70,11 +92,18 @@ class Generation:
     stop_token_ids: frozenset[int]
     skip_special_tokens: bool
     return_token_ids: bool
+    name_token_ids: bool
+    pack_logprobs: bool
     echo: bool
     num_prompt_logprobs: int
     stream: bool
     include_usage: bool
+    usage_in_chunks: bool
+    pad_chunks: bool
     priority: int
+    cache_salt: str
+    truncation: Truncation | None
+    num_prompt_copies: int = 1
 
 
 def completion_generation(request: CompletionRequest, limits: Limits, defaults: Defaults) -> Generation:
@@ -83,25 +112,27 @@ def completion_generation(request: CompletionRequest, limits: Limits, defaults: 
         raise bad_request(f"'best_of' must equal n ({request.n}), got {request.best_of}", param="best_of")
     num_logprobs = -1 if request.logprobs is None else request.logprobs
     max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-    of_prompt = num_logprobs if request.echo else -1
-    return generation(request, limits, defaults, max_tokens, num_logprobs, of_prompt, request.echo)
+    of_prompt = num_logprobs if request.echo and not request.logprobs_in_fingerprint else -1
+    made = generation(request, limits, defaults, max_tokens, num_logprobs, of_prompt, request.echo)
+    in_each_choice = request.echo or request.prompt_logprobs is not None or request.return_token_ids
+    return replace(made, num_prompt_copies=made.n) if in_each_choice else made
 
 
 def chat_generation(request: ChatRequest, limits: Limits, defaults: Defaults) -> Generation:
     """Raises ApiError (400) that names the field."""
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not (request.logprobs or request.logprobs_in_fingerprint):
         raise bad_request("'top_logprobs' needs logprobs: true", param="top_logprobs")
     both = request.max_tokens is not None and request.max_completion_tokens is not None
     if both and request.max_tokens != request.max_completion_tokens:
         raise bad_request("'max_completion_tokens' and max_tokens differ; give one", param="max_completion_tokens")
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    num_logprobs = (request.top_logprobs or 0) if request.logprobs else -1
+    num_logprobs = (request.top_logprobs or 0) if request.logprobs or request.top_logprobs else -1
     return generation(request, limits, defaults, max_tokens, num_logprobs, -1, False)
 
 
 def direct_generation(request: DirectRequest, limits: Limits, defaults: Defaults) -> Generation:
     """Raises ApiError (400) that names the field. The seed is each prompt's own."""
-    for name in ("seed", "stream_options", "return_token_ids"):
+    for name in NOT_DIRECT:
         if getattr(request, name) not in (None, False):
             raise bad_request(f"'{name}' is no field of a direct submission", param=name)
     num_logprobs = -1 if request.logprobs is None else request.logprobs
@@ -119,11 +150,14 @@ def generation(
     echo: bool,
 ) -> Generation:
     """The part that completions and chat share."""
+    if fields.logprobs_in_fingerprint:
+        num_logprobs = max(0, num_logprobs)
     check_counts(fields, limits, max_tokens)
     if fields.prompt_logprobs is not None:
         num_prompt_logprobs = max(num_prompt_logprobs, fields.prompt_logprobs)
     stop_token_ids = np.array(fields.stop_token_ids, dtype=np.int32)
     check_vocabulary(stop_token_ids, limits.vocab_size, "stop_token_ids")
+    options = fields.stream_options or StreamOptions()
     return Generation(
         n=fields.n,
         max_tokens=max_tokens,
@@ -134,12 +168,33 @@ def generation(
         stop_token_ids=frozenset(fields.stop_token_ids),
         skip_special_tokens=fields.skip_special_tokens,
         return_token_ids=fields.return_token_ids,
+        name_token_ids=fields.return_tokens_as_token_ids,
+        pack_logprobs=fields.logprobs_in_fingerprint,
         echo=echo,
         num_prompt_logprobs=-1 if fields.prompt_logprobs is None else fields.prompt_logprobs,
         stream=fields.stream,
-        include_usage=fields.stream_options is not None and fields.stream_options.include_usage,
+        include_usage=options.include_usage,
+        usage_in_chunks=options.continuous_usage_stats,
+        pad_chunks=options.include_obfuscation,
         priority=fields.priority,
+        cache_salt=fields.cache_salt or "",
+        truncation=truncation(fields),
     )
+
+
+def truncation(fields: GenerationFields) -> Truncation | None:
+    if fields.truncate_prompt_tokens is None:
+        return None
+    if fields.truncate_prompt_tokens == 0:
+        raise bad_request("'truncate_prompt_tokens' must be 1 or more, or -1", param="truncate_prompt_tokens")
+    return Truncation(fields.truncate_prompt_tokens, fields.truncation_side == "left")
+
+
+def truncated(prompt: Int32, how: Truncation, limits: Limits, max_tokens: int | None) -> Int32:
+    """A prompt [p] cut to what is wanted of it; what fits leaves room for `max_tokens`, or for one token."""
+    room = min(limits.max_context, limits.cache_tokens) - (1 if max_tokens is None else max_tokens)
+    num_kept = how.num_kept if how.num_kept > 0 else max(1, room)
+    return prompt[-num_kept:] if how.keep_end else prompt[:num_kept]
 
 
 def check_counts(fields: GenerationFields, limits: Limits, max_tokens: int | None) -> None:
@@ -150,8 +205,13 @@ def check_counts(fields: GenerationFields, limits: Limits, max_tokens: int | Non
         raise bad_request(f"'min_tokens' ({fields.min_tokens}) is above max_tokens ({most})", param="min_tokens")
     if fields.stream_options is not None and not fields.stream:
         raise bad_request("'stream_options' needs stream: true", param="stream_options")
-    if fields.stream and fields.prompt_logprobs is not None:
-        raise bad_request("'prompt_logprobs' is not supported with stream: true", param="prompt_logprobs")
+    of_whole = (
+        ("prompt_logprobs", fields.prompt_logprobs is not None),
+        ("logprobs_in_fingerprint", fields.logprobs_in_fingerprint),
+    )
+    for name, is_asked in of_whole if fields.stream else ():
+        if is_asked:
+            raise bad_request(f"'{name}' is not supported with stream: true", param=name)
 
 
 def sampling(
@@ -160,8 +220,15 @@ def sampling(
     """The engine's view of how tokens are chosen. top_k of -1 and 0 both mean off."""
     ends = set(fields.stop_token_ids) | (set() if fields.ignore_eos else set(defaults.end_ids))
     bias = parse_bias(fields.logit_bias, limits.vocab_size)
+    allowed = np.unique(np.array(fields.allowed_token_ids or (), dtype=np.int32))
+    check_vocabulary(allowed, limits.vocab_size, "allowed_token_ids")
+    if allowed.size and fields.min_tokens and ends.issuperset(allowed.tolist()):
+        raise bad_request(
+            "'allowed_token_ids' are all end tokens, which min_tokens forbids at first", param="allowed_token_ids"
+        )
+    temperature = chosen(fields.temperature, defaults.temperature)
     return Sampling(
-        temperature=chosen(fields.temperature, defaults.temperature),
+        temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
         top_p=chosen(fields.top_p, defaults.top_p),
         top_k=max(chosen(fields.top_k, defaults.top_k), 0),
         min_p=chosen(fields.min_p, defaults.min_p),
@@ -172,6 +239,7 @@ def sampling(
         end_ids=i32_column(sorted(ends)) if ends else EMPTY,
         bias_ids=i32_column(bias.keys()),
         bias_values=f32_column(bias.values()),
+        allowed_ids=column(allowed) if allowed.size else EMPTY,
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_prompt_logprobs,
     )
@@ -204,6 +272,10 @@ def parse_stops(stop: str | list[str]) -> tuple[str, ...]:
         raise bad_request("'stop' must not hold an empty string", param="stop")
     if any(len(text) > MAX_STOP_LENGTH for text in stops):
         raise bad_request(f"'stop' strings can have at most {MAX_STOP_LENGTH} characters", param="stop")
+    if (num_chars := sum(map(len, stops))) > MAX_STOP_CHARS:
+        raise bad_request(
+            f"'stop' strings can have at most {MAX_STOP_CHARS} characters together, got {num_chars}", param="stop"
+        )
     return tuple(dict.fromkeys(stops))
 
 
@@ -219,6 +291,18 @@ def check_text(limits: Limits, num_chars: int, longest: int, param: str) -> None
             f"at most {room} tokens fit, but the prompt has at least {least} tokens; shorten it",
             param=param,
             code="context_length_exceeded",
+        )
+
+
+def check_text_size(text: str, max_mb: int, param: str) -> None:
+    """Raises ApiError (400) for a text of more than `max_mb` MiB in UTF-8."""
+    most = max_mb << 20
+    if 4 * len(text) > most and (num_bytes := len(text.encode("utf-8", "surrogatepass"))) > most:
+        raise bad_request(
+            f"'{param}': a text of {num_bytes} bytes is too long to be tokenized; server.max_text_mb is {max_mb} MiB. "
+            "Shorten it, or send token ids",
+            param=param,
+            code="text_too_long",
         )
 
 

@@ -8,20 +8,25 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import numpy as np
 
 from toka_async.openai.errors import ApiError, bad_request
-from toka_async.openai.fields import MAX_SHOWN, check_names, drop_neutral
+from toka_async.openai.fields import MAX_SHOWN, known_fields
+from toka_async.openai.json_items import count_items
 from toka_async.openai.long_ids import Cut, cut_ids
-from toka_async.openai.requests import CompletionRequest, DetokenizeRequest
+from toka_async.openai.requests import CompletionRequest, DetokenizeRequest, WireRequest
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T", bound=WireRequest)
 
 MANY = 1 << 18  # bytes of a body that may have so many token ids that they are read in pieces
 ID_FIELDS: dict[type[msgspec.Struct], str] = {CompletionRequest: "prompt", DetokenizeRequest: "tokens"}
+MAX_ITEMS = 1 << 20  # of a body, besides long lists of token ids; to parse so many takes some tenths of a second
+ITEM_BYTES = 128  # that an item becomes, all sorts of them considered
+FEW_BYTES = 1 << 16  # of a body that cannot have many items
 MAX_EXPLAINED = 1 << 20  # bytes of a broken body that is looked at again
 JSON_NAMES = {list: "an array", str: "a string", int: "a number", float: "a number", bool: "a bool", type(None): "null"}
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -33,16 +38,44 @@ def parse_request(raw: bytes | bytearray, kind: type[T]) -> T:
     """The request in `raw`, a JSON object; an explicit null means an absent field.
 
     Raises:
-        ApiError: 400; not JSON, a lone surrogate, NaN, a wrong type, an unknown or unsupported field, …
+        ApiError: 400; not JSON, a lone surrogate, NaN, a wrong type, an unknown or unsupported field, … 413; it has so
+            many items that parsing them would stop everything else.
     """
     cut = cut_ids(raw) if len(raw) >= MANY else None
     if cut is not None and (wire := _with_ids(cut, kind)) is not None:
         return wire
+    check_items(raw)
     return parse_fields(decode_object(raw), kind)
+
+
+def check_items(raw: bytes | bytearray) -> None:
+    """Raises ApiError (413) when JSON has more items than may be parsed at once."""
+    if len(raw) > FEW_BYTES and (num := count_items(raw, MAX_ITEMS)) > MAX_ITEMS:
+        raise ApiError(
+            413,
+            f"the body has {num} JSON items (elements, pairs, arrays and objects), and can have {MAX_ITEMS} besides "
+            "a long list of token ids; send fewer in a request",
+            code="too_many_items",
+        )
+
+
+def parsed_bytes(raw: bytes | bytearray) -> int:
+    """The memory that a body takes at most when it is parsed, with what may be needed meanwhile.
+
+    A string takes up to four bytes a character, and an array of token ids two times its text.
+    """
+    is_plain = raw.isascii() and b"\\u" not in raw
+    return (2 if is_plain else 4) * len(raw) + ITEM_BYTES * min(count_items(raw, MAX_ITEMS), MAX_ITEMS)
+
+
+def most_parsed_bytes(num_bytes: int) -> int:
+    """`parsed_bytes` of a body of so many bytes, at most."""
+    return 4 * num_bytes + ITEM_BYTES * MAX_ITEMS
 
 
 def _with_ids(cut: Cut, kind: type[T]) -> T | None:
     """The request, when what was cut out of it is its ids. Raises ApiError as `parse_request` does."""
+    check_items(cut.rest)
     try:
         fields = msgspec.json.decode(cut.rest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -57,16 +90,28 @@ def _with_ids(cut: Cut, kind: type[T]) -> T | None:
 
 def parse_fields(fields: dict[str, Any], kind: type[T]) -> T:
     """As `parse_request`, of an object that is decoded already."""
-    supported = frozenset(kind.__struct_encode_fields__)
-    fields = drop_neutral(fields, supported)
-    check_names(fields, supported)
-    options = fields.get("stream_options")
-    if isinstance(options, dict):
-        fields["stream_options"] = {name: value for name, value in options.items() if value is not None}
+    fields = given_fields(fields, kind)
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise located(error, fields) from None
+
+
+def given_fields(fields: dict[str, Any], kind: type[WireRequest], where: str = "") -> dict[str, Any]:
+    """See `known_fields`, also of the objects inside."""
+    given = known_fields(fields, kind.__struct_encode_fields__, kind.unsupported, where)
+    for name, inner in objects_in(kind).items():
+        if isinstance(value := given.get(name), dict):
+            given[name] = given_fields(value, inner, f"{where}{name}.")
+    return given
+
+
+@cache
+def objects_in(kind: type[WireRequest]) -> dict[str, type[WireRequest]]:
+    """The fields of a request that are objects with fields of their own."""
+    inside = {field.encode_name: (field.type, *get_args(field.type)) for field in msgspec.structs.fields(kind)}
+    types = {name: [each for each in given if isinstance(each, type)] for name, given in inside.items()}
+    return {name: each for name, given in types.items() for each in given if issubclass(each, WireRequest)}
 
 
 def decode_object(raw: bytes | bytearray) -> dict[str, Any]:
@@ -100,16 +145,18 @@ def unreadable(raw: bytes | bytearray) -> ApiError | None:
 
 
 def fault_in(value: object) -> str | None:
-    """What of `value`, which the standard library's parser let pass, is not JSON."""
-    match value:
-        case float() if not math.isfinite(value):
-            return "a number that is not finite (NaN, or too large)"
-        case str() if SURROGATE.search(value):
-            return "a lone surrogate, which is half of a character"
-        case dict():
-            value = [*value, *value.values()]
-    if isinstance(value, list):
-        return next((fault for part in value if (fault := fault_in(part))), None)
+    """What of `value`, which a laxer parser let pass, is not JSON. It may be nested as deeply as memory allows."""
+    left = [value]
+    while left:
+        match left.pop():
+            case float() as number if not math.isfinite(number):
+                return "a number that is not finite (NaN, or too large)"
+            case str() as text if SURROGATE.search(text):
+                return "a lone surrogate, which is half of a character"
+            case list() as values:
+                left += values
+            case dict() as pairs:
+                left += [*pairs, *pairs.values()]
     return None
 
 

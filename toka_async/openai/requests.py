@@ -7,17 +7,22 @@ What depends on the model (context, vocabulary) or needs more than a range is ch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
 from toka_async.openai.chat_messages import MESSAGE
+from toka_async.openai.fields import UNSUPPORTED, Unsupported
 
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
+MAX_STOP_CHARS = 8192  # of all stop strings of a request
+MAX_IDS = 16384  # of `stop_token_ids` and `logit_bias`
 
+ANY_MODEL = ("", "default", "none")  # names that clients of other servers write for the one that is served
+LEAST_REPETITION = 0.01  # a penalty that no logit of a model overflows with
 MAX_COUNT = 2**31 - 1  # of anything: counts travel as int32
 
 Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
@@ -25,6 +30,7 @@ NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 TokenIds = list[TokenId]
+AllowedIds = Annotated[TokenIds, Meta(min_length=1)]
 
 # What no type tells is told by a schema, for readers; the modules that are named above check it.
 _ID = {"type": "integer", "minimum": 0, "maximum": MAX_COUNT}
@@ -37,7 +43,7 @@ Stop = Annotated[str, Meta(extra_json_schema={"minLength": 1, "maxLength": MAX_S
 Stops = Annotated[list[Stop], Meta(extra_json_schema={"maxItems": MAX_STOPS})]
 Bias = Annotated[
     dict[str, Annotated[float, Meta(ge=-100, le=100)]],
-    Meta(extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,11}$"}}),
+    Meta(max_length=MAX_IDS, extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,11}$"}}),
 ]
 Messages = Annotated[list[Any], Meta(extra_json_schema={"items": MESSAGE, "minItems": 1})]
 Conversations = Annotated[
@@ -47,15 +53,24 @@ Conversations = Annotated[
 
 
 class WireRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request body: unknown fields are errors."""
+    """An object of a request: unknown fields are errors.
+
+    unsupported: fields that others have and that are taken where they ask for nothing.
+    """
+
+    unsupported: ClassVar[Unsupported] = {}
 
 
 class StreamOptions(WireRequest, frozen=True, kw_only=True):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
 
 
 class GenerationFields(WireRequest, frozen=True, kw_only=True):
     """The fields that completions and chat share. None: the model's own default."""
+
+    unsupported: ClassVar[Unsupported] = UNSUPPORTED
 
     model: str | None = None
     n: Count = 1
@@ -66,11 +81,12 @@ class GenerationFields(WireRequest, frozen=True, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=LEAST_REPETITION, le=2)] | None = None
     logit_bias: Bias = {}
+    allowed_token_ids: AllowedIds | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stop | Stops = []
-    stop_token_ids: TokenIds = []
+    stop_token_ids: Annotated[TokenIds, Meta(max_length=MAX_IDS)] = []
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -78,7 +94,12 @@ class GenerationFields(WireRequest, frozen=True, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    logprobs_in_fingerprint: bool = False
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] | None = None
+    truncation_side: Literal["left", "right"] = "left"
     priority: Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)] = 0
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     # Labels for the caller's own books; they ask nothing of a server.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -118,6 +139,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    apply_chat_template_overrides: dict[str, Any] = {}  # Tokasaurus' name of the same
 
 
 class ChatBatchRequest(ChatRequest, frozen=True, kw_only=True):
@@ -131,6 +153,13 @@ class ChatBatchRequest(ChatRequest, frozen=True, kw_only=True):
 class TokenizeRequest(WireRequest, frozen=True, kw_only=True):
     """POST /tokenize: a prompt, or messages as chat has them."""
 
+    unsupported: ClassVar[Unsupported] = {
+        "tools": ([],),
+        "chat_template": (),
+        "media_io_kwargs": ({},),
+        "mm_processor_kwargs": ({},),
+    }
+
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
@@ -138,6 +167,7 @@ class TokenizeRequest(WireRequest, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    return_token_strs: bool = False
 
 
 class DetokenizeRequest(WireRequest, frozen=True, kw_only=True):

@@ -14,6 +14,19 @@ FinishReason = Literal["stop", "length"]
 StopReason = int | str | None
 
 
+class PackedLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokasaurus' compact log-probs, JSON within `system_fingerprint`: an entry for each choice.
+
+    completion_ids: its tokens [t]. The others are arrays in base64: float32 [t]; int32 and float32 [t, k], null where
+    no likeliest tokens are wanted.
+    """
+
+    completion_ids: list[list[int]]
+    packed_chosen_logprobs: list[str]
+    packed_topk_indices: list[str] | None
+    packed_topk_logprobs: list[str] | None
+
+
 class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
@@ -26,10 +39,10 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """One token at a place of the prompt; `rank` is null where the token is not among the likeliest asked for."""
+    """One token at a place of the prompt. rank: among all tokens, from 1."""
 
     logprob: float
-    rank: int | None
+    rank: int
     decoded_token: str
 
 
@@ -53,7 +66,8 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
     token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.Raw | UnsetType = UNSET  # Raw: likewise
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,6 +79,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    system_fingerprint: str | UnsetType = UNSET
+    obfuscation: str | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,12 +108,15 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """prompt_token_ids: here where the answer is to many conversations."""
+
     index: int
     message: ChatMessage
-    logprobs: ChatLogprobs | None = None
+    logprobs: ChatLogprobs | msgspec.Raw | None = None  # Raw: the same, as JSON already
     finish_reason: FinishReason
     stop_reason: StopReason = None
     token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +127,8 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    system_fingerprint: str | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +152,8 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    obfuscation: str | UnsetType = UNSET
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,6 +161,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["toka-async"] = "toka-async"
+    root: str
+    parent: None = None
     max_model_len: int | None = None
     vocab_size: int | None = None
 
@@ -151,6 +176,7 @@ class TokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
     count: int
     max_model_len: int
+    token_strs: list[str] | UnsetType = UNSET
 
 
 class DetokenizeResponse(msgspec.Struct, frozen=True):

@@ -6,15 +6,16 @@ that asks for nothing, counts and token ids are bounded by the model. Knows no r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from copy import deepcopy
 from typing import Any
 
 import msgspec
 
-from toka_async.openai.fields import UNSUPPORTED
+from toka_async.openai.fields import Unsupported
 from toka_async.openai.generation import Limits
-from toka_async.openai.requests import GenerationFields
+from toka_async.openai.parse import objects_in
+from toka_async.openai.requests import ANY_MODEL, WireRequest
 
 Schema = dict[str, Any]
 
@@ -26,7 +27,7 @@ def reference(kind: type[msgspec.Struct]) -> Schema:
     return {"$ref": REF.format(name=kind.__name__)}
 
 
-def request_schemas(kinds: Iterable[type[msgspec.Struct]], model: str, limits: Limits) -> dict[str, Schema]:
+def request_schemas(kinds: Iterable[type[WireRequest]], model: str, limits: Limits) -> dict[str, Schema]:
     """By name; those of the Structs inside too. `model` is the one that is served."""
     kinds = list(kinds)
     schemas = components(kinds)
@@ -36,9 +37,10 @@ def request_schemas(kinds: Iterable[type[msgspec.Struct]], model: str, limits: L
         for name in fields.keys() & bounds.keys():
             lower(fields[name], bounds[name])
         if "model" in fields:
-            fields["model"] = {"enum": [model, None]}
-        if issubclass(kind, GenerationFields):
-            fields |= neutral_fields(fields)
+            fields["model"] = {"enum": [model, *ANY_MODEL, None]}
+        for each in (kind, *objects_in(kind).values()):
+            fields = schemas[each.__name__]["properties"]
+            fields |= neutral_fields(each.unsupported, fields)
     for schema in schemas.values():
         let_null(schema)
     return schemas
@@ -71,7 +73,7 @@ def bounds_of(limits: Limits) -> dict[str, int]:
     room, last_id = min(limits.max_context, limits.cache_tokens), limits.vocab_size - 1
     counts = {"n": limits.max_n, "best_of": limits.max_n, "min_tokens": limits.max_context}
     tokens = dict.fromkeys(("max_tokens", "max_completion_tokens"), room)
-    return counts | tokens | dict.fromkeys(("prompt", "tokens", "stop_token_ids"), last_id)
+    return counts | tokens | dict.fromkeys(("prompt", "tokens", "stop_token_ids", "allowed_token_ids"), last_id)
 
 
 def lower(schema: object, most: int) -> None:
@@ -84,17 +86,19 @@ def lower(schema: object, most: int) -> None:
         lower(each, most)
 
 
-def neutral_fields(supported: Mapping[str, Schema]) -> dict[str, Schema]:
+def neutral_fields(unsupported: Unsupported, supported: Collection[str]) -> dict[str, Schema]:
     """Fields that are not supported, and the values that are taken nevertheless."""
     return {
         name: {"enum": [*values, None], "description": "Not supported; a value that asks for nothing is taken."}
-        for name, values in UNSUPPORTED.items()
+        for name, values in unsupported.items()
         if values and name not in supported
     }
 
 
 def let_null(schema: Schema) -> None:
-    """Optional fields may be null, which means absent."""
+    """Optional fields may be null, which means absent; so may fields that nobody knows."""
+    if schema.get("additionalProperties") is False:
+        schema["additionalProperties"] = {"type": "null"}
     fields = schema.get("properties", {})
     for name in fields.keys() - set(schema.get("required", ())):
         field = fields[name]

@@ -12,30 +12,35 @@ import contextlib
 import ctypes
 import logging
 import os
-import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal, NoReturn
 
 import msgspec
 
 from toka_async.config import Config
 from toka_async.logs import catch_stray_lines, configure
+from toka_async.socket_folder import remove_folder
 from toka_async.topology import Topology
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)  # the parent's to decide on; children ignore them
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the parent's to decide on; children ignore them
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent dies
 
 
 class BatchJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch without a server: files, as absolute paths, and the folder where its progress is kept."""
+    """A batch without a server: files, as absolute paths, and the folder where its progress is kept.
+
+    model: what of the configuration the answers depend on, by key.
+    """
 
     input: str
     output: str
     errors: str
     folder: str
+    model: dict[str, str] = {}
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,11 +88,15 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
 
 
 class Advanced(msgspec.Struct, frozen=True, tag=True):
-    """Batch -> parent: how many of the lines have ended by now, and how many of these went to the error file."""
+    """Batch -> parent: how many of the lines have ended by now, and how many of these went to the error file.
+
+    tokens: generated for all of these lines.
+    """
 
     done: int
     failed: int
     total: int
+    tokens: int = 0
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
@@ -95,6 +104,8 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
     completed: int
     failed: int
+    prompt_tokens: int = 0
+    tokens: int = 0  # generated
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
@@ -202,7 +213,7 @@ class ParentLink:
                 rest += chunk
         finally:
             if not told:  # the parent was killed, so this is left to its children
-                shutil.rmtree(self.spec.folder, ignore_errors=True)
+                remove_folder(Path(self.spec.folder))
             self.exit(0)
 
 

@@ -9,9 +9,6 @@ import asyncio
 import contextlib
 import gc
 import os
-import socket
-import ssl
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,10 +18,11 @@ import uvloop
 import zmq
 from aiohttp import BadContentDispositionHeader, BadContentDispositionParam, web
 
+from toka_async.batches.clock import SettledClock
 from toka_async.batches.disk import StorageError
 from toka_async.batches.store import Store
 from toka_async.config import ConfigError, ModelConfig
-from toka_async.listening import BACKLOG, inherited, max_connections
+from toka_async.listening import inherited, max_connections
 from toka_async.messages import ToScheduler, ToServer
 from toka_async.model.generation import GenerationDefaults, read_generation_defaults
 from toka_async.model.spec import ModelError, read_spec
@@ -42,12 +40,12 @@ from toka_async.procs.child import (
     Started,
 )
 from toka_async.procs.direct import DirectServer
+from toka_async.server.acceptor import Acceptor
 from toka_async.server.app import create_app
 from toka_async.server.engine import Engine
-from toka_async.server.handshake import TlsSite
 from toka_async.server.keys import KeySource
 from toka_async.server.respond import SERVICE
-from toka_async.server.runner import ConnectionLimits, Runner, connection_limits
+from toka_async.server.runner import connection_limits, create_runner
 from toka_async.server.service import Service
 from toka_async.server.tls import tls_context
 from toka_async.text.chat import ChatTemplate, ChatTemplateError
@@ -83,9 +81,9 @@ async def serve(link: ParentLink) -> NoReturn:
         link.fatal(f"server.data_dir: {error}", user=True)
     limits = connection_limits(max_connections(spec.config.server), spec.config.server)
     limits.show(engine.metrics)
-    runner = Runner(app, shutdown_timeout=spec.config.server.drain_timeout, limits=limits)
+    runner = create_runner(app, spec.config.server.drain_timeout)
     await runner.setup()
-    site = open_site(runner, inherited(spec.listen_fd), tls, limits)
+    site = Acceptor(runner, inherited(spec.listen_fd), limits, tls)
     await site.start()
     direct = open_direct(link, app[SERVICE])
     orders = take_orders(link, context, outboxes, engine)
@@ -106,14 +104,6 @@ async def serve(link: ParentLink) -> NoReturn:
     first = await order
     await site.stop()
     await finish(link, first, orders, engine, runner, direct)
-
-
-def open_site(
-    runner: Runner, listener: socket.socket, tls: ssl.SSLContext | None, limits: ConnectionLimits
-) -> web.BaseSite:
-    if tls is None:
-        return web.SockSite(runner, listener, backlog=BACKLOG)
-    return TlsSite(runner, listener, tls, limits.handshakes)
 
 
 def open_direct(link: ParentLink, service: Service) -> DirectServer | None:
@@ -165,7 +155,7 @@ async def finish(
     order: Order,
     orders: asyncio.Queue[Order],
     engine: Engine,
-    runner: Runner,
+    runner: web.AppRunner,
     direct: DirectServer | None,
 ) -> NoReturn:
     """Carry out the parent's last order (a Fail may follow a Drain), and end."""
@@ -188,7 +178,7 @@ async def finish(
     link.exit()
 
 
-async def close(runner: Runner, timeout: float) -> None:
+async def close(runner: web.AppRunner, timeout: float) -> None:
     """Wait until the handlers have answered and their answers are sent, then close all connections."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout):
@@ -203,7 +193,7 @@ def build_app(spec: ChildSpec, engine: Engine) -> web.Application:
     tokenizer, template, defaults = load_texts(spec)
     keys = KeySource(spec.config.server, os.environ)
     folder = spec.config.server.data_dir
-    store = Store(Path(folder).absolute(), time.time) if folder else None
+    store = Store(Path(folder).absolute(), SettledClock()) if folder else None
     return create_app(spec.config.server, spec.served_name, tokenizer, template, defaults, engine, store, keys)
 
 

@@ -1,4 +1,4 @@
-"""What rows do to their logits before the draw: collects bias, forbidden end tokens and penalties of a step's rows.
+"""What rows do to their logits before the draw: allowed tokens, bias, forbidden end tokens and penalties, collected.
 
 Only rows that ask for it cost anything. Knows slots and prompts; how logits change is in `model.penalties`.
 """
@@ -27,6 +27,8 @@ def edit(logits: Tensor, rows: Rows, history: History, slots: Int32, lengths: In
     """
     params = rows.params[slots]
     flags = params["flags"]
+    if (flags & Flag.ALLOWED).any():
+        _keep_allowed(logits, rows, slots, params)
     if (flags & (Flag.BIASED | Flag.MIN_TOKENS)).any():
         _add_bias(logits, rows, slots, params, lengths)
     penalised = np.flatnonzero(flags & (Flag.REPETITION | Flag.COUNTED))
@@ -37,6 +39,15 @@ def edit(logits: Tensor, rows: Rows, history: History, slots: Int32, lengths: In
         part = logits[at]
         _penalise(part, rows, history, slots[penalised], params[penalised], lengths[penalised])
         logits[at] = part
+
+
+def _keep_allowed(logits: Tensor, rows: Rows, slots: Int32, params: Params) -> None:
+    """-inf for what rows with allowed tokens do not allow."""
+    limited = np.flatnonzero(params["flags"] & Flag.ALLOWED)
+    ids = [prompt.allowed_ids for prompt in rows.prompts[slots[limited]]]
+    at = np.repeat(limited, [part.size for part in ids])
+    rows_at, places_at, ids_at = upload((limited, at, np.concatenate(ids)), logits.device)
+    penalties.keep_only(logits, rows_at, places_at, ids_at)
 
 
 def _add_bias(logits: Tensor, rows: Rows, slots: Int32, params: Params, lengths: Int64) -> None:

@@ -22,7 +22,7 @@ from toka_async.runner.samples import Samples, TopLogprobs
 from toka_async.runner.slab_sampler import Head, SlabSampler
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition")
-_SLOW = Flag.BIASED | Flag.MIN_TOKENS | Flag.COUNTED
+_SLOW = Flag.ALLOWED | Flag.BIASED | Flag.MIN_TOKENS | Flag.COUNTED
 
 
 class KernelSampler:

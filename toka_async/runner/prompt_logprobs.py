@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from toka_async.arrays import Int32
-from toka_async.model.logprobs import Logprobs, concatenate, distribution, logprobs_of
+from toka_async.model.logprobs import Logprobs, concatenate, distribution, logprobs_of, with_ranks
 from toka_async.model.sampling import clean
 from toka_async.runner.copies import upload
 from toka_async.runner.inputs import StepRows
@@ -45,13 +45,12 @@ def asked_chunks(rows: Rows, step_rows: StepRows) -> list[AskedChunk]:
 
 
 def prompt_logprobs(hidden: Tensor, asked: Sequence[AskedChunk], head: Head, vocab_size: int) -> Logprobs:
-    """Of the chunks' following tokens, one chunk after the other; hidden [t, hidden] of all tokens of the step."""
+    """Of the chunks' following tokens, with ranks, one chunk after the other; hidden [t, hidden] of the whole step."""
     indices = np.concatenate([np.arange(a.first, a.first + a.next_ids.size) for a in asked])
     at, next_ids = upload((indices, np.concatenate([a.next_ids for a in asked])), hidden.device)
     num_top = max(a.num_top for a in asked)
-    return concatenate(
-        [
-            logprobs_of(distribution(clean(head(hidden[at[part]]))), next_ids[part], num_top)
-            for part in slabs(indices.size, vocab_size, hidden.device)
-        ]
-    )
+    parts = []
+    for part in slabs(indices.size, vocab_size, hidden.device):
+        values = distribution(clean(head(hidden[at[part]])))
+        parts.append(with_ranks(values, next_ids[part], logprobs_of(values, next_ids[part], num_top)))
+    return concatenate(parts)

@@ -19,7 +19,8 @@ class RowPrompt:
     """A prompt, shared by the rows admitted with its key; it lives as long as one of them, or as its key.
 
     token_ids: int32 [p]. num_prompt: leading ids that are the user's. pages: int32, full pages shared by the rows.
-    params: sampling parameters, PARAMS [1]. end_ids, bias_ids: int32, ids of the vocabulary only. bias: float32.
+    params: sampling parameters, PARAMS [1]. end_ids, bias_ids, allowed_ids: int32, ids of the vocabulary only. bias:
+    float32.
     """
 
     token_ids: Int32
@@ -30,12 +31,14 @@ class RowPrompt:
     end_ids: Int32
     bias_ids: Int32
     bias: Float32
+    allowed_ids: Int32
 
 
 def read_prompt(prompt: Prompt, vocab_size: int) -> RowPrompt:
-    """Copies, so that the received message can go. End and bias ids outside the vocabulary have no logit: left out."""
+    """Copies, so that the received message can go. Ids outside the vocabulary have no logit: they are left out."""
     sampling = prompt.sampling
     end_ids, bias_ids = as_i32(sampling.end_ids), as_i32(sampling.bias_ids)
+    allowed_ids = as_i32(sampling.allowed_ids)
     valid = (bias_ids >= 0) & (bias_ids < vocab_size)
     return RowPrompt(
         token_ids=as_i32(prompt.token_ids).copy(),
@@ -46,4 +49,5 @@ def read_prompt(prompt: Prompt, vocab_size: int) -> RowPrompt:
         end_ids=np.unique(end_ids[(end_ids >= 0) & (end_ids < vocab_size)]),
         bias_ids=bias_ids[valid],
         bias=as_f32(sampling.bias_values)[valid],
+        allowed_ids=np.unique(allowed_ids[(allowed_ids >= 0) & (allowed_ids < vocab_size)]),
     )

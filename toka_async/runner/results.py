@@ -103,7 +103,11 @@ def _in_order(parts: Sequence[npt.NDArray[Any]], places: Sequence[Int64 | None])
 
 
 def _tensors(logprobs: Logprobs | None) -> list[Tensor]:
-    return [] if logprobs is None else [logprobs.chosen, logprobs.top_ids.to(torch.int32), logprobs.top]
+    """Of prompts, whose tokens have ranks."""
+    if logprobs is None:
+        return []
+    assert logprobs.ranks is not None
+    return [logprobs.chosen, logprobs.top_ids.to(torch.int32), logprobs.top, logprobs.ranks]
 
 
 @dataclass(slots=True, frozen=True)
@@ -138,7 +142,9 @@ def _with_top(done: StepDone, tops: Sequence[_Top]) -> StepDone:
     )
 
 
-def _chunks(asked: Sequence[AskedChunk], chosen: Float32, top_ids: Int32, top: Float32) -> tuple[ChunkLogprobs, ...]:
+def _chunks(
+    asked: Sequence[AskedChunk], chosen: Float32, top_ids: Int32, top: Float32, ranks: Int32
+) -> tuple[ChunkLogprobs, ...]:
     """Arrays of all chunks, one after the other, cut into messages."""
     messages = []
     first = 0
@@ -150,6 +156,7 @@ def _chunks(asked: Sequence[AskedChunk], chosen: Float32, top_ids: Int32, top: F
                 slot=chunk.slot,
                 start=chunk.start,
                 logprobs=column(chosen[part]),
+                ranks=column(ranks[part]),
                 num_top=num_top,
                 top_ids=column(top_ids[part, :num_top]),
                 top_logprobs=column(top[part, :num_top]),

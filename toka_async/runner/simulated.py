@@ -208,6 +208,7 @@ class SimulatedRank:
                     slot=slot,
                     start=start,
                     logprobs=f32_column([LEAST] * count),
+                    ranks=i32_column([1] * count),
                     num_top=num_top,
                     top_ids=column(ids),
                     top_logprobs=column(values),

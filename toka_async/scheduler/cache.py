@@ -46,11 +46,11 @@ class PageCache:
     def give(self, pages: Int32) -> None:
         self.pool.give(pages)
 
-    def lookup(self, tokens: Int32) -> list[Node]:
-        """Acquires the longest cached prefix that leaves at least one token to compute."""
+    def lookup(self, tokens: Int32, salt: int = 0) -> list[Node]:
+        """Acquires the longest cached prefix of a salt that leaves at least one token to compute."""
         if not self.prefix:
             return []
-        nodes = self.tree.match(tokens, (tokens.size - 1) // self.page_size)
+        nodes = self.tree.match(tokens, (tokens.size - 1) // self.page_size, salt)
         self.tree.acquire(nodes)
         return nodes
 

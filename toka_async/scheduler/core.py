@@ -328,6 +328,7 @@ def each_of(message: Submits) -> Iterator[Submit]:
             sampling=message.sampling,
             stream=message.stream,
             priority=message.priority,
+            salt=message.salt,
         )
         start = end
 
@@ -336,4 +337,5 @@ def _empty_scores(count: int, num_top: int) -> PromptScores | None:
     if num_top < 0:
         return None
     shape = (count, num_top)
-    return PromptScores(np.zeros(count, np.float32), np.zeros(shape, np.int32), np.zeros(shape, np.float32))
+    values, ranks = np.zeros(count, np.float32), np.zeros(count, np.int32)
+    return PromptScores(values, ranks, np.zeros(shape, np.int32), np.zeros(shape, np.float32))

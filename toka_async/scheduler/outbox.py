@@ -136,6 +136,7 @@ class Outbox:
                 request_id=request.request_id,
                 cached_tokens=cached_tokens,
                 logprobs=column(scores.logprobs),
+                ranks=column(scores.ranks),
                 top_ids=column(scores.top_ids),
                 top_logprobs=column(scores.top_logprobs),
             )

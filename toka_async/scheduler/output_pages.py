@@ -36,7 +36,8 @@ def _cache_output(running: RunningSet, lane: int) -> None:
     num_kept = 0
     for page in own[: max(0, num_full - run.pages.size)].tolist():
         start = (run.pages.size + num_kept) * size
-        node = running.cache.tree.insert(run.nodes[-1] if run.nodes else None, tokens[start : start + size], page)
+        parent, salt = run.nodes[-1] if run.nodes else None, run.request.submit.salt
+        node = running.cache.tree.insert(parent, tokens[start : start + size], page, salt)
         if node is None:
             break
         run.nodes.append(node)

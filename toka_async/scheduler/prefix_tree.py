@@ -1,5 +1,7 @@
 """The prefix tree: full pages of prompts by their tokens, with owners, evicted least recently used first.
 
+Prompts of different salts share nothing: the salt is part of the key of a prompt's first page, so of all below it.
+
 One node a page. Whoever owns a node owns its ancestors, so unowned nodes have unowned descendants only, and every
 unowned page can be reclaimed. Knows tokens and page numbers; not requests, nor whether a page's content is computed
 (the scheduler inserts a page with the step that fills it, and ranks run steps in order).
@@ -15,10 +17,12 @@ import numpy as np
 
 from toka_async.arrays import Int32
 
+SALT_BYTES = 8
+
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A full page: its tokens given its ancestors' tokens."""
+    """A full page: its tokens given its ancestors' tokens. key: they, in a prompt's first page after the salt."""
 
     page: int
     key: bytes
@@ -43,16 +47,19 @@ class PrefixTree:
         self.num_owned = 0
         self.num_cached = 0
 
-    def match(self, tokens: Int32, max_pages: int) -> list[Node]:
-        """The longest chain of nodes that holds the first tokens, at most `max_pages` long. Not yet acquired."""
+    def match(self, tokens: Int32, max_pages: int, salt: int = 0) -> list[Node]:
+        """The longest chain of nodes of a salt that holds the first tokens, at most `max_pages` long.
+
+        Not yet acquired.
+        """
         node, nodes, width = self._root, [], 4 * self._page_size
-        data = tokens.tobytes()
+        data, before = tokens.tobytes(), _salt_key(salt)
         for i in range(min(max_pages, tokens.size // self._page_size)):
-            child = node.children.get(data[i * width : (i + 1) * width])
+            child = node.children.get(before + data[i * width : (i + 1) * width])
             if child is None:
                 break
             nodes.append(child)
-            node = child
+            node, before = child, b""
         return nodes
 
     def acquire(self, nodes: Sequence[Node]) -> None:
@@ -76,14 +83,14 @@ class PrefixTree:
                 if not node.children:
                     self._offer(node)
 
-    def insert(self, parent: Node | None, tokens: Int32, page: int) -> Node | None:
-        """A new node of `tokens` (one page) below `parent` (None: the root), which the caller owns.
+    def insert(self, parent: Node | None, tokens: Int32, page: int, salt: int = 0) -> Node | None:
+        """A new node of `tokens` (one page) below `parent` (None: the root, for a salt), which the caller owns.
 
         None if the tree has such a node already: `page` stays the caller's.
         """
         above = parent or self._root
         assert above.num_owners > 0
-        key = tokens.tobytes()
+        key = tokens.tobytes() if parent else _salt_key(salt) + tokens.tobytes()
         if key in above.children:
             return None
         node = above.children[key] = Node(page=page, key=key, parent=above, num_owners=1)
@@ -133,8 +140,14 @@ class PrefixTree:
             assert node.parent is not None
             assert node.parent.children[node.key] is node
             assert node.num_owners == 0 or node.parent.num_owners > 0
-            assert len(node.key) == 4 * self._page_size
+            num_salt = len(node.key) - 4 * self._page_size
+            assert num_salt == 0 or (num_salt == SALT_BYTES and node.parent is self._root)
             assert node.num_owners or node.children or id(node) in offered
+
+
+def _salt_key(salt: int) -> bytes:
+    """What the key of a first page begins with: nothing for salt 0."""
+    return salt.to_bytes(SALT_BYTES, "little") if salt else b""
 
 
 def _valid(offer: Offer) -> bool:

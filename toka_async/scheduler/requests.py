@@ -25,6 +25,7 @@ class PromptScores:
     """Log-probs of a prompt's tokens, filled chunk by chunk: entry i is of token i + 1."""
 
     logprobs: Float32
+    ranks: Int32
     top_ids: Int32
     top_logprobs: Float32
 

@@ -145,7 +145,7 @@ class Results:
                 continue  # sent already: this is the prompt of a request that was preempted
             values = as_f32(chunk.logprobs)
             part = slice(chunk.start, chunk.start + values.size)
-            scores.logprobs[part] = values
+            scores.logprobs[part], scores.ranks[part] = values, as_i32(chunk.ranks)
             if chunk.num_top:
                 scores.top_ids[part] = as_i32(chunk.top_ids).reshape(-1, chunk.num_top)
                 scores.top_logprobs[part] = as_f32(chunk.top_logprobs).reshape(-1, chunk.num_top)

@@ -68,7 +68,7 @@ class RunningSet:
         cache, tokens = self.cache, job.token_ids
         cached_before = cache.tree.num_cached
         wants_scores = job.request.scores is not None
-        nodes = [] if wants_scores else cache.lookup(tokens)
+        nodes = [] if wants_scores else cache.lookup(tokens, job.request.submit.salt)
         num_revived = cached_before - cache.tree.num_cached
         to_compute = tokens.size - (job.sample < 0)
         num_full, num_tail = to_compute // cache.page_size, int(to_compute % cache.page_size > 0)
@@ -157,7 +157,8 @@ class RunningSet:
         size = self.cache.page_size
         for i in range(len(run.nodes), min(run.num_computed // size, run.pages.size)):
             parent = run.nodes[-1] if run.nodes else None
-            node = self.cache.tree.insert(parent, run.job.token_ids[i * size : (i + 1) * size], int(run.pages[i]))
+            tokens = run.job.token_ids[i * size : (i + 1) * size]
+            node = self.cache.tree.insert(parent, tokens, int(run.pages[i]), run.request.submit.salt)
             if node is None:
                 return
             run.nodes.append(node)

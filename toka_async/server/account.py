@@ -36,6 +36,7 @@ class Account:
     timeout: seconds that a request may take, 0 for any. max_waiting: requests that may wait for room, None for any
     number. is_behind: its requests let those of all other accounts go first. while_waiting: entered with the number of
     its samples while a request waits for room. on_room: called when something has ended. num_refused: requests, ever.
+    cache_owner: whose prompts its requests may find in the prefix cache; empty: those of requests without an owner.
     lineage: itself, its parents, and theirs, each once.
     """
 
@@ -48,6 +49,7 @@ class Account:
     is_behind: bool = False
     while_waiting: Callable[[int], AbstractContextManager[None]] = as_before
     on_room: Callable[[], None] = do_nothing
+    cache_owner: str = ""
     num_requests: int = 0
     num_tokens: int = 0
     num_waiting: int = 0

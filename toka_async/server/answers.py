@@ -8,12 +8,14 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from toka_async.messages import Reason
 from toka_async.openai.responses import FinishReason, PromptTokensDetails, Usage
+from toka_async.server.logprobs import packed_logprobs
 from toka_async.server.sample_text import Piece
 from toka_async.server.service import Output, Run
 
@@ -40,6 +42,10 @@ class Answer(Protocol):
         self, run: Run, prompt: int, sample: int, piece: Piece, reason: Reason, stop: str | int | None
     ) -> msgspec.Struct:
         """New text of a sample."""
+        ...
+
+    def with_prompt(self, chunk: Any, run: Run, prompt: int) -> msgspec.Struct:
+        """A sample's first chunk, one of its own making, with the prompt's token ids."""
         ...
 
     def last(self, usage: Usage) -> msgspec.Struct:
@@ -71,12 +77,34 @@ def run_usage(run: Run, completion_tokens: int) -> Usage:
     )
 
 
+def sample_usage(run: Run, prompt: int, completion_tokens: int) -> Usage:
+    """Of one sample so far, as chunks of a stream say it."""
+    prompt_tokens, cached = len(run.prompts[prompt]), run.batch.flights[prompt].num_cached
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached),
+    )
+
+
+def fingerprint(run: Run, outputs: Sequence[Sequence[Output]]) -> str | UnsetType:
+    """`system_fingerprint`: only where log-probs are wanted in it."""
+    generation = run.generation
+    if not generation.pack_logprobs:
+        return UNSET
+    rows = [output.rows for samples in outputs for output in samples]
+    return packed_logprobs(rows, generation.sampling.num_logprobs)
+
+
 def num_kept(outputs: Sequence[Sequence[Output]]) -> int:
     return sum(len(output.rows) for samples in outputs for output in samples)
 
 
 def is_heavy(run: Run, outputs: Sequence[Sequence[Output]]) -> bool:
     """Whether to build the response in a thread: it takes milliseconds."""
-    wants_each_token = run.generation.sampling.num_logprobs >= 0 or run.generation.sampling.num_prompt_logprobs >= 0
+    sampling = run.generation.sampling
+    wants_logprobs = sampling.num_logprobs >= 0 or sampling.num_prompt_logprobs >= 0
+    wants_each_token = wants_logprobs or run.generation.return_token_ids
     num_entries = num_kept(outputs) + sum(map(len, run.prompts)) if wants_each_token else sum(map(len, outputs))
     return num_entries > 256

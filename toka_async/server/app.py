@@ -15,16 +15,17 @@ from toka_async.server import files
 from toka_async.server.batch_service import BatchService
 from toka_async.server.engine import Engine
 from toka_async.server.errors import add_headers, json_errors
-from toka_async.server.guard import GUARD, OPEN, Guard, check_keys
-from toka_async.server.guard_metrics import GuardCollector
+from toka_async.server.guard import GUARD, OPEN, Guard, add_cors_headers, check_sender
 from toka_async.server.keys import Keys
 from toka_async.server.load import show_load
 from toka_async.server.observed import Observed
+from toka_async.server.origins import read_origins
 from toka_async.server.receive import RECEIVING, give_room_back, receiving
 from toka_async.server.respond import SERVICE
 from toka_async.server.routes import add_routes
 from toka_async.server.service import Service, make_defaults
 from toka_async.server.status import StatusLine
+from toka_async.server.unsent import UNSENT, count_answers, create_unsent
 from toka_async.server.vllm_metrics import VllmCollector
 from toka_async.text.chat import ChatTemplate
 from toka_async.text.tokenizer import Tokenizer
@@ -48,7 +49,7 @@ def create_app(
     """
     app = web.Application(client_max_size=config.max_body_mb << 20)
     Observed(engine.metrics, config.log_requests).install(app)
-    app.middlewares.extend([json_errors, check_keys, give_room_back])
+    app.middlewares.extend([count_answers, json_errors, check_sender, give_room_back])
     show_load(engine)
     engine.metrics.show_server(model_name=served_name, version=__version__)
     if config.vllm_metrics:
@@ -56,10 +57,12 @@ def create_app(
     service = app[SERVICE] = create_service(config, served_name, tokenizer, chat_template, defaults, engine)
     app[RECEIVING] = receiving(config, service.executor)
     app[RECEIVING].bodies.show(engine.metrics)
-    guard = app[GUARD] = Guard(keys, service.accounts, OPEN | ({"/metrics"} if config.open_metrics else set()))
+    unsent = app[UNSENT] = create_unsent(config)
+    unsent.show(engine.metrics)
+    open_paths = OPEN | ({"/metrics"} if config.open_metrics else set())
+    guard = app[GUARD] = Guard(keys, service.accounts, open_paths, read_origins(config))
     batches = app[files.BATCHES] = None if store is None else BatchService(store, service, guard.owner_account)
-    engine.metrics.registry.register(GuardCollector(guard))
-    app.on_response_prepare.append(add_headers)
+    app.on_response_prepare.extend([add_headers, add_cors_headers])
     add_routes(app)
 
     async def text_threads(_app: web.Application) -> AsyncIterator[None]:
@@ -72,13 +75,17 @@ def create_app(
         yield
         status.stop()
 
+    async def unsent_answers(_app: web.Application) -> AsyncIterator[None]:
+        yield
+        unsent.stop()
+
     async def batch_work(_app: web.Application) -> AsyncIterator[None]:
         assert batches is not None
         await batches.start()
         yield
         await batches.stop()
 
-    app.cleanup_ctx.extend([text_threads, status_line, *([] if batches is None else [batch_work])])
+    app.cleanup_ctx.extend([text_threads, status_line, unsent_answers, *([] if batches is None else [batch_work])])
     return app
 
 

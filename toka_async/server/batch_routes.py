@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import re
 import secrets
-import time
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from toka_async.batches.disk import StorageError
+from toka_async.batches.quota import QuotaError
 from toka_async.batches.records import FINAL, Batch, BatchRecord
-from toka_async.batches.store import NotFoundError
+from toka_async.batches.store import InUseError, NotFoundError
 from toka_async.openai.batches import (
     MAX_KEY,
     MAX_PAIRS,
     MAX_VALUE,
     WINDOW,
+    BatchDeleted,
     BatchError,
     BatchErrors,
     BatchList,
@@ -29,7 +30,7 @@ from toka_async.openai.batches import (
 )
 from toka_async.openai.errors import ApiError, bad_request
 from toka_async.server.batch_service import BatchService
-from toka_async.server.files import PURPOSE, Query, asked, batch_service, storage_failed
+from toka_async.server.files import PURPOSE, Query, asked, batch_service, over_quota, storage_failed
 from toka_async.server.guard import viewer_of
 from toka_async.server.receive import read_request
 from toka_async.server.respond import json_response
@@ -47,7 +48,7 @@ async def create_batch(request: web.Request) -> web.Response:
     service = batch_service(request)
     wire = await read_request(request, CreateBatch)
     check_metadata(wire.metadata or {})
-    lasts, now = seconds_of(wire.completion_window), int(time.time())
+    lasts, now = seconds_of(wire.completion_window), int(service.store.now())
     viewer = viewer_of(request)
     await check_input(service, wire.input_file_id, viewer)
     name = secrets.token_hex(12)
@@ -65,9 +66,11 @@ async def create_batch(request: web.Request) -> web.Response:
         owner=viewer or "",
     )
     try:
-        return json_response(batch_object(service, await service.batches.create(record)))
+        return json_response(batch_object(service, await service.batches.create(record, service.quota)))
     except NotFoundError:
         raise no_input(wire.input_file_id) from None
+    except QuotaError as error:
+        raise over_quota(error) from None
     except StorageError as error:
         raise storage_failed(error) from error
 
@@ -135,6 +138,17 @@ async def cancel_batch(request: web.Request) -> web.Response:
     if batch.record.status in FINAL - {"cancelled"} or batch.record.outcome != "cancelled":
         raise bad_request(f"a batch that is {batch.record.status} cannot be cancelled", code="batch_ended")
     return json_response(batch_object(service, batch))
+
+
+async def delete_batch(request: web.Request) -> web.Response:
+    """OpenAI has no such route. Here nobody else clears up, and a list of thousands that have ended is of no use."""
+    service, batch_id = batch_service(request), request.match_info["batch"]
+    try:
+        remove = partial(service.store.remove_batch, batch_id, viewer_of(request))
+        await asked(service, remove, "batch", batch_id, service.batches.insist)
+    except InUseError:
+        raise ApiError(409, "the batch has not ended; cancel it first", code="batch_not_ended") from None
+    return json_response(BatchDeleted(id=batch_id))
 
 
 def batch_object(service: BatchService, batch: Batch) -> BatchObject:

@@ -5,12 +5,14 @@ Knows no HTTP.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from toka_async.batches.quota import Quota
 from toka_async.batches.records import Batch
 from toka_async.batches.store import Store
 from toka_async.batches.window import Load, Window
@@ -31,6 +33,7 @@ class BatchService:
         store: opened; closed by `stop`.
         owner_account: what the requests of a batch's owner count in; None: there is none of that name (any more).
         on_progress, on_end: see Batches.
+        one_model: a file whose lines ask for another model is refused; otherwise that is these lines' answer.
     """
 
     def __init__(
@@ -40,6 +43,8 @@ class BatchService:
         owner_account: Callable[[str], Account | None] = lambda _owner: None,
         on_progress: Callable[[Batch], None] = lambda _batch: None,
         on_end: Callable[[Batch], None] = lambda _batch: None,
+        *,
+        one_model: bool = False,
     ) -> None:
         self.store = store
         self.service = service
@@ -48,15 +53,23 @@ class BatchService:
         service.accounts.batches.while_waiting = self.window.paused
         self.batches: Batches
         self.writer: Writer
+        self.receiving: Counter[str] = Counter()  # bytes of uploads that are not files yet, by owner
         self._owner_account = owner_account
         self._on_progress = on_progress
         self._on_end = on_end
+        self._model = service.name if one_model else ""
+
+    @property
+    def quota(self) -> Quota:
+        """What one owner may have."""
+        config = self.service.config
+        return Quota(config.key_max_open_batches, config.key_max_files, config.key_max_files_mb << 20)
 
     async def start(self) -> None:
         """Goes on with what has not ended, as soon as the engine takes requests."""
         config = self.service.config
         self.writer = Writer(Transactions(self.store.database.connection, self.store.committed, self.store.forget))
-        limits = Limits(config.max_batch_lines, config.max_body_mb << 20)
+        limits = Limits(config.max_batch_lines, config.max_body_mb << 20, self._model)
         self.batches = Batches(
             self.store,
             self.writer,
@@ -71,12 +84,15 @@ class BatchService:
         engine.metrics.registry.register(BatchCollector(self.batches))
         engine.on_state = self.follow
         self.follow()
-        await self.batches.start()
+        self.batches.start()
 
     def account_of(self, owner: str) -> Account:
         """What the lines of a batch count in: an owner who is gone has no limits but the server's own."""
         accounts = self.service.accounts
-        return accounts.batches_of((self._owner_account(owner) if owner else None) or accounts.total)
+        if not owner:
+            return accounts.batches_of(accounts.total)
+        gone = "keys that are gone"
+        return accounts.batches_of(self._owner_account(owner) or accounts.open(gone, 0, 0, 0, cache_owner=gone))
 
     def follow(self) -> None:
         """The engine's state has changed."""

@@ -26,7 +26,7 @@ class BlockTexts:
 
     def texts(self, block: Block, options: TextOptions) -> list[SampleText]:
         """The text of each sample, end tokens left out as `options` say."""
-        token_ids, counts = without_ends(block, options.kept_end_ids)
+        token_ids, counts = (block.token_ids, block.counts) if options.keep_ends else without_ends(block)
         ends = np.cumsum(counts)
         if token_ids.size < MANY:
             rows = np.split(token_ids, ends[:-1])
@@ -47,13 +47,8 @@ class BlockTexts:
         return table
 
 
-def without_ends(block: Block, kept_end_ids: frozenset[int]) -> tuple[Int32, Int32]:
-    """The block's token ids and counts without the end tokens, which have no text unless they are kept."""
+def without_ends(block: Block) -> tuple[Int32, Int32]:
+    """The block's token ids and counts without the end tokens."""
     ends = np.cumsum(block.counts)
     dropped = (block.reasons == int(Reason.STOP)) & (block.counts > 0)
-    places = ends[dropped] - 1
-    if kept_end_ids:
-        text = np.isin(block.token_ids[places], list(kept_end_ids))
-        dropped[np.flatnonzero(dropped)[text]] = False
-        places = places[~text]
-    return np.delete(block.token_ids, places), block.counts - dropped.astype(np.int32)
+    return np.delete(block.token_ids, ends[dropped] - 1), block.counts - dropped.astype(np.int32)

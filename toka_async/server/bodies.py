@@ -29,10 +29,12 @@ class Bodies:
     Args:
         most: bytes of all bodies.
         share: bytes of one owner's, at least those of the largest body. What is left of `most` is for others.
+        what: the setting that bounds them, for errors.
     """
 
-    def __init__(self, most: int, share: int) -> None:
+    def __init__(self, most: int, share: int, what: str = "server.max_bodies_mb") -> None:
         assert 0 < share <= most
+        self._what = what
         self._most = most
         self._share = share
         self._held: Counter[str] = Counter()
@@ -116,7 +118,7 @@ class Bodies:
 
     def _is_full(self, num_bytes: int, timeout: float) -> str:
         return (
-            f"no room for a body of up to {num_bytes} bytes in {timeout:g} s: server.max_bodies_mb is "
+            f"no room for a body of up to {num_bytes} bytes in {timeout:g} s: {self._what} is "
             f"{self._most >> 20} MiB for all bodies at once, {self._share >> 20} MiB for those of one key or address"
         )
 

@@ -32,9 +32,10 @@ async def chat_batch(request: web.Request) -> web.StreamResponse:
     generation = chat_generation(wire, service.limits(), service.defaults)
     check_counts(len(wire.messages), generation.n, service.config, "messages")
     texts = await service.render_all(await service.in_thread(conversations, wire, is_long=len(wire.messages) > SLICE))
-    prompts = await service.encode(texts, wire.add_special_tokens, "messages")
+    prompts = await service.encode(texts, wire.add_special_tokens, "messages", generation)
+    del wire, texts  # while the request runs, nobody needs what its body was parsed to
     async with service.running(generation, prompts, "messages", account_of(request)) as run:
-        return await respond(request, run, ChatAnswer(service, new_header("chatcmpl", service.name)))
+        return await respond(request, run, ChatAnswer(service, new_header("chatcmpl", service.name), of_many=True))
 
 
 def conversations(wire: ChatBatchRequest) -> list[Chat]:

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aiohttp import web
 from msgspec import UNSET, Raw, UnsetType
+from msgspec.structs import replace
 
+from toka_async.arrays import as_i32
 from toka_async.config import ServerConfig
 from toka_async.messages import Reason
 from toka_async.openai.errors import bad_request
 from toka_async.openai.generation import Generation, completion_generation
 from toka_async.openai.prompts import Prompt, parse_prompts
 from toka_async.openai.requests import CompletionRequest
-from toka_async.openai.responses import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage
+from toka_async.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from toka_async.server.account import Account
-from toka_async.server.answers import FINISH, Header, new_header, num_kept, run_usage
+from toka_async.server.answers import FINISH, Header, fingerprint, new_header, num_kept, run_usage
 from toka_async.server.block_texts import MANY
+from toka_async.server.events import ENCODER
 from toka_async.server.guard import account_of
 from toka_async.server.logprobs import (
+    Lists,
+    TokenNames,
     concatenated,
     echoed_logprobs,
+    json_lists,
     legacy_logprobs,
     prompt_logprobs,
     prompt_rows,
@@ -38,8 +44,9 @@ from toka_async.server.slices import SLICE, in_slices
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Handles one request."""
-    wire = await read_request(request, CompletionRequest)
-    async with completion_run(request.app[SERVICE], wire, account_of(request)) as (run, answer):
+    service = request.app[SERVICE]
+    wire = read_request(request, CompletionRequest)
+    async with completion_run(service, await wire, account_of(request)) as (run, answer):
         return await respond(request, run, answer)
 
 
@@ -52,9 +59,12 @@ async def completion_run(
     generation = completion_generation(wire, service.limits(), service.defaults)
     given = await service.in_thread(parse_prompts, wire.prompt, is_long=len(wire.prompt) > SLICE)
     check_size(given, generation, service.config)
-    prompts = await service.encode(given, wire.add_special_tokens, "prompt")
-    echoed = [prompt_text(service, generation, each) async for each in in_slices(given if generation.echo else [])]
-    async with service.running(generation, prompts, "prompt", account) as run:
+    prompts = await service.encode(given, wire.add_special_tokens, "prompt", generation)
+    whole = prompts if generation.truncation else given
+    echoed = [prompt_text(service, generation, each) async for each in in_slices(whole if generation.echo else [])]
+    del wire, given, whole  # while the request runs, nobody needs what its body was parsed to
+    num_echoed = sum(map(len, echoed))
+    async with service.running(generation, prompts, "prompt", account, num_echoed) as run:
         yield run, CompletionAnswer(service, echoed, new_header("cmpl", service.name))
 
 
@@ -79,13 +89,21 @@ def prompt_text(service: Service, generation: Generation, prompt: Prompt) -> str
     return service.tokenizer.decode(prompt.tolist(), generation.skip_special_tokens)
 
 
+Echo = tuple[str, Lists | None]  # a prompt's text, and its log-probs where they are wanted
+NO_ECHO: Echo = ("", None)
+
+
 @dataclass(frozen=True, slots=True)
 class CompletionAnswer:
-    """The responses of one request. echoed: the texts of its prompts, when they are to be echoed."""
+    """The responses of one request.
+
+    echoed: the texts of its prompts, when they are to be echoed. echoes: made once a prompt, as each sample has it.
+    """
 
     service: Service
     echoed: list[str]
     header: Header
+    echoes: dict[int, Echo] = field(default_factory=dict)
 
     def whole(self, run: Run, outputs: Sequence[Sequence[Output]]) -> Completion:
         choices = []
@@ -93,9 +111,12 @@ class CompletionAnswer:
             echo = self.echo(run, prompt)
             of_prompt = self.prompt_logprobs(run, prompt)
             logprobs = self.sample_logprobs(run, samples, echo)
+            prompt_ids = self.prompt_token_ids(run, prompt)
             for sample, (output, own) in enumerate(zip(samples, logprobs, strict=True)):
-                choices.append(self.choice(run, prompt, sample, output, echo[0], own, of_prompt))
-        return self.completion(choices, run_usage(run, num_kept(outputs)))
+                choices.append(self.choice(run, prompt, sample, output, echo[0], own, of_prompt, prompt_ids))
+        return replace(
+            self.completion(choices, run_usage(run, num_kept(outputs))), system_fingerprint=fingerprint(run, outputs)
+        )
 
     def choice(
         self,
@@ -104,8 +125,9 @@ class CompletionAnswer:
         sample: int,
         output: Output,
         echo: str,
-        logprobs: CompletionLogprobs | Raw | None,
-        of_prompt: PromptLogprobs | UnsetType,
+        logprobs: Raw | None,
+        of_prompt: Raw | UnsetType,
+        prompt_ids: list[int] | UnsetType,
     ) -> CompletionChoice:
         return CompletionChoice(
             index=prompt * run.generation.n + sample,
@@ -115,32 +137,41 @@ class CompletionAnswer:
             stop_reason=output.stop,
             token_ids=output.rows.token_ids.tolist() if run.generation.return_token_ids else UNSET,
             prompt_logprobs=of_prompt,
+            prompt_token_ids=prompt_ids,
         )
 
-    def sample_logprobs(
-        self, run: Run, samples: Sequence[Output], echo: tuple[str, CompletionLogprobs | None]
-    ) -> Sequence[CompletionLogprobs | Raw | None]:
+    def prompt_token_ids(self, run: Run, prompt: int) -> list[int] | UnsetType:
+        return run.prompts[prompt].tolist() if run.generation.return_token_ids else UNSET
+
+    def sample_logprobs(self, run: Run, samples: Sequence[Output], echo: Echo) -> Sequence[Raw | None]:
         """The log-probs of each sample of a prompt, an echoed prompt's before them."""
         num_logprobs, skip = run.generation.sampling.num_logprobs, run.generation.skip_special_tokens
-        if num_logprobs < 0:
+        if num_logprobs < 0 or run.generation.pack_logprobs:
             return [None] * len(samples)
         text, of_echo = echo
         rows = [output.rows for output in samples]
-        if num_logprobs == 0 and of_echo is None and sum(map(len, rows)) >= MANY:
+        is_named = not run.generation.name_token_ids
+        if num_logprobs == 0 and is_named and of_echo is None and sum(map(len, rows)) >= MANY:
             return self.service.logprob_columns.encode(rows, skip, start=len(text))
-        logprobs = []
+        logprobs: list[Raw] = []
         for each in rows:
             offsets = text_offsets(self.service.tokenizer, each.token_ids.tolist(), skip, True, len(text))
             own = self.logprobs(run, each, offsets)
-            logprobs.append(own if of_echo is None else concatenated(of_echo, own))
+            # As JSON at once: what the JSON of all samples is made of would take several times its memory.
+            logprobs.append(Raw(ENCODER.encode(own)) if of_echo is None else concatenated(of_echo, own))
         return logprobs
 
     def first(self, run: Run, prompt: int, sample: int) -> Completion | None:
         if not run.generation.echo:
             return None
-        text, logprobs = self.echo(run, prompt)
+        text, lists = self.echo(run, prompt)
+        logprobs = None if lists is None else concatenated(lists, None)
         choice = CompletionChoice(index=prompt * run.generation.n + sample, text=text, logprobs=logprobs)
         return self.completion([choice], self.no_usage(run))
+
+    def with_prompt(self, chunk: Completion, run: Run, prompt: int) -> Completion:
+        (choice,) = chunk.choices
+        return replace(chunk, choices=[replace(choice, prompt_token_ids=self.prompt_token_ids(run, prompt))])
 
     def chunk(
         self, run: Run, prompt: int, sample: int, piece: Piece, reason: Reason, stop: str | int | None
@@ -171,25 +202,38 @@ class CompletionAnswer:
         return None if run.generation.include_usage else UNSET
 
     def logprobs(self, run: Run, rows: Rows, offsets: list[int]) -> CompletionLogprobs:
-        return legacy_logprobs(self.service.tokenizer, rows, offsets, run.generation.sampling.num_logprobs)
+        return legacy_logprobs(self.names(run), rows, offsets, run.generation.sampling.num_logprobs)
 
-    def echo(self, run: Run, prompt: int) -> tuple[str, CompletionLogprobs | None]:
+    def names(self, run: Run) -> TokenNames:
+        return TokenNames(self.service.tokenizer, run.generation.name_token_ids)
+
+    def echo(self, run: Run, prompt: int) -> Echo:
         """What an echo puts before the completion: the prompt, with its log-probs where the request wants some."""
         if not run.generation.echo:
-            return "", None
+            return NO_ECHO
+        if prompt not in self.echoes:
+            self.echoes[prompt] = self.made_echo(run, prompt)
+        return self.echoes[prompt]
+
+    def made_echo(self, run: Run, prompt: int) -> Echo:
         text, num_top = self.echoed[prompt], run.generation.sampling.num_logprobs
-        if num_top < 0:
+        if num_top < 0 or run.generation.pack_logprobs:
             return text, None
         ids = run.prompts[prompt].tolist()
         offsets = text_offsets(self.service.tokenizer, ids, run.generation.skip_special_tokens, False)
         rows = self.prompt_rows(run, prompt)
-        return text, echoed_logprobs(self.service.tokenizer, ids[0], rows, offsets, num_top)
+        return text, json_lists(echoed_logprobs(self.names(run), ids[0], rows, offsets, num_top))
 
-    def prompt_logprobs(self, run: Run, prompt: int) -> PromptLogprobs | UnsetType:
+    def prompt_logprobs(self, run: Run, prompt: int) -> Raw | UnsetType:
+        """As JSON: all choices of a prompt have the same."""
         num_top = run.generation.num_prompt_logprobs
-        return UNSET if num_top < 0 else prompt_logprobs(self.service.tokenizer, self.prompt_rows(run, prompt), num_top)
+        if num_top < 0:
+            return UNSET
+        ranks = as_i32(run.prefilled(prompt).ranks)
+        return Raw(
+            ENCODER.encode(prompt_logprobs(self.service.tokenizer, self.prompt_rows(run, prompt), ranks, num_top))
+        )
 
     def prompt_rows(self, run: Run, prompt: int) -> Rows:
-        prefilled = run.batch.flights[prompt].prefilled
-        assert prefilled is not None, "the prompt is computed before its samples"
-        return prompt_rows(run.prompts[prompt], prefilled, run.generation.sampling.num_prompt_logprobs)
+        num_top = run.generation.sampling.num_prompt_logprobs
+        return prompt_rows(run.prompts[prompt], run.prefilled(prompt), num_top)

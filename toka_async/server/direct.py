@@ -124,7 +124,7 @@ class Direct:
         prompts = column(jobs.prompts)
         bounds = zip((4 * (ends - jobs.lengths)).tolist(), (4 * ends).tolist(), charges, strict=True)
         place, live = self._replicas.router.place, self._replicas.live
-        chosen = np.asarray([place(prompts[start:end], charge, live) for start, end, charge in bounds])
+        chosen = np.asarray([place(prompts[start:end], charge, live, jobs.salt) for start, end, charge in bounds])
         return [(replica, np.flatnonzero(chosen == replica)) for replica in np.unique(chosen).tolist()]
 
     def _send(self, jobs: DirectJobs, rows: Int64, owner: Owner, replica: int, since: Float64 | None) -> None:
@@ -157,6 +157,7 @@ class Direct:
             sampling=jobs.sampling,
             stream=jobs.stream,
             priority=jobs.priority,
+            salt=jobs.salt,
         )
         self._replicas.send_bundle(int(ids[0]), submits, replica, retried=since is not None)
 
@@ -346,4 +347,5 @@ def again_of(submits: Submits, client_ids: Int64, places: Int32) -> DirectJobs:
         sampling=submits.sampling,
         stream=submits.stream,
         priority=submits.priority,
+        salt=submits.salt,
     )

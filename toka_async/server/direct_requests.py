@@ -108,8 +108,7 @@ class Answer:
         return -1 if stop is None else self._run.generation.stops.index(stop)
 
     def _send_prompt(self) -> None:
-        prefilled = self._run.batch.flights[0].prefilled
-        assert prefilled is not None, "the prompt is computed before its samples"
+        prefilled = self._run.prefilled(0)
         columns: Columns = {
             "logprobs": as_f32(prefilled.logprobs),
             "top_ids": as_i32(prefilled.top_ids),

@@ -23,6 +23,7 @@ class DirectJobs:
     """Requests that differ in their prompts and seeds only.
 
     client_ids: [r]. lengths: [r]. prompts: token ids [sum(lengths)]. seeds: [r].
+    salt: see Submit.
     """
 
     client_ids: Int64
@@ -34,6 +35,7 @@ class DirectJobs:
     sampling: Sampling
     stream: bool
     priority: int
+    salt: int
 
     def __len__(self) -> int:
         return self.client_ids.size

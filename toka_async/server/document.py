@@ -16,6 +16,7 @@ import msgspec
 import toka_async
 from toka_async.openai.errors import ErrorResponse
 from toka_async.openai.generation import Limits
+from toka_async.openai.requests import WireRequest
 from toka_async.openai.schemas import Schema, reference, request_schemas, response_schemas
 
 JSON, EVENTS, FORM_DATA = "application/json", "text/event-stream", "multipart/form-data"
@@ -24,9 +25,9 @@ MEDIA: dict[str, Schema] = {  # answers that are no Struct
     "text/plain": {"type": "string"},
     "application/octet-stream": {},
 }
-# Bad HTTP; it comes too slowly; a strange Expect; too many connections from an address; an error of the server's; too
-# many connections.
-ANY_TIME = (400, 408, 417, 429, 500, 503)
+# Bad HTTP; a web page that may not use the server; it comes too slowly; a strange Expect; too many connections from an
+# address; an error of the server's; too many connections.
+ANY_TIME = (400, 403, 408, 417, 429, 500, 503)
 WITH_BODY = (413, 415)
 
 _PLACE = re.compile(r"\{(\w+)(?::[^}]*)?\}")
@@ -44,7 +45,7 @@ class Operation:
     name: str
     summary: str
     answer: type[msgspec.Struct] | str
-    body: type[msgspec.Struct] | None = None
+    body: type[WireRequest] | None = None
     form: Schema | None = None
     event: type[msgspec.Struct] | None = None
     query: Mapping[str, Schema] | None = None
@@ -87,8 +88,11 @@ def document(operations: Mapping[tuple[str, str], Operation], facts: Facts) -> d
         "components": {"schemas": dict(sorted(schemas.items())), "responses": error_responses(operations.values())},
     }
     if facts.has_keys:
-        made["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        made["security"] = [{"key": []}]
+        made["components"]["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+        }
+        made["security"] = [{"key": []}, {"header": []}]
     return made
 
 

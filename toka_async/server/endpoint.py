@@ -192,7 +192,7 @@ class Endpoint:
     def _account(self) -> Account:
         """Of a client's public key, whatever its sessions; without keys nobody can tell clients apart."""
         accounts, sender = self._service.accounts, self._router.sender
-        return accounts.open(f"client {sender}") if sender else accounts.total
+        return accounts.open(f"client {sender}", cache_owner=f"client {sender}") if sender else accounts.total
 
     def _begin(self, name: bytes, account: Account) -> Session:
         self._num_sessions += 1

@@ -49,8 +49,7 @@ class Engine:
     Args:
         outboxes: to the schedulers, by replica. What they send goes to `on_messages`.
         max_requests: held at once; more raise OverloadedError.
-        clock: seconds, monotonic.
-        page_size: tokens of a page of the replicas' caches.
+        clock: seconds, monotonic. page_size: tokens of a page of the replicas' caches.
 
     Attributes:
         replicas: which of them has what.
@@ -249,6 +248,7 @@ class Engine:
                 stream=job.stream,
                 priority=job.priority,
                 stop_id=job.stop_id,
+                salt=job.salt,
             )
         )
 

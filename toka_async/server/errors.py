@@ -6,6 +6,7 @@ Knows aiohttp and the engine's exceptions.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -62,7 +63,16 @@ def as_api_error(error: Exception) -> ApiError:
 def framework_message(error: web.HTTPException) -> str:
     if isinstance(error, web.HTTPMethodNotAllowed):
         return f"method {error.method} is not allowed here, only {', '.join(sorted(error.allowed_methods))}"
-    return error.reason if error.status != 404 else "no such route"
+    return error.reason
+
+
+def no_route(request: web.Request) -> ApiError:
+    """A 404 that leads on: to the route that was meant, or to all of them."""
+    paths = sorted({resource.canonical for resource in request.app.router.resources()})
+    asked = request.path[:256]
+    near = difflib.get_close_matches(asked, paths, n=1, cutoff=0.8)
+    lead = f"did you mean {near[0]}?" if near else f"there are {', '.join(paths)}"
+    return ApiError(404, f"no such route: {asked!r}; {lead}", code="unknown_url")
 
 
 def error_response(error: ApiError) -> web.Response:
@@ -92,7 +102,8 @@ async def json_errors(request: web.Request, handler: Handler) -> web.StreamRespo
     except (asyncio.CancelledError, ConnectionError):  # the client is gone
         raise
     except Exception as error:
-        known = request[FAULT] = as_api_error(error)
+        known = no_route(request) if isinstance(error, web.HTTPNotFound) else as_api_error(error)
+        request[FAULT] = known
         if known.code == "internal_error":
             logger.exception("%s %s failed", request.method, request.rel_url.raw_path)  # encoded: it stays one line
         response = error_response(known)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -19,6 +19,7 @@ from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from toka_async.batches.disk import Disk, StorageError, storage_errors
+from toka_async.batches.quota import Quota, QuotaError
 from toka_async.batches.records import FileRecord
 from toka_async.batches.store import InUseError, NotFoundError
 from toka_async.openai.batches import ExpiresAfter, FileDeleted, FileList, FileObject
@@ -28,12 +29,13 @@ from toka_async.server.batch_service import BatchService
 from toka_async.server.guard import viewer_of
 from toka_async.server.receive import check_encoding, reserve
 from toka_async.server.respond import SERVICE, json_response
+from toka_async.server.unsent import Download
 
 BATCHES: web.AppKey[BatchService | None] = web.AppKey("batches")
 PURPOSE = "batch"
 MAX_FIELD = 4096  # bytes of a form field
 MAX_NAME = 255  # characters of a file's name
-CHUNK = 1 << 20  # bytes that are written at once
+CHUNK = 1 << 20  # bytes of an upload that are written at once
 OVERHEAD = 1 << 16  # bytes of a form around its file
 PAGE = 10_000
 
@@ -81,25 +83,48 @@ async def create_file(request: web.Request) -> web.Response:
     service = batch_service(request)
     check_upload(request)
     await reserve(request, CHUNK if request.content_length is None else min(CHUNK, request.content_length))
-    upload = Upload(service.store.uploads / secrets.token_hex(16), service.service.config.max_file_mb << 20)
+    upload = await new_upload(service, viewer_of(request) or "", request.content_length or 0)
     try:
         await receive(request, upload, service.executor)
-        record = upload.record(viewer_of(request) or "")
+        record = upload.record(int(service.store.now()))
         try:
-            await service.writer.run(partial(service.store.add_file, record, upload.path))
+            await service.writer.run(partial(service.store.add_file, record, upload.path, service.quota))
         except StorageError:
             service.store.path(record.id).unlink(missing_ok=True)
             raise
     except StorageError as error:
         raise storage_failed(error) from error
+    except QuotaError as error:
+        raise over_quota(error) from None
     finally:
+        upload.receiving.subtract({upload.owner: upload.num_bytes})
         upload.path.unlink(missing_ok=True)
     return json_response(file_object(record))
 
 
+async def new_upload(service: BatchService, owner: str, num_bytes: int) -> Upload:
+    """A form of about so many bytes. Raises ApiError (429) when its owner has as much as one may have."""
+    num_files, num_kept = await service.writer.run(partial(service.store.database.files_of, owner))
+    num_coming = service.receiving[owner] + max(0, num_bytes - OVERHEAD)
+    try:
+        service.quota.check_files(num_files + 1, num_kept + num_coming)
+    except QuotaError as error:
+        raise over_quota(error) from None
+    return Upload(
+        path=service.store.folder.new_upload(),
+        owner=owner,
+        max_bytes=service.service.config.max_file_mb << 20,
+        quota=service.quota,
+        num_kept=num_kept,
+        receiving=service.receiving,
+    )
+
+
 def check_upload(request: web.Request) -> None:
-    """Raises ApiError when the request says that its file is too large (413), or compressed (415)."""
+    """Raises ApiError when the request says that its file is too large (413), compressed or in no form (415)."""
     check_encoding(request)
+    if request.content_type != "multipart/form-data":
+        raise ApiError(415, f"the body must be multipart/form-data, not {request.content_type[:64]}")
     config = request.app[SERVICE].config
     if (request.content_length or 0) > (config.max_file_mb << 20) + OVERHEAD:
         raise too_large(config.max_file_mb)
@@ -111,15 +136,30 @@ def too_large(max_file_mb: int) -> ApiError:
 
 @dataclass(slots=True)
 class Upload:
-    """A form as it comes. filename: None until the file was there."""
+    """A form as it comes. filename: None until the file was there.
+
+    max_bytes: of its file. num_kept: bytes that its owner has in files. receiving: bytes of all uploads, by owner.
+    """
 
     path: Path
+    owner: str
     max_bytes: int
+    quota: Quota
+    num_kept: int
+    receiving: Counter[str]
     fields: dict[str, str] = field(default_factory=dict)
     filename: str | None = None
     num_bytes: int = 0
 
-    def record(self, owner: str) -> FileRecord:
+    def add(self, num_bytes: int) -> None:
+        """So many more bytes of its file come. Raises ApiError (413) or QuotaError when there is no room for them."""
+        if self.num_bytes + num_bytes > self.max_bytes:
+            raise too_large(self.max_bytes >> 20)
+        self.quota.check_files(0, self.num_kept + self.receiving[self.owner] + num_bytes)
+        self.num_bytes += num_bytes
+        self.receiving[self.owner] += num_bytes
+
+    def record(self, now: int) -> FileRecord:
         """The file. Raises ApiError (400) when something is missing or wrong."""
         if self.filename is None:
             raise bad_request("'file' is required", param="file")
@@ -127,7 +167,6 @@ class Upload:
         if purpose != PURPOSE:
             raise bad_request(f"'purpose' must be {PURPOSE!r}, got {purpose!r}", param="purpose")
         lasts = expires_after({name: self.fields.pop(f"expires_after[{name}]", None) for name in ("anchor", "seconds")})
-        now = int(time.time())
         return FileRecord(
             id=f"file-{secrets.token_hex(12)}",
             filename=self.filename,
@@ -135,7 +174,7 @@ class Upload:
             bytes=self.num_bytes,
             created_at=now,
             expires_at=None if lasts is None else now + lasts,
-            owner=owner,
+            owner=self.owner,
         )
 
 
@@ -152,18 +191,17 @@ def expires_after(fields: dict[str, str | None]) -> int | None:
 
 async def receive(request: web.Request, upload: Upload, executor: Executor) -> None:
     """Reads the form. Raises ApiError (400, 413) or StorageError."""
-    if request.content_type != "multipart/form-data":
-        raise bad_request(f"the body must be multipart/form-data, not {request.content_type[:64]}")
     with form_errors():
         reader = await request.multipart()
     while True:
         with form_errors():
             part = await reader.next()
+            given = part.name if isinstance(part, BodyPartReader) else None
         if part is None:
             return
-        if not isinstance(part, BodyPartReader) or part.name is None:
+        if not isinstance(part, BodyPartReader) or given is None:
             raise bad_request("a part of the form has no name")
-        name = clean(part.name)
+        name = clean(given)
         if part.headers.get("Content-Transfer-Encoding", "binary").lower() not in ("binary", "8bit", "7bit"):
             raise bad_request(f"'{name[:64]}' must not be encoded for transfer", param=name[:64])
         if name == "file":
@@ -173,28 +211,33 @@ async def receive(request: web.Request, upload: Upload, executor: Executor) -> N
         elif name not in FORM["properties"]:
             raise bad_request(f"'{name}' is not supported", param=name)
         else:
-            upload.fields[name] = await read_field(part)
+            upload.fields[name] = await read_field(part, name)
 
 
 @contextmanager
 def form_errors() -> Iterator[None]:
-    """Whatever the framework's parser raises for a form that is none is an ApiError (400)."""
+    """Whatever the framework's parser raises for a form is an ApiError (400): it has no error class for bad forms.
+
+    Only calls of the parser belong inside. A body that does not come, or a client that is gone, is no bad form.
+    """
     try:
         yield
+    except (web.RequestPayloadError, ConnectionError):
+        raise
     except HttpProcessingError:  # it quotes all of what was sent
         raise bad_request(
             "the form cannot be read: a part has a header that is none, or one that is too long"
         ) from None
-    except (ValueError, LookupError, RuntimeError, AssertionError, web.HTTPRequestEntityTooLarge) as error:
+    except Exception as error:
         raise bad_request(f"the form cannot be read: {clean(str(error))}") from None
 
 
-async def read_field(part: BodyPartReader) -> str:
+async def read_field(part: BodyPartReader, name: str) -> str:
     data = b""
     while chunk := await read_chunk(part, MAX_FIELD):
         data += chunk
         if len(data) > MAX_FIELD:
-            raise bad_request(f"'{clean(part.name or '')}' is too long", param=clean(part.name or ""))
+            raise bad_request(f"'{name}' is too long", param=name)
     return data.decode("utf-8", "replace")
 
 
@@ -208,16 +251,15 @@ async def receive_file(part: BodyPartReader, upload: Upload, executor: Executor)
     """To the disk, in pieces, and synced."""
     if upload.filename is not None:
         raise bad_request("there is more than one 'file'", param="file")
-    upload.filename = clean(part.filename or "file")
+    with form_errors():
+        upload.filename = clean(part.filename or "file")
     disk, written = Disk(), 0
     with storage_errors(upload.path):
         fd = os.open(upload.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         held = bytearray()
         while chunk := await read_chunk(part, CHUNK):
-            upload.num_bytes += len(chunk)
-            if upload.num_bytes > upload.max_bytes:
-                raise too_large(upload.max_bytes >> 20)
+            upload.add(len(chunk))
             held += chunk
             if len(held) >= CHUNK:
                 await in_thread(executor, write, disk, upload.path, fd, held, written)
@@ -272,7 +314,7 @@ async def get_content(request: web.Request) -> web.StreamResponse:
         await find_file(request)  # 404, when it was deleted meanwhile
         raise ApiError(500, f"the content of {record.id} is lost: its file is gone from the disk")
     headers = {"Content-Type": "application/octet-stream", "Content-Disposition": "attachment"}
-    return web.FileResponse(path, chunk_size=CHUNK, headers=headers)
+    return Download(path, headers)
 
 
 async def delete_file(request: web.Request) -> web.Response:
@@ -281,7 +323,7 @@ async def delete_file(request: web.Request) -> web.Response:
         remove = partial(service.store.remove_file, file_id, viewer_of(request))
         await asked(service, remove, "file", file_id, service.batches.insist)
     except InUseError as error:
-        message = f"the file is the input of {error}, which has not ended; cancel it first"
+        message = f"the file is the input of {error}, which has not ended; cancel that, or delete it if it has failed"
         raise ApiError(409, message, code="file_in_use") from None
     return json_response(FileDeleted(id=file_id))
 
@@ -314,6 +356,10 @@ def storage_failed(error: StorageError) -> ApiError:
     if error.full:
         return ApiError(507, "the server's disk is full; nothing was kept", code="disk_full")
     return ApiError(500, "the server's disk does not work; nothing was kept", code="storage_failed")
+
+
+def over_quota(error: QuotaError) -> ApiError:
+    return ApiError(429, str(error), code="insufficient_quota")
 
 
 def file_object(record: FileRecord) -> FileObject:

@@ -8,6 +8,7 @@ from functools import partial
 import msgspec
 import numpy as np
 from aiohttp import web
+from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import toka_async
@@ -17,6 +18,8 @@ from toka_async.openai.requests import DetokenizeRequest, TokenizeRequest
 from toka_async.openai.responses import DetokenizeResponse, Health, Model, ModelList, TokenizeResponse, Version
 from toka_async.server.chat import wire_chat
 from toka_async.server.events import ENCODER
+from toka_async.server.guard import GUARD
+from toka_async.server.guard_metrics import account_metrics
 from toka_async.server.load import load_of
 from toka_async.server.receive import read_request
 from toka_async.server.respond import SERVICE, json_response
@@ -36,7 +39,7 @@ async def model(request: web.Request) -> web.Response:
     """Names may contain slashes."""
     service, name = request.app[SERVICE], request.match_info["model"]
     if name != service.name:
-        raise model_not_found(name)
+        raise model_not_found(name, service.name)
     return json_response(served_model(service))
 
 
@@ -44,7 +47,11 @@ def served_model(service: Service) -> Model:
     """503 until the engine is ready: clients wait for this route to answer."""
     limits = service.limits()
     return Model(
-        id=service.name, created=service.created, max_model_len=limits.max_context, vocab_size=limits.vocab_size
+        id=service.name,
+        created=service.created,
+        root=service.name,
+        max_model_len=limits.max_context,
+        vocab_size=limits.vocab_size,
     )
 
 
@@ -71,10 +78,11 @@ async def version(_request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """Prometheus' text, with the schedulers' counts of now: what an answer brought is counted when it has come."""
-    engine = request.app[SERVICE].engine
+    """Prometheus' text: the schedulers' counts of now, and the accounts that the request's key may see."""
+    guard, engine = request.app[GUARD], request.app[SERVICE].engine
     await engine.replicas.refresh()
-    return web.Response(body=engine.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    text = engine.metrics.text() + account_metrics(guard, guard.shown(request))
+    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -86,8 +94,11 @@ async def tokenize(request: web.Request) -> web.Response:
         raise bad_request("give either 'prompt' or 'messages'", param="prompt")
     text = wire.prompt if wire.prompt is not None else await service.render(wire_chat(wire))
     special = wire.messages is None if wire.add_special_tokens is None else wire.add_special_tokens
-    ids = await service.tokenize(text, special)
-    return json_response(TokenizeResponse(tokens=ids, count=len(ids), max_model_len=service.limits().max_context))
+    param = "prompt" if wire.messages is None else "messages"
+    ids = (await service.tokenize(text, special, param)).tolist()
+    strs = [service.tokenizer.spelling(token_id) for token_id in ids] if wire.return_token_strs else UNSET
+    most = service.limits().max_context
+    return json_response(TokenizeResponse(tokens=ids, count=len(ids), max_model_len=most, token_strs=strs))
 
 
 async def detokenize(request: web.Request) -> web.Response:
@@ -95,16 +106,27 @@ async def detokenize(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     wire = await read_request(request, DetokenizeRequest)
     service.check_model(wire.model)
-    made = partial(detokenized, service.tokenizer, service.limits().vocab_size)
+    vocab_size, max_mb = service.limits().vocab_size, service.config.max_body_mb
+    made = partial(detokenized, service.tokenizer, vocab_size, max_mb)
     body = await service.in_thread(made, wire.tokens, is_long=len(wire.tokens) > MANY)
     return web.Response(body=body, content_type="application/json")
 
 
-def detokenized(tokenizer: Tokenizer, vocab_size: int, tokens: Sequence[int]) -> bytes:
-    """The answer, made a part at a time: from a thread, that lets others have their turns. Raises ApiError (400)."""
+def detokenized(tokenizer: Tokenizer, vocab_size: int, max_mb: int, tokens: Sequence[int]) -> bytes:
+    """The answer, made a part at a time: from a thread, that lets others have their turns. Raises ApiError (400), also
+    when its text has more than `max_mb` MiB.
+    """
     ids = token_ids(tokens) if tokens else np.zeros(0, np.int32)
     check_vocabulary(ids, vocab_size, "tokens")
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
-    texts = [detokenizer.push(ids[start : start + PART].tolist()) for start in range(0, ids.size, PART)]
-    parts = [ENCODER.encode(text)[1:-1] for text in (*texts, detokenizer.finish())]
+    parts: list[bytes] = []
+    num_bytes = 0
+    for start in range(0, ids.size, PART):
+        parts.append(ENCODER.encode(detokenizer.push(ids[start : start + PART].tolist()))[1:-1])
+        num_bytes += len(parts[-1])
+        if num_bytes > max_mb << 20:
+            raise bad_request(
+                f"the text of 'tokens' has more than server.max_body_mb ({max_mb} MiB); send fewer", param="tokens"
+            )
+    parts.append(ENCODER.encode(detokenizer.finish())[1:-1])
     return ENCODER.encode(DetokenizeResponse(msgspec.Raw(b'"%b"' % b"".join(parts))))

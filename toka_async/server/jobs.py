@@ -18,7 +18,10 @@ class OverloadedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One prompt to be submitted: token ids [p] and what to generate after it. in_blocks: see InFlight."""
+    """One prompt to be submitted: token ids [p] and what to generate after it.
+
+    salt: see Submit. in_blocks: see InFlight.
+    """
 
     prompt: Int32
     n: int
@@ -28,4 +31,5 @@ class Job:
     stream: bool
     priority: int
     stop_id: int = -1
+    salt: int = 0
     in_blocks: bool = False

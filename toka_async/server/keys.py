@@ -26,11 +26,15 @@ MIN_LENGTH = 8
 _KEY = re.compile(r"[\x21-\x7e]+", re.ASCII)
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _LIMITS = ("max_requests", "max_held_tokens", "max_waiting")
+_SEES_ALL = "metrics=all"
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key, as its digest. Limits are None where the configured ones hold. is_named: by a person, not by its place."""
+    """A key, as its digest. Limits are None where the configured ones hold. is_named: by a person, not by its place.
+
+    sees_all: its metrics name all keys and what they hold, not only itself.
+    """
 
     digest: bytes
     name: str
@@ -38,6 +42,7 @@ class Key:
     max_tokens: int | None = None
     max_waiting: int | None = None
     is_named: bool = True
+    sees_all: bool = False
 
     @property
     def owner(self) -> str:
@@ -69,7 +74,8 @@ class Keys:
 class KeySource:
     """The keys as their file has them now: it is looked at when they are asked for, at most once in PAUSE seconds.
 
-    A file that is wrong, or gone, changes nothing but the log: the keys stay those that they were.
+    A file that is wrong, or gone, changes nothing but the log: the keys stay those that they were. So does one that is
+    being written: its last line has no end, or it changes while it is read.
 
     Raises:
         ConfigError: as `read_keys`, at first.
@@ -95,12 +101,11 @@ class KeySource:
         return self._keys
 
     def _newest(self) -> tuple[int, int, int] | None:
-        """What tells a file from what it was before."""
+        """The state of the file; None when there is none."""
         try:
-            stat = os.stat(self._config.api_keys)
+            return _state(self._config.api_keys)
         except (OSError, ValueError):
             return None
-        return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
     def _read(self) -> None:
         try:
@@ -109,6 +114,12 @@ class KeySource:
             logger.error("the API keys stay as they were: %s", error)
         else:
             logger.info("there are %d API keys now", len(self._keys.keys))
+
+
+def _state(path: str | Path) -> tuple[int, int, int]:
+    """What tells a file from what it was before."""
+    stat = os.stat(path)
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def digest_of(text: str) -> bytes:
@@ -136,11 +147,21 @@ def _file_keys(path: Path) -> Iterator[Key]:
     if path.is_fifo():  # reading it could take for ever
         raise ConfigError(f"server.api_keys: {path}: a pipe, not a file")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        before = _state(path)
+        text = path.read_text(encoding="utf-8")
+        after = _state(path)
     except OSError as error:
         raise ConfigError(f"server.api_keys: {path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, ValueError):
         raise ConfigError(f"server.api_keys: {path}: not a text file") from None
+    if before != after:
+        raise ConfigError(f"server.api_keys: {path} changed while it was read")
+    lines = text.splitlines()
+    if text and not text.endswith("\n"):  # a part of a key would be a key
+        raise ConfigError(
+            f"server.api_keys: {path}, line {len(lines)}: it has no end, as in a file that is half written: "
+            "end each line with a newline"
+        )
     rows = [(number, list(takewhile(_is_said, line.split()))) for number, line in enumerate(lines, 1)]
     if not any(words for _, words in rows):
         raise ConfigError(f"server.api_keys: {path} has no keys: expected one a line")
@@ -155,23 +176,25 @@ def _is_said(word: str) -> bool:
 
 
 def _line_key(words: list[str], number: int, where: str) -> Key:
-    """Of `KEY [NAME] [max_requests=N] [max_held_tokens=N] [max_waiting=N]`."""
+    """Of `KEY [NAME] [max_requests=N] [max_held_tokens=N] [max_waiting=N] [metrics=all]`."""
     text, *rest = words
+    sees_all = _SEES_ALL in rest
+    rest = [word for word in rest if word != _SEES_ALL]
     is_named = bool(rest) and "=" not in rest[0]
     name = rest.pop(0) if is_named else f"line-{number}"
     limits: dict[str, int] = {}
     for word in rest:
         limit, _, value = word.partition("=")
         if limit not in _LIMITS or not (value.isascii() and value.isdecimal() and len(value) <= 18):
-            raise ConfigError(f"{where}: expected KEY [NAME] [{'=N] ['.join(_LIMITS)}=N]")
+            raise ConfigError(f"{where}: expected KEY [NAME] [{'=N] ['.join(_LIMITS)}=N] [{_SEES_ALL}]")
         limits[limit] = int(value)
-    return _key(text, name, where, limits, is_named=is_named)
+    return _key(text, name, where, limits, is_named=is_named, sees_all=sees_all)
 
 
-def _key(text: str, name: str, where: str, limits: Mapping[str, int], *, is_named: bool) -> Key:
+def _key(text: str, name: str, where: str, limits: Mapping[str, int], *, is_named: bool, sees_all: bool = False) -> Key:
     if len(text) < MIN_LENGTH or not _KEY.fullmatch(text):
         raise ConfigError(f"{where}: a key has at least {MIN_LENGTH} characters, all of them visible ASCII")
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{where}: a name has 1 to 64 letters, digits, dots, dashes and underscores")
     max_requests, max_tokens, max_waiting = (limits.get(limit) for limit in _LIMITS)
-    return Key(digest_of(text), name, max_requests, max_tokens, max_waiting, is_named)
+    return Key(digest_of(text), name, max_requests, max_tokens, max_waiting, is_named, sees_all)

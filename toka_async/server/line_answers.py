@@ -18,7 +18,7 @@ from toka_async.batches.lines import Line, custom_id_of
 from toka_async.batches.records import BatchRecord
 from toka_async.batches.results import Answered
 from toka_async.batches.work import Question, TryLaterError
-from toka_async.openai.errors import ApiError, bad_request
+from toka_async.openai.errors import bad_request
 from toka_async.openai.parse import parse_request
 from toka_async.openai.requests import ChatRequest, CompletionRequest
 from toka_async.server.account import Account
@@ -61,9 +61,9 @@ class LineAnswers:
             else:
                 loop = asyncio.get_running_loop()
                 wire = await loop.run_in_executor(self.service.executor, parse_line, endpoint, raw)
-        except ApiError as error:
-            return refused(custom_id, error)
-        return LineQuestion(self.service, account, custom_id, wire)
+            return LineQuestion(self.service, account, custom_id, wire)
+        except Exception as error:
+            return failed(custom_id, error)
 
 
 def parse_line(endpoint: str, raw: bytes) -> CompletionRequest | ChatRequest:
@@ -107,10 +107,7 @@ class LineQuestion:
         except (NotServingError, OverloadedError, EngineStoppedError) as error:
             raise TryLaterError(str(error), stopped=isinstance(error, EngineStoppedError)) from None
         except Exception as error:
-            known = as_api_error(error)
-            if known.code == "internal_error":
-                logger.exception("a line of a batch failed")
-            return refused(self.custom_id, known)
+            return failed(self.custom_id, error)
         cached = usage.prompt_tokens_details.cached_tokens
         return Answered(self.custom_id, 200, body, None, usage.prompt_tokens, cached, usage.completion_tokens)
 
@@ -125,5 +122,9 @@ def num_prompts(wire: CompletionRequest | ChatRequest) -> int:
     return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
 
 
-def refused(custom_id: str, error: ApiError) -> Answered:
-    return Answered(custom_id, error.status, msgspec.json.encode(error.response()))
+def failed(custom_id: str, error: Exception) -> Answered:
+    """Whatever a line raises is its own answer, and no other line's affair."""
+    known = as_api_error(error)
+    if known.code == "internal_error":
+        logger.error("a line of a batch failed", exc_info=error)
+    return Answered(custom_id, known.status, msgspec.json.encode(known.response()))

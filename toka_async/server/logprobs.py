@@ -1,12 +1,15 @@
 """Log-probs as responses show them: the lists of completions, the objects of chat, vLLM's `prompt_logprobs`.
 
-Knows arrays of tokens and the tokenizer's names for them.
+Knows arrays of tokens and their names.
 """
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from toka_async.arrays import Float32, Int32, as_f32, as_i32
@@ -14,6 +17,7 @@ from toka_async.messages import Prefilled
 from toka_async.openai.responses import (
     ChatLogprobs,
     CompletionLogprobs,
+    PackedLogprobs,
     PromptLogprob,
     PromptLogprobs,
     TokenLogprob,
@@ -30,6 +34,20 @@ def numbers(values: Float32) -> list[float]:
     return np.maximum(values, np.float32(LEAST)).tolist()  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True, slots=True)
+class TokenNames:
+    """What tokens are called in log-probs. as_ids: `token_id:5`, for clients that have to tell all tokens apart."""
+
+    tokenizer: Tokenizer
+    as_ids: bool = False
+
+    def of_completion(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.as_ids else legacy_name(self.tokenizer, token_id)
+
+    def of_chat(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.as_ids else self.tokenizer.token_text(token_id)
+
+
 def legacy_name(tokenizer: Tokenizer, token_id: int) -> str:
     """A token's name in completions: its text, or `bytes:\\xe4\\xb8` for a part of a character, as OpenAI's."""
     raw = tokenizer.token_bytes(token_id)
@@ -39,21 +57,21 @@ def legacy_name(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def legacy_logprobs(tokenizer: Tokenizer, rows: Rows, offsets: Sequence[int], num_top: int) -> CompletionLogprobs:
+def legacy_logprobs(names: TokenNames, rows: Rows, offsets: Sequence[int], num_top: int) -> CompletionLogprobs:
     """`logprobs` of a completion's tokens; the chosen token is among `top_logprobs` in any case.
 
     Args:
         offsets: where each token begins in the choice's text.
         num_top: how many of the likeliest the request wants.
     """
-    tokens = [legacy_name(tokenizer, token_id) for token_id in rows.token_ids.tolist()]
+    tokens = list(map(names.of_completion, rows.token_ids.tolist()))
     logprobs = numbers(rows.logprobs)
     top: list[dict[str, float] | None] = []
     for token, logprob, tops in zip(tokens, logprobs, likeliest(rows, num_top), strict=True):
         entry: dict[str, float] = {}
         for token_id, value in tops:
             # Likeliest first, so that it keeps a name that tokens share.
-            entry.setdefault(legacy_name(tokenizer, token_id), value)
+            entry.setdefault(names.of_completion(token_id), value)
         entry.setdefault(token, logprob)
         top.append(entry)
     return CompletionLogprobs(tokens=tokens, token_logprobs=list(logprobs), top_logprobs=top, text_offset=list(offsets))
@@ -79,26 +97,32 @@ def prompt_rows(prompt: Int32, prefilled: Prefilled, width: int) -> Rows:
 
 
 def echoed_logprobs(
-    tokenizer: Tokenizer, first_id: int, rows: Rows, offsets: Sequence[int], num_top: int
+    names: TokenNames, first_id: int, rows: Rows, offsets: Sequence[int], num_top: int
 ) -> CompletionLogprobs:
     """`legacy_logprobs` of an echoed prompt, whose first token has no log-prob. `offsets` are of all its tokens."""
-    rest = legacy_logprobs(tokenizer, rows, offsets[1:], num_top)
+    rest = legacy_logprobs(names, rows, offsets[1:], num_top)
     return CompletionLogprobs(
-        tokens=[legacy_name(tokenizer, first_id), *rest.tokens],
+        tokens=[names.of_completion(first_id), *rest.tokens],
         token_logprobs=[None, *rest.token_logprobs],
         top_logprobs=[None, *rest.top_logprobs],
         text_offset=list(offsets),
     )
 
 
-def concatenated(first: CompletionLogprobs, then: CompletionLogprobs) -> CompletionLogprobs:
-    """An echoed prompt's log-probs and the completion's."""
-    return CompletionLogprobs(
-        tokens=first.tokens + then.tokens,
-        token_logprobs=first.token_logprobs + then.token_logprobs,
-        top_logprobs=first.top_logprobs + then.top_logprobs,
-        text_offset=first.text_offset + then.text_offset,
-    )
+Lists = tuple[bytes, ...]  # the four lists of a CompletionLogprobs as JSON, without brackets
+
+
+def json_lists(logprobs: CompletionLogprobs) -> Lists:
+    lists = (logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, logprobs.text_offset)
+    return tuple(msgspec.json.encode(each)[1:-1] for each in lists)
+
+
+def concatenated(first: Lists, then: CompletionLogprobs | None) -> msgspec.Raw:
+    """An echoed prompt's log-probs, which all samples share, and those of a completion."""
+    lists = first
+    if then is not None and then.tokens:
+        lists = tuple(b"%b,%b" % pair for pair in zip(first, json_lists(then), strict=True))
+    return msgspec.Raw(b'{"tokens":[%b],"token_logprobs":[%b],"top_logprobs":[%b],"text_offset":[%b]}' % lists)
 
 
 def text_offsets(
@@ -113,38 +137,54 @@ def text_offsets(
     return offsets
 
 
-def chat_logprobs(tokenizer: Tokenizer, rows: Rows, num_top: int) -> ChatLogprobs:
+def chat_logprobs(names: TokenNames, rows: Rows, num_top: int) -> ChatLogprobs:
     """`logprobs` of a chat's tokens."""
-    logprobs = numbers(rows.logprobs)
+    logprobs, token_bytes = numbers(rows.logprobs), names.tokenizer.token_bytes
     content = []
     for token_id, logprob, tops in zip(rows.token_ids.tolist(), logprobs, likeliest(rows, num_top), strict=True):
         top = [
-            TopLogprob(token=tokenizer.token_text(top_id), logprob=value, bytes=list(tokenizer.token_bytes(top_id)))
+            TopLogprob(token=names.of_chat(top_id), logprob=value, bytes=list(token_bytes(top_id)))
             for top_id, value in tops
         ]
         content.append(
             TokenLogprob(
-                token=tokenizer.token_text(token_id),
+                token=names.of_chat(token_id),
                 logprob=logprob,
-                bytes=list(tokenizer.token_bytes(token_id)),
+                bytes=list(token_bytes(token_id)),
                 top_logprobs=top,
             )
         )
     return ChatLogprobs(content=content)
 
 
-def prompt_logprobs(tokenizer: Tokenizer, rows: Rows, num_top: int) -> PromptLogprobs:
+def packed_logprobs(samples: Sequence[Rows], num_top: int) -> str:
+    """`system_fingerprint` of a response whose log-probs are packed; `samples` in the order of choices."""
+    tops = [(rows.top_ids[:, :num_top], rows.top_logprobs[:, :num_top]) for rows in samples] if num_top > 0 else None
+    packed = PackedLogprobs(
+        completion_ids=[rows.token_ids.tolist() for rows in samples],
+        packed_chosen_logprobs=[base64_of(rows.logprobs) for rows in samples],
+        packed_topk_indices=None if tops is None else [base64_of(ids) for ids, _ in tops],
+        packed_topk_logprobs=None if tops is None else [base64_of(values) for _, values in tops],
+    )
+    return msgspec.json.encode(packed).decode()
+
+
+def base64_of(values: Float32 | Int32) -> str:
+    return b64encode(values.tobytes()).decode()
+
+
+def prompt_logprobs(tokenizer: Tokenizer, rows: Rows, ranks: Int32, num_top: int) -> PromptLogprobs:
     """vLLM's `prompt_logprobs`: an entry a prompt token, null for the first; token id -> log-prob, rank and text.
 
     Args:
-        rows: the prompt's tokens but the first.
+        rows: the prompt's tokens but the first. ranks: of these among all.
     """
     entries: PromptLogprobs = [None]
-    columns = (rows.token_ids.tolist(), numbers(rows.logprobs), likeliest(rows, num_top))
-    for token_id, logprob, tops in zip(*columns, strict=True):
+    columns = (rows.token_ids.tolist(), numbers(rows.logprobs), ranks.tolist(), likeliest(rows, num_top))
+    for token_id, logprob, own_rank, tops in zip(*columns, strict=True):
         entry: dict[str, PromptLogprob] = {}
         for rank, (top_id, value) in enumerate(tops, start=1):
             entry[str(top_id)] = PromptLogprob(value, rank, tokenizer.token_text(top_id))
-        entry.setdefault(str(token_id), PromptLogprob(logprob, None, tokenizer.token_text(token_id)))
+        entry.setdefault(str(token_id), PromptLogprob(logprob, own_rank, tokenizer.token_text(token_id)))
         entries.append(entry)
     return entries

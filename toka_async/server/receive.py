@@ -10,28 +10,34 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
-import msgspec
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion11, hdrs, web
 
 from toka_async.config import ServerConfig
 from toka_async.openai.errors import ApiError
-from toka_async.openai.parse import parse_request
+from toka_async.openai.parse import most_parsed_bytes, parse_request, parsed_bytes
+from toka_async.openai.requests import WireRequest
 from toka_async.server.bodies import Bodies, Room
 from toka_async.server.errors import Handler
 from toka_async.server.guard import viewer_of
 
-T = TypeVar("T", bound=msgspec.Struct)
+T = TypeVar("T", bound=WireRequest)
 
+JSON = "application/json"
 LARGE = 1 << 20  # bytes of a body that is parsed in a thread
 SMALL = 1 << 16  # bytes of a body that needs no room: a connection that nobody reads holds as many
 
 
 @dataclass(frozen=True, slots=True)
 class Receiving:
-    """What the bodies of one server share. executor: parses large ones."""
+    """What the bodies of one server share.
+
+    parsed: the room of what they become. Who has some never waits for room for a body, so that all get to their end.
+    executor: parses large ones.
+    """
 
     config: ServerConfig
     bodies: Bodies
+    parsed: Bodies
     executor: Executor
 
     @property
@@ -48,12 +54,15 @@ class Receiving:
 
 RECEIVING: web.AppKey[Receiving] = web.AppKey("receiving", Receiving)
 ROOM: web.RequestKey[Room] = web.RequestKey("room", Room)
+PARSED_ROOM: web.RequestKey[Room] = web.RequestKey("parsed_room", Room)
 
 
 def receiving(config: ServerConfig, executor: Executor) -> Receiving:
     largest = config.max_body_mb << 20
     most = 8 * largest if config.max_bodies_mb == "auto" else config.max_bodies_mb << 20
-    return Receiving(config, Bodies(most, max(largest, most // 2)), executor)
+    parsed = most_parsed_bytes(largest)
+    limit = "the memory for parsed bodies (a multiple of server.max_body_mb)"
+    return Receiving(config, Bodies(most, max(largest, most // 2)), Bodies(2 * parsed, parsed, limit), executor)
 
 
 async def reserve(request: web.Request, num_bytes: int) -> None:
@@ -63,19 +72,26 @@ async def reserve(request: web.Request, num_bytes: int) -> None:
         OverloadedError: there was none for too long.
     """
     if num_bytes > SMALL:
-        receiving, owner = request.app[RECEIVING], viewer_of(request) or request.remote or ""
-        request[ROOM] = await receiving.bodies.reserve(owner, num_bytes, receiving.patience)
+        receiving = request.app[RECEIVING]
+        request[ROOM] = await receiving.bodies.reserve(owner_of(request), num_bytes, receiving.patience)
+
+
+def owner_of(request: web.Request) -> str:
+    """Whose a body is: its key's, without keys its address's."""
+    return viewer_of(request) or request.remote or ""
 
 
 def give_back_room(request: web.Request) -> None:
     """Nothing of the body waits for anything any more."""
-    if (room := request.get(ROOM)) is not None:
-        room.shrink(0)
+    for key in (ROOM, PARSED_ROOM):
+        if (room := request.get(key)) is not None:
+            room.shrink(0)
 
 
 @web.middleware
 async def give_room_back(request: web.Request, handler: Handler) -> web.StreamResponse:
     """At the latest when a request has been answered, whatever the answer is."""
+    check_framing(request)
     try:
         return await handler(request)
     finally:
@@ -86,8 +102,8 @@ async def read_body(request: web.Request) -> bytearray:
     """The whole body. One whose length is not said has room for the largest one from when it is no small one any more.
 
     Raises:
-        ApiError: 413 when it is too large, unread if its length says so; 415 when it is compressed; 408 when it
-            comes too slowly.
+        ApiError: 413 when it is too large, unread if its length says so; 415 when it is compressed or no JSON; 408
+            when it comes too slowly.
         OverloadedError: there was no room for it for too long.
         RequestPayloadError: it is broken.
     """
@@ -122,26 +138,56 @@ async def read_more(request: web.Request, body: bytearray, most: int, spent: flo
 
 
 async def read_request(request: web.Request, kind: type[T]) -> T:
-    """The request in the body. Raises as `read_body` and `parse_request` do."""
+    """The request in the body. Raises as `read_body` and `parse_request` do; OverloadedError too, when there was no
+    room for what a body becomes.
+    """
     raw = await read_body(request)
+    if len(raw) <= SMALL:
+        return parse_request(raw, kind)
+    receiving, loop = request.app[RECEIVING], asyncio.get_running_loop()
+    executor = receiving.executor
+    if len(raw) < LARGE:
+        num_bytes = parsed_bytes(raw)
+    else:
+        num_bytes = await loop.run_in_executor(executor, parsed_bytes, raw)
+    request[PARSED_ROOM] = await receiving.parsed.reserve(owner_of(request), num_bytes, receiving.patience)
     if len(raw) < LARGE:
         return parse_request(raw, kind)
-    executor = request.app[RECEIVING].executor
-    return await asyncio.get_running_loop().run_in_executor(executor, parse_request, raw, kind)
+    return await loop.run_in_executor(executor, parse_request, raw, kind)
 
 
 def check_length(request: web.Request) -> None:
-    """Raises ApiError when the request says that its body is too large (413), or compressed (415)."""
+    """Raises ApiError when the request says that its body is too large (413), compressed or no JSON (415)."""
     check_encoding(request)
+    check_json(request)
     if (request.content_length or 0) > request.app[RECEIVING].most:
         raise too_large(request)
 
 
+def check_json(request: web.Request) -> None:
+    """Raises ApiError (415): the types that a page may send to other servers without asking are not taken for JSON."""
+    kind = request.content_type
+    if kind != JSON and not (kind.startswith("application/") and kind.endswith("+json")):
+        given = request.headers.get(hdrs.CONTENT_TYPE)
+        got = "it has none" if given is None else f"it has {given[:64]!r}"
+        raise ApiError(415, f"a JSON body needs the header 'Content-Type: {JSON}'; {got}")
+
+
 def check_encoding(request: web.Request) -> None:
     """Raises ApiError (415): nothing is unpacked, as 200 KB can be minutes of work and gigabytes for the event loop."""
-    encoding = request.headers.get(hdrs.CONTENT_ENCODING, "identity")
-    if encoding.lower() != "identity":
+    encoding = ", ".join(request.headers.getall(hdrs.CONTENT_ENCODING, ()))
+    if encoding and encoding.lower() != "identity":
         raise ApiError(415, f"a body with Content-Encoding {encoding[:32]!r} is not supported: send it as it is")
+
+
+def check_framing(request: web.Request) -> None:
+    """A body is chunked, or as long as its header says. Raises RequestPayloadError: a proxy may read it another way."""
+    coding = request.headers.getall(hdrs.TRANSFER_ENCODING, None)
+    if coding is not None:
+        if request.version < HttpVersion11:
+            raise web.RequestPayloadError("Transfer-Encoding needs HTTP/1.1")
+        if [text.strip().lower() for text in coding] != ["chunked"]:
+            raise web.RequestPayloadError(f"Transfer-Encoding must be chunked, got {', '.join(coding)[:64]!r}")
 
 
 def too_large(request: web.Request) -> ApiError:

@@ -94,7 +94,7 @@ class Replicas:
     def submit(self, submit: Submit, *, retried: bool = False) -> None:
         """Sends a new request to the replica that suits it best; one must be live."""
         charged = len(submit.prompt) // 4 + submit.n * submit.max_tokens
-        replica = self.router.place(submit.prompt, charged, self.live)
+        replica = self.router.place(submit.prompt, charged, self.live, submit.salt)
         self._placements[submit.request_id] = Placement(submit.request_id, submit, replica, charged, retried)
         self.replicas[replica].outbox.send(submit)
 

@@ -29,8 +29,10 @@ class Router:
         self._num_pages = num_pages
         self._holders: OrderedDict[int, int] = OrderedDict()  # page with all before it -> replicas as bits, newest last
 
-    def place(self, prompt: bytes | memoryview, num_tokens: int, live: Sequence[int]) -> int:
+    def place(self, prompt: bytes | memoryview, num_tokens: int, live: Sequence[int], salt: int = 0) -> int:
         """Chooses one of `live` for a prompt (int32 [p]) and notes that it has `num_tokens` more to do.
+
+        Prompts of different salts share nothing in the replicas' caches, so nothing here.
 
         Costs a dictionary look-up a page; with one replica nothing is kept.
         """
@@ -38,7 +40,7 @@ class Router:
         if len(self.outstanding) == 1:
             replica = live[0]
         else:
-            keys = self._keys(bytes(prompt))
+            keys = self._keys(bytes(prompt), salt)
             replica = self._choose(self._longest(keys, live), live)
             self._note(keys, replica)
         self.outstanding[replica] += num_tokens
@@ -83,9 +85,9 @@ class Router:
         while len(self._holders) > self._num_pages:
             self._holders.popitem(last=False)
 
-    def _keys(self, prompt: bytes) -> list[int]:
-        """A key for each full page, which stands for all pages up to it."""
-        keys, key, width = [], 0, self._page_bytes
+    def _keys(self, prompt: bytes, salt: int) -> list[int]:
+        """A key for each full page, which stands for the salt and all pages up to it."""
+        keys, key, width = [], salt, self._page_bytes
         for end in range(width, len(prompt) + 1, width):
             key = hash((key, prompt[end - width : end]))
             keys.append(key)

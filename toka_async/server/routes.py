@@ -8,7 +8,15 @@ from dataclasses import dataclass
 import msgspec
 from aiohttp import hdrs, web
 
-from toka_async.openai.batches import BatchList, BatchObject, CreateBatch, FileDeleted, FileList, FileObject
+from toka_async.openai.batches import (
+    BatchDeleted,
+    BatchList,
+    BatchObject,
+    CreateBatch,
+    FileDeleted,
+    FileList,
+    FileObject,
+)
 from toka_async.openai.errors import ApiError
 from toka_async.openai.requests import (
     ChatBatchRequest,
@@ -156,6 +164,15 @@ ROUTES: dict[tuple[str, str], tuple[Handler, Operation]] = {
         batch_routes.get_batch,
         Operation(name="getBatch", summary="How far a batch is", answer=BatchObject, statuses=OF_FILES),
     ),
+    ("DELETE", "/v1/batches/{batch}"): (
+        batch_routes.delete_batch,
+        Operation(
+            name="deleteBatch",
+            summary="Forget a batch that has ended",
+            answer=BatchDeleted,
+            statuses=(*OF_FILES, 409, 507),
+        ),
+    ),
     ("POST", "/v1/batches/{batch}/cancel"): (
         batch_routes.cancel_batch,
         Operation(name="cancelBatch", summary="Cancel a batch", answer=BatchObject, statuses=(*OF_FILES, 507)),
@@ -232,7 +249,7 @@ async def answer_expect(request: web.Request, check: Callable[[web.Request], Non
     if request.headers.get(hdrs.EXPECT, "").lower() != "100-continue":
         return error_response(ApiError(417, "the only expectation that is met is 100-continue"))
     try:
-        request.app[GUARD].key(request)
+        request.app[GUARD].check(request)
         check(request)
     except ApiError as error:
         return error_response(error)

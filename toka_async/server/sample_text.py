@@ -18,18 +18,17 @@ from toka_async.text.tokenizer import Tokenizer
 class TextOptions:
     """What a request says about its text.
 
-    kept_end_ids: end tokens whose text is part of the sample's text.
+    keep_ends: the text of an end token is part of the sample's text, whether the request or the model named it.
     """
 
     skip_special_tokens: bool = True
     stops: StopStrings | None = None
     min_tokens: int = 0
-    kept_end_ids: frozenset[int] = frozenset()
+    keep_ends: bool = False
 
     def num_text_tokens(self, rows: Rows, reason: Reason) -> int:
-        """How many of the rows have text: an end token has not, unless it is kept."""
-        ends = reason is Reason.STOP and len(rows) > 0 and int(rows.token_ids[-1]) not in self.kept_end_ids
-        return len(rows) - ends
+        """How many of the rows have text: an end token has not, unless ends are kept."""
+        return len(rows) - (reason is Reason.STOP and len(rows) > 0 and not self.keep_ends)
 
 
 @dataclass(frozen=True, slots=True)

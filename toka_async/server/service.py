@@ -22,15 +22,26 @@ import numpy.typing as npt
 from toka_async.arrays import Int32
 from toka_async.config import ServerConfig
 from toka_async.logs import request_tokens
-from toka_async.messages import Ready, Reason
+from toka_async.messages import Prefilled, Ready, Reason
 from toka_async.model.generation import GenerationDefaults
+from toka_async.openai.answer_size import check_answer_size
 from toka_async.openai.errors import ApiError, bad_request, model_not_found
-from toka_async.openai.generation import Defaults, Generation, Limits, check_text, token_budget
+from toka_async.openai.generation import (
+    Defaults,
+    Generation,
+    Limits,
+    check_text,
+    check_text_size,
+    token_budget,
+    truncated,
+)
 from toka_async.openai.prompts import Prompt, check_vocabulary
+from toka_async.openai.requests import ANY_MODEL
 from toka_async.server.account import Account
 from toka_async.server.accounts import Accounts
 from toka_async.server.batching import Batcher
 from toka_async.server.block_texts import MANY, BlockTexts
+from toka_async.server.encoding import TextEncoder, groups
 from toka_async.server.engine import Engine
 from toka_async.server.inflight import Batch, timed_out
 from toka_async.server.jobs import Job
@@ -41,7 +52,7 @@ from toka_async.server.sample_text import SampleText, TextOptions, sample_text
 from toka_async.server.slices import SLICE, in_slices
 from toka_async.server.stop_sets import StopSets
 from toka_async.server.submitting import submitted_too
-from toka_async.text.chat import ChatTemplate, ChatTemplateError, TemplateKwargsError
+from toka_async.text.chat import MAX_CHARS, ChatTemplate, ChatTemplateError, TemplateKwargsError
 from toka_async.text.stop import StopStrings
 from toka_async.text.tokenizer import Tokenizer
 
@@ -50,7 +61,6 @@ logger = logging.getLogger(__name__)
 A = TypeVar("A")
 B = TypeVar("B")
 
-LONG = 1 << 20  # characters of a text that takes so long to tokenize that others should not wait for it
 MIN_SAMPLES = 4  # of a request, for which looking at them together is faster
 
 
@@ -72,6 +82,12 @@ class Run:
     prompts: list[Int32]
     options: TextOptions
     batch: Batch
+
+    def prefilled(self, prompt: int) -> Prefilled:
+        """What the engine says of a prompt, which it has computed."""
+        prefilled = self.batch.flights[prompt].prefilled
+        assert prefilled is not None, "the prompt is computed before its samples"
+        return prefilled
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +115,7 @@ class Service:
     accounts: Accounts = field(init=False)
     json_texts: dict[bool, JsonTexts] = field(init=False)  # without and with special tokens skipped
     logprob_columns: LogprobColumns = field(init=False)
-    _encode: Batcher[tuple[str, bool], list[int]] = field(init=False)
-    _encode_long: Batcher[tuple[str, bool], list[int]] = field(init=False)
+    _encoder: TextEncoder = field(init=False)
     _render: Batcher[Chat, str] = field(init=False)
     _decode: Batcher[tuple[list[int], TextOptions], SampleText] = field(init=False)
     _block_texts: BlockTexts = field(init=False)
@@ -110,8 +125,7 @@ class Service:
         self.accounts = Accounts(self.config)
         self.json_texts = {skip: JsonTexts(self.tokenizer, skip) for skip in (False, True)}
         self.logprob_columns = LogprobColumns(self.tokenizer)
-        self._encode = Batcher(self._encode_all, self.executor)
-        self._encode_long = Batcher(self._encode_each, self.executor)
+        self._encoder = TextEncoder(self.tokenizer, self.executor)
         self._render = Batcher(self._render_all, self.executor)
         self._decode = Batcher(self._decode_all, self.executor)
         self._block_texts = BlockTexts(self.tokenizer)
@@ -119,8 +133,8 @@ class Service:
 
     def check_model(self, model: str | None) -> None:
         """Raises ApiError (404) when another model is asked for; none means this one."""
-        if model is not None and model != self.name:
-            raise model_not_found(model)
+        if model is not None and model != self.name and model not in ANY_MODEL:
+            raise model_not_found(model, self.name)
 
     def limits(self, n: int = 1) -> Limits:
         """For a request of `n` samples, which need a page of their own where they part from the prompt.
@@ -139,25 +153,38 @@ class Service:
             max_n=self.config.max_n,
         )
 
-    async def encode(self, prompts: Sequence[Prompt], add_special_tokens: bool, param: str) -> list[Int32]:
-        """Token ids of each prompt. Raises ApiError (400) for one without tokens or with ids out of range."""
-        vocab_size = self.limits().vocab_size
+    async def encode(
+        self, prompts: Sequence[Prompt], add_special_tokens: bool, param: str, generation: Generation
+    ) -> list[Int32]:
+        """Token ids of each prompt, cut as `generation` says.
+
+        Raises ApiError (400) for one without tokens, with too many or with ids out of range.
+        """
+        limits, truncation = self.limits(generation.n), generation.truncation
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         async for text in in_slices(texts):
-            self.check_text(text, param)
-        encoded = iter(await self.tokenize_all(texts, add_special_tokens) if texts else ())
-        ids = []
+            if truncation is None:
+                self.check_text(text, param)
+            else:
+                check_text_size(text, self.config.max_text_mb, param)
+        encoded: list[Int32] = []
+        for group in groups([len(text) for text in texts]):  # of many texts, the first that does not fit ends it
+            encoded += await self.tokenize_all(texts[group], add_special_tokens)
+            for tokens in encoded[group] if truncation is None else ():
+                token_budget(limits, len(tokens), 0, param)
+        ids, of_texts = [], iter(encoded)
         async for prompt in in_slices(prompts):
-            each = np.array(next(encoded), dtype=np.int32) if isinstance(prompt, str) else prompt
+            each = next(of_texts) if isinstance(prompt, str) else prompt
             if not each.size:
                 raise bad_request(f"'{param}' is empty: it has no tokens", param=param)
-            check_vocabulary(each, vocab_size, param)
-            ids.append(each)
+            check_vocabulary(each, limits.vocab_size, param)
+            ids.append(truncated(each, truncation, limits, generation.max_tokens) if truncation else each)
         return ids
 
     def check_text(self, text: str, param: str) -> None:
-        """Raises ApiError (400) for one that cannot fit, which would take minutes to tokenize."""
+        """Raises ApiError (400) for one that cannot fit, or that would take minutes and gigabytes to tokenize."""
         check_text(self.limits(), len(text), self.tokenizer.longest, param)
+        check_text_size(text, self.config.max_text_mb, param)
 
     async def in_thread(self, work: Callable[[A], B], given: A, *, is_long: bool) -> B:
         """What `work` makes of what is given: in a thread when that takes long."""
@@ -165,23 +192,31 @@ class Service:
             return work(given)
         return await asyncio.get_running_loop().run_in_executor(self.executor, work, given)
 
-    async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text, perhaps none."""
+    async def tokenize(self, text: str, add_special_tokens: bool, param: str) -> Int32:
+        """Token ids of a text, perhaps none, also more than fit. Raises ApiError (400) for one that is too long."""
+        check_text_size(text, self.config.max_text_mb, param)
         return (await self.tokenize_all([text], add_special_tokens))[0]
 
-    async def tokenize_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """As `tokenize`, of many. Long texts have a thread of their own: others do not wait for them."""
-        encode = self._encode_long if any(len(text) > LONG for text in texts) else self._encode
-        return await encode.run([(text, add_special_tokens) for text in texts])
+    async def tokenize_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[Int32]:
+        """Token ids of texts that were checked."""
+        return await self._encoder.encode(texts, add_special_tokens)
 
     async def render(self, chat: Chat) -> str:
         """The prompt of a chat. Raises ApiError (400) when there is no template, or it refuses the messages."""
         return (await self.render_all([chat]))[0]
 
     async def render_all(self, chats: Sequence[Chat]) -> list[str]:
-        """As `render`, of many."""
+        """As `render`, of many. Raises ApiError (400) also when the prompts are too long together."""
+        texts: list[str] = []
         try:
-            return await self._render.run(chats)
+            for start in range(0, len(chats), SLICE):
+                texts += await self._render.run(chats[start : start + SLICE])
+                if sum(map(len, texts)) > MAX_CHARS:
+                    raise bad_request(
+                        f"the prompts that the chat template makes have more than {MAX_CHARS} characters together",
+                        param="messages",
+                    )
+            return texts
         except TemplateKwargsError as error:
             raise bad_request(str(error), param="chat_template_kwargs") from None
         except ChatTemplateError as error:
@@ -190,14 +225,21 @@ class Service:
 
     @asynccontextmanager
     async def running(
-        self, generation: Generation, prompts: list[Int32], param: str, account: Account | None = None
+        self,
+        generation: Generation,
+        prompts: list[Int32],
+        param: str,
+        account: Account | None = None,
+        num_echoed: int = 0,
     ) -> AsyncIterator[Run]:
         """Submits the prompts; leaving with an exception cancels them. `param` names the prompt's field in errors.
+        `num_echoed` is the number of characters of an echo.
 
         They count in `account`, and wait for room in it; None: in the server's own only.
 
         Raises:
-            ApiError: 400, a prompt and its completion do not fit, or the account allows so much to nobody.
+            ApiError: 400, a prompt and its completion do not fit, the answer could be too large, or the account allows
+                so much to nobody.
             NotServingError, OverloadedError, TimedOutError: nothing was submitted.
         """
         options, arrival = text_options(generation), monotonic()
@@ -205,7 +247,9 @@ class Service:
         budgets = [
             token_budget(limits, len(prompt), generation.max_tokens, param) async for prompt in in_slices(prompts)
         ]
-        num_tokens = sum(map(len, prompts)) + generation.n * sum(budgets)
+        num_prompt, max_new = sum(map(len, prompts)), generation.n * sum(budgets)
+        check_answer_size(generation, num_prompt, max_new, num_echoed, self.config.max_answer_mb)
+        num_tokens = generation.num_prompt_copies * num_prompt + max_new
         account = self.accounts.total if account is None else account
         async with AsyncExitStack() as stack:
             await self._enter(account, len(prompts), num_tokens, generation.n * len(prompts))
@@ -213,8 +257,9 @@ class Service:
             stop_id = -1
             if options.stops is not None and not generation.stream:
                 stop_id = await stack.enter_async_context(self._stop_sets.use(options.stops, limits.vocab_size))
+            salt = self.accounts.salt_of(account, generation.cache_salt)
             jobs = (
-                job(generation, prompt, index, budget, stop_id)
+                job(generation, prompt, index, budget, stop_id, salt)
                 for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
             )
             self.engine.check_serving(len(prompts))
@@ -283,18 +328,6 @@ class Service:
             )
         return outputs
 
-    def _encode_all(self, items: list[tuple[str, bool]]) -> list[list[int]]:
-        ids: dict[int, list[int]] = {}
-        for add_special_tokens in {special for _, special in items}:
-            places = [place for place, (_, special) in enumerate(items) if special is add_special_tokens]
-            texts = [items[place][0] for place in places]
-            ids |= zip(places, self.tokenizer.encode_batch(texts, add_special_tokens), strict=True)
-        return [ids[place] for place in range(len(items))]
-
-    def _encode_each(self, items: list[tuple[str, bool]]) -> list[list[int]]:
-        """One after the other, for their memory and so that a thread of the library is left for others."""
-        return [self.tokenizer.encode(*item) for item in items]
-
     def _render_all(self, chats: list[Chat]) -> list[str]:
         if self.chat_template is None:
             raise ChatTemplateError(f"the model {self.name!r} has no chat template; set model.chat_template")
@@ -317,7 +350,7 @@ def text_options(generation: Generation) -> TextOptions:
         skip_special_tokens=generation.skip_special_tokens,
         stops=StopStrings(generation.stops, generation.include_stop) if generation.stops else None,
         min_tokens=generation.sampling.min_tokens,
-        kept_end_ids=generation.stop_token_ids if generation.include_stop else frozenset(),
+        keep_ends=generation.include_stop,
     )
 
 
@@ -328,7 +361,7 @@ def note_tokens(prompts: Sequence[Int32], batch: Batch) -> None:
         tokens["output_tokens"] += sum(flight.num_tokens for flight in batch.flights)
 
 
-def job(generation: Generation, prompt: Int32, index: int, max_tokens: int, stop_id: int) -> Job:
+def job(generation: Generation, prompt: Int32, index: int, max_tokens: int, stop_id: int, salt: int) -> Job:
     """The prompt of that index as the engine gets it."""
     return Job(
         prompt=prompt,
@@ -339,6 +372,7 @@ def job(generation: Generation, prompt: Int32, index: int, max_tokens: int, stop
         stream=generation.stream,
         priority=generation.priority,
         stop_id=stop_id,
+        salt=salt,
         in_blocks=in_blocks(generation),
     )
 
@@ -349,7 +383,9 @@ def in_blocks(generation: Generation) -> bool:
     Of streamed ones only the text may be wanted, and no stop string may end it.
     """
     num_logprobs = generation.sampling.num_logprobs
-    if generation.stream and (num_logprobs >= 0 or generation.stops or generation.return_token_ids):
+    wants_tokens = num_logprobs >= 0 or generation.return_token_ids
+    wants_more = wants_tokens or generation.usage_in_chunks or generation.pad_chunks
+    if generation.stream and (generation.stops or wants_more):
         return False
     return generation.n >= MIN_SAMPLES and num_logprobs <= 0
 

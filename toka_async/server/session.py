@@ -201,7 +201,7 @@ class Session:
         keys = self._still_encoding(texts)
         mask = np.isin(list(texts), keys)
         lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
-        data = np.asarray([token_id for prompt in prompts for token_id in prompt], np.int32)
+        data = np.concatenate(prompts)
         requests = Submitted(np.asarray(list(texts), np.int64), lengths, data, seeds).chosen(mask)
         try:
             self._start(requests, plan)
@@ -262,6 +262,7 @@ class Session:
             sampling=generation.sampling,
             stream=generation.stream,
             priority=generation.priority,
+            salt=self._service.accounts.salt_of(self.account, generation.cache_salt),
         )
         self._service.engine.submit_direct(jobs, self)
         self._service.log_prompts(self.account, requests.prompts())

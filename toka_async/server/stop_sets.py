@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,11 +19,19 @@ from toka_async.messages import DropStop, StopChecks, StopMask
 from toka_async.server.engine import Engine
 from toka_async.server.inflight import Batch
 from toka_async.server.sample_text import TextOptions
-from toka_async.text.stop import StopStrings, window_stop
+from toka_async.text.stop import StopStrings, StopWatch
 from toka_async.text.tokenizer import Tokenizer
 from toka_async.text.vocabulary import Vocabulary
 
 Key = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A batch whose samples are looked at, by flight's index and sample."""
+
+    options: TextOptions
+    samples: dict[tuple[int, int], StopWatch] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -51,7 +59,7 @@ class StopSets:
         self._sets: dict[Key, StopSet] = {}  # those idle for longest first among the idle ones
         self._next_id = 0
         self._vocabulary: Vocabulary | None = None
-        self._watched: dict[Batch, TextOptions] = {}
+        self._watched: dict[Batch, Watched] = {}
         engine.on_stop_checks = self._on_checks
 
     @asynccontextmanager
@@ -72,7 +80,7 @@ class StopSets:
     @contextmanager
     def watched(self, batch: Batch, options: TextOptions) -> Iterator[None]:
         """While in it, the scheduler's questions about the batch are answered."""
-        self._watched[batch] = options
+        self._watched[batch] = Watched(options)
         try:
             yield
         finally:
@@ -116,18 +124,19 @@ class StopSets:
 
     def _check(self, request_id: int, sample: int, num_tokens: int, window: list[int]) -> None:
         flight = self._engine.find(request_id)
-        options = self._watched.get(flight.batch) if flight is not None else None
-        if flight is None or options is None or flight.is_closed(sample):
+        watched = self._watched.get(flight.batch) if flight is not None else None
+        if flight is None or watched is None or flight.is_closed(sample):
             return
-        assert options.stops is not None
-        found = window_stop(
-            options.stops,
-            self._tokenizer,
-            window,
-            num_tokens,
-            skip_special_tokens=options.skip_special_tokens,
-            continues=True,
-            min_tokens=options.min_tokens,
-        )
+        watch = watched.samples.get((flight.index, sample))
+        if watch is None:
+            options = watched.options
+            assert options.stops is not None
+            watch = watched.samples[flight.index, sample] = StopWatch(
+                options.stops,
+                self._tokenizer,
+                skip_special_tokens=options.skip_special_tokens,
+                min_tokens=options.min_tokens,
+            )
+        found = watch.check(window, num_tokens)
         if found is not None:
             self._engine.end_sample(flight, sample, found)

@@ -15,13 +15,18 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_CHARS = 1 << 26  # of a rendered prompt, and of a string or a list made by `*`
+from toka_async.text.sandbox import BUDGET, BoundedEnvironment, Budget
+
+MAX_CHARS = 1 << 26  # of a rendered prompt
+MAX_SHOWN = 1000  # characters of an error
+MAX_FORMAT = 256  # characters of a format of dates
 MAX_RANGE = 1_000_000  # numbers from all calls of range() in one rendering
 CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which clients send a message's reasoning
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "range"})
+RESERVED = frozenset(
+    {BUDGET, "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "range"}
+)
 
 Message = Mapping[str, Any]
 
@@ -101,7 +106,8 @@ class ChatTemplate:
         return text[:place].rstrip()  # the template trims contents
 
     def _render(self, chat: list[dict[str, Any]], names: Mapping[str, Any], add_generation_prompt: bool) -> str:
-        context = {**names, "messages": chat, "add_generation_prompt": add_generation_prompt, "range": _Range()}
+        context = {**names, "messages": chat, "add_generation_prompt": add_generation_prompt}
+        context |= {"range": _Range(), BUDGET: Budget()}
         pieces: list[str] = []
         num_chars = 0
         try:
@@ -113,7 +119,7 @@ class ChatTemplate:
         except ChatTemplateError:
             raise
         except Exception as error:  # templates are programs: they raise anything
-            raise ChatTemplateError(f"chat template: {error}") from error
+            raise ChatTemplateError(f"chat template: {str(error)[:MAX_SHOWN]}") from error
         return "".join(pieces)
 
 
@@ -152,20 +158,6 @@ class _Range:
         return numbers
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, which also refuses to make huge values by multiplication."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and not (abs(left) <= MAX_CHARS and abs(right) <= 64):
-            raise OverflowError("** of such numbers is not allowed")
-        for value, times in ((left, right), (right, left)):
-            if isinstance(value, str | list | tuple) and isinstance(times, int) and len(value) * times > MAX_CHARS:
-                raise OverflowError(f"* makes more than {MAX_CHARS} elements")
-        return super().call_binop(context, operator, left, right)
-
-
 class _Generation(Extension):
     """`{% generation %}` marks what the model wrote, for training; here its body is rendered as it is."""
 
@@ -176,9 +168,9 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> _Environment:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = _to_json
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.add_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
@@ -200,4 +192,6 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(format: str) -> str:
+    if len(format) > MAX_FORMAT:
+        raise ValueError(f"strftime_now takes a format of at most {MAX_FORMAT} characters")
     return datetime.now().strftime(format)

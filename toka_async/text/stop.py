@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from toka_async.arrays import Bool
+from toka_async.text.automaton import Automaton
 from toka_async.text.detokenize import Detokenizer
 from toka_async.text.tokenizer import Tokenizer
 from toka_async.text.vocabulary import Vocabulary
@@ -99,16 +101,10 @@ class StopStrings:
         """Whether one of the strings can be in the text of these bytes."""
         return self._replaces or any(string in raw for string in self._encoded)
 
-    def num_held(self, text: str) -> int:
-        """How many characters at the end of `text` can be the beginning of a stop string: its proper prefix."""
-        return max(_num_held(text, string) for string in self.strings)
-
-
-def _num_held(text: str, string: str) -> int:
-    begin = text.find(string[0], max(0, len(text) - len(string) + 1))
-    while begin >= 0 and not string.startswith(text[begin:]):
-        begin = text.find(string[0], begin + 1)
-    return len(text) - begin if begin >= 0 else 0
+    @cached_property
+    def automaton(self) -> Automaton:
+        """Finds the strings in texts that come piece by piece."""
+        return Automaton(self.strings)
 
 
 class StopFilter:
@@ -120,10 +116,12 @@ class StopFilter:
         string: the stop string that ended the text, or None.
     """
 
-    __slots__ = ("_held", "_stops", "stopped", "string")
+    __slots__ = ("_automaton", "_held", "_include", "_state", "stopped", "string")
 
     def __init__(self, stops: StopStrings) -> None:
-        self._stops = stops
+        self._automaton = stops.automaton
+        self._include = stops.include
+        self._state = 0
         self._held = ""
         self.stopped = False
         self.string: str | None = None
@@ -136,13 +134,19 @@ class StopFilter:
         """
         if self.stopped:
             return "", True
+        automaton, state, place = self._automaton, self._state, 0
+        if not state and automaton.firsts.isdisjoint(piece):
+            return piece, False
         text = self._held + piece
-        match = self._stops.find(text, min_end=len(self._held)) if may_stop else None
-        if match is not None:
-            self._held, self.stopped, self.string = "", True, match.string
-            return text[: match.cut], True
-        num_held = self._stops.num_held(text)
-        self._held = text[len(text) - num_held :]
+        while place < len(piece):
+            state, place = automaton.find(state, piece, place)
+            if may_stop and (string := automaton.found[state]) is not None:
+                end = len(text) - len(piece) + place
+                self._held, self.stopped, self.string = "", True, string
+                return text[: end if self._include else end - len(string)], True
+        self._state = state
+        num_held = automaton.held[state]
+        self._held = text[len(text) - num_held :] if num_held else ""
         return text[: len(text) - num_held], False
 
     def finish(self) -> str:
@@ -210,6 +214,56 @@ def window_stop(
         start=_num_cut(tokenizer, ids, skip_special_tokens) if skipped else 0,
     )
     return None if found is None else skipped + found
+
+
+class StopWatch:
+    """The answers of `window_stop` for one sample, whose windows overlap: what was looked at is not looked at again.
+
+    Without it, strings that nearly match would make every token cost a look at a whole window.
+    """
+
+    __slots__ = ("_detokenizer", "_num_tokens", "_options", "_state", "_stops", "_tokenizer")
+
+    def __init__(
+        self, stops: StopStrings, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, min_tokens: int = 0
+    ) -> None:
+        """For a sample, whose text goes on after a prompt's."""
+        self._stops = stops
+        self._tokenizer = tokenizer
+        self._options = (skip_special_tokens, min_tokens)
+        self._detokenizer: Detokenizer | None = None  # of the tokens so far, once two windows overlap
+        self._state = 0
+        self._num_tokens = -1
+
+    def check(self, ids: Sequence[int], num_tokens: int) -> int | None:
+        """As `window_stop`; `num_tokens` rises."""
+        skip, min_tokens = self._options
+        num_new, self._num_tokens = num_tokens - self._num_tokens, num_tokens
+        if num_new <= len(ids):
+            if self._detokenizer is None:
+                fresh = self._begin(ids, num_tokens)
+            else:
+                fresh = self._detokenizer.push(ids[len(ids) - num_new :])
+            self._state, place = self._stops.automaton.find(self._state, fresh)
+            if place == len(fresh) and self._stops.automaton.found[self._state] is None:
+                return None
+        self._detokenizer = None
+        return window_stop(
+            self._stops,
+            self._tokenizer,
+            ids,
+            num_tokens,
+            skip_special_tokens=skip,
+            continues=True,
+            min_tokens=min_tokens,
+        )
+
+    def _begin(self, ids: Sequence[int], num_tokens: int) -> str:
+        """The text of a window, without what only the window makes a part of a character."""
+        skip, _ = self._options
+        self._detokenizer, self._state = Detokenizer(self._tokenizer, skip, continues=True), 0
+        num_cut = _num_cut(self._tokenizer, ids, skip) if len(ids) < num_tokens else 0
+        return self._detokenizer.push(ids)[num_cut:]
 
 
 def _num_cut(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> int:

@@ -106,6 +106,10 @@ class Tokenizer:
         """A token as log-probs show it: with its leading space; U+FFFD for parts of characters."""
         return self.pieces.rest[token_id].decode("utf-8", "replace")
 
+    def spelling(self, token_id: int) -> str:
+        """A token as the vocabulary spells it, e.g. `Ġthe`; empty for an id that has none."""
+        return self.backend.id_to_token(token_id) or ""
+
     def _id_of(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)

@@ -77,7 +77,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"{file} cannot be read: {_one_line(error)}") from error
     if not isinstance(content, dict):
         raise TokenizerError(f"{file} must hold a JSON object, not {type(content).__name__}")

@@ -22,7 +22,7 @@ LOST = Fault(code="input_file_unreadable", message="gone")
 def begun(folder: Path, empty: Container[str] = ()) -> Store:
     """A batch of which lines 0 to 2 are in the output file, and line 3 is in the error file, unless they are empty."""
     store = Store(folder, lambda: 1000)
-    upload = store.uploads / "one"
+    upload = store.folder.uploads / "one"
     upload.write_bytes(b"x")
     store.add_file(FileRecord(id="in", filename="in", purpose="batch", bytes=1, created_at=1), upload)
     store.add_batch(RECORD)
@@ -82,7 +82,7 @@ def test_an_output_file_is_damaged(
     store.close()
     store = Store(tmp_path, lambda: 1000)  # finds it as it was left
     assert store.batch("b") == batch
-    assert not store.open_batches()
+    assert not store.unfinished
     check_after(store, num_left)
     store.close()
 

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
-import pytest
-
 from toka_async.batches.ledger import Ledger
 from toka_async.batches.records import DoneLine
 from toka_async.batches.store import Store
@@ -26,14 +24,19 @@ class FakeWriter:
         return work()
 
 
-class BrokenWriter:
-    async def run(self, work: Callable[[], Any]) -> Any:
-        raise AssertionError(work)
+class PartlyBrokenStore(FakeStore):
+    def finish_lines(self, batch_id: str, lines: list[DoneLine]) -> tuple[str, int, str]:
+        assert batch_id != "broken"
+        return super().finish_lines(batch_id, lines)
+
+
+def stop(batch_id: str, error: BaseException) -> None:
+    raise AssertionError(batch_id) from error
 
 
 async def test_what_it_says_of_the_disk_is_about_no_line() -> None:
     kept: list[Any] = []
-    ledger = Ledger(cast(Store, FakeStore()), cast(Writer, FakeWriter()), kept.append)
+    ledger = Ledger(cast(Store, FakeStore()), cast(Writer, FakeWriter()), kept.append, stop)
     token = request_id.set("batch_1-0")
     ledger.put("batch_1", DoneLine(line=0, end=1, failed=False, data=b"x"))
     request_id.reset(token)
@@ -43,7 +46,7 @@ async def test_what_it_says_of_the_disk_is_about_no_line() -> None:
 
 async def test_a_flush_waits_for_nothing_that_comes_after_it() -> None:
     kept: list[Any] = []
-    ledger = Ledger(cast(Store, FakeStore()), cast(Writer, FakeWriter()), kept.append)
+    ledger = Ledger(cast(Store, FakeStore()), cast(Writer, FakeWriter()), kept.append, stop)
 
     async def go_on() -> None:
         for number in range(10_000):
@@ -61,9 +64,18 @@ async def test_a_flush_waits_for_nothing_that_comes_after_it() -> None:
     assert sum(num for _, num, _ in kept) == ledger.num_completed + ledger.num_failed
 
 
-async def test_a_flush_tells_of_an_error_of_this_program() -> None:
-    ledger = Ledger(cast(Store, FakeStore()), cast(Writer, BrokenWriter()), print)
-    ledger.put("batch_1", DoneLine(line=0, end=1, failed=False, data=b"x"))
+async def test_a_batch_whose_lines_cannot_be_kept_is_in_no_others_way() -> None:
+    kept: list[Any] = []
+    broken: list[tuple[str, str]] = []
+    ledger = Ledger(
+        cast(Store, PartlyBrokenStore()),
+        cast(Writer, FakeWriter()),
+        kept.append,
+        lambda batch_id, error: broken.append((batch_id, type(error).__name__)),
+    )
     for _ in range(2):
-        with pytest.raises(AssertionError):
-            await ledger.flush()
+        for batch_id in ("broken", "good"):
+            ledger.put(batch_id, DoneLine(line=0, end=1, failed=False, data=b"x"))
+        await ledger.flush()
+    assert kept == [("good", 1, "")] * 2
+    assert broken == [("broken", "AssertionError")] * 2

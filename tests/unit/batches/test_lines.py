@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toka_async.batches import lines
 from toka_async.batches.lines import MAX_FAULTS, Checker, read_lines
 from toka_async.batches.records import Fault
 
@@ -32,6 +33,27 @@ def line(custom_id: object) -> bytes:
 def test_lines_are_counted_and_blank_ones_are_not(tmp_path: Path) -> None:
     checker = checked(tmp_path / "a", b"\n" + line("a") + b"\r\n  \n" + line("b") + b"\n\n" + line("c"))
     assert (checker.total, checker.faults) == (3, [])
+
+
+def test_blank_lines_are_limited_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "MAX_BLANK", 5)
+    assert checked(tmp_path / "a", b"\n" * 24 + line("a"), max_lines=10).faults == []
+    (fault,) = checked(tmp_path / "a", b"\n" * 25 + line("a"), max_lines=10).faults
+    assert (fault.code, "blank ones counted" in fault.message) == ("too_many_lines", True)
+
+
+def test_lines_that_ask_for_another_model_where_only_one_answers(tmp_path: Path) -> None:
+    def asking(custom_id: str, **body: object) -> bytes:
+        return json.dumps({"custom_id": custom_id, "body": body}).encode() + b"\n"
+
+    fine = asking("a", model="demo") + asking("b") + asking("c", model=None) + asking("d", model=5) + line("e") + b"\n"
+    path = tmp_path / "a"
+    path.write_bytes(fine + asking("f", model="gpt-4"))
+    for model, found in (("", []), ("demo", [("model_not_found", 6)])):
+        checker = Checker(path, 100, 1 << 16, model)
+        while not checker.done:
+            checker.step()
+        assert [(fault.code, fault.line) for fault in checker.faults] == found
 
 
 def test_a_byte_order_mark_is_skipped_at_the_start_alone(tmp_path: Path) -> None:

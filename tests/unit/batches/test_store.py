@@ -24,7 +24,7 @@ def opened(folder: Path) -> Store:
 
 
 def put(store: Store, record: FileRecord = FILE) -> None:
-    upload = store.uploads / "one"
+    upload = store.folder.uploads / "one"
     upload.write_bytes(b"x")
     store.add_file(record, upload)
 
@@ -93,14 +93,23 @@ def test_nobody_else_can_read_it(tmp_path: Path) -> None:
 
 
 def test_what_no_transaction_knows_is_removed_at_the_start(tmp_path: Path) -> None:
+    """If its name is one that the store gives, and it is a file."""
     store = opened(tmp_path)
     put(store)
-    (tmp_path / "files" / "orphan").touch()
-    (tmp_path / "uploads" / "half").touch()
+    (tmp_path / "files" / f"file-{'a' * 24}").touch()
+    store.folder.new_upload().touch()
+    kept = [tmp_path / "files" / "notes.txt", tmp_path / "uploads" / "mine"]
+    for path in kept:
+        path.touch()
+    kept += [tmp_path / "files" / "lost+found", tmp_path / "files" / f"file-{'b' * 24}", tmp_path / "uploads" / "c"]
+    for path in kept[2:]:
+        path.mkdir()
+    kept += [tmp_path / "files" / f"file-{'d' * 24}"]
+    kept[-1].symlink_to("notes.txt")
     store.close()
     store = opened(tmp_path)
-    assert [each.name for each in (tmp_path / "files").iterdir()] == ["file-1"]
-    assert not list((tmp_path / "uploads").iterdir())
+    left = [*(tmp_path / "files").iterdir(), *(tmp_path / "uploads").iterdir()]
+    assert sorted(left) == sorted([*kept, tmp_path / "files" / "file-1"])
     store.close()
 
 

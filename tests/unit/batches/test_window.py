@@ -35,7 +35,7 @@ async def test_lines_wait_for_room_in_their_order() -> None:
     window, entered = Window(100), []
 
     async def line(number: int, cost: int) -> None:
-        await window.enter(cost)
+        await window.enter("", cost)
         entered.append(number)
 
     tasks = [asyncio.create_task(line(number, 30)) for number in range(6)]
@@ -55,9 +55,28 @@ async def test_lines_wait_for_room_in_their_order() -> None:
     assert window.in_flight == 30
 
 
+async def test_owners_take_turns() -> None:
+    window, entered = Window(100), []
+
+    async def line(owner: str) -> None:
+        await window.enter(owner, 100)
+        entered.append(owner)
+
+    tasks = [asyncio.create_task(line(owner)) for owner in "aaaabb"]
+    await asyncio.sleep(0)
+    window.report(Load(4))
+    for task in ("a", "b", "a", "b", "a", "a"):
+        while not entered:
+            await asyncio.sleep(0)
+        assert entered.pop() == task
+        assert not entered
+        window.leave(100)
+    await asyncio.gather(*tasks)
+
+
 async def test_a_line_that_is_cancelled_as_it_enters_leaves() -> None:
     window = Window(100)
-    task = asyncio.create_task(window.enter(30))
+    task = asyncio.create_task(window.enter("", 30))
     await asyncio.sleep(0)
     window.report(Load(4))
     task.cancel()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.running_batches import line, names, running
 from toka_async.batches import work
-from toka_async.batches.records import FINAL
+from toka_async.batches.records import FINAL, Batch, DoneLine
 from toka_async.batches.store import InUseError, NotFoundError
 from toka_async.batches.window import Load, Window
 
@@ -132,9 +133,8 @@ async def test_expiry_follows_a_wall_clock_that_jumps(
     """Forward: it has expired soon after. Back: it has not, whatever was reckoned before."""
     now = 1_000_000.0
     monkeypatch.setattr(work, "LONGEST_SLEEP", 0.02)
-    monkeypatch.setattr("time.time", lambda: now)
     never = asyncio.get_running_loop().create_future()
-    waiting = asyncio.create_task(work.first_before({never}, 1_000_000 + (3600 if jump > 0 else 1)))
+    waiting = asyncio.create_task(work.first_before({never}, 1_000_000 + (3600 if jump > 0 else 1), lambda: now))
     await asyncio.sleep(0.01)
     assert not waiting.done()
     now += jump
@@ -146,13 +146,77 @@ async def test_expiry_follows_a_wall_clock_that_jumps(
 
 async def test_a_batch_that_is_cancelled_before_it_was_looked_at(tmp_path: Path) -> None:
     async with running(tmp_path) as it:
-        async with it.batches._checks:
+        async with it.batches._passes[""]:
             await it.create([line(1)])
             await it.batches.cancel("b")
         batch = await it.end()
         assert batch.record.status == "cancelled"
         assert not it.answers.asked
         assert (await it.batches.cancel("b")).record == batch.record
+
+
+async def test_an_error_of_this_program_ends_its_batch(tmp_path: Path) -> None:
+    """It has failed, can be deleted, and so can its input."""
+    async with running(tmp_path) as it:
+        await it.create([line(1), line(2, breaks=True), line(3)], "broken")
+        await it.create([line(4)], "good")
+        ended = {batch.record.id: batch.record for batch in (await it.end(), await it.end())}
+        assert ended["good"].status == "completed"
+        assert [fault.code for fault in ended["broken"].faults] == ["internal_error"]
+        await it.batches.writer.run(lambda: it.store.remove_file("file-broken"))
+        await it.batches.writer.run(lambda: it.store.remove_batch("broken"))
+        with pytest.raises(NotFoundError):
+            await it.batch("broken")
+
+
+async def test_lines_that_cannot_be_kept_end_their_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(tmp_path) as it:
+        finish_lines = it.store.finish_lines
+
+        def finish(batch_id: str, lines: Sequence[DoneLine]) -> Batch:
+            assert batch_id != "broken"
+            return finish_lines(batch_id, lines)
+
+        monkeypatch.setattr(it.store, "finish_lines", finish)
+        await it.create([line(number, seconds=0.01 * number) for number in range(20)], "broken")
+        await it.create([line(number) for number in range(20)], "good")
+        ended = {batch.record.id: batch for batch in (await it.end(), await it.end())}
+        assert [fault.code for fault in ended["broken"].record.faults] == ["internal_error"]
+        assert ended["good"].progress.completed == 20
+
+
+async def test_owners_have_slots_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many batches as run at once, with lines that never end, are in nobody else's way."""
+    monkeypatch.setattr(work, "MAX_RUNNING", 2)
+    async with running(tmp_path) as it:
+        for number in range(4):
+            await it.create([line(1, seconds=60.0)], f"a{number}", owner="name alice")
+        await it.create([line(1)], "b", owner="name bob")
+        assert (await it.end()).record.id == "b"
+        assert it.answers.num_running == 2
+
+
+async def test_an_owner_checks_one_file_at_a_time(tmp_path: Path) -> None:
+    async with running(tmp_path) as it, it.batches._passes["name alice"]:
+        await it.create([line(1)], "a", owner="name alice")
+        await it.create([line(1)], "b", owner="name bob")
+        assert (await it.end()).record.id == "b"
+        assert (await it.batch("a")).record.status == "validating"
+        it.batches.suspend()
+
+
+async def test_one_owners_many_lines_do_not_stand_before_anothers(tmp_path: Path) -> None:
+    """However many batches they are in, the owners' lines enter in turn."""
+    async with running(tmp_path, rows=0) as it:
+        for number in range(6):
+            await it.create([line(each, n=100) for each in range(30)], f"a{number}", owner="name alice")
+        await it.create([line(each, n=100) for each in range(100, 130)], "b", owner="name bob")
+        for name in ("a0", "a1", "a2", "a3", "a4", "a5", "b"):
+            while (await it.batch(name)).record.status == "validating":
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)  # until all their first lines wait
+        it.window.report(Load(1))
+        assert (await it.end()).record.id == "b"
 
 
 async def test_batches_take_turns(tmp_path: Path) -> None:

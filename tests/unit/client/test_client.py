@@ -240,6 +240,10 @@ async def test_keys_let_their_clients_in_and_nobody_else(tmp_path: Path) -> None
             assert (await client.generate(PROMPT, max_tokens=2, text=False)).samples[0].token_ids.size == 2
             public = read_public(tmp_path / "clients" / "ours.key").decode()
             assert list(world.service.accounts.by_name) == [f"client {public}"]
+            await client.generate("the answer", max_tokens=2)
+            salts = {message.salt for message in world.scheduler.log if isinstance(message, Submit | Submits)}
+            assert len(salts) == 1, "a client finds its own prompts in the cache, whichever way they come"
+            assert 0 not in salts
         with pytest.raises(ConnectionLostError, match="accept the keys"):
             async with Client(world.url, key=tmp_path / "stranger.key_secret", server_key=server_key, timeout=0.5):
                 pass

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,20 @@ def test_no_file(tmp_path: Path) -> None:
 
 
 def test_a_directory_in_its_place(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError, match="is not a file"):
         JsonFile(tmp_path)
+
+
+def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ModelError, match="is not a file"):
+        JsonFile(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("value", [2**31, 10**30])
+def test_a_number_that_nothing_can_have(tmp_path: Path, value: int) -> None:
+    with pytest.raises(ModelError, match=f"a is {value}: expected an integer of at most 2147483647"):
+        JsonFile(write(tmp_path, f'{{"a": {value}}}')).integer("a")
 
 
 def test_fields(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from toka_async.model.logprobs import concatenate, distribution, logprobs_of
+from toka_async.model.logprobs import concatenate, distribution, logprobs_of, with_ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -42,3 +42,17 @@ def test_concatenate_keeps_the_order() -> None:
     assert torch.equal(parts.chosen, whole.chosen)
     assert torch.equal(parts.top_ids, whole.top_ids)
     assert torch.equal(parts.top, whole.top)
+
+
+def test_ranks_are_places_in_the_order_of_likeliest_ids() -> None:
+    """Ties, which are common in 16 bits, by lowest id: so the two agree."""
+    logits = torch.randint(-3, 3, (6, 30), generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    values = distribution(logits)
+    ids = torch.randint(0, 30, (6,), generator=torch.Generator().manual_seed(4))
+    ranked = with_ranks(values, ids, logprobs_of(values, ids, 30))
+    assert ranked.ranks is not None
+    assert torch.equal(ranked.top_ids.gather(1, ranked.ranks[:, None].long() - 1)[:, 0], ids)
+    halves = [(values[i : i + 3], ids[i : i + 3]) for i in (0, 3)]
+    parts = concatenate([with_ranks(part, of, logprobs_of(part, of, 2)) for part, of in halves])
+    assert parts.ranks is not None
+    assert torch.equal(parts.ranks, ranked.ranks)

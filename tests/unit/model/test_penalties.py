@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from toka_async.model.penalties import Penalties, add_bias, apply_repetition, subtract_counts
+from toka_async.model.penalties import Penalties, add_bias, apply_repetition, keep_only, subtract_counts
 
 VOCAB = 40
 ROWS = [[3, 3, 9, 3, 39], [0, 1, 2, 3, 4, 5, 5, 5, 0], [7]]
@@ -66,3 +66,12 @@ def test_bias_adds_and_masks() -> None:
     assert logits[0, 5] == _logits()[0, 5] + 1.5
     assert logits[2, 6] == -torch.inf
     assert (logits != _logits()).sum() == 2
+
+
+def test_only_allowed_tokens_are_left() -> None:
+    logits, expected = _logits(), _logits()
+    keep_only(logits, torch.tensor([0, 2]), torch.tensor([0, 0, 2]), torch.tensor([3, 39, 7]))
+    assert torch.equal(logits[1], expected[1])
+    assert logits[0].isfinite().nonzero()[:, 0].tolist() == [3, 39]
+    assert logits[2].isfinite().nonzero()[:, 0].tolist() == [7]
+    assert torch.equal(logits[0, [3, 39]], expected[0, [3, 39]])

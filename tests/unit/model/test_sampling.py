@@ -1,4 +1,5 @@
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from toka_async.arrays import i32_column
 from toka_async.messages import Sampling
 from toka_async.model.sampling import Flag, clean, params_of, sample
 from toka_async.model.streams import Float64, uniforms
+from toka_async.openai.generation import LEAST_TEMPERATURE
 
 FILTERS = [
     Sampling(temperature=1.0),
@@ -221,3 +223,10 @@ def test_low_precision_logits_are_sampled_in_float32() -> None:
 )
 def test_rows_pay_only_for_what_they_ask(sampling: Sampling, flags: int) -> None:
     assert params_of(sampling)["flags"].tolist() == [flags]
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 1e-46}, {"top_k": 5, "min_p": 1e-46}])
+def test_the_lowest_temperature_is_as_good_as_greedy(filters: dict[str, Any]) -> None:
+    logits = _logits(300, 1.0)
+    drawn = _draw(logits, Sampling(temperature=LEAST_TEMPERATURE, **filters), np.linspace(0, 0.999, 50))
+    assert set(drawn.tolist()) == {int(logits.argmax())}

@@ -177,6 +177,8 @@ def test_end_tokens(tmp_path: Path) -> None:
         ({"vocab_size": ...}, "vocab_size is missing"),
         ({"hidden_size": "48"}, "hidden_size is '48'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000: expected an integer of at most 4096"),
+        ({"num_attention_heads": 10**9}, "num_attention_heads is 1000000000: expected an integer of at most 65536"),
         ({"num_key_value_heads": 4}, "num_attention_heads (6) is not a multiple of num_key_value_heads (4)"),
         ({"hidden_size": 50}, "hidden_size (50) is not a multiple of num_attention_heads (6); set head_dim"),
         ({"head_dim": 7}, "head_dim is 7: rotary position embeddings need an even number"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,25 @@ def test_a_missing_shard(tmp_path: Path) -> None:
     shard(folder)
     (folder / "b.safetensors").unlink()
     with pytest.raises(ModelError, match=r"b\.safetensors: no such file, though model\.safetensors\.index\.json names"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["../a.safetensors", "/etc/a.safetensors", "b/../../a.safetensors", 3, None])
+def test_an_index_leads_to_nothing_outside_of_its_folder(tmp_path: Path, name: object) -> None:
+    folder = make_checkpoint(tmp_path / "model", "qwen3")
+    (folder / "model.safetensors").rename(tmp_path / "a.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(
+        ModelError, match=r"index\.json: weight_map names .*: expected a file within the model's folder"
+    ):
+        load(folder)
+
+
+def test_a_pipe_instead_of_weights_is_not_waited_for(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3")
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.safetensors: is not a file"):
         load(folder)
 
 

@@ -27,6 +27,19 @@ def test_roles_and_nulls() -> None:
     ]
 
 
+def test_an_answer_comes_back_as_history() -> None:
+    """Fields of OpenAI's answers, and of others', that say nothing."""
+    answer: dict[str, Any] = {
+        "role": "assistant",
+        "content": "x",
+        "annotations": [],
+        "refusal": "",
+        "tool_calls": [],
+        "audio": None,
+    }
+    assert parse_messages([answer]) == [{"role": "assistant", "content": "x"}]
+
+
 def test_text_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert parse_messages([{"role": "user", "content": parts}]) == [{"role": "user", "content": parts}]
@@ -51,7 +64,9 @@ def test_text_parts() -> None:
         ),
         ({"role": "user", "content": "x", "name": 5}, "messages[0].name"),
         ({"role": "user", "content": "x", "mood": "good"}, "messages[0].mood"),
-        ({"role": "user", "content": "x", "tool_calls": []}, "messages[0].tool_calls"),
+        ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "x", "refusal": "no"}, "messages[0].refusal"),
+        ({"role": "assistant", "content": "x", "annotations": [{}]}, "messages[0].annotations"),
         ({"role": "assistant", "content": "x", "tool_calls": {}}, "messages[0].tool_calls"),
         ({"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls[0]"),
     ],

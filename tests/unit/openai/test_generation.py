@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from toka_async.arrays import as_f32, as_i32
@@ -13,6 +14,7 @@ from toka_async.openai.generation import (
     chat_generation,
     completion_generation,
     token_budget,
+    truncated,
 )
 from toka_async.openai.requests import ChatRequest, CompletionRequest, StreamOptions
 
@@ -139,3 +141,50 @@ def test_beyond_the_cache() -> None:
     small = Limits(max_context=100, cache_tokens=40, vocab_size=50, max_n=8)
     with pytest.raises(ApiError, match="the KV cache's size is 40 tokens, but the prompt has 41"):
         token_budget(small, 41, 1, "prompt")
+
+
+def test_stop_strings_have_a_bound_together() -> None:
+    assert len(completion(stop=["a" * 1000 + str(i) for i in range(8)]).stops) == 8
+    assert param(completion, stop=["a" * 1000 + str(i) for i in range(9)]) == "stop"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-46, 7e-46, 9.9e-6])
+def test_a_temperature_that_nothing_can_be_divided_by_is_greedy(temperature: float) -> None:
+    assert completion(temperature=temperature).sampling.temperature == 0.0
+    assert completion(temperature=1e-5).sampling.temperature == 1e-5
+
+
+def test_allowed_token_ids() -> None:
+    assert as_i32(completion(allowed_token_ids=[7, 3, 7]).sampling.allowed_ids).tolist() == [3, 7]
+    assert not completion().sampling.allowed_ids
+    assert param(completion, allowed_token_ids=[1, 50]) == "allowed_token_ids"
+    assert param(completion, allowed_token_ids=[2, 3], min_tokens=1) == "allowed_token_ids"
+    assert completion(allowed_token_ids=[2, 3, 4], min_tokens=1)
+    assert completion(allowed_token_ids=[2, 3], min_tokens=1, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("num", "side", "max_tokens", "kept"),
+    [
+        (3, "left", 1, [7, 8, 9]),
+        (3, "right", 1, [0, 1, 2]),
+        (20, "left", 1, list(range(10))),
+        (-1, "left", 92, [2, 3, 4, 5, 6, 7, 8, 9]),
+        (-1, "right", None, list(range(10))),
+        (-1, "left", 100, [9]),
+    ],
+)
+def test_truncation(num: int, side: Any, max_tokens: int | None, kept: list[int]) -> None:
+    how = chat(truncate_prompt_tokens=num, truncation_side=side).truncation
+    assert how is not None
+    assert truncated(np.arange(10, dtype=np.int32), how, LIMITS, max_tokens).tolist() == kept
+
+
+def test_no_truncation_and_none_to_nothing() -> None:
+    assert completion().truncation is None
+    assert param(completion, truncate_prompt_tokens=0) == "truncate_prompt_tokens"
+
+
+def test_no_likeliest_tokens_need_no_log_probs() -> None:
+    assert chat(top_logprobs=0).sampling.num_logprobs == -1
+    assert param(chat, top_logprobs=1) == "top_logprobs"

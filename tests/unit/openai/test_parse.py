@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
 
 from toka_async.openai.errors import ApiError
 from toka_async.openai.fields import UNSUPPORTED
-from toka_async.openai.parse import parse_request
-from toka_async.openai.requests import ChatRequest, CompletionRequest, StreamOptions
+from toka_async.openai.parse import MAX_ITEMS, fault_in, most_parsed_bytes, parse_fields, parse_request, parsed_bytes
+from toka_async.openai.requests import MAX_IDS, ChatRequest, CompletionRequest, StreamOptions
 
 
 def completion(**fields: Any) -> CompletionRequest:
@@ -133,17 +134,39 @@ def test_an_unknown_field_gets_a_hint() -> None:
 
 
 def test_an_unknown_nested_field() -> None:
-    assert "include_obfuscation" in problem({"stream": True, "stream_options": {"include_obfuscation": True}}).message
+    error = problem({"stream": True, "stream_options": {"include_usages": True}})
+    assert error.param == "stream_options.include_usages"
+    assert error.message == (
+        "unknown field 'stream_options.include_usages'; did you mean 'stream_options.include_usage'?"
+    )
+
+
+def test_of_several_unsupported_fields_the_one_that_matters_is_named() -> None:
+    """A client's library writes them in any order; without tools nobody would choose one."""
+    error = problem({"tool_choice": "required", "response_format": {"type": "json_object"}, "tools": [{}]})
+    assert error.param == "tools"
+    assert error.message == (
+        "'tools' is not supported; nor are tool_choice, response_format; leave it out, or give an empty list"
+    )
+
+
+def test_a_null_is_absent_whatever_its_name() -> None:
+    assert completion(never_heard_of=None, stream_options={"nor_of_this": None}) == completion(stream_options={})
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
 def test_unsupported_fields(name: str) -> None:
-    error = problem({name: {"anything": "else"}})
+    def parsed(value: Any) -> ChatRequest:
+        return parse_fields({"messages": [], name: value}, ChatRequest)
+
+    with pytest.raises(ApiError) as caught:
+        parsed({"anything": "else"})
+    error = caught.value
     assert error.param == name
     assert error.code == "unsupported_parameter"
     assert "not supported" in error.message
     for neutral in UNSUPPORTED[name]:
-        assert completion(**{name: neutral}) == completion()
+        assert parsed(neutral) == parsed(None)
 
 
 def test_a_neutral_number_is_no_bool() -> None:
@@ -154,3 +177,66 @@ def test_a_field_of_the_other_endpoint() -> None:
     with pytest.raises(ApiError) as caught:
         parse_request(b'{"messages": [], "echo": true}', ChatRequest)
     assert caught.value.param == "echo"
+
+
+@pytest.mark.parametrize("unit", [b"[],", b"{},", b'{"a":0},', b"1.5,", b'"",', b"[[]],"])
+def test_a_body_of_very_many_items_is_refused_before_it_is_parsed(unit: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def parsed(*_: object) -> None:
+        raise AssertionError("it was parsed")
+
+    raw = b'{"metadata":[' + unit * (MAX_ITEMS + 1) + b"0]}"
+    monkeypatch.setattr("toka_async.openai.parse.decode_object", parsed)
+    with pytest.raises(ApiError, match=f"JSON items .* can have {MAX_ITEMS}") as caught:
+        parse_request(raw, CompletionRequest)
+    assert (caught.value.status, caught.value.code) == (413, "too_many_items")
+
+
+def test_commas_in_a_text_are_no_items() -> None:
+    text = ",[{" * (MAX_ITEMS + 1)
+    assert parse_request(json.dumps({"prompt": text}).encode(), CompletionRequest).prompt == text
+
+
+def test_items_beside_a_long_list_of_ids_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toka_async.openai.parse.MAX_ITEMS", 1000)
+    ids = [7] * 200_000
+    wire = parse_request(json.dumps({"prompt": ids, "stop": ["a"] * 900}).encode(), CompletionRequest)
+    assert len(wire.prompt[0]) == len(ids)
+    with pytest.raises(ApiError, match="JSON items"):
+        parse_request(json.dumps({"prompt": ids, "stop": ["a"] * 100_000}).encode(), CompletionRequest)
+
+
+@pytest.mark.parametrize("body", [{"prompt": "x" * 1000}, {"prompt": "é" * 1000}, {"prompt": ["ab", "c"] * 100}])
+@pytest.mark.parametrize("is_ascii", [False, True])
+def test_the_memory_of_a_parsed_body_has_a_bound(body: dict[str, Any], is_ascii: bool) -> None:
+    raw = json.dumps(body, ensure_ascii=is_ascii).encode()
+    prompt = parse_request(raw, CompletionRequest).prompt
+    num_bytes = sys.getsizeof(prompt) + sum(map(sys.getsizeof, prompt if isinstance(prompt, list) else ()))
+    assert num_bytes <= parsed_bytes(raw) + 128 <= most_parsed_bytes(len(raw)) + 128
+
+
+@pytest.mark.parametrize("depth", [100, 500, 900])
+def test_what_is_no_json_after_deep_nesting_is_named(depth: int) -> None:
+    raw = b'{"b":%b,"a":NaN}' % (b"[" * depth + b"]" * depth)
+    with pytest.raises(ApiError, match="'a' has a number that is not finite"):
+        parse_request(raw, CompletionRequest)
+
+
+def test_nesting_of_any_depth_is_looked_through() -> None:
+    value: Any = float("nan")
+    for _ in range(10_000):
+        value = [{"a": value}]
+    assert fault_in(value) == "a number that is not finite (NaN, or too large)"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop_token_ids": list(range(MAX_IDS + 1))},
+        {"logit_bias": {str(i): 1 for i in range(MAX_IDS + 1)}},
+    ],
+)
+def test_ids_have_a_bound(fields: dict[str, Any]) -> None:
+    (name,) = fields
+    with pytest.raises(ApiError, match=f"length <= {MAX_IDS}") as caught:
+        completion(**fields)
+    assert caught.value.param == name

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from toka_async.openai.fields import Unsupported
 from toka_async.openai.generation import Limits
-from toka_async.openai.requests import CompletionRequest
+from toka_async.openai.requests import CompletionRequest, WireRequest
 from toka_async.openai.schemas import reference, request_schemas, response_schemas
 
 LIMITS = Limits(max_context=100, cache_tokens=80, vocab_size=50, max_n=4)
 
 
-class Inner(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Inner(WireRequest, frozen=True, kw_only=True):
+    unsupported: ClassVar[Unsupported] = {"neutral": (1,), "never": ()}
+
     flag: bool = False
 
 
-class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Asked(WireRequest, frozen=True, kw_only=True):
     needed: int
     max_tokens: Annotated[int, Meta(ge=0, le=1000)] | None = None
     inner: Inner | None = None
@@ -40,7 +43,9 @@ def test_requests() -> None:
         "anyOf": [{"type": "boolean"}, {"type": "null"}],
         "default": False,
     }
-    assert schemas["Asked"]["additionalProperties"] is False
+    assert schemas["Inner"]["properties"]["neutral"]["enum"] == [1, None]
+    assert "never" not in schemas["Inner"]["properties"]
+    assert schemas["Asked"]["additionalProperties"] == {"type": "null"}
 
 
 def test_responses() -> None:

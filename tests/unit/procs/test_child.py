@@ -14,6 +14,7 @@ import pytest
 
 from toka_async.config import Config
 from toka_async.procs.child import ChildSpec, Drain, Order, Stop
+from toka_async.socket_folder import MARKER
 from toka_async.topology import local_topology
 
 CHILD = """
@@ -84,19 +85,21 @@ def test_names(tmp_path: Path) -> None:
 
 
 def test_a_child_that_is_told_to_stop_leaves_the_folder_to_its_parent(tmp_path: Path) -> None:
+    (tmp_path / MARKER).touch()
     child = Running("link.report(Started()); time.sleep(60)", tmp_path)
     assert child.status() == {"type": "Started"}
     child.send(order(Stop()))
     begin = time.monotonic()
     assert child.end() == (0, "")
     assert time.monotonic() - begin < 1
-    assert tmp_path.exists()
+    assert (tmp_path / MARKER).exists()
 
 
 def test_the_end_of_standard_input_is_the_parents_end(tmp_path: Path) -> None:
     """The child ends too, and removes the folder, since nobody else will."""
     folder = tmp_path / "sockets"
     folder.mkdir()
+    (folder / MARKER).touch()
     child = Running("link.report(Started()); time.sleep(60)", folder)
     child.status()
     assert child.process.stdin is not None

@@ -25,10 +25,12 @@ FAST = {
     "filters": (Sampling(top_k=7), Sampling(temperature=0.8, top_p=0.6, top_k=64)),
     "nucleus": (Sampling(temperature=0.3, top_p=0.7, min_p=0.01),),
     "repetition": (Sampling(temperature=0, repetition_penalty=3.0), Sampling(repetition_penalty=0.7)),
+    "extremes": (Sampling(temperature=1e-5, top_p=1e-46), Sampling(repetition_penalty=0.01)),
     "log-probs": (Sampling(num_logprobs=0, temperature=0.5), GREEDY),
 }
 SLOW = {
     "bias": Sampling(bias_ids=i32_column([5, VOCAB + 1]), bias_values=f32_column([50.0, 1.0])),
+    "allowed": Sampling(allowed_ids=i32_column([4, 44, 7, VOCAB + 1])),
     "min_tokens": Sampling(temperature=0, min_tokens=9, end_ids=i32_column(range(60))),
     "counts": Sampling(temperature=0, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=2.0),
     "likeliest": Sampling(num_logprobs=4, temperature=0.7),

@@ -126,6 +126,9 @@ def _check_prompt(prompt: list[int], messages: list[ChunkLogprobs], num_top: int
     chosen = np.concatenate([as_f32(m.logprobs) for m in messages])
     np.testing.assert_allclose(chosen, expected.gather(1, torch.tensor(prompt)[1:, None])[:, 0], atol=1e-4)
     assert {m.num_top for m in messages} == {num_top}
+    ranks = np.concatenate([as_i32(m.ranks) for m in messages])
+    order = expected.argsort(dim=1, descending=True)
+    np.testing.assert_array_equal(order.gather(1, torch.tensor(ranks)[:, None].long() - 1)[:, 0], prompt[1:])
     top_ids = np.concatenate([as_i32(m.top_ids) for m in messages]).reshape(len(prompt) - 1, num_top)
     tops = np.concatenate([as_f32(m.top_logprobs) for m in messages]).reshape(len(prompt) - 1, num_top)
     np.testing.assert_array_equal(top_ids, expected.topk(num_top).indices)

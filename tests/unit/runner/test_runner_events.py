@@ -27,6 +27,7 @@ SAMPLINGS = (
         min_tokens=3,
         end_ids=i32_column([1, 2, 4, VOCAB + 1]),
     ),
+    Sampling(temperature=1.5, allowed_ids=i32_column([3, 11, 12, VOCAB + 2]), repetition_penalty=1.2),
 )
 
 PROMPTS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40)

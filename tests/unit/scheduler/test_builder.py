@@ -141,6 +141,25 @@ def test_found_prefixes_are_not_computed_and_are_counted() -> None:
     assert got(second) == wanted(second)
 
 
+def test_a_prompt_finds_those_of_its_salt_only() -> None:
+    """Neither prompts nor the outputs that follow them, which the next turn of a conversation would find."""
+    core = SmallCore()
+    salts = (0, 7, 8, 7, 0)
+    asked = []
+    for i, salt in enumerate(salts):
+        asked.append(core.submit(submit(i, PROMPT, max_tokens=6, salt=salt)))
+        core.drain()
+    found = [each.prefilled.cached_tokens for each in asked if each.prefilled]
+    assert found == [0, 0, 0, 8, 8]
+    turn = [*PROMPT, *got(asked[1])[0]]
+    for i, (salt, wanted_hits) in enumerate([(9, 0), (7, 12)]):
+        later = core.submit(submit(10 + i, turn, max_tokens=1, salt=salt))
+        core.drain()
+        assert later.prefilled is not None
+        assert later.prefilled.cached_tokens == wanted_hits
+        assert got(later) == wanted(later)
+
+
 def test_a_prompt_finds_what_the_step_before_it_computes() -> None:
     """Neither step has run when the second prompt is opened."""
     core = SmallCore(steps_ahead=4)

@@ -92,13 +92,14 @@ def test_prompts_without_scores_are_told_of_together_and_before_all_else() -> No
 def test_prefilled_carries_scores_once_and_lets_go_of_them() -> None:
     lanes, _ = lanes_wanting(-1)
     outbox, scored = Outbox(lanes), request()
-    scored.scores = PromptScores(floats(-1), ids(5).reshape(1, 1), floats(-2).reshape(1, 1))
+    scored.scores = PromptScores(floats(-1), ids(3), ids(5).reshape(1, 1), floats(-2).reshape(1, 1))
     scored.num_found = 8
     outbox.prefilled(scored)
     (message,) = outbox.take()
     assert isinstance(message, Prefilled)
     assert message.cached_tokens == 8
     assert as_f32(message.logprobs).tolist() == [-1]
+    assert as_i32(message.ranks).tolist() == [3]
     assert as_i32(message.top_ids).tolist() == [5]
     assert scored.prefilled
     outbox.prefilled(scored)

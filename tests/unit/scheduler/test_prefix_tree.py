@@ -37,6 +37,18 @@ def test_the_longest_prefix_of_whole_pages_is_found() -> None:
     assert tree.match(ids(3, 4), 9) == []
 
 
+def test_salts_share_nothing() -> None:
+    tree = PrefixTree(2)
+    fill(tree, ids(1, 2, 3, 4), [10, 11])
+    assert tree.match(ids(1, 2, 3, 4), 9, salt=5) == []
+    node = tree.insert(None, ids(1, 2), 12, salt=5)
+    assert node is not None
+    assert pages(tree.match(ids(1, 2, 3, 4), 9, salt=5)) == [12]
+    assert pages(tree.match(ids(1, 2, 3, 4), 9)) == [10, 11]
+    assert tree.match(ids(1, 2), 9, salt=6) == []
+    tree.check()
+
+
 def test_a_twin_is_refused_and_not_owned() -> None:
     tree = PrefixTree(2)
     (node,) = fill(tree, ids(1, 2), [10])

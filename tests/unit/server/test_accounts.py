@@ -58,3 +58,31 @@ def test_lines_of_batches_count_in_their_owner_and_once_in_the_server() -> None:
     assert alice.lacking(1, 60) is None
     lines.give_back(2, 40)
     assert accounts.total.num_tokens == 0
+
+
+def test_only_prompts_of_equal_salt_are_shared() -> None:
+    accounts = Accounts(ServerConfig())
+    alice, bob = (accounts.open(f"key {name}", cache_owner=name) for name in ("alice", "bob"))
+    lines = accounts.batches_of(alice)
+    assert accounts.salt_of(accounts.total, "") == 0
+    salts = [
+        accounts.salt_of(*pair) for pair in ((alice, ""), (bob, ""), (alice, "x"), (bob, "x"), (accounts.total, "x"))
+    ]
+    assert len(set(salts)) == 5
+    assert all(0 < salt < 2**63 for salt in salts)
+    assert accounts.salt_of(lines, "") == salts[0]
+    assert accounts.salt_of(lines, "x") == salts[2]
+    assert Accounts(ServerConfig()).salt_of(alice, "") != salts[0], "nobody can work out another's salt"
+
+
+def test_an_owner_and_a_salt_are_not_another_owner() -> None:
+    accounts = Accounts(ServerConfig())
+    short, long = (accounts.open(f"key {name}", cache_owner=name) for name in ("a", "ab"))
+    assert accounts.salt_of(short, "bc") != accounts.salt_of(long, "c")
+
+
+def test_keys_share_on_purpose() -> None:
+    accounts = Accounts(ServerConfig(share_cache=True))
+    alice, bob = (accounts.open(f"key {name}", cache_owner=name) for name in ("alice", "bob"))
+    assert accounts.salt_of(alice, "") == accounts.salt_of(bob, "") == 0
+    assert accounts.salt_of(alice, "x") == accounts.salt_of(bob, "x") != 0

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import io
+import json
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import StreamReader
 
-from tests.web_server import NAME, WebServer, checked_error, web_server
-from toka_async.server import service
+from tests.fake_scheduler import READY, FakeScheduler
+from tests.web_server import JSON, JSON_HEAD, NAME, WebServer, checked_error, web_server
+from toka_async.server import encoding, service
 from toka_async.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -130,20 +134,54 @@ async def test_what_can_never_fit_is_not_even_tokenized(
 
 
 async def test_nobody_waits_for_a_long_text(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, encode = threading.Event(), Tokenizer.encode
+    go_on, encode = threading.Event(), Tokenizer.encode_batch
 
-    def held(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
-        assert go_on.wait(10)
-        return encode(self, text, add_special_tokens)
+    def held(self: Tokenizer, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        assert len(texts[0]) <= 100 or go_on.wait(10)
+        return encode(self, texts, add_special_tokens)
 
-    monkeypatch.setattr(Tokenizer, "encode", held)
-    monkeypatch.setattr(service, "LONG", 100)
+    monkeypatch.setattr(Tokenizer, "encode_batch", held)
+    monkeypatch.setattr(encoding, "LONG", 100)
     long = asyncio.create_task(server.ok("/tokenize", {"prompt": "x" * 101}))
     await asyncio.sleep(0.01)
     assert (await server.ok("/tokenize", {"prompt": "x" * 100}))["count"] > 0
     assert not long.done()
     go_on.set()
     assert (await long)["count"] > 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize("character", ["x", "é"])
+async def test_a_text_that_would_take_gigabytes_is_not_tokenized(
+    monkeypatch: pytest.MonkeyPatch, path: str, character: str
+) -> None:
+    ready = msgspec.structs.replace(READY, max_context=1 << 22, num_pages=1 << 22)
+    text = character * ((1 << 20) // len(character.encode()) + 1)
+    async with web_server(FakeScheduler(ready=ready), max_text_mb=1) as server:
+        monkeypatch.setattr(Tokenizer, "encode_batch", None)
+        for is_chat in (True,) if "chat" in path else (False, True) if path == "/tokenize" else (False,):
+            body = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text}
+            data, headers = io.BytesIO(json.dumps(body).encode()), {"Content-Type": "application/json"}
+            async with server.http.post(server.url + path, data=data, headers=headers) as response:
+                assert response.status == 400
+                error = checked_error(await response.json())
+            assert (error["code"], error["param"]) == ("text_too_long", "messages" if is_chat else "prompt")
+            assert "server.max_text_mb" in error["message"]
+
+
+async def test_a_text_that_does_not_fit_is_counted(server: WebServer) -> None:
+    assert (await server.ok("/tokenize", {"prompt": "x " * 10_000}))["count"] > 512
+
+
+async def test_chats_together_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "MAX_CHARS", 1000)
+    template = "{{ system }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    async with web_server(template=template) as server:
+        body = {"messages": [MESSAGES] * 9, "chat_template_kwargs": {"system": "x" * 100}, "max_tokens": 1}
+        assert len((await server.ok("/v1/chat/completions/batch", body))["choices"]) == 9
+        error = await server.error("/v1/chat/completions/batch", {**body, "messages": [MESSAGES] * 300})
+        assert error["param"] == "messages"
+        assert "1000 characters together" in error["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
@@ -162,7 +200,7 @@ async def test_a_huge_body_is_not_read(server: WebServer) -> None:
     """The answer comes before the body does."""
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 104857600\r\n\r\n")
+    writer.write(JSON_HEAD + b"Content-Length: 104857600\r\n\r\n")
     status = await asyncio.wait_for(reader.readline(), 5)
     writer.close()
     assert status.startswith(b"HTTP/1.1 413 ")
@@ -171,7 +209,7 @@ async def test_a_huge_body_is_not_read(server: WebServer) -> None:
 async def test_a_huge_body_after_a_question(server: WebServer) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {}\r\nExpect: 100-continue\r\n\r\n"
+    head = JSON_HEAD.decode() + "Content-Length: {}\r\nExpect: 100-continue\r\n\r\n"
     body = b'{"prompt": ""}'
     writer.write(head.format(len(body)).encode())
     assert await reader.readline() == b"HTTP/1.1 100 Continue\r\n"
@@ -188,7 +226,7 @@ async def test_a_huge_body_without_a_length(server: WebServer) -> None:
         for _ in range(64):
             yield b" " * 65536
 
-    async with server.http.post(server.url + "/v1/completions", data=chunks()) as response:
+    async with server.http.post(server.url + "/v1/completions", data=chunks(), headers=JSON) as response:
         assert response.status == 413
         assert "max_body_mb" in checked_error(await response.json())["message"]
 
@@ -204,7 +242,11 @@ async def test_an_unknown_expectation(server: WebServer, method: str, path: str)
 async def test_an_unknown_route(server: WebServer) -> None:
     status, answer = await server.get("/v2/anything")
     assert status == 404
-    assert checked_error(answer)["message"] == "no such route"
+    message = checked_error(answer)["message"]
+    assert message.startswith("no such route: '/v2/anything'; there are /")
+    assert "/v1/chat/completions, " in message
+    _, answer = await server.get("/v1/chat/completion")
+    assert checked_error(answer)["message"].endswith("did you mean /v1/chat/completions?")
 
 
 async def test_an_unknown_method(server: WebServer) -> None:
@@ -241,7 +283,7 @@ async def test_a_large_body_is_parsed_too(server: WebServer) -> None:
 @pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("deflate", 415), ("br", 415), ("Identity", 400)])
 async def test_an_encoding(server: WebServer, encoding: str, status: int, caplog: pytest.LogCaptureFixture) -> None:
     """A client cannot fill the log with it."""
-    headers = {"Content-Encoding": encoding}
+    headers = JSON | {"Content-Encoding": encoding}
     async with server.http.post(server.url + "/v1/completions", data=b"{}", headers=headers) as response:
         assert response.status == status
         checked_error(await response.json())
@@ -260,7 +302,7 @@ async def test_a_bomb(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> Non
         return feed(self, data)
 
     monkeypatch.setattr(StreamReader, "feed_data", counted)
-    data, headers = gzip.compress(b" " * 20_000_000), {"Content-Encoding": "gzip"}
+    data, headers = gzip.compress(b" " * 20_000_000), JSON | {"Content-Encoding": "gzip"}
     async with server.http.post(server.url + "/v1/completions", data=data, headers=headers) as response:
         assert response.status == 415
         checked_error(await response.json())

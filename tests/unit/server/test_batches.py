@@ -16,6 +16,8 @@ from tests.fake_scheduler import FakeScheduler
 from tests.web_server import WebServer, checked_error, web_server
 from toka_async.batches.disk import StorageError
 from toka_async.messages import Submit
+from toka_async.openai.parse import parse_request
+from toka_async.server import line_answers
 from toka_async.server.files import BATCHES
 from toka_async.server.line_answers import PRIORITY
 
@@ -64,7 +66,7 @@ async def results(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str, 
     """Lines by custom_id, each there once."""
     if file_id is None:
         return {}
-    lines = (await client.files.content(file_id)).text.splitlines()
+    lines = (await client.files.content(file_id)).content.splitlines()  # text may have other ends of lines in it
     found = {each["custom_id"]: each for each in map(json.loads, lines)}
     assert len(found) == len(lines)
     return found
@@ -170,6 +172,69 @@ async def test_what_has_ended_cannot_be_cancelled(client: openai.AsyncOpenAI) ->
         await client.batches.cancel(batch.id)
     with pytest.raises(openai.NotFoundError):
         await client.batches.cancel("batch_nope")
+
+
+async def test_a_batch_that_has_ended_can_be_deleted(client: openai.AsyncOpenAI, server: WebServer) -> None:
+    """Its files stay. One that has not ended is not forgotten."""
+    server.scheduler.held = True
+    batch = await created(client, [line(0)])
+    url = f"{server.url}/v1/batches/{batch.id}"
+    async with server.http.delete(url) as response:
+        assert response.status == 409
+        assert checked_error(await response.json())["code"] == "batch_not_ended"
+    server.scheduler.held = False
+    server.scheduler.step()
+    batch = await ended(client, batch)
+    async with server.http.delete(url) as response:
+        assert await response.json() == {"id": batch.id, "object": "batch", "deleted": True}
+    for method in ("GET", "DELETE"):
+        async with server.http.request(method, url) as response:
+            assert response.status == 404
+            checked_error(await response.json())
+    assert not (await client.batches.list()).data
+    assert len(await results(client, batch.output_file_id)) == 1
+
+
+async def test_open_batches_are_limited(tmp_path: Path) -> None:
+    async with (
+        web_server(FakeScheduler(held=True), data_dir=str(tmp_path), key_max_open_batches=1) as server,
+        openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
+    ):
+        first = await created(client, [line(0)])
+        with pytest.raises(openai.RateLimitError, match=r"server\.key_max_open_batches") as caught:
+            await client.batches.create(input_file_id=first.input_file_id, endpoint=TEXT, completion_window="24h")
+        assert caught.value.code == "insufficient_quota"
+        await client.batches.cancel(first.id)
+        await ended(client, first)
+        await client.batches.create(input_file_id=first.input_file_id, endpoint=TEXT, completion_window="24h")
+
+
+async def test_a_line_that_cannot_even_be_explained_is_answered(client: openai.AsyncOpenAI) -> None:
+    """Nested so deeply that looking for what is wrong with it must not recurse."""
+    nested = "[" * 600 + "]" * 600
+    wrong = f'{{"custom_id": "bad", "method": "POST", "url": "{TEXT}", "body": {{"b": {nested}, "a": 1e999}}}}'
+    batch = await ended(client, await created(client, [line(0), wrong, line(1)]))
+    assert batch.status == "completed"
+    found = await results(client, batch.error_file_id)
+    assert found.keys() == {"bad"}
+    assert found["bad"]["response"]["status_code"] == 400
+
+
+async def test_whatever_a_line_raises_is_its_answer(
+    client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(raw: bytes, kind: Any) -> Any:
+        if b"break" in raw:
+            raise RecursionError
+        return parse_request(raw, kind)
+
+    monkeypatch.setattr(line_answers, "parse_request", broken)
+    batch = await ended(client, await created(client, [line(0), line(1, user="break")]))
+    assert batch.request_counts is not None
+    assert batch.request_counts.model_dump() == {"total": 2, "completed": 1, "failed": 1}
+    found = await results(client, batch.error_file_id)
+    assert found["c1"]["response"]["status_code"] == 500
+    checked_error(found["c1"]["response"]["body"])
 
 
 async def test_pages(client: openai.AsyncOpenAI) -> None:

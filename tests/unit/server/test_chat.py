@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.fake_scheduler import FakeScheduler
@@ -134,3 +137,79 @@ async def test_tokenize_as_chat(server: WebServer) -> None:
     assert answer["tokens"] == server.tokenizer.encode("<system>be\n<user>what\n<assistant>")
     bare = await server.ok("/tokenize", {"messages": MESSAGES, "add_generation_prompt": False})
     assert bare["count"] < answer["count"]
+
+
+async def test_token_ids_of_the_prompt(server: WebServer) -> None:
+    body = {"messages": MESSAGES, "n": 2, "max_tokens": 3, "return_token_ids": True}
+    answer = await server.ok(PATH, body)
+    (submit,) = (message for message in server.scheduler.log if isinstance(message, Submit))
+    assert answer["prompt_token_ids"] == as_i32(submit.prompt).tolist()
+    first, *rest = await server.events(PATH, {**body, "n": 1})
+    assert first["prompt_token_ids"] == answer["prompt_token_ids"]
+    assert first["choices"][0]["delta"]["role"] == "assistant"
+    assert not any("prompt_token_ids" in event for event in rest)
+
+
+async def test_usage_in_every_chunk(server: WebServer) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 3, "stream_options": {"continuous_usage_stats": True}}
+    events = await server.events(PATH, body)
+    assert [event["usage"]["completion_tokens"] for event in events] == [0, 1, 2, 3]
+
+
+async def test_template_arguments_by_their_other_name() -> None:
+    async with web_server(template="{{ messages[0].content }}{{ mood }}") as server:
+        body = {"messages": MESSAGES, "max_tokens": 1, "apply_chat_template_overrides": {"mood": "good"}}
+        await server.ok(PATH, body)
+        assert prompts(server) == ["begood"]
+        error = await server.error(PATH, {**body, "chat_template_kwargs": {"mood": "bad"}})
+        assert error["param"] == "apply_chat_template_overrides"
+
+
+async def test_fields_of_others_that_ask_for_nothing(server: WebServer) -> None:
+    neutral = {
+        "tools": [],
+        "tool_choice": "auto",
+        "echo": False,
+        "best_of": 1,
+        "top_logprobs": 0,
+        "spaces_between_special_tokens": True,
+        "apply_chat_template_overrides": {},
+        "reasoning_effort": "none",
+        "verbosity": "medium",
+    }
+    assert await server.ok(PATH, {"messages": MESSAGES, "max_tokens": 1, **neutral})
+
+
+@pytest.mark.parametrize("num_top", [0, 2])
+@pytest.mark.parametrize("n", [1, 5])
+async def test_packed_logprobs(server: WebServer, n: int, num_top: int) -> None:
+    """As Tokasaurus' clients read them."""
+    body = {"messages": MESSAGES, "n": n, "max_tokens": 3, "seed": 1, "logprobs": True, "top_logprobs": num_top}
+    plain = await server.ok(PATH, {**body, "return_token_ids": True})
+    answer = await server.ok(PATH, {**body, "logprobs_in_fingerprint": True})
+    packed = json.loads(answer["system_fingerprint"])
+    assert "system_fingerprint" not in plain
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    assert packed["completion_ids"] == [choice["token_ids"] for choice in plain["choices"]]
+    for i, choice in enumerate(plain["choices"]):
+        content = choice["logprobs"]["content"]
+        chosen = np.frombuffer(base64.b64decode(packed["packed_chosen_logprobs"][i]), np.float32)
+        assert chosen.tolist() == [token["logprob"] for token in content]
+        if num_top:
+            top = np.frombuffer(base64.b64decode(packed["packed_topk_logprobs"][i]), np.float32).reshape(-1, num_top)
+            assert top.tolist() == [[each["logprob"] for each in token["top_logprobs"]] for token in content]
+            ids = np.frombuffer(base64.b64decode(packed["packed_topk_indices"][i]), np.int32)
+            assert ids.size == len(content) * num_top
+        else:
+            assert packed["packed_topk_logprobs"] is None
+
+
+async def test_packed_logprobs_are_of_whole_answers(server: WebServer) -> None:
+    error = await server.error(PATH, {"messages": MESSAGES, "stream": True, "logprobs_in_fingerprint": True})
+    assert error["param"] == "logprobs_in_fingerprint"
+    alone = await server.ok(PATH, {"messages": MESSAGES, "max_tokens": 1, "logprobs_in_fingerprint": True})
+    assert len(json.loads(alone["system_fingerprint"])["packed_chosen_logprobs"]) == 1
+    body = {"prompt": "x", "max_tokens": 2, "echo": True, "logprobs": 1, "logprobs_in_fingerprint": True}
+    answer = await server.ok("/v1/completions", body)
+    assert answer["choices"][0]["text"].startswith("x")
+    assert len(json.loads(answer["system_fingerprint"])["completion_ids"][0]) == 2

@@ -8,7 +8,8 @@ import pytest
 
 from tests.fake_scheduler import FakeScheduler
 from tests.web_server import web_server
-from toka_async.messages import Ready
+from toka_async.arrays import as_i32
+from toka_async.messages import Ready, Submit
 
 PATH = "/v1/chat/completions/batch"
 HI = [{"role": "user", "content": "hi"}]
@@ -24,6 +25,16 @@ async def test_a_choice_for_each_conversation_and_sample() -> None:
         assert answer["usage"]["completion_tokens"] == 18
         single = await server.ok("/v1/chat/completions", {"messages": messages[0], "n": 2, "max_tokens": 3, "seed": 5})
         assert answer["choices"][:2] == single["choices"]
+
+
+async def test_token_ids_of_each_prompt() -> None:
+    """There are several prompts, so each choice has its own."""
+    async with web_server() as server:
+        messages = [[{"role": "user", "content": text}] for text in ("a", "b")]
+        answer = await server.ok(PATH, {"messages": messages, "n": 2, "max_tokens": 1, "return_token_ids": True})
+        prompts = [as_i32(message.prompt).tolist() for message in server.scheduler.log if isinstance(message, Submit)]
+        assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [each for each in prompts for _ in "nn"]
+        assert "prompt_token_ids" not in answer
 
 
 async def test_a_thousand_in_one_connection() -> None:

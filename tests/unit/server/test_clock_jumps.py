@@ -1,4 +1,4 @@
-"""A wall clock that jumps while the server runs: deadlines stay as they were, expiry follows the clock."""
+"""A wall clock that jumps while the server runs: deadlines stay as they were, expiry follows a jump that lasts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ from openai.types import Batch
 
 from tests.fake_scheduler import FakeScheduler
 from tests.web_server import WebServer, web_server
+from toka_async.batches import clock as settled
 from toka_async.batches import work
 
 DAY = 86400.0
 PACKAGE = Path(__file__).parents[3] / "toka_async"
 WALL = {  # what expires by the calendar, and what people are shown
-    "batches/work.py",
-    "procs/batch.py",
-    "procs/server.py",
+    "batches/clock.py",
+    "procs/job.py",
     "server/answers.py",
-    "server/batch_routes.py",
-    "server/files.py",
     "server/service.py",
     "text/chat.py",
 }
@@ -79,7 +77,9 @@ async def ended(client: openai.AsyncOpenAI, server: WebServer, batch: Batch, *, 
 
 
 @pytest.mark.parametrize("jump", [2 * DAY, -2 * DAY])
-async def test_what_a_jump_changes(clock: Clock, server: WebServer, jump: float) -> None:
+async def test_what_a_jump_changes(
+    clock: Clock, server: WebServer, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
     async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
         batch = await created(client)
         asked = asyncio.create_task(server.ok("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 4}))
@@ -87,15 +87,16 @@ async def test_what_a_jump_changes(clock: Clock, server: WebServer, jump: float)
             while server.engine.num_requests < 2:
                 await asyncio.sleep(0.001)
         clock.offset += jump
+        await asyncio.sleep(0.1)
+        assert (await client.batches.retrieve(batch.id)).status == "in_progress"
+        assert (await client.files.retrieve(batch.input_file_id)).id == batch.input_file_id
         if jump > 0:
+            monkeypatch.setattr(settled, "PATIENCE", 0.0)  # it has lasted
             batch = await ended(client, server, batch, steps=False)
             assert (batch.status, batch.error_file_id is None) == ("expired", False)
             with pytest.raises(openai.NotFoundError):
                 await client.files.retrieve(batch.input_file_id)
         else:
-            await asyncio.sleep(0.1)
-            assert (await client.batches.retrieve(batch.id)).status == "in_progress"
-            assert (await client.files.retrieve(batch.input_file_id)).id == batch.input_file_id
             batch = await ended(client, server, batch, steps=True)
             assert (batch.status, batch.error_file_id) == ("completed", None)
         assert not asked.done() or jump < 0  # no deadline has passed

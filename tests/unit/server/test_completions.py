@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable
 from itertools import pairwise
 from typing import Any
@@ -235,6 +236,35 @@ async def test_echo_and_completion(stream: bool) -> None:
             assert choice["logprobs"]["text_offset"] == sorted(choice["logprobs"]["text_offset"])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_counts_for_each_choice(stream: bool) -> None:
+    """Six kilobytes could ask for gigabytes; in what is held and in the answer's size, it is n times the prompt."""
+    body = {"prompt": [5] * 500, "max_tokens": 0, "n": 100, "echo": True, "logprobs": 20, "stream": stream}
+    async with web_server(max_answer_mb=1, max_held_tokens=10_000) as server:
+        error = await server.error(PATH, body)
+        assert (error["param"], error["code"]) == ("n", "answer_too_large")
+        error = await server.error(PATH, {**body, "logprobs": 0, "n": 21})
+        assert "10000 tokens" in error["message"]
+        choices = await choices_of(server, {**body, "logprobs": 0, "n": 20}, stream)
+        assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [500] * 20
+
+
+async def test_choices_of_a_prompt_have_the_same_log_probs_of_it(server: WebServer) -> None:
+    body = {"prompt": [[10, 12, 15], [20]], "max_tokens": 2, "n": 3, "echo": True, "logprobs": 1, "prompt_logprobs": 1}
+    choices = (await server.ok(PATH, body))["choices"]
+    for start, length in ((0, 3), (3, 1)):
+        of_prompt = [choice["prompt_logprobs"] for choice in choices[start : start + 3]]
+        echoed = [
+            {name: each[:length] for name, each in choice["logprobs"].items()} for choice in choices[start : start + 3]
+        ]
+        assert of_prompt == [of_prompt[0]] * 3
+        assert echoed == [echoed[0]] * 3
+        assert {len(each) for choice in choices[start : start + 3] for each in choice["logprobs"].values()} == {
+            length + 2
+        }
+    assert len({str(choice["logprobs"]["tokens"]) for choice in choices}) == 6
+
+
 async def test_loglikelihood_as_lm_eval_computes_it(server: WebServer) -> None:
     """lm-evaluation-harness: token-id prompts, echo, one token more, logprobs 1; greedy where the chosen is the top."""
     context, continuation = [10, 12], [14, 16]  # even ids are the fake model's choice
@@ -271,7 +301,7 @@ async def test_prompt_logprobs(server: WebServer) -> None:
         "12": {"logprob": pytest.approx(-0.112), "rank": 1, "decoded_token": server.tokenizer.token_text(12)}
     }
     assert third.keys() == {"15", "16"}
-    assert (third["15"]["rank"], third["16"]["rank"]) == (None, 1)
+    assert (third["15"]["rank"], third["16"]["rank"]) == (16, 1)
 
 
 async def test_a_single_token_has_no_prompt_logprobs(server: WebServer) -> None:
@@ -310,3 +340,90 @@ async def test_a_heavy_response(server: WebServer) -> None:
     assert len(answer["choices"]) == 300
     assert answer["usage"]["completion_tokens"] == 1200
     assert all(len(choice["logprobs"]["tokens"]) == 4 for choice in answer["choices"])
+
+
+@pytest.mark.parametrize("name", [NAME, "", "default", "none", None])
+async def test_names_of_the_model_that_is_served(server: WebServer, name: str | None) -> None:
+    assert (await server.ok(PATH, {"model": name, "prompt": "x", "max_tokens": 1}))["model"] == NAME
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 5])
+async def test_the_model_s_own_end_token_is_text_where_ends_are_kept(n: int, stream: bool, include: bool) -> None:
+    async with web_server(says("the end", end=True)) as server:
+        fields = {"include_stop_str_in_output": include, "skip_special_tokens": False}
+        end = server.tokenizer.token_text(server.tokenizer.eos_token_id or 0)
+        choices = await choices_of(server, {"prompt": "x", "max_tokens": 40, "n": n, **fields}, stream)
+        assert len(choices) == n
+        for choice in choices:
+            assert (choice["text"], choice["finish_reason"]) == ("the end" + end * include, "stop")
+
+
+async def test_token_ids_of_prompts(server: WebServer) -> None:
+    body = {"prompt": [[5, 6, 7], [8]], "n": 2, "max_tokens": 3, "return_token_ids": True}
+    choices = (await server.ok(PATH, body))["choices"]
+    assert [choice["prompt_token_ids"] for choice in choices] == [[5, 6, 7], [5, 6, 7], [8], [8]]
+    firsts: dict[int, Any] = {}
+    for event in await server.events(PATH, body):
+        (choice,) = event["choices"]
+        assert ("prompt_token_ids" in choice) == (choice["index"] not in firsts)
+        firsts.setdefault(choice["index"], choice.get("prompt_token_ids"))
+    assert firsts == {0: [5, 6, 7], 1: [5, 6, 7], 2: [8], 3: [8]}
+
+
+@pytest.mark.parametrize("n", [1, 5])
+async def test_chunks_whose_size_says_nothing(server: WebServer, n: int) -> None:
+    body = {"prompt": "x", "n": n, "max_tokens": 9, "seed": 2}
+    plain = await choices_of(server, body, True)
+    events = await server.events(PATH, {**body, "stream_options": {"include_obfuscation": True}})
+    texts = [""] * n
+    for event in events:
+        (choice,) = event["choices"]
+        texts[choice["index"]] += choice["text"]
+        shown = json.dumps(choice["text"], ensure_ascii=False).encode()
+        assert (len(shown) + len(event["obfuscation"])) % 32 == 0
+    assert texts == [choice["text"] for choice in plain]
+
+
+@pytest.mark.parametrize("n", [1, 5])
+async def test_usage_in_every_chunk(server: WebServer, n: int) -> None:
+    options = {"continuous_usage_stats": True, "include_usage": True, "include_obfuscation": False}
+    body = {"prompt": [5, 6, 7], "n": n, "max_tokens": 3, "stream_options": options}
+    *events, last = await server.events(PATH, body)
+    counts: dict[int, list[int]] = {index: [] for index in range(n)}
+    for event in events:
+        usage = event["usage"]
+        assert (usage["prompt_tokens"], usage["total_tokens"]) == (3, 3 + usage["completion_tokens"])
+        counts[event["choices"][0]["index"]].append(usage["completion_tokens"])
+    assert all(each == sorted(each) and each[-1] == 3 for each in counts.values())
+    assert last["usage"]["completion_tokens"] == 3 * n
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+async def test_truncated_prompts(server: WebServer, side: str) -> None:
+    body = {"max_tokens": 2, "echo": True, "truncate_prompt_tokens": 3, "truncation_side": side}
+    ids = server.tokenizer.encode(TEXT)
+    kept = ids[-3:] if side == "left" else ids[:3]
+    answer = await server.ok(PATH, {**body, "prompt": TEXT})
+    assert answer["usage"]["prompt_tokens"] == 3
+    (submit,) = (message for message in server.scheduler.log if isinstance(message, Submit))
+    assert as_i32(submit.prompt).tolist() == kept
+    assert answer["choices"][0]["text"].startswith(server.tokenizer.decode(kept))
+    fitting = await server.ok(PATH, {"prompt": list(range(400)) * 2, "max_tokens": 12, "truncate_prompt_tokens": -1})
+    assert fitting["usage"]["prompt_tokens"] == 500
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("num_top", [0, 2])
+async def test_tokens_named_by_their_ids(server: WebServer, stream: bool, num_top: int) -> None:
+    fields = {"logprobs": num_top, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    (choice,) = await choices_of(server, {"prompt": "x", "max_tokens": 4, **fields}, stream)
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token_id}" for token_id in choice["token_ids"]]
+    assert all(name.startswith("token_id:") for top in choice["logprobs"]["top_logprobs"] for name in top)
+
+
+async def test_allowed_token_ids_reach_the_engine(server: WebServer) -> None:
+    await server.ok(PATH, {"prompt": "x", "max_tokens": 1, "allowed_token_ids": [9, 4]})
+    (submit,) = (message for message in server.scheduler.log if isinstance(message, Submit))
+    assert as_i32(submit.sampling.allowed_ids).tolist() == [4, 9]

@@ -34,7 +34,8 @@ def connected(server: WebServer, data: bytes = b"") -> Iterator[socket.socket]:
 
 def request(body: bytes, length: int | None = None) -> bytes:
     size = len(body) if length is None else length
-    return b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (PATH.encode(), size) + body
+    head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n" % PATH.encode()
+    return head + b"Content-Length: %d\r\n\r\n" % size + body
 
 
 async def until_closed(client: socket.socket) -> bytes:
@@ -101,7 +102,7 @@ async def test_a_client_that_stops_sending_is_cut_off(sent: bytes) -> None:
 
 async def test_an_idle_connection_is_closed() -> None:
     async with web_server(client_timeout=0.2) as server:
-        with connected(server, b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n") as client:
+        with connected(server, b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n") as client:
             assert (await until_closed(client)).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
@@ -118,7 +119,7 @@ async def test_a_flood_of_connections_leaves_the_first_ones_alone() -> None:
             assert b"toka:http_connections 8.0" in text
             assert b"toka:http_connections_refused_total 93.0" in text
         await until(lambda: len(transports(server)) == 1)
-        with connected(server, b"GET /ping HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n") as client:
+        with connected(server, b"GET /ping HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n") as client:
             assert (await until_closed(client)).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
@@ -135,7 +136,7 @@ async def test_one_address_cannot_take_the_place_of_others() -> None:
                 assert b"Retry-After: 1" in head
                 assert checked_error(json.loads(body))["code"] == "overloaded"
             reader, writer = await asyncio.open_connection(host, int(port), local_addr=("127.0.0.2", 0))
-            writer.write(b"GET /ping HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            writer.write(b"GET /ping HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             assert (await reader.read()).startswith(b"HTTP/1.1 200 OK\r\n")
             writer.close()
             assert b"toka:http_connections_refused_total 46.0" in server.engine.metrics.text()
@@ -153,7 +154,7 @@ async def trickle(client: socket.socket, data: bytes, seconds: float) -> None:
         await asyncio.sleep(seconds)
 
 
-@pytest.mark.parametrize("start", [b"", b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"])
+@pytest.mark.parametrize("start", [b"", b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n"])
 async def test_a_header_that_trickles(start: bytes) -> None:
     """The first of its connection, or a later one."""
     async with web_server(receive_timeout=0.2) as server:
@@ -171,7 +172,7 @@ async def test_a_header_that_trickles(start: bytes) -> None:
 
 
 FORM = (
-    b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+    b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=x\r\n"
     b'Content-Length: 9000\r\n\r\n--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
 )
 
@@ -199,7 +200,7 @@ async def test_a_next_header_has_time_while_an_answer_is_made() -> None:
             assert b"toka:http_requests_late_total 0.0" in server.engine.metrics.text()
             server.scheduler.step()
             await until(lambda: not server.engine.num_requests)
-            await asyncio.get_running_loop().sock_sendall(client, b"t: x\r\nConnection: close\r\n\r\n")
+            await asyncio.get_running_loop().sock_sendall(client, b"t: localhost\r\nConnection: close\r\n\r\n")
             data = await until_closed(client)
             assert data.count(b"HTTP/1.1 200 OK\r\n") == 2
 
@@ -219,7 +220,7 @@ async def test_who_sends_fast_enough_has_time() -> None:
         with connected(server) as client:
             for _ in range(4):
                 await asyncio.sleep(0.1)
-                await loop.sock_sendall(client, b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
+                await loop.sock_sendall(client, b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 assert (await loop.sock_recv(client, 4096)).startswith(b"HTTP/1.1 200")
         assert b"toka:http_requests_late_total 0.0" in server.engine.metrics.text()
 

@@ -86,6 +86,7 @@ def jobs(ids: Sequence[int], prompts: Sequence[Int32], n: int, max_tokens: int, 
         sampling=Sampling(),
         stream=stream,
         priority=0,
+        salt=0,
     )
 
 

@@ -53,6 +53,14 @@ async def content(server: WebServer, file_id: str) -> bytes:
         return await response.read()
 
 
+FORM = {"Content-Type": "multipart/form-data; boundary=x"}
+
+
+async def half_form(data: bytes) -> AsyncIterator[bytes]:
+    """The start of a form of unknown length, up to the end of its file."""
+    yield b'--x\r\nContent-Disposition: form-data; name="file"; filename="in"\r\n\r\n' + data + b"\r\n--x"
+
+
 def names(tmp_path: Path, folder: str) -> list[str]:
     return [each.name for each in (tmp_path / folder).iterdir()]
 
@@ -118,6 +126,26 @@ async def test_wrong_lists(server: WebServer, query: str, status: int, param: st
     assert checked_error(answer)["param"] == param
 
 
+async def test_an_owners_files_are_limited(tmp_path: Path) -> None:
+    """Before any of an upload is read, where it says how long it is; while it comes, where it does not."""
+    async with web_server(data_dir=str(tmp_path), key_max_files=2, key_max_files_mb=1) as server:
+        half = bytes(600 << 10)
+        made = await upload(server, form(half))
+        refused = await upload(server, form(half), 429)
+        assert refused["code"] == "insufficient_quota"
+        assert "server.key_max_files_mb" in refused["message"]
+        assert (await upload(server, half_form(half), 429, **FORM))["code"] == "insufficient_quota"
+        service = server.app[BATCHES]
+        assert service is not None
+        assert not service.receiving.total()
+        assert not names(tmp_path, "uploads")
+        await upload(server, form())
+        assert "server.key_max_files)" in (await upload(server, form(), 429))["message"]
+        async with server.http.delete(f"{server.url}/v1/files/{made['id']}") as response:
+            assert response.status == 200
+        await upload(server, form(half))
+
+
 @pytest.mark.parametrize("name", ["..%2F..%2Fetc%2Fpasswd", "..", "lock", "batches.sqlite", "%00", "a" * 3000])
 async def test_no_name_of_a_request_is_a_path(server: WebServer, name: str) -> None:
     async with server.http.get(f"{server.url}/v1/files/{name}/content") as response:
@@ -130,7 +158,7 @@ async def test_an_expired_file_is_gone(server: WebServer, tmp_path: Path, monkey
     assert made["expires_at"] == made["created_at"] + 3600
     service = server.app[BATCHES]
     assert service is not None
-    monkeypatch.setattr(service.store, "_now", lambda: made["expires_at"])
+    monkeypatch.setattr(service.store, "now", lambda: made["expires_at"])
     assert (await server.get(f"/v1/files/{made['id']}"))[0] == 404
     assert (await server.get("/v1/files"))[1]["data"] == []
     other = await upload(server, form())
@@ -158,7 +186,6 @@ async def test_wrong_forms(server: WebServer, tmp_path: Path, sent: aiohttp.Form
 @pytest.mark.parametrize(
     ("body", "kind"),
     [
-        (b"{}", "application/json"),
         (b"", "multipart/form-data"),
         (b"nonsense", "multipart/form-data; boundary=x"),
         (b"--x\r\n\r\nhello\r\n--x--\r\n", "multipart/form-data; boundary=x"),
@@ -176,6 +203,11 @@ async def test_wrong_forms(server: WebServer, tmp_path: Path, sent: aiohttp.Form
             "multipart/form-data; boundary=x",
         ),
         (b'--x\r\nContent-Disposition: form-data; name="\x0f"\r\n\r\n\r\n--x--', "multipart/form-data; boundary=x"),
+        (b"--x\r\nContent-Disposition: form-data; name*0*=a'b\r\n\r\n\r\n--x--", "multipart/form-data; boundary=x"),
+        (
+            b'--x\r\nContent-Disposition: form-data; name="file"; filename*0*=a\'b\r\n\r\n\r\n--x--',
+            "multipart/form-data; boundary=x",
+        ),
         (b"--x\r\nX: " + b"y" * 9000 + b"\r\n\r\n\r\n--x--", "multipart/form-data; boundary=x"),
         (b"--x\r\n" + b"X: y\r\n" * 200 + b"\r\n\r\n--x--", "multipart/form-data; boundary=x"),
         (CHARSET.replace(b"VALUE", b"y" * 40), "multipart/form-data; boundary=x"),
@@ -185,6 +217,12 @@ async def test_wrong_forms(server: WebServer, tmp_path: Path, sent: aiohttp.Form
 async def test_what_is_no_form(server: WebServer, body: bytes, kind: str) -> None:
     error = await upload(server, body, 400, **{"Content-Type": kind})
     assert len(error["message"]) < 400
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/plain", "multipart/mixed; boundary=x"])
+async def test_a_body_of_another_type(server: WebServer, kind: str) -> None:
+    error = await upload(server, b"{}", 415, **{"Content-Type": kind})
+    assert "multipart/form-data" in error["message"]
 
 
 async def test_a_field_that_is_given_twice(server: WebServer) -> None:

@@ -15,12 +15,12 @@ import pytest
 
 from tests.fake_scheduler import FakeScheduler
 from tests.keyed import ALICE, BOB, KEYS, ask, bearer
-from tests.web_server import WebServer, checked_error, web_server
+from tests.web_server import JSON_HEAD, WebServer, checked_error, web_server
 from toka_async.config import ServerConfig
-from toka_async.messages import Cancel
+from toka_async.messages import Cancel, Submit
 from toka_async.server.files import BATCHES
 from toka_async.server.guard import GUARD
-from toka_async.server.keys import KeySource
+from toka_async.server.keys import Key, Keys, KeySource, digest_of
 from toka_async.server.respond import SERVICE
 
 ROUTES = [
@@ -74,6 +74,36 @@ async def test_every_route_needs_a_key(server: WebServer, method: str, path: str
     assert server.app[GUARD].num_unauthorized == len(wrong)
 
 
+async def test_the_other_header_of_a_key(server: WebServer) -> None:
+    for headers, status in (
+        ({"X-Api-Key": ALICE}, 200),
+        ({"x-api-key": "sk-wrong-01234"}, 401),
+        ({"X-Api-Key": ALICE, "Authorization": "Bearer sk-wrong-01234"}, 401),
+    ):
+        async with server.http.get(server.url + "/v1/models", headers=headers) as response:
+            assert response.status == status
+
+
+async def test_prompts_of_other_keys_are_not_found_in_the_cache(server: WebServer) -> None:
+    """A count of cached tokens would tell what others have asked."""
+    for key in (ALICE, BOB, ALICE):
+        assert (await ask(server, key))[0] == 200
+    assert (await ask(server, ALICE, cache_salt="x"))[0] == 200
+    assert (await ask(server, BOB, cache_salt="x"))[0] == 200
+    salts = [message.salt for message in server.scheduler.log if isinstance(message, Submit)]
+    assert salts[0] == salts[2]
+    assert len(set(salts)) == 4
+    assert 0 not in salts
+
+
+async def test_without_keys_everybody_shares() -> None:
+    async with web_server() as server:
+        await server.ok("/v1/completions", {"prompt": "x", "max_tokens": 1})
+        await server.ok("/v1/completions", {"prompt": "x", "max_tokens": 1, "cache_salt": "mine"})
+        first, salted = (message.salt for message in server.scheduler.log if isinstance(message, Submit))
+        assert first == 0 != salted
+
+
 async def test_keys_come_and_go_while_it_serves(tmp_path: Path) -> None:
     path, now = tmp_path / "keys", [0.0]
     path.write_text(f"{ALICE} alice max_requests=1\n")
@@ -105,15 +135,41 @@ async def test_metrics_can_be_open() -> None:
     assert "toka:unauthorized_requests_total 0.0" in text
 
 
+async def test_who_sees_whose_load() -> None:
+    """A key itself, one that is meant to see all all, and nobody without a key."""
+    watcher = "sk-watcher-01234"
+    keys = Keys((*KEYS.keys, Key(digest_of(watcher), "watcher", sees_all=True)))
+    async with web_server(keys=keys, open_metrics=True) as server:
+        for key in (ALICE, BOB):
+            assert (await ask(server, key))[0] == 200
+        for headers, seen in (
+            ({}, set()),
+            (bearer("sk-wrong-01234"), set()),
+            (bearer(ALICE), {"alice"}),
+            (bearer(BOB), {"bob"}),
+            (bearer(watcher), {"alice", "bob"}),
+        ):
+            async with server.http.get(server.url + "/metrics", headers=headers) as response:
+                text = await response.text()
+            assert {name for name in ("alice", "bob") if f'owner="key {name}"' in text} == seen
+            assert 'toka:held_requests{owner="this server"} 0.0' in text
+            assert text.count("# TYPE toka:held_requests gauge") == 1
+
+
 async def test_without_keys_everybody_may_ask() -> None:
     async with web_server() as server:
         assert (await ask(server, "anything"))[0] == 200
 
 
 async def test_who_asks_before_sending_is_told(server: WebServer) -> None:
-    host, port = server.runner.addresses[0][:2]
+    host, port = server.address
     reader, writer = await asyncio.open_connection(host, port)
-    writer.write(b"POST /v1/files HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 1000000\r\n\r\n")
+    form = b"Content-Type: multipart/form-data; boundary=x\r\n"
+    writer.write(
+        b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\n"
+        + form
+        + b"Expect: 100-continue\r\nContent-Length: 1000000\r\n\r\n"
+    )
     assert (await reader.readline()).startswith(b"HTTP/1.1 401")
     writer.close()
 
@@ -168,7 +224,7 @@ async def test_a_stream_that_takes_too_long() -> None:
 async def test_a_stream_that_is_not_read(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("toka_async.server.respond.GRACE", 0.05)
     async with web_server(request_timeout=0.3) as server:
-        reader, writer = await asyncio.open_connection(*server.runner.addresses[0][:2], limit=1024)
+        reader, writer = await asyncio.open_connection(*server.address, limit=1024)
         while server.runner.server is None or not server.runner.server.connections:
             await asyncio.sleep(0)
         transport = server.runner.server.connections[0].transport
@@ -176,7 +232,7 @@ async def test_a_stream_that_is_not_read(monkeypatch: pytest.MonkeyPatch, caplog
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         body = {"prompt": [1, 2, 3], "max_tokens": 400, "n": 60, "logprobs": 5, "stream": True}
         data = json.dumps(body).encode()
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        writer.write(JSON_HEAD + b"Content-Length: %d\r\n\r\n" % len(data) + data)
         await reader.readline()
         assert server.app[SERVICE].accounts.total.num_requests == 1
         async with asyncio.timeout(5):
@@ -189,9 +245,9 @@ async def test_a_stream_that_is_not_read(monkeypatch: pytest.MonkeyPatch, caplog
 
 async def test_a_body_that_does_not_come() -> None:
     async with web_server(request_timeout=0.05) as server:
-        host, port = server.runner.addresses[0][:2]
+        host, port = server.address
         reader, writer = await asyncio.open_connection(host, port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        writer.write(JSON_HEAD + b"Content-Length: 100\r\n\r\n{")
         async with asyncio.timeout(5):
             assert (await reader.readline()).startswith(b"HTTP/1.1 408")
             assert b"Connection: close" in await reader.readuntil(b"\r\n\r\n")
@@ -209,7 +265,7 @@ async def test_headers_of_every_answer(server: WebServer) -> None:
                 assert "default-src 'none'" in response.headers["Content-Security-Policy"]
                 assert response.headers["Server"] == "toka-async"
                 assert "html" not in response.content_type
-    with socket.create_connection(server.runner.addresses[0][:2]) as raw:
+    with socket.create_connection(server.address) as raw:
         raw.sendall(b"no http at all\r\n\r\n")
         answer = await asyncio.get_running_loop().run_in_executor(None, raw.recv, 4096)
     assert answer.startswith(b"HTTP/1.")
@@ -248,9 +304,9 @@ async def test_no_id_is_a_path(tmp_path: Path, name: str) -> None:
     async with web_server(data_dir=str(tmp_path / "data")) as server:
         for method in ("GET", "DELETE", "POST"):
             for path in (f"/v1/files/{name}", f"/v1/files/{name}/content", f"/v1/batches/{name}/cancel"):
-                host, port = server.runner.addresses[0][:2]
+                host, port = server.address
                 reader, writer = await asyncio.open_connection(host, port)  # no client that tidies the path up
-                writer.write(f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+                writer.write(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
                 answer = await reader.read()
                 assert answer.split()[1] in (b"400", b"404", b"405"), answer
                 assert b"hidden" not in answer

@@ -56,7 +56,7 @@ async def test_requests_wait_in_order_for_room() -> None:
         assert (status, retry) == (429, "1")
         bob = asyncio.create_task(ask(server, BOB))
         await until(lambda: server.engine.num_requests == 2)
-        async with server.http.get(server.url + "/metrics", headers=bearer(BOB)) as response:
+        async with server.http.get(server.url + "/metrics", headers=bearer(ALICE)) as response:
             assert 'toka:waiting_requests{owner="key alice"} 2.0' in await response.text()
         for running in (first, *others):
             while not running.done():

@@ -21,11 +21,14 @@ async def test_models(server: WebServer) -> None:
     assert status == 200
     (model,) = answer["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == (NAME, "model", 512)
+    assert (model["root"], model["parent"]) == (NAME, None)
     assert await server.get(f"/v1/models/{NAME}") == (200, model)
     assert await server.get("/v1/models/" + NAME.replace("/", "%2F")) == (200, model)
     status, answer = await server.get("/v1/models/org/other")
     assert status == 404
-    assert checked_error(answer)["code"] == "model_not_found"
+    error = checked_error(answer)
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert error["message"] == f"the model 'org/other' does not exist; this server serves '{NAME}'"
 
 
 async def test_small_routes(server: WebServer) -> None:
@@ -56,6 +59,10 @@ async def test_tokenize_and_back(server: WebServer) -> None:
     assert answer["tokens"] == server.tokenizer.encode("the 你好")
     assert answer["count"] == len(answer["tokens"])
     assert await server.ok("/detokenize", {"model": NAME, "tokens": answer["tokens"]}) == {"prompt": "the 你好"}
+    assert (answer["max_model_len"], "token_strs" in answer) == (512, False)
+    spelled = await server.ok("/tokenize", {"prompt": "the the", "return_token_strs": True})
+    assert spelled["token_strs"] == [server.tokenizer.backend.id_to_token(i) for i in spelled["tokens"]]
+    assert spelled["token_strs"][-1].startswith("Ġ")
     assert (await server.ok("/tokenize", {"prompt": ""}))["count"] == 0
     assert await server.ok("/detokenize", {"tokens": []}) == {"prompt": ""}
 
@@ -70,6 +77,19 @@ async def test_very_many_tokens(server: WebServer) -> None:
         assert await server.ok("/detokenize", {"tokens": tokens}) == {"prompt": decoded}
         assert decoded == "x" * length + text * (100_000 // len(ids))
     assert (await server.error("/detokenize", {"tokens": [*tokens, 400]}))["param"] == "tokens"
+
+
+async def test_a_text_of_tokens_has_a_bound() -> None:
+    async with web_server(max_body_mb=1) as server:
+        pieces = server.tokenizer.pieces.rest
+        longest = max(pieces, key=lambda i: len(pieces[i]))
+        most = (1 << 20) // len(pieces[longest])
+        assert len(str(longest)) + 1 < len(pieces[longest])
+        fits = await server.ok("/detokenize", {"tokens": [longest] * (most - 100)})
+        assert len(fits["prompt"].encode()) > 10**6
+        error = await server.error("/detokenize", f'{{"tokens":[{longest}{f",{longest}" * most}]}}')
+        assert error["param"] == "tokens"
+        assert "server.max_body_mb" in error["message"]
 
 
 async def test_special_tokens() -> None:

@@ -17,7 +17,7 @@ FIRST, SECOND, THIRD = "sk-first-0123", "sk-second-456", "sk-third-7890"
 
 def read(folder: Path, text: str, variable: str = "") -> Keys:
     path = folder / "keys"
-    path.write_text(text)
+    path.write_text(text if not text or text.endswith("\n") else f"{text}\n")
     return read_keys(ServerConfig(api_keys=str(path)), {"TOKA_API_KEYS": variable})
 
 
@@ -89,6 +89,46 @@ def test_a_file_that_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert FIRST not in caplog.text
 
 
+def test_a_file_that_is_half_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A part of a key is not a key."""
+    path, now = tmp_path / "keys", [0.0]
+    path.write_text(f"{FIRST}\n{SECOND} bob max_requests=7\n")
+    source = KeySource(ServerConfig(api_keys=str(path)), {}, lambda: now[0])
+    for part in (f"{FIRST}", f"{FIRST}\n{SECOND[:-2]}", f"{FIRST}\n{SECOND} bob"):
+        path.write_text(part)
+        now[0] += PAUSE
+        assert source().find(SECOND[:-2]) is None
+        bob = source().find(SECOND)
+        assert bob is not None
+        assert bob.max_requests == 7
+        with pytest.raises(ConfigError, match="it has no end, as in a file that is half written"):
+            read_keys(ServerConfig(api_keys=str(path)), {})
+    assert caplog.text.count("it has no end") == 3
+    path.write_text(f"{FIRST}\n{SECOND} bob\n")
+    now[0] += PAUSE
+    assert source() == read_keys(ServerConfig(api_keys=str(path)), {})
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"{FIRST}\n")
+    read_text = Path.read_text
+
+    def read_late(self: Path, encoding: str) -> str:
+        text = read_text(self, encoding=encoding)
+        self.write_text(f"{FIRST}\n{SECOND}\n")
+        return text
+
+    monkeypatch.setattr(Path, "read_text", read_late)
+    with pytest.raises(ConfigError, match="changed while it was read"):
+        read_keys(ServerConfig(api_keys=str(path)), {})
+
+
+def test_a_key_that_sees_all(tmp_path: Path) -> None:
+    keys = read(tmp_path, f"{FIRST} prometheus metrics=all max_requests=1\n{SECOND} metrics=all\n{THIRD} bob\n")
+    assert [(key.name, key.sees_all) for key in keys.keys] == [("prometheus", True), ("line-2", True), ("bob", False)]
+
+
 def test_every_key_is_compared_in_constant_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = read(tmp_path, f"{FIRST}\n{SECOND}\n{THIRD}")
     compared: list[tuple[int, int]] = []
@@ -113,6 +153,7 @@ def test_every_key_is_compared_in_constant_time(tmp_path: Path, monkeypatch: pyt
         (f"{FIRST}\nschlüssel-123", "line 2: a key has"),
         (f"{FIRST} alice max_request=3", "line 1: expected KEY"),
         (f"{FIRST} alice max_requests=-3", "line 1: expected KEY"),
+        (f"{FIRST} alice metrics=some", "line 1: expected KEY"),
         (f"{FIRST} alice bob", "line 1: expected KEY"),
         (f"{FIRST} al/ice", "line 1: a name has"),
         (f"{FIRST} alice\n{FIRST} bob", "the same text"),

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from tests.fake_scheduler import FakeScheduler
-from tests.web_server import WebServer, checked_error, web_server
+from tests.web_server import JSON, JSON_HEAD, WebServer, checked_error, web_server
 from toka_async.messages import Cancel, Submit
 from toka_async.server.respond import SERVICE
 
@@ -34,7 +34,7 @@ def held() -> FakeScheduler:
 async def leave(server: WebServer, body: dict[str, Any], num_events: int = 0) -> None:
     """Sends a request, perhaps reads some of the answer, and closes the connection."""
     async with aiohttp.ClientSession() as http:
-        task = asyncio.create_task(http.post(server.url + PATH, data=json.dumps(body)))
+        task = asyncio.create_task(http.post(server.url + PATH, json=body))
         await until(lambda: server.engine.num_requests > 0)
         server.scheduler.step()
         if num_events:
@@ -65,7 +65,7 @@ async def test_a_client_that_leaves_before_its_stop_set_is_known() -> None:
         sets = server.app[SERVICE]._stop_sets
         async with aiohttp.ClientSession() as http:
             body = json.dumps({"prompt": "x", "stop": "a"})
-            task = asyncio.create_task(http.post(server.url + PATH, data=body))
+            task = asyncio.create_task(http.post(server.url + PATH, data=body, headers=JSON))
             await until(lambda: bool(sets._sets))
             task.cancel()
             await asyncio.wait([task])
@@ -124,7 +124,7 @@ async def test_too_many_requests() -> None:
     async with web_server(held(), max_requests=2) as server:
         first = asyncio.create_task(server.post(PATH, {"prompt": ["x", "y"], "max_tokens": 1}))
         await until(lambda: server.engine.num_requests == 2)
-        async with server.http.post(server.url + PATH, data='{"prompt": "z"}') as response:
+        async with server.http.post(server.url + PATH, json={"prompt": "z"}) as response:
             assert response.status == 429
             assert response.headers["Retry-After"] == "1"
             assert checked_error(await response.json())["type"] == "rate_limit_error"
@@ -176,9 +176,7 @@ async def test_a_slow_reader_costs_no_text() -> None:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.connect((host, int(port)))
-            client.sendall(
-                b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (PATH.encode(), len(body)) + body
-            )
+            client.sendall(JSON_HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
             await until(lambda: server.engine.num_requests == 1)
             (transport,) = transports(server)
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests import tokenizers_small as small
 from toka_async.openai.responses import CompletionLogprobs
 from toka_async.server.logprob_columns import WIDTH, LogprobColumns
-from toka_async.server.logprobs import legacy_logprobs, text_offsets
+from toka_async.server.logprobs import TokenNames, legacy_logprobs, text_offsets
 from toka_async.server.rows import Block, Rows
 from toka_async.text.tokenizer import Tokenizer
 
@@ -37,7 +37,7 @@ def test_many_are_as_each(data: st.DataObject, build: Callable[[], Tokenizer], s
         samples.append(tokens(row, data.draw(st.lists(values, min_size=len(row), max_size=len(row)))))
     for rows, raw in zip(samples, LogprobColumns(tokenizer).encode(samples, skip, start), strict=True):
         offsets = text_offsets(tokenizer, rows.token_ids.tolist(), skip, True, start)
-        expected = legacy_logprobs(tokenizer, rows, offsets, 0)
+        expected = legacy_logprobs(TokenNames(tokenizer), rows, offsets, 0)
         found = msgspec.json.decode(raw, type=CompletionLogprobs)
         assert (found.tokens, found.text_offset) == (expected.tokens, expected.text_offset)
         assert found.token_logprobs == pytest.approx(expected.token_logprobs, abs=1e-7, rel=1e-7)

@@ -13,7 +13,7 @@ import pytest
 from tests.fake_scheduler import READY, FakeScheduler
 from tests.keyed import KEYS
 from tests.unit.server.test_lifecycle import until
-from tests.web_server import WebServer, web_server
+from tests.web_server import JSON, WebServer, web_server
 from toka_async.logs import JsonLines
 from toka_async.server.observed import MOST_REASON
 
@@ -23,7 +23,7 @@ BODY = json.dumps({"prompt": "the secret", "max_tokens": 2})
 
 async def id_of(server: WebServer, path: str, body: str | None = None, **headers: str) -> str:
     method = "GET" if body is None else "POST"
-    async with server.http.request(method, server.url + path, data=body, headers=headers) as response:
+    async with server.http.request(method, server.url + path, data=body, headers=JSON | headers) as response:
         await response.read()
         return response.headers["X-Request-Id"]
 

@@ -14,6 +14,7 @@ import pytest
 from tests.fake_scheduler import FakeScheduler
 from tests.unit.server.test_lifecycle import until
 from tests.web_server import WebServer, checked_error, web_server
+from toka_async.openai.parse import most_parsed_bytes
 from toka_async.server.bodies import Bodies
 from toka_async.server.receive import RECEIVING, SMALL
 
@@ -29,7 +30,7 @@ def padded(size: int, **fields: object) -> bytes:
 
 def head(length: int | None, path: str = PATH, form: str = "Content-Type: application/json") -> bytes:
     said = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
-    return f"POST {path} HTTP/1.1\r\nHost: x\r\n{form}\r\n{said}\r\n\r\n".encode()
+    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{form}\r\n{said}\r\n\r\n".encode()
 
 
 def chunk(data: bytes) -> bytes:
@@ -243,3 +244,30 @@ async def test_a_file_needs_what_it_holds_in_memory(tmp_path: Path, size: int, r
             client.writer.write(end)
             assert await client.status() == 200
             assert bodies.num_bytes == 0
+
+
+async def test_what_a_body_becomes_has_room_until_its_request_is_submitted() -> None:
+    async with web_server(FakeScheduler(held=True), max_body_mb=1, max_requests=1, max_waiting=1) as server:
+        parsed = server.app[RECEIVING].parsed
+        first = asyncio.create_task(server.post(PATH, padded(100)))
+        await until(lambda: server.engine.num_requests == 1)
+        second = asyncio.create_task(server.post(PATH, padded(2 * SMALL)))
+        await until(lambda: parsed.num_bytes > 0)
+        assert parsed.num_bytes >= 2 * SMALL
+        server.scheduler.step()
+        await until(lambda: parsed.num_bytes == 0)
+        server.scheduler.step()
+        assert [status for status, _ in await asyncio.gather(first, second)] == [200, 200]
+
+
+async def test_without_room_for_what_a_body_becomes_it_gets_a_429() -> None:
+    async with web_server(max_body_mb=1, receive_timeout=0.1) as server:
+        parsed = server.app[RECEIVING].parsed
+        for owner in "ab":
+            await parsed.reserve(owner, most_parsed_bytes(MIB), 0.0)
+        async with connected(server, head(SMALL + 1) + padded(SMALL + 1)) as client:
+            assert await client.status() == 429
+            assert "parsed bodies" in str((await client.error())["message"])
+        assert (await server.post(PATH, padded(SMALL)))[0] == 200
+        assert parsed.num_refused == 1
+        assert bodies_of(server).num_bytes == 0

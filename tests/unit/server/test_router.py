@@ -54,10 +54,18 @@ def test_the_index_drops_what_was_used_longest_ago_and_ends_before_beginnings() 
     router = Router(2, page_size=1, num_pages=3)
     router.place(prompt(1, 2, 3), 0, [1])
     router.place(prompt(8), 0, [1])
-    assert router._longest(router._keys(prompt(1, 2, 3)), [0, 1]) == [1]
+    assert router._longest(router._keys(prompt(1, 2, 3), 0), [0, 1]) == [1]
     assert len(router._holders) == 3
-    held = [key in router._holders for key in router._keys(prompt(1, 2, 3))]
+    held = [key in router._holders for key in router._keys(prompt(1, 2, 3), 0)]
     assert held == [True, True, False]
+
+
+def test_prompts_of_other_salts_are_not_seen() -> None:
+    router = Router(2, page_size=1)
+    first = router.place(prompt(1, 2, 3), SLACK, [0, 1], salt=7)
+    assert router.place(prompt(1, 2, 3), 0, [0, 1], salt=7) == first
+    assert router.place(prompt(1, 2, 3), 0, [0, 1], salt=8) != first
+    assert router.place(prompt(1, 2, 3), 0, [0, 1]) != first
 
 
 def test_one_replica_needs_no_index() -> None:
@@ -79,19 +87,20 @@ REQUESTS = st.lists(
         st.integers(0, 3 * SLACK),
         st.sets(st.integers(0, 2), min_size=1),
         st.integers(0, 5),
+        st.sampled_from([0, 1 << 62]),
     ),
     max_size=30,
 )
 
 
 @given(REQUESTS)
-def test_choices_keep_the_rules(requests: list[tuple[list[int], int, set[int], int]]) -> None:
+def test_choices_keep_the_rules(requests: list[tuple[list[int], int, set[int], int, int]]) -> None:
     router = Router(3, page_size=1, num_pages=8)
     running: list[tuple[int, int]] = []
-    for ids, tokens, live, num_ended in requests:
+    for ids, tokens, live, num_ended, salt in requests:
         before = list(router.outstanding)
-        longest = router._longest(router._keys(prompt(*ids)), sorted(live))
-        replica = router.place(prompt(*ids), tokens, sorted(live))
+        longest = router._longest(router._keys(prompt(*ids), salt), sorted(live))
+        replica = router.place(prompt(*ids), tokens, sorted(live), salt)
         assert replica in live
         least = min(before[index] for index in live)
         if replica in longest:

@@ -59,8 +59,7 @@ def test_a_stream_is_the_whole(data: st.DataObject, build: Callable[[], Tokenize
 def test_the_end_token(kept: bool) -> None:
     tokenizer = small.byte_level()
     ids = tokenizer.encode("the end")
-    kept_ids = frozenset([ids[-1]]) if kept else frozenset[int]()
-    options = TextOptions(kept_end_ids=kept_ids)
+    options = TextOptions(keep_ends=kept)
     num_text = options.num_text_tokens(rows(ids), Reason.STOP)
     assert num_text == len(ids) - (not kept)
     assert options.num_text_tokens(rows(ids), Reason.LENGTH) == len(ids)

@@ -113,12 +113,15 @@ def block(arrivals: list[tuple[int, list[int], Reason]]) -> Block:
 @pytest.mark.parametrize("build", BUILDERS)
 @pytest.mark.parametrize("num_tokens", [5, MANY])
 @pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("keep_ends", [False, True])
 @pytest.mark.parametrize("stops", [None, StopStrings(["answer", "é"]), StopStrings(["\ufffd", "an"], include=True)])
-def test_whole_texts(build: Callable[[], Tokenizer], num_tokens: int, skip: bool, stops: StopStrings | None) -> None:
+def test_whole_texts(
+    build: Callable[[], Tokenizer], num_tokens: int, skip: bool, keep_ends: bool, stops: StopStrings | None
+) -> None:
     tokenizer, random = build(), np.random.default_rng(num_tokens)
     rows = [random.integers(0, tokenizer.vocab_size + 3, count).tolist() for count in (num_tokens, 1, 0, 7, 7)]
     reasons = [Reason.STOP, Reason.STOP, Reason.LENGTH, Reason.LENGTH, Reason.STOP]
-    options = TextOptions(skip_special_tokens=skip, stops=stops, min_tokens=3, kept_end_ids=frozenset([rows[4][-1]]))
+    options = TextOptions(skip_special_tokens=skip, stops=stops, min_tokens=3, keep_ends=keep_ends)
     texts = BlockTexts(tokenizer).texts(block(list(zip(range(5), rows, reasons, strict=True))), options)
     for text, row, reason in zip(texts, rows, reasons, strict=True):
         count = options.num_text_tokens(token_rows(np.array(row, np.int32)), reason)

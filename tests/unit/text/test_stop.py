@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import tokenizers_small as small
+from toka_async.text.automaton import Automaton
 from toka_async.text.detokenize import Detokenizer
-from toka_async.text.stop import StopFilter, StopMatch, StopStrings, first_stop_token, window_stop
+from toka_async.text.stop import StopFilter, StopMatch, StopStrings, StopWatch, first_stop_token, window_stop
 from toka_async.text.tokenizer import Tokenizer
 from toka_async.text.vocabulary import Vocabulary
 
@@ -80,6 +81,41 @@ def test_mask_and_window_find_what_a_full_search_finds(build: Builder, data: st.
     assert first_stop_token(stops, tokenizer, ids, continues=continues, min_tokens=min_tokens) == expected
 
 
+@pytest.mark.parametrize("build", small.ALL)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_watched_sample_gets_the_answers_of_each_window(build: Builder, data: st.DataObject) -> None:
+    tokenizer = build()
+    ids = draw_ids(data, tokenizer) * data.draw(st.sampled_from([1, 1, 3]))
+    stops = draw_stops(data, tokenizer.decode(ids, continues=True) + "the the")
+    min_tokens = data.draw(st.sampled_from([0, 0, 1, 5]))
+    mask = stops.completion_mask(vocabulary(build))
+    watch = StopWatch(stops, tokenizer, min_tokens=min_tokens)
+    for count, token_id in enumerate(ids, start=1):
+        if mask[token_id] and count > min_tokens:
+            window = ids[max(0, count - stops.window) : count]
+            expected = window_stop(stops, tokenizer, window, count, continues=True, min_tokens=min_tokens)
+            assert watch.check(window, count) == expected
+            if expected is not None:
+                return
+
+
+def test_a_watched_sample_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = small.byte_level()
+    stops, (token_id,) = StopStrings(["x" * 500 + "y"]), tokenizer.encode("x", add_special_tokens=False)
+    looked, find = [], Automaton.find
+
+    def counted(self: Automaton, state: int, text: str, start: int = 0) -> tuple[int, int]:
+        looked.append(len(text) - start)
+        return find(self, state, text, start)
+
+    monkeypatch.setattr(Automaton, "find", counted)
+    watch = StopWatch(stops, tokenizer)
+    for count in range(1000, 1500):
+        assert watch.check([token_id] * stops.window, count) is None
+    assert sum(looked) == stops.window + 498
+
+
 @given(data=st.data())
 def test_streamed_text_equals_cut_text(data: st.DataObject) -> None:
     text = data.draw(st.text("ab", max_size=30))
@@ -102,10 +138,53 @@ def test_streamed_text_equals_cut_text(data: st.DataObject) -> None:
     assert stream.stopped == (match is not None)
 
 
-@given(text=st.text("ab", max_size=12), string=st.text("ab", min_size=1, max_size=6))
-def test_no_more_is_held_than_can_be_a_beginning(text: str, string: str) -> None:
-    held = [size for size in range(min(len(string) - 1, len(text)) + 1) if text.endswith(string[:size])]
-    assert StopStrings([string]).num_held(text) == held[-1]
+def first_match(text: str, strings: Sequence[str], min_end: int) -> tuple[int, str] | None:
+    """The definition: the first end after `min_end` of a string, the longest of those that end there."""
+    for end in range(min_end + 1, len(text) + 1):
+        if ended := [string for string in strings if text[:end].endswith(string)]:
+            return end, max(ended, key=len)
+    return None
+
+
+WORDS = st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=5)
+
+
+@settings(max_examples=300)
+@given(text=st.text("abc", max_size=40), strings=WORDS, data=st.data())
+def test_a_stream_ends_where_the_definition_says_and_holds_no_more_than_it_must(
+    text: str, strings: list[str], data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    min_end = data.draw(st.sampled_from([0, *cuts]))
+    expected = first_match(text, strings, min_end)
+    found = StopStrings(strings).find(text, min_end=min_end)
+    assert (None if found is None else (found.end, found.string)) == expected
+    stream, sent = StopFilter(StopStrings(strings)), ""
+    for low, high in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        piece, stopped = stream.push(text[low:high], may_stop=high > min_end)
+        sent += piece
+        if stopped:
+            assert expected is not None
+            assert low <= expected[0] <= high
+            assert (stream.string, sent) == (expected[1], text[: expected[0] - len(expected[1])])
+            return
+        beginnings = [size for string in strings for size in range(len(string)) if text[:high].endswith(string[:size])]
+        assert sent == text[: high - max(beginnings)]
+    assert expected is None
+    assert sent + stream.finish() == text
+
+
+@given(strings=WORDS, text=st.text("abc", max_size=60))
+def test_the_steps_of_the_automaton_are_few(strings: list[str], text: str) -> None:
+    """Each step but the last of a character makes the state shorter, and only the last makes it longer, by one."""
+    automaton, state, depth = Automaton(strings), 0, {0: 0}
+    for parent, children in enumerate(automaton.children):
+        depth |= dict.fromkeys(children.values(), depth[parent] + 1)
+    for char in text:
+        following = automaton.next(state, char)
+        assert depth[following] <= depth[state] + 1
+        state = following
+    assert all(depth[each] < depth[place] for place, each in enumerate(automaton.shorter) if place)
 
 
 def test_the_match_that_ends_first_counts() -> None:

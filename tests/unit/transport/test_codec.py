@@ -78,7 +78,7 @@ STEP = Step(
     chunk_lengths=IDS,
     chunk_samples=FLAGS,
 )
-CHUNK = ChunkLogprobs(slot=1, start=4, logprobs=FLOATS, num_top=1, top_ids=IDS, top_logprobs=FLOATS)
+CHUNK = ChunkLogprobs(slot=1, start=4, logprobs=FLOATS, ranks=IDS, num_top=1, top_ids=IDS, top_logprobs=FLOATS)
 TO_SCHEDULER: list[ToScheduler] = [
     Submit(
         request_id=1,

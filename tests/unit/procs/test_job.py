@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from toka_async.batches.disk import StorageError
-from toka_async.batches.records import DoneLine, Fault
-from toka_async.procs.batch import INPUT, complaint, open_job
+from toka_async.batches.records import Batch, DoneLine, Fault, Progress
 from toka_async.procs.child import BatchJob
+from toka_async.procs.job import INPUT, complaint, new_record, open_job
 
 
 def begun(tmp_path: Path) -> BatchJob:
@@ -21,8 +21,9 @@ def begun(tmp_path: Path) -> BatchJob:
         errors=str(tmp_path / "err"),
         folder=str(tmp_path / "out.progress"),
     )
-    store, before, record = open_job(job)
-    assert before is None
+    opened = open_job(job)
+    assert opened.begun is None
+    store, record = opened.store, opened.record
     assert record.input_file_id == INPUT
     store.add_batch(record)
     store.accept(record.id, 2, [])
@@ -35,10 +36,10 @@ def test_it_goes_on(tmp_path: Path) -> None:
     job = begun(tmp_path)
     with Path(job.output).open("ab") as file:
         file.write(b"not committed")
-    store, before, _ = open_job(job)
-    store.close()
-    assert before is not None
-    assert before.progress.completed == 1
+    opened = open_job(job)
+    opened.store.close()
+    assert opened.begun is not None
+    assert opened.begun.progress.completed == 1
 
 
 @pytest.mark.parametrize("left", [None, b"", b'{"answer": 1}'])
@@ -53,9 +54,13 @@ def test_an_output_that_has_lost_something_is_told_and_not_waited_for(tmp_path: 
     assert Path(job.output).exists() == (left is not None)
 
 
+def failed(num_lines: int, *faults: Fault) -> Batch:
+    return Batch(new_record({}).refused(faults, 1), Progress(completed=num_lines))
+
+
 def test_it_says_which_file_is_wrong() -> None:
     job = BatchJob(input="in", output="out", errors="err", folder="folder")
-    faults = [Fault(code="c", message="wrong", line=3), Fault(code="c", message="wrong too")]
-    assert complaint(job, faults) == "in, line 3: wrong (and 1 more faults)"
-    damaged = Fault(code="error_file_damaged", message="cut; ask again", param="error_file_id")
-    assert complaint(job, [damaged]) == "err: cut; ask again, or remove out, err and folder to begin anew"
+    wrong = failed(0, Fault(code="c", message="wrong", line=3), Fault(code="c", message="wrong too"))
+    assert complaint(job, wrong) == "in, line 3: wrong (and 1 more faults)"
+    damaged = failed(5, Fault(code="error_file_damaged", message="cut; ask again", param="error_file_id"))
+    assert complaint(job, damaged) == "err: cut; ask again; remove out, err and folder to begin anew"

@@ -1,0 +1,121 @@
+"""The folder of a store: the names in it, and what tells them from what is somebody else's. Knows no records."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import stat
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from toka_async.batches.disk import StorageError, storage_errors
+
+FILE_NAME, UPLOAD_NAME = re.compile(r"file-[0-9a-f]{24}"), re.compile(r"[0-9a-f]{32}")
+DATABASE, LOCK = "batches.sqlite", "lock"
+UNUSED = {LOCK, "lost+found"}  # all that may be in a folder that becomes a store's
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFolder:
+    """The paths of a store."""
+
+    path: Path
+
+    @property
+    def database(self) -> Path:
+        return self.path / DATABASE
+
+    @property
+    def reserve(self) -> Path:
+        return self.path / "reserve"
+
+    @property
+    def files(self) -> Path:
+        return self.path / "files"
+
+    @property
+    def uploads(self) -> Path:
+        return self.path / "uploads"
+
+    def new_upload(self) -> Path:
+        """Where something that is to become a file can be written."""
+        return self.uploads / secrets.token_hex(16)
+
+    def claim(self) -> int:
+        """Makes the folder where it is missing; the descriptor of its lock, held until it is closed.
+
+        Raises:
+            StorageError: it cannot be used, somebody else keeps things in it, or another process uses it.
+        """
+        with storage_errors(self.path):
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check()
+            return lock(self.path / LOCK)
+
+    def _check(self) -> None:
+        """Raises StorageError for a folder in which somebody else keeps things."""
+        names = {each.name for each in self.path.iterdir()}
+        if DATABASE not in names and not names <= UNUSED:
+            raise StorageError(
+                f"{self.path} is not empty, and no {DATABASE} in it shows that it is of this program: "
+                "name an empty or a new folder"
+            )
+        for each in (self.files, self.uploads):
+            if each.is_symlink():
+                raise StorageError(f"{each} is a symbolic link: make it a folder, and {self.path} the link, if any")
+
+    def make_folders(self) -> None:
+        """Once the database shows whose they are. Raises StorageError."""
+        for each in (self.files, self.uploads):
+            with storage_errors(each):
+                each.mkdir(mode=0o700, exist_ok=True)
+
+    def leftovers(self, known: set[str] | None) -> list[Path]:
+        """Uploads, and files that are not known, where that can be said. Raises StorageError."""
+        uploads = named(self.uploads, UPLOAD_NAME)
+        return (
+            uploads
+            if known is None
+            else uploads + [each for each in named(self.files, FILE_NAME) if each.name not in known]
+        )
+
+    def discard(self) -> None:
+        """Removes all of a store that is closed and holds nothing of use; what else is in its folder stays."""
+        for path in (self.database, Path(f"{self.database}-wal"), Path(f"{self.database}-shm"), self.reserve):
+            path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.files.rmdir()
+            self.uploads.rmdir()
+            (self.path / LOCK).unlink(missing_ok=True)
+            self.path.rmdir()
+
+
+def named(folder: Path, form: re.Pattern[str]) -> list[Path]:
+    """Files with names of that form: what has another name, or is no file, is somebody else's. Raises StorageError."""
+    with storage_errors(folder), os.scandir(folder) as entries:
+        return [Path(each) for each in entries if form.fullmatch(each.name) and each.is_file(follow_symlinks=False)]
+
+
+def is_name(text: str) -> bool:
+    """Whether it names something in a folder: a database that somebody has changed leads nowhere else."""
+    return "/" not in text and text not in ("", ".", "..")
+
+
+def lock(path: Path) -> int:
+    """Raises StorageError when another process holds it. A process that dies lets go of it."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    fd = os.open(path, flags, 0o600)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise StorageError(f"{path} is no file: remove it")
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise StorageError(f"{path.parent} is in use by another process") from None
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd

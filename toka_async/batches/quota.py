@@ -1,0 +1,39 @@
+"""How many files and batches one owner may have. Knows numbers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class QuotaError(Exception):
+    """Somebody has as much as one may have. The message says of what, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """What one owner may have: batches that have not ended, files, and the bytes of these. 0: any number."""
+
+    batches: int = 0
+    files: int = 0
+    num_bytes: int = 0
+
+    def check_files(self, files: int, num_bytes: int) -> None:
+        """Raises QuotaError for so many files with so many bytes in all."""
+        if 0 < self.files < files:
+            raise QuotaError(f"there can be {self.files} files of one owner (server.key_max_files): delete some first")
+        if 0 < self.num_bytes < num_bytes:
+            raise QuotaError(
+                f"the files of one owner can have {self.num_bytes >> 20} MiB (server.key_max_files_mb), and with this "
+                f"one they would have {num_bytes / 2**20:.1f}: delete some first"
+            )
+
+    def check_batches(self, batches: int) -> None:
+        """Raises QuotaError for so many."""
+        if 0 < self.batches < batches:
+            raise QuotaError(
+                f"{self.batches} batches of one owner can be open at once (server.key_max_open_batches): "
+                "wait until one has ended, or cancel one"
+            )
+
+
+ANY = Quota()

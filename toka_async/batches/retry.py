@@ -1,0 +1,72 @@
+"""Makes a batch of which lines have failed go on with these, as if they had not been asked. Knows no engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Iterator
+from pathlib import Path
+
+import msgspec
+
+from toka_async.batches.disk import StorageError, storage_errors
+from toka_async.batches.lines import read_lines
+from toka_async.batches.records import Batch
+from toka_async.batches.spans import Spans
+from toka_async.batches.store import Store
+
+READ_LINES, READ_BYTES = 4096, 1 << 20  # that are read at once
+
+
+class ResultId(msgspec.Struct, frozen=True):
+    id: str
+
+
+_RESULT_ID = msgspec.json.Decoder(ResultId)
+
+
+def retry_failed(store: Store, batch: Batch) -> None:
+    """The batch's failed lines are undone, in one transaction; then its error file is empty. Nobody else works on it.
+
+    Raises:
+        StorageError: a file cannot be read, or is not what was written.
+    """
+    record, progress = batch.record, batch.progress
+    if not progress.failed:
+        return
+    errors = store.path(record.error_id)
+    failed = set(failed_lines(errors, progress.error_bytes))
+    spans = done_spans(store.path(record.input_file_id), Spans.decode(progress.spans), failed)
+    if len(failed) != progress.failed or spans.num_done != progress.completed:
+        raise StorageError(f"{errors} is not what was written")
+    again = msgspec.structs.replace(progress, failed=0, error_bytes=0, spans=spans.encode())
+    with store.database.transaction():
+        store.database.remove_file(record.error_id)
+        store.database.put_progress(record.id, again)
+        store.database.put_record(record.again())
+    with storage_errors(errors):
+        os.truncate(errors, 0)
+
+
+def failed_lines(path: Path, length: int) -> Iterator[int]:
+    """The numbers of the lines that the file's first `length` bytes answer. Raises StorageError."""
+    with storage_errors(path), path.open("rb") as file:
+        while file.tell() < length:
+            try:
+                yield int(_RESULT_ID.decode(file.readline()).id.rpartition("_")[2])
+            except (msgspec.MsgspecError, UnicodeDecodeError, ValueError):
+                raise StorageError(f"{path} is not what was written") from None
+
+
+def done_spans(path: Path, before: Spans, undone: Container[int]) -> Spans:
+    """Of the lines of an input file those that were done, but for some. Raises StorageError."""
+    spans, number, offset = Spans(), 0, 0
+    for start, stop in zip(before.starts, before.stops, strict=True):
+        while number < stop:
+            lines = read_lines(path, offset, min(READ_LINES, stop - number), READ_BYTES)
+            if not lines:
+                raise StorageError(f"{path} has lost lines")
+            for line in lines:
+                if number >= start and number not in undone:
+                    spans.add(number, line.end)
+                number, offset = number + 1, line.end
+    return spans

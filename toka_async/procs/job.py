@@ -1,0 +1,128 @@
+"""What `toka-async batch run` keeps of a run in a folder beside its output, and whether a command may go on with it.
+
+Used by the command before it starts anything, and by the process that does the work. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from toka_async.batches.clock import SettledClock
+from toka_async.batches.disk import StorageError
+from toka_async.batches.records import FINAL, Batch, BatchRecord, Progress
+from toka_async.batches.store import Store
+from toka_async.procs.child import BatchJob
+
+INPUT, OUTPUT, ERRORS = "input", "output", "errors"  # ids of the files
+
+
+@dataclass(frozen=True, slots=True)
+class OpenJob:
+    """A job whose folder this process holds. begun: the batch, when an earlier command has begun it."""
+
+    store: Store
+    record: BatchRecord
+    begun: Batch | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.begun is not None and self.record.status in FINAL
+
+    @property
+    def progress(self) -> Progress:
+        return Progress() if self.begun is None else self.begun.progress
+
+
+def open_job(job: BatchJob) -> OpenJob:
+    """Opens the store of the job.
+
+    Raises:
+        StorageError: the folder cannot be used, is of another run, or the files are not what they were.
+    """
+    store = Store(Path(job.folder), SettledClock(), places=places(job))
+    try:
+        begun = next(iter(store.batches(None, 1)), None)
+        if begun is not None and is_void(job, begun):
+            store.close()
+            store.folder.discard()
+            return open_job(job)
+        if begun is None:
+            return OpenJob(store, new_record(facts(job)))
+        check_same(job, begun.record.metadata or {})
+        check_results(job, begun.progress)
+    except BaseException:
+        store.close()
+        raise
+    return OpenJob(store, begun.record, begun)
+
+
+def is_void(job: BatchJob, begun: Batch) -> bool:
+    """Whether a run that has ended leaves nothing: it had not answered a line, or its answers were all taken away."""
+    if begun.record.status not in FINAL:
+        return False
+    num_ended = begun.progress.completed + begun.progress.failed
+    return not num_ended or not (Path(job.output).exists() or Path(job.errors).exists())
+
+
+def places(job: BatchJob) -> dict[str, Path]:
+    return {INPUT: Path(job.input), OUTPUT: Path(job.output), ERRORS: Path(job.errors)}
+
+
+def facts(job: BatchJob) -> dict[str, str]:
+    """What must be as it was for a run to go on."""
+    state = Path(job.input).stat()
+    files = {"input": job.input, "errors": job.errors, "size": str(state.st_size), "modified": str(state.st_mtime_ns)}
+    return files | job.model
+
+
+def check_same(job: BatchJob, before: dict[str, str]) -> None:
+    """Raises StorageError when the run was begun with something else. What it does not tell is taken to be the same."""
+    now = facts(job)
+    different = [name for name in now if before.get(name, now[name]) != now[name]]
+    if not different:
+        return
+    anew = f"remove {job.output}, {job.errors} and {job.folder} to begin anew"
+    for name in different:
+        if name in job.model:
+            raise StorageError(
+                f"{job.output} was begun with {name}={before[name]!r}, and now it is {now[name]!r}: "
+                f"go on with the former, or {anew}"
+            )
+    raise StorageError(f"{job.folder} is of another run, or {job.input} has changed since: {anew}")
+
+
+def check_results(job: BatchJob, progress: Progress) -> None:
+    """Raises StorageError when a file that was begun has become shorter: it would be waited for without an end."""
+    for path, wanted in ((Path(job.output), progress.output_bytes), (Path(job.errors), progress.error_bytes)):
+        size = path.stat().st_size if path.is_file() else 0
+        if size < wanted:
+            raise StorageError(
+                f"{path} has {size} bytes, but {wanted} were written: put it back, "
+                f"or remove it and {job.folder} to begin anew"
+            )
+
+
+def complaint(job: BatchJob, batch: Batch) -> str:
+    """What is wrong with the files of a batch that has failed, in a line."""
+    fault, *others = batch.record.faults
+    more = f" (and {len(others)} more faults)" if others else ""
+    results = {"output_file_id": job.output, "error_file_id": job.errors}
+    where = results.get(fault.param or "") or (f"{job.input}, line {fault.line}" if fault.line else job.input)
+    is_begun = batch.progress.completed + batch.progress.failed > 0
+    anew = f"; remove {job.output}, {job.errors} and {job.folder} to begin anew" if is_begun else ""
+    return f"{where}: {fault.message}{anew}{more}"
+
+
+def new_record(about: dict[str, str]) -> BatchRecord:
+    return BatchRecord(
+        id=f"batch_{secrets.token_hex(12)}",
+        endpoint="",  # each line says its own
+        input_file_id=INPUT,
+        output_id=OUTPUT,
+        error_id=ERRORS,
+        created_at=int(time.time()),
+        metadata=about,
+    )
