@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tests.tokenizers_small import byte_fallback
 from toka_async.server import encoding
 from toka_async.server.encoding import TextEncoder, groups
-from toka_async.text.tokenizer import Tokenizer, TokenizerError
+from toka_async.text.tokenizer import Tokenizer
+from toka_async.text.tokenizer_files import TokenizerError
 
 
 @pytest.fixture
