@@ -65,8 +65,8 @@ class Observed:
         resource = request.match_info.route.resource
         path = "other" if resource is None else resource.canonical
         self._metrics.http_ended(path, status)
-        fault = request.get(FAULT)
-        if self._log or (fault is not None and 400 <= status < 500 and status not in COUNTED and resource is not None):
+        fault = request.get(FAULT) if resource is not None else None  # else it quotes the path, whatever is in it
+        if self._log or (fault is not None and 400 <= status < 500 and status not in COUNTED):
             fields = {"method": request.method, "path": path, "status": status, "seconds": round(seconds, 6), **tokens}
             line = f"{request.method} {path} {status} in {seconds:.3f} s"
             if tokens:

@@ -32,8 +32,10 @@ async def series(tmp_path: Path) -> Series:
     async with web_server(data_dir=str(tmp_path)) as server:
         await server.ok("/v1/completions", {"prompt": "x", "max_tokens": 2})
         server.engine.memory["rank-0-0"] = (1, 2, 3)
+        server.scheduler.silent = True  # these stay the newest
         server.engine.on_messages([Stats(scheduler_us=(1.0, 2.0, 3.0), stage_seconds=(1.0,))])
-        text = server.engine.metrics.text().decode()
+        async with server.http.get(server.url + "/metrics") as response:
+            text = await response.text()
     found: Series = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
