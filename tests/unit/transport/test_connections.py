@@ -94,6 +94,17 @@ async def ended(stranger: socket.socket) -> None:
                 pass
 
 
+def send_for_ever(stranger: socket.socket) -> None:
+    while True:
+        stranger.sendall(MORE)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is."""
+    monkeypatch.setattr(connections, "PATIENCE", 1e9)
+
+
 async def test_one_too_many_ends_the_oldest_that_nobody_wants() -> None:
     async with endpoint(most=3) as ours, client(ours.router.address) as good:
         good.send([b"hello"])
@@ -137,7 +148,7 @@ async def test_a_message_without_an_end_takes_no_more_memory_than_is_allowed() -
             await asyncio.to_thread(stranger.recv, 64, socket.MSG_WAITALL)
             stranger.sendall(b"\x04" + bytes([len(READY)]) + READY)
             with pytest.raises(ConnectionError):
-                await asyncio.to_thread(stranger.sendall, MORE * (1 << 12))
+                await asyncio.to_thread(send_for_ever, stranger)
         good.send([b"hello"])
         await until(lambda: ours.heard)
         assert [bytes(frames[1]) for frames in ours.heard] == [b"hello"]
@@ -175,7 +186,7 @@ async def test_who_has_sent_most_is_ended_first() -> None:
                 stranger.sendall(b"\x04" + bytes([len(READY)]) + READY)
             small.sendall(MORE)
             with pytest.raises(ConnectionError):
-                await asyncio.to_thread(large.sendall, MORE * (1 << 12))
+                await asyncio.to_thread(send_for_ever, large)
             small.sendall(MORE)
             await until(lambda: ours.router.num_connections == 1)
 
