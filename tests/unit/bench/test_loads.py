@@ -58,7 +58,7 @@ def test_who_knows_the_vocabulary(parse: Parse) -> None:
 
 
 def test_a_small_load_first(parse: Parse) -> None:
-    options = parse("serve-load", "--prompts", "16")
+    options = parse("serve-load", "--prompts", "16", "--samples", "1024")
     warm = warm_bodies(options, "m", None)
     assert [(body["n"], body["max_tokens"]) for body in warm] == [(256, 32)] * 4
     assert not {body["prompt"] for body in warm} & {body["prompt"] for body in bodies(options, "m", None, 0)}

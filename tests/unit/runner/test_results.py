@@ -72,7 +72,8 @@ def chunk(slot: int, num_top: int, num_ids: int) -> AskedChunk:
 
 @pytest.mark.parametrize("samples", [None, Samples(torch.tensor([4])), Samples(torch.tensor([4]), torch.zeros(1))])
 def test_log_probs_of_prompts(clock: StepClock, samples: Samples | None) -> None:
-    of_chunks = Logprobs(-torch.arange(3.0), torch.arange(6).view(3, 2), -torch.arange(6.0).view(3, 2))
+    ranks = torch.tensor([1, 2, 9], dtype=torch.int32)
+    of_chunks = Logprobs(-torch.arange(3.0), torch.arange(6).view(3, 2), -torch.arange(6.0).view(3, 2), ranks)
     done = launch(clock, samples, (chunk(2, 1, 1), chunk(1, 5, 2)), of_chunks).collect()
     assert as_i32(done.token_ids).tolist() == ([] if samples is None else [4])
     first, second = done.prompts
@@ -80,6 +81,7 @@ def test_log_probs_of_prompts(clock: StepClock, samples: Samples | None) -> None
     assert [as_f32(m.logprobs).tolist() for m in done.prompts] == [[0], [-1, -2]]
     assert [as_i32(m.top_ids).tolist() for m in done.prompts] == [[0], [2, 3, 4, 5]]
     assert [as_f32(m.top_logprobs).tolist() for m in done.prompts] == [[0], [-2, -3, -4, -5]]
+    assert [as_i32(m.ranks).tolist() for m in done.prompts] == [[1], [2, 9]]
 
 
 def test_steps_that_share_their_memory_are_collected_in_order(
@@ -109,9 +111,10 @@ def test_parts_are_put_together_in_the_steps_order(clock: StepClock) -> None:
     )  # fmt: skip
     plain = Samples(torch.tensor([10, 11, 14]))
     scored = Samples(torch.tensor([15, 12, 13]), torch.tensor([-5.0, -6, -7]), top)
+    ranks = torch.ones(1, dtype=torch.int32)
     parts = [
         PartResults(plain, places=np.array([0, 1, 4])),
-        PartResults(None, (chunk(2, 0, 1),), Logprobs(torch.zeros(1), torch.zeros(1, 0), torch.zeros(1, 0))),
+        PartResults(None, (chunk(2, 0, 1),), Logprobs(torch.zeros(1), torch.zeros(1, 0), torch.zeros(1, 0), ranks)),
         PartResults(scored, places=np.array([5, 2, 3])),
     ]
     done = Launched(5, parts, clock, clock.begin(), 3).collect()
