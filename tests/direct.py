@@ -17,7 +17,7 @@ from toka_async.config import ServerConfig
 from toka_async.messages import Submit, Submits
 from toka_async.model.generation import GenerationDefaults
 from toka_async.procs.direct import DirectServer
-from toka_async.protocol import Columns, FromServer, Header, Hello, Results, Submission, from_server, pack
+from toka_async.protocol import VERSIONS, Columns, FromServer, Header, Hello, Results, Submission, from_server, pack
 from toka_async.server.app import create_app
 from toka_async.server.endpoint import Endpoint
 from toka_async.server.engine import Engine
@@ -123,7 +123,7 @@ class Bare:
         self.wire.deliver([identity, *(bytes(frame) for frame in pack(header, columns))])
 
     def hello(self, *, session: bytes = SESSION, identity: bytes = b"one", received: int = 0) -> None:
-        self.say(Hello(versions=(1,), session=session, received=received), identity=identity)
+        self.say(Hello(versions=VERSIONS, session=session, received=received), identity=identity)
 
     def submit(
         self, *ids: int, prompt: Sequence[int] = (1, 2, 3), identity: bytes = b"one", ack: int = 0, **fields: Any

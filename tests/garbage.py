@@ -10,7 +10,7 @@ import zmq
 
 from tests.wire_cases import Frames
 from tests.wire_messages import frames_of
-from toka_async.protocol import Bye, Error, Hello, Submission, from_server
+from toka_async.protocol import VERSIONS, Bye, Error, Hello, Submission, from_server
 
 TIMEOUT = 10_000  # milliseconds
 MARK = 10**12  # the first id of requests that are refused, whose refusals tell that all before them was dealt with
@@ -27,11 +27,11 @@ class Garbage:
 
     def send(self, messages: list[Frames]) -> None:
         """Sends them in a session, and fails unless every answer is one of the protocol, and the endpoint lives."""
-        self._say(frames_of(Hello(versions=(1,), session=b"0123456789abcdef")))
+        self._say(frames_of(Hello(versions=VERSIONS, session=b"0123456789abcdef")))
         for frames in messages:
             self._say(frames)
         self._say(frames_of(Bye()))
-        self._say(frames_of(Hello(versions=(1,), session=b"fedcba9876543210")))
+        self._say(frames_of(Hello(versions=VERSIONS, session=b"fedcba9876543210")))
         self._mark += 1
         marks = {"ids": np.asarray([self._mark])}  # and no lengths
         self._say(frames_of(Submission(columns=("ids",)), marks))

@@ -93,7 +93,7 @@ SAID = st.lists(mutated(_SAID) | FRAMES, min_size=1, max_size=4)  # messages of 
 
 
 WELCOME = Welcome(
-    version=1,
+    version=2,
     resumed=True,
     credit=100,
     window=8,

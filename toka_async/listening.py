@@ -90,6 +90,11 @@ def inherited(fd: int) -> socket.socket:
 def url_of(listener: socket.socket, scheme: str = "http") -> str:
     """The URL of a listener; where it listens on every address, one that reaches it from this machine."""
     host, port = listener.getsockname()[:2]
+    return url_at(host, port, scheme)
+
+
+def url_at(host: str, port: int, scheme: str) -> str:
+    """The URL of a server that listens there."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 

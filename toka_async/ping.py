@@ -95,8 +95,12 @@ class Server:
             with self._request("POST", question.path, body) as response:
                 answer = json.load(response)
             seconds = time.perf_counter() - began
-            texts = [each["message"]["content"] if question.messages else each["text"] for each in answer["choices"]]
-            return Samples([text or "" for text in texts], int(answer["usage"]["completion_tokens"]), seconds)
+            texts = [
+                _text(each["message"]["content"] if question.messages else each["text"]) for each in answer["choices"]
+            ]
+            if not texts:
+                raise ValueError("no choices")
+            return Samples(texts, int(answer["usage"]["completion_tokens"]), seconds)
 
     def _served(self) -> str:
         """The first model of the server."""
@@ -112,7 +116,7 @@ class Server:
             yield
         except (OSError, http.client.HTTPException) as error:
             raise PingError(f"no answer from {self._url}: {_reason(error)}") from None
-        except (LookupError, TypeError, ValueError):
+        except (LookupError, TypeError, ValueError, RecursionError):
             raise PingError(f"{self._url} does not answer like an OpenAI server") from None
 
     @contextmanager
@@ -154,7 +158,14 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
         if "error" in event:
             raise PingError(f"the server failed: {event['error']['message']}")
         for choice in event["choices"]:
-            yield (choice["delta"].get("content") if "delta" in choice else choice["text"]) or ""
+            yield _text(choice["delta"].get("content") if "delta" in choice else choice["text"])
+
+
+def _text(given: object) -> str:
+    """What can be printed: some servers cut a character between two pieces. Raises TypeError for what is no text."""
+    if given is not None and not isinstance(given, str):
+        raise TypeError("no text")
+    return (given or "").encode("utf-8", "replace").decode()
 
 
 def _message(response: http.client.HTTPResponse) -> str:

@@ -14,10 +14,10 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from msgspec import Meta, Raw
+from msgspec import UNSET, Meta, Raw, UnsetType
 from msgspec.structs import replace
 
-VERSIONS = (1,)  # those spoken here
+VERSIONS = (2,)  # those spoken here; in version 1 columns of messages to clients were frames of their own
 
 Column = npt.NDArray[Any]
 Columns = dict[str, Column]
@@ -111,9 +111,11 @@ FromClient = Hello | Submission | Cancellation | Ack | Ping | Bye
 
 
 class ServerHeader(Header, frozen=True, kw_only=True):
-    """A message to a client. data: the bytes of the columns, in order; on the wire only."""
+    """A message to a client. data: the bytes of the columns, in order; on the wire only, and absent without columns:
+    so clients of every version can read `closed`, which tells them that they are of another one.
+    """
 
-    data: Annotated[tuple[memoryview, ...], Meta(max_length=len(DTYPES))] = ()
+    data: Annotated[tuple[memoryview, ...], Meta(max_length=len(DTYPES))] | UnsetType = UNSET
 
 
 class Welcome(ServerHeader, frozen=True, kw_only=True, tag="welcome"):
@@ -214,7 +216,7 @@ def pack(header: Header, columns: Mapping[str, Column] | None = None) -> list[Bu
 def sealed(header: ServerHeader, columns: Columns) -> tuple[list[Buffer], Columns]:
     """The frame of a message to a client, and the columns as views of it, to keep both in the memory of one."""
     frames = pack(header, columns)
-    return frames, _columns(header, _decoded(_FROM_SERVER, frames[0]).data, "columns have data")
+    return frames, _columns(header, _data_of(_decoded(_FROM_SERVER, frames[0])), "columns have data")
 
 
 def from_client(frames: Sequence[Buffer]) -> tuple[FromClient, Columns]:
@@ -234,9 +236,13 @@ def from_server(frames: Sequence[Buffer]) -> tuple[FromServer, Columns]:
     if len(frames) != 1:
         raise ProtocolError(f"a message of {len(frames)} frames, not of one")
     header = _decoded(_FROM_SERVER, frames[0])
-    columns = _columns(header, header.data, "columns have data")
+    columns = _columns(header, _data_of(header), "columns have data")
     copies = {name: values.copy() for name, values in columns.items()}
-    return replace(header, data=()) if header.data else header, copies
+    return header if header.data is UNSET else replace(header, data=UNSET), copies
+
+
+def _data_of(header: ServerHeader) -> tuple[memoryview, ...]:
+    return () if header.data is UNSET else header.data
 
 
 def _bytes_of(named: tuple[str, Column]) -> memoryview:

@@ -119,12 +119,27 @@ def test_many_samples(chat: bool) -> None:
         (200, events({"error": {"message": "the engine has stopped"}}), "the engine has stopped"),
         (200, b"data: {not json\n\n", "does not answer like an OpenAI server"),
         (200, b"data: {}\n\n", "does not answer like an OpenAI server"),
+        (200, events({"choices": [{"text": 5}]}), "does not answer like an OpenAI server"),
+        (200, b"data: " + b"[" * 100_000 + b"\n\n", "does not answer like an OpenAI server"),
     ],
 )
 def test_errors_are_one_line(status: int, body: bytes, message: str) -> None:
     with answering(body, status) as server, pytest.raises(PingError, match=message) as caught:
         ask(server.url)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("choices", [[], [{"text": 5}], 3])
+def test_samples_that_are_none_are_an_error(choices: object) -> None:
+    body = json.dumps({"choices": choices, "usage": {"completion_tokens": 9}}).encode()
+    with answering(body) as server, pytest.raises(PingError, match="does not answer like an OpenAI server"):
+        Server(server.url).samples(Question(prompt="x", n=2))
+
+
+def test_half_a_character_can_be_printed() -> None:
+    """Servers that cut texts in UTF-16 send such pieces."""
+    with answering(events({"choices": [{"text": "a\ud83d"}]})) as server:
+        assert ask(server.url) == ["a?"]
 
 
 def test_a_wrong_key() -> None:

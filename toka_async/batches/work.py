@@ -287,7 +287,8 @@ class Batches:
                     self._put(record, number, line, question)
                 else:
                     await self.window.enter(record.owner, question.cost)
-                    group.create_task(self._ask(record, number, line, question))
+                    task = group.create_task(self._ask(record, number, line, question))
+                    task.add_done_callback(partial(self._leave, question.cost))
                 num_started += 1
                 if num_started % YIELD_EVERY == 0:
                     await asyncio.sleep(0)
@@ -310,20 +311,21 @@ class Batches:
         """Asks until there is an answer."""
         request_id.set(f"{record.id}-{number}")  # of this task alone
         num_tries = 0
-        try:
-            while True:
-                try:
-                    answered = await question.answer()
+        while True:
+            try:
+                answered = await question.answer()
+                break
+            except TryLaterError as error:
+                num_tries += error.stopped
+                if num_tries == MAX_TRIES:
+                    answered = Answered.of_error(line.raw, "engine_stopped", str(error))
                     break
-                except TryLaterError as error:
-                    num_tries += error.stopped
-                    if num_tries == MAX_TRIES:
-                        answered = Answered.of_error(line.raw, "engine_stopped", str(error))
-                        break
-                    await self.window.changed()
-            self._put(record, number, line, answered)
-        finally:
-            self.window.leave(question.cost)
+                await self.window.changed()
+        self._put(record, number, line, answered)
+
+    def _leave(self, cost: int, _line: asyncio.Task[None]) -> None:
+        """A line is over, also one that was cancelled before it could begin."""
+        self.window.leave(cost)
 
     def _put(self, record: BatchRecord, number: int, line: RawLine, answered: Answered) -> None:
         self.ledger.put(record.id, done_line(record.id, number, line.end, answered))

@@ -16,6 +16,9 @@ from toka_async.cli.listing import markdown_lines, toml_lines
 from toka_async.cli.overrides import complete_overrides
 from toka_async.cli.parser import parse_arguments
 from toka_async.config import Config, ConfigError, describe, load_config
+from toka_async.listening import url_at
+
+NO_TEXT = "standard input is not text in UTF-8"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,7 +103,10 @@ def _ping(options: argparse.Namespace) -> int:
     from toka_async.ping import PingError, Question, Server
 
     server = Server(_url(options), os.environ.get("TOKA_API_KEY", ""))
-    prompt = sys.stdin.read().removesuffix("\n") if options.prompt == "-" else options.prompt
+    try:
+        prompt = sys.stdin.read().removesuffix("\n") if options.prompt == "-" else options.prompt
+    except UnicodeDecodeError:
+        return _wrong(NO_TEXT)
     messages = [{"role": "system", "content": options.system}] if options.system else []
     if options.chat or options.system:
         messages.append({"role": "user", "content": prompt})
@@ -128,13 +134,16 @@ def _chat(options: argparse.Namespace) -> int:
     settings = Question(
         max_tokens=options.max_tokens, temperature=options.temperature, top_p=options.top_p, model=options.model
     )
-    return chat(Server(_url(options), os.environ.get("TOKA_API_KEY", "")), settings, options.system)
+    try:
+        return chat(Server(_url(options), os.environ.get("TOKA_API_KEY", "")), settings, options.system)
+    except UnicodeDecodeError:
+        return _wrong(NO_TEXT)
 
 
 def _url(options: argparse.Namespace) -> str:
     """Of the server that is asked."""
     server = _configuration(options).server
-    return options.url or f"{'https' if server.tls_cert else 'http'}://{server.host}:{server.port}"
+    return options.url or url_at(server.host, server.port, "https" if server.tls_cert else "http")
 
 
 def _keys(options: argparse.Namespace) -> int:

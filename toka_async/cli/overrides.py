@@ -43,9 +43,9 @@ def _habit(name: str) -> Habit | None:
 
 def _value(name: str, habit: Habit, rest: list[str]) -> str:
     """The next argument; an option that is true or false may come without one, and is true then."""
-    if is_flag(habit.key) and (not rest or rest[0] not in TRUTHS):
-        return "true"
-    if not rest:
+    if is_flag(habit.key):
+        return rest.pop(0).lower() if rest and rest[0].lower() in TRUTHS else "true"
+    if not rest or rest[0].startswith("--"):  # no value begins so, and it would be taken for one
         raise ConfigError(f"{name}: expected a value, as in {name}=VALUE")
     return rest.pop(0)
 

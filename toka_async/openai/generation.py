@@ -20,6 +20,7 @@ from toka_async.openai.requests import (
     MAX_STOP_CHARS,
     MAX_STOP_LENGTH,
     MAX_STOPS,
+    ChatBatchRequest,
     ChatRequest,
     CompletionRequest,
     DirectRequest,
@@ -127,7 +128,9 @@ def chat_generation(request: ChatRequest, limits: Limits, defaults: Defaults) ->
         raise bad_request("'max_completion_tokens' and max_tokens differ; give one", param="max_completion_tokens")
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     num_logprobs = (request.top_logprobs or 0) if request.logprobs or request.top_logprobs else -1
-    return generation(request, limits, defaults, max_tokens, num_logprobs, -1, False)
+    made = generation(request, limits, defaults, max_tokens, num_logprobs, -1, False)
+    in_each_choice = request.return_token_ids and (request.stream or isinstance(request, ChatBatchRequest))
+    return replace(made, num_prompt_copies=made.n) if in_each_choice else made
 
 
 def direct_generation(request: DirectRequest, limits: Limits, defaults: Defaults) -> Generation:

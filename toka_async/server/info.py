@@ -12,6 +12,7 @@ from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import toka_async
+from toka_async.arrays import Int32
 from toka_async.openai.errors import bad_request, model_not_found
 from toka_async.openai.prompts import check_vocabulary, token_ids
 from toka_async.openai.requests import DetokenizeRequest, TokenizeRequest
@@ -95,10 +96,18 @@ async def tokenize(request: web.Request) -> web.Response:
     text = wire.prompt if wire.prompt is not None else await service.render(wire_chat(wire))
     special = wire.messages is None if wire.add_special_tokens is None else wire.add_special_tokens
     param = "prompt" if wire.messages is None else "messages"
-    ids = (await service.tokenize(text, special, param)).tolist()
-    strs = [service.tokenizer.spelling(token_id) for token_id in ids] if wire.return_token_strs else UNSET
-    most = service.limits().max_context
-    return json_response(TokenizeResponse(tokens=ids, count=len(ids), max_model_len=most, token_strs=strs))
+    ids = await service.tokenize(text, special, param)
+    made = partial(tokenized, service.tokenizer, service.limits().max_context, wire.return_token_strs)
+    body = await service.in_thread(made, ids, is_long=ids.size > MANY)
+    return web.Response(body=body, content_type="application/json")
+
+
+def tokenized(tokenizer: Tokenizer, max_context: int, with_strs: bool, ids: Int32) -> bytes:
+    """The answer: from a thread, since millions of ids would take the event loop seconds."""
+    tokens = ids.tolist()
+    strs = [tokenizer.spelling(token_id) for token_id in tokens] if with_strs else UNSET
+    answer = TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=max_context, token_strs=strs)
+    return ENCODER.encode(answer)
 
 
 async def detokenize(request: web.Request) -> web.Response:

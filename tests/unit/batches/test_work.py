@@ -156,13 +156,14 @@ async def test_a_batch_that_is_cancelled_before_it_was_looked_at(tmp_path: Path)
 
 
 async def test_an_error_of_this_program_ends_its_batch(tmp_path: Path) -> None:
-    """It has failed, can be deleted, and so can its input."""
+    """It has failed, can be deleted, and so can its input. Nothing of it counts, not even a line that never began."""
     async with running(tmp_path) as it:
         await it.create([line(1), line(2, breaks=True), line(3)], "broken")
         await it.create([line(4)], "good")
         ended = {batch.record.id: batch.record for batch in (await it.end(), await it.end())}
         assert ended["good"].status == "completed"
         assert [fault.code for fault in ended["broken"].faults] == ["internal_error"]
+        assert it.window.in_flight == 0
         await it.batches.writer.run(lambda: it.store.remove_file("file-broken"))
         await it.batches.writer.run(lambda: it.store.remove_batch("broken"))
         with pytest.raises(NotFoundError):

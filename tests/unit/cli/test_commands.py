@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,21 @@ def test_interrupted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
 
     monkeypatch.setattr(commands, "load_config", interrupted)
     assert run(capsys, "config") == (130, "", "toka-async: interrupted\n")
+
+
+@pytest.mark.parametrize("command", [["ping", "-"], ["chat"]])
+def test_what_is_no_text_is_not_asked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8"))
+    assert run(capsys, *command) == (2, "", "toka-async: standard input is not text in UTF-8\n")
+
+
+@pytest.mark.parametrize(("host", "url"), [("::1", "http://[::1]:1"), ("0.0.0.0", "http://127.0.0.1:1")])
+def test_a_server_at_any_address_is_asked(capsys: pytest.CaptureFixture[str], host: str, url: str) -> None:
+    code, out, err = run(capsys, "ping", "x", "--host", host, "--port", "1")
+    assert (code, out) == (1, "")
+    assert f"no answer from {url}:" in err
 
 
 def test_markdown_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ README = Path(__file__).parents[3] / "README.md"
         ("--server.port=8000", "server.port=8000"),
         ("--cache.prefix --port 1", "cache.prefix=true server.port=1"),
         ("--cache.prefix false", "cache.prefix=false"),
+        ("--cache.prefix False m", "cache.prefix=false m"),
         ("a --port=1 --host ::1 b", "a server.port=1 server.host=::1 b"),
         ("-tp 2 -pp 3 -dp=4", "parallel.tp=2 parallel.pp=3 parallel.dp=4"),
         ("--tensor_parallel_size 2", "parallel.tp=2"),
@@ -46,6 +47,8 @@ def test_what_has_no_key_is_answered() -> None:
         translate_options(["--api-key", "x"])
     with pytest.raises(ConfigError, match=r"^--port: expected a value"):
         translate_options(["--port"])
+    with pytest.raises(ConfigError, match=r"^--host: expected a value"):
+        translate_options(["--host", "--port", "1"])
     with pytest.raises(ConfigError, match=r"^rope_scaling: leave it out"):
         complete_overrides(["rope_scaling=x"], has_model=True)
 

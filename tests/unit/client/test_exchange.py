@@ -58,7 +58,7 @@ class Wire:
         self.exchange.connected()
         self.say(
             Welcome(
-                version=1,
+                version=2,
                 resumed=resumed,
                 credit=credit,
                 window=8,

@@ -18,7 +18,7 @@ from toka_async.protocol import Columns, Error, Header, Results, ServerHeader, W
 from toka_async.transport import multipart
 
 WELCOME = Welcome(
-    version=1,
+    version=2,
     resumed=False,
     credit=2**63 - 1,
     window=32,

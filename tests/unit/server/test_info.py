@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
@@ -8,6 +9,7 @@ import toka_async
 from tests import tokenizers_small as small
 from tests.fake_scheduler import READY, FakeScheduler
 from tests.web_server import NAME, WebServer, checked_error, web_server
+from toka_async.text.tokenizer import Tokenizer
 
 
 @pytest.fixture
@@ -65,6 +67,20 @@ async def test_tokenize_and_back(server: WebServer) -> None:
     assert spelled["token_strs"][-1].startswith("Ġ")
     assert (await server.ok("/tokenize", {"prompt": ""}))["count"] == 0
     assert await server.ok("/detokenize", {"tokens": []}) == {"prompt": ""}
+
+
+async def test_very_many_tokens_are_spelled_in_a_thread(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set()
+
+    def spelling(_: Tokenizer, token_id: int) -> str:
+        threads.add(threading.current_thread())
+        return str(token_id)
+
+    monkeypatch.setattr(Tokenizer, "spelling", spelling)
+    answer = await server.ok("/tokenize", {"prompt": "the 你好" * 3000, "return_token_strs": True})
+    assert answer["count"] > 4096
+    assert answer["token_strs"] == [str(token_id) for token_id in answer["tokens"]]
+    assert threading.main_thread() not in threads
 
 
 async def test_very_many_tokens(server: WebServer) -> None:
