@@ -333,12 +333,13 @@ class Engine:
     def _is_in_blocks(self, request_id: int) -> bool:
         return (flight := self._inflight.get(request_id)) is not None and flight.in_blocks
 
+    def _is_by_sample(self, request_id: int) -> bool:
+        return (flight := self._inflight.get(request_id)) is not None and not flight.in_blocks
+
     def _on_rows(self, message: Tokens) -> None:
-        """The rows of flights that keep them sample by sample."""
-        for request_id, sample, rows, reason in split(message):
-            flight = self._inflight.get(request_id)
-            if flight is None or flight.in_blocks:  # None: cancelled meanwhile
-                continue
+        """The rows of flights that keep them sample by sample; those of flights cancelled meanwhile are passed over."""
+        for request_id, sample, rows, reason in split(message, self._is_by_sample):
+            flight = self._inflight[request_id]
             flight.add(sample, rows, reason)
             if reason is not Reason.NONE:
                 self.metrics.sample_ended(reason)

@@ -146,8 +146,8 @@ def taken(block: Block, order: npt.NDArray[np.intp]) -> Block:
     return Block(block.samples[order], counts, block.token_ids[places], block.reasons[order], logprobs)
 
 
-def split(message: Tokens) -> Iterator[tuple[int, int, Rows, Reason]]:
-    """The rows of a message: request id, sample, tokens, reason."""
+def split(message: Tokens, wanted: Callable[[int], bool]) -> Iterator[tuple[int, int, Rows, Reason]]:
+    """The rows of a message that are of wanted requests: request id, sample, tokens, reason."""
     counts = as_i32(message.counts)
     ends = np.cumsum(counts)
     width = max(message.num_logprobs, 0)
@@ -160,4 +160,5 @@ def split(message: Tokens) -> Iterator[tuple[int, int, Rows, Reason]]:
     )
     columns = (as_i32(message.request_ids), as_i32(message.samples), ends - counts, ends, as_i32(message.reasons))
     for request_id, sample, start, end, reason in zip(*(values.tolist() for values in columns), strict=True):
-        yield request_id, sample, everything.part(start, end), REASONS[reason]
+        if wanted(request_id):  # the parts are what costs
+            yield request_id, sample, everything.part(start, end), REASONS[reason]

@@ -25,7 +25,7 @@ def tokens(num_logprobs: int) -> Tokens:
 
 
 def test_rows_are_cut_out() -> None:
-    first, second, third = split(tokens(2))
+    first, second, third = split(tokens(2), lambda _: True)
     assert (first[:2], second[:2], third[:2]) == ((7, 0), (8, 5), (7, 1))
     assert [row[3] for row in (first, second, third)] == [Reason.NONE, Reason.LENGTH, Reason.STOP]
     assert [len(row[2]) for row in (first, second, third)] == [2, 0, 3]
@@ -35,15 +35,20 @@ def test_rows_are_cut_out() -> None:
     assert third[2].top_logprobs.dtype == np.float32
 
 
+def test_rows_of_other_requests_are_left_out() -> None:
+    (place,) = [row[:2] for row in split(tokens(2), lambda request_id: request_id == 8)]
+    assert place == (8, 5)
+
+
 def test_rows_without_logprobs() -> None:
     for num_logprobs, num_chosen in ((-1, 0), (0, 3)):
-        *_, (_, _, rows, _) = split(tokens(num_logprobs))
+        *_, (_, _, rows, _) = split(tokens(num_logprobs), lambda _: True)
         assert rows.logprobs.shape == (num_chosen,)
         assert rows.top_ids.shape == (3, 0)
 
 
 def test_join_and_part() -> None:
-    (_, _, first, _), _, (_, _, third, _) = split(tokens(1))
+    (_, _, first, _), _, (_, _, third, _) = split(tokens(1), lambda _: True)
     joined = join([first, third])
     assert joined.token_ids.tolist() == [10, 11, 12, 13, 14]
     assert joined.top_ids.tolist() == [[0], [1], [2], [3], [4]]
