@@ -12,7 +12,7 @@ PAGES = sorted(
         *(page for folder in ("configs", "scripts", "tests", "toka_async") for page in (ROOT / folder).rglob("*.md")),
     ]
 )
-_FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_FENCED = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^()\s]+)\)")
 _HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
 
