@@ -2,8 +2,8 @@
 
 A message to the server is several frames: the header (a msgpack map with its `type`), then one frame for each of the
 columns that the header names: raw little-endian numbers, one after the other. A message to a client is one frame: the
-header, with the columns' bytes in its `data`. The README's section "Direct submission over ZeroMQ" is the reference for
-clients in other languages. Knows no sockets and no state.
+header, with the columns' bytes in its `data`. client/PROTOCOL.md is the reference for clients in other
+languages. Knows no sockets and no state.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""README's examples are answered as shown: every block that is followed by what it prints is run as it stands.
+"""The examples of the documentation are answered as shown: blocks followed by what they print are run as they stand.
 
 Addresses are those of the server under test. What differs from run to run is left out: times, rates, and how many
 samples had an answer.
@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
+import toka_async.batches
+from tests.documentation import PAGES
 from tests.serving import Serving, free_port, serving
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 # A block, a line or a paragraph that ends with "prints …", and the block of what it prints.
 EXAMPLE = re.compile(
     r"^```(sh|python)\n((?:(?!```).*\n)+)```\n\nprints(?:.*\n)+?\n```text\n((?:(?!```).*\n)+)```$", re.M
@@ -34,7 +35,7 @@ class Example:
     prints: str
 
 
-EXAMPLES = [Example(*found) for found in EXAMPLE.findall(README)]
+EXAMPLES = [Example(*found) for page in PAGES for found in EXAMPLE.findall(page.read_text(encoding="utf-8"))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +78,9 @@ def test_an_example_prints_what_is_shown(running: Running, example: Example) -> 
 
 
 def prepare_batch(running: Running) -> None:
-    """Runs the commands of the README that make the files."""
-    preparation, batch = PREPARATION.search(README), BATCH.search(README)
+    """Runs the commands that make the files, of the page about batches."""
+    guide = Path(toka_async.batches.__file__).with_name("README.md").read_text(encoding="utf-8")
+    preparation, batch = PREPARATION.search(guide), BATCH.search(guide)
     assert preparation is not None
     assert batch is not None
     running.run("sh", f"{preparation[0]}\n{batch[0]}")

@@ -5,8 +5,8 @@
         result.samples[0].token_ids, result.samples[0].finish_reason
 
 `Client` is for asyncio, `SyncClient` for everybody else. A connection that breaks is made again, and what was asked for
-is asked for again under the same id, so it runs once. Loads neither torch nor a web server. The protocol, for clients
-in other languages, is in the README: "Direct submission over ZeroMQ".
+is asked for again under the same id, so it runs once. Loads neither torch nor a web server. Clients in
+other languages find the protocol in PROTOCOL.md.
 """
 
 from toka_async.client.client import Client

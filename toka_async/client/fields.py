@@ -6,7 +6,7 @@ from typing import TypedDict
 
 
 class Fields(TypedDict, total=False):
-    """See the README's section on the API. text: False leaves text out, which is much cheaper for the server."""
+    """server/API.md explains them. text: False leaves text out, which is much cheaper for the server."""
 
     n: int
     max_tokens: int

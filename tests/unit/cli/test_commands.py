@@ -158,10 +158,10 @@ def test_markdown_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert {line.count(" | ") + line.count("|---") for line in lines} == {3, 4}
 
 
-def test_readme_has_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_guide_has_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "config", "--markdown")
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    assert out.strip() in readme, "paste the output of `toka-async config --markdown` into README.md"
+    guide = (Path(__file__).parents[3] / "configs" / "README.md").read_text(encoding="utf-8")
+    assert out.strip() in guide, "paste the output of `toka-async config --markdown` into configs/README.md"
 
 
 def test_import_loads_nothing_heavy() -> None:

@@ -11,7 +11,7 @@ from toka_async.cli.habits import ASSIGNMENTS, OPTIONS, Habit
 from toka_async.cli.overrides import complete_overrides, translate_options
 from toka_async.config import ConfigError, key_names, load_config
 
-README = Path(__file__).parents[3] / "README.md"
+GUIDE = Path(__file__).parents[3] / "configs" / "README.md"
 
 
 @pytest.mark.parametrize(
@@ -90,14 +90,14 @@ def test_every_habit_is_a_key_or_an_answer(name: str) -> None:
 
 
 def rows(title: str) -> dict[str, str]:
-    """The first two columns of the table under a heading of the README; a row may name several options."""
-    section = README.read_text(encoding="utf-8").split(f"\n## {title}\n")[1].split("\n## ")[0]
+    """The first two columns of the table under a heading of the guide; a row may name several options."""
+    section = GUIDE.read_text(encoding="utf-8").split(f"\n## {title}\n")[1].split("\n## ")[0]
     found = re.findall(r"^\| (`[^|]*) \| ([^|]*) \|", section, re.MULTILINE)
     return {name: here for names, here in found for name in re.findall(r"`([^`]+)`", names)}
 
 
 @pytest.mark.parametrize(("title", "habits"), [("From vLLM", OPTIONS), ("From Tokasaurus", ASSIGNMENTS)])
-def test_the_readme_says_the_same(title: str, habits: dict[str, Habit]) -> None:
+def test_the_guide_says_the_same(title: str, habits: dict[str, Habit]) -> None:
     told = {name: here for name, here in rows(title).items() if name in habits}
     assert len(told) > 12
     for name, here in told.items():

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import toka_async.server
 from tests.fake_scheduler import READY, FakeScheduler
 from tests.keyed import KEYS
 from tests.unit.server.test_lifecycle import until
@@ -161,7 +162,7 @@ async def test_health_says_who_is_silent() -> None:
 
 
 async def test_the_guide_explains_every_metric(tmp_path: Path) -> None:
-    guide = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    guide = Path(toka_async.server.__file__).with_name("OPERATIONS.md").read_text(encoding="utf-8")
     async with web_server(data_dir=str(tmp_path)) as server:
         text = server.engine.metrics.text().decode()
     names = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE toka:")}

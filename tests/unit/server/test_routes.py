@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any, get_args
 
 import aiohttp
@@ -10,13 +11,22 @@ import jsonschema
 import pytest
 import schemathesis
 
+import toka_async.server
 from tests.fake_scheduler import READY, FakeScheduler
 from tests.web_server import NAME, WebServer, checked_error, web_server
 from toka_async.batches import records
 from toka_async.openai import batches
+from toka_async.openai.requests import (
+    ChatBatchRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
 from toka_async.server.document import plain
 from toka_async.server.keys import Key, Keys, digest_of
 from toka_async.server.page import STATE
+from toka_async.server.routes import ROUTES
 
 KEY = "sk-alice-0123456"
 KEYS = Keys((Key(digest_of(KEY), "alice"),))
@@ -176,3 +186,11 @@ async def test_it_needs_to_know_the_model() -> None:
         checked_error(answer)
         server.engine.on_messages([READY])
         assert (await server.get("/openapi.json"))[0] == 200
+
+
+def test_the_guide_names_every_route_and_field() -> None:
+    guide = Path(toka_async.server.__file__).with_name("API.md").read_text(encoding="utf-8")
+    structs = (CompletionRequest, ChatBatchRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)
+    fields = {field for struct in structs for field in struct.__struct_fields__}
+    routes = {f"{method} {plain(path)}" for method, path in ROUTES}
+    assert [name for name in sorted(fields | routes) if f"`{name}`" not in guide] == []
