@@ -1,7 +1,14 @@
-"""Kernels are interpreted where there is no GPU: decided here, before any test module imports one."""
+"""Kernels are interpreted where there is no GPU: decided here, before any test module imports one.
+
+No example of a property has a deadline: how long one takes says how busy the machine is.
+"""
 
 from __future__ import annotations
+
+from hypothesis import settings
 
 from tests.triton_interpreter import interpret_kernels
 
 interpret_kernels()
+settings.register_profile("no-deadline", parent=settings(), deadline=None)
+settings.load_profile("no-deadline")
