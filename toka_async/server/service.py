@@ -55,6 +55,7 @@ from toka_async.server.submitting import submitted_too
 from toka_async.text.chat import MAX_CHARS, ChatTemplate, ChatTemplateError, TemplateKwargsError
 from toka_async.text.stop import StopStrings
 from toka_async.text.tokenizer import Tokenizer
+from toka_async.text.tokenizer_files import TokenizerError
 
 logger = logging.getLogger(__name__)
 
@@ -198,8 +199,11 @@ class Service:
         return (await self.tokenize_all([text], add_special_tokens))[0]
 
     async def tokenize_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[Int32]:
-        """Token ids of texts that were checked."""
-        return await self._encoder.encode(texts, add_special_tokens)
+        """Token ids of texts that were checked. Raises ApiError (400) for one that the tokenizer cannot take."""
+        try:
+            return await self._encoder.encode(texts, add_special_tokens)
+        except TokenizerError as error:
+            raise bad_request(str(error)) from None
 
     async def render(self, chat: Chat) -> str:
         """The prompt of a chat. Raises ApiError (400) when there is no template, or it refuses the messages."""

@@ -80,11 +80,16 @@ class Tokenizer:
         """As `encode` for each text, in parallel threads and without the interpreter's lock.
 
         Raises:
-            TokenizerError: a text has lone surrogates.
+            TokenizerError: a text has lone surrogates, or the library cannot take it.
         """
         for text in texts:
             _check_text(text)
-        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        try:
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # the library's class has no other name, and is no Exception
+                raise
+            raise TokenizerError(f"the tokenizer cannot take the text: {error}") from None
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True, continues: bool = False) -> str:

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
 
 from tests.tokenizers_small import byte_fallback
 from toka_async.server import encoding
@@ -62,3 +64,15 @@ async def test_a_bad_text_is_its_callers_alone(executor: ThreadPoolExecutor) -> 
     )
     assert isinstance(bad, TokenizerError)
     assert not isinstance(good, BaseException)
+
+
+async def test_a_text_on_which_the_library_panics_is_its_callers_alone(executor: ThreadPoolExecutor) -> None:
+    backend = tokenizers.Tokenizer(models.WordLevel({"b": 0, "<unk>": 1}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a|a|aa)*$"), "isolated")  # exponential in the a's
+    encoder = TextEncoder(Tokenizer(backend), executor)
+    good, bad = await asyncio.gather(
+        encoder.encode(["b"], True), encoder.encode(["a" * 40 + "!"], True), return_exceptions=True
+    )
+    assert isinstance(bad, TokenizerError)
+    assert not isinstance(good, BaseException)
+    assert [ids.tolist() for ids in await encoder.encode(["b"], True)] == [[0]]
