@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TextIO
 
+from toka_async.bar import columns_of, duration, line_with_bar
 from toka_async.batches.disk import StorageError
 from toka_async.batches.records import FINAL, Batch
 from toka_async.batches.retry import retry_failed
@@ -22,7 +23,6 @@ from toka_async.logs import say, speaker
 from toka_async.procs.child import Advanced, BatchJob, Finished, Started, Status
 from toka_async.procs.job import complaint, open_job
 
-WIDTH = 30
 INTERVAL, QUIET_INTERVAL = 0.2, 30.0  # seconds between redraws; between lines where there is no terminal
 SETTLED = 3.0  # seconds after which the rates say something
 ANSWERING = (  # the keys of [model] on which answers depend
@@ -186,14 +186,14 @@ class Bar:
         """How fast this run was, to be said at its end."""
         seconds = max(time.monotonic() - self._began_at, 1e-6)
         tokens = self.latest.tokens - self._before.tokens
-        return f", {tokens / seconds:,.0f} tokens/s in {_duration(seconds)}"
+        return f", {tokens / seconds:,.0f} tokens/s in {duration(seconds)}"
 
     def _draw(self) -> None:
         now, is_last = time.monotonic(), self.latest.done == self.latest.total
         if now < self._next_draw and not is_last:
             return
         self._next_draw = now + (INTERVAL if self._is_terminal else QUIET_INTERVAL)
-        line = bar_line(self.latest, self._before, now - self._began_at)
+        line = bar_line(self.latest, self._before, now - self._began_at, columns_of(self._stream))
         if self._is_terminal:
             self._stream.write(f"\r{line}\x1b[K")
             self._stream.flush()
@@ -202,21 +202,14 @@ class Bar:
             self._say(line)
 
 
-def bar_line(status: Advanced, before: Advanced, seconds: float) -> str:
+def bar_line(status: Advanced, before: Advanced, seconds: float, columns: int | None = None) -> str:
     """seconds: since it went on from `before`. Rates, and what is left, are of the lines of that time alone."""
     share = status.done / status.total if status.total else 1.0
-    bar = "#" * round(WIDTH * share)
     failed = f", {status.failed:,} failed" if status.failed else ""
-    line = f"[{bar:<{WIDTH}}] {share:4.0%} {status.done:,}/{status.total:,} lines{failed}, {status.tokens:,} tokens"
+    text = f"{status.done:,}/{status.total:,} lines{failed}, {status.tokens:,} tokens"
     done = status.done - before.done
-    if not done or (seconds < SETTLED and status.done < status.total):
-        return line
-    rate, tokens = done / max(seconds, 1e-6), (status.tokens - before.tokens) / max(seconds, 1e-6)
-    left = f", {_duration((status.total - status.done) / rate)} left" if status.done < status.total else ""
-    return f"{line}, {rate:,.0f} lines/s, {tokens:,.0f} tokens/s{left}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    if done and (seconds >= SETTLED or status.done >= status.total):
+        rate, tokens = done / max(seconds, 1e-6), (status.tokens - before.tokens) / max(seconds, 1e-6)
+        left = f", {duration((status.total - status.done) / rate)} left" if status.done < status.total else ""
+        text += f", {rate:,.0f} lines/s, {tokens:,.0f} tokens/s{left}"
+    return line_with_bar(share, "", text, columns)

@@ -97,3 +97,17 @@ def test_an_old_python3_is_passed_over(checkout: Path) -> None:
     assert done.returncode == 3
     assert "made by" in done.stderr
     assert "python3.14" in done.stderr
+
+
+@pytest.mark.parametrize("line", [None, "echo no such version >&2; exit 127"])
+def test_a_python_that_is_not_there_is_said_in_one_line(checkout: Path, line: str | None) -> None:
+    """Nor what a shell, or a version manager's stand-in for the program, has to say about it."""
+    shutil.rmtree(checkout / ".venv")
+    if line:
+        program(checkout / "bin/python3.12", line)
+    done = run(checkout, "install", PYTHON=str(checkout / "bin/python3.12"))
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"scripts/install: Python 3.11 or newer is needed, and {checkout}/bin/python3.12 is not there: name another, "
+        "as in PYTHON=python3.12 scripts/install\n"
+    )

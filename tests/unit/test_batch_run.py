@@ -87,7 +87,7 @@ def test_the_line() -> None:
 def test_rates_are_of_this_run_alone_and_of_some_seconds_at_least() -> None:
     before = Advanced(1391, 0, 3000, 10_000)
     assert bar_line(Advanced(1393, 0, 3000, 10_020), before, 0.1).endswith("1,393/3,000 lines, 10,020 tokens")
-    assert bar_line(Advanced(1491, 0, 3000, 11_000), before, 10.0).endswith("10 lines/s, 100 tokens/s, 2:30 left")
+    assert bar_line(Advanced(1491, 0, 3000, 11_000), before, 10.0).endswith("10 lines/s, 100 tokens/s, 2:31 left")
     assert bar_line(Advanced(3000, 0, 3000, 11_000), before, 1.0).endswith("1,609 lines/s, 1,000 tokens/s")
 
 
@@ -103,6 +103,19 @@ def test_a_terminal_sees_one_line_that_changes() -> None:
     assert "1/9 lines" in first
     assert "9/9 lines" in second
     assert second.endswith("\n")
+
+
+def test_a_narrow_terminal_sees_one_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    monkeypatch.setenv("COLUMNS", "80")
+    terminal = Terminal()
+    bar = Bar(terminal)
+    now += 100.0
+    bar.show(Advanced(400, 0, 1500, 37_267))
+    (line,) = terminal.getvalue().removeprefix("\r").removesuffix("\x1b[K").split("\r")
+    assert len(line) < 80
+    assert line.endswith("400/1,500 lines, 37,267 tokens, 4 lines/s, 373 tokens/s, 4:35 left")
 
 
 def test_elsewhere_lines_come_now_and_then(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

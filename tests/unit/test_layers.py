@@ -35,7 +35,7 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
 FAMILIES["procs"] = set(FAMILIES) - {"client"}
 TOP = {  # L4
     *("cli", "__main__", "launch", "supervisor", "restarts", "heartbeats", "plan", "ping", "bench", "batch_run"),
-    "start_report",
+    *("start_report", "bar"),
 }
 EXTERNAL = {  # all that these may import from elsewhere
     "": {"msgspec", "numpy"},

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-WIDTH = 30
+from toka_async.bar import columns_of, duration, line_with_bar
+
 INTERVAL, QUIET_INTERVAL = 0.5, 10.0  # seconds between redraws; between lines where there is no terminal
 
 
@@ -61,18 +62,10 @@ class LoadBar:
             share = min(1.0, num_tokens / self._num_tokens)
         else:
             share = self.num_ended / max(1, self._num_requests)
-        bar = "#" * round(WIDTH * share)
-        parts = [f"{self._label} [{bar:<{WIDTH}}] {share:4.0%} {self.num_ended:,}/{self._num_requests:,} requests"]
+        parts = [f"{self.num_ended:,}/{self._num_requests:,} requests"]
         if num_tokens is not None:
             of_all = f"/{self._num_tokens:,}" if self._num_tokens else ""
             parts += [f"{num_tokens:,.0f}{of_all} tokens", f"{num_tokens / max(seconds, 1e-9):,.0f}/s"]
         if 0 < share < 1:
             parts.append(f"{duration(seconds / share - seconds)} left")
-        return ", ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """`1:02:03` or `2:03`."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        return line_with_bar(share, self._label, ", ".join(parts), columns_of(self._stream))

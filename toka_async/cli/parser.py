@@ -171,10 +171,10 @@ def _add_batch(add: Callable[[str, str], _Parser]) -> None:
 def _add_configuration(parser: _Parser, *, has_model: bool = True) -> None:
     parser.takes_configuration = True
     parser.add_argument("--config", type=Path, metavar="FILE.toml", help="configuration file")
-    if has_model:
-        parser.add_argument("overrides", nargs="*", metavar=f"MODEL | {OVERRIDE}", help=MODEL_HELP)
-    else:
-        parser.add_argument("overrides", nargs="*", metavar=OVERRIDE, help="configuration, such as server.port=8000")
+    metavar = f"MODEL | {OVERRIDE}" if has_model else OVERRIDE
+    meaning = MODEL_HELP if has_model else "configuration, such as server.port=8000"
+    # Without a default argparse would count it among the arguments that are missing.
+    parser.add_argument("overrides", nargs="*", default=[], metavar=metavar, help=meaning)
     parser.set_defaults(has_model=has_model)
     parser.epilog = KEYS
 

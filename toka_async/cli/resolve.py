@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from toka_async.config import Config, Section
-from toka_async.listening import max_connections, raise_limits
+from toka_async.listening import max_connections, max_direct_connections, raise_limits
 from toka_async.model.division import check_division, num_weights
 from toka_async.model.hub import resolve_model
 from toka_async.model.spec import ModelSpec, read_spec
@@ -25,7 +25,11 @@ def resolve(config: Config) -> Config:
     check_division(spec, config.parallel.pp, config.parallel.tp)
     raise_limits()
     server = _filled(
-        config.server, max_bodies_mb=8 * config.server.max_body_mb, max_connections=max_connections(config.server)
+        config.server,
+        max_bodies_mb=8 * config.server.max_body_mb,
+        max_unsent_mb=8 * config.server.max_body_mb,
+        max_connections=max_connections(config.server),
+        zmq_max_connections=max_direct_connections(config.server) or "auto",  # none without an endpoint
     )
     several = config.parallel.pp > 1  # without, there is nothing to divide
     parallel = _filled(

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from toka_async.bench.progress import LoadBar, duration
+from toka_async.bench.progress import LoadBar
 
 
 class Terminal(io.StringIO):
@@ -19,7 +19,8 @@ class Clock:
         return self.now
 
 
-def test_a_bar_on_a_terminal() -> None:
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     stream, clock = Terminal(), Clock()
     bar = LoadBar(stream, "run 1 of 3", 16, 100_000, clock)
     bar.ended()
@@ -30,6 +31,17 @@ def test_a_bar_on_a_terminal() -> None:
         "\rrun 1 of 3 [########                      ]  25% 1/16 requests, 25,000/100,000 tokens, 2,500/s, 0:30 left"
         "\x1b[K\r\x1b[K"
     )
+
+
+def test_a_narrow_terminal_sees_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    stream, clock = Terminal(), Clock()
+    bar = LoadBar(stream, "measuring how much fits", 16, 100_000, clock)
+    clock.now += 10.0
+    bar.show(25_000)
+    (line,) = stream.getvalue().removeprefix("\r").removesuffix("\x1b[K").split("\r")
+    assert len(line) < 80
+    assert "25,000/100,000 tokens" in line
 
 
 @pytest.mark.parametrize(
@@ -51,7 +63,3 @@ def test_lines_elsewhere(num_tokens: int | None, counted: float | None, line: st
     bar.show(counted)
     bar.close()
     assert stream.getvalue() == line
-
-
-def test_times() -> None:
-    assert [duration(seconds) for seconds in (0, 59.6, 3723)] == ["0:00", "1:00", "1:02:03"]

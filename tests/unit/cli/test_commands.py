@@ -29,6 +29,14 @@ def test_version(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> No
     assert run(capsys, *arguments) == (0, f"toka-async {__version__}\n", "")
 
 
+def test_what_is_missing_is_named_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "ping") == (
+        2,
+        "",
+        "toka-async: the following arguments are required: prompt (see toka-async ping --help)\n",
+    )
+
+
 COMMANDS = ["", "serve", "ping", "chat", "batch", "batch run", "plan", "keys", "bench", "version"]
 
 
