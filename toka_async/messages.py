@@ -150,7 +150,7 @@ class RankDevice(Message, frozen=True, kw_only=True):
     """
 
     rank: int
-    device: str  # the GPU's name, "cpu" or "simulated"
+    device: str  # for people: the GPU's name and memory, the CPU and its threads, or "simulated"
     dtype: str  # of weights and activations; empty: nothing is computed
     weights: int = 0
     cache: int = 0
@@ -172,9 +172,6 @@ class Ready(Tagged, frozen=True, kw_only=True):
     group_min_seqs: int = 0
     group_min_tokens: int = 0
     async_tp_min_tokens: int = 0  # steps of so many tokens are in shards of the tensor ranks; 0: none is
-    # What the rank computes on and with, for people; no dtype where nothing is computed.
-    device: str = ""
-    dtype: str = ""
     # Filled in by the scheduler: whose it is, and which of the replica's lives, counted from 0 (a restart begins one).
     replica: int = 0
     life: int = 0

@@ -199,9 +199,10 @@ def announce(link: ParentLink, results: Outbox[FromRank], ready: Ready) -> None:
 
 
 def resources_of(ready: Ready) -> Resources:
+    (own,) = ready.ranks
     return Resources(
-        device=ready.device,
-        dtype=ready.dtype,
+        device=own.device,
+        dtype=own.dtype,
         num_tokens=ready.num_pages * ready.page_size,
         max_context=ready.max_context,
         max_seqs=ready.max_seqs,

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from toka_async.messages import RankDevice
+from toka_async.runner.device import device_text
 from toka_async.runner.memory import available_memory
 
 
 def describe_device(rank: int, device: torch.device, dtype: torch.dtype, weights: int, cache: int) -> RankDevice:
     """`weights` and `cache`: their bytes."""
-    name = "cpu"
     if device.type == "cuda":
-        name, used = torch.cuda.get_device_name(device), torch.cuda.memory_reserved(device)
+        used = torch.cuda.memory_reserved(device)
         free, total = torch.cuda.mem_get_info(device)
     else:
         used = weights + cache
@@ -26,7 +26,7 @@ def describe_device(rank: int, device: torch.device, dtype: torch.dtype, weights
         free = max(0, available_memory() - cache)  # of which hardly a page has been written to yet
     return RankDevice(
         rank=rank,
-        device=name,
+        device=device_text(device),
         dtype=str(dtype).removeprefix("torch."),
         weights=weights,
         cache=cache,

@@ -23,7 +23,7 @@ from toka_async.model.comm import Comm
 from toka_async.model.decoder import Decoder
 from toka_async.model.spec import ModelSpec
 from toka_async.runner.cache_size import does_not_fit, memory_for_cache, page_bytes_of, pages_for_trial
-from toka_async.runner.device import device_text, has_kernels
+from toka_async.runner.device import has_kernels
 from toka_async.runner.graphs import graph_sizes
 from toka_async.runner.limits import Limits, resolve_num_pages
 from toka_async.runner.meeting import Meeting
@@ -114,8 +114,6 @@ class Parts:
             group_min_seqs=group_min_seqs,
             group_min_tokens=group_min_tokens,
             async_tp_min_tokens=self.decoder.spreads.min_tokens,
-            device=device_text(self.device),
-            dtype=str(self.dtype).removeprefix("torch."),
         )
         compiled, num_compiles = None, None
         if self.compiling.enabled and not trial:

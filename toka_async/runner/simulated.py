@@ -50,7 +50,6 @@ def simulated_ready(spec: ModelSpec, model: ModelConfig, cache: CacheConfig, sch
         max_context=min(limits.max_context, num_pages * cache.page_size),
         vocab_size=spec.vocab_size,
         max_tokens=limits.max_tokens,
-        device="simulated",
     )
 
 

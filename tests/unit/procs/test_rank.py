@@ -18,7 +18,7 @@ import torch
 
 from toka_async.arrays import i32_column
 from toka_async.config import Config
-from toka_async.messages import FromRank, Ready, StageTimes, Step, StepDone, ToRank
+from toka_async.messages import FromRank, RankDevice, Ready, StageTimes, Step, StepDone, ToRank
 from toka_async.model.spec import ModelError
 from toka_async.procs import rank
 from toka_async.procs.child import Alive, ChildSpec, Fatal, ParentLink, Started, Status
@@ -27,7 +27,14 @@ from toka_async.procs.rank import Launched, announce, outbox_of, resources_of, s
 from toka_async.topology import Layout, local_topology
 from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
 
-READY = Ready(num_pages=1, page_size=1, max_seqs=1, max_context=1, vocab_size=1)
+READY = Ready(
+    num_pages=1,
+    page_size=1,
+    max_seqs=1,
+    max_context=1,
+    vocab_size=1,
+    ranks=(RankDevice(rank=0, device="cpu", dtype="float32"),),
+)
 
 
 class Link(ParentLink):

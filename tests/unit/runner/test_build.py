@@ -60,15 +60,13 @@ def test_ready_says_what_fits(model_dir: Path) -> None:
         max_tokens=64,
         group_min_seqs=16,
         group_min_tokens=137 * 16,  # 2 KiB a page: 15 times as much is spared, 4 MiB in all
-        device=device_text(torch.device("cpu")),
-        dtype="float32",
     )
 
 
 def test_it_tells_what_its_memory_is_taken_by(model_dir: Path) -> None:
     runner = _build(model_dir, cache=CacheConfig(num_tokens=160))
     (rank,) = runner.ready.ranks
-    assert (rank.rank, rank.device, rank.dtype) == (0, "cpu", "float32")
+    assert (rank.rank, rank.device, rank.dtype) == (0, device_text(torch.device("cpu")), "float32")
     with (model_dir / "model.safetensors").open("rb") as weights:
         assert 0.5 * weights.seek(0, 2) < rank.weights < 3 * weights.seek(0, 2)  # as float32
     assert rank.cache == 11 * 16 * 2 * 2 * 2 * 8 * 4  # a page more than sequences can have

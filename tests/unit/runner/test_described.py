@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -7,22 +9,24 @@ from torch import nn
 from toka_async.messages import RankDevice
 from toka_async.runner import described
 from toka_async.runner.described import describe_device, weight_bytes
+from toka_async.runner.device import device_text
 
 
 def test_a_gpu_as_its_driver_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", 1)
-    answers = {"get_device_name": "NVIDIA H200", "memory_reserved": 70, "mem_get_info": (20, 100)}
+    properties = SimpleNamespace(name="NVIDIA H200", total_memory=139 << 30)
+    answers = {"get_device_properties": properties, "memory_reserved": 70, "mem_get_info": (20, 100)}
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda asked, answer=answer: answer if asked == device else None)
     assert describe_device(1, device, torch.bfloat16, weights=30, cache=25) == RankDevice(
-        rank=1, device="NVIDIA H200", dtype="bfloat16", weights=30, cache=25, used=70, free=20, total=100
+        rank=1, device="NVIDIA H200 (139 GiB)", dtype="bfloat16", weights=30, cache=25, used=70, free=20, total=100
     )
 
 
 def test_a_cpu_whose_cache_is_not_written_to_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(described, "available_memory", lambda: 100)
     seen = describe_device(0, torch.device("cpu"), torch.float32, weights=30, cache=60)
-    assert (seen.device, seen.dtype, seen.used, seen.free) == ("cpu", "float32", 90, 40)
+    assert (seen.device, seen.dtype, seen.used, seen.free) == (device_text(torch.device("cpu")), "float32", 90, 40)
     assert describe_device(0, torch.device("cpu"), torch.float32, weights=30, cache=160).free == 0
 
 
