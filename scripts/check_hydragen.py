@@ -23,8 +23,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from toka_async.bench.served import Served, serve
-from toka_async.bench.texts import word_problem
+from toka_async.bench.loads.served import Served, serve
+from toka_async.bench.loads.texts import word_problem
 
 ALONE = ("schedule.group_min_seqs=0",)
 GROUPED = ("schedule.group_min_seqs=2", "schedule.group_min_tokens=1")

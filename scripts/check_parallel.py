@@ -21,11 +21,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.parallel_case import OPTIONS, Reference, ask_all, check_tokens, kill_under_load, make_model
-from tests.serving import Serving, is_alive, serving, wait_until_gone
-from toka_async.bench.served import children_of
-from toka_async.model.division import tensor_sizes
-from toka_async.model.spec import read_spec
+from tests.processes.parallel_case import OPTIONS, Reference, ask_all, check_tokens, kill_under_load, make_model
+from tests.processes.serving import Serving, is_alive, serving, wait_until_gone
+from toka_async.bench.loads.served import children_of
+from toka_async.checkpoint.division import tensor_sizes
+from toka_async.checkpoint.spec import read_spec
 from toka_async.topology import Layout
 
 MOST = 8  # ranks
@@ -72,7 +72,7 @@ def all_layouts(num_layers: int, tensor_sizes: list[int]) -> Iterator[Layout]:
 
 def worst(reference: Reference, answers: list[list[int]]) -> float:
     """How far the one process's own tokens are below transformers' likeliest."""
-    from tests.parallel_case import REQUESTS
+    from tests.processes.parallel_case import REQUESTS
 
     prompts = [prompt for prompt, num_samples in REQUESTS for _ in range(num_samples)]
     return max(reference.gap(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True))

@@ -36,10 +36,10 @@ if TYPE_CHECKING:  # the environment is set before these load torch
     import torch
     from torch import Tensor
 
+    from toka_async.model.activation_layout import SequenceSharded
     from toka_async.model.comm import Comm
     from toka_async.model.decoder import Decoder
     from toka_async.model.overlap import OverlappedShards
-    from toka_async.model.spread import Shards
 
 # As in a rank's process; NVLink's multicast stays off.
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"}
@@ -220,7 +220,7 @@ def one_layer(bench: Bench, shape: Shape) -> Decoder:
     """The rank's part of a decoder of one layer; `bfloat16` on a GPU, with the kernels that serve there."""
     import torch
 
-    from toka_async.model.spec import read_spec
+    from toka_async.checkpoint.spec import read_spec
     from toka_async.model.weights import build_decoder, random_weights
 
     fields = {"model_type": "llama", "vocab_size": 1024, "num_hidden_layers": 1, "max_position_embeddings": 131072}
@@ -240,12 +240,12 @@ def one_layer(bench: Bench, shape: Shape) -> Decoder:
 
 
 def check_and_time_layers(bench: Bench, decoder: Decoder, shape: Shape, overlapping: OverlappedShards | None) -> None:
+    from toka_async.model.activation_layout import Replicated, SequenceSharded
     from toka_async.model.comm import LocalComm
-    from toka_async.model.spread import Shards, Whole
-    from toka_async.runner.spreads import LAYERS, LayerRun
+    from toka_async.tuning.async_tp import LAYERS, LayerRun
 
     comm = bench.comm
-    ways: dict[str, Shards] = {"shards": Shards(comm)}
+    ways: dict[str, SequenceSharded] = {"shards": SequenceSharded(comm)}
     if overlapping is not None:
         ways["overlap"] = overlapping
     for name, way in ways.items():
@@ -258,8 +258,8 @@ def check_and_time_layers(bench: Bench, decoder: Decoder, shape: Shape, overlapp
     for count in bench.load.counts:
         own = -(-count // comm.size)
         runs: dict[str, Callable[[], object]] = {
-            "products": LayerRun(decoder, Whole(LocalComm()), count, count),
-            "reduce": LayerRun(decoder, Whole(comm), count, count),
+            "products": LayerRun(decoder, Replicated(LocalComm()), count, count),
+            "reduce": LayerRun(decoder, Replicated(comm), count, count),
             **{name: LayerRun(decoder, way, count, own) for name, way in ways.items()},
         }
         times = {name: ms / LAYERS for name, ms in bench.medians(runs).items()}
@@ -269,11 +269,11 @@ def check_and_time_layers(bench: Bench, decoder: Decoder, shape: Shape, overlapp
         bench.say(f"{shape.name:>16}{count:>8}{cells}{gain:>8.1%}")
 
 
-def check_products(bench: Bench, decoder: Decoder, what: str, way: Shards) -> None:
+def check_products(bench: Bench, decoder: Decoder, what: str, way: SequenceSharded) -> None:
     """The two products of an MLP, against all tokens on every rank."""
-    from toka_async.model.spread import Whole
+    from toka_async.model.activation_layout import Replicated
 
-    whole, layer = Whole(bench.comm), decoder.layers[0]
+    whole, layer = Replicated(bench.comm), decoder.layers[0]
     gate_up, down = layer.get_parameter("mlp.gate_up.weight"), layer.get_parameter("mlp.down.weight")
     x = same_on_all(decoder, bench.load.counts[-1], 1)
     inner = whole.column(x, gate_up, None)
@@ -287,17 +287,17 @@ def check_products(bench: Bench, decoder: Decoder, what: str, way: Shards) -> No
     bench.check(f"{what}, product and scatter", error(way.row(half, down, None), expected), MOST_ERROR)
 
 
-def check_layer(bench: Bench, decoder: Decoder, what: str, way: Shards, num_tokens: int) -> None:
+def check_layer(bench: Bench, decoder: Decoder, what: str, way: SequenceSharded, num_tokens: int) -> None:
     """A layer's output and residual, for all tokens and with some wanted ones."""
     import torch
 
-    from toka_async.model.spread import Whole
-    from toka_async.runner.spreads import NoAttention
+    from toka_async.model.activation_layout import Replicated
+    from toka_async.tuning.async_tp import NoAttention
 
     layer, attention = decoder.layers[0], NoAttention(decoder.num_heads)
     x, residual = same_on_all(decoder, num_tokens, 2), same_on_all(decoder, num_tokens, 3)
     rotation = decoder.rope(torch.arange(num_tokens, device=x.device), x.dtype)
-    expected = layer(x, residual, rotation, attention, Whole(bench.comm))
+    expected = layer(x, residual, rotation, attention, Replicated(bench.comm))
     shares = [own(way.padded(each), bench.comm) for each in (x, residual)]
     what = f"{what}, layer of {num_tokens} tokens"
     for name, got, right in zip(
@@ -332,21 +332,23 @@ def check_and_time_sampling(bench: Bench, tiny: bool) -> None:
     import torch
 
     from toka_async.messages import Ready
-    from toka_async.model.layers import Vocabulary
+    from toka_async.model.layers import VocabularyMatrix
     from toka_async.model.ops import TorchOps
-    from toka_async.runner.history import History
     from toka_async.runner.kernel_sampler import KernelSampler
     from toka_async.runner.row_shares import RowShares
-    from toka_async.runner.rows import Rows
-    from toka_async.runner.synthetic import SyntheticRows
-    from toka_async.runner.warmup import FAST
+    from toka_async.runner.rows import RowTables
+    from toka_async.runner.token_history import TokenHistory
+    from toka_async.startup.synthetic import SyntheticRows
+    from toka_async.startup.warmup import FAST
 
     comm, device, load = bench.comm, bench.device, bench.load
     num, hidden_size = load.sampled, load.shapes[0].hidden
-    head = Vocabulary(load.vocab, hidden_size, comm, TorchOps()).to(device, torch.float32 if tiny else torch.bfloat16)
+    head = VocabularyMatrix(load.vocab, hidden_size, comm, TorchOps()).to(
+        device, torch.float32 if tiny else torch.bfloat16
+    )
     head.weight.normal_(0.0, 0.05, generator=torch.Generator(device).manual_seed(comm.rank))
     ready = Ready(num_pages=2 * num, page_size=16, max_seqs=num, max_context=32, vocab_size=load.vocab, max_tokens=num)
-    rows, history = Rows(ready, device), History(2 * num + 1, 16, device)
+    rows, history = RowTables(ready, device), TokenHistory(2 * num + 1, 16, device)
     gathered = KernelSampler(head.logits, rows, history)
     shared = KernelSampler(head.logits, rows, history, RowShares(comm, head.own_logits, num))
     admitted = rows.apply(SyntheticRows(ready).step([1] * num, FAST))

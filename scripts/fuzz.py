@@ -27,13 +27,13 @@ from urllib.parse import urlsplit
 
 from hypothesis import strategies as st
 
-from tests.drawn import drawn
-from tests.form_cases import FORMS, TYPES, content_type
-from tests.garbage import garbage
-from tests.http_fuzz import SMALL, fuzz, load, run_batch, seeded
-from tests.line_cases import FILES, LINES, check_file, check_line, encoded
-from tests.serving import Serving, free_port, serving
-from tests.wire_messages import HEARD, SAID, Client
+from tests.cases.drawn import drawn
+from tests.cases.form_cases import FORMS, TYPES, content_type
+from tests.cases.line_cases import FILES, LINES, check_file, check_line, encoded
+from tests.cases.wire_messages import HEARD, SAID, Client
+from tests.processes.garbage import garbage
+from tests.processes.http_fuzz import SMALL, fuzz, load, run_batch, seeded
+from tests.processes.serving import Serving, free_port, serving
 
 
 @dataclass(frozen=True, slots=True)

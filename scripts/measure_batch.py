@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from toka_async.bench.served import children_of
+from toka_async.bench.loads.served import children_of
 
 BOUNDARY = "a-boundary-that-is-in-no-line"
 

@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 import uvloop
 
-from toka_async.bench.load import Load, run_apart
-from toka_async.bench.served import Served, serve
+from toka_async.bench.load import LoadShape, run_apart
+from toka_async.bench.loads.served import Served, serve
 from toka_async.client import Client
 from toka_async.client.results import Result
 
@@ -146,7 +146,7 @@ def measure_zmq(args: argparse.Namespace) -> float:
 
 def measure_http(args: argparse.Namespace, requests: int) -> float:
     with serve([*overrides(args), *args.overrides]) as served:
-        load = Load(
+        load = LoadShape(
             url=served.url,
             model="demo",
             connections=args.connections,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toka_async.bench.texts import word_problem
+from toka_async.bench.loads.texts import word_problem
 
 Body = dict[str, Any]
 

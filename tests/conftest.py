@@ -10,7 +10,7 @@ import signal
 
 from hypothesis import settings
 
-from tests.triton_interpreter import interpret_kernels
+from tests.fakes.triton_interpreter import interpret_kernels
 
 interpret_kernels()
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -15,17 +15,17 @@ from typing import Literal
 
 import msgspec
 
+from toka_async.checkpoint.division import check_division
+from toka_async.checkpoint.generation import read_generation_defaults
+from toka_async.checkpoint.hub import resolve_model, resolve_tokenizer
+from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.config import Config, ParallelConfig
 from toka_async.listening import check_direct, exposed, open_listener, raise_limits, url_of
 from toka_async.logs import announce, speaker
-from toka_async.model.division import check_division
-from toka_async.model.generation import read_generation_defaults
-from toka_async.model.hub import resolve_model, resolve_tokenizer
-from toka_async.model.spec import ModelError, read_spec
 from toka_async.procs.child import BatchJob, ChildSpec, Resources, Started, Status
-from toka_async.server.keys import read_keys
-from toka_async.server.origins import read_origins
-from toka_async.server.tls import tls_context
+from toka_async.server.access.keys import read_keys
+from toka_async.server.access.origins import read_origins
+from toka_async.server.http.tls import tls_context
 from toka_async.socket_folder import socket_folder
 from toka_async.start_report import start_lines
 from toka_async.supervisor import Launch, Supervisor

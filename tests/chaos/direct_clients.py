@@ -13,11 +13,11 @@ from typing import Any
 from tests.chaos.questions import Question, Questions, Sample
 from tests.chaos.service import Service
 from tests.chaos.tally import Item, Tally
-from tests.cuttable import Cuttable
+from tests.processes.cuttable import Cuttable
 from toka_async.client import Client, ConnectionLostError, RequestError
 from toka_async.client.results import Result
 from toka_async.protocol import Results, Welcome, from_server
-from toka_async.transport.multipart import Frame
+from toka_async.transport.zmq_frames import Frame
 
 HANG = 90.0  # seconds after which a request without an end is lost: servers that start again included
 AT_ONCE = 12

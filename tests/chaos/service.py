@@ -17,8 +17,8 @@ from typing import Any
 
 import aiohttp
 
-from tests.serving import Serving, is_alive
-from toka_async.bench.served import children_of
+from tests.processes.serving import Serving, is_alive
+from toka_async.bench.loads.served import children_of
 
 START_TRIES = 20  # what is left of the server before may hold the folder for a moment
 READY_TIMEOUT = 60.0

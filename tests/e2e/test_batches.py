@@ -15,8 +15,8 @@ from pathlib import Path
 import openai
 from openai.types import Batch
 
-from tests.serving import serving, wait_until_gone
-from toka_async.bench.served import children_of
+from tests.processes.serving import serving, wait_until_gone
+from toka_async.bench.loads.served import children_of
 
 QUESTION = "Wei has 26 apples. Ivan has 2 times as many. How many do they have together?"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import serving
+from tests.processes.serving import serving
 
 SMALL = ["--sequences", "64", "--samples", "16", "--prompt-tokens", "50", "--output-tokens", "24", "--end-rate", "0.02"]
 

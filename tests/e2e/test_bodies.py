@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.serving import Serving, serving
-from tests.web_server import JSON_HEAD
+from tests.drivers.web_server import JSON_HEAD
+from tests.processes.serving import Serving, serving
 
 MIB = 1 << 20
 SIZE = 16 * MIB

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cuttable import Cuttable
-from tests.serving import Serving, free_port, serving
+from tests.processes.cuttable import Cuttable
+from tests.processes.serving import Serving, free_port, serving
 from toka_async.client import Client, RequestError, SyncClient
 
 QUESTION = "Question: Wei has 26 apples. Ivan has 2 times as many. How many do they have together?\nAnswer:"

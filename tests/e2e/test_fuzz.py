@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.drawn import drawn
-from tests.garbage import garbage
-from tests.http_fuzz import SMALL, fuzz, load, run_batch, seeded
-from tests.line_cases import LINES
-from tests.serving import Serving, free_port, serving
-from tests.wire_messages import SAID
+from tests.cases.drawn import drawn
+from tests.cases.line_cases import LINES
+from tests.cases.wire_messages import SAID
+from tests.processes.garbage import garbage
+from tests.processes.http_fuzz import SMALL, fuzz, load, run_batch, seeded
+from tests.processes.serving import Serving, free_port, serving
 from toka_async.client import SyncClient
 
 FEW = """

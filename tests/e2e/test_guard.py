@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.certificates import make_certificate
-from tests.serving import Serving, serving
+from tests.processes.certificates import make_certificate
+from tests.processes.serving import Serving, serving
 from toka_async.cli import main
 
 KEY, OTHER = "sk-e2e-0123456", "sk-e2e-variable"

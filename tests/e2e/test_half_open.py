@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.half_open import TIMEOUT
+from tests.processes.half_open import TIMEOUT
 
 ROOT = Path(__file__).parents[2]
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--net"]  # needs no privileges, where the system allows it
@@ -24,7 +24,7 @@ def can_make_networks() -> bool:
 
 @pytest.mark.skipif(not can_make_networks(), reason="this system allows no user namespaces, or has no unshare or ip")
 def test_a_client_that_vanishes_is_noticed_and_its_request_cancelled() -> None:
-    command = [*NAMESPACE, sys.executable, "-m", "tests.half_open"]
+    command = [*NAMESPACE, sys.executable, "-m", "tests.processes.half_open"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, done.stderr
     seconds, num_held = json.loads(done.stdout)

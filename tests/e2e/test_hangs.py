@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serving import Serving, serving, wait_until_gone
+from tests.processes.serving import Serving, serving, wait_until_gone
 
 SIMULATED = ("model.device=simulated", "simulated.step_ms=5", "server.hang_timeout=1")
 BODY = {"model": "demo", "max_tokens": 200, "ignore_eos": True}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving import Serving, serving, wait_until_gone
+from tests.processes.serving import Serving, serving, wait_until_gone
 
 LONG = {"model": "demo", "prompt": "Question:", "max_tokens": 1900, "ignore_eos": True}
 SIMULATED = "model.device=simulated"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import aiohttp
 import pytest
 
-from tests.serving import Serving, serving
+from tests.processes.serving import Serving, serving
 
 
 @pytest.fixture(scope="module")

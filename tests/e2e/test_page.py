@@ -11,8 +11,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.browser import Page, browser_page, find_chromium
-from tests.serving import Serving, serving
+from tests.processes.browser import Page, browser_page, find_chromium
+from tests.processes.serving import Serving, serving
 
 KEY = "sk-page-0123456"
 TEXTS = "[...document.querySelectorAll('.sample .text')]"

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import toka_async.batches
-from tests.documentation import PAGES
-from tests.serving import Serving, free_port, serving
+from tests.cases.documentation import PAGES
+from tests.processes.serving import Serving, free_port, serving
 
 # A block, a line or a paragraph that ends with "prints …", and the block of what it prints.
 EXAMPLE = re.compile(

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.serving import Serving, is_alive, serving, wait_until_gone
-from toka_async.bench.served import children_of
+from tests.processes.serving import Serving, is_alive, serving, wait_until_gone
+from toka_async.bench.loads.served import children_of
 
 PROMPTS = [f"Question: Wei has {i} apples. Ivan has 2 times as many. How many in all?\nAnswer:" for i in range(2, 14)]
 SIMULATED = ("model.device=simulated", "simulated.step_ms=5")

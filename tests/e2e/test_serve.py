@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.serving import Serving, serving
-from toka_async.bench.served import cpu_seconds
+from tests.processes.serving import Serving, serving
+from toka_async.bench.loads.served import cpu_seconds
 
 QUESTION = "Question: Wei has 26 apples. Ivan has 2 times as many. How many do they have together?\nAnswer:"
 

@@ -17,8 +17,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import toka_async
-from tests.serving import wait_until_gone
-from toka_async.bench.served import children_of
+from tests.processes.serving import wait_until_gone
+from toka_async.bench.loads.served import children_of
 
 DEMO = Path(toka_async.__file__).parent / "demo"
 

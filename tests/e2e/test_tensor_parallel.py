@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.greedy_reference import ask_all, check_greedy
-from tests.models import make_checkpoint
-from tests.serving import serving, wait_until_gone
+from tests.cases.models import make_checkpoint
+from tests.processes.greedy_reference import ask_all, check_greedy
+from tests.processes.serving import serving, wait_until_gone
 
 SHAPE: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64}
 GROUPED = ("schedule.group_min_seqs=2", "schedule.group_min_tokens=16")  # two prompts share 200 tokens

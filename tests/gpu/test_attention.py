@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention_cases import AttentionCase, make_case
+from tests.cases.attention_cases import AttentionCase, make_case
 from toka_async.attention.base import AttentionBackend, QueryKeyNorm
-from toka_async.attention.blocks import Limits
+from toka_async.attention.blocks import TileLimits
 from toka_async.attention.build import NOT_MEASURED, build_attention
-from toka_async.attention.choice import Point, Table, only
+from toka_async.attention.choice import ChoiceTable, MeasuredShape, only
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
 
@@ -26,7 +26,7 @@ needs_flashinfer = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is 
 
 CUDA = torch.device("cuda")
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-MIXED = replace(only("flashinfer"), decode=only("triton").decode, grouped=(Point(1, 1, "mixed"),))
+MIXED = replace(only("flashinfer"), decode=only("triton").decode, grouped=(MeasuredShape(1, 1, "mixed"),))
 
 
 @dataclass(slots=True, frozen=True)
@@ -91,7 +91,7 @@ class Step:
         copy = KVCache(1, cache.num_pages, cache.num_kv_heads, cache.page_size, cache.head_dim, torch.float32, CUDA)
         copy.keys[0].copy_(cache.keys[0])
         copy.values[0].copy_(cache.values[0])
-        backend = ReferenceAttention(copy, self.case.num_heads, (window,), limits=Limits(slab_bytes=1 << 28))
+        backend = ReferenceAttention(copy, self.case.num_heads, (window,), limits=TileLimits(slab_bytes=1 << 28))
         backend.plan(self.case.batch)
         cos, sin = (factor.float() for factor in self.rotation)
         norm = QueryKeyNorm(self.norm.weight.float(), self.norm.eps) if self.norm else None
@@ -125,7 +125,7 @@ def make_step(shape: Shape, seed: int, num_groups: int = 6, num_chunks: int = 3,
 
 
 def build(
-    backend: Literal["auto", "triton", "flashinfer"], table: Table | None, step: Step, window: int
+    backend: Literal["auto", "triton", "flashinfer"], table: ChoiceTable | None, step: Step, window: int
 ) -> AttentionBackend:
     case = step.case
     return build_attention(
@@ -141,7 +141,7 @@ def error(output: Tensor, expected: Tensor) -> float:
 @torch.inference_mode()
 @pytest.mark.parametrize(("backend", "table", "shape"), CASES, ids=str)
 def test_equals_the_reference(
-    backend: Literal["auto", "triton", "flashinfer"], table: Table | None, shape: Shape
+    backend: Literal["auto", "triton", "flashinfer"], table: ChoiceTable | None, shape: Shape
 ) -> None:
     errors: dict[str, float] = {}
     name = "mixed" if table else backend
@@ -195,7 +195,7 @@ def steps_ahead(step: Step, backend: AttentionBackend, batches: Sequence[int], b
     ids=["triton", "flashinfer", "mixed"],
 )
 def test_steps_launched_ahead_do_not_disturb_each_other(
-    backend: Literal["auto", "triton", "flashinfer"], table: Table | None
+    backend: Literal["auto", "triton", "flashinfer"], table: ChoiceTable | None
 ) -> None:
     step = make_step(Shape(16, 64, 8, 4), 1, num_chunks=0)
     attention = build(backend, table, step, 0)

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models import make_checkpoint
-from tests.paged_rows import PagedRow, make_batch, run_rows
+from tests.cases.models import make_checkpoint
+from tests.drivers.paged_rows import PagedRow, make_batch, run_rows
 from toka_async.attention.base import PrefixGroup
-from toka_async.attention.blocks import Limits
+from toka_async.attention.blocks import TileLimits
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
+from toka_async.checkpoint.spec import read_spec
 from toka_async.model.compiled import compile_forward
 from toka_async.model.ops import Ops, TorchOps
-from toka_async.model.spec import read_spec
 from toka_async.model.weights import build_decoder, load_weights, random_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -87,7 +87,7 @@ def test_grouped_rows(dtype: torch.dtype) -> None:
     heads = torch.randn((29, 10, 32), generator=generator, device=device).to(dtype)
     rotation = torch.ones(29, 1, 32, device=device, dtype=dtype), torch.zeros(29, 1, 32, device=device, dtype=dtype)
     outputs = []
-    for limits in (Limits(shared_bytes=0), Limits(shared_bytes=1 << 60)):
+    for limits in (TileLimits(shared_bytes=0), TileLimits(shared_bytes=1 << 60)):
         attention = ReferenceAttention(cache, 6, (0,), limits=limits)
         attention.plan(batch)
         assert (attention.plans[0].grouped is None) == (limits.shared_bytes > 0)

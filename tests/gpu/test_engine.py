@@ -11,12 +11,12 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from tests.engine import Engine
-from tests.models import make_checkpoint
+from tests.cases.models import make_checkpoint
+from tests.drivers.engine import Engine
 from tests.parity.test_engine import SHAPES, TIE, prompts_of_mixed_lengths
-from toka_async.bench.texts import word_problem
-from toka_async.messages import Sampling
-from toka_async.model.hub import resolve_model
+from toka_async.bench.loads.texts import word_problem
+from toka_async.checkpoint.hub import resolve_model
+from toka_async.messages import SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,7 +59,7 @@ def test_the_built_in_model_answers_alike_on_cpu_and_gpu() -> None:
 
 def test_seeded_samples_are_alike_on_cpu_and_gpu() -> None:
     folder = resolve_model("demo")
-    sampling = Sampling(temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.05)
+    sampling = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.05)
     tokens = []
     for device in ("cpu", "cuda"):
         received = Engine(folder, device=device).run([[40, 50, 60]], n=16, max_tokens=32, sampling=sampling)

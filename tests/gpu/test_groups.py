@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.core_driver import Received, Sample
-from tests.gpu_models import VOCAB, Reference, WatchedEngine, make_model
-from tests.page_rank import submit
-from toka_async.messages import Sampling
+from tests.drivers.core_driver import Received, Sample
+from tests.drivers.gpu_models import VOCAB, Reference, WatchedEngine, make_model
+from tests.drivers.page_rank import submit
+from toka_async.messages import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 NUM_STRUCTURES = 6
 NUM_SCORED = 3  # of them by transformers, sample by sample
-SAMPLED = Sampling(temperature=0.7, num_logprobs=0)
+SAMPLED = SamplingParams(temperature=0.7, num_logprobs=0)
 Pairs = list[tuple[Sequence[int], Sample]]
 
 

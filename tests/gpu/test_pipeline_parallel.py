@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel_case import OPTIONS, REQUESTS, TIE, Reference, ask_all, make_model
-from tests.serving import serving, wait_until_gone
+from tests.processes.parallel_case import OPTIONS, REQUESTS, TIE, Reference, ask_all, make_model
+from tests.processes.serving import serving, wait_until_gone
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,13 +17,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.gpu_models import DEVICE, Reference, WatchedEngine, make_model
-from tests.models import make_checkpoint
-from tests.sampling_rows import kept_by, name_of, penalised, weights_of
+from tests.cases.models import make_checkpoint
+from tests.cases.sampling_rows import kept_by, name_of, penalised, weights_of
+from tests.drivers.gpu_models import DEVICE, Reference, WatchedEngine, make_model
 from toka_async.config import CompileConfig
-from toka_async.messages import Sampling
+from toka_async.messages import SamplingParams
+from toka_async.model.rng import Float64
 from toka_async.model.sampling import params_of
-from toka_async.model.streams import Float64
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -33,23 +33,23 @@ LEAST = 5.0  # expected samples of a cell
 
 # The large vocabulary's logits are sharpened, so that samples repeat; its chunks of ids are several.
 SMALL = [
-    Sampling(),
-    Sampling(temperature=0.6),
-    Sampling(temperature=1.7),
-    Sampling(top_p=0.9),
-    Sampling(temperature=0.6, top_p=0.5),
-    Sampling(top_k=7),
-    Sampling(top_k=100),  # more than kernels look at
-    Sampling(min_p=0.2),
-    Sampling(repetition_penalty=1.8),
-    Sampling(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05),
-    Sampling(temperature=1.3, min_p=0.1, top_k=30, repetition_penalty=0.7),
+    SamplingParams(),
+    SamplingParams(temperature=0.6),
+    SamplingParams(temperature=1.7),
+    SamplingParams(top_p=0.9),
+    SamplingParams(temperature=0.6, top_p=0.5),
+    SamplingParams(top_k=7),
+    SamplingParams(top_k=100),  # more than kernels look at
+    SamplingParams(min_p=0.2),
+    SamplingParams(repetition_penalty=1.8),
+    SamplingParams(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05),
+    SamplingParams(temperature=1.3, min_p=0.1, top_k=30, repetition_penalty=0.7),
 ]
 LARGE = [
-    Sampling(temperature=0.25),
-    Sampling(temperature=0.25, top_p=0.9),
-    Sampling(temperature=0.25, top_p=0.995),  # more candidates than kernels keep
-    Sampling(temperature=0.25, top_k=40, min_p=0.01, repetition_penalty=1.2),
+    SamplingParams(temperature=0.25),
+    SamplingParams(temperature=0.25, top_p=0.9),
+    SamplingParams(temperature=0.25, top_p=0.995),  # more candidates than kernels keep
+    SamplingParams(temperature=0.25, top_k=40, min_p=0.01, repetition_penalty=1.2),
 ]
 
 
@@ -81,7 +81,9 @@ class ChiSquare:
         return f"{self.value:.0f} of {self.freedom} ({self.deviations:+.1f})"
 
 
-def exact_probabilities(reference: Reference, contexts: Sequence[Sequence[int]], sampling: Sampling) -> list[Float64]:
+def exact_probabilities(
+    reference: Reference, contexts: Sequence[Sequence[int]], sampling: SamplingParams
+) -> list[Float64]:
     """Of the token after each context, all of the same length."""
     with torch.inference_mode():
         logits = reference.exact(torch.tensor(contexts, device=DEVICE)).logits[:, -1].float().cpu()
@@ -95,7 +97,7 @@ def exact_probabilities(reference: Reference, contexts: Sequence[Sequence[int]],
     return [row / row.sum() for row in kept]
 
 
-def check(engine: WatchedEngine, reference: Reference, sampling: Sampling, prompt: list[int]) -> None:
+def check(engine: WatchedEngine, reference: Reference, sampling: SamplingParams, prompt: list[int]) -> None:
     received = engine.run([prompt], n=NUM_SAMPLES, max_tokens=2, sampling=sampling)
     drawn = [sample.token_ids for sample in received[0].samples]
     first = Counter(tokens[0] for tokens in drawn)
@@ -142,12 +144,12 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("sampling", SMALL, ids=name_of)
-def test_small_vocabulary(small: Served, sampling: Sampling) -> None:
+def test_small_vocabulary(small: Served, sampling: SamplingParams) -> None:
     check(*small, sampling, [72, 101, 108, 108, 111, 72])
 
 
 @pytest.mark.parametrize("sampling", LARGE, ids=name_of)
-def test_large_vocabulary(large: Served, sampling: Sampling) -> None:
+def test_large_vocabulary(large: Served, sampling: SamplingParams) -> None:
     check(*large, sampling, [31999, 4, 20000, 4, 17])
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu_models import SHAPES
-from tests.greedy_reference import ask_all, check_greedy
-from tests.models import make_checkpoint
-from tests.serving import Serving, serving, wait_until_gone
+from tests.cases.models import make_checkpoint
+from tests.drivers.gpu_models import SHAPES
+from tests.processes.greedy_reference import ask_all, check_greedy
+from tests.processes.serving import Serving, serving, wait_until_gone
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,13 +9,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.engine import Engine
-from tests.gpu_models import make_model
+from tests.drivers.engine import Engine
+from tests.drivers.gpu_models import make_model
 from toka_async.attention.measure import Bench
 from toka_async.config import CompileConfig
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.matmul import TunedProducts
-from toka_async.messages import Sampling
+from toka_async.messages import SamplingParams
 from toka_async.runner import graphs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -27,7 +27,7 @@ def test_a_second_start_measures_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 
     def start() -> tuple[Engine, list[tuple[list[int], list[float]]]]:
         engine = Engine(folder, device="cuda", dtype="bfloat16", max_seqs=128, max_tokens=512, compiling=compiling)
-        sampling = Sampling(temperature=0.8, num_logprobs=0)
+        sampling = SamplingParams(temperature=0.8, num_logprobs=0)
         received = engine.run([[*range(40, 240)], [50, 60]], n=48, max_tokens=24, sampling=sampling)
         samples = [sample for each in received for sample in each.samples]
         return engine, [(sample.token_ids, sample.logprobs) for sample in samples]

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.models import make_checkpoint
-from tests.paged_rows import PagedRow, run_rows
+from tests.cases.models import make_checkpoint
+from tests.drivers.paged_rows import PagedRow, run_rows
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
-from toka_async.model.spec import ModelSpec, read_spec
+from toka_async.checkpoint.spec import ModelSpec, read_spec
 from toka_async.model.weights import build_decoder, load_weights
 
 LLAMA3 = {

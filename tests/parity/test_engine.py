@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.core_driver import Received
-from tests.engine import Engine
-from tests.models import make_checkpoint
+from tests.cases.models import make_checkpoint
+from tests.drivers.core_driver import Received
+from tests.drivers.engine import Engine
 from toka_async.arrays import as_f32
-from toka_async.attention.blocks import Limits, Plan
+from toka_async.attention.blocks import TileLimits, TilePlan
 from toka_async.attention.reference import ReferenceAttention
-from toka_async.messages import Sampling
+from toka_async.messages import SamplingParams
 
 NUM_TOKENS = 64
 TIE = 1e-3  # the reference's own two best logits, where a different token is no error
@@ -155,7 +155,7 @@ def test_samples_share_their_prompt(reference: Reference) -> None:
 def test_logprobs_of_prompt_and_output(reference: Reference) -> None:
     engine = Engine(reference.folder, page_size=16, max_tokens=23)
     prompts = prompts_of_mixed_lengths()
-    sampling = Sampling(temperature=0.0, num_logprobs=2, num_prompt_logprobs=1)
+    sampling = SamplingParams(temperature=0.0, num_logprobs=2, num_prompt_logprobs=1)
     received = engine.run(prompts, sampling=sampling)
     verify(reference, prompts, received)
     for prompt, result in zip(prompts, received, strict=True):
@@ -175,12 +175,12 @@ def test_groups_with_a_shared_prefix_change_nothing(reference: Reference, monkey
     merged: list[int] = []
     in_two_parts = ReferenceAttention._merged
 
-    def counting(self: ReferenceAttention, plan: Plan, rows: Tensor, layer: int, query: Tensor) -> Tensor:
+    def counting(self: ReferenceAttention, plan: TilePlan, rows: Tensor, layer: int, query: Tensor) -> Tensor:
         merged.append(rows.numel())
         return in_two_parts(self, plan, rows, layer, query)
 
     monkeypatch.setattr(ReferenceAttention, "_merged", counting)
-    monkeypatch.setattr("toka_async.attention.reference.Limits", partial(Limits, shared_bytes=0))
+    monkeypatch.setattr("toka_async.attention.reference.TileLimits", partial(TileLimits, shared_bytes=0))
     engine = Engine(reference.folder, page_size=4, group_min_seqs=2, group_min_tokens=8, max_tokens=256)
     prompts = prompts_of_mixed_lengths()
     engine.run(prompts[4:], max_tokens=1)

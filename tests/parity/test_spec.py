@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from toka_async.model.spec import read_spec
+from toka_async.checkpoint.spec import read_spec
 
 REQUIRED = {
     "vocab_size": 64,

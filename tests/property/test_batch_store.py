@@ -25,7 +25,7 @@ from toka_async.batches.disk import Disk, StorageError
 from toka_async.batches.lines import read_lines
 from toka_async.batches.records import FINAL, Batch, BatchRecord, DoneLine, FileRecord
 from toka_async.batches.store import Store
-from toka_async.batches.writer import Job, Transactions
+from toka_async.batches.writer import Transactions, WriteTask
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ class Machine:
     def run(self, work: Callable[[Store], T], again: bool = True) -> T | None:
         """The result; None after a crash, when it may have been done or not. On a full disk it is done `again`."""
         while True:
-            job = Job(lambda: work(self.store))
+            job = WriteTask(lambda: work(self.store))
             try:
                 self.transactions.do([job])
             except Crash:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 
-from tests.wire_cases import Frames
-from tests.wire_messages import HEARD, Client
+from tests.cases.wire_cases import Frames
+from tests.cases.wire_messages import HEARD, Client
 
 
 @settings(deadline=None, max_examples=100)

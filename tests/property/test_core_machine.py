@@ -6,10 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.core_driver import CoreDriver, Received
-from tests.page_rank import expected, prompt_score, submit
+from tests.drivers.core_driver import CoreDriver, Received
+from tests.drivers.page_rank import expected, prompt_score, submit
 from toka_async.arrays import as_f32, as_i32, i32_column
-from toka_async.messages import Ready, Reason, Sampling
+from toka_async.messages import Ready, Reason, SamplingParams
 
 VOCAB = 23
 ENDS = [3, 4]
@@ -81,7 +81,7 @@ class CoreMachine(RuleBasedStateMachine):
         num_prompt_logprobs: int,
         salt: int,
     ) -> None:
-        sampling = Sampling(
+        sampling = SamplingParams(
             end_ids=i32_column(ENDS), num_logprobs=num_logprobs, num_prompt_logprobs=num_prompt_logprobs
         )
         fields = {"n": n, "max_tokens": max_tokens, "stream": stream, "priority": priority, "sampling": sampling}
@@ -90,7 +90,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(firsts=st.lists(st.integers(0, 1), min_size=3, max_size=8), max_tokens=st.integers(3, 12))
     def submit_several(self, firsts: list[int], max_tokens: int) -> None:
         """Prompts that begin alike, in any order: their rows take a new order to be together."""
-        sampling = Sampling(end_ids=i32_column(ENDS))
+        sampling = SamplingParams(end_ids=i32_column(ENDS))
         for i, first in enumerate(firsts):
             fields = {"max_tokens": max_tokens, "sampling": sampling}
             self.driver.submit(submit(len(self.driver.received), [*(7 * [first]), i % 3], **fields))
@@ -103,7 +103,7 @@ class CoreMachine(RuleBasedStateMachine):
     )
     def submit_columns(self, prompts: list[list[int]], n: int, max_tokens: int, salt: int) -> None:
         """Many in one message."""
-        fields = {"n": n, "max_tokens": max_tokens, "salt": salt, "sampling": Sampling(end_ids=i32_column(ENDS))}
+        fields = {"n": n, "max_tokens": max_tokens, "salt": salt, "sampling": SamplingParams(end_ids=i32_column(ENDS))}
         first = len(self.driver.received)
         self.driver.submit_all([submit(first + i, prompt, **fields) for i, prompt in enumerate(prompts)])
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from tests.form_cases import FORMS, TYPES, content_type
-from tests.web_server import WebServer, checked_error, web_server
+from tests.cases.form_cases import FORMS, TYPES, content_type
+from tests.drivers.web_server import WebServer, checked_error, web_server
 
 
 @pytest.fixture(scope="module")

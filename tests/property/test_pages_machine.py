@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from toka_async.arrays import Int32
-from toka_async.scheduler.pages import PageChains, PagePool
+from toka_async.scheduler.cache.pages import PageChains, PagePool
 
 
 class PagesMachine(RuleBasedStateMachine):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from toka_async.arrays import Int32
-from toka_async.scheduler.prefix_tree import Node, PrefixTree
+from toka_async.scheduler.cache.prefix_tree import Node, PrefixTree
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 SALTS = st.sampled_from([0, 0, 1, 1 << 62])

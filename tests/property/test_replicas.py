@@ -10,18 +10,18 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fake_scheduler import READY, FakeScheduler
-from toka_async.messages import Sampling, StopMask
-from toka_async.server.engine import Engine
-from toka_async.server.inflight import Batch, EngineStoppedError, InFlight
-from toka_async.server.jobs import Job, NotServingError
+from tests.fakes.fake_scheduler import READY, FakeScheduler
+from toka_async.messages import SamplingParams, StopMask
+from toka_async.server.engine.engine import Engine
+from toka_async.server.engine.inflight import EngineStoppedError, InFlight, RequestGroup
+from toka_async.server.limits.jobs import EngineRequest, NotServingError
 
 NUM = 3
 
 
 @dataclass
 class Submitted:
-    batch: Batch
+    batch: RequestGroup
     left: ExitStack  # leaving it with an error cancels
     num_tokens: int  # of each sample
     in_blocks: bool
@@ -47,12 +47,12 @@ class World:
         return FakeScheduler(held=True, ready=msgspec.structs.replace(READY, replica=replica, life=life))
 
     def submit(self, first: int, n: int, max_tokens: int, kind: int) -> None:
-        job = Job(
+        job = EngineRequest(
             prompt=np.arange(first, first + 40, dtype=np.int32),
             n=n,
             max_tokens=max_tokens,
             seed=first,
-            sampling=Sampling(),
+            sampling=SamplingParams(),
             stream=kind == 0,
             priority=0,
             stop_id=0,
@@ -119,7 +119,7 @@ class World:
 class _Counted:
     """A batch whose ends are counted."""
 
-    batch: Batch
+    batch: RequestGroup
     note_end: object
 
     def note(self, index: int, sample: int) -> None:

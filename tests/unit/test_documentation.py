@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.documentation import PAGES, ROOT, anchors, links
+from tests.cases.documentation import PAGES, ROOT, anchors, links
 
 FIRST = ROOT / "README.md"
 MOST_BYTES = 9_216  # of the first page: what is longer belongs beside its code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +19,9 @@ CORE = {  # L0; "": the package
     *("protocol", "logs", "log_writer", "fair_queue"),
 }
 FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and itself
-    "openai": {"text"},
-    "text": {"openai"},
+    "checkpoint": set(),
+    "openai": set(),
+    "text": set(),
     "scheduler": set(),
     "transport": set(),
     "client": {"transport"},
@@ -27,14 +29,16 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "socket_folder": set(),
     "batches": set(),
     "kernels": set(),
-    "model": {"attention", "kernels"},
-    "attention": {"model", "kernels"},
-    "server": {"openai", "text", "transport", "batches", "model.spec", "model.generation"},
-    "runner": {"model", "attention", "kernels"},
+    "attention": {"checkpoint", "kernels"},
+    "model": {"checkpoint", "attention", "kernels"},
+    "server": {"openai", "text", "transport", "batches", "checkpoint"},
+    "runner": {"checkpoint", "model", "attention", "kernels"},
+    "tuning": {"checkpoint", "model", "attention", "kernels", "runner"},
+    "startup": {"checkpoint", "model", "attention", "kernels", "runner", "tuning"},
 }
 FAMILIES["procs"] = set(FAMILIES) - {"client"}
 TOP = {  # L4
-    *("cli", "__main__", "launch", "supervisor", "restarts", "heartbeats", "plan", "ping", "bench", "batch_run"),
+    *("cli", "__main__", "launch", "supervisor", "restarts", "heartbeats", "capacity", "bench"),
     *("start_report", "bar"),
 }
 EXTERNAL = {  # all that these may import from elsewhere
@@ -90,16 +94,52 @@ def test_the_core_needs_little_from_elsewhere(path: Path) -> None:
     assert names <= external, f"{path.relative_to(PACKAGE)} imports {names - external}"
 
 
+def folder_of(module: str) -> str:
+    """`server.http` for `server.http.files`; a module beside the folders stands for itself."""
+    return module.rpartition(".")[0] or module
+
+
+def test_folders_form_no_circle() -> None:
+    """Deletes folders that import no remaining one, until none is left."""
+    names = {str(path.relative_to(PACKAGE).with_suffix("")).replace("/", ".") for path in MODULES}
+    needs: dict[str, set[str]] = {}
+    for path in MODULES:
+        module = str(path.relative_to(PACKAGE).with_suffix("")).replace("/", ".")
+        targets = {name.removeprefix("toka_async.") for name in imports(path)}
+        found = {each if each in names else each.rpartition(".")[0] for each in targets} & names
+        folder = folder_of(module)
+        needs.setdefault(folder, set()).update({folder_of(each) for each in found} - {folder})
+    while free := {folder for folder, needed in needs.items() if not needed & needs.keys()}:
+        needs = {folder: needed for folder, needed in needs.items() if folder not in free}
+    assert not needs, f"these folders import each other: {sorted(needs)}"
+
+
+def test_a_folder_has_at_most_20_files() -> None:
+    counts = Counter(
+        path.parent for path in [*MODULES, *(PACKAGE.parent / "tests").rglob("*.py")] if path.stat().st_size
+    )
+    assert {str(folder): count for folder, count in counts.items() if count > 20} == {}
+
+
+def test_no_two_classes_share_a_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
 def test_the_rule_sees_a_wrong_import() -> None:
     assert not allowed("scheduler", "transport.codec.Codec")
     assert not allowed("server", "model.weights.load")
     assert not allowed("messages", "scheduler.core")
-    assert not allowed("model", "runner.build")
+    assert not allowed("model", "startup.build")
     assert not allowed("server", "procs.child")
     assert not allowed("server", "client.client")
-    assert not allowed("client", "server.session")
-    assert allowed("server", "model.spec.ModelSpec")
-    assert allowed("procs", "runner.build.build_runner")
+    assert not allowed("client", "server.zmq.session")
+    assert allowed("server", "checkpoint.spec.ModelSpec")
+    assert allowed("procs", "startup.build.build_runner")
     assert allowed("scheduler", "__version__")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.children import SAY, command
+from tests.processes.children import SAY, command
 from toka_async import restarts
 from toka_async import supervisor as module
 from toka_async.procs.child import Finished, Status

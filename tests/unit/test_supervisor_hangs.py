@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.children import SAY, command
+from tests.processes.children import SAY, command
 from toka_async import restarts
 from toka_async import supervisor as module
 from toka_async.supervisor import Launch, Supervisor

@@ -15,11 +15,11 @@ from torch import Tensor
 from toka_async.arrays import Int64
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.kv_cache import KVCache
-from toka_async.attention.spans import Spans, batches, chunk_spans, decode_spans, prefix_spans
+from toka_async.attention.query_tiles import QueryTiles, batches, chunk_spans, decode_spans, prefix_spans
 
 
 @dataclass(slots=True, frozen=True)
-class Limits:
+class TileLimits:
     """What bounds a block's memory, and when splitting work pays.
 
     slab_bytes: of keys and values gathered at once; a CPU wants them to stay in its cache. small_bytes: of a span's
@@ -37,7 +37,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Block:
+class DenseBlock:
     """b spans as one dense attention with t queries and m pages each, padded; l = m * page_size keys.
 
     tokens: int64 [b * t], None: all of the step's tokens in order. slices: int64 [b * kv_heads * m], rows of the cache
@@ -55,20 +55,20 @@ class Block:
 
 
 @dataclass(slots=True)
-class Plan:
+class TilePlan:
     """The blocks of a step for the layers of one window."""
 
     window: int
-    whole: list[Block]  # spans that read all that they see
-    prefix: list[Block]  # the shared part of grouped rows
-    own: list[Block]  # the rest of grouped rows
+    whole: list[DenseBlock]  # spans that read all that they see
+    prefix: list[DenseBlock]  # the shared part of grouped rows
+    own: list[DenseBlock]  # the rest of grouped rows
     grouped: Tensor | None  # int64: the grouped rows; None: there are none
 
 
 class Planner:
     """Makes the plans of a step over one cache."""
 
-    def __init__(self, cache: KVCache, group_size: int, limits: Limits) -> None:
+    def __init__(self, cache: KVCache, group_size: int, limits: TileLimits) -> None:
         self.page_size = cache.page_size
         self.num_kv_heads = cache.num_kv_heads
         self.group_size = group_size
@@ -77,7 +77,7 @@ class Planner:
         self.page_bytes = 2 * cache.keys[0][0].numel() * self.dtype.itemsize
         self.heads = torch.arange(cache.num_kv_heads, device=self.device)
 
-    def plans(self, batch: AttentionBatch, windows: set[int]) -> dict[int, Plan]:
+    def plans(self, batch: AttentionBatch, windows: set[int]) -> dict[int, TilePlan]:
         """A plan for each window; windows that no row outgrows share the plan without one."""
         longest = int(batch.context_lengths.max(initial=0))
         batch = self._with_own_table(batch, -(-longest // self.page_size))
@@ -106,7 +106,7 @@ class Planner:
         pages = batch.page_table[:, :width].index_select(0, batch.slots)
         return replace(batch, page_table=pages, slots=torch.arange(len(pages), device=pages.device))
 
-    def _plan(self, batch: AttentionBatch, window: int) -> Plan:
+    def _plan(self, batch: AttentionBatch, window: int) -> TilePlan:
         cells = self.limits.mask_cells // self.group_size
         groups = [group for group in batch.groups if self._is_shared(group, batch, window)]
         skip = np.zeros(batch.num_decode, dtype=np.int64)
@@ -117,9 +117,9 @@ class Planner:
         if len(batch.query_lengths) > batch.num_decode:
             whole += self._blocks(batch, chunk_spans(batch, self.page_size, window, cells), window)
         if not groups:
-            return Plan(window, whole, [], [], None)
+            return TilePlan(window, whole, [], [], None)
         shared = prefix_spans(groups, self.page_size, 4 * cells // self.num_kv_heads)
-        return Plan(
+        return TilePlan(
             window,
             whole,
             self._blocks(batch, shared, 0),
@@ -134,18 +134,18 @@ class Planner:
         spared = (group.num_rows - 1) * group.num_pages * self.page_bytes
         return spared > self.limits.shared_bytes and not 0 < window < contexts.max()
 
-    def _blocks(self, batch: AttentionBatch, spans: Spans, window: int) -> list[Block]:
+    def _blocks(self, batch: AttentionBatch, spans: QueryTiles, window: int) -> list[DenseBlock]:
         max_pages = max(1, self.limits.slab_bytes // self.page_bytes)
         small = max(1, self.limits.small_bytes // self.page_bytes)
         return [self._block(batch, part, window) for part in batches(spans, max_pages, small)]
 
-    def _block(self, batch: AttentionBatch, spans: Spans, window: int) -> Block:
+    def _block(self, batch: AttentionBatch, spans: QueryTiles, window: int) -> DenseBlock:
         num_pages, num_queries = int(spans.num_pages.max()), int(spans.counts.max())
         steps = np.minimum(np.arange(num_queries), spans.counts[:, None] - 1)  # past a span's end: its last query
         tokens = (spans.tokens[:, None] + steps).ravel()
         ends = (spans.ends - spans.first_pages * self.page_size)[:, None] + (steps if spans.causal else 0 * steps)
         every = len(tokens) == len(batch.write_indices) and np.array_equal(tokens, np.arange(len(tokens)))
-        block = Block(
+        block = DenseBlock(
             size=len(spans),
             tokens=None if every else self._upload(tokens),
             slices=self._slices(batch, spans, num_pages),
@@ -163,7 +163,7 @@ class Planner:
             block.bias = self.bias(block.ends, block.last, window)
         return block
 
-    def _slices(self, batch: AttentionBatch, spans: Spans, num_pages: int) -> Tensor:
+    def _slices(self, batch: AttentionBatch, spans: QueryTiles, num_pages: int) -> Tensor:
         rows, first = spans.rows, spans.first_pages
         start = int(rows[0])
         if not first.any() and np.array_equal(rows, np.arange(start, start + len(rows))):

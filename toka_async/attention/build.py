@@ -13,25 +13,25 @@ from typing import TYPE_CHECKING, Literal
 
 from toka_async.attention import flashinfer
 from toka_async.attention.base import AttentionBackend, GraphAttention
-from toka_async.attention.choice import AutoChunks, AutoDecode, Table, every_group_pays, only
+from toka_async.attention.choice import AutoChunks, AutoDecode, ChoiceTable, every_group_pays, only
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.measure import Bench, CudaClock, try_chunks, try_decode
 from toka_async.attention.reference import ReferenceAttention
-from toka_async.model.spec import ModelError
+from toka_async.checkpoint.spec import ModelError
 
 if TYPE_CHECKING:  # these need Triton, which is not everywhere
-    from toka_async.attention.parts import ChunkPart, DecodePart, GraphDecodePart, PartsAttention
+    from toka_async.attention.paged import DecodeKernel, GraphDecodePart, PagedAttention, PrefillKernel
 
 logger = logging.getLogger(__name__)
 
 Backend = Literal["auto", "reference", "triton", "flashinfer"]
-Settle = Callable[[Bench], Table]  # from what can measure a table to the one to choose by
+Settle = Callable[[Bench], ChoiceTable]  # from what can measure a table to the one to choose by
 LARGEST_HEAD = 256
 NOT_MEASURED = only("triton")  # a table to build with before there is something to measure on
 
 
 @dataclass(slots=True, frozen=True)
-class Attention:
+class BuiltAttention:
     """A backend. graphs: the same, if its decoding can be captured in CUDA graphs.
 
     smallest_group: fewest rows of a group, and fewest tokens of a prefix, that can be worth sharing; (0, 0): none.
@@ -43,11 +43,11 @@ class Attention:
     graphs: GraphAttention | None
     smallest_group: tuple[int, int]
     pays: Callable[[int, int], bool]
-    table: Table | None = None
+    table: ChoiceTable | None = None
 
 
 @dataclass(slots=True, frozen=True)
-class Limits:
+class AttentionLimits:
     """What a backend is built for. windows: of the layers, 0: none. max_seqs, max_tokens: of a step."""
 
     cache: KVCache
@@ -62,8 +62,8 @@ class Limits:
 class Sources:
     """Makers of the parts to choose from, by name. captured: of the decode part in graphs."""
 
-    decode: dict[str, Callable[[], DecodePart]] = field(default_factory=dict)
-    chunks: dict[str, Callable[[], ChunkPart]] = field(default_factory=dict)
+    decode: dict[str, Callable[[], DecodeKernel]] = field(default_factory=dict)
+    chunks: dict[str, Callable[[], PrefillKernel]] = field(default_factory=dict)
     captured: Callable[[], GraphDecodePart] | None = None
 
 
@@ -75,9 +75,9 @@ def build_attention(
     max_seqs: int,
     max_tokens: int,
     scale: float | None = None,
-    table: Table | None = None,
+    table: ChoiceTable | None = None,
     settle: Settle | None = None,
-) -> Attention:
+) -> BuiltAttention:
     """The backend over `cache`, with a sliding window per layer, for steps of up to max_seqs rows and max_tokens.
 
     table: what to choose by; None: measured now, on the cache as it is, without writing to it.
@@ -87,9 +87,9 @@ def build_attention(
     chosen = resolve_backend(backend, cache)
     if chosen == "reference":
         reference = ReferenceAttention(cache, num_heads, windows, scale)
-        return Attention(reference, None, reference.smallest_group(), every_group_pays)
+        return BuiltAttention(reference, None, reference.smallest_group(), every_group_pays)
     scale = scale if scale is not None else cache.head_dim**-0.5
-    limits = Limits(cache, num_heads, tuple(windows), scale, max_seqs, max_tokens)
+    limits = AttentionLimits(cache, num_heads, tuple(windows), scale, max_seqs, max_tokens)
     sources = Sources()
     if chosen != "flashinfer":
         _add_triton(sources, limits)
@@ -102,7 +102,7 @@ def build_attention(
         table = bench.table() if settle is None else settle(bench)
         logger.info("attention: %s", table.summary())
     parts = _assemble(sources, limits, table)
-    return Attention(parts, parts if sources.captured else None, table.smallest_group(), table.pays, table)
+    return BuiltAttention(parts, parts if sources.captured else None, table.smallest_group(), table.pays, table)
 
 
 def resolve_backend(backend: Backend, cache: KVCache) -> Backend:
@@ -131,8 +131,8 @@ def why_not_triton(cache: KVCache) -> str:
     return ""
 
 
-def _add_triton(sources: Sources, limits: Limits) -> None:
-    from toka_async.attention.own import TritonChunks, TritonDecode
+def _add_triton(sources: Sources, limits: AttentionLimits) -> None:
+    from toka_async.attention.triton import TritonChunks, TritonDecode
 
     cache, num_heads, scale = limits.cache, limits.num_heads, limits.scale
     sources.captured = lambda: TritonDecode(cache, num_heads, scale)
@@ -140,8 +140,8 @@ def _add_triton(sources: Sources, limits: Limits) -> None:
     sources.chunks["triton"] = lambda: TritonChunks(cache, num_heads, scale)
 
 
-def _add_flashinfer(sources: Sources, limits: Limits) -> None:
-    shape = flashinfer.Shape(
+def _add_flashinfer(sources: Sources, limits: AttentionLimits) -> None:
+    shape = flashinfer.WrapperShape(
         limits.cache,
         limits.num_heads,
         limits.scale,
@@ -153,12 +153,12 @@ def _add_flashinfer(sources: Sources, limits: Limits) -> None:
     sources.decode["flashinfer"] = lambda: flashinfer.FlashInferDecode(shape)
     sources.chunks["flashinfer"] = lambda: flashinfer.FlashInferChunks(shape)
     if "triton" in sources.decode:
-        from toka_async.attention.mixed import MixedDecode
+        from toka_async.attention.cascade import CascadeDecode
 
-        sources.decode["mixed"] = lambda: MixedDecode(shape)
+        sources.decode["mixed"] = lambda: CascadeDecode(shape)
 
 
-def _with_flashinfer(sources: Sources, limits: Limits, must: bool) -> Sources:
+def _with_flashinfer(sources: Sources, limits: AttentionLimits, must: bool) -> Sources:
     """The same and FlashInfer's parts, if they work here: they are compiled at first use, which takes a compiler.
 
     Raises ModelError: they do not, and they must.
@@ -177,7 +177,7 @@ def _with_flashinfer(sources: Sources, limits: Limits, must: bool) -> Sources:
     return more
 
 
-def _try_out(sources: Sources, limits: Limits) -> None:
+def _try_out(sources: Sources, limits: AttentionLimits) -> None:
     """Parts run with every window of the model, which is compiled into them."""
     for window in sorted({0, *limits.windows}):
         for make_decode in sources.decode.values():
@@ -186,7 +186,7 @@ def _try_out(sources: Sources, limits: Limits) -> None:
             try_chunks(limits.cache, limits.num_heads, make_chunks(), window)
 
 
-def _bench(sources: Sources, limits: Limits) -> Bench:
+def _bench(sources: Sources, limits: AttentionLimits) -> Bench:
     return Bench(
         limits.cache,
         limits.num_heads,
@@ -198,8 +198,8 @@ def _bench(sources: Sources, limits: Limits) -> Bench:
     )
 
 
-def _assemble(sources: Sources, limits: Limits, table: Table) -> PartsAttention:
-    from toka_async.attention.parts import PartsAttention
+def _assemble(sources: Sources, limits: AttentionLimits, table: ChoiceTable) -> PagedAttention:
+    from toka_async.attention.paged import PagedAttention
 
     def decode() -> AutoDecode:
         parts = {name: make() for name, make in sources.decode.items()}
@@ -209,4 +209,4 @@ def _assemble(sources: Sources, limits: Limits, table: Table) -> PartsAttention:
     def chunks() -> AutoChunks:
         return AutoChunks({name: make() for name, make in sources.chunks.items()}, table)
 
-    return PartsAttention(limits.cache, limits.num_heads, limits.windows, decode, chunks)
+    return PagedAttention(limits.cache, limits.num_heads, limits.windows, decode, chunks)

@@ -16,13 +16,13 @@ from torch import Tensor
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 
 if TYPE_CHECKING:  # these need Triton, which is not everywhere
-    from toka_async.attention.parts import ChunkPart, DecodePart, GraphDecodePart
+    from toka_async.attention.paged import DecodeKernel, GraphDecodePart, PrefillKernel
 
 MARGIN = 0.97  # times that are closer are alike
 
 
 @dataclass(slots=True, frozen=True)
-class Point:
+class MeasuredShape:
     """A measured shape and the name of the part that was fastest there."""
 
     size: int
@@ -31,7 +31,7 @@ class Point:
 
 
 @dataclass(slots=True, frozen=True)
-class Table:
+class ChoiceTable:
     """What was fastest where.
 
     decode: by decoding rows and their mean context. grouped: by mean rows of a group and mean tokens of its prefix.
@@ -39,9 +39,9 @@ class Table:
     for which sharing pays.
     """
 
-    decode: tuple[Point, ...]
-    grouped: tuple[Point, ...]
-    chunks: tuple[Point, ...]
+    decode: tuple[MeasuredShape, ...]
+    grouped: tuple[MeasuredShape, ...]
+    chunks: tuple[MeasuredShape, ...]
     groups: tuple[tuple[int, int], ...]
 
     def pays(self, num_rows: int, num_tokens: int) -> bool:
@@ -64,10 +64,10 @@ class Table:
         return "; ".join([*counts, groups if self.groups else "no groups"])
 
 
-def only(choice: str, groups: tuple[tuple[int, int], ...] = ()) -> Table:
+def only(choice: str, groups: tuple[tuple[int, int], ...] = ()) -> ChoiceTable:
     """A table of one part."""
-    points = (Point(1, 1, choice),)
-    return Table(points, points, points, groups)
+    points = (MeasuredShape(1, 1, choice),)
+    return ChoiceTable(points, points, points, groups)
 
 
 def every_group_pays(num_rows: int, num_tokens: int) -> bool:  # noqa: ARG001
@@ -75,11 +75,11 @@ def every_group_pays(num_rows: int, num_tokens: int) -> bool:  # noqa: ARG001
     return True
 
 
-def nearest(points: Sequence[Point], size: float, tokens: float) -> str:
+def nearest(points: Sequence[MeasuredShape], size: float, tokens: float) -> str:
     """The choice at the point whose size and tokens differ by the smallest factors."""
     assert points
 
-    def distance(point: Point) -> float:
+    def distance(point: MeasuredShape) -> float:
         return abs(math.log2(max(size, 1) / point.size)) + abs(math.log2(max(tokens, 1) / point.tokens))
 
     return min(points, key=distance).choice
@@ -103,10 +103,14 @@ def smallest_groups(worth: Mapping[tuple[int, int], bool]) -> tuple[tuple[int, i
 
 
 class AutoDecode:
-    """`DecodePart` that delegates to the part that the table names for the batch; graphs are always `captured`'s."""
+    """`DecodeKernel` that delegates to the part that the table names for the batch; graphs are always `captured`'s."""
 
     def __init__(
-        self, parts: Mapping[str, DecodePart], table: Table, page_size: int, captured: GraphDecodePart | None = None
+        self,
+        parts: Mapping[str, DecodeKernel],
+        table: ChoiceTable,
+        page_size: int,
+        captured: GraphDecodePart | None = None,
     ) -> None:
         self.parts = dict(parts)
         self.table = table
@@ -142,9 +146,9 @@ class AutoDecode:
 
 
 class AutoChunks:
-    """`ChunkPart` that delegates to the part that the table names for the batch."""
+    """`PrefillKernel` that delegates to the part that the table names for the batch."""
 
-    def __init__(self, parts: Mapping[str, ChunkPart], table: Table) -> None:
+    def __init__(self, parts: Mapping[str, PrefillKernel], table: ChoiceTable) -> None:
         self.parts = dict(parts)
         self.table = table
         self.chosen = next(iter(self.parts.values()))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.kv_cache import KVCache
-from toka_async.attention.spans import Spans, chunk_spans, decode_spans, prefix_spans
+from toka_async.attention.query_tiles import QueryTiles, chunk_spans, decode_spans, prefix_spans
 from toka_async.attention.wrappers import WrapperRing, paged_keys, query_bounds
 
 HEAD_DIMS = (64, 128, 256)
@@ -47,7 +47,7 @@ def why_not(cache: KVCache) -> str:
 
 
 @dataclass(slots=True, frozen=True)
-class Shape:
+class WrapperShape:
     """What all plans have in common. workspace: shared by the parts of one stream. max_seqs, max_tokens: of a batch."""
 
     cache: KVCache
@@ -94,7 +94,7 @@ def make_workspace(cache: KVCache, num_heads: int) -> Tensor:
     return torch.zeros(size + (16 << 20), dtype=torch.uint8, device=device)
 
 
-def compile_kernels(shape: Shape, windows: Sequence[int]) -> None:
+def compile_kernels(shape: WrapperShape, windows: Sequence[int]) -> None:
     """Builds what the parts will load and is not there yet, all at once: a minute instead of one for each.
 
     Raises RuntimeError: there is no compiler, or it failed.
@@ -120,11 +120,11 @@ def compile_kernels(shape: Shape, windows: Sequence[int]) -> None:
 class Prefill:
     """Runs of queries over paged keys: chunks of prompts, or the rows of a group over their prefix."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: WrapperShape) -> None:
         self.shape = shape
         self.ring = WrapperRing(self._make, max(shape.max_seqs, LEAST_ROWS), shape.workspace.device)
 
-    def plan(self, batch: AttentionBatch, spans: Spans, window: int) -> Any:
+    def plan(self, batch: AttentionBatch, spans: QueryTiles, window: int) -> Any:
         """A wrapper that is ready to run."""
         wrapper, inputs = self.ring.take()
         columns = (query_bounds(inputs, spans), *paged_keys(inputs, batch, spans, self.shape.cache.page_size))
@@ -149,7 +149,7 @@ class Prefill:
 class FlashInferChunks:
     """`ChunkPart`: chunks of prompts, causal."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: WrapperShape) -> None:
         self.cache = shape.cache
         self.prefill = Prefill(shape)
         self.wrapper: Any = None
@@ -163,7 +163,7 @@ class FlashInferChunks:
 
 
 @dataclass(slots=True, frozen=True)
-class _DecodePlan:
+class _WrapperPlan:
     """own: every row over its own keys. prefix: `grouped` rows over their groups' keys; None: there are no groups."""
 
     own: Any
@@ -174,7 +174,7 @@ class _DecodePlan:
 class FlashInferDecode:
     """`DecodePart`; groups whose prefix is not in every row's window are attended row by row."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: WrapperShape) -> None:
         from flashinfer import merge_state_in_place
 
         self.shape = shape
@@ -182,7 +182,7 @@ class FlashInferDecode:
         self.merge = merge_state_in_place
         self.prefill = Prefill(shape)
         self.ring = WrapperRing(self._make, max(shape.max_seqs, LEAST_ROWS), shape.workspace.device)
-        self.planned = _DecodePlan(None, None, slice(0))
+        self.planned = _WrapperPlan(None, None, slice(0))
 
     def plan(self, batch: AttentionBatch, groups: tuple[PrefixGroup, ...], window: int) -> None:
         groups = tuple(group for group in groups if is_seen(batch, group, window))
@@ -200,7 +200,7 @@ class FlashInferDecode:
             grouped = slice(int(rows[0]), int(rows[-1]) + 1) if is_run else inputs.upload(rows)[0]
         inputs.seal()
         prefix = self.prefill.plan(batch, prefix_spans(groups, page_size, WHOLE), 0) if groups else None
-        self.planned = _DecodePlan(wrapper, prefix, grouped)
+        self.planned = _WrapperPlan(wrapper, prefix, grouped)
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
         plan, pages = self.planned, (self.cache.keys[layer], self.cache.values[layer])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from toka_async.model.spec import ModelSpec
+from toka_async.checkpoint.spec import ModelSpec
 
 
 class KVCache:

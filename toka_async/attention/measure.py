@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from toka_async.attention.base import AttentionBatch, PrefixGroup
-from toka_async.attention.choice import MARGIN, Point, Table, only, smallest_groups
+from toka_async.attention.choice import MARGIN, ChoiceTable, MeasuredShape, only, smallest_groups
 from toka_async.attention.kv_cache import KVCache
 
 if TYPE_CHECKING:  # these need Triton, which is not everywhere
-    from toka_async.attention.parts import ChunkPart, DecodePart
+    from toka_async.attention.paged import DecodeKernel, PrefillKernel
 
 ROWS = (1, 16, 128, 1024, 8192)
 CONTEXTS = (128, 1024, 8192, 32768)
@@ -81,7 +81,7 @@ def _round(plan: Callable[[], None], run: Callable[[], None]) -> tuple[float, fl
 
 
 @dataclass(slots=True, frozen=True)
-class Shape:
+class TrialShape:
     """A batch to measure: (context, queries) of each row, decoding rows first."""
 
     rows: Sequence[tuple[int, int]]
@@ -97,17 +97,17 @@ class Bench:
     num_heads: int
     max_seqs: int
     max_tokens: int
-    decode: Mapping[str, DecodePart]
-    chunks: Mapping[str, ChunkPart]
+    decode: Mapping[str, DecodeKernel]
+    chunks: Mapping[str, PrefillKernel]
     clock: Clock
 
-    def table(self) -> Table:
+    def table(self) -> ChoiceTable:
         """Measures; a single part is measured for its groups alone."""
         grouped, groups = self._groups()
         table = only(next(iter(self.decode)), groups)
         if len(self.decode) == 1 and len(self.chunks) == 1:
             return table
-        return Table(
+        return ChoiceTable(
             decode=self._decode_points() or table.decode,
             grouped=grouped or table.grouped,
             chunks=self._chunk_points() or table.chunks,
@@ -126,7 +126,7 @@ class Bench:
             "shapes": [self._decode_shapes(), self._chunk_shapes(), self._group_shapes()],
         }
 
-    def admits(self, table: Table) -> bool:
+    def admits(self, table: ChoiceTable) -> bool:
         """Whether a table from elsewhere can be chosen by: it names parts that there are, at shapes that can be."""
         decode, chunks = (*table.decode, *table.grouped), table.chunks
         return (
@@ -137,9 +137,9 @@ class Bench:
             and set(table.groups) <= {(rows, tokens) for rows, tokens, _ in self._group_shapes()}
         )
 
-    def _decode_points(self) -> tuple[Point, ...]:
+    def _decode_points(self) -> tuple[MeasuredShape, ...]:
         return tuple(
-            Point(rows, context, _fastest(self._decode_times(Shape(((context, 1),) * rows, rows))))
+            MeasuredShape(rows, context, _fastest(self._decode_times(TrialShape(((context, 1),) * rows, rows))))
             for rows, context in self._decode_shapes()
         )
 
@@ -153,9 +153,9 @@ class Bench:
             if rows <= self.max_seqs and rows * context <= most_tokens
         ]
 
-    def _chunk_points(self) -> tuple[Point, ...]:
+    def _chunk_points(self) -> tuple[MeasuredShape, ...]:
         return tuple(
-            Point(rows * length, before + length, _fastest(self._chunk_times(rows, length, before)))
+            MeasuredShape(rows * length, before + length, _fastest(self._chunk_times(rows, length, before)))
             for rows, length, before in self._chunk_shapes()
         )
 
@@ -168,18 +168,18 @@ class Bench:
             if rows <= self.max_seqs and rows * length <= self.max_tokens and rows * (before + length) <= most_tokens
         ]
 
-    def _groups(self) -> tuple[tuple[Point, ...], tuple[tuple[int, int], ...]]:
+    def _groups(self) -> tuple[tuple[MeasuredShape, ...], tuple[tuple[int, int], ...]]:
         """The fastest part with groups, and which groups are faster than the fastest part without."""
-        points: list[Point] = []
+        points: list[MeasuredShape] = []
         worth: dict[tuple[int, int], bool] = {}
         for num_rows, num_tokens, num_groups in self._group_shapes():
             num_pages = self._pages_of(num_tokens)
             groups = tuple(PrefixGroup(i * num_rows, num_rows, num_pages) for i in range(num_groups))
             num_decode = num_rows * num_groups
             rows = ((num_pages * self.cache.page_size + OWN_TOKENS, 1),) * num_decode
-            shared = self._decode_times(Shape(rows, num_decode, groups))
-            alone = self._decode_times(Shape(rows, num_decode), groups)
-            points.append(Point(num_rows, num_tokens, _fastest(shared)))
+            shared = self._decode_times(TrialShape(rows, num_decode, groups))
+            alone = self._decode_times(TrialShape(rows, num_decode), groups)
+            points.append(MeasuredShape(num_rows, num_tokens, _fastest(shared)))
             worth[num_rows, num_tokens] = min(shared.values()) < MARGIN * min(alone.values())
         return tuple(points), smallest_groups(worth)
 
@@ -197,7 +197,7 @@ class Bench:
     def _pages_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.cache.page_size)
 
-    def _decode_times(self, shape: Shape, alike: tuple[PrefixGroup, ...] = ()) -> dict[str, float]:
+    def _decode_times(self, shape: TrialShape, alike: tuple[PrefixGroup, ...] = ()) -> dict[str, float]:
         """Seconds of each part; rows of `alike` share pages, too, but the parts are not told."""
         batch = synthetic(self.cache, shape, shape.groups or alike)
         query = self._queries(shape.num_decode)
@@ -208,7 +208,7 @@ class Bench:
         }
 
     def _chunk_times(self, num_rows: int, length: int, before: int) -> dict[str, float]:
-        batch = synthetic(self.cache, Shape(((before + length, length),) * num_rows, 0))
+        batch = synthetic(self.cache, TrialShape(((before + length, length),) * num_rows, 0))
         query = self._queries(num_rows * length)
         output = torch.empty_like(query)
         return {
@@ -221,7 +221,7 @@ class Bench:
         return torch.randn((num_tokens, self.num_heads, self.cache.head_dim), device=keys.device).to(keys.dtype)
 
 
-def synthetic(cache: KVCache, shape: Shape, alike: Sequence[PrefixGroup] = ()) -> AttentionBatch:
+def synthetic(cache: KVCache, shape: TrialShape, alike: Sequence[PrefixGroup] = ()) -> AttentionBatch:
     """A batch over random pages, the first of which are the same in all rows of a group of `alike`."""
     device = cache.keys[0].device
     contexts, queries = np.asarray(shape.rows, dtype=np.int32).T.copy()
@@ -242,7 +242,7 @@ def synthetic(cache: KVCache, shape: Shape, alike: Sequence[PrefixGroup] = ()) -
     )
 
 
-def try_decode(cache: KVCache, num_heads: int, part: DecodePart, max_seqs: int, window: int = 0) -> None:
+def try_decode(cache: KVCache, num_heads: int, part: DecodeKernel, max_seqs: int, window: int = 0) -> None:
     """Runs a part at shapes that take each of its paths, so that what it compiles at first use is there, and works.
 
     Paths: keys of a row read by one or several programs, few keys and many, no groups, one group, as many as fill the
@@ -257,24 +257,24 @@ def try_decode(cache: KVCache, num_heads: int, part: DecodePart, max_seqs: int, 
         many = max(few, min(max_seqs, 32 * full))  # or all there can be: none of them needs several programs
         short, long = _contexts(cache, window)
         for num_rows, context in ((few, short), (few, long), (few, SPLIT_TOKENS), (many, min(MIDDLE_TOKENS, long))):
-            _try(cache, num_heads, part, Shape(((context, 1),) * num_rows, num_rows, groups), window)
+            _try(cache, num_heads, part, TrialShape(((context, 1),) * num_rows, num_rows, groups), window)
     short, long = _contexts(cache, window)
     num_rows = min(max_seqs, UNEVEN_ROWS)
-    _try(cache, num_heads, part, Shape(((long, 1), *((short, 1),) * (num_rows - 1)), num_rows), window)
+    _try(cache, num_heads, part, TrialShape(((long, 1), *((short, 1),) * (num_rows - 1)), num_rows), window)
     _wait(device)
 
 
-def _try(cache: KVCache, num_heads: int, part: DecodePart, shape: Shape, window: int) -> None:
+def _try(cache: KVCache, num_heads: int, part: DecodeKernel, shape: TrialShape, window: int) -> None:
     query = _zeros(cache, shape.num_decode, num_heads)
     part.plan(synthetic(cache, shape, shape.groups), shape.groups, window)
     part.run(0, query, torch.empty_like(query))
 
 
-def try_chunks(cache: KVCache, num_heads: int, part: ChunkPart, window: int = 0) -> None:
+def try_chunks(cache: KVCache, num_heads: int, part: PrefillKernel, window: int = 0) -> None:
     """The same for chunks."""
     query = _zeros(cache, 2, num_heads)
     for context in _contexts(cache, window):
-        part.plan(synthetic(cache, Shape(((context, 1),) * 2, 0)), window)
+        part.plan(synthetic(cache, TrialShape(((context, 1),) * 2, 0)), window)
         part.run(0, query, torch.empty_like(query))
     _wait(cache.keys[0].device)
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toka_async.attention.base import AttentionBatch, QueryKeyNorm
-from toka_async.attention.blocks import Block, Limits, Plan, Planner
+from toka_async.attention.blocks import DenseBlock, Planner, TileLimits, TilePlan
 from toka_async.attention.kv_cache import KVCache
-from toka_async.model.rope import rotate
+from toka_async.attention.rope import rotate
 
 GPU_SLAB_BYTES = 1 << 28
 SMALLEST_GROUP = 16  # rows
@@ -31,7 +31,7 @@ class ReferenceAttention:
         num_heads: int,
         windows: Sequence[int],
         scale: float | None = None,
-        limits: Limits | None = None,
+        limits: TileLimits | None = None,
     ) -> None:
         assert num_heads % cache.num_kv_heads == 0
         self.cache = cache
@@ -41,9 +41,9 @@ class ReferenceAttention:
         self.scale = scale if scale is not None else cache.head_dim**-0.5
         on_cpu = cache.keys[0].device.type == "cpu"
         self.planner = Planner(
-            cache, self.group_size, limits or (Limits() if on_cpu else Limits(slab_bytes=GPU_SLAB_BYTES))
+            cache, self.group_size, limits or (TileLimits() if on_cpu else TileLimits(slab_bytes=GPU_SLAB_BYTES))
         )
-        self.plans: dict[int, Plan] = {}
+        self.plans: dict[int, TilePlan] = {}
         self.write_slots = self.planner.heads
         # Gathered into the same memory every time: the page faults of fresh memory cost more than the copy.
         self.key_scratch = self.value_scratch = cache.keys[0].new_empty(0)
@@ -70,7 +70,7 @@ class ReferenceAttention:
         self._write(self.cache.values[layer], value)
         return self._attend(self.plans[self.windows[layer]], layer, query)
 
-    def _attend(self, plan: Plan, layer: int, query: Tensor) -> Tensor:
+    def _attend(self, plan: TilePlan, layer: int, query: Tensor) -> Tensor:
         """Attention of rotated queries over what the cache holds: [tokens, heads, dim]."""
         if len(plan.whole) == 1 and plan.whole[0].tokens is None:
             return self._dense(plan, plan.whole[0], layer, query)
@@ -86,7 +86,7 @@ class ReferenceAttention:
         dim = self.cache.head_dim
         cache.view(-1, dim).index_copy_(0, self.write_slots, new.reshape(-1, dim))
 
-    def _dense(self, plan: Plan, block: Block, layer: int, query: Tensor) -> Tensor:
+    def _dense(self, plan: TilePlan, block: DenseBlock, layer: int, query: Tensor) -> Tensor:
         """A block's attention: [b * t, heads, dim]."""
         keys, values = self._gather(block, layer)
         bias = self._bias(plan, block)
@@ -95,14 +95,14 @@ class ReferenceAttention:
         )
         return self._tokens_first(output)
 
-    def _merged(self, plan: Plan, rows: Tensor, layer: int, query: Tensor) -> Tensor:
+    def _merged(self, plan: TilePlan, rows: Tensor, layer: int, query: Tensor) -> Tensor:
         """Grouped rows: prefix and own part, weighted by how much of the softmax each has. [rows, heads, dim]."""
         prefix, prefix_lse = self._parts(plan, plan.prefix, layer, query)
         own, own_lse = self._parts(plan, plan.own, layer, query)
         merged = torch.lerp(prefix, own, torch.sigmoid(own_lse - prefix_lse))
         return merged[rows].to(query.dtype)
 
-    def _parts(self, plan: Plan, blocks: list[Block], layer: int, query: Tensor) -> tuple[Tensor, Tensor]:
+    def _parts(self, plan: TilePlan, blocks: list[DenseBlock], layer: int, query: Tensor) -> tuple[Tensor, Tensor]:
         """Blocks' outputs [tokens, heads, dim] and log-sum-exps [tokens, heads, 1], float32, set for their tokens."""
         output = torch.empty(query.shape, dtype=torch.float32, device=query.device)
         lse = torch.empty((*query.shape[:2], 1), dtype=torch.float32, device=query.device)
@@ -118,12 +118,12 @@ class ReferenceAttention:
             lse[tokens] = self._tokens_first(block_lse)
         return output, lse
 
-    def _bias(self, plan: Plan, block: Block) -> Tensor | None:
+    def _bias(self, plan: TilePlan, block: DenseBlock) -> Tensor | None:
         if block.bias is not None or block.ends is None:
             return block.bias
         return self.planner.bias(block.ends, block.last, plan.window)
 
-    def _gather(self, block: Block, layer: int) -> tuple[Tensor, Tensor]:
+    def _gather(self, block: DenseBlock, layer: int) -> tuple[Tensor, Tensor]:
         """The block's keys and values: [b, kv_heads, last - first, dim] each, until the next gather."""
         num_heads, dim = self.cache.num_kv_heads, self.cache.head_dim
         width = self.cache.page_size * dim
@@ -140,7 +140,7 @@ class ReferenceAttention:
             gathered.append(pages.view(block.size, num_heads, -1, dim)[:, :, block.first : block.last])
         return gathered[0], gathered[1]
 
-    def _queries(self, block: Block, query: Tensor) -> Tensor:
+    def _queries(self, block: DenseBlock, query: Tensor) -> Tensor:
         """[tokens, heads, dim] to [b, kv_heads, t * group, dim]: heads of a group attend to the same keys."""
         query = query if block.tokens is None else query.index_select(0, block.tokens)
         split = query.reshape(block.size, -1, self.cache.num_kv_heads, self.group_size, self.cache.head_dim)

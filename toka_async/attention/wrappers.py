@@ -16,7 +16,7 @@ from torch import Tensor
 
 from toka_async.arrays import Int64
 from toka_async.attention.base import AttentionBatch
-from toka_async.attention.spans import Spans
+from toka_async.attention.query_tiles import QueryTiles
 
 STEPS = 3  # that may be planned and not yet begun
 _COLUMNS = 7  # of at most rows + 1 entries, in pinned memory
@@ -72,13 +72,13 @@ class WrapperRing:
         return wrapper, inputs
 
 
-def query_bounds(inputs: PinnedInputs, spans: Spans) -> Tensor:
+def query_bounds(inputs: PinnedInputs, spans: QueryTiles) -> Tensor:
     """Where each span's queries begin and end, int32 [n + 1] on the host."""
     return inputs.put(_bounds(spans.counts))[0]
 
 
 def paged_keys(
-    inputs: PinnedInputs, batch: AttentionBatch, spans: Spans, page_size: int
+    inputs: PinnedInputs, batch: AttentionBatch, spans: QueryTiles, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The pages and keys of spans, each from its first page on, as a wrapper is told of them.
 

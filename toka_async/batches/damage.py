@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from toka_async.batches.disk import opened, storage_errors
-from toka_async.batches.records import Fault, Progress
+from toka_async.batches.records import BatchProgress, Fault
 
 BLOCK = 1 << 18  # bytes that are read at once
 
@@ -48,17 +48,17 @@ class ResultFile:
         return whole_lines(self.path, min(size_of(self.path), self.written))
 
 
-def left_of(files: tuple[ResultFile, ResultFile], progress: Progress) -> Progress:
+def left_of(files: tuple[ResultFile, ResultFile], progress: BatchProgress) -> BatchProgress:
     """The progress with the lengths that the output and the error file have now. Raises StorageError."""
     output, errors = (each.num_left() if each.fault() else each.written for each in files)
     return msgspec.structs.replace(progress, output_bytes=output, error_bytes=errors)
 
 
-def salvaged(files: tuple[ResultFile, ResultFile]) -> Progress:
+def salvaged(files: tuple[ResultFile, ResultFile]) -> BatchProgress:
     """What can be told of a batch by its output and error file alone. Raises StorageError."""
     sizes = [whole_lines(each.path, size_of(each.path)) for each in files]
     counts = [num_lines(each.path, size) for each, size in zip(files, sizes, strict=True)]
-    return Progress(completed=counts[0], failed=counts[1], output_bytes=sizes[0], error_bytes=sizes[1])
+    return BatchProgress(completed=counts[0], failed=counts[1], output_bytes=sizes[0], error_bytes=sizes[1])
 
 
 def size_of(path: Path) -> int:

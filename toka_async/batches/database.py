@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from toka_async.batches.disk import StorageError
-from toka_async.batches.records import FINAL, Batch, BatchRecord, FileRecord, Progress, broken_batch
+from toka_async.batches.records import FINAL, Batch, BatchProgress, BatchRecord, FileRecord, broken_batch
 
 VERSION = 3
 APPLICATION = 0x746F6B61  # "toka": whose database it is; those of versions 1 and 2 do not say
@@ -73,7 +73,7 @@ Order = Literal["asc", "desc"]
 
 _FILE = msgspec.json.Decoder(FileRecord)
 _BATCH = msgspec.json.Decoder(BatchRecord)
-_PROGRESS = msgspec.msgpack.Decoder(Progress)
+_PROGRESS = msgspec.msgpack.Decoder(BatchProgress)
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError)  # what decoders raise
 
 
@@ -164,7 +164,7 @@ class Database:
     def add_batch(self, record: BatchRecord) -> None:
         self.connection.execute(
             "INSERT INTO batches (id, input_file_id, is_open, record, progress, owner) VALUES (?, ?, 1, ?, ?, ?)",
-            (record.id, record.input_file_id, _text(record), msgspec.msgpack.encode(Progress()), record.owner),
+            (record.id, record.input_file_id, _text(record), msgspec.msgpack.encode(BatchProgress()), record.owner),
         )
 
     def batch(self, batch_id: str) -> Batch | None:
@@ -203,7 +203,7 @@ class Database:
             (record.status not in FINAL, _text(record), record.forgotten_at, record.id),
         )
 
-    def put_progress(self, batch_id: str, progress: Progress) -> None:
+    def put_progress(self, batch_id: str, progress: BatchProgress) -> None:
         self.connection.execute(
             "UPDATE batches SET progress = ? WHERE id = ?", (msgspec.msgpack.encode(progress), batch_id)
         )
@@ -240,13 +240,13 @@ class Database:
         try:
             record = _BATCH.decode(text)
         except UNREADABLE:
-            return Batch(broken_batch(batch_id, input_file_id, owner), Progress())
+            return Batch(broken_batch(batch_id, input_file_id, owner), BatchProgress())
         try:
             return Batch(record, _PROGRESS.decode(packed))
         except UNREADABLE:
             output, errors = (self.file(file_id) for file_id in (record.output_id, record.error_id))
             sizes = [0 if file is None else file.bytes for file in (output, errors)]
-            return Batch(record, Progress(output_bytes=sizes[0], error_bytes=sizes[1], is_broken=True))
+            return Batch(record, BatchProgress(output_bytes=sizes[0], error_bytes=sizes[1], is_broken=True))
 
 
 @contextmanager

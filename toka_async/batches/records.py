@@ -117,7 +117,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
                 return msgspec.structs.replace(self, status="cancelled", cancelled_at=now)
 
 
-class Progress(msgspec.Struct, kw_only=True):
+class BatchProgress(msgspec.Struct, kw_only=True):
     """What is done of a batch: lines by where they went, the files' lengths, tokens, and which lines (`Spans`).
 
     is_broken: the database has lost it; nothing but the lengths is known. It is never written.
@@ -138,7 +138,7 @@ class Batch(msgspec.Struct, frozen=True):
     """A batch as of now."""
 
     record: BatchRecord
-    progress: Progress
+    progress: BatchProgress
 
 
 class DoneLine(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from toka_async.batches.disk import StorageError, storage_errors
+from toka_async.batches.line_ranges import LineRanges
 from toka_async.batches.lines import read_lines
 from toka_async.batches.records import Batch
-from toka_async.batches.spans import Spans
 from toka_async.batches.store import Store
 
 READ_LINES, READ_BYTES = 4096, 1 << 20  # that are read at once
@@ -35,7 +35,7 @@ def retry_failed(store: Store, batch: Batch) -> None:
         return
     errors = store.path(record.error_id)
     failed = set(failed_lines(errors, progress.error_bytes))
-    spans = done_spans(store.path(record.input_file_id), Spans.decode(progress.spans), failed)
+    spans = done_spans(store.path(record.input_file_id), LineRanges.decode(progress.spans), failed)
     if len(failed) != progress.failed or spans.num_done != progress.completed:
         raise StorageError(f"{errors} is not what was written")
     again = msgspec.structs.replace(progress, failed=0, error_bytes=0, spans=spans.encode())
@@ -57,9 +57,9 @@ def failed_lines(path: Path, length: int) -> Iterator[int]:
                 raise StorageError(f"{path} is not what was written") from None
 
 
-def done_spans(path: Path, before: Spans, undone: Container[int]) -> Spans:
+def done_spans(path: Path, before: LineRanges, undone: Container[int]) -> LineRanges:
     """Of the lines of an input file those that were done, but for some. Raises StorageError."""
-    spans, number, offset = Spans(), 0, 0
+    spans, number, offset = LineRanges(), 0, 0
     for start, stop in zip(before.starts, before.stops, strict=True):
         while number < stop:
             lines = read_lines(path, offset, min(READ_LINES, stop - number), READ_BYTES)

@@ -25,20 +25,20 @@ from toka_async.batches.damage import ResultFile, left_of, salvaged
 from toka_async.batches.database import Database, Order, database_errors
 from toka_async.batches.disk import Disk
 from toka_async.batches.folder import StoreFolder, is_name
+from toka_async.batches.line_ranges import Gap, LineRanges
 from toka_async.batches.quota import ANY, Quota
 from toka_async.batches.records import (
     FINAL,
     Batch,
+    BatchProgress,
     BatchRecord,
     DoneLine,
     Fault,
     FileRecord,
     Outcome,
-    Progress,
     may_see,
 )
 from toka_async.batches.reserve import Reserve
-from toka_async.batches.spans import Gap, Spans
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ class InUseError(Exception):
 class Work:
     """A batch's progress, as in the database."""
 
-    progress: Progress
-    spans: Spans
+    progress: BatchProgress
+    spans: LineRanges
 
 
 class Store:
@@ -208,7 +208,7 @@ class Store:
             return
         logger.error("%s cannot go on: its progress in the database is damaged", batch.record.id)
         message = "the server's database has lost which lines were done; make a new batch of those without an answer"
-        progress = salvaged(self._results(Batch(batch.record, Progress())))
+        progress = salvaged(self._results(Batch(batch.record, BatchProgress())))
         self._fail(Batch(batch.record, progress), (Fault(code="progress_damaged", message=message),))
 
     def _sweep(self, known: set[str] | None) -> None:
@@ -226,7 +226,7 @@ class Store:
         if record.input_file_id not in self._places:
             self.file(record.input_file_id)
         self.database.add_batch(record)
-        return Batch(record, Progress())
+        return Batch(record, BatchProgress())
 
     def batch(self, batch_id: str, viewer: str | None = None) -> Batch:
         """Raises NotFoundError, also when it is not the viewer's to see."""
@@ -385,5 +385,5 @@ class Store:
         work = self._work.get(batch_id)
         if work is None:
             progress = self.batch(batch_id).progress
-            work = self._work[batch_id] = Work(progress, Spans.decode(progress.spans))
+            work = self._work[batch_id] = Work(progress, LineRanges.decode(progress.spans))
         return work

@@ -16,7 +16,7 @@ MIN_WAITING = 64  # sequences in the schedulers' queues, so that rows that end a
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """What the schedulers report. rows: sequences that can run at once. running, waiting: those of all clients."""
 
     rows: int
@@ -24,7 +24,7 @@ class Load:
     waiting: int = 0
 
 
-def next_size(load: Load, in_flight: int, limit: int) -> int:
+def next_size(load: EngineLoad, in_flight: int, limit: int) -> int:
     """The samples of batches that may be in the engine, given that `in_flight` are.
 
     So many that a quarter of what runs waits behind it: fewer when others fill the queues, more when these run low.
@@ -55,7 +55,7 @@ class Window:
         self._waiting: FairQueue[tuple[asyncio.Future[None], int]] = FairQueue()
         self._retrying: list[asyncio.Future[None]] = []
 
-    def report(self, load: Load) -> None:
+    def report(self, load: EngineLoad) -> None:
         """The engine's state has changed; no rows mean that it takes nothing."""
         self.size = next_size(load, self.in_flight, self._limit)
         self._wake()

@@ -50,7 +50,7 @@ class TryLaterError(Exception):
         self.stopped = stopped
 
 
-class Question(Protocol):
+class LineRequest(Protocol):
     """A line that can be asked. cost: samples."""
 
     @property
@@ -64,7 +64,7 @@ class Question(Protocol):
 class Answers(Protocol):
     """What lines are given to."""
 
-    async def question(self, record: BatchRecord, raw: bytes) -> Question | Answered:
+    async def question(self, record: BatchRecord, raw: bytes) -> LineRequest | Answered:
         """What a line of the batch asks; the error when it asks nothing that can be answered.
 
         Waits while lines of the batch's owner wait for room.
@@ -76,7 +76,7 @@ class Answers(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class InputFileLimits:
     """Of an input file. model: see `Checker`."""
 
     max_lines: int
@@ -107,7 +107,7 @@ class Batches:
         writer: Writer,
         answers: Answers,
         window: Window,
-        limits: Limits,
+        limits: InputFileLimits,
         executor: Executor,
         on_progress: Callable[[Batch], None] = lambda _batch: None,
         on_end: Callable[[Batch], None] = lambda _batch: None,
@@ -307,7 +307,7 @@ class Batches:
                     yield number, line
                     number, offset = number + 1, line.end
 
-    async def _ask(self, record: BatchRecord, number: int, line: RawLine, question: Question) -> None:
+    async def _ask(self, record: BatchRecord, number: int, line: RawLine, question: LineRequest) -> None:
         """Asks until there is an answer."""
         request_id.set(f"{record.id}-{number}")  # of this task alone
         num_tries = 0

@@ -27,7 +27,7 @@ OF_THE_DISK = (sqlite3.OperationalError, sqlite3.DatabaseError)  # their subclas
 
 
 @dataclass(slots=True)
-class Job:
+class WriteTask:
     """Work for the thread, and what came of it."""
 
     work: Callable[[], Any]
@@ -59,7 +59,7 @@ class Transactions:
         self._committed = committed
         self._forget = forget
 
-    def do(self, group: list[Job]) -> None:
+    def do(self, group: list[WriteTask]) -> None:
         """One transaction."""
         try:
             self._connection.execute("BEGIN IMMEDIATE")
@@ -76,7 +76,7 @@ class Transactions:
         except StorageError as error:  # files that nobody knows any more are removed at the next start
             logger.warning("a file was not removed: %s", error)
 
-    def _do_one(self, job: Job) -> None:
+    def _do_one(self, job: WriteTask) -> None:
         """A job that fails leaves nothing behind."""
         self._connection.execute("SAVEPOINT job")
         try:
@@ -98,7 +98,7 @@ class Writer:
     def __init__(self, transactions: Transactions) -> None:
         self._transactions = transactions
         self._loop = asyncio.get_running_loop()
-        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._queue: SimpleQueue[WriteTask | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._thread.start()
 
@@ -109,7 +109,7 @@ class Writer:
             StorageError: nothing of it is.
         """
         future: asyncio.Future[T] = self._loop.create_future()
-        self._queue.put(Job(work, future))
+        self._queue.put(WriteTask(work, future))
         return await future
 
     async def close(self) -> None:
@@ -125,7 +125,7 @@ class Writer:
             if ends:
                 return
 
-    def _group(self, first: Job) -> tuple[list[Job], bool]:
+    def _group(self, first: WriteTask) -> tuple[list[WriteTask], bool]:
         """What waits now; and whether it is the last there will be."""
         group = [first]
         while len(group) < MAX_GROUP:
@@ -139,7 +139,7 @@ class Writer:
         return group, False
 
 
-def settle(jobs: list[Job]) -> None:
+def settle(jobs: list[WriteTask]) -> None:
     for job in jobs:
         job.settle()
 

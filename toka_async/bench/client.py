@@ -15,40 +15,40 @@ from dataclasses import dataclass, field
 import aiohttp
 import msgspec
 
-from toka_async.bench.loads import Body
-from toka_async.bench.served import BenchError
+from toka_async.bench.loads.served import BenchError
+from toka_async.bench.loads.workloads import Body
 
 HEADERS = {"Content-Type": "application/json"}
 
 
-class Usage(msgspec.Struct, frozen=True):
+class ReplyUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
 
 
-class Choice(msgspec.Struct, frozen=True):
+class ReplyChoice(msgspec.Struct, frozen=True):
     index: int
     finish_reason: str | None = None
 
 
-class Answer(msgspec.Struct, frozen=True):
+class WireAnswer(msgspec.Struct, frozen=True):
     """A response, or an event of a streamed one; what is not counted is skipped."""
 
-    choices: list[Choice] = []
-    usage: Usage | None = None
+    choices: list[ReplyChoice] = []
+    usage: ReplyUsage | None = None
     error: object = None
 
 
-class ServedModel(msgspec.Struct, frozen=True):
+class ListedModel(msgspec.Struct, frozen=True):
     id: str
     vocab_size: int | None = None
 
 
 class ServedModels(msgspec.Struct, frozen=True):
-    data: list[ServedModel]
+    data: list[ListedModel]
 
 
-DECODER = msgspec.json.Decoder(Answer)
+DECODER = msgspec.json.Decoder(WireAnswer)
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ def new_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=1 << 20, headers=headers)
 
 
-async def served_models(session: aiohttp.ClientSession, url: str) -> list[ServedModel]:
+async def served_models(session: aiohttp.ClientSession, url: str) -> list[ListedModel]:
     """What /v1/models lists, one at least. Raises BenchError when no such server answers."""
     try:
         async with session.get(f"{url}/v1/models") as response:

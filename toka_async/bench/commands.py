@@ -34,7 +34,7 @@ def run_benchmark(options: argparse.Namespace) -> int:
 
             return step.main(options)
         case "policy":
-            from toka_async.bench import policy
+            from toka_async.bench.policy import policy
 
             return policy.main(options)
         case _:

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from toka_async.bench.load import Load, LoadResult, run_apart
+from toka_async.bench.load import LoadResult, LoadShape, run_apart
+from toka_async.bench.loads.served import BenchError, Served, serve
 from toka_async.bench.report import line
-from toka_async.bench.served import BenchError, Served, serve
+from toka_async.checkpoint.hub import resolve_model
+from toka_async.checkpoint.spec import read_spec
 from toka_async.config import load_config
-from toka_async.model.hub import resolve_model
-from toka_async.model.spec import read_spec
 
 PAGE = 16  # tokens of a cache page, unless configured otherwise
 SLACK = 1.1  # more cache than the sequences need, so that rows are the limit
@@ -32,7 +32,7 @@ class Percentiles(msgspec.Struct, frozen=True):
     max: float
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class ControlPlaneResult(msgspec.Struct, frozen=True, kw_only=True):
     """What is measured, then the parameters.
 
     scheduler_us_per_step: CPU time of the scheduler. forecast_us: of one forecast; null when there was none.
@@ -81,14 +81,14 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def measure(options: argparse.Namespace) -> Result:
+def measure(options: argparse.Namespace) -> ControlPlaneResult:
     """Raises BenchError, or ConfigError for a wrong override."""
     connections = options.connections or max(1, options.sequences // options.samples)
     overrides = server_overrides(options, connections)
     config = load_config(overrides=overrides)
     load_average = os.getloadavg()[0]
     with serve(overrides) as served:
-        load = Load(
+        load = LoadShape(
             url=served.url,
             model=config.model.served_name or config.model.path,
             connections=connections,
@@ -146,13 +146,13 @@ def settled(served: Served, num_tokens: int, exact: bool) -> dict[str, float]:
 
 def result_of(
     options: argparse.Namespace,
-    load: Load,
+    load: LoadShape,
     done: LoadResult,
     cpu: dict[str, float],
     metrics: dict[str, float],
     load_average: float,
-) -> Result:
-    return Result(
+) -> ControlPlaneResult:
+    return ControlPlaneResult(
         tokens_per_second=round(done.num_tokens / done.seconds, 1),
         scheduler_us_per_step=percentiles(metrics, "scheduler_microseconds"),
         forecast_us=percentiles(metrics, "forecast_microseconds"),

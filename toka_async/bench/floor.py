@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from toka_async.attention.kv_cache import bytes_per_token
 from toka_async.bench.step_load import Case
-from toka_async.model.spec import ModelSpec
+from toka_async.checkpoint.spec import ModelSpec
 
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 LARGE = {"cuda": 8192, "cpu": 256}  # tokens

@@ -16,13 +16,13 @@ import aiohttp
 import msgspec
 import uvloop
 
-from toka_async.bench.served import BenchError
+from toka_async.bench.loads.served import BenchError
 from toka_async.listening import raise_limits
 
 DONE = b"[DONE]"
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class LoadShape(msgspec.Struct, frozen=True, kw_only=True):
     """`connections` clients, each sending `waves` requests, one after the other."""
 
     url: str
@@ -51,23 +51,23 @@ class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-class Choice(msgspec.Struct, frozen=True):
+class LoadChoice(msgspec.Struct, frozen=True):
     index: int
     text: str
     finish_reason: str | None
 
 
-class Usage(msgspec.Struct, frozen=True):
+class LoadUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
 
 
-class Answer(msgspec.Struct, frozen=True):
-    choices: list[Choice]
-    usage: Usage | None = None
+class LoadReply(msgspec.Struct, frozen=True):
+    choices: list[LoadChoice]
+    usage: LoadUsage | None = None
 
 
-DECODER = msgspec.json.Decoder(Answer)
+DECODER = msgspec.json.Decoder(LoadReply)
 
 
 @dataclass(slots=True)
@@ -77,11 +77,11 @@ class Tally:
     num_bytes: int = 0
     finished: dict[int, str] = field(default_factory=dict)  # finish reason by sample
     num_chars: dict[int, int] = field(default_factory=dict)  # by sample
-    usage: Usage | None = None
+    usage: LoadUsage | None = None
     done: bool = False
     body: bytes = b""
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: LoadReply) -> None:
         for choice in answer.choices:
             self.num_chars[choice.index] = self.num_chars.get(choice.index, 0) + len(choice.text)
             if choice.finish_reason is not None:
@@ -90,7 +90,7 @@ class Tally:
                 self.finished[choice.index] = choice.finish_reason
         self.usage = answer.usage or self.usage
 
-    def check(self, load: Load) -> None:
+    def check(self, load: LoadShape) -> None:
         """Raises BenchError unless every sample is there, with text, and all tokens are accounted for."""
         if not self.done:
             raise BenchError("an answer broke off")
@@ -113,7 +113,7 @@ class Tally:
         return sum(reason == "length" for reason in self.finished.values())
 
 
-async def send(session: aiohttp.ClientSession, load: Load, body: bytes) -> Tally:
+async def send(session: aiohttp.ClientSession, load: LoadShape, body: bytes) -> Tally:
     """One request and its answer. Raises BenchError for one that is refused."""
     tally = Tally()
     headers = {"Content-Type": "application/json"}
@@ -140,7 +140,7 @@ async def read_events(response: aiohttp.ClientResponse, tally: Tally) -> None:
                 tally.add(DECODER.decode(event[6:]))
 
 
-def request_body(load: Load, number: int) -> bytes:
+def request_body(load: LoadShape, number: int) -> bytes:
     """A prompt of its own for each request: ids drawn by a linear congruential generator (Knuth's MMIX), never 0."""
     state, ids = number + 1, []
     for _ in range(load.prompt_tokens):
@@ -161,7 +161,7 @@ def request_body(load: Load, number: int) -> bytes:
     return msgspec.json.encode(body | ({"stream_options": {"include_usage": True}} if load.stream else {}))
 
 
-async def run(load: Load) -> LoadResult:
+async def run(load: LoadShape) -> LoadResult:
     """The whole load. Raises BenchError when an answer is wrong."""
     bodies = [
         [request_body(load, wave * load.connections + connection) for wave in range(load.waves)]
@@ -179,7 +179,7 @@ async def run(load: Load) -> LoadResult:
     return summed(load, tallies, seconds, cpu)
 
 
-def summed(load: Load, tallies: list[Tally], seconds: float, cpu: float) -> LoadResult:
+def summed(load: LoadShape, tallies: list[Tally], seconds: float, cpu: float) -> LoadResult:
     """All answers together, once they are decoded and checked."""
     num_tokens = 0
     for tally in tallies:
@@ -200,7 +200,7 @@ def summed(load: Load, tallies: list[Tally], seconds: float, cpu: float) -> Load
     )
 
 
-def run_apart(load: Load) -> LoadResult:
+def run_apart(load: LoadShape) -> LoadResult:
     """The load, sent by another process. Raises BenchError when it fails or an answer is wrong."""
     command = [sys.executable, "-m", "toka_async.bench.load"]
     done = subprocess.run(command, input=msgspec.json.encode(load), stdout=subprocess.PIPE, check=False)
@@ -213,7 +213,7 @@ def run_apart(load: Load) -> LoadResult:
 
 
 def main() -> None:
-    load = msgspec.json.decode(sys.stdin.buffer.read(), type=Load)
+    load = msgspec.json.decode(sys.stdin.buffer.read(), type=LoadShape)
     raise_limits()
     try:
         result = uvloop.run(run(load))

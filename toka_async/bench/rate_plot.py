@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from toka_async.bench.policy_plot import check_available
+from toka_async.bench.loads.served import BenchError
+from toka_async.bench.policy.policy_plot import check_available
 from toka_async.bench.rates import Rates
-from toka_async.bench.served import BenchError
 
 __all__ = ["check_available", "plot"]
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import aiohttp
 
-from toka_async.bench.served import BenchError
+from toka_async.bench.loads.served import BenchError
 
 TOKENS = ":generation_tokens_total"  # the end of the counter's name: vLLM's, SGLang's and ours
 OURS = "toka:"

@@ -16,13 +16,13 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from toka_async.bench.client import Reply, Sent, ServedModel, new_session, send_all, served_models
-from toka_async.bench.loads import Body, bodies, num_sequences, probe_bodies, warm_bodies
+from toka_async.bench.client import ListedModel, Reply, Sent, new_session, send_all, served_models
+from toka_async.bench.loads.served import BenchError
+from toka_async.bench.loads.workloads import Body, bodies, num_sequences, probe_bodies, warm_bodies
 from toka_async.bench.progress import LoadBar
 from toka_async.bench.rate_plot import check_available, plot
 from toka_async.bench.rates import Rates, counters, generated, ours, settled, watched
 from toka_async.bench.report import figure, line, table
-from toka_async.bench.served import BenchError
 from toka_async.listening import raise_limits
 
 PERCENTILES = (50, 90, 99, 100)
@@ -30,7 +30,7 @@ LEAST_SAMPLES, MOST_SAMPLES = 16, 1024  # of each prompt, where it is not said h
 FITTING_SECONDS = 30.0
 
 
-class Percentiles(msgspec.Struct, frozen=True):
+class LoadPercentiles(msgspec.Struct, frozen=True):
     """Of seconds, or of tokens per second."""
 
     p50: float
@@ -39,7 +39,7 @@ class Percentiles(msgspec.Struct, frozen=True):
     max: float
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class ServeLoadResult(msgspec.Struct, frozen=True, kw_only=True):
     """The median run, then what was asked.
 
     latency, first_token: seconds, of requests and until the first text of streamed ones. stream_tokens_per_second: of
@@ -57,9 +57,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     ended: int = 0
     interrupted: bool = False
     first_error: str = ""
-    latency: Percentiles | None = None
-    first_token: Percentiles | None = None
-    stream_tokens_per_second: Percentiles | None = None
+    latency: LoadPercentiles | None = None
+    first_token: LoadPercentiles | None = None
+    stream_tokens_per_second: LoadPercentiles | None = None
     wasted_share: float | None = None
     server: dict[str, float] = {}
     runs: list[float] = []
@@ -93,7 +93,7 @@ def main(options: argparse.Namespace) -> int:
     return 130 if result.interrupted else 1 if result.errors else 0
 
 
-async def measure(options: argparse.Namespace) -> tuple[list[Result], list[Rates]]:
+async def measure(options: argparse.Namespace) -> tuple[list[ServeLoadResult], list[Rates]]:
     """Every run, and its tokens over time when they are to be plotted. Ctrl-C ends the last run early."""
     url = options.url.rstrip("/").removesuffix("/v1")
     async with new_session() as session:
@@ -124,7 +124,7 @@ async def measure(options: argparse.Namespace) -> tuple[list[Result], list[Rates
 
 
 async def fitting_samples(
-    options: argparse.Namespace, session: aiohttp.ClientSession, url: str, served: ServedModel
+    options: argparse.Namespace, session: aiohttp.ClientSession, url: str, served: ListedModel
 ) -> int:
     """How many samples of each prompt take about FITTING_SECONDS: a power of two, by the rate of a small load.
 
@@ -192,11 +192,11 @@ def limit(options: argparse.Namespace) -> int:
     return concurrency or (1 if options.load == "single" else 65536)
 
 
-def chosen_model(served: Sequence[ServedModel], name: str | None) -> ServedModel:
+def chosen_model(served: Sequence[ListedModel], name: str | None) -> ListedModel:
     """The one of that name, else the first."""
     if name is None:
         return served[0]
-    return next((model for model in served if model.id == name), ServedModel(name))
+    return next((model for model in served if model.id == name), ListedModel(name))
 
 
 def growth(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
@@ -210,7 +210,7 @@ def result_of(
     asked: Sequence[Body],
     before: dict[str, float],
     after: dict[str, float],
-) -> Result:
+) -> ServeLoadResult:
     """before, after: the server's counters. Of a load that was interrupted, its tokens are those that they count."""
     good = [reply for reply in sent.replies if not reply.error]
     output_tokens = sum(reply.output_tokens for reply in good)
@@ -219,7 +219,7 @@ def result_of(
         output_tokens = round(ended - begun)
     grown = growth(ours(before), ours(after))
     wasted, num_generated = grown.get("wasted_tokens_total"), grown.get("generation_tokens_total", 0.0)
-    return Result(
+    return ServeLoadResult(
         tokens_per_second=round(output_tokens / sent.seconds, 1),
         seconds=round(sent.seconds, 3),
         output_tokens=output_tokens,
@@ -242,7 +242,7 @@ def result_of(
     )
 
 
-def lines_of(result: Result) -> list[str]:
+def lines_of(result: ServeLoadResult) -> list[str]:
     """For people; `--json` has everything."""
     lines = [
         line("model", f"{result.model} at {result.url}"),
@@ -285,9 +285,9 @@ def plain(value: object) -> object:
     return str(value) if isinstance(value, Path) else value
 
 
-def percentiles(values: Sequence[float]) -> Percentiles | None:
+def percentiles(values: Sequence[float]) -> LoadPercentiles | None:
     """The nearest values, none for no values."""
     if not values:
         return None
     ordered = sorted(values)
-    return Percentiles(*(round(ordered[min(len(ordered) * p // 100, len(ordered) - 1)], 4) for p in PERCENTILES))
+    return LoadPercentiles(*(round(ordered[min(len(ordered) * p // 100, len(ordered) - 1)], 4) for p in PERCENTILES))

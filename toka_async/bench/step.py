@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from toka_async.bench.policy_plot import check_available
-from toka_async.bench.served import BenchError
+from toka_async.bench.loads.served import BenchError
+from toka_async.bench.policy.policy_plot import check_available
 from toka_async.bench.step_load import Case, DecodeSteps, DoesNotFitError, PromptSteps
-from toka_async.bench.step_result import Result, StepTime
+from toka_async.bench.step_result import StepResult, StepTime
+from toka_async.checkpoint.hub import resolve_model
+from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.config import Config, load_config
-from toka_async.messages import Ready, Sampling, Step, StepDone
-from toka_async.model.hub import resolve_model
-from toka_async.model.spec import ModelError, read_spec
+from toka_async.messages import Ready, SamplingParams, Step, StepDone
 
 if TYPE_CHECKING:
     from toka_async.bench.floor import Floor
-    from toka_async.runner.results import Launched
+    from toka_async.runner.results import LaunchedStep
     from toka_async.runner.runner import Runner
 
 AHEAD = 2  # steps queued behind the one that is waited for
@@ -54,7 +54,7 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def measure(options: argparse.Namespace, config: Config) -> Result:
+def measure(options: argparse.Namespace, config: Config) -> StepResult:
     """Raises ModelError when the rank cannot be built, BenchError when it is not one that computes."""
     if config.model.device == "simulated":
         raise BenchError("model.device=simulated: computes nothing; use cpu or cuda")
@@ -67,8 +67,8 @@ def measure(options: argparse.Namespace, config: Config) -> Result:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     from toka_async.bench.floor import Floor
-    from toka_async.runner.build import build_runner
-    from toka_async.runner.device import resolve_dtype
+    from toka_async.startup.build import build_runner
+    from toka_async.startup.device import resolve_dtype
 
     runner = build_runner(
         model_dir, spec, config.model, config.cache, config.schedule, config.attention, config.compile
@@ -81,7 +81,7 @@ def measure(options: argparse.Namespace, config: Config) -> Result:
             times.append(time_case(case, options, config, runner, floor))
         except DoesNotFitError as error:
             skipped.append(f"{described(case)}: {error}")
-    return Result(
+    return StepResult(
         model=config.model.path,
         device=device_name(runner),
         dtype=str(dtype).removeprefix("torch."),
@@ -105,7 +105,7 @@ def cases(options: argparse.Namespace, ready: Ready) -> Iterator[Case]:
 
 def time_case(case: Case, options: argparse.Namespace, config: Config, runner: Runner, floor: Floor) -> StepTime:
     """Raises DoesNotFitError."""
-    sampling = Sampling(
+    sampling = SamplingParams(
         temperature=options.temperature, top_p=options.top_p, num_logprobs=0 if options.logprobs else -1
     )
     grouped = wants_groups(case, config, runner.ready)
@@ -138,7 +138,7 @@ def time_case(case: Case, options: argparse.Namespace, config: Config, runner: R
 
 def timed(runner: Runner, steps: Iterable[Step]) -> tuple[float, float]:
     """Medians in milliseconds: between results, and as the rank measures. The first and last steps do not count."""
-    launched, results, times = deque["Launched"](), list[StepDone](), list[float]()
+    launched, results, times = deque["LaunchedStep"](), list[StepDone](), list[float]()
 
     def collect() -> None:
         results.append(launched.popleft().collect())
@@ -177,7 +177,7 @@ def device_name(runner: Runner) -> str:
     return torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else "cpu"
 
 
-def table(result: Result) -> Iterator[str]:
+def table(result: StepResult) -> Iterator[str]:
     """Lines for people."""
     yield (
         f"{result.model} on {result.device}, {result.dtype}, cache of {result.cache_tokens} tokens; "

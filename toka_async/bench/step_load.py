@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from toka_async.arrays import Int32, column, i32_column
-from toka_async.messages import Prompt, Ready, Sampling, Step
+from toka_async.messages import Prompt, Ready, SamplingParams, Step
 
 COPIED = 1024  # pages in one step, so that what is read before it is written stays small
 
@@ -53,7 +53,7 @@ class DecodeSteps:
         DoesNotFitError
     """
 
-    def __init__(self, case: Case, ready: Ready, sampling: Sampling, num_steps: int, grouped: bool) -> None:
+    def __init__(self, case: Case, ready: Ready, sampling: SamplingParams, num_steps: int, grouped: bool) -> None:
         self._case, self._ready, self._sampling = case, ready, sampling
         self._sizes = np.full(max(case.groups, 1), case.rows // max(case.groups, 1), np.int32)
         self._sizes[: case.rows % self._sizes.size] += 1  # rows of each group
@@ -176,7 +176,7 @@ class PromptSteps:
         DoesNotFitError
     """
 
-    def __init__(self, case: Case, ready: Ready, sampling: Sampling) -> None:
+    def __init__(self, case: Case, ready: Ready, sampling: SamplingParams) -> None:
         self._case, self._ready, self._sampling = case, ready, sampling
         self._key = 0
         room = min(ready.max_tokens, ready.max_context - 1, ready.num_pages * ready.page_size - 1)
@@ -212,7 +212,7 @@ class PromptSteps:
         return Step(step_id=0, freed=i32_column([0]), dropped_prompts=i32_column([self._key]))
 
 
-def random_prompt(key: int, length: int, pages: Int32, ready: Ready, sampling: Sampling) -> Prompt:
+def random_prompt(key: int, length: int, pages: Int32, ready: Ready, sampling: SamplingParams) -> Prompt:
     """Token ids drawn with the key as seed."""
     ids = np.random.default_rng(key).integers(0, ready.vocab_size, length, dtype=np.int32)
     return Prompt(key=key, token_ids=column(ids), num_prompt=length, pages=column(pages), sampling=sampling)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from toka_async.bench.served import BenchError
-from toka_async.bench.step_result import Result
+from toka_async.bench.loads.served import BenchError
+from toka_async.bench.step_result import StepResult
 
 
-def plot(result: Result, path: Path) -> None:
+def plot(result: StepResult, path: Path) -> None:
     """Milliseconds a step by tokens in it, and the floor dashed, a line for each context and prefix.
 
     Raises:

@@ -26,7 +26,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     share: float
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """bandwidth_gb_s: of a large copy, read and written. matrix_tflops: of the largest matrices. skipped: and why."""
 
     model: str

@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import TextIO
 
+from toka_async.cli.ping import PingQuestion, PingSamples, Server
 from toka_async.cli.vote import count_answers
-from toka_async.ping import Question, Samples, Server
 
 NUM_SHOWN = 3  # samples that are printed
 NUM_OTHERS = 3  # answers that are counted beside the most frequent one
@@ -18,7 +18,7 @@ SHORT = 30  # characters of an answer in a list
 CLEAR_LINE = "\r\x1b[K"
 
 
-def ask(server: Server, question: Question, out: TextIO | None = None) -> None:
+def ask(server: Server, question: PingQuestion, out: TextIO | None = None) -> None:
     """Ask and print. Raises PingError."""
     out = out or sys.stdout
     if question.n == 1:
@@ -39,7 +39,7 @@ def ask(server: Server, question: Question, out: TextIO | None = None) -> None:
     out.write("\n".join(sample_lines(samples, shutil.get_terminal_size().columns)) + "\n")
 
 
-def sample_lines(samples: Samples, width: int) -> Iterator[str]:
+def sample_lines(samples: PingSamples, width: int) -> Iterator[str]:
     """The first samples, what all of them vote for, and their speed."""
     for number, text in enumerate(samples.texts[:NUM_SHOWN], 1):
         yield f"sample {number}"

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-from toka_async.ping import Message, PingError, Question, Server
+from toka_async.cli.ping import Message, PingError, PingQuestion, Server
 
 PROMPT = "> "
 HELP = "/clear begins anew, /exit or Ctrl-D ends; Ctrl-C stops an answer"
 
 
-def chat(server: Server, settings: Question, system: str = "") -> int:
+def chat(server: Server, settings: PingQuestion, system: str = "") -> int:
     """Talk until the user ends it; the exit code: 1 when the first question already found no server.
 
     settings: what all questions have in common; their messages are the conversation.
@@ -78,7 +78,7 @@ def _lines(is_terminal: bool) -> Iterator[str]:
         yield line
 
 
-def _answer(server: Server, question: Question) -> str:
+def _answer(server: Server, question: PingQuestion) -> str:
     """Prints the answer as it comes; what has come of it when Ctrl-C stops it."""
     pieces: list[str] = []
     with contextlib.closing(server.stream(question)) as stream:

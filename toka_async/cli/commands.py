@@ -63,8 +63,8 @@ def _configuration(options: argparse.Namespace) -> Config:
 
 
 def _serve(config: Config) -> int:
+    from toka_async.checkpoint.spec import ModelError
     from toka_async.launch import serve
-    from toka_async.model.spec import ModelError
 
     try:
         return serve(config)
@@ -73,19 +73,19 @@ def _serve(config: Config) -> int:
 
 
 def _batch(options: argparse.Namespace) -> int:
-    from toka_async.batch_run import BatchError, run
-    from toka_async.model.spec import ModelError
+    from toka_async.checkpoint.spec import ModelError
+    from toka_async.cli.batch_run import BatchFileError, run
 
     try:
         config = _configuration(options)
         return run(config, options.input, options.output, options.errors, retry=options.retry_failed)
-    except (ModelError, BatchError) as error:
+    except (ModelError, BatchFileError) as error:
         return _wrong(error)
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from toka_async.model.spec import ModelError
-    from toka_async.plan import GIB, device_memory, make_plan, plan_lines
+    from toka_async.capacity import GIB, device_memory, make_plan, plan_lines
+    from toka_async.checkpoint.spec import ModelError
 
     config = _configuration(options)
     memory = device_memory() if options.gpu_memory is None else int(options.gpu_memory * GIB)
@@ -100,7 +100,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _ping(options: argparse.Namespace) -> int:
     from toka_async.cli.ask import ask
-    from toka_async.ping import PingError, Question, Server
+    from toka_async.cli.ping import PingError, PingQuestion, Server
 
     server = Server(_url(options), os.environ.get("TOKA_API_KEY", ""))
     try:
@@ -110,7 +110,7 @@ def _ping(options: argparse.Namespace) -> int:
     messages = [{"role": "system", "content": options.system}] if options.system else []
     if options.chat or options.system:
         messages.append({"role": "user", "content": prompt})
-    question = Question(
+    question = PingQuestion(
         prompt=prompt,
         messages=messages,
         n=options.n,
@@ -129,9 +129,9 @@ def _ping(options: argparse.Namespace) -> int:
 
 def _chat(options: argparse.Namespace) -> int:
     from toka_async.cli.chat import chat
-    from toka_async.ping import Question, Server
+    from toka_async.cli.ping import PingQuestion, Server
 
-    settings = Question(
+    settings = PingQuestion(
         max_tokens=options.max_tokens, temperature=options.temperature, top_p=options.top_p, model=options.model
     )
     try:
@@ -164,8 +164,8 @@ def _config(options: argparse.Namespace) -> int:
         return 0
     resolved = config
     if not options.unresolved:
+        from toka_async.checkpoint.spec import ModelError
         from toka_async.cli.resolve import resolve
-        from toka_async.model.spec import ModelError
 
         try:
             resolved = resolve(config)

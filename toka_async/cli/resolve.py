@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from toka_async.checkpoint.division import check_division, num_weights
+from toka_async.checkpoint.hub import resolve_model
+from toka_async.checkpoint.limits import DeviceKind, RankLimits, resolve_limits
+from toka_async.checkpoint.spec import ModelSpec, read_spec
 from toka_async.config import Config, Section
 from toka_async.listening import max_connections, max_direct_connections, raise_limits
-from toka_async.model.division import check_division, num_weights
-from toka_async.model.hub import resolve_model
-from toka_async.model.spec import ModelSpec, read_spec
-from toka_async.runner.limits import DeviceKind, Limits, resolve_limits
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -42,7 +42,7 @@ def resolve(config: Config) -> Config:
 
 
 def _of_simulated(config: Config, spec: ModelSpec) -> Config:
-    from toka_async.runner.simulated import simulated_ready
+    from toka_async.startup.simulated import simulated_ready
 
     ready = simulated_ready(spec, config.model, config.cache, config.schedule)
     limits = resolve_limits(config.model, config.schedule, spec, "simulated")
@@ -50,12 +50,12 @@ def _of_simulated(config: Config, spec: ModelSpec) -> Config:
 
 
 def _of_device(config: Config, spec: ModelSpec) -> Config:
-    from toka_async.plan import device_memory, make_plan
-    from toka_async.runner.cache_size import page_bytes_of
-    from toka_async.runner.device import resolve_device, resolve_dtype, resolve_num_threads
-    from toka_async.runner.limits import resolve_num_pages
-    from toka_async.runner.memory import cpu_cache_bytes
-    from toka_async.runner.tuning_cache import folder_of
+    from toka_async.capacity import device_memory, make_plan
+    from toka_async.checkpoint.limits import resolve_num_pages
+    from toka_async.startup.cache_size import page_bytes_of
+    from toka_async.startup.device import resolve_device, resolve_dtype, resolve_num_threads
+    from toka_async.startup.memory import cpu_cache_bytes
+    from toka_async.tuning.store import folder_of
 
     device = resolve_device(config.model)
     kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
@@ -83,7 +83,7 @@ def _of_device(config: Config, spec: ModelSpec) -> Config:
     return _limited(replace(config, attention=attention), limits, num_tokens)
 
 
-def _limited(config: Config, limits: Limits, num_tokens: int | str) -> Config:
+def _limited(config: Config, limits: RankLimits, num_tokens: int | str) -> Config:
     return replace(
         config,
         model=_filled(config.model, max_context=limits.max_context),

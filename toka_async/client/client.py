@@ -19,11 +19,11 @@ from toka_async.arrays import Int32
 from toka_async.client.errors import ConnectionLostError, RequestError
 from toka_async.client.exchange import Exchange
 from toka_async.client.fields import Fields
-from toka_async.client.pending import Events, ManyResults, OneResult, Pending, Waiter, Wishes
+from toka_async.client.pending import ManyResults, OneResult, Pending, RequestEvents, RequestOptions, Waiter
 from toka_async.client.results import Event, Result
 from toka_async.protocol import ProtocolError
 from toka_async.transport.curve import read_pair, read_public
-from toka_async.transport.multipart import Dealer, Frame, Loss
+from toka_async.transport.zmq_frames import Dealer, Frame, Loss
 
 Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]]
 MOST_WISHES = 256  # that are remembered
@@ -69,7 +69,7 @@ class Client:
         self._max_message = max_message_mb << 20
         self._next_id = 0
         self._random = Random()
-        self._wishes: dict[bytes, Wishes] = {}
+        self._wishes: dict[bytes, RequestOptions] = {}
         self._flushing = False
         self._timers: set[asyncio.TimerHandle] = set()
         self._pings: asyncio.TimerHandle | None = None
@@ -231,7 +231,7 @@ class Client:
             RequestError: as `generate`.
             ConnectionLostError: the client was closed, or the server has forgotten what it had begun.
         """
-        waiter = Events()
+        waiter = RequestEvents()
         pending = self._add(prompt, seed, self._wish(fields, stream=True), waiter)
         num_open = max(1, pending.wishes.n)  # of a wrong n comes an error
         try:
@@ -242,7 +242,7 @@ class Client:
         finally:
             self._abandon([pending])
 
-    def _wish(self, fields: Mapping[str, Any], *, stream: bool) -> Wishes:
+    def _wish(self, fields: Mapping[str, Any], *, stream: bool) -> RequestOptions:
         if "stream" in fields:
             raise RequestError("'stream' is no field of a request: call `stream`", field="stream")
         encoded = encode({**fields, "stream": True} if stream else fields)
@@ -251,10 +251,10 @@ class Client:
             check_depth(fields)
             if len(self._wishes) >= MOST_WISHES:
                 self._wishes.clear()
-            wishes = self._wishes[encoded] = Wishes(fields, encoded, stream)
+            wishes = self._wishes[encoded] = RequestOptions(fields, encoded, stream)
         return wishes
 
-    def _add(self, prompt: Prompt, seed: int | None, wishes: Wishes, waiter: Waiter, place: int = 0) -> Pending:
+    def _add(self, prompt: Prompt, seed: int | None, wishes: RequestOptions, waiter: Waiter, place: int = 0) -> Pending:
         if not self._is_open:
             raise ConnectionLostError("the client is closed: requests go inside of `with`")
         if self._exchange.refused is not None:

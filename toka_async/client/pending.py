@@ -21,7 +21,7 @@ K = TypeVar("K")
 STOP = 1  # messages.Reason: an end token
 
 
-class Wishes:
+class RequestOptions:
     """What some requests have in common. encoded: their fields as the server gets them."""
 
     def __init__(self, fields: Mapping[str, Any], encoded: bytes, stream: bool) -> None:
@@ -81,7 +81,7 @@ class Pending:
     )
 
     def __init__(
-        self, key: int, prompt: Int32 | bytes, seed: int, wishes: Wishes, waiter: Waiter, place: int = 0
+        self, key: int, prompt: Int32 | bytes, seed: int, wishes: RequestOptions, waiter: Waiter, place: int = 0
     ) -> None:
         self.id = key
         self.prompt = prompt
@@ -171,7 +171,7 @@ class ManyResults:
             self.future.set_result([self._results[place] for place in range(self._count)])
 
 
-class Events:
+class RequestEvents:
     """Waits for what a streamed request says."""
 
     def __init__(self) -> None:

@@ -1,10 +1,10 @@
 """The decoder of all families: token ids and positions in, hidden states and logits out.
 
 Shapes: t tokens of all rows of a step, one after the other. Which tokens see which is the attention backend's
-business, how their activations lie on tensor ranks (u, v) a `Spread`'s. Each half of a layer adds its input to the
-residual as it norms it, and returns what the next one adds. A decoder may be one stage of a pipeline: some of the
-layers, with the residual coming in or going out in place of ids and norm. Knows no rows, no pages, no checkpoint;
-families differ only by their `ModelSpec`.
+business, how their activations lie on tensor ranks (u, v) that of an `ActivationLayout`. Each half of a layer adds its
+input to the residual as it norms it, and returns what the next one adds. A decoder may be one stage of a pipeline: some
+of the layers, with the residual coming in or going out in place of ids and norm. Knows no rows, no pages, no
+checkpoint; families differ only by their `ModelSpec`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from toka_async.attention.base import AttentionBackend
+from toka_async.attention.rope import Rope
+from toka_async.checkpoint.division import StagePart, whole
+from toka_async.checkpoint.spec import ModelSpec
+from toka_async.model.activation_layout import ActivationLayout, LayoutPolicy, Replicated
 from toka_async.model.comm import Comm, kv_share_of, share_of
-from toka_async.model.division import StagePart, whole
-from toka_async.model.layers import ColumnLinear, HeadNorm, RMSNorm, RowLinear, Vocabulary
+from toka_async.model.layers import ColumnLinear, HeadNorm, RMSNorm, RowLinear, VocabularyMatrix
 from toka_async.model.ops import Ops
-from toka_async.model.rope import Rope
-from toka_async.model.spec import ModelSpec
-from toka_async.model.spread import Spread, Spreads, Whole
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -35,23 +35,23 @@ class Decoder(nn.Module):
         spec: ModelSpec,
         comm: Comm,
         ops: Ops,
-        spreads: Spreads | None = None,
+        spreads: LayoutPolicy | None = None,
         part: StagePart | None = None,
     ) -> None:
         """spec: of the whole model. spreads: how steps lie on the ranks of `comm`; None: whole on each of them."""
         super().__init__()
-        self.spreads = spreads or Spreads(Whole(comm))
+        self.spreads = spreads or LayoutPolicy(Replicated(comm))
         self.part = part = part or whole(spec)
         self.tied = spec.tie_embeddings
         self.num_heads = share_of(spec.num_heads, comm).size  # the rank's query heads
-        self.embedding = Vocabulary(spec.vocab_size, spec.hidden_size, comm, ops) if part.is_first else None
+        self.embedding = VocabularyMatrix(spec.vocab_size, spec.hidden_size, comm, ops) if part.is_first else None
         self.rope = Rope(spec.rope, spec.head_dim)
         self.layers = nn.ModuleList(Layer(spec, index, comm, ops) for index in range(part.size))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops) if part.is_last else None
-        self.head: Vocabulary | None = None
+        self.head: VocabularyMatrix | None = None
         if part.is_last:
             tied = self.embedding if self.tied else None
-            self.head = tied or Vocabulary(spec.vocab_size, spec.hidden_size, comm, ops)
+            self.head = tied or VocabularyMatrix(spec.vocab_size, spec.hidden_size, comm, ops)
 
     def forward(
         self, inputs: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
@@ -107,7 +107,7 @@ class Layer(nn.Module):
         residual: Tensor | None,
         rotation: Rotation,
         backend: AttentionBackend,
-        spread: Spread,
+        spread: ActivationLayout,
         wanted: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """What is yet to be added to the residual, and the residual; [u, hidden] each, or [w, hidden] of wanted tokens.
@@ -140,7 +140,9 @@ class Attention(nn.Module):
             self.head_norm = HeadNorm(heads.size, kv_heads.size, self.dim, spec.norm_eps)
         self.output = RowLinear(wide.total, spec.hidden_size, spec.output_bias, comm, ops)
 
-    def forward(self, hidden: Tensor, rotation: Rotation, backend: AttentionBackend, spread: Spread) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rotation: Rotation, backend: AttentionBackend, spread: ActivationLayout
+    ) -> Tensor:
         """[u, hidden] to each token's mix of the values that it sees [t, heads * dim], for `output` to project."""
         num_tokens = len(rotation[0])
         heads = spread.trimmed(self.qkv(hidden, spread), num_tokens)
@@ -160,7 +162,7 @@ class MLP(nn.Module):
         self.gate_up = ColumnLinear(spec.hidden_size, (share, share), spec.mlp_bias, ops)
         self.down = RowLinear(inner, spec.hidden_size, spec.mlp_bias, comm, ops)
 
-    def forward(self, hidden: Tensor, residual: Tensor, spread: Spread) -> tuple[Tensor | None, Tensor]:
+    def forward(self, hidden: Tensor, residual: Tensor, spread: ActivationLayout) -> tuple[Tensor | None, Tensor]:
         """Of [u, hidden] each, what is yet to be added to the residual, and the residual."""
         inner = self.gate_up.gated(hidden, spread, self.activation)
         output: tuple[Tensor | None, Tensor] = self.down(inner, residual, spread)

@@ -1,6 +1,6 @@
 """The parts that a decoder is made of. Matrices are fused where they share an input, and split over tensor ranks.
 
-Every parallel layer says which rows or columns of which checkpoint matrix it holds (`Part`), so loading, random
+Every parallel layer says which rows or columns of which checkpoint matrix it holds (`WeightPart`), so loading, random
 weights and tensor parallelism share one description. Knows no file names and no model family.
 """
 
@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toka_async.attention.base import QueryKeyNorm
+from toka_async.model.activation_layout import ActivationLayout
 from toka_async.model.comm import Comm, Share, padded_share_of, share_of
 from toka_async.model.ops import Ops
-from toka_async.model.spread import Spread
 
 
 @dataclass(slots=True, frozen=True)
-class Part:
+class WeightPart:
     """Where one tensor of a checkpoint goes.
 
     target: the rank's values, a view of a parameter; a source with fewer dimensions is repeated over it.
@@ -45,23 +45,23 @@ class ColumnLinear(nn.Module):
         self.weight = unset(rows, num_inputs)
         self.bias = unset(rows) if bias else None
 
-    def forward(self, x: Tensor, spread: Spread) -> Tensor:
+    def forward(self, x: Tensor, spread: ActivationLayout) -> Tensor:
         """[u, inputs] to [v, the rank's outputs], matrix after matrix; see `spread`."""
         return spread.column(x, self.weight, self.bias, self.ops.linear)
 
-    def gated(self, x: Tensor, spread: Spread, activation: str) -> Tensor:
+    def gated(self, x: Tensor, spread: ActivationLayout, activation: str) -> Tensor:
         """Of two matrices: the activation of the first one's outputs, times the second one's."""
         return spread.gated(x, self.weight, self.bias, activation, self.ops)
 
-    def parts(self) -> Iterator[dict[str, Part]]:
+    def parts(self) -> Iterator[dict[str, WeightPart]]:
         """For each fused matrix, its weight and bias by their names."""
         start = 0
         for share in self.shares:
             rows = slice(start, start + share.size)
             start += share.size
-            parts = {"weight": Part(self.weight.data[rows], (share.total, self.weight.shape[1]), 0, share)}
+            parts = {"weight": WeightPart(self.weight.data[rows], (share.total, self.weight.shape[1]), 0, share)}
             if self.bias is not None:
-                parts["bias"] = Part(self.bias.data[rows], (share.total,), 0, share)
+                parts["bias"] = WeightPart(self.bias.data[rows], (share.total,), 0, share)
             yield parts
 
 
@@ -76,7 +76,7 @@ class RowLinear(nn.Module):
         self.weight = unset(num_outputs, self.share.size)
         self.bias = unset(num_outputs) if bias else None
 
-    def forward(self, x: Tensor, residual: Tensor, spread: Spread) -> tuple[Tensor | None, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor, spread: ActivationLayout) -> tuple[Tensor | None, Tensor]:
         """Of x [v, the rank's inputs], what is yet to be added to the residual, and the residual: [u, outputs] each."""
         if self.comm.size == 1:
             return self.ops.add_linear(residual, x, self.weight, self.bias)
@@ -87,14 +87,14 @@ class RowLinear(nn.Module):
         """Whether its products can be added to the residual as they are written."""
         return self.comm.size == 1 and self.bias is None
 
-    def parts(self) -> dict[str, Part]:
-        parts = {"weight": Part(self.weight.data, (len(self.weight), self.share.total), 1, self.share)}
+    def parts(self) -> dict[str, WeightPart]:
+        parts = {"weight": WeightPart(self.weight.data, (len(self.weight), self.share.total), 1, self.share)}
         if self.bias is not None:
-            parts["bias"] = Part(self.bias.data, tuple(self.bias.shape))
+            parts["bias"] = WeightPart(self.bias.data, tuple(self.bias.shape))
         return parts
 
 
-class Vocabulary(nn.Module):
+class VocabularyMatrix(nn.Module):
     """A row for each token id: embeds ids, or scores hidden states, or both; each rank holds a part of the rows."""
 
     def __init__(self, num_ids: int, dim: int, comm: Comm, ops: Ops) -> None:
@@ -104,7 +104,7 @@ class Vocabulary(nn.Module):
         self.share, rows = padded_share_of(num_ids, comm)
         self.weight = unset(rows, dim)
 
-    def embed(self, token_ids: Tensor, spread: Spread) -> Tensor:
+    def embed(self, token_ids: Tensor, spread: ActivationLayout) -> Tensor:
         """int64 [t] to [u, dim]."""
         if self.comm.size == 1:
             return F.embedding(token_ids, self.weight)
@@ -125,8 +125,8 @@ class Vocabulary(nn.Module):
         # Ids that are none are the last ones.
         return parts.transpose(0, 1).reshape(len(hidden) // ranks, -1)[:, : self.share.total]
 
-    def part(self) -> Part:
-        return Part(self.weight.data[: self.share.size], (self.share.total, self.weight.shape[1]), 0, self.share)
+    def part(self) -> WeightPart:
+        return WeightPart(self.weight.data[: self.share.size], (self.share.total, self.weight.shape[1]), 0, self.share)
 
 
 class RMSNorm(nn.Module):
@@ -145,8 +145,8 @@ class RMSNorm(nn.Module):
         assert x is not None
         return self.ops.add_norm(x, residual, self.weight, self.eps)
 
-    def part(self) -> Part:
-        return Part(self.weight.data, tuple(self.weight.shape))
+    def part(self) -> WeightPart:
+        return WeightPart(self.weight.data, tuple(self.weight.shape))
 
 
 class HeadNorm(nn.Module):
@@ -162,10 +162,10 @@ class HeadNorm(nn.Module):
     def forward(self) -> QueryKeyNorm:
         return QueryKeyNorm(self.weight, self.eps)
 
-    def parts(self) -> tuple[Part, Part]:
+    def parts(self) -> tuple[WeightPart, WeightPart]:
         """The one weight of all query heads, and that of all key heads."""
         weight = self.weight.data
-        return Part(weight[: self.num_heads], self.shape), Part(weight[self.num_heads :], self.shape)
+        return WeightPart(weight[: self.num_heads], self.shape), WeightPart(weight[self.num_heads :], self.shape)
 
 
 def unset(*shape: int) -> nn.Parameter:

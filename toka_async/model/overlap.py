@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toka_async.model.activation_layout import Linear, SequenceSharded
 from toka_async.model.comm import Comm, DistributedComm
 from toka_async.model.operators import Operators
 from toka_async.model.ops import Ops
-from toka_async.model.spread import Linear, Shards
 
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -28,8 +28,8 @@ _SIGNATURE = "(Tensor x, Tensor weight) -> Tensor"
 
 
 @dataclass(slots=True, frozen=True)
-class OverlappedShards(Shards):
-    """`Shards` with fused products.
+class OverlappedShards(SequenceSharded):
+    """`SequenceSharded` with fused products.
 
     gather_product: [u, k] of each rank and [n, k] to [v, n]. product_scatter: [v, k] and [n, k] to the sum's [u, n].
     operators: keeps both alive.

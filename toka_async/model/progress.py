@@ -10,7 +10,7 @@ UNITS = (("GiB", 2**30), ("MiB", 2**20), ("bytes", 1))
 INTERVAL = 0.1  # seconds between redraws
 
 
-class Progress:
+class LoadProgress:
     """Redraws its line a few times a second; draws nothing on a stream that is no terminal."""
 
     def __init__(self, label: str, total: int, stream: TextIO) -> None:

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toka_async.messages import Sampling
-from toka_async.model.streams import Float64
+from toka_async.messages import SamplingParams
+from toka_async.model.rng import Float64
 
 # One row of sampling parameters; a table of them is gathered by slot in one operation.
 PARAMS = np.dtype(
@@ -63,7 +63,7 @@ _BLOCKS_ABOVE = 4096
 _LARGEST_SHARE = 1 - 2.0**-53
 
 
-def params_of(sampling: Sampling) -> Params:
+def params_of(sampling: SamplingParams) -> Params:
     """The parameters of one request as an array of PARAMS, shape [1]."""
     random = sampling.temperature > 0 and sampling.top_k != 1
     filtered = random and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)

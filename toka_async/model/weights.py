@@ -18,15 +18,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from toka_async.checkpoint.division import StagePart
+from toka_async.checkpoint.json_file import JsonFile, ModelError
+from toka_async.checkpoint.spec import ModelSpec
+from toka_async.model.activation_layout import LayoutPolicy
 from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.decoder import Decoder, Layer
-from toka_async.model.division import StagePart
-from toka_async.model.json_file import JsonFile, ModelError
-from toka_async.model.layers import Part
+from toka_async.model.layers import WeightPart
 from toka_async.model.ops import Ops, TorchOps
-from toka_async.model.progress import Progress
-from toka_async.model.spec import ModelSpec
-from toka_async.model.spread import Spreads
+from toka_async.model.progress import LoadProgress
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -37,7 +37,7 @@ def build_decoder(
     device: torch.device,
     comm: Comm | None = None,
     ops: Ops | None = None,
-    spreads: Spreads | None = None,
+    spreads: LayoutPolicy | None = None,
     part: StagePart | None = None,
 ) -> Decoder:
     """A decoder with unset parameters of `dtype`, made on `device` (`meta` included); `ops` default to plain torch.
@@ -86,7 +86,7 @@ def load_weights(decoder: Decoder, model_dir: Path, progress: bool = True) -> No
     parts = dict(checkpoint_parts(decoder))
     missing = set(parts)
     total = sum(part.target.nbytes for part in parts.values())
-    bar = Progress("loading weights", total, sys.stderr) if progress else None
+    bar = LoadProgress("loading weights", total, sys.stderr) if progress else None
     for path in weight_files(model_dir):
         missing -= _load_file(path, parts, decoder.part, bar)
     if bar is not None:
@@ -98,7 +98,7 @@ def load_weights(decoder: Decoder, model_dir: Path, progress: bool = True) -> No
         raise ModelError(f"{model_dir}: tensor {name} of shape {shape} is missing from the weights{more}")
 
 
-def checkpoint_parts(decoder: Decoder) -> Iterator[tuple[str, Part]]:
+def checkpoint_parts(decoder: Decoder) -> Iterator[tuple[str, WeightPart]]:
     """Every tensor that a checkpoint must have, by name, and where it goes; of a stage's decoder, those of its part."""
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     if decoder.embedding is not None:
@@ -113,7 +113,7 @@ def checkpoint_parts(decoder: Decoder) -> Iterator[tuple[str, Part]]:
         yield embedding if decoder.tied else head, decoder.head.part()
 
 
-def _layer_parts(layer: Layer) -> Iterator[tuple[str, Part]]:
+def _layer_parts(layer: Layer) -> Iterator[tuple[str, WeightPart]]:
     yield "input_layernorm.weight", layer.attention_norm.part()
     yield "post_attention_layernorm.weight", layer.mlp_norm.part()
     attention, mlp = layer.attention, layer.mlp
@@ -162,7 +162,7 @@ def _name_within(index: Path, name: object) -> str:
     return name
 
 
-def _load_file(path: Path, parts: dict[str, Part], stage: StagePart, bar: Progress | None) -> set[str]:
+def _load_file(path: Path, parts: dict[str, WeightPart], stage: StagePart, bar: LoadProgress | None) -> set[str]:
     """Copies the file's tensors into place; returns their names."""
     loaded: set[str] = set()
     try:
@@ -181,7 +181,7 @@ def _load_file(path: Path, parts: dict[str, Part], stage: StagePart, bar: Progre
     return loaded
 
 
-def _read(path: Path, name: str, part: Part, tensor: Any) -> Tensor:
+def _read(path: Path, name: str, part: WeightPart, tensor: Any) -> Tensor:
     """The rank's part of a tensor in a file."""
     shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
     if shape != part.shape:

@@ -7,14 +7,16 @@ prompt (its text, its token ids), and log-probs, count. Knows requests; knows no
 from __future__ import annotations
 
 from toka_async.openai.errors import bad_request
-from toka_async.openai.generation import Generation
+from toka_async.openai.generation import GenerationParams
 
 ENTRY_BYTES = 48  # of a token with its log-prob as JSON: in completions some 30, in chats some 80
 CHAR_BYTES = 4  # of a character that an echo repeats
 ID_BYTES = 8  # of a token id as JSON
 
 
-def check_answer_size(generation: Generation, num_prompt: int, max_new: int, num_echoed: int, max_mb: int) -> None:
+def check_answer_size(
+    generation: GenerationParams, num_prompt: int, max_new: int, num_echoed: int, max_mb: int
+) -> None:
     """Raises ApiError (400) for a request whose answer could have more than `max_mb` MiB.
 
     Args:
@@ -35,7 +37,7 @@ def check_answer_size(generation: Generation, num_prompt: int, max_new: int, num
     )
 
 
-def answer_bytes(generation: Generation, num_prompt: int, max_new: int, num_echoed: int) -> int:
+def answer_bytes(generation: GenerationParams, num_prompt: int, max_new: int, num_echoed: int) -> int:
     """An estimate from above. Streamed samples count for nothing: their log-probs go out as they come."""
     sampling, copies = generation.sampling, generation.num_prompt_copies
     num_entries, num_ids = 0, copies * num_prompt if generation.return_token_ids else 0

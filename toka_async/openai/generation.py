@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from toka_async.arrays import EMPTY, Int32, column, f32_column, i32_column
-from toka_async.messages import Sampling
+from toka_async.messages import SamplingParams
 from toka_async.openai.errors import bad_request
 from toka_async.openai.prompts import check_vocabulary
 from toka_async.openai.requests import (
@@ -42,7 +42,7 @@ NOT_DIRECT = (
 LEAST_TEMPERATURE = 1e-5  # below, a choice is greedy, as in vLLM: 1 / temperature has no meaning in float32
 
 
-class Limits(msgspec.Struct, frozen=True):
+class RequestLimits(msgspec.Struct, frozen=True):
     """What one request can have.
 
     max_context: tokens of prompt and completion together. cache_tokens: the same, as the KV cache allows.
@@ -74,7 +74,7 @@ class Truncation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
+class GenerationParams:
     """A checked request.
 
     max_tokens: None is whatever is left of the context. num_prompt_logprobs: the response's `prompt_logprobs`, -1 for
@@ -87,7 +87,7 @@ class Generation:
     n: int
     max_tokens: int | None
     seed: int
-    sampling: Sampling
+    sampling: SamplingParams
     stops: tuple[str, ...]
     include_stop: bool
     stop_token_ids: frozenset[int]
@@ -107,7 +107,7 @@ class Generation:
     num_prompt_copies: int = 1
 
 
-def completion_generation(request: CompletionRequest, limits: Limits, defaults: Defaults) -> Generation:
+def completion_generation(request: CompletionRequest, limits: RequestLimits, defaults: Defaults) -> GenerationParams:
     """Raises ApiError (400) that names the field."""
     if request.best_of is not None and request.best_of != request.n:
         raise bad_request(f"'best_of' must equal n ({request.n}), got {request.best_of}", param="best_of")
@@ -119,7 +119,7 @@ def completion_generation(request: CompletionRequest, limits: Limits, defaults: 
     return replace(made, num_prompt_copies=made.n) if in_each_choice else made
 
 
-def chat_generation(request: ChatRequest, limits: Limits, defaults: Defaults) -> Generation:
+def chat_generation(request: ChatRequest, limits: RequestLimits, defaults: Defaults) -> GenerationParams:
     """Raises ApiError (400) that names the field."""
     if request.top_logprobs and not (request.logprobs or request.logprobs_in_fingerprint):
         raise bad_request("'top_logprobs' needs logprobs: true", param="top_logprobs")
@@ -133,7 +133,7 @@ def chat_generation(request: ChatRequest, limits: Limits, defaults: Defaults) ->
     return replace(made, num_prompt_copies=made.n) if in_each_choice else made
 
 
-def direct_generation(request: DirectRequest, limits: Limits, defaults: Defaults) -> Generation:
+def direct_generation(request: DirectRequest, limits: RequestLimits, defaults: Defaults) -> GenerationParams:
     """Raises ApiError (400) that names the field. The seed is each prompt's own."""
     for name in NOT_DIRECT:
         if getattr(request, name) not in (None, False):
@@ -145,13 +145,13 @@ def direct_generation(request: DirectRequest, limits: Limits, defaults: Defaults
 
 def generation(
     fields: GenerationFields,
-    limits: Limits,
+    limits: RequestLimits,
     defaults: Defaults,
     max_tokens: int | None,
     num_logprobs: int,
     num_prompt_logprobs: int,
     echo: bool,
-) -> Generation:
+) -> GenerationParams:
     """The part that completions and chat share."""
     if fields.logprobs_in_fingerprint:
         num_logprobs = max(0, num_logprobs)
@@ -161,7 +161,7 @@ def generation(
     stop_token_ids = np.array(fields.stop_token_ids, dtype=np.int32)
     check_vocabulary(stop_token_ids, limits.vocab_size, "stop_token_ids")
     options = fields.stream_options or StreamOptions()
-    return Generation(
+    return GenerationParams(
         n=fields.n,
         max_tokens=max_tokens,
         seed=secrets.randbits(63) if fields.seed is None else fields.seed,
@@ -193,14 +193,14 @@ def truncation(fields: GenerationFields) -> Truncation | None:
     return Truncation(fields.truncate_prompt_tokens, fields.truncation_side == "left")
 
 
-def truncated(prompt: Int32, how: Truncation, limits: Limits, max_tokens: int | None) -> Int32:
+def truncated(prompt: Int32, how: Truncation, limits: RequestLimits, max_tokens: int | None) -> Int32:
     """A prompt [p] cut to what is wanted of it; what fits leaves room for `max_tokens`, or for one token."""
     room = min(limits.max_context, limits.cache_tokens) - (1 if max_tokens is None else max_tokens)
     num_kept = how.num_kept if how.num_kept > 0 else max(1, room)
     return prompt[-num_kept:] if how.keep_end else prompt[:num_kept]
 
 
-def check_counts(fields: GenerationFields, limits: Limits, max_tokens: int | None) -> None:
+def check_counts(fields: GenerationFields, limits: RequestLimits, max_tokens: int | None) -> None:
     if fields.n > limits.max_n:
         raise bad_request(f"'n' can be at most {limits.max_n}, got {fields.n}", param="n")
     most = limits.max_context if max_tokens is None else max_tokens
@@ -218,8 +218,8 @@ def check_counts(fields: GenerationFields, limits: Limits, max_tokens: int | Non
 
 
 def sampling(
-    fields: GenerationFields, limits: Limits, defaults: Defaults, num_logprobs: int, num_prompt_logprobs: int
-) -> Sampling:
+    fields: GenerationFields, limits: RequestLimits, defaults: Defaults, num_logprobs: int, num_prompt_logprobs: int
+) -> SamplingParams:
     """The engine's view of how tokens are chosen. top_k of -1 and 0 both mean off."""
     ends = set(fields.stop_token_ids) | (set() if fields.ignore_eos else set(defaults.end_ids))
     bias = parse_bias(fields.logit_bias, limits.vocab_size)
@@ -230,7 +230,7 @@ def sampling(
             "'allowed_token_ids' are all end tokens, which min_tokens forbids at first", param="allowed_token_ids"
         )
     temperature = chosen(fields.temperature, defaults.temperature)
-    return Sampling(
+    return SamplingParams(
         temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
         top_p=chosen(fields.top_p, defaults.top_p),
         top_k=max(chosen(fields.top_k, defaults.top_k), 0),
@@ -282,7 +282,7 @@ def parse_stops(stop: str | list[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stops))
 
 
-def check_text(limits: Limits, num_chars: int, longest: int, param: str) -> None:
+def check_text(limits: RequestLimits, num_chars: int, longest: int, param: str) -> None:
     """Refuses, before it is tokenized, a text that is too long even if all its tokens have `longest` characters.
 
     Raises:
@@ -309,7 +309,7 @@ def check_text_size(text: str, max_mb: int, param: str) -> None:
         )
 
 
-def token_budget(limits: Limits, num_prompt: int, max_tokens: int | None, param: str) -> int:
+def token_budget(limits: RequestLimits, num_prompt: int, max_tokens: int | None, param: str) -> int:
     """How many tokens may be generated after a prompt of `num_prompt` tokens. `param` names the prompt's field.
 
     Raises:

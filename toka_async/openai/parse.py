@@ -20,6 +20,7 @@ from toka_async.openai.json_items import count_items
 from toka_async.openai.long_ids import Cut, cut_ids
 from toka_async.openai.requests import CompletionRequest, DetokenizeRequest, WireRequest
 
+LARGE = 1 << 20  # bytes of a request that callers parse in a thread
 T = TypeVar("T", bound=WireRequest)
 
 MANY = 1 << 18  # bytes of a body that may have so many token ids that they are read in pieces

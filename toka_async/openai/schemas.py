@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from toka_async.openai.fields import Unsupported
-from toka_async.openai.generation import Limits
+from toka_async.openai.generation import RequestLimits
 from toka_async.openai.parse import objects_in
 from toka_async.openai.requests import ANY_MODEL, WireRequest
 
@@ -27,7 +27,7 @@ def reference(kind: type[msgspec.Struct]) -> Schema:
     return {"$ref": REF.format(name=kind.__name__)}
 
 
-def request_schemas(kinds: Iterable[type[WireRequest]], model: str, limits: Limits) -> dict[str, Schema]:
+def request_schemas(kinds: Iterable[type[WireRequest]], model: str, limits: RequestLimits) -> dict[str, Schema]:
     """By name; those of the Structs inside too. `model` is the one that is served."""
     kinds = list(kinds)
     schemas = components(kinds)
@@ -68,7 +68,7 @@ def components(kinds: Iterable[type[msgspec.Struct]]) -> dict[str, Schema]:
     return deepcopy(schemas)  # parts of them are constants
 
 
-def bounds_of(limits: Limits) -> dict[str, int]:
+def bounds_of(limits: RequestLimits) -> dict[str, int]:
     """The largest numbers in fields: what a Struct allows for every model, this one may not."""
     room, last_id = min(limits.max_context, limits.cache_tokens), limits.vocab_size - 1
     counts = {"n": limits.max_n, "best_of": limits.max_n, "min_tokens": limits.max_context}

@@ -18,14 +18,14 @@ import zmq
 from toka_async.batches.disk import StorageError
 from toka_async.batches.folder import StoreFolder
 from toka_async.batches.records import Batch
+from toka_async.checkpoint.spec import ModelError
 from toka_async.messages import ToServer
-from toka_async.model.spec import ModelError
 from toka_async.procs.child import Advanced, Drain, Drained, Finished, Order, ParentLink, Started
 from toka_async.procs.job import complaint, open_job
 from toka_async.procs.server import connect, load_texts, take_orders
 from toka_async.server.app import create_service
-from toka_async.server.batch_service import BatchService
-from toka_async.server.engine import Engine
+from toka_async.server.batch.batch_service import BatchService
+from toka_async.server.engine.engine import Engine
 from toka_async.text.chat import ChatTemplateError
 from toka_async.text.tokenizer_files import TokenizerError
 from toka_async.transport.codec import Codec

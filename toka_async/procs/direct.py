@@ -13,10 +13,10 @@ import zmq
 
 from toka_async.config import ConfigError, ServerConfig
 from toka_async.listening import max_direct_connections
-from toka_async.server.endpoint import Endpoint
-from toka_async.server.service import Service
+from toka_async.server.generate.service import Service
+from toka_async.server.zmq.endpoint import Endpoint
 from toka_async.transport.curve import Gate, KeyFileError, check_clients, read_pair
-from toka_async.transport.multipart import Router
+from toka_async.transport.zmq_frames import RouterSocket
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class DirectServer:
             if keys is not None:
                 check_clients(Path(config.zmq_clients))
                 self._gate = Gate(self._context, Path(config.zmq_clients))
-            router = Router(
+            router = RouterSocket(
                 self._context,
                 config.zmq_bind,
                 max_frame=config.max_body_mb << 20,

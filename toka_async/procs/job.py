@@ -12,7 +12,7 @@ from pathlib import Path
 
 from toka_async.batches.clock import SettledClock
 from toka_async.batches.disk import StorageError
-from toka_async.batches.records import FINAL, Batch, BatchRecord, Progress
+from toka_async.batches.records import FINAL, Batch, BatchProgress, BatchRecord
 from toka_async.batches.store import Store
 from toka_async.procs.child import BatchJob
 
@@ -32,8 +32,8 @@ class OpenJob:
         return self.begun is not None and self.record.status in FINAL
 
     @property
-    def progress(self) -> Progress:
-        return Progress() if self.begun is None else self.begun.progress
+    def progress(self) -> BatchProgress:
+        return BatchProgress() if self.begun is None else self.begun.progress
 
 
 def open_job(job: BatchJob) -> OpenJob:
@@ -102,7 +102,7 @@ def check_free(job: BatchJob) -> None:
             raise StorageError(f"{path} is there already, and no run has begun it: remove it or name another")
 
 
-def check_results(job: BatchJob, progress: Progress) -> None:
+def check_results(job: BatchJob, progress: BatchProgress) -> None:
     """Raises StorageError when a file that was begun has become shorter: it would be waited for without an end."""
     for path, wanted in ((Path(job.output), progress.output_bytes), (Path(job.errors), progress.error_bytes)):
         size = path.stat().st_size if path.is_file() else 0

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from toka_async.procs.child import Alive, ParentLink
 
 
-class Progress:
+class WorkProgress:
     """Pieces of work that end in the order in which they begin. `clock`: seconds, monotonic."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,7 +34,7 @@ class Progress:
 
 
 def answer_while_moving(
-    link: ParentLink, progress: Progress, timeout: float, what: str, alive: Callable[[], Alive] = Alive
+    link: ParentLink, progress: WorkProgress, timeout: float, what: str, alive: Callable[[], Alive] = Alive
 ) -> None:
     """From now on the process is alive as long as no `what` takes longer than `timeout` seconds (0: any time).
 

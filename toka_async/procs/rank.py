@@ -21,13 +21,13 @@ from typing import NoReturn, Protocol
 import msgspec
 import zmq
 
+from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.messages import FromRank, RankDevice, Ready, Step, StepDone, ToRank
-from toka_async.model.spec import ModelError, read_spec
 from toka_async.procs.child import Alive, ChildSpec, ParentLink, Resources, Started
-from toka_async.procs.progress import Progress, answer_while_moving
+from toka_async.procs.progress import WorkProgress, answer_while_moving
 from toka_async.procs.stage_report import StageReport
-from toka_async.runner.place import Place
-from toka_async.runner.simulated import SimulatedRank, simulated_ready
+from toka_async.startup.rank_coords import RankCoords
+from toka_async.startup.simulated import SimulatedRank, simulated_ready
 from toka_async.transport.base import Outbox
 from toka_async.transport.codec import Codec
 from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
@@ -48,7 +48,7 @@ STAGE_STREAMS = {
 }
 
 
-class Launched(Protocol):
+class RunningStep(Protocol):
     """A step that a device was told to compute."""
 
     def collect(self) -> StepDone:
@@ -102,8 +102,8 @@ def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank
         let_others_end(link)
         raise
     announce(link, results, ready)
-    launched: SimpleQueue[Launched] = SimpleQueue()
-    progress, send = Progress(), outbox_of(link, results)
+    launched: SimpleQueue[RunningStep] = SimpleQueue()
+    progress, send = WorkProgress(), outbox_of(link, results)
 
     def done(step: StepDone) -> None:
         progress.end()
@@ -123,7 +123,7 @@ def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank
         device_failed(link, error)
 
 
-def watch_steps(link: ParentLink, progress: Progress) -> None:
+def watch_steps(link: ParentLink, progress: WorkProgress) -> None:
     """A GPU that hangs ends the process. On a CPU a step takes as long as it takes."""
     if link.spec.config.model.device == "cpu":
         return
@@ -158,7 +158,7 @@ def outbox_of(link: ParentLink, results: Outbox[FromRank]) -> Callable[[StepDone
 
 def send_results(
     link: ParentLink,
-    launched: SimpleQueue[Launched],
+    launched: SimpleQueue[RunningStep],
     send: Callable[[StepDone], None],
     enter_thread: Callable[[], None],
 ) -> None:
@@ -210,7 +210,7 @@ def resources_of(ready: Ready) -> Resources:
     )
 
 
-def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Launched], Callable[[], None]]:
+def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], RunningStep], Callable[[], None]]:
     """What fits, what launches a step, and what a thread calls before it waits for one. Raises ModelError."""
     config, model_dir = spec.config, Path(spec.model_dir)
     shape = read_spec(model_dir)
@@ -226,7 +226,7 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Launched], Callable[
         os.environ.update(STAGE_STREAMS)
     if place.world_size > 1 and LOOPBACK in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # all ranks are on this machine
-    from toka_async.runner.build import build_runner
+    from toka_async.startup.build import build_runner
 
     runner = build_runner(
         model_dir,
@@ -242,11 +242,11 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Launched], Callable[
     return runner.ready, runner.launch, runner.enter_thread
 
 
-def place_of(spec: ChildSpec) -> Place:
+def place_of(spec: ChildSpec) -> RankCoords:
     """Ranks of a replica that is started anew meet at another address."""
     layout, parallel = spec.topology.layout, spec.config.parallel
     stage, rank = layout.stage_of(spec.rank)
-    return Place(
+    return RankCoords(
         rank=rank,
         size=layout.tp,
         stage=stage,

@@ -14,7 +14,7 @@ import zmq
 from toka_async.config import Config
 from toka_async.messages import FromRank, Ready, StageTimes, Stats, ToRank, ToScheduler, ToServer
 from toka_async.procs.child import ParentLink, Started
-from toka_async.procs.progress import Progress, answer_while_moving
+from toka_async.procs.progress import WorkProgress, answer_while_moving
 from toka_async.procs.step_times import StepTimes
 from toka_async.scheduler.core import Core
 from toka_async.transport.base import EveryOutbox, Inbox, Outbox
@@ -43,7 +43,7 @@ def run(link: ParentLink) -> None:
     gc.freeze()
     gc.set_threshold(*COLLECTED)
     link.report(Started())
-    poll, times, progress = PollSet([results, requests]), StepTimes(), Progress()
+    poll, times, progress = PollSet([results, requests]), StepTimes(), WorkProgress()
     answer_while_moving(link, progress, spec.config.server.hang_timeout, "a turn of the scheduler")
     while True:
         poll.wait()

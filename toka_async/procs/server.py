@@ -22,11 +22,11 @@ from aiohttp import BadContentDispositionHeader, BadContentDispositionParam, web
 from toka_async.batches.clock import SettledClock
 from toka_async.batches.disk import StorageError
 from toka_async.batches.store import Store
+from toka_async.checkpoint.generation import GenerationDefaults, read_generation_defaults
+from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.config import ConfigError, ModelConfig
 from toka_async.listening import Delays, inherited, max_connections
 from toka_async.messages import ToScheduler, ToServer
-from toka_async.model.generation import GenerationDefaults, read_generation_defaults
-from toka_async.model.spec import ModelError, read_spec
 from toka_async.procs.child import (
     Alive,
     ChildSpec,
@@ -41,14 +41,14 @@ from toka_async.procs.child import (
     Started,
 )
 from toka_async.procs.direct import DirectServer
-from toka_async.server.acceptor import Acceptor
+from toka_async.server.access.keys import KeySource
 from toka_async.server.app import create_app
-from toka_async.server.engine import Engine
-from toka_async.server.keys import KeySource
-from toka_async.server.respond import SERVICE
-from toka_async.server.runner import connection_limits, create_runner
-from toka_async.server.service import Service
-from toka_async.server.tls import tls_context
+from toka_async.server.engine.engine import Engine
+from toka_async.server.generate.service import Service
+from toka_async.server.http.acceptor import Acceptor
+from toka_async.server.http.connections import connection_limits, create_runner
+from toka_async.server.http.respond import SERVICE
+from toka_async.server.http.tls import tls_context
 from toka_async.text.chat import ChatTemplate, ChatTemplateError
 from toka_async.text.tokenizer import Tokenizer
 from toka_async.text.tokenizer_files import TokenizerError

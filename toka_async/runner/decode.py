@@ -17,12 +17,12 @@ from toka_async.arrays import Int32
 from toka_async.attention.base import AttentionBatch, GraphAttention, PrefixGroup
 from toka_async.runner.device_rows import DecodeInputs
 from toka_async.runner.graphs import Agree, DecodeGraphs, graph_sizes
-from toka_async.runner.history import History
 from toka_async.runner.inputs import StepRows
 from toka_async.runner.kernel_sampler import KernelSampler
 from toka_async.runner.row_shares import RowShares
-from toka_async.runner.rows import Rows
-from toka_async.runner.samples import Samples
+from toka_async.runner.rows import RowTables
+from toka_async.runner.samples import Draws
+from toka_async.runner.token_history import TokenHistory
 
 _KINDS = 64  # arrays of slots that are remembered: as many as a step has micro-batches at most
 
@@ -38,8 +38,8 @@ class DecodePass:
         forward: Callable[[Tensor, Tensor], Tensor],
         head: Callable[[Tensor], Tensor] | None,
         attention: GraphAttention | None,
-        rows: Rows,
-        history: History | None,
+        rows: RowTables,
+        history: TokenHistory | None,
         agree: Agree = bytes,
         shares: RowShares | None = None,
         residuals: Callable[[int], Tensor] | None = None,
@@ -100,7 +100,7 @@ class DecodePass:
 
     def replay(
         self, step_rows: StepRows, groups: tuple[PrefixGroup, ...], residuals: Tensor | None = None
-    ) -> tuple[Samples | None, Tensor | None]:
+    ) -> tuple[Draws | None, Tensor | None]:
         """The rows' next tokens or their residuals [n, hidden], which stay in the graph's memory until the next replay.
 
         residuals: [n, hidden], of a stage that is not the first.
@@ -113,7 +113,7 @@ class DecodePass:
         if self.sampler is None:
             return None, outputs[0]
         token_ids, logprobs = outputs
-        return Samples(token_ids, logprobs if self._kind_of(self.sampler, step_rows.slots)[1] else None), None
+        return Draws(token_ids, logprobs if self._kind_of(self.sampler, step_rows.slots)[1] else None), None
 
     def _kind_of(self, sampler: KernelSampler, slots: Int32) -> tuple[bool, bool]:
         """Whether kernels sample all rows, and whether any wants log-probs; looked up once for an array of slots."""

@@ -16,7 +16,7 @@ from toka_async.arrays import Bool, Int32, Int64, as_bool, as_i32
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.messages import Step
 from toka_async.runner.copies import upload
-from toka_async.runner.rows import Rows
+from toka_async.runner.rows import RowTables
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,7 +55,7 @@ class StepInputs:
     sample_contexts: Tensor
 
 
-def rows_of(rows: Rows, step: Step) -> StepRows:
+def rows_of(rows: RowTables, step: Step) -> StepRows:
     """The rows of a step whose events `rows` have applied."""
     num_decode = rows.order.size
     if not step.chunk_slots:
@@ -77,7 +77,7 @@ def rows_of(rows: Rows, step: Step) -> StepRows:
     )
 
 
-def build_inputs(rows: Rows, step_rows: StepRows, groups: tuple[PrefixGroup, ...]) -> StepInputs:
+def build_inputs(rows: RowTables, step_rows: StepRows, groups: tuple[PrefixGroup, ...]) -> StepInputs:
     """The tensors of a step with at least one token."""
     decode = rows.on_device.decode_inputs(step_rows.num_decode)
     if step_rows.slots.size == step_rows.num_decode:
@@ -104,7 +104,7 @@ def build_inputs(rows: Rows, step_rows: StepRows, groups: tuple[PrefixGroup, ...
 
 
 def attention_batch(
-    rows: Rows,
+    rows: RowTables,
     step_rows: StepRows,
     slots: Tensor,
     contexts: Tensor,
@@ -137,7 +137,7 @@ def _chunk_rows(step_rows: StepRows) -> tuple[Int32, Int64, Int64, Int32, Int64]
     return step_rows.slots[chunks], step_rows.contexts[chunks], last, *step_rows.sampled()
 
 
-def _chunk_layout(rows: Rows, step_rows: StepRows) -> tuple[Int64, Int64, Int64]:
+def _chunk_layout(rows: RowTables, step_rows: StepRows) -> tuple[Int64, Int64, Int64]:
     """Per token of the chunks: position, cell of its page in the flat page table, offset in the page."""
     chunks = slice(step_rows.num_decode, None)
     lengths = step_rows.lengths[chunks]
@@ -149,7 +149,7 @@ def _chunk_layout(rows: Rows, step_rows: StepRows) -> tuple[Int64, Int64, Int64]
     return positions, slots * rows.on_device.page_table.shape[1] + places, positions - places * rows.page_size
 
 
-def _chunk_ids(rows: Rows, step_rows: StepRows) -> Int32:
+def _chunk_ids(rows: RowTables, step_rows: StepRows) -> Int32:
     """The tokens of all chunks, one after the other."""
     chunks = slice(step_rows.num_decode, None)
     ends = step_rows.contexts[chunks].tolist()

@@ -14,12 +14,12 @@ from toka_async.arrays import Bool, Int32, Int64
 from toka_async.kernels.sampling import RowTable, SamplingKernels
 from toka_async.model.sampling import Flag, Params
 from toka_async.runner.copies import upload
-from toka_async.runner.history import History
 from toka_async.runner.prompts import RowPrompt
 from toka_async.runner.row_shares import RowShares
-from toka_async.runner.rows import Rows, indices_by_key
-from toka_async.runner.samples import Samples, TopLogprobs
+from toka_async.runner.rows import RowTables, indices_by_key
+from toka_async.runner.samples import Draws, TopLogprobs
 from toka_async.runner.slab_sampler import Head, SlabSampler
+from toka_async.runner.token_history import TokenHistory
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition")
 _SLOW = Flag.ALLOWED | Flag.BIASED | Flag.MIN_TOKENS | Flag.COUNTED
@@ -28,7 +28,7 @@ _SLOW = Flag.ALLOWED | Flag.BIASED | Flag.MIN_TOKENS | Flag.COUNTED
 class KernelSampler:
     """`Sampler` over the tables of `rows` and `history`. shares: how tensor ranks divide the rows; None: one rank."""
 
-    def __init__(self, head: Head, rows: Rows, history: History, shares: RowShares | None = None) -> None:
+    def __init__(self, head: Head, rows: RowTables, history: TokenHistory, shares: RowShares | None = None) -> None:
         self._head = head
         self._shares = shares
         self._rows = rows
@@ -87,14 +87,14 @@ class KernelSampler:
     def wants_logprobs(self, slots: Int32) -> bool:
         return bool((self._rows.params["flags"][slots] & Flag.LOGPROBS).any())
 
-    def sample(self, hidden: Tensor, slots: Int32, lengths: Int64, slots_at: Tensor, lengths_at: Tensor) -> Samples:
+    def sample(self, hidden: Tensor, slots: Int32, lengths: Int64, slots_at: Tensor, lengths_at: Tensor) -> Draws:
         slow = np.flatnonzero(self._slow[slots])
         if slow.size == slots.size:
             return self._by_torch.sample(hidden, slots, lengths, slots_at, lengths_at)
         token_ids, chosen = self.draw(hidden, slots_at, lengths_at)
         if slow.size:
             return self._with_slow(hidden, slots, lengths, slots_at, lengths_at, slow, token_ids, chosen)
-        return Samples(token_ids, chosen if self.wants_logprobs(slots) else None)
+        return Draws(token_ids, chosen if self.wants_logprobs(slots) else None)
 
     def _with_slow(
         self,
@@ -106,7 +106,7 @@ class KernelSampler:
         slow: Int64,
         token_ids: Tensor,
         chosen: Tensor,
-    ) -> Samples:
+    ) -> Draws:
         (at,) = upload((slow,), hidden.device)
         part = self._by_torch.sample(hidden[at], slots[slow], lengths[slow], slots_at[at], lengths_at[at])
         token_ids.index_copy_(0, at, part.token_ids)
@@ -115,7 +115,7 @@ class KernelSampler:
             chosen.index_copy_(0, at, part.chosen)
         if top is not None:
             top = TopLogprobs(slow[top.rows], top.counts, top.ids, top.values)
-        return Samples(token_ids, chosen if self.wants_logprobs(slots) else None, top)
+        return Draws(token_ids, chosen if self.wants_logprobs(slots) else None, top)
 
     def _mark_seen(self, slots: Int32) -> None:
         """The ids of the slots' prompts, and only those, are seen."""

@@ -16,7 +16,7 @@ from toka_async.model.logprobs import Logprobs, concatenate, distribution, logpr
 from toka_async.model.sampling import clean
 from toka_async.runner.copies import upload
 from toka_async.runner.inputs import StepRows
-from toka_async.runner.rows import Rows
+from toka_async.runner.rows import RowTables
 from toka_async.runner.slab_sampler import Head, slabs
 
 
@@ -31,7 +31,7 @@ class AskedChunk:
     next_ids: Int32
 
 
-def asked_chunks(rows: Rows, step_rows: StepRows) -> list[AskedChunk]:
+def asked_chunks(rows: RowTables, step_rows: StepRows) -> list[AskedChunk]:
     """The chunks whose requests want log-probs, and that have a following prompt token."""
     asked = []
     for row in range(step_rows.num_decode, step_rows.slots.size):

@@ -21,7 +21,7 @@ from toka_async.model.logprobs import Logprobs
 from toka_async.runner.clock import StepClock, StepSpan
 from toka_async.runner.copies import Download
 from toka_async.runner.prompt_logprobs import AskedChunk
-from toka_async.runner.samples import Samples, TopLogprobs
+from toka_async.runner.samples import Draws, TopLogprobs
 
 
 class PartResults:
@@ -32,7 +32,7 @@ class PartResults:
 
     def __init__(
         self,
-        samples: Samples | None,
+        samples: Draws | None,
         asked: Sequence[AskedChunk] = (),
         of_chunks: Logprobs | None = None,
         places: Int64 | None = None,
@@ -52,7 +52,7 @@ class PartResults:
         return own, _chunks(self._asked, *of_chunks) if of_chunks else ()
 
 
-class Launched:
+class LaunchedStep:
     """A step that the device has been told to compute, in parts; `collect` waits for it, in the order of launching."""
 
     def __init__(

@@ -29,7 +29,7 @@ class _Cells:
     pages: Int32
 
 
-class Rows:
+class RowTables:
     """Tables over `max_seqs` slots.
 
     order: int32 [rows], the decoding slots. positions: int64, tokens of a slot whose keys and values are computed.

@@ -18,22 +18,22 @@ from toka_async.attention.choice import every_group_pays
 from toka_async.messages import Ready, Step, StepDone
 from toka_async.runner.clock import StepClock, StepSpan
 from toka_async.runner.copies import upload
-from toka_async.runner.history import History
 from toka_async.runner.inputs import StepInputs, StepRows, build_inputs, groups_of, rows_of
 from toka_async.runner.micro_batches import Cutter, MicroBatch
 from toka_async.runner.pipeline import Pipeline, StageSetup
 from toka_async.runner.prompt_logprobs import asked_chunks, prompt_logprobs
-from toka_async.runner.results import Launched, PartResults
-from toka_async.runner.rows import Rows
-from toka_async.runner.samples import Sampler, Samples
+from toka_async.runner.results import LaunchedStep, PartResults
+from toka_async.runner.rows import RowTables
+from toka_async.runner.samples import Draws, Sampler
 from toka_async.runner.slab_sampler import SlabSampler
+from toka_async.runner.token_history import TokenHistory
 
 if TYPE_CHECKING:  # needs Triton, which is not everywhere
     from toka_async.runner.decode import DecodePass
     from toka_async.runner.row_shares import RowShares
 
 
-class Model(Protocol):
+class StepModel(Protocol):
     """What the runner calls of a decoder; `model.decoder` is one."""
 
     def forward(
@@ -72,7 +72,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Model,
+        model: StepModel,
         cache: Cache,
         attention: AttentionBackend,
         ready: Ready,
@@ -97,12 +97,12 @@ class Runner:
         self._compiles_before = 0
         self._freeze = freeze
         self._pays = pays or every_group_pays
-        self._rows = Rows(ready, device)
+        self._rows = RowTables(ready, device)
         self._pipeline = Pipeline(setup, self._rows.on_device) if setup is not None else None
         self._cutter = self._pipeline.cutter if self._pipeline is not None else Cutter()
-        self._history: History | None = None  # where nothing is sampled, none is needed
+        self._history: TokenHistory | None = None  # where nothing is sampled, none is needed
         if setup is None or setup.is_last:
-            self._history = History(ready.num_pages + 1, ready.page_size, device)
+            self._history = TokenHistory(ready.num_pages + 1, ready.page_size, device)
         self._clock = StepClock(device)
         self.decode: DecodePass | None = None
         if use_kernels:
@@ -136,19 +136,19 @@ class Runner:
         """One forward pass; a step of events alone computes nothing and samples nothing."""
         return self.launch(step).collect()
 
-    def launch(self, step: Step) -> Launched:
+    def launch(self, step: Step) -> LaunchedStep:
         """Tell the device to compute a step of one pass. A GPU does so later; what it samples stays there, too."""
         with torch.inference_mode():
             return self._launch(step)
 
-    def _launch(self, step: Step) -> Launched:
+    def _launch(self, step: Step) -> LaunchedStep:
         span = self._clock.begin()
         rows = self._rows
         self._apply(step)
         step_rows = rows_of(rows, step)
         parts = [self._launch_part(part, span) for part in self._cutter.cut(step_rows, groups_of(step))]
         rows.advance(step_rows.slots, step_rows.lengths)
-        return Launched(step.step_id, parts, self._clock, span, self._num_compiles() - self._compiles_before)
+        return LaunchedStep(step.step_id, parts, self._clock, span, self._num_compiles() - self._compiles_before)
 
     def _launch_part(self, part: MicroBatch, span: StepSpan) -> PartResults:
         rows, step_rows, pipeline, residuals = self._rows, part.rows, self._pipeline, None
@@ -204,7 +204,7 @@ class Runner:
 
     def _compute(
         self, inputs: StepInputs, step_rows: StepRows, every_token: bool, residuals: Tensor | None
-    ) -> tuple[Samples | None, Tensor]:
+    ) -> tuple[Draws | None, Tensor]:
         """The rows' next tokens, and hidden states: of every token, or of those that are sampled.
 
         A stage that does not sample gives every token's residuals. Afterwards the cache holds the step's tokens.

@@ -31,7 +31,7 @@ class TopLogprobs:
 
 
 @dataclass(slots=True, frozen=True)
-class Samples:
+class Draws:
     """One draw for each of s rows, on the device.
 
     token_ids: int64 [s]. chosen: float32 [s], log-probs of the drawn tokens, anything for rows that do not ask; None
@@ -56,7 +56,7 @@ class Samples:
 class Sampler(Protocol):
     """Draws the next tokens of rows."""
 
-    def sample(self, hidden: Tensor, slots: Int32, lengths: Int64, slots_at: Tensor, lengths_at: Tensor) -> Samples:
+    def sample(self, hidden: Tensor, slots: Int32, lengths: Int64, slots_at: Tensor, lengths_at: Tensor) -> Draws:
         """Draw one token for each row.
 
         Args:
@@ -67,16 +67,16 @@ class Sampler(Protocol):
         ...
 
 
-def samples_of(token_ids: Tensor, asked: Int64, num_top: Int32, logprobs: Logprobs | None) -> Samples:
+def samples_of(token_ids: Tensor, asked: Int64, num_top: Int32, logprobs: Logprobs | None) -> Draws:
     """From the log-probs of the rows that ask, host indices [m] with counts of likeliest tokens [m]."""
     if logprobs is None:
-        return Samples(token_ids)
+        return Draws(token_ids)
     (rows,) = upload((asked,), token_ids.device)
     chosen = torch.zeros(len(token_ids), dtype=torch.float32, device=token_ids.device)
     chosen.index_copy_(0, rows, logprobs.chosen)
     if not logprobs.top.shape[1]:
-        return Samples(token_ids, chosen)
-    return Samples(token_ids, chosen, TopLogprobs(asked, num_top, logprobs.top_ids, logprobs.top))
+        return Draws(token_ids, chosen)
+    return Draws(token_ids, chosen, TopLogprobs(asked, num_top, logprobs.top_ids, logprobs.top))
 
 
 NO_ROWS: Int64 = np.empty(0, dtype=np.int64)

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from toka_async.arrays import Int32, Int64
 from toka_async.model.logprobs import Logprobs, concatenate, distribution, logprobs_of
+from toka_async.model.rng import Float64, uniforms
 from toka_async.model.sampling import EDITS, Flag, Params, clean, sample
-from toka_async.model.streams import Float64, uniforms
 from toka_async.runner.copies import upload
-from toka_async.runner.edits import edit
-from toka_async.runner.history import History
-from toka_async.runner.rows import Rows
-from toka_async.runner.samples import NO_ROWS, Samples, samples_of
+from toka_async.runner.logits_processors import edit
+from toka_async.runner.rows import RowTables
+from toka_async.runner.samples import NO_ROWS, Draws, samples_of
+from toka_async.runner.token_history import TokenHistory
 
 # Float32 logits of one slab; sorting a whole vocabulary takes more than ten times as much.
 SLAB_BYTES = {"cpu": 32 << 20, "cuda": 1 << 28}
@@ -49,12 +49,12 @@ class SampledRows:
 class SlabSampler:
     """`Sampler` with the vocabulary's head, over the tables of `rows` and `history`."""
 
-    def __init__(self, head: Head, rows: Rows, history: History) -> None:
+    def __init__(self, head: Head, rows: RowTables, history: TokenHistory) -> None:
         self._head = head
         self._rows = rows
         self._history = history
 
-    def sample(self, hidden: Tensor, slots: Int32, lengths: Int64, slots_at: Tensor, lengths_at: Tensor) -> Samples:  # noqa: ARG002
+    def sample(self, hidden: Tensor, slots: Int32, lengths: Int64, slots_at: Tensor, lengths_at: Tensor) -> Draws:  # noqa: ARG002
         """See `Sampler`; the columns on the device are not needed."""
         table = self._rows
         params = table.params[slots]

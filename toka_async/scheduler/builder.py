@@ -12,16 +12,16 @@ from msgspec.structs import replace
 
 from toka_async.arrays import EMPTY, Int32, column, i32_column
 from toka_async.messages import Prompt, Step
+from toka_async.scheduler.admission.policy import Admission
+from toka_async.scheduler.admission.preemption import Preemption
+from toka_async.scheduler.admission.yielding import Yielding
 from toka_async.scheduler.grouping import NO_GROUPS, Grouping
 from toka_async.scheduler.output_pages import cache_outputs
-from toka_async.scheduler.plan import Plan
-from toka_async.scheduler.policy import Admission
-from toka_async.scheduler.preemption import Preemption
-from toka_async.scheduler.prompt_counts import PromptCounts
-from toka_async.scheduler.queues import JobQueue
-from toka_async.scheduler.requests import MASK, Job, PromptRun, Request, UInt64, sample_seeds
-from toka_async.scheduler.running import RunningSet
-from toka_async.scheduler.yielding import Yielding
+from toka_async.scheduler.sequences.prompt_counts import PromptCounts
+from toka_async.scheduler.sequences.queues import JobQueue
+from toka_async.scheduler.sequences.requests import MASK, PrefillTask, PromptRun, Request, UInt64, sample_seeds
+from toka_async.scheduler.sequences.running import RunningSet
+from toka_async.scheduler.sequences.step_draft import StepDraft
 
 NO_LANES: Int32 = np.empty(0, np.int32)
 NO_SEEDS: UInt64 = np.empty(0, np.uint64)
@@ -82,7 +82,7 @@ class StepBuilder:
         Without `admit` nothing new starts as long as something runs. Where the rows stay the same the step makes
         up to `most` passes: one message instead of several.
         """
-        running, tables, plan = self._running, self._running.lanes, Plan()
+        running, tables, plan = self._running, self._running.lanes, StepDraft()
         self._has_time = admit
         if admit:
             self._yielding.make_way()
@@ -111,7 +111,7 @@ class StepBuilder:
         step = self._assemble(plan, num_passes, order)
         return step, [self._commit(step.step_id, plan), *(self._repeat(step.step_id + i) for i in range(1, num_passes))]
 
-    def _num_passes(self, plan: Plan, most: int) -> int:
+    def _num_passes(self, plan: StepDraft, most: int) -> int:
         """Passes in which the same rows decode: none ends by length before the last, nothing waits, pages suffice."""
         running, tables = self._running, self._running.lanes
         if plan.chunks or len(self._queue) or running.forking or running.prefilling:
@@ -124,7 +124,7 @@ class StepBuilder:
                 return ahead
         return most
 
-    def _grow_ahead(self, plan: Plan, ahead: int) -> None:
+    def _grow_ahead(self, plan: StepDraft, ahead: int) -> None:
         """Pages for the rows that start one in a later pass."""
         running, tables = self._running, self._running.lanes
         rows = running.rows
@@ -134,7 +134,7 @@ class StepBuilder:
 
     # ---- rows that decode
 
-    def _grow_rows(self, plan: Plan) -> None:
+    def _grow_rows(self, plan: StepDraft) -> None:
         """A page for every row whose next token starts one; the youngest yield while there are too few."""
         running, tables = self._running, self._running.lanes
         while True:
@@ -149,7 +149,7 @@ class StepBuilder:
 
     # ---- prompts
 
-    def _add_chunk(self, plan: Plan, run: PromptRun, budget: int) -> int:
+    def _add_chunk(self, plan: StepDraft, run: PromptRun, budget: int) -> int:
         """As much of a prompt as the budget allows; returns the tokens taken."""
         count = min(budget, run.num_to_compute - run.num_computed)
         if count > 0:
@@ -161,7 +161,7 @@ class StepBuilder:
         self._running.advance(run, count)
         self.counts.computed(run, count)
 
-    def _admit(self, plan: Plan, budget: int) -> None:
+    def _admit(self, plan: StepDraft, budget: int) -> None:
         """Start samples and prompts in strict order, as far as slots, pages and the budget allow."""
         running = self._running
         early = running.pending_runs()
@@ -202,7 +202,7 @@ class StepBuilder:
         """Nothing runs: what comes next can have everything."""
         return not self._running.num_running and not self._starting
 
-    def _start_opened(self, plan: Plan) -> None:
+    def _start_opened(self, plan: StepDraft) -> None:
         """Lanes for the runs that were opened, all at once."""
         if not self._starting:
             return
@@ -214,7 +214,7 @@ class StepBuilder:
         plan.add_pages(running.lanes.slot[lanes[tails >= 0]], tails[tails >= 0])
         plan.chunks.extend((run, lane, count) for (run, count), lane in zip(opened, lanes.tolist(), strict=True))
 
-    def _waits(self, plan: Plan, run: PromptRun) -> bool:
+    def _waits(self, plan: StepDraft, run: PromptRun) -> bool:
         """Its pages may be such as this step's chunks fill, which decoding rows of the same step do not read."""
         return bool(plan.chunks or self._starting) and run.key in self._opened_keys
 
@@ -223,11 +223,11 @@ class StepBuilder:
         self._admission.begin(num_preemptions - self._seen_preemptions)
         self._seen_preemptions = num_preemptions
 
-    def _fits(self, job: Job, num_new_pages: int) -> bool:
+    def _fits(self, job: PrefillTask, num_new_pages: int) -> bool:
         """Alone, any prompt may start: it was checked on arrival that it can end."""
         return self._is_alone or self._admission.prompt_fits(job, num_new_pages)
 
-    def _fork(self, plan: Plan, run: PromptRun, budget: int) -> int:
+    def _fork(self, plan: StepDraft, run: PromptRun, budget: int) -> int:
         """Start pending samples of a computed prompt as decoding rows; returns how many."""
         running, tables, tail = self._running, self._running.lanes, run.tail_page
         if not running.num_running:
@@ -252,7 +252,7 @@ class StepBuilder:
         running.rows = np.concatenate([running.rows, lanes])
         return count
 
-    def _open(self, job: Job) -> PromptRun | None:
+    def _open(self, job: PrefillTask) -> PromptRun | None:
         """Open the queue's first job if its pages fit; a lane must start on it when there is something to compute."""
         running = self._running
         num_before = running.cache.num_reclaimable
@@ -275,13 +275,13 @@ class StepBuilder:
         return run
 
     @staticmethod
-    def _note_admitted(plan: Plan, lanes: Int32, seeds: UInt64) -> None:
+    def _note_admitted(plan: StepDraft, lanes: Int32, seeds: UInt64) -> None:
         plan.admit_lanes.append(lanes)
         plan.seeds.append(seeds)
 
     # ---- the step
 
-    def _group_rows(self, grouping: Grouping, plan: Plan, reorder: bool) -> memoryview:
+    def _group_rows(self, grouping: Grouping, plan: StepDraft, reorder: bool) -> memoryview:
         """Bring the groups up to date with the rows; the new row order as slots, if it takes one."""
         running, tables = self._running, self._running.lanes
         if not (running.freed or plan.joined or (grouping.wants_order and reorder)):
@@ -292,7 +292,7 @@ class StepBuilder:
         running.rows = running.rows[order]
         return column(tables.slot[running.rows])
 
-    def _assemble(self, plan: Plan, num_passes: int, order: memoryview) -> Step:
+    def _assemble(self, plan: StepDraft, num_passes: int, order: memoryview) -> Step:
         running, tables = self._running, self._running.lanes
         step_id, self._next_step = self._next_step, self._next_step + num_passes
         chunk_lanes, samples = plan.chunk_lanes(), plan.chunk_samples()
@@ -331,7 +331,7 @@ class StepBuilder:
         self._opened_keys.clear()
         return step
 
-    def _commit(self, step_id: int, plan: Plan) -> StepRecord:
+    def _commit(self, step_id: int, plan: StepDraft) -> StepRecord:
         """Move the tables past the first pass; what ends with it frees its slot and pages for the next step."""
         running, tables = self._running, self._running.lanes
         chunk_lanes = plan.chunk_lanes()

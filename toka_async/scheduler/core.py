@@ -31,19 +31,19 @@ from toka_async.messages import (
     ToScheduler,
     ToServer,
 )
+from toka_async.scheduler.admission.lookahead import LookAhead
+from toka_async.scheduler.admission.policy import Admission
+from toka_async.scheduler.admission.preemption import Preemption
 from toka_async.scheduler.builder import StepBuilder, StepRecord
 from toka_async.scheduler.depth import StepDepth
 from toka_async.scheduler.grouping import Grouping
-from toka_async.scheduler.lookahead import LookAhead
-from toka_async.scheduler.outbox import Outbox
-from toka_async.scheduler.policy import Admission
-from toka_async.scheduler.preemption import Preemption
-from toka_async.scheduler.queues import JobQueue
-from toka_async.scheduler.requests import Job, PromptScores, Request, Top
-from toka_async.scheduler.results import Results
-from toka_async.scheduler.running import RunningSet
+from toka_async.scheduler.replies import Replies
+from toka_async.scheduler.results import ResultHandler
+from toka_async.scheduler.sequences.queues import JobQueue
+from toka_async.scheduler.sequences.requests import PrefillScores, PrefillTask, Request, Top
+from toka_async.scheduler.sequences.running import RunningSet
 from toka_async.scheduler.statistics import StatsSource
-from toka_async.scheduler.stops import StopTable
+from toka_async.scheduler.stop_masks import StopTable
 
 NO_SCORES: Float32 = np.empty(0, np.float32)
 
@@ -83,7 +83,7 @@ class Core:
         self._queue = JobQueue()
         self._stops = StopTable(ready.vocab_size)
         self._running = RunningSet(ready, prefix)
-        self._outbox = Outbox(self._running.lanes)
+        self._outbox = Replies(self._running.lanes)
         self._preemption = Preemption(self._running, self._queue, self._requests)
         self._admission = admission(self._running)
         group_min_pages = max(1, -(-group_min_tokens // ready.page_size))
@@ -92,7 +92,7 @@ class Core:
             self._running, self._queue, self._admission, self._preemption, max_tokens, self._grouping
         )
         self._stats = StatsSource(self._running, self._builder, self._preemption, self._depth, self._admission)
-        self._results = Results(
+        self._results = ResultHandler(
             self._running,
             self._requests,
             self._outbox,
@@ -150,7 +150,9 @@ class Core:
         if request.prompt_only and (prompt.size == 1 or request.scores is None):
             self._finish_prompt(request)
             return
-        self._queue.push(Job(request, sample=0 if submit.n == 1 and not request.prompt_only else -1, token_ids=prompt))
+        self._queue.push(
+            PrefillTask(request, sample=0 if submit.n == 1 and not request.prompt_only else -1, token_ids=prompt)
+        )
 
     def _problem(self, submit: Submit) -> str | None:
         ready, prompt = self._ready, len(submit.prompt) // 4
@@ -333,9 +335,9 @@ def each_of(message: Submits) -> Iterator[Submit]:
         start = end
 
 
-def _empty_scores(count: int, num_top: int) -> PromptScores | None:
+def _empty_scores(count: int, num_top: int) -> PrefillScores | None:
     if num_top < 0:
         return None
     shape = (count, num_top)
     values, ranks = np.zeros(count, np.float32), np.zeros(count, np.int32)
-    return PromptScores(values, ranks, np.zeros(shape, np.int32), np.zeros(shape, np.float32))
+    return PrefillScores(values, ranks, np.zeros(shape, np.int32), np.zeros(shape, np.float32))

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from toka_async.arrays import EMPTY, Int32, Int64, i32_column
-from toka_async.scheduler.requests import PromptRun
 from toka_async.scheduler.run_tree import RunTree
+from toka_async.scheduler.sequences.requests import PromptRun
 
 Intp = npt.NDArray[np.intp]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from toka_async.arrays import Int32
-from toka_async.scheduler.running import RunningSet
+from toka_async.scheduler.sequences.running import RunningSet
 
 
 def cache_outputs(running: RunningSet, lanes: Int32) -> None:

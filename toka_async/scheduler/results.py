@@ -14,25 +14,25 @@ import numpy.typing as npt
 
 from toka_async.arrays import Bool, Float32, Int32, as_f32, as_i32
 from toka_async.messages import Reason, StepDone
+from toka_async.scheduler.admission.policy import Admission
+from toka_async.scheduler.admission.preemption import Preemption
 from toka_async.scheduler.builder import StepRecord
-from toka_async.scheduler.outbox import Outbox
 from toka_async.scheduler.output_pages import cache_outputs
-from toka_async.scheduler.policy import Admission
-from toka_async.scheduler.preemption import Preemption
-from toka_async.scheduler.requests import Request
-from toka_async.scheduler.running import RunningSet
+from toka_async.scheduler.replies import Replies
+from toka_async.scheduler.sequences.requests import Request
+from toka_async.scheduler.sequences.running import RunningSet
 from toka_async.scheduler.statistics import StatsSource
-from toka_async.scheduler.stops import StopTable
+from toka_async.scheduler.stop_masks import StopTable
 
 
-class Results:
+class ResultHandler:
     """Samples from their tokens to their ends."""
 
     def __init__(
         self,
         running: RunningSet,
         requests: dict[int, Request],
-        outbox: Outbox,
+        outbox: Replies,
         stops: StopTable,
         admission: Admission,
         preemption: Preemption,

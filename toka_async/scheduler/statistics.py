@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from toka_async.messages import GAP_SECONDS, Stats, StepDone
+from toka_async.scheduler.admission.policy import Admission
+from toka_async.scheduler.admission.preemption import Preemption
 from toka_async.scheduler.builder import StepBuilder
 from toka_async.scheduler.depth import StepDepth
-from toka_async.scheduler.policy import Admission
-from toka_async.scheduler.preemption import Preemption
-from toka_async.scheduler.running import RunningSet
+from toka_async.scheduler.sequences.running import RunningSet
 
 PERCENTILES = (50, 99, 100)
 NO_TIMES = (0.0, 0.0, 0.0)

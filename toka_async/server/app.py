@@ -9,25 +9,25 @@ from aiohttp import web
 
 from toka_async import __version__
 from toka_async.batches.store import Store
+from toka_async.checkpoint.generation import GenerationDefaults
 from toka_async.config import ServerConfig
-from toka_async.model.generation import GenerationDefaults
-from toka_async.server import files
-from toka_async.server.batch_service import BatchService
-from toka_async.server.engine import Engine
-from toka_async.server.errors import add_headers, json_errors
-from toka_async.server.guard import GUARD, OPEN, Guard, add_cors_headers, check_sender
-from toka_async.server.keys import Keys
-from toka_async.server.load import show_load
-from toka_async.server.observed import Observed
-from toka_async.server.origins import read_origins
-from toka_async.server.page import open_page, page_paths, page_routes
-from toka_async.server.receive import RECEIVING, give_room_back, receiving
-from toka_async.server.respond import SERVICE
-from toka_async.server.routes import add_routes
-from toka_async.server.service import Service, make_defaults
-from toka_async.server.status import StatusLine
-from toka_async.server.unsent import UNSENT, count_answers, create_unsent
-from toka_async.server.vllm_metrics import VllmCollector
+from toka_async.server.access.access_log import AccessLog
+from toka_async.server.access.errors import add_headers, json_errors
+from toka_async.server.access.guard import GUARD, OPEN, Guard, add_cors_headers, check_sender
+from toka_async.server.access.keys import Keys
+from toka_async.server.access.origins import read_origins
+from toka_async.server.batch.batch_service import BatchService
+from toka_async.server.engine.engine import Engine
+from toka_async.server.engine.load import show_load
+from toka_async.server.engine.status import StatusLine
+from toka_async.server.engine.vllm_metrics import VllmCollector
+from toka_async.server.generate.service import Service, make_defaults
+from toka_async.server.http import files
+from toka_async.server.http.receive import RECEIVING, give_room_back, receiving, show_bodies
+from toka_async.server.http.respond import SERVICE
+from toka_async.server.http.routes import add_routes
+from toka_async.server.http.unsent import UNSENT, count_answers, create_unsent
+from toka_async.server.page.page import open_page, page_paths, page_routes
 from toka_async.text.chat import ChatTemplate
 from toka_async.text.tokenizer import Tokenizer
 
@@ -49,7 +49,7 @@ def create_app(
     keys: those that are accepted now.
     """
     app = web.Application(client_max_size=config.max_body_mb << 20)
-    Observed(engine.metrics, config.log_requests).install(app)
+    AccessLog(engine.metrics, config.log_requests).install(app)
     app.middlewares.extend([count_answers, json_errors, check_sender, give_room_back])
     show_load(engine)
     engine.metrics.show_server(model_name=served_name, version=__version__)
@@ -57,7 +57,7 @@ def create_app(
         engine.metrics.aliases.register(VllmCollector(engine, served_name))
     service = app[SERVICE] = create_service(config, served_name, tokenizer, chat_template, defaults, engine)
     app[RECEIVING] = receiving(config, service.executor)
-    app[RECEIVING].bodies.show(engine.metrics)
+    show_bodies(app[RECEIVING].bodies, engine.metrics)
     unsent = app[UNSENT] = create_unsent(config)
     unsent.show(engine.metrics)
     page = page_routes() if config.page else {}

@@ -29,7 +29,7 @@ CLEANUP = (
 )
 
 
-class Table(dict[int, bytes]):
+class TokenBytes(dict[int, bytes]):
     """Token id -> bytes; ids outside of the vocabulary (padded ones of a model) have none."""
 
     def __missing__(self, _key: int) -> bytes:
@@ -48,9 +48,9 @@ class Pieces:
         strip: the character removed at the start of a text, and how many of them at most.
     """
 
-    rest: Table
-    first: Table
-    shown: Table
+    rest: TokenBytes
+    first: TokenBytes
+    shown: TokenBytes
     special: frozenset[int]
     strip: tuple[str, int]
 
@@ -76,14 +76,14 @@ def build_pieces(tokens: Mapping[int, str], special: frozenset[int], decoder: Ma
     Raises:
         ValueError: a decoder of a kind, or in an order, that is not a concatenation of per-token bytes.
     """
-    plan = _Plan()
+    plan = _DecoderSteps()
     for part in _flatten(decoder):
         plan.add(part)
-    rest = Table({i: plan.piece(token, False) for i, token in tokens.items()})
+    rest = TokenBytes({i: plan.piece(token, False) for i, token in tokens.items()})
     first = rest
     if plan.first_differs:
-        first = Table({i: plan.piece(token, True) for i, token in tokens.items()})
-    shown = Table({i: piece for i, piece in rest.items() if i not in special})
+        first = TokenBytes({i: plan.piece(token, True) for i, token in tokens.items()})
+    shown = TokenBytes({i: piece for i, piece in rest.items() if i not in special})
     return Pieces(rest=rest, first=first, shown=shown, special=special, strip=plan.strip)
 
 
@@ -95,7 +95,7 @@ def strip_start(text: str, char: str, count: int) -> tuple[str, int]:
     return stripped, 0 if stripped else count
 
 
-class _Plan:
+class _DecoderSteps:
     """A decoder's parts in order: stages on single tokens, then bytes, then what acts on the fused text."""
 
     def __init__(self) -> None:

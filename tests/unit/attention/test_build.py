@@ -8,16 +8,16 @@ from typing import get_args
 import pytest
 import torch
 
-from tests import fake_flashinfer
-from tests.attention_cases import make_case
+from tests.cases.attention_cases import make_case
+from tests.fakes import fake_flashinfer
 from toka_async.attention import build, flashinfer
 from toka_async.attention.build import NOT_MEASURED, Backend, build_attention, resolve_backend
-from toka_async.attention.choice import AutoChunks, AutoDecode, Table, only
+from toka_async.attention.choice import AutoChunks, AutoDecode, ChoiceTable, only
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.measure import Bench
 from toka_async.attention.reference import ReferenceAttention
+from toka_async.checkpoint.spec import ModelError
 from toka_async.config import describe
-from toka_async.model.spec import ModelError
 
 BF16 = torch.bfloat16
 
@@ -119,10 +119,10 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "try_chunks", lambda *_: None)
 
 
-def parts_of(built: build.Attention, window: int) -> tuple[AutoDecode, AutoChunks]:
-    from toka_async.attention.parts import PartsAttention
+def parts_of(built: build.BuiltAttention, window: int) -> tuple[AutoDecode, AutoChunks]:
+    from toka_async.attention.paged import PagedAttention
 
-    assert isinstance(built.backend, PartsAttention)
+    assert isinstance(built.backend, PagedAttention)
     decode, chunks = built.backend.decodes[window], built.backend.chunks[window]
     assert isinstance(decode, AutoDecode)
     assert isinstance(chunks, AutoChunks)
@@ -154,7 +154,7 @@ def test_the_measured_table_is_used(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     measured = only("flashinfer", ((4, 64),))
     benches: list[Bench] = []
 
-    def table(bench: Bench) -> Table:
+    def table(bench: Bench) -> ChoiceTable:
         benches.append(bench)
         return measured
 
@@ -179,7 +179,7 @@ def test_someone_else_settles_what_is_chosen_by(
     monkeypatch.setattr(Bench, "table", lambda _: measured)
     asked: list[object] = []
 
-    def settle(bench: Bench) -> Table:
+    def settle(bench: Bench) -> ChoiceTable:
         asked.extend([bench.facts(), bench.table()])
         return known
 
@@ -220,5 +220,5 @@ def test_every_window_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(Bench, "table", lambda _: only("triton"))
     build_attention("auto", make_case(0, 4, 1, 2, 16, contexts=[5]).cache, 2, (7, 7), max_seqs=8, max_tokens=8)
-    names = ("TritonDecode", "FlashInferDecode", "MixedDecode")
+    names = ("TritonDecode", "FlashInferDecode", "CascadeDecode")
     assert sorted(tried) == sorted((name, window) for name in names for window in (0, 7))

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.attention_cases import AttentionCase, make_case
+from tests.cases.attention_cases import AttentionCase, make_case
 from toka_async.attention.base import AttentionBatch, PrefixGroup
-from toka_async.attention.choice import AutoChunks, AutoDecode, Point, nearest, only, smallest_groups
+from toka_async.attention.choice import AutoChunks, AutoDecode, MeasuredShape, nearest, only, smallest_groups
 
 PAGE = 4
 
@@ -39,7 +39,7 @@ def case_of(groups: list[tuple[int, int]], contexts: list[int], chunks: list[tup
 
 
 def test_the_nearest_point_is_so_by_factors() -> None:
-    points = [Point(1, 100, "a"), Point(100, 100, "b"), Point(100, 10_000, "c")]
+    points = [MeasuredShape(1, 100, "a"), MeasuredShape(100, 100, "b"), MeasuredShape(100, 10_000, "c")]
     assert [nearest(points, size, 100) for size in (0, 1, 9, 11, 5000)] == ["a", "a", "a", "b", "b"]
     assert [nearest(points, 100, tokens) for tokens in (1, 100, 999, 1001, 1e6)] == ["b", "b", "b", "c", "c"]
 
@@ -76,7 +76,7 @@ def test_which_groups_pay() -> None:
 
 def test_decoding_is_chosen_by_rows_and_mean_context() -> None:
     parts = {"a": Part(), "b": Part()}
-    points = (Point(2, 10, "a"), Point(2, 100, "b"))
+    points = (MeasuredShape(2, 10, "a"), MeasuredShape(2, 100, "b"))
     auto = AutoDecode(parts, replace(only("a"), decode=points), PAGE)
     for contexts, expected in (([5, 20], "a"), ([5, 90], "b")):
         case = case_of([], contexts, [(500, 9)])  # chunks do not count
@@ -87,7 +87,7 @@ def test_decoding_is_chosen_by_rows_and_mean_context() -> None:
 
 def test_groups_are_chosen_by_mean_rows_and_prefix() -> None:
     parts = {"a": Part(), "b": Part()}
-    points = (Point(2, 8, "a"), Point(8, 8, "b"), Point(2, 40, "b"))
+    points = (MeasuredShape(2, 8, "a"), MeasuredShape(8, 8, "b"), MeasuredShape(2, 40, "b"))
     auto = AutoDecode(parts, replace(only("none"), grouped=points), PAGE)
     for groups, expected in (([(2, 2), (3, 2)], "a"), ([(8, 2), (5, 2)], "b"), ([(2, 9)], "b")):
         batch = case_of(groups, [], []).batch
@@ -97,7 +97,7 @@ def test_groups_are_chosen_by_mean_rows_and_prefix() -> None:
 
 def test_chunks_are_chosen_by_tokens_and_mean_context() -> None:
     parts = {"a": Part(), "b": Part()}
-    points = (Point(10, 10, "a"), Point(100, 10, "b"), Point(10, 100, "b"))
+    points = (MeasuredShape(10, 10, "a"), MeasuredShape(100, 10, "b"), MeasuredShape(10, 100, "b"))
     auto = AutoChunks(parts, replace(only("a"), chunks=points))
     for chunks, expected in (([(0, 9)], "a"), ([(0, 9)] * 8, "b"), ([(90, 9)], "b")):
         case = case_of([], [200], chunks)  # decoding rows do not count
@@ -130,5 +130,5 @@ def test_graphs_are_of_the_part_that_can_be_captured() -> None:
 
 def test_a_summary() -> None:
     assert only("a", ((4, 64),)).summary().endswith("chunks a 1; groups of rows x tokens 4x64")
-    two = replace(only("a"), decode=(Point(1, 1, "a"), Point(1, 2, "b"), Point(1, 3, "b")))
+    two = replace(only("a"), decode=(MeasuredShape(1, 1, "a"), MeasuredShape(1, 2, "b"), MeasuredShape(1, 3, "b")))
     assert two.summary() == "decode b 2, a 1; grouped a 1; chunks a 1; no groups"

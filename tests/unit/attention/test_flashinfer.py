@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from tests import fake_flashinfer
-from tests.attention_cases import AttentionCase, make_case
+from tests.cases.attention_cases import AttentionCase, make_case
+from tests.fakes import fake_flashinfer
 from toka_async.attention.base import PrefixGroup
 from toka_async.attention.flashinfer import (
     FlashInferChunks,
     FlashInferDecode,
-    Shape,
+    WrapperShape,
     compile_kernels,
     make_workspace,
     why_not,
@@ -30,9 +30,9 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_flashinfer.install(monkeypatch)
 
 
-def shape_of(case: AttentionCase, max_seqs: int = 32, max_tokens: int = 256) -> Shape:
+def shape_of(case: AttentionCase, max_seqs: int = 32, max_tokens: int = 256) -> WrapperShape:
     workspace = torch.zeros(1, dtype=torch.uint8)
-    return Shape(case.cache, case.num_heads, case.scale, max_seqs, max_tokens, workspace)
+    return WrapperShape(case.cache, case.num_heads, case.scale, max_seqs, max_tokens, workspace)
 
 
 def decoded(case: AttentionCase, part: FlashInferDecode, window: int) -> torch.Tensor:

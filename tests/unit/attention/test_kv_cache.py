@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from tests.models import make_checkpoint
+from tests.cases.models import make_checkpoint
 from toka_async.attention.kv_cache import KVCache, bytes_per_token
-from toka_async.model.spec import read_spec
+from toka_async.checkpoint.spec import read_spec
 
 
 def filled_cache() -> KVCache:

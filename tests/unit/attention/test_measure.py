@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from toka_async.attention.base import AttentionBatch, PrefixGroup
-from toka_async.attention.choice import Point, Table, nearest
+from toka_async.attention.choice import ChoiceTable, MeasuredShape, nearest
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.measure import (
     GROUP_ROWS,
     GROUP_TOKENS,
     Bench,
     CudaClock,
-    Shape,
+    TrialShape,
     synthetic,
     try_chunks,
     try_decode,
@@ -66,7 +66,7 @@ def bench_of(
     return Bench(cache, 4, max_seqs, max_tokens, parts, parts, clock), parts
 
 
-def measured(costs: dict[str, Cost], **limits: int) -> tuple[Table, dict[str, Part]]:
+def measured(costs: dict[str, Cost], **limits: int) -> tuple[ChoiceTable, dict[str, Part]]:
     bench, parts = bench_of(costs, **limits)
     return bench.table(), parts
 
@@ -138,7 +138,7 @@ def test_nothing_fits() -> None:
 def test_a_synthetic_batch() -> None:
     cache = KVCache(1, 100, 1, PAGE, 8, torch.float32, torch.device("cpu"))
     group = PrefixGroup(1, 2, 3)
-    batch = synthetic(cache, Shape(((40, 1), (70, 1), (80, 1), (33, 20)), 3, (group,)), (group,))
+    batch = synthetic(cache, TrialShape(((40, 1), (70, 1), (80, 1), (33, 20)), 3, (group,)), (group,))
     assert (batch.num_decode, batch.groups) == (3, (group,))
     assert batch.context_lengths.tolist() == batch.contexts.tolist() == [40, 70, 80, 33]
     assert batch.query_lengths.tolist() == [1, 1, 1, 20]
@@ -192,30 +192,30 @@ def test_a_table_of_the_same_parts_is_admitted() -> None:
     assert alone.admits(alone.table())
 
 
-POINT = (Point(1, 2, "own"),)
+POINT = (MeasuredShape(1, 2, "own"),)
 
 
 @pytest.mark.parametrize(
     "table",
     [
-        Table((), POINT, POINT, ()),
-        Table(POINT, (), POINT, ()),
-        Table(POINT, POINT, (), ()),
-        Table((Point(1, 2, "mixed"),), POINT, POINT, ()),
-        Table(POINT, (*POINT, Point(1, 2, "mixed")), POINT, ()),
-        Table(POINT, POINT, (Point(1, 2, "decodes"),), ()),
-        Table((Point(0, 2, "own"),), POINT, POINT, ()),
-        Table(POINT, (Point(1, -2, "own"),), POINT, ()),
-        Table(POINT, POINT, (Point(10**400, 2, "own"),), ()),
-        Table(POINT, POINT, POINT, ((0, 0),)),
-        Table(POINT, POINT, POINT, ((4, 64), (4, 65))),
+        ChoiceTable((), POINT, POINT, ()),
+        ChoiceTable(POINT, (), POINT, ()),
+        ChoiceTable(POINT, POINT, (), ()),
+        ChoiceTable((MeasuredShape(1, 2, "mixed"),), POINT, POINT, ()),
+        ChoiceTable(POINT, (*POINT, MeasuredShape(1, 2, "mixed")), POINT, ()),
+        ChoiceTable(POINT, POINT, (MeasuredShape(1, 2, "decodes"),), ()),
+        ChoiceTable((MeasuredShape(0, 2, "own"),), POINT, POINT, ()),
+        ChoiceTable(POINT, (MeasuredShape(1, -2, "own"),), POINT, ()),
+        ChoiceTable(POINT, POINT, (MeasuredShape(10**400, 2, "own"),), ()),
+        ChoiceTable(POINT, POINT, POINT, ((0, 0),)),
+        ChoiceTable(POINT, POINT, POINT, ((4, 64), (4, 65))),
     ],
 )
-def test_a_table_that_could_not_be_chosen_by_is_not_admitted(table: Table) -> None:
+def test_a_table_that_could_not_be_chosen_by_is_not_admitted(table: ChoiceTable) -> None:
     """Steps would fail."""
     bench, parts = bench_of({"own": unshared})
     bench = replace(bench, decode={**parts, "decodes": parts["own"]})
-    assert bench.admits(Table((Point(1, 2, "decodes"),), POINT, POINT, ((4, 64),)))
+    assert bench.admits(ChoiceTable((MeasuredShape(1, 2, "decodes"),), POINT, POINT, ((4, 64),)))
     assert not bench.admits(table)
 
 
@@ -226,7 +226,7 @@ def test_trying_out_merges_the_parts_of_few_rows_and_of_many(
 ) -> None:
     """Which are two kernels: a service without large graphs would build one of them at some odd step."""
     pytest.importorskip("triton")
-    from toka_async.attention import own
+    from toka_async.attention import triton as own
     from toka_async.kernels.decode import MANY_ROWS
 
     merged: set[bool] = set()

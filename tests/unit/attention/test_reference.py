@@ -11,16 +11,16 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from tests.paged_rows import make_batch
+from tests.drivers.paged_rows import make_batch
 from toka_async.attention.base import AttentionBatch, PrefixGroup, QueryKeyNorm
-from toka_async.attention.blocks import Limits
+from toka_async.attention.blocks import TileLimits
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
 
 CPU = torch.device("cpu")
-GROUPED = Limits(shared_bytes=0)
-ALONE = Limits(shared_bytes=1 << 60)
-TINY = Limits(slab_bytes=1, small_bytes=1, shared_bytes=0, mask_cells=1, kept_cells=0)
+GROUPED = TileLimits(shared_bytes=0)
+ALONE = TileLimits(shared_bytes=1 << 60)
+TINY = TileLimits(slab_bytes=1, small_bytes=1, shared_bytes=0, mask_cells=1, kept_cells=0)
 DIM = 4
 
 
@@ -71,7 +71,7 @@ class Case:
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator)
 
-    def attend(self, window: int, limits: Limits | None) -> Tensor:
+    def attend(self, window: int, limits: TileLimits | None) -> Tensor:
         backend = ReferenceAttention(self.cache, self.heads, (window,), limits=limits)
         return self.attend_with(backend)
 
@@ -125,7 +125,7 @@ cases = st.builds(
 
 @settings(max_examples=30, deadline=None)
 @given(case=cases, window=st.sampled_from([0, 0, 1, 7, 30]), limits=st.sampled_from([None, GROUPED, ALONE, TINY]))
-def test_equals_the_definition(case: Case, window: int, limits: Limits | None) -> None:
+def test_equals_the_definition(case: Case, window: int, limits: TileLimits | None) -> None:
     output = case.attend(window, limits)
     torch.testing.assert_close(output, case.expected(window), atol=2e-5, rtol=1e-5)
 
@@ -171,7 +171,7 @@ def test_the_smallest_group_is_worth_it_and_no_smaller_one() -> None:
     for less in (0, 1):
         case = Case(0, 4, 1, 1, [(16, 70)], [], [])
         page_bytes = 2 * case.cache.keys[0][0].numel() * 4
-        backend = ReferenceAttention(case.cache, 1, (0,), limits=Limits(shared_bytes=15 * 70 * page_bytes - 1))
+        backend = ReferenceAttention(case.cache, 1, (0,), limits=TileLimits(shared_bytes=15 * 70 * page_bytes - 1))
         assert backend.smallest_group() == (16, 70 * 4)
         smaller = replace(case.batch, groups=(PrefixGroup(0, 16, 70 - less),))
         backend.plan(smaller)
@@ -204,7 +204,7 @@ def test_rows_of_one_length_need_no_mask() -> None:
 
 def test_rows_of_very_different_length_are_not_padded_to_the_longest() -> None:
     case = Case(0, 1, 1, 1, [], [400, *[5] * 30], [])
-    backend = ReferenceAttention(case.cache, 1, (0,), limits=Limits(small_bytes=1))
+    backend = ReferenceAttention(case.cache, 1, (0,), limits=TileLimits(small_bytes=1))
     backend.plan(case.batch)
     assert sorted(len(block.slices) for block in backend.plans[0].whole) == [150, 400]
 
@@ -212,7 +212,7 @@ def test_rows_of_very_different_length_are_not_padded_to_the_longest() -> None:
 def test_slabs_bound_what_is_gathered() -> None:
     case = Case(0, 2, 1, 1, [], [20] * 9, [])
     page_bytes = 2 * 2 * DIM * 4
-    backend = ReferenceAttention(case.cache, 1, (0,), limits=Limits(slab_bytes=40 * page_bytes))
+    backend = ReferenceAttention(case.cache, 1, (0,), limits=TileLimits(slab_bytes=40 * page_bytes))
     backend.plan(case.batch)
     assert [block.size for block in backend.plans[0].whole] == [4, 4, 1]
     torch.testing.assert_close(case.attend_with(backend), case.expected(0), atol=2e-5, rtol=1e-5)
@@ -220,7 +220,7 @@ def test_slabs_bound_what_is_gathered() -> None:
 
 def test_a_long_chunk_is_cut() -> None:
     case = Case(0, 16, 1, 2, [], [], [(10, 90)])
-    backend = ReferenceAttention(case.cache, 2, (0,), limits=Limits(mask_cells=2 * 100 * 20, slab_bytes=1))
+    backend = ReferenceAttention(case.cache, 2, (0,), limits=TileLimits(mask_cells=2 * 100 * 20, slab_bytes=1))
     backend.plan(case.batch)
     assert sorted(block.last for block in backend.plans[0].whole) == [32, 64, 80, 96, 112]
     torch.testing.assert_close(case.attend_with(backend), case.expected(0), atol=2e-5, rtol=1e-5)

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from toka_async.batches.disk import Disk, StorageError
-from toka_async.batches.records import FileRecord, Progress
+from toka_async.batches.records import BatchProgress, FileRecord
 from toka_async.batches.store import NotFoundError, Store
 from toka_async.batches.writer import Transactions, Writer
 
@@ -70,7 +70,7 @@ def test_a_database_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -
                 '{"id":"file-old","filename":"in","purpose":"batch","bytes":1,"created_at":1}');
         """)
         batch = '{"id":"b","endpoint":"","input_file_id":"file-old","output_id":"o","error_id":"e","created_at":1}'
-        row = ("b", "file-old", 1, batch, msgspec.msgpack.encode(Progress()))
+        row = ("b", "file-old", 1, batch, msgspec.msgpack.encode(BatchProgress()))
         connection.execute(
             "INSERT INTO batches (id, input_file_id, is_open, record, progress) VALUES (?, ?, ?, ?, ?)", row
         )

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.running_batches import line, names, running
+from tests.drivers.running_batches import line, names, running
 from toka_async.batches import work
 from toka_async.batches.records import FINAL, Batch, DoneLine
 from toka_async.batches.store import InUseError, NotFoundError
-from toka_async.batches.window import Load, Window
+from toka_async.batches.window import EngineLoad, Window
 
 
 async def test_every_line_ends_in_one_of_the_files(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ async def test_nothing_is_asked_while_the_engine_takes_nothing(tmp_path: Path) -
         await asyncio.sleep(0.05)
         assert not it.answers.asked
         assert (await it.batch()).record.status == "in_progress"
-        it.window.report(Load(4))
+        it.window.report(EngineLoad(4))
         assert (await it.end()).progress.completed == 20
 
 
@@ -93,7 +93,7 @@ async def test_lines_that_were_running_when_the_engine_stopped_are_asked_again(t
 async def report_often(window: Window) -> None:
     while True:
         await asyncio.sleep(0.001)
-        window.report(Load(8))
+        window.report(EngineLoad(8))
 
 
 @pytest.mark.parametrize("restart", [False, True])
@@ -216,7 +216,7 @@ async def test_one_owners_many_lines_do_not_stand_before_anothers(tmp_path: Path
             while (await it.batch(name)).record.status == "validating":
                 await asyncio.sleep(0.001)
         await asyncio.sleep(0.02)  # until all their first lines wait
-        it.window.report(Load(1))
+        it.window.report(EngineLoad(1))
         assert (await it.end()).record.id == "b"
 
 
@@ -244,7 +244,7 @@ async def test_an_input_file_that_is_needed_stays(tmp_path: Path) -> None:
         await it.create([line(1)])
         with pytest.raises(InUseError, match="b"):
             await it.batches.writer.run(lambda: it.store.remove_file("file-b"))
-        it.window.report(Load(1))
+        it.window.report(EngineLoad(1))
         await it.end()
         await it.batches.writer.run(lambda: it.store.remove_file("file-b"))
         assert not it.store.path("file-b").exists()

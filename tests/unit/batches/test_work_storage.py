@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.running_batches import Running, line, names, running
+from tests.drivers.running_batches import Running, line, names, running
 from toka_async.batches import ledger, work
 from toka_async.batches.disk import StorageError
 from toka_async.batches.records import BatchRecord

@@ -8,7 +8,7 @@ import torch
 import toka_async
 from toka_async.bench.floor import Floor, seconds_of
 from toka_async.bench.step_load import Case
-from toka_async.model.spec import read_spec
+from toka_async.checkpoint.spec import read_spec
 
 CPU = torch.device("cpu")
 

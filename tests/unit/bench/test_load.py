@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from toka_async.bench.load import Answer, Choice, Load, Tally, Usage, request_body
-from toka_async.bench.served import BenchError
+from toka_async.bench.load import LoadChoice, LoadReply, LoadShape, LoadUsage, Tally, request_body
+from toka_async.bench.loads.served import BenchError
 
-LOAD = Load(
+LOAD = LoadShape(
     url="http://x",
     model="m",
     connections=1,
@@ -22,14 +22,14 @@ LOAD = Load(
     stream=False,
 )
 GOOD: dict[str, Any] = {
-    "choices": [Choice(0, "abc", "length"), Choice(1, "", "stop")],
-    "usage": Usage(3, 11),
+    "choices": [LoadChoice(0, "abc", "length"), LoadChoice(1, "", "stop")],
+    "usage": LoadUsage(3, 11),
 }
 
 
 def check(done: bool = True, **fields: Any) -> None:
     tally = Tally(done=done)
-    tally.add(Answer(**(GOOD | fields)))
+    tally.add(LoadReply(**(GOOD | fields)))
     tally.check(LOAD)
 
 
@@ -42,14 +42,14 @@ def test_a_whole_answer() -> None:
     [
         ({"done": False}, "broke off"),
         ({"choices": GOOD["choices"][:1]}, "1 samples of 2"),
-        ({"choices": [Choice(0, "abc", "length"), Choice(2, "", "stop")]}, "2 samples of 2"),
-        ({"choices": [Choice(0, "abc", "length"), Choice(1, "", "error")]}, "unknown finish reasons"),
-        ({"choices": [Choice(0, "abc", "length")] * 2}, "finished twice"),
+        ({"choices": [LoadChoice(0, "abc", "length"), LoadChoice(2, "", "stop")]}, "2 samples of 2"),
+        ({"choices": [LoadChoice(0, "abc", "length"), LoadChoice(1, "", "error")]}, "unknown finish reasons"),
+        ({"choices": [LoadChoice(0, "abc", "length")] * 2}, "finished twice"),
         ({"usage": None}, "wrong usage"),
-        ({"usage": Usage(4, 11)}, "wrong usage"),
-        ({"usage": Usage(3, 10)}, "expected 11 to 20"),
-        ({"usage": Usage(3, 21)}, "expected 11 to 20"),
-        ({"choices": [Choice(0, "", "length"), Choice(1, "", "stop")]}, "have no text"),
+        ({"usage": LoadUsage(4, 11)}, "wrong usage"),
+        ({"usage": LoadUsage(3, 10)}, "expected 11 to 20"),
+        ({"usage": LoadUsage(3, 21)}, "expected 11 to 20"),
+        ({"choices": [LoadChoice(0, "", "length"), LoadChoice(1, "", "stop")]}, "have no text"),
     ],
 )
 def test_what_is_missing(fields: dict[str, Any], message: str) -> None:

@@ -12,22 +12,29 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from tests.fake_scheduler import READY, FakeScheduler
+from tests.drivers.web_server import NAME, web_server
+from tests.fakes.fake_scheduler import READY, FakeScheduler
 from tests.unit.bench.conftest import Parse
-from tests.unit.server.test_lifecycle import until
-from tests.web_server import NAME, web_server
+from tests.unit.server.test_app import until
 from toka_async.bench import rates, serve_load
-from toka_async.bench.client import Reply, Sent, ServedModel
-from toka_async.bench.loads import Body
+from toka_async.bench.client import ListedModel, Reply, Sent
+from toka_async.bench.loads.served import BenchError
+from toka_async.bench.loads.workloads import Body
 from toka_async.bench.rates import Rates, counters, generated, watched
-from toka_async.bench.serve_load import Percentiles, Result, fitting_samples, measure, percentiles, stream_rate
-from toka_async.bench.served import BenchError
+from toka_async.bench.serve_load import (
+    LoadPercentiles,
+    ServeLoadResult,
+    fitting_samples,
+    measure,
+    percentiles,
+    stream_rate,
+)
 from toka_async.cli import main
 
 LARGE = msgspec.structs.replace(READY, num_pages=8192, max_context=20000)
 
 
-async def run(options: argparse.Namespace) -> list[Result]:
+async def run(options: argparse.Namespace) -> list[ServeLoadResult]:
     async with web_server(FakeScheduler(ready=LARGE)) as server:
         options.url = server.url
         return (await measure(options))[0]
@@ -176,7 +183,7 @@ def test_numbers() -> None:
 def test_a_mistake_is_one_line_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
 ) -> None:
-    monkeypatch.setattr("toka_async.bench.policy_plot.find_spec", {}.get)
+    monkeypatch.setattr("toka_async.bench.policy.policy_plot.find_spec", {}.get)
     try:
         code = main(["bench", "serve-load", *arguments])
     except SystemExit as stop:
@@ -190,10 +197,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 def test_the_median_run_is_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, parse: Parse, errors: int, code: int
 ) -> None:
-    async def measured(_options: argparse.Namespace) -> tuple[list[Result], list[Rates]]:
+    async def measured(_options: argparse.Namespace) -> tuple[list[ServeLoadResult], list[Rates]]:
         rates = (30.0, 10.0, 20.0)
         return [
-            Result(
+            ServeLoadResult(
                 tokens_per_second=rate, seconds=1.0, output_tokens=1, prompt_tokens=1, requests=1, sequences=1,
                 errors=errors * (rate == 10.0), first_error="no" * errors * (rate == 10.0),
             )
@@ -208,11 +215,11 @@ def test_the_median_run_is_printed(
 
 
 def test_a_table_for_people(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, parse: Parse) -> None:
-    async def measured(_options: argparse.Namespace) -> tuple[list[Result], list[Rates]]:
-        figures = Percentiles(0.5, 1.25, 2.0, 1234.5)
+    async def measured(_options: argparse.Namespace) -> tuple[list[ServeLoadResult], list[Rates]]:
+        figures = LoadPercentiles(0.5, 1.25, 2.0, 1234.5)
         counted = {"prefix_cache_queries_total": 200.0, "prefix_cache_hits_total": 150.0, "steps_total": 4.0}
         return [
-            Result(
+            ServeLoadResult(
                 tokens_per_second=12345.6, seconds=10.0, output_tokens=123456, prompt_tokens=77, requests=16,
                 sequences=64, errors=0, ended=3, interrupted=True, latency=figures, wasted_share=0.015, load="samples",
                 model="m", server=counted | {"step_seconds_total": 0.1, "num_preemptions_total": 2.0},
@@ -247,7 +254,7 @@ async def test_the_load_fits_the_server(
     monkeypatch.setattr(serve_load, "send_all", sent)
     async with aiohttp.ClientSession() as session:
         options = parse("serve-load", "--shots", "1")
-        assert await fitting_samples(options, session, "http://127.0.0.1:9", ServedModel("m")) == samples
+        assert await fitting_samples(options, session, "http://127.0.0.1:9", ListedModel("m")) == samples
     assert asked == [256 * 32]
     assert f"16 prompts x {samples} samples" in capsys.readouterr().err
 

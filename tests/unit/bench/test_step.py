@@ -6,7 +6,7 @@ import pytest
 from tests.unit.bench.conftest import Parse
 from toka_async.bench.step import cases, table, wants_groups
 from toka_async.bench.step_load import Case
-from toka_async.bench.step_result import Result, StepTime
+from toka_async.bench.step_result import StepResult, StepTime
 from toka_async.cli import main
 from toka_async.config import load_config
 from toka_async.messages import Ready
@@ -48,7 +48,7 @@ def test_groups_are_those_that_the_scheduler_makes(case: Case, overrides: list[s
 
 def test_a_table_for_people() -> None:
     numbers = dict.fromkeys(StepTime.__struct_fields__, 1) | {"share": 0.5, "rows": 64}
-    result = Result(
+    result = StepResult(
         model="m", device="cpu", dtype="float32", cache_tokens=5, bandwidth_gb_s=1.0, matrix_tflops=2.0,
         steps=[msgspec.convert(numbers, StepTime)], skipped=["9 rows, context 1: no"],
     )  # fmt: skip

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fake_model import FakeAttention, FakeCache, FakeModel, logits_of
+from tests.fakes.fake_model import FakeAttention, FakeCache, FakeModel, logits_of
 from toka_async.arrays import as_i32
 from toka_async.attention.base import PrefixGroup
 from toka_async.bench.step_load import Case, DecodeSteps, DoesNotFitError, PromptSteps, random_prompt
-from toka_async.messages import Ready, Sampling
+from toka_async.messages import Ready, SamplingParams
 from toka_async.runner.runner import Runner
 
 VOCAB = 50
-GREEDY = Sampling(temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0)
 READY = Ready(num_pages=64, page_size=4, max_seqs=8, max_context=40, vocab_size=VOCAB, max_tokens=12)
 
 

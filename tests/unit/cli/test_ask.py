@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterator
 
 from toka_async.cli.ask import ask, sample_lines
-from toka_async.ping import Question, Samples, Server
+from toka_async.cli.ping import PingQuestion, PingSamples, Server
 
 
 class Answers(Server):
@@ -16,13 +16,13 @@ class Answers(Server):
         super().__init__("http://nowhere")
         self.texts = texts
 
-    def stream(self, question: Question) -> Iterator[str]:  # type: ignore[override]
+    def stream(self, question: PingQuestion) -> Iterator[str]:  # type: ignore[override]
         assert question.n == 1
         yield from self.texts
 
-    def samples(self, question: Question) -> Samples:
+    def samples(self, question: PingQuestion) -> PingSamples:
         assert question.n == len(self.texts)
-        return Samples(self.texts, num_tokens=100, seconds=0.5)
+        return PingSamples(self.texts, num_tokens=100, seconds=0.5)
 
 
 class Terminal(io.StringIO):
@@ -32,13 +32,13 @@ class Terminal(io.StringIO):
 
 def test_one_answer_comes_in_pieces() -> None:
     out = io.StringIO()
-    ask(Answers(["a", "b"]), Question(prompt="x"), out)
+    ask(Answers(["a", "b"]), PingQuestion(prompt="x"), out)
     assert out.getvalue() == "ab\n"
 
 
 def test_many_samples_vote() -> None:
     out = io.StringIO()
-    ask(Answers([" 1 + 1 = 2\n#### 2", "#### 3", "#### 2", "#### 2"]), Question(prompt="x", n=4), out)
+    ask(Answers([" 1 + 1 = 2\n#### 2", "#### 3", "#### 2", "#### 2"]), PingQuestion(prompt="x", n=4), out)
     assert out.getvalue().splitlines() == [
         *("sample 1", "  1 + 1 = 2", "  #### 2", "sample 2", "  #### 3", "sample 3", "  #### 2", ""),
         "vote   2: 3 of 4 samples",
@@ -49,18 +49,18 @@ def test_many_samples_vote() -> None:
 
 def test_a_terminal_says_that_it_waits() -> None:
     out = Terminal()
-    ask(Answers(["2", "2"]), Question(prompt="x", n=2), out)
+    ask(Answers(["2", "2"]), PingQuestion(prompt="x", n=2), out)
     assert out.getvalue().startswith("asking for 2 samples …\r\x1b[Ksample 1\n")
 
 
 def test_a_tie_is_said_to_be_one() -> None:
-    lines = list(sample_lines(Samples(["4", "5", ""], 3, 0.0), width=80))
+    lines = list(sample_lines(PingSamples(["4", "5", ""], 3, 0.0), width=80))
     assert "vote   4: 1 of 3 samples, and as many 5, (none)" in lines
     assert "others 5: 1, (none): 1" in lines
 
 
 def test_long_samples_are_cut_and_wrapped() -> None:
-    samples = Samples(["start " + "word " * 1000 + "end", "", "x"], 3, 1.0)
+    samples = PingSamples(["start " + "word " * 1000 + "end", "", "x"], 3, 1.0)
     lines = list(sample_lines(samples, width=40))
     assert max(map(len, lines[:-3])) <= 40
     assert max(map(len, lines)) <= 80

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from toka_async.cli.chat import chat
-from toka_async.ping import Message, PingError, Question, Server
+from toka_async.cli.ping import Message, PingError, PingQuestion, Server
 
 
 class Talking(Server):
@@ -21,7 +21,7 @@ class Talking(Server):
         self.asked: list[list[Message]] = []
         self._answer = answer
 
-    def stream(self, question: Question) -> Generator[str]:
+    def stream(self, question: PingQuestion) -> Generator[str]:
         self.asked.append([*question.messages])
         said = question.messages[-1]["content"]
         yield from self._answer(said) if self._answer else (f"{len(self.asked)}: ", said)
@@ -59,7 +59,7 @@ def test_what_was_said_is_part_of_the_next_question(
 ) -> None:
     say("hello", "", "and?", "/exit", "never")
     server = Talking()
-    assert chat(server, Question(temperature=0.5), system="be brief") == 0
+    assert chat(server, PingQuestion(temperature=0.5), system="be brief") == 0
     begun = [{"role": "system", "content": "be brief"}]
     assert server.asked == [
         [*begun, user("hello")],
@@ -71,14 +71,14 @@ def test_what_was_said_is_part_of_the_next_question(
 def test_clear_begins_anew_and_the_system_message_stays(say: Callable[..., None]) -> None:
     say("a", "/clear", "b")
     server = Talking()
-    chat(server, Question(), system="s")
+    chat(server, PingQuestion(), system="s")
     assert server.asked[-1] == [{"role": "system", "content": "s"}, user("b")]
 
 
 def test_an_unknown_command_is_not_sent(say: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
     say("/helpp", "/etc/passwd is a file?")
     server = Talking()
-    chat(server, Question())
+    chat(server, PingQuestion())
     assert [asked[-1]["content"] for asked in server.asked] == ["/etc/passwd is a file?"]
     assert "unknown command /helpp; /clear begins anew" in capsys.readouterr().out
 
@@ -93,7 +93,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_came(
 
     say(KeyboardInterrupt(), "a", "b")
     server = Talking(interrupted)
-    assert chat(server, Question()) == 0
+    assert chat(server, PingQuestion()) == 0
     assert server.asked[1] == [user("a"), assistant("half of a"), user("b")]
     assert "half of a [stopped]\n" in capsys.readouterr().out
 
@@ -108,7 +108,7 @@ def test_a_question_that_failed_is_not_part_of_the_conversation(
 
     say("a", "b")
     server = Talking(failing)
-    assert chat(server, Question()) == 0
+    assert chat(server, PingQuestion()) == 0
     assert server.asked[1] == [user("b")]
     assert "toka-async: no answer\n" in capsys.readouterr().err
 
@@ -118,7 +118,7 @@ def test_a_script_hears_of_a_failure(say: Callable[..., None], capsys: pytest.Ca
         raise PingError("no answer")
 
     say("a", is_terminal=False)
-    assert chat(Talking(failing), Question()) == 1
+    assert chat(Talking(failing), PingQuestion()) == 1
     say("a", is_terminal=False)
-    assert chat(Talking(), Question()) == 0
+    assert chat(Talking(), PingQuestion()) == 0
     assert capsys.readouterr().out == "\n1: a\n"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from toka_async.checkpoint.spec import ModelError
 from toka_async.cli.resolve import resolve
 from toka_async.config import Config, load_config
-from toka_async.model.spec import ModelError
 
 
 def resolved(*overrides: str) -> Config:

@@ -8,9 +8,9 @@ import socket
 
 import pytest
 
-from tests.cuttable import Cuttable
-from tests.direct import direct_server, runs, wait_for_runs
-from tests.fake_scheduler import FakeScheduler
+from tests.drivers.direct import direct_server, runs, wait_for_runs
+from tests.fakes.fake_scheduler import FakeScheduler
+from tests.processes.cuttable import Cuttable
 from toka_async.client import Client, ConnectionLostError
 
 PROMPT = [1, 2, 3]

@@ -11,7 +11,7 @@ import pytest
 
 from toka_async.client.errors import ConnectionLostError, RequestError
 from toka_async.client.exchange import MARGIN, Exchange
-from toka_async.client.pending import News, Pending, Wishes
+from toka_async.client.pending import News, Pending, RequestOptions
 from toka_async.client.results import Result
 from toka_async.protocol import (
     DTYPES,
@@ -74,7 +74,7 @@ class Wire:
 
     def ask(self, *keys: int, length: int = 2, n: int = 1, stream: bool = False) -> list[Pending]:
         fields = {"n": n}
-        wishes = Wishes(fields, msgspec.msgpack.encode(fields), stream)
+        wishes = RequestOptions(fields, msgspec.msgpack.encode(fields), stream)
         prompt = np.ones(length, np.int32)
         made = [Pending(key, prompt, 0, wishes, self) for key in keys]
         for pending in made:
@@ -238,7 +238,7 @@ def test_an_abandoned_request_whose_submission_was_lost_gives_its_credit_back() 
 def test_one_that_is_too_large_and_was_abandoned_is_passed_over() -> None:
     wire = Wire()
     wire.welcome(max_message=MARGIN + 40)
-    pending = Pending(1, np.ones(20, np.int32), 0, Wishes({}, b"\x80", False), wire)
+    pending = Pending(1, np.ones(20, np.int32), 0, RequestOptions({}, b"\x80", False), wire)
     wire.exchange.add(pending)
     wire.exchange.abandon(pending)
     wire.exchange.flush()

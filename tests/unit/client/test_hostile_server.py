@@ -15,7 +15,7 @@ import zmq
 
 from toka_async.client import Client, ConnectionLostError
 from toka_async.protocol import Columns, Error, Header, Results, ServerHeader, Welcome, pack
-from toka_async.transport import multipart
+from toka_async.transport import zmq_frames as multipart
 
 WELCOME = Welcome(
     version=2,

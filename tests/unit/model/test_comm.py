@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gloo_ranks import LENGTHS, SIZES, answers_of_ranks
-from tests.mean_attention import load, run
-from tests.models import make_checkpoint
+from tests.cases.models import make_checkpoint
+from tests.drivers.gloo_ranks import LENGTHS, SIZES, answers_of_ranks
+from tests.fakes.mean_attention import load, run
 from toka_async.model.comm import LocalComm, join
 
 Answers = dict[int, list[dict[str, Any]]]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models import make_checkpoint
-from tests.paged_rows import make_batch
+from tests.cases.models import make_checkpoint
+from tests.drivers.paged_rows import make_batch
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
+from toka_async.checkpoint.spec import read_spec
 from toka_async.model.compiled import CompiledForward, OpAttention, num_compiles
 from toka_async.model.decoder import Decoder
-from toka_async.model.spec import read_spec
 from toka_async.model.weights import build_decoder, load_weights
 
 PAGE_SIZE = 4

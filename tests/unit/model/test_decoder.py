@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.mean_attention import TOKENS, load, run
-from tests.models import make_checkpoint
-from tests.thread_ranks import run_ranks
+from tests.cases.models import make_checkpoint
+from tests.drivers.thread_ranks import run_ranks
+from tests.fakes.mean_attention import TOKENS, load, run
 from toka_async.model.comm import LocalComm, Share, share_of
 
 

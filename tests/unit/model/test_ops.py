@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from toka_async.checkpoint.spec import ACTIVATIONS
 from toka_async.model.ops import TorchOps
-from toka_async.model.spec import ACTIVATIONS
 
 DEFINITIONS: dict[str, Callable[[float], float]] = {
     "silu": lambda x: x / (1 + math.exp(-x)),

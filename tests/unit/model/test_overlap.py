@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.thread_ranks import run_ranks
+from tests.drivers.thread_ranks import run_ranks
 from toka_async.model import overlap
 from toka_async.model.comm import Comm
 from toka_async.model.overlap import reserve, why_not

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from toka_async.model.progress import Progress
+from toka_async.model.progress import LoadProgress
 
 
 class Terminal(io.StringIO):
@@ -14,7 +14,7 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_gets_one_line() -> None:
     stream = Terminal()
-    bar = Progress("loading weights", 4 << 30, stream)
+    bar = LoadProgress("loading weights", 4 << 30, stream)
     bar.add(1 << 30)
     bar.add(3 << 30)  # too soon to draw again
     bar.finish()
@@ -25,7 +25,7 @@ def test_a_terminal_gets_one_line() -> None:
 
 def test_other_streams_get_nothing() -> None:
     stream = io.StringIO()
-    bar = Progress("loading weights", 10, stream)
+    bar = LoadProgress("loading weights", 10, stream)
     bar.add(10)
     bar.finish()
     assert stream.getvalue() == ""
@@ -34,7 +34,7 @@ def test_other_streams_get_nothing() -> None:
 @pytest.mark.parametrize(("total", "amount"), [(5 << 20, "5.00/5.00 MiB"), (999, "999.00/999.00 bytes"), (0, "0.00")])
 def test_a_small_model_is_not_none(total: int, amount: str) -> None:
     stream = Terminal()
-    bar = Progress("loading weights", total, stream)
+    bar = LoadProgress("loading weights", total, stream)
     bar.add(total)
     bar.finish()
     assert amount in stream.getvalue().split("\r")[-1]

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.models import make_checkpoint
+from tests.cases.models import make_checkpoint
+from toka_async.checkpoint.division import stage_parts
+from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.model.comm import LocalComm
 from toka_async.model.decoder import Decoder
-from toka_async.model.division import stage_parts
 from toka_async.model.layers import HeadNorm, RMSNorm
-from toka_async.model.spec import ModelError, read_spec
 from toka_async.model.weights import build_decoder, checkpoint_parts, load_weights, random_weights
 
 CPU = torch.device("cpu")

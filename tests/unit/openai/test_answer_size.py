@@ -9,11 +9,11 @@ import pytest
 from tests.unit.openai.test_generation import DEFAULTS, LIMITS, chat, completion
 from toka_async.openai.answer_size import ENTRY_BYTES, ID_BYTES, answer_bytes, check_answer_size
 from toka_async.openai.errors import ApiError
-from toka_async.openai.generation import Generation, chat_generation
+from toka_async.openai.generation import GenerationParams, chat_generation
 from toka_async.openai.requests import ChatBatchRequest
 
 
-def size(generation: Generation, num_prompt: int = 10, max_new: int = 0, num_echoed: int = 0) -> float:
+def size(generation: GenerationParams, num_prompt: int = 10, max_new: int = 0, num_echoed: int = 0) -> float:
     return answer_bytes(generation, num_prompt, max_new, num_echoed) / ENTRY_BYTES
 
 

@@ -9,8 +9,8 @@ from toka_async.arrays import as_f32, as_i32
 from toka_async.openai.errors import ApiError
 from toka_async.openai.generation import (
     Defaults,
-    Generation,
-    Limits,
+    GenerationParams,
+    RequestLimits,
     chat_generation,
     completion_generation,
     token_budget,
@@ -18,15 +18,15 @@ from toka_async.openai.generation import (
 )
 from toka_async.openai.requests import ChatRequest, CompletionRequest, StreamOptions
 
-LIMITS = Limits(max_context=100, cache_tokens=1000, vocab_size=50, max_n=8)
+LIMITS = RequestLimits(max_context=100, cache_tokens=1000, vocab_size=50, max_n=8)
 DEFAULTS = Defaults(temperature=0.7, top_p=0.9, top_k=20, end_ids=(3, 2))
 
 
-def completion(**fields: Any) -> Generation:
+def completion(**fields: Any) -> GenerationParams:
     return completion_generation(CompletionRequest(prompt="x", **fields), LIMITS, DEFAULTS)
 
 
-def chat(**fields: Any) -> Generation:
+def chat(**fields: Any) -> GenerationParams:
     return chat_generation(ChatRequest(messages=[], **fields), LIMITS, DEFAULTS)
 
 
@@ -121,7 +121,7 @@ def test_the_budget() -> None:
     assert token_budget(LIMITS, 90, 10, "prompt") == 10
     assert token_budget(LIMITS, 90, None, "prompt") == 10
     assert token_budget(LIMITS, 100, 0, "prompt") == 0
-    small = Limits(max_context=100, cache_tokens=40, vocab_size=50, max_n=8)
+    small = RequestLimits(max_context=100, cache_tokens=40, vocab_size=50, max_n=8)
     assert token_budget(small, 30, None, "prompt") == 10
 
 
@@ -138,7 +138,7 @@ def test_beyond_the_context(num_prompt: int, max_tokens: int | None, param: str,
 
 
 def test_beyond_the_cache() -> None:
-    small = Limits(max_context=100, cache_tokens=40, vocab_size=50, max_n=8)
+    small = RequestLimits(max_context=100, cache_tokens=40, vocab_size=50, max_n=8)
     with pytest.raises(ApiError, match="the KV cache's size is 40 tokens, but the prompt has 41"):
         token_budget(small, 41, 1, "prompt")
 

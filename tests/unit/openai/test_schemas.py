@@ -8,11 +8,11 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from toka_async.openai.fields import Unsupported
-from toka_async.openai.generation import Limits
+from toka_async.openai.generation import RequestLimits
 from toka_async.openai.requests import CompletionRequest, WireRequest
 from toka_async.openai.schemas import reference, request_schemas, response_schemas
 
-LIMITS = Limits(max_context=100, cache_tokens=80, vocab_size=50, max_n=4)
+LIMITS = RequestLimits(max_context=100, cache_tokens=80, vocab_size=50, max_n=4)
 
 
 class Inner(WireRequest, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from toka_async.batches.disk import StorageError
-from toka_async.batches.records import Batch, DoneLine, Fault, Progress
+from toka_async.batches.records import Batch, BatchProgress, DoneLine, Fault
 from toka_async.batches.store import Store
 from toka_async.procs.child import BatchJob
 from toka_async.procs.job import INPUT, complaint, new_record, open_job
@@ -70,7 +70,7 @@ def test_an_output_that_has_lost_something_is_told_and_not_waited_for(tmp_path: 
 
 
 def failed(num_lines: int, *faults: Fault) -> Batch:
-    return Batch(new_record({}).refused(faults, 1), Progress(completed=num_lines))
+    return Batch(new_record({}).refused(faults, 1), BatchProgress(completed=num_lines))
 
 
 def test_it_says_which_file_is_wrong() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit.procs.test_rank import Link
 from toka_async.procs.child import Alive, Fatal
-from toka_async.procs.progress import Progress, answer_while_moving
+from toka_async.procs.progress import WorkProgress, answer_while_moving
 
 
 class Clock:
@@ -16,7 +16,7 @@ class Clock:
 
 def test_work_that_moves_is_not_stuck() -> None:
     clock = Clock()
-    progress = Progress(clock)
+    progress = WorkProgress(clock)
     clock.now += 100
     assert progress.stuck() == 0  # idle
     progress.begin()
@@ -36,7 +36,7 @@ def test_work_that_moves_is_not_stuck() -> None:
 @pytest.mark.parametrize("timeout", [10.0, 0.0])
 def test_stuck_work_ends_the_process(timeout: float) -> None:
     clock, link = Clock(), Link()
-    progress = Progress(clock)
+    progress = WorkProgress(clock)
     answer_while_moving(link, progress, timeout, "a step")
     progress.begin()
     clock.now += 9

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from toka_async.arrays import i32_column
+from toka_async.checkpoint.spec import ModelError
 from toka_async.config import Config
 from toka_async.messages import FromRank, RankDevice, Ready, StageTimes, Step, StepDone, ToRank
-from toka_async.model.spec import ModelError
 from toka_async.procs import rank
 from toka_async.procs.child import Alive, ChildSpec, Fatal, ParentLink, Started, Status
-from toka_async.procs.progress import Progress
-from toka_async.procs.rank import Launched, announce, outbox_of, resources_of, send_results, serve
+from toka_async.procs.progress import WorkProgress
+from toka_async.procs.rank import RunningStep, announce, outbox_of, resources_of, send_results, serve
 from toka_async.topology import Layout, local_topology
 from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
 
@@ -124,8 +124,8 @@ def ignore(_: StepDone) -> None:
     """What a rank does whose results are another's too."""
 
 
-def queue_of(*launched: Launched) -> SimpleQueue[Launched]:
-    queue: SimpleQueue[Launched] = SimpleQueue()
+def queue_of(*launched: RunningStep) -> SimpleQueue[RunningStep]:
+    queue: SimpleQueue[RunningStep] = SimpleQueue()
     for step in launched:
         queue.put(step)
     return queue
@@ -220,11 +220,11 @@ def test_announcing(link: Link, results: Results, frozen: list[str]) -> None:
 
 
 def run_serve(
-    patch: pytest.MonkeyPatch, launch: Callable[[Step], Launched], link: Link, results: Results, steps: Steps
+    patch: pytest.MonkeyPatch, launch: Callable[[Step], RunningStep], link: Link, results: Results, steps: Steps
 ) -> list[Status]:
     """Serves until the process ends; what it said. Its thread then ends too."""
     entered: list[str] = []
-    queue: SimpleQueue[Launched] = SimpleQueue()
+    queue: SimpleQueue[RunningStep] = SimpleQueue()
     patch.setattr(rank, "SimpleQueue", lambda: queue)
     patch.setattr(rank, "build", lambda _: (READY, launch, lambda: entered.append(threading.current_thread().name)))
     patch.setattr(threading, "excepthook", lambda _: None)
@@ -297,7 +297,7 @@ def test_a_failing_launch_ends_the_process(
 def test_a_model_that_does_not_fit_is_never_ready(
     link: Link, results: Results, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(_: ChildSpec) -> tuple[Ready, Callable[[Step], Launched], Callable[[], None]]:
+    def build(_: ChildSpec) -> tuple[Ready, Callable[[Step], RunningStep], Callable[[], None]]:
         raise ModelError("cache.num_tokens=9: too many")
 
     monkeypatch.setattr(rank, "build", build)
@@ -318,7 +318,7 @@ def test_a_rank_tells_of_its_gpu_and_of_a_step_that_hangs(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 1)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 2)
     now = 0.0
-    progress = Progress(lambda: now)
+    progress = WorkProgress(lambda: now)
     rank.watch_steps(link, progress)
     progress.begin()
     link.on_beat()

@@ -7,7 +7,7 @@ from typing import cast
 import msgspec
 import pytest
 
-from tests.page_rank import PageRank, submit
+from tests.drivers.page_rank import PageRank, submit
 from toka_async.arrays import as_i32, i32_column
 from toka_async.config import load_config
 from toka_async.messages import (
@@ -16,7 +16,7 @@ from toka_async.messages import (
     RankDevice,
     Ready,
     Reason,
-    Sampling,
+    SamplingParams,
     StepDone,
     Submit,
     Tokens,
@@ -45,7 +45,7 @@ def test_a_request_goes_through() -> None:
     assert ranks.drain() == []
 
     prompt = i32_column([1, 2, 3])
-    requests.send(Submit(request_id=7, prompt=prompt, max_tokens=1, seed=0, sampling=Sampling()))
+    requests.send(Submit(request_id=7, prompt=prompt, max_tokens=1, seed=0, sampling=SamplingParams()))
     turn(core, requests, results, server, ranks, times, ready)
     (step,) = ranks.drain()
     assert as_i32(step.prompts[0].token_ids).tolist() == [1, 2, 3]

@@ -11,25 +11,30 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.fake_graphs import FakeGraphs
-from tests.fake_model import FakeAttention, FakeCache, FakeModel, logits_of
-from tests.row_driver import VOCAB, Driver, Request, Row
-from tests.thread_ranks import run_ranks
+from tests.drivers.row_driver import VOCAB, Driver, Request, Row
+from tests.drivers.thread_ranks import run_ranks
+from tests.fakes.fake_graphs import FakeGraphs
+from tests.fakes.fake_model import FakeAttention, FakeCache, FakeModel, logits_of
 from toka_async.arrays import as_f32, as_i32
 from toka_async.attention.base import PrefixGroup
 from toka_async.kernels.sampling import SamplingKernels
-from toka_async.messages import Ready, Sampling, StepDone
+from toka_async.messages import Ready, SamplingParams, StepDone
 from toka_async.model.comm import Comm
 from toka_async.runner import kernel_sampler
 from toka_async.runner.runner import Runner
-from toka_async.runner.synthetic import SyntheticRows
+from toka_async.startup.synthetic import SyntheticRows
 
-FAST = (Sampling(temperature=0), Sampling(), Sampling(temperature=0.9, repetition_penalty=1.4), Sampling(top_k=5))
-SLOW = Sampling(temperature=0.9, frequency_penalty=1.5)
+FAST = (
+    SamplingParams(temperature=0),
+    SamplingParams(),
+    SamplingParams(temperature=0.9, repetition_penalty=1.4),
+    SamplingParams(top_k=5),
+)
+SLOW = SamplingParams(temperature=0.9, frequency_penalty=1.5)
 READY = Ready(num_pages=40, page_size=4, max_seqs=6, max_context=60, vocab_size=VOCAB, max_tokens=64)
 
 
-def start(driver: Driver, samplings: tuple[Sampling, ...], most: int, grouped: bool = False) -> list[Row]:
+def start(driver: Driver, samplings: tuple[SamplingParams, ...], most: int, grouped: bool = False) -> list[Row]:
     """Rows that decode from the next step on, and graphs of up to `most` rows."""
     rows = [driver.start(Request([1, 2, 3, 4, 5], sampling), seed) for seed, sampling in enumerate(samplings)]
     driver.step([100] * len(rows))
@@ -169,7 +174,9 @@ def make(use_kernels: bool, pays: Callable[[int, int], bool] | None = None) -> t
     return runner, attention
 
 
-def run(runner: Runner, samplings: tuple[Sampling, ...], num_shared: int = 0, num_grouped: int = 0) -> list[StepDone]:
+def run(
+    runner: Runner, samplings: tuple[SamplingParams, ...], num_shared: int = 0, num_grouped: int = 0
+) -> list[StepDone]:
     """Rows of one step, then five steps of their tokens."""
     rows = SyntheticRows(READY, num_shared)
     lengths = [num_shared * READY.page_size + 3] * len(samplings)
@@ -178,7 +185,11 @@ def run(runner: Runner, samplings: tuple[Sampling, ...], num_shared: int = 0, nu
 
 
 def test_log_probs_of_replays(fake_graphs: FakeGraphs) -> None:
-    asking = (Sampling(num_logprobs=0), Sampling(temperature=0), Sampling(temperature=0.5, num_logprobs=0))
+    asking = (
+        SamplingParams(num_logprobs=0),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0.5, num_logprobs=0),
+    )
     replaying, plain = make(True)[0], make(False)[0]
     assert replaying.decode is not None
     list(replaying.decode.capture(4, grouped=False))

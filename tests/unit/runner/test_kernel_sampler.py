@@ -10,30 +10,30 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.sampler_bench import PROMPT, VOCAB, Bench
+from tests.drivers.sampler_bench import PROMPT, VOCAB, Bench
 from toka_async.arrays import f32_column, i32_column
 from toka_async.kernels.sampling import SamplingKernels
-from toka_async.messages import Prompt, Sampling
+from toka_async.messages import Prompt, SamplingParams
 from toka_async.runner import kernel_sampler
 from toka_async.runner.prompts import read_prompt
-from toka_async.runner.samples import Samples
+from toka_async.runner.samples import Draws
 
-GREEDY = Sampling(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 FAST = {
-    "greedy": (GREEDY, Sampling(top_k=1)),
-    "temperature": (Sampling(), Sampling(temperature=0.4)),
-    "filters": (Sampling(top_k=7), Sampling(temperature=0.8, top_p=0.6, top_k=64)),
-    "nucleus": (Sampling(temperature=0.3, top_p=0.7, min_p=0.01),),
-    "repetition": (Sampling(temperature=0, repetition_penalty=3.0), Sampling(repetition_penalty=0.7)),
-    "extremes": (Sampling(temperature=1e-5, top_p=1e-46), Sampling(repetition_penalty=0.01)),
-    "log-probs": (Sampling(num_logprobs=0, temperature=0.5), GREEDY),
+    "greedy": (GREEDY, SamplingParams(top_k=1)),
+    "temperature": (SamplingParams(), SamplingParams(temperature=0.4)),
+    "filters": (SamplingParams(top_k=7), SamplingParams(temperature=0.8, top_p=0.6, top_k=64)),
+    "nucleus": (SamplingParams(temperature=0.3, top_p=0.7, min_p=0.01),),
+    "repetition": (SamplingParams(temperature=0, repetition_penalty=3.0), SamplingParams(repetition_penalty=0.7)),
+    "extremes": (SamplingParams(temperature=1e-5, top_p=1e-46), SamplingParams(repetition_penalty=0.01)),
+    "log-probs": (SamplingParams(num_logprobs=0, temperature=0.5), GREEDY),
 }
 SLOW = {
-    "bias": Sampling(bias_ids=i32_column([5, VOCAB + 1]), bias_values=f32_column([50.0, 1.0])),
-    "allowed": Sampling(allowed_ids=i32_column([4, 44, 7, VOCAB + 1])),
-    "min_tokens": Sampling(temperature=0, min_tokens=9, end_ids=i32_column(range(60))),
-    "counts": Sampling(temperature=0, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=2.0),
-    "likeliest": Sampling(num_logprobs=4, temperature=0.7),
+    "bias": SamplingParams(bias_ids=i32_column([5, VOCAB + 1]), bias_values=f32_column([50.0, 1.0])),
+    "allowed": SamplingParams(allowed_ids=i32_column([4, 44, 7, VOCAB + 1])),
+    "min_tokens": SamplingParams(temperature=0, min_tokens=9, end_ids=i32_column(range(60))),
+    "counts": SamplingParams(temperature=0, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=2.0),
+    "likeliest": SamplingParams(num_logprobs=4, temperature=0.7),
 }
 
 
@@ -45,7 +45,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(device)
 
 
-def check_equal(pair: tuple[Samples, Samples]) -> None:
+def check_equal(pair: tuple[Draws, Draws]) -> None:
     by_kernels, by_torch = pair
     assert by_kernels.token_ids.tolist() == by_torch.token_ids.tolist()
     assert (by_kernels.chosen is None) == (by_torch.chosen is None)
@@ -57,7 +57,7 @@ def check_equal(pair: tuple[Samples, Samples]) -> None:
         assert [*top.values()] == pytest.approx([*expected[row].values()], abs=1e-5)
 
 
-def likeliest(samples: Samples) -> dict[int, dict[int, float]]:
+def likeliest(samples: Draws) -> dict[int, dict[int, float]]:
     """Likeliest ids and their log-probs of each row that asks for any."""
     top = samples.top
     if top is None:
@@ -79,7 +79,7 @@ def test_fast_rows_draw_what_torch_draws(bench: Bench, kind: str) -> None:
 @pytest.mark.parametrize("kind", SLOW)
 def test_slow_rows_draw_what_torch_draws(bench: Bench, kind: str) -> None:
     """Alone, and between fast rows."""
-    bench.admit({6: SLOW[kind], 2: GREEDY, 0: Sampling(num_logprobs=0)})
+    bench.admit({6: SLOW[kind], 2: GREEDY, 0: SamplingParams(num_logprobs=0)})
     assert not bench.kernels.all_fast(np.array([6]))
     assert not bench.kernels.all_fast(np.array([2, 6]))
     assert bench.kernels.all_fast(np.array([0, 2]))
@@ -89,7 +89,7 @@ def test_slow_rows_draw_what_torch_draws(bench: Bench, kind: str) -> None:
 
 
 def test_likeliest_tokens_of_several_slow_rows_between_fast_ones(bench: Bench) -> None:
-    bench.admit({0: GREEDY, 1: SLOW["likeliest"], 2: SLOW["counts"], 3: Sampling(num_logprobs=2)})
+    bench.admit({0: GREEDY, 1: SLOW["likeliest"], 2: SLOW["counts"], 3: SamplingParams(num_logprobs=2)})
     pair = bench.sample([3, 0, 1, 2])
     check_equal(pair)
     assert {row: len(top) for row, top in likeliest(pair[0]).items()} == {0: 2, 2: 4}
@@ -97,7 +97,7 @@ def test_likeliest_tokens_of_several_slow_rows_between_fast_ones(bench: Bench) -
 
 def test_a_large_top_k_is_for_kernels_too(bench: Bench) -> None:
     """Such a row may draw another token than torch, out of those that it keeps."""
-    bench.admit({4: Sampling(temperature=0, top_k=80), 5: Sampling(temperature=9.0, top_k=80)})
+    bench.admit({4: SamplingParams(temperature=0, top_k=80), 5: SamplingParams(temperature=9.0, top_k=80)})
     assert bench.kernels.all_fast(np.array([4, 5]))
     logits = torch.arange(VOCAB).repeat(2, 1) / VOCAB
     by_kernels, by_torch = bench.sample([4, 5], logits)
@@ -106,12 +106,12 @@ def test_a_large_top_k_is_for_kernels_too(bench: Bench) -> None:
 
 
 def test_which_rows_want_log_probs(bench: Bench) -> None:
-    bench.admit({0: GREEDY, 1: Sampling(num_logprobs=0), 2: SLOW["likeliest"]})
+    bench.admit({0: GREEDY, 1: SamplingParams(num_logprobs=0), 2: SLOW["likeliest"]})
     wants = [bench.kernels.wants_logprobs(np.array(slots)) for slots in ([0], [1], [2], [0, 1])]
     assert wants == [False, True, True, True]
 
 
-PENALISED = Sampling(temperature=0, repetition_penalty=1.5)
+PENALISED = SamplingParams(temperature=0, repetition_penalty=1.5)
 
 
 def test_ids_of_the_prompt_are_seen_by_rows_that_penalise(bench: Bench) -> None:
@@ -137,13 +137,13 @@ def test_a_slot_used_again_has_seen_its_new_prompt_only(bench: Bench) -> None:
     check_equal(bench.sample([1]))
     bench.admit({1: SLOW["bias"]})
     check_equal(bench.sample([1]))
-    bench.admit({1: Sampling(top_k=3)})
+    bench.admit({1: SamplingParams(top_k=3)})
     check_equal(bench.sample([1]))
 
 
 def test_a_row_goes_on_after_a_preemption(bench: Bench) -> None:
     """Its tokens come back as a prompt: it has seen all of them, and goes on with its random stream."""
-    sampling = Sampling(temperature=1.2, repetition_penalty=1.3)
+    sampling = SamplingParams(temperature=1.2, repetition_penalty=1.3)
     bench.admit({1: sampling})
     drawn = [int(bench.sample([1])[0].token_ids) for _ in range(3)]
     bench.admit({1: sampling}, tokens=[*PROMPT, *drawn[:2]], num_prompt=len(PROMPT))

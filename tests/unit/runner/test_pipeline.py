@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.stage_runners import MemoryLink, setups
+from tests.drivers.stage_runners import MemoryLink, setups
 from tests.unit.runner.test_micro_batches import step_rows
 from toka_async.runner.device_rows import DeviceRows
 from toka_async.runner.inputs import StepRows

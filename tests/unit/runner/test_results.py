@@ -13,8 +13,8 @@ from toka_async.messages import StepDone
 from toka_async.model.logprobs import Logprobs
 from toka_async.runner.clock import StepClock
 from toka_async.runner.prompt_logprobs import AskedChunk
-from toka_async.runner.results import Launched, PartResults
-from toka_async.runner.samples import Samples, TopLogprobs
+from toka_async.runner.results import LaunchedStep, PartResults
+from toka_async.runner.samples import Draws, TopLogprobs
 
 
 @pytest.fixture
@@ -24,12 +24,12 @@ def clock() -> StepClock:
 
 def launch(
     clock: StepClock,
-    samples: Samples | None,
+    samples: Draws | None,
     asked: tuple[AskedChunk, ...] = (),
     of_chunks: Logprobs | None = None,
     step_id: int = 5,
-) -> Launched:
-    return Launched(step_id, [PartResults(samples, asked, of_chunks)], clock, clock.begin(), 3)
+) -> LaunchedStep:
+    return LaunchedStep(step_id, [PartResults(samples, asked, of_chunks)], clock, clock.begin(), 3)
 
 
 def test_a_step_of_events_alone(clock: StepClock) -> None:
@@ -40,13 +40,13 @@ def test_a_step_of_events_alone(clock: StepClock) -> None:
 
 
 def test_tokens(clock: StepClock) -> None:
-    done = launch(clock, Samples(torch.tensor([7, 2**31 - 1, 0]))).collect()
+    done = launch(clock, Draws(torch.tensor([7, 2**31 - 1, 0]))).collect()
     assert as_i32(done.token_ids).tolist() == [7, 2**31 - 1, 0]
     assert not any((done.logprobs, done.top_rows, done.top_ids, done.prompts))
 
 
 def test_log_probs(clock: StepClock) -> None:
-    done = launch(clock, Samples(torch.tensor([7, 8]), torch.tensor([-0.5, -0.25]))).collect()
+    done = launch(clock, Draws(torch.tensor([7, 8]), torch.tensor([-0.5, -0.25]))).collect()
     assert as_f32(done.logprobs).tolist() == [-0.5, -0.25]
     assert not any((done.top_rows, done.top_counts, done.top_ids, done.top_logprobs))
 
@@ -59,7 +59,7 @@ def test_likeliest_tokens_of_the_rows_that_ask_for_them(clock: StepClock) -> Non
         ids=torch.arange(12).view(4, 3),
         values=-torch.arange(12.0).view(4, 3),
     )
-    done = launch(clock, Samples(torch.arange(5), torch.zeros(5), top)).collect()
+    done = launch(clock, Draws(torch.arange(5), torch.zeros(5), top)).collect()
     assert as_i32(done.top_rows).tolist() == [0, 3, 4]
     assert as_i32(done.top_counts).tolist() == [1, 2, 3]
     assert as_i32(done.top_ids).tolist() == [0, 6, 7, 9, 10, 11]
@@ -70,8 +70,8 @@ def chunk(slot: int, num_top: int, num_ids: int) -> AskedChunk:
     return AskedChunk(slot, 10 * slot, num_top, 0, np.zeros(num_ids, dtype=np.int32))
 
 
-@pytest.mark.parametrize("samples", [None, Samples(torch.tensor([4])), Samples(torch.tensor([4]), torch.zeros(1))])
-def test_log_probs_of_prompts(clock: StepClock, samples: Samples | None) -> None:
+@pytest.mark.parametrize("samples", [None, Draws(torch.tensor([4])), Draws(torch.tensor([4]), torch.zeros(1))])
+def test_log_probs_of_prompts(clock: StepClock, samples: Draws | None) -> None:
     ranks = torch.tensor([1, 2, 9], dtype=torch.int32)
     of_chunks = Logprobs(-torch.arange(3.0), torch.arange(6).view(3, 2), -torch.arange(6.0).view(3, 2), ranks)
     done = launch(clock, samples, (chunk(2, 1, 1), chunk(1, 5, 2)), of_chunks).collect()
@@ -95,7 +95,7 @@ def test_steps_that_share_their_memory_are_collected_in_order(
     for index in range(3):
         token_ids.fill_(index)
         logprobs.fill_(-index)
-        launched.append(launch(clock, Samples(token_ids, logprobs), step_id=index))
+        launched.append(launch(clock, Draws(token_ids, logprobs), step_id=index))
     done = [step.collect() for step in launched]
     assert [d.step_id for d in done] == [0, 1, 2]
     assert [as_i32(d.token_ids).tolist() for d in done] == [[i, i] for i in range(3)]
@@ -109,15 +109,15 @@ def test_parts_are_put_together_in_the_steps_order(clock: StepClock) -> None:
         rows=np.array([0, 1]), counts=np.array([2, 1], dtype=np.int32), ids=torch.tensor([[8, 9], [6, 7]]),
         values=torch.tensor([[-1.0, -2.0], [-3.0, -4.0]]),
     )  # fmt: skip
-    plain = Samples(torch.tensor([10, 11, 14]))
-    scored = Samples(torch.tensor([15, 12, 13]), torch.tensor([-5.0, -6, -7]), top)
+    plain = Draws(torch.tensor([10, 11, 14]))
+    scored = Draws(torch.tensor([15, 12, 13]), torch.tensor([-5.0, -6, -7]), top)
     ranks = torch.ones(1, dtype=torch.int32)
     parts = [
         PartResults(plain, places=np.array([0, 1, 4])),
         PartResults(None, (chunk(2, 0, 1),), Logprobs(torch.zeros(1), torch.zeros(1, 0), torch.zeros(1, 0), ranks)),
         PartResults(scored, places=np.array([5, 2, 3])),
     ]
-    done = Launched(5, parts, clock, clock.begin(), 3).collect()
+    done = LaunchedStep(5, parts, clock, clock.begin(), 3).collect()
     assert as_i32(done.token_ids).tolist() == [10, 11, 12, 13, 14, 15]
     assert as_f32(done.logprobs).tolist() == [0, 0, -6, -7, 0, -5]
     assert as_i32(done.top_rows).tolist() == [2, 5]

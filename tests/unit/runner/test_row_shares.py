@@ -9,24 +9,24 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.plain_kernels import PlainKernels
-from tests.sampler_bench import READY, VOCAB, Bench, identity
-from tests.thread_ranks import run_ranks
+from tests.drivers.sampler_bench import READY, VOCAB, Bench, identity
+from tests.drivers.thread_ranks import run_ranks
+from tests.fakes.plain_kernels import PlainKernels
 from toka_async.kernels.sampling import SamplingKernels
-from toka_async.messages import Sampling
+from toka_async.messages import SamplingParams
 from toka_async.model.comm import Comm, LocalComm
 from toka_async.runner import kernel_sampler
-from toka_async.runner.samples import Samples
+from toka_async.runner.samples import Draws
 
 SAMPLINGS = {
-    0: Sampling(temperature=0),
-    5: Sampling(temperature=1.3, repetition_penalty=1.5),
-    2: Sampling(temperature=0.8, top_p=0.6, num_logprobs=0),
-    7: Sampling(temperature=0, repetition_penalty=3.0, num_logprobs=0),
-    4: Sampling(top_k=7, min_p=0.01, temperature=0.9),
-    1: Sampling(temperature=0.9, repetition_penalty=0.8, top_p=0.9),
+    0: SamplingParams(temperature=0),
+    5: SamplingParams(temperature=1.3, repetition_penalty=1.5),
+    2: SamplingParams(temperature=0.8, top_p=0.6, num_logprobs=0),
+    7: SamplingParams(temperature=0, repetition_penalty=3.0, num_logprobs=0),
+    4: SamplingParams(top_k=7, min_p=0.01, temperature=0.9),
+    1: SamplingParams(temperature=0.9, repetition_penalty=0.8, top_p=0.9),
 }
-SLOW = {3: Sampling(temperature=0.7, frequency_penalty=1.0, num_logprobs=3)}
+SLOW = {3: SamplingParams(temperature=0.7, frequency_penalty=1.0, num_logprobs=3)}
 # Which rows decode, in which order: a slot's row is another rank's from step to step.
 ORDERS = [[0, 5, 2, 7, 4], [7, 1, 5], [5, 7], [5], [1, 5, 7, 2], [4, 7, 0, 1, 2, 5], [7, 5, 1]]
 CPU = torch.device("cpu")
@@ -40,8 +40,8 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def play(
-    orders: list[list[int]], samplings: dict[int, Sampling], comm: Comm | None = None
-) -> tuple[Bench, list[Samples]]:
+    orders: list[list[int]], samplings: dict[int, SamplingParams], comm: Comm | None = None
+) -> tuple[Bench, list[Draws]]:
     """The rows' steps, on one rank or by one of several."""
     bench = Bench(CPU, comm)
     bench.admit(samplings)
@@ -52,7 +52,7 @@ def play(
     return bench, samples
 
 
-def check_equal(samples: Samples, expected: Samples) -> None:
+def check_equal(samples: Draws, expected: Draws) -> None:
     assert samples.token_ids.tolist() == expected.token_ids.tolist()
     assert (samples.chosen is None) == (expected.chosen is None)
     if samples.chosen is not None and expected.chosen is not None:
@@ -75,7 +75,7 @@ def test_rows_that_kernels_cannot_draw_are_among_them() -> None:
     check_ranks(2, [[3, 5, 7], [3], [5, 3, 0, 7, 1]], {**SAMPLINGS, **SLOW})
 
 
-def check_ranks(size: int, orders: list[list[int]], samplings: dict[int, Sampling]) -> None:
+def check_ranks(size: int, orders: list[list[int]], samplings: dict[int, SamplingParams]) -> None:
     """Every rank's samples and seen bits are those of one rank."""
     alone, expected = play(orders, samplings)
     for bench, steps in run_ranks(size, partial(play, orders, samplings)):

@@ -5,18 +5,20 @@ import numpy as np
 import torch
 
 from toka_async.arrays import column, i32_column
-from toka_async.messages import Prompt, Ready, Sampling, Step
-from toka_async.runner.rows import Rows
+from toka_async.messages import Prompt, Ready, SamplingParams, Step
+from toka_async.runner.rows import RowTables
 
 
-def _rows(max_seqs: int) -> Rows:
+def _rows(max_seqs: int) -> RowTables:
     ready = Ready(num_pages=10_000, page_size=4, max_seqs=max_seqs, max_context=1000, vocab_size=50)
-    return Rows(ready, torch.device("cpu"))
+    return RowTables(ready, torch.device("cpu"))
 
 
 def _prompt(key: int, num_tokens: int, pages: list[int]) -> Prompt:
     ids = i32_column(range(num_tokens))
-    return Prompt(key=key, token_ids=ids, num_prompt=num_tokens, pages=i32_column(pages), sampling=Sampling(top_p=0.5))
+    return Prompt(
+        key=key, token_ids=ids, num_prompt=num_tokens, pages=i32_column(pages), sampling=SamplingParams(top_p=0.5)
+    )
 
 
 def _admission(slots: list[int], keys: list[int], starts: list[int]) -> dict[str, Any]:

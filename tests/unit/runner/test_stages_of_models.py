@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.core_driver import CoreDriver, Received
-from tests.models import make_checkpoint
-from tests.page_rank import submit
-from tests.stage_runners import StageRunners, setups, stage_runners
+from tests.cases.models import make_checkpoint
+from tests.drivers.core_driver import CoreDriver, Received
+from tests.drivers.page_rank import submit
+from tests.drivers.stage_runners import StageRunners, setups, stage_runners
 from toka_async.arrays import as_f32
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
-from toka_async.messages import Ready, Sampling
+from toka_async.checkpoint.division import spec_of_stage, stage_parts
+from toka_async.checkpoint.spec import read_spec
+from toka_async.messages import Ready, SamplingParams
 from toka_async.model.compiled import CompiledForward
-from toka_async.model.division import spec_of_stage, stage_parts
-from toka_async.model.spec import read_spec
 from toka_async.model.weights import build_decoder, load_weights
 from toka_async.runner.pipeline import StageSetup
 from toka_async.runner.runner import Runner
@@ -27,10 +27,10 @@ from toka_async.runner.runner import Runner
 CPU = torch.device("cpu")
 READY = Ready(num_pages=300, page_size=4, max_seqs=12, max_context=200, vocab_size=261, max_tokens=40)
 SAMPLINGS = (
-    Sampling(temperature=0),
-    Sampling(temperature=0.9, num_logprobs=3, num_prompt_logprobs=2),
-    Sampling(temperature=0.7, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.3, num_logprobs=0),
-    Sampling(temperature=0, num_logprobs=1, num_prompt_logprobs=0),
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.9, num_logprobs=3, num_prompt_logprobs=2),
+    SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.3, num_logprobs=0),
+    SamplingParams(temperature=0, num_logprobs=1, num_prompt_logprobs=0),
 )
 SHARED = [(5 * i) % 250 for i in range(33)]
 PROMPTS = [[3], [*range(9, 70)], SHARED, SHARED, [*SHARED, 4, 5], SHARED[:17]]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.page_rank import submit
-from tests.small_core import SmallCore, got, wanted
+from tests.drivers.page_rank import submit
+from tests.drivers.small_core import SmallCore, got, wanted
 from toka_async.arrays import as_bool, as_i32
-from toka_async.messages import Sampling, Step
+from toka_async.messages import SamplingParams, Step
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
@@ -185,7 +185,7 @@ def test_prompt_logprobs_are_computed_not_looked_up() -> None:
     core = SmallCore()
     core.submit(submit(0, PROMPT, max_tokens=1))
     core.drain()
-    scored = core.submit(submit(1, PROMPT, max_tokens=1, sampling=Sampling(num_prompt_logprobs=0)))
+    scored = core.submit(submit(1, PROMPT, max_tokens=1, sampling=SamplingParams(num_prompt_logprobs=0)))
     core.drain()
     assert scored.prefilled is not None
     assert scored.prefilled.cached_tokens == 0
@@ -270,7 +270,7 @@ def test_a_prompt_owns_no_twin_of_its_pages() -> None:
     prompt = list(range(18))
     core.submit(submit(0, prompt, max_tokens=1))
     core.drain()
-    scored = Sampling(num_prompt_logprobs=0)
+    scored = SamplingParams(num_prompt_logprobs=0)
     received = core.submit(submit(1, prompt, n=2, max_tokens=2, sampling=scored))
     core.drain()
     assert got(received) == wanted(received)

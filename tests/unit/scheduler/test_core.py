@@ -9,19 +9,19 @@ import time
 import numpy as np
 import pytest
 
-from tests.page_rank import submit
-from tests.small_core import VOCAB, SmallCore, got, wanted
+from tests.drivers.page_rank import submit
+from tests.drivers.small_core import VOCAB, SmallCore, got, wanted
 from toka_async.arrays import EMPTY, as_f32, i32_column
 from toka_async.messages import (
     Cancel,
     Ready,
     Reason,
-    Sampling,
+    SamplingParams,
     StepDone,
     Submit,
 )
 from toka_async.scheduler.core import Core
-from toka_async.scheduler.lanes import NUM_ENDS
+from toka_async.scheduler.sequences.sequence_table import NUM_ENDS
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
@@ -50,7 +50,7 @@ def test_a_request_is_sent_whole_when_it_ends() -> None:
 
 def test_a_streamed_request_is_sent_token_by_token() -> None:
     core = SmallCore()
-    received = core.submit(submit(0, PROMPT, n=2, max_tokens=5, stream=True, sampling=Sampling(num_logprobs=0)))
+    received = core.submit(submit(0, PROMPT, n=2, max_tokens=5, stream=True, sampling=SamplingParams(num_logprobs=0)))
     core.drain()
     assert got(received) == wanted(received)
     for sample in received.samples:
@@ -61,7 +61,7 @@ def test_a_streamed_request_is_sent_token_by_token() -> None:
 @pytest.mark.parametrize("num_ends", [1, NUM_ENDS, NUM_ENDS + 5])
 def test_an_end_token_is_the_last_one(num_ends: int) -> None:
     core = SmallCore()
-    sampling = Sampling(end_ids=i32_column(range(VOCAB - num_ends, VOCAB)))
+    sampling = SamplingParams(end_ids=i32_column(range(VOCAB - num_ends, VOCAB)))
     received = core.submit(submit(0, PROMPT, n=8, max_tokens=60, sampling=sampling))
     core.drain()
     assert got(received) == wanted(received)
@@ -73,7 +73,7 @@ def test_an_end_token_is_the_last_one(num_ends: int) -> None:
 @pytest.mark.parametrize("steps_ahead", [1, 2, 5])
 def test_an_end_found_late_wastes_a_token_a_queued_step(steps_ahead: int) -> None:
     core = SmallCore(steps_ahead=steps_ahead)
-    sampling = Sampling(end_ids=i32_column(range(VOCAB)))  # the first token ends every sample
+    sampling = SamplingParams(end_ids=i32_column(range(VOCAB)))  # the first token ends every sample
     received = core.submit(submit(0, PROMPT, n=8, max_tokens=50, sampling=sampling))
     core.drain()
     assert [sample.reason for sample in received.samples] == [Reason.STOP] * 8
@@ -91,7 +91,7 @@ def test_an_end_by_length_wastes_nothing() -> None:
 @pytest.mark.parametrize("n", [1, 3])
 def test_no_tokens_wanted_computes_the_prompt_only(n: int) -> None:
     core = SmallCore()
-    scored = Sampling(num_prompt_logprobs=0)
+    scored = SamplingParams(num_prompt_logprobs=0)
     received = core.submit(submit(0, PROMPT, n=n, max_tokens=0, sampling=scored))
     core.drain()
     assert [(sample.token_ids, sample.reason) for sample in received.samples] == [([], Reason.LENGTH)] * n
@@ -100,7 +100,7 @@ def test_no_tokens_wanted_computes_the_prompt_only(n: int) -> None:
     assert core.pages.num_computed == len(PROMPT) - 1
 
 
-@pytest.mark.parametrize("fields", [{}, {"sampling": Sampling(num_prompt_logprobs=1)}])
+@pytest.mark.parametrize("fields", [{}, {"sampling": SamplingParams(num_prompt_logprobs=1)}])
 def test_a_prompt_of_a_token_and_no_tokens_wanted_needs_no_step(fields: dict[str, object]) -> None:
     core = SmallCore()
     received = core.submit(submit(0, [3], max_tokens=0, **fields))
@@ -113,10 +113,10 @@ def test_a_prompt_of_a_token_and_no_tokens_wanted_needs_no_step(fields: dict[str
 def test_requests_of_other_kinds_do_not_change_a_requests_tokens() -> None:
     core = SmallCore(num_pages=40, steps_ahead=3)
     received = [
-        core.submit(submit(0, PROMPT, max_tokens=9, stream=True, sampling=Sampling(num_logprobs=3))),
+        core.submit(submit(0, PROMPT, max_tokens=9, stream=True, sampling=SamplingParams(num_logprobs=3))),
         core.submit(submit(1, PROMPT, n=20, max_tokens=3)),
-        core.submit(submit(2, PROMPT[:5], max_tokens=0, sampling=Sampling(num_prompt_logprobs=2))),
-        core.submit(submit(3, [1], n=2, max_tokens=30, sampling=Sampling(end_ids=i32_column([5])))),
+        core.submit(submit(2, PROMPT[:5], max_tokens=0, sampling=SamplingParams(num_prompt_logprobs=2))),
+        core.submit(submit(3, [1], n=2, max_tokens=30, sampling=SamplingParams(end_ids=i32_column([5])))),
     ]
     core.drain()
     for entry in received:
@@ -148,7 +148,7 @@ def test_a_request_that_can_never_run_fails_at_once(fields: dict[str, object], m
 
 def raw_submit(fields: dict[str, object]) -> Submit:
     values: dict[str, object] = {"request_id": 0, "prompt": i32_column(PROMPT), "max_tokens": 4, "seed": 0}
-    return Submit(**values | {"sampling": Sampling()} | fields)  # type: ignore[arg-type]
+    return Submit(**values | {"sampling": SamplingParams()} | fields)  # type: ignore[arg-type]
 
 
 def test_a_request_that_fills_the_cache_runs() -> None:

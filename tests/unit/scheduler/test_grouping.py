@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.core_driver import Received
-from tests.page_rank import submit
-from tests.small_core import SmallCore, got, wanted
+from tests.drivers.core_driver import Received
+from tests.drivers.page_rank import submit
+from tests.drivers.small_core import SmallCore, got, wanted
 from tests.unit.scheduler.test_run_tree import naive_groups, pages_of
 from toka_async.arrays import Int32, as_i32, i32_column
-from toka_async.messages import Sampling
+from toka_async.messages import SamplingParams
 from toka_async.scheduler.grouping import NO_GROUPS, Grouping
-from toka_async.scheduler.requests import Job, PromptRun, Request
+from toka_async.scheduler.sequences.requests import PrefillTask, PromptRun, Request
 
 LONG = list(range(1, 22))  # five pages of four
 
@@ -24,7 +24,7 @@ LONG = list(range(1, 22))  # five pages of four
 def run_of(key: int, pages: tuple[int, ...]) -> PromptRun:
     prompt = np.arange(4 * len(pages) + 1, dtype=np.int32)
     request = Request(submit(key, prompt.tolist()), prompt, arrival=key, num_open=1)
-    job = Job(request, sample=0, token_ids=prompt)
+    job = PrefillTask(request, sample=0, token_ids=prompt)
     return PromptRun(key, job, prompt.size, 0, prompt.size, [], np.asarray(pages, np.int32))
 
 
@@ -192,7 +192,7 @@ def test_a_new_order_waits_until_the_ranks_have_work() -> None:
 
 def test_preempted_samples_come_back_to_their_group() -> None:
     core = SmallCore(num_pages=20, steps_ahead=2, group_min_seqs=2, group_min_tokens=4)
-    ends = Sampling(end_ids=i32_column([3]))
+    ends = SamplingParams(end_ids=i32_column([3]))
     received = [core.submit(submit(i, [*LONG[:9], i], n=3, max_tokens=14, sampling=ends)) for i in range(3)]
     core.drain()
     assert core.stats.num_preemptions > 0

@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.page_rank import PageRank, submit
+from tests.drivers.page_rank import PageRank, submit
 from toka_async.messages import GAP_SECONDS, AskStats, Ready, Stats
+from toka_async.scheduler.admission.policy import UntilFull
 from toka_async.scheduler.core import Core
-from toka_async.scheduler.policy import UntilFull
 from toka_async.scheduler.statistics import INTERVAL
 
 READY = Ready(num_pages=64, page_size=4, max_seqs=4, max_context=256, vocab_size=23)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.direct import Bare, bare_endpoint
+from tests.drivers.direct import Bare, bare_endpoint
 
 
 @pytest.fixture

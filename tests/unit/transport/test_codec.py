@@ -23,7 +23,7 @@ from toka_async.messages import (
     RankDevice,
     Ready,
     Reason,
-    Sampling,
+    SamplingParams,
     StageTimes,
     Stats,
     Step,
@@ -42,7 +42,7 @@ from toka_async.transport.codec import Codec
 IDS = i32_column([1, 2, 3])
 FLOATS = f32_column([-0.5, 0.25, 1.5])
 FLAGS = column(np.asarray([True, False, True]))
-SAMPLING = Sampling(
+SAMPLING = SamplingParams(
     temperature=0.5,
     top_p=0.9,
     top_k=7,
@@ -95,7 +95,13 @@ TO_SCHEDULER: list[ToScheduler] = [
         stop_id=2,
     ),
     Submits(
-        request_ids=IDS, lengths=IDS, prompts=IDS, seeds=IDS, max_tokens=3, sampling=Sampling(top_k=2), priority=-1
+        request_ids=IDS,
+        lengths=IDS,
+        prompts=IDS,
+        seeds=IDS,
+        max_tokens=3,
+        sampling=SamplingParams(top_k=2),
+        priority=-1,
     ),
     Cancel(request_id=2**31 - 1),
     Cancels(request_ids=IDS),

@@ -15,7 +15,7 @@ import zmq
 
 from toka_async.transport import connections
 from toka_async.transport.curve import Gate, KeyPair, make_keys, read_pair, read_public
-from toka_async.transport.multipart import Dealer, Frame, Router
+from toka_async.transport.zmq_frames import Dealer, Frame, RouterSocket
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER" + b"\x08Identity" + bytes(4)
@@ -28,7 +28,7 @@ class Endpoint:
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], address: str, most: int, most_bytes: int, keys: KeyPair | None
     ) -> None:
-        self.router = Router(
+        self.router = RouterSocket(
             context,
             address,
             max_frame=1 << 20,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toka_async.arrays import i32_column
-from toka_async.messages import Cancel, Sampling, Submit, ToScheduler
+from toka_async.messages import Cancel, SamplingParams, Submit, ToScheduler
 from toka_async.transport.base import EveryOutbox, Inbox, Outbox
 from toka_async.transport.codec import Codec
 from toka_async.transport.local import LocalChannel
@@ -13,7 +13,7 @@ def test_messages_arrive_once_in_order_and_as_copies() -> None:
     channel: LocalChannel[ToScheduler] = LocalChannel(Codec(ToScheduler))
     outbox: Outbox[ToScheduler] = channel
     inbox: Inbox[ToScheduler] = channel
-    first = Submit(request_id=1, prompt=i32_column([1, 2]), max_tokens=3, seed=4, sampling=Sampling())
+    first = Submit(request_id=1, prompt=i32_column([1, 2]), max_tokens=3, seed=4, sampling=SamplingParams())
     outbox.send(first)
     outbox.send(Cancel(request_id=1))
     received = inbox.drain()

@@ -15,7 +15,7 @@ import pytest
 import zmq
 
 from toka_async.arrays import as_i32, column
-from toka_async.messages import Cancel, Sampling, Submit, ToScheduler
+from toka_async.messages import Cancel, SamplingParams, Submit, ToScheduler
 from toka_async.transport import zmq_sockets
 from toka_async.transport.codec import Codec
 from toka_async.transport.zmq_sockets import PollSet, ZmqInbox, ZmqOutbox
@@ -122,7 +122,7 @@ def test_every_senders_messages_arrive(wires: Wires, inbox: ZmqInbox[ToScheduler
 @pytest.mark.parametrize("num_tokens", [1, 16_383, 16_384, 2_000_000])
 def test_a_large_message_arrives_whole(wires: Wires, inbox: ZmqInbox[ToScheduler], num_tokens: int) -> None:
     sender, prompt = wires.outbox(), np.arange(num_tokens, dtype=np.int32)
-    sender.send(Submit(request_id=1, prompt=column(prompt), max_tokens=1, seed=0, sampling=Sampling()))
+    sender.send(Submit(request_id=1, prompt=column(prompt), max_tokens=1, seed=0, sampling=SamplingParams()))
     sender.send(Cancel(request_id=1))
     prompt[:] = -1  # a message is what it was when it was sent
     first, second = drained(inbox, 2)
@@ -141,7 +141,7 @@ def test_receive_waits_for_the_next_message(wires: Wires, inbox: ZmqInbox[ToSche
 
 def test_messages_outlive_the_sockets_they_came_by(wires: Wires, inbox: ZmqInbox[ToScheduler]) -> None:
     sender, prompt = wires.outbox(), np.arange(50_000, dtype=np.int32)
-    sender.send(Submit(request_id=1, prompt=column(prompt), max_tokens=1, seed=0, sampling=Sampling()))
+    sender.send(Submit(request_id=1, prompt=column(prompt), max_tokens=1, seed=0, sampling=SamplingParams()))
     (message,) = drained(inbox, 1)
     inbox.close()
     sender.close()

@@ -1,0 +1,221 @@
+"""Drives a core with a simulated rank and keeps what a server would: for tests. Knows messages only."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from tests.drivers.page_rank import PageRank
+from toka_async.arrays import as_f32, as_i32, column, i32_column
+from toka_async.messages import (
+    Cancels,
+    EndSample,
+    Failed,
+    Prefilled,
+    Prefills,
+    Ready,
+    Reason,
+    Stats,
+    Step,
+    StepDone,
+    StopChecks,
+    Submit,
+    Submits,
+    Tokens,
+    ToRank,
+    ToServer,
+)
+from toka_async.scheduler.admission.lookahead import LookAhead
+from toka_async.scheduler.admission.policy import UntilFull
+from toka_async.scheduler.core import Core
+from toka_async.transport.codec import Codec
+
+
+@dataclass(slots=True)
+class Sample:
+    """What arrived of one sample."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_ids: list[list[int]] = field(default_factory=list)
+    reason: Reason = Reason.NONE
+    num_rows: int = 0
+
+
+@dataclass(slots=True)
+class Received:
+    """What arrived of one request."""
+
+    submit: Submit
+    samples: list[Sample]
+    prefilled: Prefilled | None = None
+    failed: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.failed is not None or all(sample.reason != Reason.NONE for sample in self.samples)
+
+
+class Rank(Protocol):
+    """What runs steps: a simulated rank, or a real runner."""
+
+    def run(self, step: Step) -> StepDone: ...
+
+
+class CoreDriver:
+    """A core, a rank (without a model unless given) that runs its steps when told to, and everything received."""
+
+    def __init__(
+        self,
+        ready: Ready,
+        *,
+        max_tokens: int,
+        steps_ahead: int = 2,
+        prefix: bool = True,
+        rank: Rank | None = None,
+        until_full: bool = False,
+        group_min_seqs: int = 0,
+        group_min_tokens: int = 0,
+    ) -> None:
+        """`until_full` admits while pages are free, so that preemption is common."""
+        admission = UntilFull if until_full else LookAhead
+        self.core = Core(
+            ready,
+            max_tokens=max_tokens,
+            steps_ahead=steps_ahead,
+            prefix=prefix,
+            admission=admission,
+            group_min_seqs=group_min_seqs,
+            group_min_tokens=group_min_tokens,
+        )
+        self.rank: Rank = rank or PageRank(ready)
+        self.queued: deque[Step] = deque()
+        self.received: dict[int, Received] = {}
+        self.cancelled: set[int] = set()
+        self.stop_checks: list[tuple[int, int, int, list[int]]] = []
+        self.stats = Stats()
+        self.step_sizes: list[int] = []
+        self._codec: Codec[ToRank] = Codec(ToRank)
+
+    def submit(self, message: Submit) -> Received:
+        samples = [Sample() for _ in range(message.n)]
+        received = self.received[message.request_id] = Received(message, samples)
+        self.core.receive(message)
+        self.collect()
+        return received
+
+    def submit_all(self, messages: list[Submit]) -> None:
+        """As one message of columns; they differ in id, prompt and seed only."""
+        for message in messages:
+            self.received[message.request_id] = Received(message, [Sample() for _ in range(message.n)])
+        like = messages[0]
+        prompts = [as_i32(message.prompt) for message in messages]
+        self.core.receive(
+            Submits(
+                request_ids=i32_column([message.request_id for message in messages]),
+                lengths=i32_column([prompt.size for prompt in prompts]),
+                prompts=column(np.concatenate(prompts)),
+                seeds=column(np.asarray([message.seed for message in messages], np.int64)),
+                n=like.n,
+                max_tokens=like.max_tokens,
+                sampling=like.sampling,
+                stream=like.stream,
+                priority=like.priority,
+                salt=like.salt,
+            )
+        )
+        self.collect()
+
+    def cancel_all(self, request_ids: list[int]) -> None:
+        self.cancelled.update(request_ids)
+        self.core.receive(Cancels(request_ids=i32_column(request_ids)))
+        self.collect()
+
+    def cancel(self, request_id: int) -> None:
+        self.cancelled.add(request_id)
+        self.core.cancel(request_id)
+        self.collect()
+
+    def end(self, request_id: int, sample: int, num_tokens: int) -> None:
+        self.core.end_sample(EndSample(request_id=request_id, sample=sample, num_tokens=num_tokens))
+        self.collect()
+
+    def build(self) -> None:
+        """Queue the steps that the core wants queued, as bytes."""
+        for step in self.core.next_steps(0.0):
+            data = self._codec.encode(step)
+            self.step_sizes.append(len(data))
+            self.queued.extend(self._codec.decode(data).passes())
+        self.collect()
+
+    def complete(self) -> None:
+        """The rank runs the oldest queued step."""
+        self.core.complete(self.rank.run(self.queued.popleft()), 0.0)
+        self.collect()
+
+    def turn(self) -> bool:
+        """Build, then complete one step; False when there was nothing to do."""
+        self.build()
+        if not self.queued:
+            return False
+        self.complete()
+        return True
+
+    def drain(self, max_turns: int = 100_000) -> None:
+        """Run until nothing is left; every request must have ended."""
+        for _ in range(max_turns):
+            if not self.turn():
+                break
+            self.core.check()
+        self.core.check()
+        assert self.core.num_requests == 0, "work is left that nothing moves"
+
+    def collect(self) -> None:
+        for message in self.core.take_messages(0.0):
+            self._take(message)
+
+    def _take(self, message: ToServer) -> None:
+        match message:
+            case Tokens():
+                self._take_tokens(message)
+            case Prefilled():
+                assert message.request_id not in self.cancelled
+                received = self.received[message.request_id]
+                assert received.prefilled is None
+                received.prefilled = message
+            case Prefills():
+                for request_id, cached in zip(as_i32(message.request_ids), as_i32(message.cached_tokens), strict=True):
+                    self._take(Prefilled(request_id=int(request_id), cached_tokens=int(cached)))
+            case Failed():
+                self.received[message.request_id].failed = message.message
+            case StopChecks():
+                cuts = np.cumsum(as_i32(message.counts))[:-1]
+                windows = np.split(as_i32(message.token_ids), cuts)
+                columns = (as_i32(c).tolist() for c in (message.request_ids, message.samples, message.num_tokens))
+                for request, sample, count, window in zip(*columns, windows, strict=True):
+                    self.stop_checks.append((request, sample, count, window.tolist()))
+            case Stats():
+                self.stats = message
+
+    def _take_tokens(self, message: Tokens) -> None:
+        counts = as_i32(message.counts)
+        ids, logprobs = as_i32(message.token_ids), as_f32(message.logprobs)
+        tops = as_i32(message.top_ids).reshape(ids.size, -1) if message.num_logprobs > 0 and ids.size else None
+        at = 0
+        rows = zip(as_i32(message.request_ids), as_i32(message.samples), as_i32(message.reasons), counts, strict=True)
+        for request_id, index, reason, count in rows:
+            assert int(request_id) not in self.cancelled
+            sample = self.received[int(request_id)].samples[int(index)]
+            assert sample.reason == Reason.NONE, "a sample ends once"
+            sample.token_ids += ids[at : at + count].tolist()
+            if message.num_logprobs >= 0:
+                sample.logprobs += logprobs[at : at + count].tolist()
+            if tops is not None:
+                sample.top_ids += tops[at : at + count].tolist()
+            sample.reason = Reason(int(reason))
+            sample.num_rows += 1
+            at += count
+        assert at == ids.size

@@ -1,0 +1,71 @@
+"""The engine in one process for parity tests: the real core and runner, without sockets. Knows token ids only.
+
+On a GPU it captures few graphs, so that it starts in a second or so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.drivers.core_driver import CoreDriver, Received
+from tests.drivers.page_rank import submit
+from toka_async.checkpoint.spec import read_spec
+from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
+from toka_async.messages import SamplingParams
+from toka_async.startup.build import build_runner
+
+GREEDY = SamplingParams(temperature=0.0)
+FEW_GRAPHS = CompileConfig(max_graph_seqs=16, tuning_dir="")
+
+
+class Engine:
+    """A model behind the scheduler; requests run when `run` is called."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        page_size: int = 16,
+        num_tokens: int = 8192,
+        max_seqs: int = 16,
+        max_tokens: int = 64,
+        steps_ahead: int = 2,
+        prefix: bool = True,
+        until_full: bool = False,
+        group_min_seqs: int = 0,
+        group_min_tokens: int = 0,
+        device: str = "cpu",
+        dtype: str = "float32",
+        backend: str = "auto",
+        compiling: CompileConfig | None = None,
+    ) -> None:
+        self.runner = build_runner(
+            model_dir,
+            read_spec(model_dir),
+            ModelConfig(path=str(model_dir), device=device, dtype=dtype),  # type: ignore[arg-type]
+            CacheConfig(page_size=page_size, num_tokens=num_tokens),
+            ScheduleConfig(max_seqs=max_seqs, max_tokens=max_tokens, group_min_seqs=group_min_seqs),
+            AttentionConfig(backend=backend),  # type: ignore[arg-type]
+            compiling or FEW_GRAPHS,
+            progress=False,
+        )
+        self.driver = CoreDriver(
+            self.runner.ready,
+            max_tokens=max_tokens,
+            steps_ahead=steps_ahead,
+            prefix=prefix,
+            rank=self.runner,
+            until_full=until_full,
+            group_min_seqs=group_min_seqs,
+            group_min_tokens=group_min_tokens,
+        )
+
+    def run(self, prompts: Sequence[Sequence[int]], **fields: object) -> list[Received]:
+        """Submit all prompts together and run them to their ends."""
+        first = len(self.driver.received)
+        values = {"sampling": GREEDY, "max_tokens": 64} | fields
+        received = [self.driver.submit(submit(first + i, list(p), **values)) for i, p in enumerate(prompts)]
+        self.driver.drain()
+        assert all(r.failed is None for r in received), [r.failed for r in received]
+        return received

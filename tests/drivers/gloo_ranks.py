@@ -1,0 +1,148 @@
+"""Ranks as processes that gloo connects, for tests: four, of which the first two and three are groups as well.
+
+All four are two stages of two ranks, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.fakes.mean_attention import MeanAttention, in_shards, load, run
+from toka_async.model.activation_layout import LayoutPolicy, Replicated
+from toka_async.model.comm import DistributedComm, join
+from toka_async.model.compiled import CompiledForward
+from toka_async.model.decoder import Decoder
+from toka_async.model.overlap import overlapped
+from toka_async.runner.links import StageLinks
+from toka_async.startup.process_groups import links_of, make_pairs
+from toka_async.startup.rank_coords import RankCoords
+
+NUM_RANKS = 4
+LENGTHS = (5, 1, 3, 4)  # of what stages send each other
+SIZES = (2, 3, 4)
+CPU = torch.device("cpu")
+
+
+def answers_of_ranks(folder: Path, checkpoints: dict[int, list[Path]]) -> dict[int, list[dict[str, Any]]]:
+    """What every rank of each size answers, see `_answers`; the checkpoints by size."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_rank, args=(folder, rank, checkpoints)) for rank in range(NUM_RANKS)]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(120)
+            assert process.exitcode == 0, f"a rank ended with {process.exitcode}"
+    finally:
+        for process in processes:
+            process.kill()
+    return {size: [torch.load(_file(folder, size, rank)) for rank in range(size)] for size in SIZES}
+
+
+def _rank(folder: Path, rank: int, checkpoints: dict[int, list[Path]]) -> None:
+    torch.set_num_threads(1)
+    fuse_on_cpus()
+    join(f"file://{folder / 'group'}", rank, NUM_RANKS, CPU)
+    for size in SIZES:
+        group = dist.new_group(list(range(size)))
+        if rank < size:
+            torch.save(_answers(DistributedComm(group, CPU), checkpoints[size]), _file(folder, size, rank))
+    links = links_of(
+        make_pairs(RankCoords(rank % 2, 2, rank // 2, 2, num_micro_batches=1), CPU), 3, torch.float32, 7, 5
+    )
+    torch.save(stage_answers(links, rank), folder / f"stage-{rank}")
+    dist.destroy_process_group()
+
+
+def fuse_on_cpus() -> None:
+    """Torch's fused products have no kernels for CPUs: what it defines them to be takes their place."""
+    memory = importlib.import_module("torch.distributed._symmetric_memory")
+    for name in ("all_gather_matmul", "matmul_reduce_scatter"):
+        plain = getattr(memory, f"_fused_{name}_fallback")
+        torch.library.impl(f"symm_mem::fused_{name}", "CPU", plain)
+
+
+def overlapping(comm: DistributedComm) -> LayoutPolicy:
+    """Steps of 6 tokens and more are in shards, by fused products."""
+    return LayoutPolicy(Replicated(comm), overlapped(comm), 6)
+
+
+def _answers(comm: DistributedComm, checkpoints: list[Path]) -> dict[str, Any]:
+    own = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * (comm.rank + 1)
+    return {
+        "place": (comm.rank, comm.size),
+        "sum": comm.all_reduce(own.clone()),
+        "rows": comm.all_gather(own, 0),
+        "columns": comm.all_gather(own.T, 1),
+        "exchanged": comm.all_to_all(torch.arange(2 * comm.size).view(comm.size, 2) + 100 * comm.rank),
+        "scattered": comm.reduce_scatter(torch.arange(4.0 * comm.size).view(-1, 2) * (comm.rank + 1)),
+        "nothing": comm.all_gather(comm.all_reduce(own[:0]), 1),
+        "minimum": comm.minimum(10 - comm.rank),
+        "first": comm.of_first(bytes([comm.rank]) * (3 + comm.rank)),
+        "models": {path.name: model_answers(load(path, comm), comm) for path in checkpoints},
+        # Graphs with both ways in them, the one of few tokens and the one of many; seconds to make.
+        "compiled": compiled_error(load(checkpoints[-1], comm, overlapping(comm))) if comm.size == 2 else 0.0,
+    }
+
+
+def model_answers(decoder: Decoder, comm: DistributedComm) -> dict[str, torch.Tensor]:
+    """Logits in all ways, and of 12 rows the rank's own."""
+    answers = {"whole": run(decoder)}
+    for name, spreads in {"shards": in_shards(comm), "overlapped": overlapping(comm)}.items():
+        decoder.spreads = spreads
+        answers[name] = run(decoder)
+    assert decoder.norm is not None
+    with torch.inference_mode():
+        hidden = torch.randn(12, decoder.norm.weight.numel(), generator=torch.Generator().manual_seed(0)).double()
+        answers["own"] = torch.cat([decoder.own_logits(hidden), decoder.logits(hidden)])
+    return answers
+
+
+@torch.inference_mode()
+def stage_answers(links: StageLinks, rank: int) -> list[Tensor]:
+    """What goes over the links of the rank's stage: LENGTHS residuals forward, and as many tokens back.
+
+    All are sent before any is taken, as far as there is room.
+    """
+    received = []
+    for number, length in enumerate(LENGTHS):
+        sent = torch.full((length, 3), float(10 * number + rank))
+        if links.after is not None and links.tokens_from_last is not None:
+            links.tokens_from_last.post(length)
+            links.after.send(sent)
+            sent.zero_()  # what was sent can be written again
+        if links.before is not None and links.tokens_to_first is not None:
+            links.before.post(length)
+            received.append(links.before.take().clone())
+            links.before.release()
+            links.tokens_to_first.send(torch.arange(length) + 10 * number + rank)
+    if links.tokens_from_last is not None:
+        assert links.tokens_from_last.is_full
+        for _ in LENGTHS:
+            received.append(links.tokens_from_last.take().clone())
+            links.tokens_from_last.release()
+    return received
+
+
+def compiled_error(decoder: Decoder) -> float:
+    """The largest difference that compiling makes, for several numbers of tokens."""
+    compiled = CompiledForward(decoder, MeanAttention(1), compiler="eager")
+    worst = 0.0
+    for num_tokens in (7, 9, 5):
+        ids = torch.arange(num_tokens)
+        with torch.inference_mode():
+            expected = decoder(ids, ids, MeanAttention(1))
+        worst = max(worst, float((compiled(ids, ids) - expected).abs().max()))
+    assert compiled.num_eager == 0
+    return worst
+
+
+def _file(folder: Path, size: int, rank: int) -> Path:
+    return folder / f"{size}-{rank}"

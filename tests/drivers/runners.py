@@ -1,0 +1,69 @@
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cases.models import make_checkpoint
+from tests.fakes.fake_graphs import FakeGraphs
+from tests.fakes.plain_kernels import PlainKernels
+from toka_async.checkpoint.spec import read_spec
+from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
+from toka_async.runner.runner import Runner
+from toka_async.startup.build import build_runner
+
+Reference = Callable[[list[int]], Tensor]
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("runner"), "llama")
+
+
+@pytest.fixture(scope="session")
+def reference(model_dir: Path) -> Reference:
+    """The log-probs that transformers computes: token ids to float64 [t, vocab]."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+
+    def logprobs(token_ids: list[int]) -> Tensor:
+        with torch.inference_mode():
+            logits: Tensor = model(torch.tensor([token_ids])).logits[0]
+            return logits.double().log_softmax(-1)
+
+    return logprobs
+
+
+@pytest.fixture
+def runner(model_dir: Path) -> Runner:
+    cache = CacheConfig(page_size=5, num_tokens=400)
+    schedule = ScheduleConfig(max_seqs=8)
+    return build_runner(
+        model_dir, read_spec(model_dir), ModelConfig(), cache, schedule, AttentionConfig(), CompileConfig()
+    )
+
+
+@pytest.fixture
+def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runners that sample by kernels do so on the CPU, without an interpreter."""
+    pytest.importorskip("triton")
+    from toka_async.runner import kernel_sampler
+
+    monkeypatch.setattr(kernel_sampler, "SamplingKernels", PlainKernels)
+
+
+@pytest.fixture
+def fake_graphs(monkeypatch: pytest.MonkeyPatch, plain_kernels: None) -> FakeGraphs:  # noqa: ARG001
+    """Decoding steps of such runners can be captured."""
+    from toka_async.runner.decode import DecodePass
+
+    graphs, decode = FakeGraphs(monkeypatch), DecodePass._decode
+    monkeypatch.setattr(
+        DecodePass,
+        "_decode",
+        lambda self, num_rows, grouped: graphs.capturable(partial(decode, self))(num_rows, grouped),
+    )
+    return graphs

@@ -1,0 +1,61 @@
+"""A server whose clients vanish without a word, in a network of its own: run by `tests/e2e/test_half_open.py`.
+
+Prints seconds until the request of a client that is gone was cancelled, and how many are still held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import time
+from contextlib import closing
+
+from tests.drivers.web_server import WebServer, web_server
+from tests.fakes.fake_scheduler import FakeScheduler
+from toka_async.config import ServerConfig
+from toka_async.listening import open_listener
+from toka_async.server.http.acceptor import Acceptor
+
+TIMEOUT = 2.0  # seconds, `server.client_timeout`
+
+
+def set_network(state: str) -> None:
+    """Of this namespace: nothing that is sent arrives while it is down, and nobody is told."""
+    subprocess.run(["ip", "link", "set", "lo", state], check=True)
+
+
+def asking(address: tuple[str, int]) -> socket.socket:
+    body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 5}).encode()
+    client = socket.create_connection(address)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    return client
+
+
+async def until_held(server: WebServer, number: int) -> None:
+    async with asyncio.timeout(10):
+        while server.engine.num_requests != number:
+            await asyncio.sleep(0.01)
+
+
+async def main() -> None:
+    """One client of the server's own listener, one of a listener without its options."""
+    set_network("up")
+    async with web_server(FakeScheduler(held=True)) as server:
+        listener = open_listener(ServerConfig(port=0, client_timeout=TIMEOUT))
+        await Acceptor(server.runner, listener, server.limits).start()
+        with closing(asking(listener.getsockname())), closing(asking(server.address)):
+            await until_held(server, 2)
+            set_network("down")
+            began = time.monotonic()
+            await until_held(server, 1)
+            seconds = time.monotonic() - began
+            await asyncio.sleep(1.0)
+            print(json.dumps([seconds, server.engine.num_requests]), flush=True)
+            server.engine.fail_all("the test is over")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,135 @@
+"""A whole server as a user runs it: `toka-async serve` with its processes, and a small client.
+
+The server gets a process group of its own, so that signals can be sent to all of it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from toka_async.bench.loads.served import children_of
+
+SMALL = ("server.port=0", "cache.num_tokens=32768")
+STOP_TIMEOUT = 15.0
+
+
+class Serving:
+    """A running server. Its standard error goes to a file in `folder`; its socket folder is made in there too."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.errors = folder / "stderr"
+        with self.errors.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "toka_async.cli", "serve", *SMALL, *overrides],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+            )
+        assert self.process.stdout is not None
+        self.line = self.process.stdout.readline().decode()
+        assert self.line, f"it did not start: {self.said()}"
+        self.url = self.line.split()[-1]
+        self.children = children_of(self.process.pid)
+
+    @property
+    def pids(self) -> list[int]:
+        return [self.process.pid, *self.children.values()]
+
+    def said(self) -> str:
+        """All of standard error up to now."""
+        return self.errors.read_text(encoding="utf-8")
+
+    def signal_group(self, number: int) -> None:
+        os.killpg(self.process.pid, number)
+
+    def wait(self) -> int:
+        """The exit code."""
+        return self.process.wait(STOP_TIMEOUT)
+
+    def kill(self) -> None:
+        """End everything that is left, whatever state it is in."""
+        self.process.kill()
+        self.process.wait()
+        try:
+            wait_until_gone(self.pids, STOP_TIMEOUT)  # children clean up after a killed parent
+        finally:
+            for pid in self.pids:
+                if is_alive(pid):
+                    os.kill(pid, signal.SIGKILL)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def get(self, path: str) -> tuple[int, str]:
+        """(status, body)."""
+        with self._request("GET", path, None) as response:
+            return response.status, response.read().decode()
+
+    def post(self, path: str, **body: object) -> tuple[int, Any]:
+        """(status, decoded body)."""
+        with self._request("POST", path, body) as response:
+            return response.status, json.loads(response.read())
+
+    def stream(self, path: str, **body: object) -> Generator[dict[str, Any]]:
+        """The decoded events of a streamed answer; closing the iterator disconnects."""
+        with self._request("POST", path, {**body, "stream": True}) as response:
+            for line in response:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line.removeprefix(b"data: "))
+
+    def metric(self, name: str) -> float:
+        """A metric, such as `num_requests_running`."""
+        _, text = self.get("/metrics")
+        return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"toka:{name} "))
+
+    @contextmanager
+    def _request(self, method: str, path: str, body: object) -> Iterator[http.client.HTTPResponse]:
+        parts = urlsplit(self.url)
+        with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)) as connection:
+            connection.request(method, path, json.dumps(body), {"Content-Type": "application/json"})
+            with connection.getresponse() as response:
+                yield response
+
+
+@contextmanager
+def serving(folder: Path, *overrides: str) -> Iterator[Serving]:
+    """A server that is gone afterwards, with all of its processes."""
+    server = Serving(folder, *overrides)
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_alive(pid: int) -> bool:
+    """False for a zombie too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_gone(pids: list[int], timeout: float) -> None:
+    """Fails when a process still lives after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while left := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, f"processes {left} are left"
+        time.sleep(0.01)

@@ -1,0 +1,281 @@
+"""Attention in parts over our own kernels equals the reference backend, planned step by step or once for a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tests.drivers.paged_rows import make_batch
+from toka_async.attention.base import AttentionBatch, PrefixGroup, QueryKeyNorm
+from toka_async.attention.blocks import TileLimits
+from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.paged import PagedAttention
+from toka_async.attention.reference import ReferenceAttention
+from toka_async.attention.triton import TritonChunks, TritonDecode
+from toka_async.kernels.decode import Splits
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+EXAMPLES = 60 if DEVICE.type == "cuda" else 2  # the interpreter is slow
+ALONE = TileLimits(shared_bytes=1 << 60)
+DIM = 16
+
+
+class Case:
+    """Rows with private and shared random pages: groups of (rows, pages, own tokens of each), alone, chunks."""
+
+    def __init__(
+        self,
+        seed: int,
+        page_size: int,
+        groups: Sequence[tuple[int, int]],
+        contexts: Sequence[int],
+        chunks: Sequence[tuple[int, int]],
+        windows: tuple[int, ...] = (0,),
+        num_sms: int = 1,
+    ) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        rng = np.random.default_rng(seed)
+        self.num_pages = 1
+        rows: list[tuple[list[int], int, int]] = []
+        prefixes: list[PrefixGroup] = []
+        for num_rows, num_pages in groups:
+            shared = self._new_pages(num_pages * page_size, page_size)
+            prefixes.append(PrefixGroup(len(rows), num_rows, num_pages))
+            for own in rng.integers(1, page_size + 2, num_rows).tolist():
+                rows.append((shared + self._new_pages(own, page_size), num_pages * page_size + own, 1))
+        rows += [(self._new_pages(context, page_size), context, 1) for context in contexts]
+        num_decode = len(rows)
+        rows += [(self._new_pages(before + n, page_size), before + n, n) for before, n in chunks]
+        self.batch = make_batch(rows, num_decode, page_size, tuple(prefixes), DEVICE)
+        self.kv_heads, self.heads, self.windows = 2, 6, windows
+        self.cache = KVCache(len(windows), self.num_pages, 2, page_size, DIM, torch.float32, DEVICE)
+        for tensor in self.cache.keys + self.cache.values:
+            tensor.copy_(self._normal(*tensor.shape))
+        self.norm = QueryKeyNorm(self._normal(self.heads + self.kv_heads, DIM), 1e-6) if seed % 2 else None
+        self.backend = PagedAttention(self.cache, self.heads, windows, self._decode, self._chunks)
+        self.num_sms = num_sms
+        for decode in self.backend.decodes.values():
+            assert isinstance(decode, TritonDecode)
+            decode.num_sms = num_sms
+
+    def check(self, batch: AttentionBatch, graph: bool = False) -> None:
+        """All layers of a step, and what they leave in the cache; with a graph's plan, or after a plan of the batch."""
+        cache = self.cache
+        other = KVCache(len(self.windows), self.num_pages, 2, cache.page_size, DIM, torch.float32, DEVICE)
+        for target, source in zip(other.keys + other.values, cache.keys + cache.values, strict=True):
+            target.copy_(source)
+        reference = ReferenceAttention(other, self.heads, self.windows, limits=ALONE)
+        reference.plan(batch)
+        if not graph:
+            self.backend.plan(batch)
+        for layer in range(len(self.windows)):
+            tokens = len(batch.write_indices)
+            heads = 2 * self._normal(tokens, self.heads + 2 * self.kv_heads, DIM)
+            angles = self._normal(tokens, 1, DIM // 2)
+            rotation = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
+            output = self.backend.attend(layer, heads, rotation, self.norm)
+            expected = reference.attend(layer, heads, rotation, self.norm)
+            torch.testing.assert_close(output, expected, atol=2e-5, rtol=1e-5)
+        for actual, exact in zip(cache.keys + cache.values, other.keys + other.values, strict=True):
+            torch.testing.assert_close(actual, exact, atol=1e-5, rtol=1e-5)
+
+    def _decode(self) -> TritonDecode:
+        return TritonDecode(self.cache, self.heads)
+
+    def _chunks(self) -> TritonChunks:
+        return TritonChunks(self.cache, self.heads)
+
+    def _new_pages(self, num_tokens: int, page_size: int) -> list[int]:
+        count = -(-num_tokens // page_size)
+        self.num_pages += count
+        return list(range(self.num_pages - count, self.num_pages))[::-1]
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(DEVICE)
+
+
+def decode_part(case: Case) -> TritonDecode:
+    part = case.backend.decodes[case.windows[0]]
+    assert isinstance(part, TritonDecode)
+    return part
+
+
+@pytest.mark.parametrize("windows", [(0,), (7, 0), (1000, 25)])
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    page_size=st.sampled_from([1, 5, 16]),
+    groups=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 2)), max_size=2),
+    contexts=st.lists(st.integers(1, 30), max_size=1),
+    chunks=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 7)), max_size=1),
+    num_sms=st.sampled_from([1, 3]),
+)
+def test_equals_the_reference(
+    windows: tuple[int, ...],
+    seed: int,
+    page_size: int,
+    groups: list[tuple[int, int]],
+    contexts: list[int],
+    chunks: list[tuple[int, int]],
+    num_sms: int,
+) -> None:
+    if not (groups or contexts or chunks):
+        contexts = [3]
+    case = Case(seed, page_size, groups, contexts, chunks, windows, num_sms)
+    case.check(case.batch)
+
+
+@pytest.mark.parametrize("num_sms", [1, 8])
+def test_many_splits(num_sms: int) -> None:
+    case = Case(1, 16, [(2, 10)], [], [], num_sms=num_sms)
+    case.check(case.batch)
+    step = decode_part(case).step
+    assert step is not None
+    assert step.shared is not None
+    assert (step.shared.splits > 1) == (num_sms > 1)
+
+
+def test_long_rows_are_split() -> None:
+    case = Case(0, 16, [], [300], [], num_sms=8)
+    case.check(case.batch)
+    step = decode_part(case).step
+    assert step is not None
+    assert step.splits == Splits(3, 128)
+
+
+def test_a_prefix_is_read_once() -> None:
+    """Other rows of the group are not told of the shared pages, and do not need them."""
+    case = Case(0, 4, [(3, 2)], [], [])
+    broken = case.batch.page_table.clone()
+    broken[case.batch.slots[1:3], :2] = 0
+    heads = case._normal(3, 10, DIM)
+    rotation = torch.ones((3, 1, DIM), device=DEVICE), torch.zeros((3, 1, DIM), device=DEVICE)
+    case.backend.plan(case.batch)
+    expected = case.backend.attend(0, heads, rotation)
+    case.backend.plan(replace(case.batch, page_table=broken))
+    assert torch.equal(case.backend.attend(0, heads, rotation), expected)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("window", [0, 23])
+def test_one_plan_serves_all_replays_of_a_graph(window: int, grouped: bool) -> None:
+    """Rows, lengths and groups change in place; a window that some rows outgrow holds for those."""
+    case = Case(1, 5, [(2, 4), (2, 2)], [28], [], (window,))
+    batch = case.batch
+    static = replace(
+        batch,
+        context_lengths=np.zeros(len(batch.slots), np.int32),
+        slots=batch.slots.clone(),
+        contexts=batch.contexts.clone(),
+        write_indices=batch.write_indices.clone(),
+        groups=(),
+    )
+    case.backend.plan_graph(static, grouped)
+    if grouped:
+        case.backend.set_groups(batch.groups)
+    case.check(batch, graph=True)
+    order = torch.tensor([4, 3, 2, 1, 0], device=DEVICE)
+    for name in ("slots", "contexts", "write_indices"):
+        getattr(static, name).copy_(getattr(batch, name)[order])
+    if grouped:
+        case.backend.set_groups((PrefixGroup(1, 2, 2),))
+    case.check(replace(static, context_lengths=batch.context_lengths[order.cpu().numpy()]), graph=True)
+
+
+def test_smaller_graphs_share_the_groups_of_the_largest() -> None:
+    case = Case(0, 4, [(3, 2), (2, 3)], [], [])
+    case.backend.plan_graph(case.batch, grouped=True)
+    smaller = replace(
+        case.batch,
+        num_decode=3,
+        query_lengths=case.batch.query_lengths[:3],
+        context_lengths=case.batch.context_lengths[:3],
+        slots=case.batch.slots[:3],
+        contexts=case.batch.contexts[:3],
+        write_indices=case.batch.write_indices[:3],
+        groups=case.batch.groups[:1],
+    )
+    case.backend.set_groups(case.batch.groups)
+    case.check(case.batch, graph=True)
+    case.backend.plan_graph(smaller, grouped=True)
+    case.backend.set_groups(smaller.groups)
+    case.check(smaller, graph=True)
+
+
+def test_groups_that_stay_are_not_sent_again() -> None:
+    case = Case(0, 4, [(3, 2)], [], [])
+    case.backend.plan_graph(case.batch, grouped=True)
+    case.backend.set_groups(case.batch.groups)
+    data = decode_part(case).graph_data
+    assert data[:3].tolist() == [8, 8, 8]
+    data.fill_(-1)
+    case.backend.set_groups((PrefixGroup(0, 3, 2),))
+    assert data.eq(-1).all()
+    case.backend.set_groups(())
+    assert data[:3].tolist() == [0, 0, 0]
+
+
+def test_graphs_keep_the_memory_that_they_were_captured_with() -> None:
+    case = Case(0, 4, [], [3, 3], [], num_sms=4)
+    part = decode_part(case)
+    query = torch.zeros((2, 6, DIM), device=DEVICE)
+    first = part.memory.partial("splits", query, 2)
+    larger = part.memory.partial("splits", query, 4)
+    assert part.memory.partial("splits", query[:1], 4).output.data_ptr() == larger.output.data_ptr()
+    assert any(slab.data_ptr() == first.output.data_ptr() for slab in part.memory.slabs["splits"])
+
+
+def test_a_group_must_leave_each_row_its_newest_token() -> None:
+    case = Case(0, 4, [(2, 2)], [], [])
+    with pytest.raises(AssertionError, match="newest token"):
+        case.backend.plan(replace(case.batch, groups=(PrefixGroup(0, 2, 6),)))
+
+
+def test_groups_out_of_every_window_are_left_out() -> None:
+    case = Case(0, 4, [(2, 5), (2, 2)], [], [], windows=(16,))
+    case.check(case.batch)
+    step = decode_part(case).step
+    assert step is not None
+    assert step.shared is not None
+    assert step.shared.skip.tolist() == [0, 0, 8, 8]
+
+
+def test_chunks_are_cut_into_tiles_longest_first() -> None:
+    case = Case(0, 4, [], [5], [(3, 6), (20, 2)])
+    part = case.backend.chunks[0]
+    assert isinstance(part, TritonChunks)
+    part.tile_queries = 4
+    part.plan(case.batch, 0)
+    assert part.step is not None
+    # row, first query, queries, keys that it sees
+    assert part.step[2].tolist() == [[3, 0, 0, 0], [2, 6, 2, 21], [1, 4, 2, 8], [1, 0, 4, 4]]
+
+
+def test_scale() -> None:
+    case = Case(0, 4, [(2, 2)], [9], [(2, 3)])
+    case.backend.decodes[0] = TritonDecode(case.cache, 6, scale=0.0)
+    case.backend.chunks[0] = TritonChunks(case.cache, 6, scale=0.0)
+    case.backend.plan(case.batch)
+    tokens = len(case.batch.write_indices)
+    rotation = torch.ones((tokens, 1, DIM), device=DEVICE), torch.zeros((tokens, 1, DIM), device=DEVICE)
+    output = case.backend.attend(0, case._normal(tokens, 10, DIM), rotation)
+    for row, token, length in ((0, 0, int(case.batch.context_lengths[0])), (2, 2, 9), (3, 5, 5)):
+        pages = case.batch.page_table[case.batch.slots[row]].long()
+        values = case.cache.values[0][pages].transpose(1, 2).flatten(0, 1)[:length]
+        torch.testing.assert_close(output[token], values.mean(0).repeat_interleave(3, 0), atol=1e-5, rtol=1e-5)
+
+
+def test_no_rows() -> None:
+    case = Case(0, 4, [], [3], [])
+    none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    no_lengths = np.zeros(0, np.int32)
+    case.check(AttentionBatch(0, no_lengths, no_lengths, none.int(), none, case.batch.page_table, none))

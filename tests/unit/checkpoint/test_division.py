@@ -1,0 +1,87 @@
+"""Which numbers of stages and tensor ranks a shape admits, and what it is of each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cases.models import make_checkpoint
+from toka_async.checkpoint.division import (
+    check_division,
+    check_tensor_size,
+    spec_of_rank,
+    spec_of_stage,
+    stage_layers,
+    stage_parts,
+    tensor_sizes,
+    whole,
+)
+from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
+
+
+def shape(folder: Path, heads: int, kv_heads: int, inner: int) -> ModelSpec:
+    fields = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": inner}
+    return read_spec(make_checkpoint(folder, "llama", head_dim=8, **fields))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "inner", "sizes"),
+    [
+        (6, 2, 72, [1, 2, 6]),  # 3 neither divides 2 KV heads nor is divided by them
+        (8, 8, 64, [1, 2, 4, 8]),
+        (8, 1, 64, [1, 2, 4, 8]),
+        (8, 2, 20, [1, 2, 4]),  # 8 does not divide 20
+        (14, 2, 28, [1, 2, 14]),
+    ],
+)
+def test_sizes_divide_heads_and_repeat_kv_heads(
+    tmp_path: Path, heads: int, kv_heads: int, inner: int, sizes: list[int]
+) -> None:
+    spec = shape(tmp_path, heads, kv_heads, inner)
+    assert tensor_sizes(spec) == sizes
+    for tp in sizes:
+        check_tensor_size(spec, tp)
+        part = spec_of_rank(spec, tp)
+        assert part.num_heads * tp == heads
+        assert part.intermediate_size * tp == inner
+        assert part.num_kv_heads == max(1, kv_heads // tp)
+        assert part.num_heads % part.num_kv_heads == 0
+        assert part.vocab_size == spec.vocab_size
+
+
+def test_other_sizes_are_refused_with_those_that_are_possible(tmp_path: Path) -> None:
+    spec = shape(tmp_path, 6, 2, 72)
+    with pytest.raises(ModelError, match=r"^parallel\.tp=3: .*6 heads, 2 KV heads.*use one of 1, 2, 6$"):
+        check_tensor_size(spec, 3)
+
+
+@given(st.integers(1, 100), st.data())
+def test_stages_are_balanced(num_layers: int, data: st.DataObject) -> None:
+    num_stages = data.draw(st.integers(1, num_layers))
+    layer, ends = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 30))
+    counts = stage_layers(num_layers, num_stages, layer, ends)
+    assert sum(counts) == num_layers
+    assert min(counts) >= 1
+    weights = [count * layer + ends * ((stage == 0) + (stage == num_stages - 1)) for stage, count in enumerate(counts)]
+    for stage, weight in enumerate(weights):  # no layer would be better off elsewhere
+        assert counts[stage] == 1 or all(weight - layer <= other for other in weights)
+
+
+def test_parts_of_stages_follow_each_other(tmp_path: Path) -> None:
+    fields = {"num_hidden_layers": 7, "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 4}
+    spec = read_spec(make_checkpoint(tmp_path, "qwen2", **fields))
+    for pp in range(1, 8):
+        check_division(spec, pp, 1)
+        parts = stage_parts(spec, pp, 1)
+        assert [parts[0].first, *(part.last for part in parts)] == [*(part.first for part in parts), 7]
+        assert [part.is_first for part in parts] == [True, *[False] * (pp - 1)]
+        assert [part.is_last for part in parts] == [*[False] * (pp - 1), True]
+        of_stages = [spec_of_stage(spec, part) for part in parts]
+        assert [part.size for part in parts] == [stage.num_layers for stage in of_stages]
+        assert sum((stage.windows for stage in of_stages), ()) == spec.windows == (0, 0, 0, 0, 64, 64, 64)
+    assert stage_parts(spec, 1, 1) == [whole(spec)]
+    with pytest.raises(ModelError, match=r"^parallel\.pp=8: the model has 7 layers; use at most 7$"):
+        check_division(spec, 8, 1)

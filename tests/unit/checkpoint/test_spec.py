@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toka_async.checkpoint.spec import ModelError, ModelSpec, RopeSpec, read_spec
+
+MINIMAL: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def read(folder: Path, **fields: Any) -> ModelSpec:
+    config = {name: value for name, value in (MINIMAL | fields).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_spec(folder)
+
+
+def test_minimal_llama(tmp_path: Path) -> None:
+    assert read(tmp_path) == ModelSpec(
+        family="llama",
+        vocab_size=100,
+        hidden_size=48,
+        intermediate_size=64,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=6,
+        head_dim=8,
+        norm_eps=1e-6,
+        activation="silu",
+        tie_embeddings=False,
+        attention_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        windows=(0, 0, 0),
+        rope=RopeSpec(theta=10000.0),
+        max_context=2048,
+        dtype="float32",
+        bos_token_id=1,
+        eos_token_ids=(2,),
+    )
+
+
+def test_biases(tmp_path: Path) -> None:
+    def biases(**fields: Any) -> tuple[bool, bool, bool]:
+        spec = read(tmp_path, **fields)
+        return spec.attention_bias, spec.output_bias, spec.mlp_bias
+
+    assert biases() == (False, False, False)
+    assert biases(attention_bias=True) == (True, True, False)
+    assert biases(mlp_bias=True) == (False, False, True)
+    assert biases(model_type="qwen2") == (True, False, False)
+    assert biases(model_type="qwen3", attention_bias=True) == (True, True, False)
+    assert biases(model_type="mistral") == (False, False, False)
+
+
+def test_heads(tmp_path: Path) -> None:
+    def heads(**fields: Any) -> tuple[int, int, int]:
+        spec = read(tmp_path, **fields)
+        return spec.num_heads, spec.num_kv_heads, spec.head_dim
+
+    assert heads() == (6, 6, 8)
+    assert heads(num_key_value_heads=2, head_dim=20) == (6, 2, 20)
+    assert heads(num_key_value_heads=None, head_dim=None) == (6, 6, 8)
+    assert heads(model_type="qwen3") == (6, 6, 128)
+    assert heads(model_type="qwen3", head_dim=None) == (6, 6, 8)
+    assert heads(model_type="qwen2", num_attention_heads=64, hidden_size=128) == (64, 32, 2)
+    assert heads(model_type="mistral", num_attention_heads=24) == (24, 8, 2)
+    assert heads(num_attention_heads=5, head_dim=10) == (5, 5, 10)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_windows_by_layer(tmp_path: Path, family: str) -> None:
+    def windows(**fields: Any) -> tuple[int, ...]:
+        return read(tmp_path, model_type=family, **fields).windows
+
+    assert windows(sliding_window=5, max_window_layers=1) == (0, 0, 0)
+    assert windows(use_sliding_window=True, sliding_window=5, max_window_layers=1) == (0, 5, 5)
+    assert windows(use_sliding_window=True, max_window_layers=0) == (4096, 4096, 4096)
+    assert windows(use_sliding_window=True, sliding_window=5) == (0, 0, 0)
+    assert windows(use_sliding_window=True, sliding_window=None, max_window_layers=0) == (0, 0, 0)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert windows(use_sliding_window=True, sliding_window=5, layer_types=kinds) == (5, 0, 5)
+    assert windows(layer_types=["full_attention"] * 3) == (0, 0, 0)
+
+
+def test_mistral_windows(tmp_path: Path) -> None:
+    assert read(tmp_path, model_type="mistral").windows == (4096,) * 3
+    assert read(tmp_path, model_type="mistral", sliding_window=None).windows == (0,) * 3
+    assert read(tmp_path, model_type="mistral", sliding_window=7).windows == (7,) * 3
+    assert read(tmp_path, sliding_window=7).windows == (0,) * 3  # llama has none
+
+
+def test_both_spellings(tmp_path: Path) -> None:
+    old = read(tmp_path, rope_theta=5e5, rope_scaling=LLAMA3, torch_dtype="bfloat16", max_position_embeddings=256)
+    new = read(tmp_path, rope_parameters=LLAMA3 | {"rope_theta": 5e5}, dtype="bfloat16", max_position_embeddings=256)
+    assert old == new
+    assert old.dtype == "bfloat16"
+    assert old.rope == RopeSpec(
+        theta=5e5, kind="llama3", factor=8.0, original_max_position=32, low_freq_factor=1.0, high_freq_factor=4.0
+    )
+    assert old.max_context == 256
+    assert read(tmp_path, rope_scaling={"type": "default"}, rope_theta=3.0).rope == RopeSpec(theta=3.0)
+    assert read(tmp_path, rope_scaling=None, rope_theta=3).rope == RopeSpec(theta=3.0)
+    assert read(tmp_path, dtype="float16", torch_dtype="bfloat16").dtype == "float16"
+    assert read(tmp_path, torch_dtype="torch.float16").dtype == "float16"
+
+
+def test_stretched_contexts(tmp_path: Path) -> None:
+    linear = read(tmp_path, rope_scaling={"type": "linear", "factor": 4.0}, max_position_embeddings=100)
+    assert (linear.rope, linear.max_context) == (RopeSpec(kind="linear", factor=4.0), 400)
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert read(tmp_path, rope_scaling=yarn, max_position_embeddings=64).max_context == 256
+    assert read(tmp_path, rope_scaling=yarn, max_position_embeddings=80).max_context == 256
+    assert read(tmp_path, rope_scaling=yarn, max_position_embeddings=300).max_context == 300
+    absent = read(tmp_path, rope_scaling={"type": "yarn", "factor": 2.0}, max_position_embeddings=50)
+    assert (absent.rope.original_max_position, absent.max_context) == (50, 100)
+    outside = read(tmp_path, rope_scaling=yarn, original_max_position_embeddings=32)
+    assert outside.rope.original_max_position == 32
+
+
+def test_yarn_parameters(tmp_path: Path) -> None:
+    full = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "attention_factor": 1.25,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.9,
+        "truncate": False,
+    }
+    assert read(tmp_path, rope_scaling=full).rope == RopeSpec(
+        kind="yarn",
+        factor=4.0,
+        original_max_position=64,
+        attention_factor=1.25,
+        beta_fast=16.0,
+        beta_slow=2.0,
+        mscale=0.7,
+        mscale_all_dim=0.9,
+        truncate=False,
+    )
+
+
+def test_end_tokens(tmp_path: Path) -> None:
+    assert read(tmp_path, eos_token_id=[4, 5]).eos_token_ids == (4, 5)
+    assert read(tmp_path, eos_token_id=None).eos_token_ids == ()
+    assert read(tmp_path, model_type="qwen2").eos_token_ids == ()
+    assert read(tmp_path, bos_token_id=None).bos_token_id is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"model_type": ...}, "model_type is missing"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported: llama, mistral, qwen2, qwen3"),
+        ({"vocab_size": ...}, "vocab_size is missing"),
+        ({"hidden_size": "48"}, "hidden_size is '48'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000: expected an integer of at most 4096"),
+        ({"num_attention_heads": 10**9}, "num_attention_heads is 1000000000: expected an integer of at most 65536"),
+        ({"num_key_value_heads": 4}, "num_attention_heads (6) is not a multiple of num_key_value_heads (4)"),
+        ({"hidden_size": 50}, "hidden_size (50) is not a multiple of num_attention_heads (6); set head_dim"),
+        ({"head_dim": 7}, "head_dim is 7: rotary position embeddings need an even number"),
+        ({"hidden_act": "relu6"}, "hidden_act 'relu6' is not supported; supported: silu, gelu"),
+        ({"torch_dtype": "int8"}, "torch_dtype 'int8' is not supported; supported: float32, bfloat16, float16"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config (awq) is not supported"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes': expected true or false"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear': expected an object"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling.rope_type 'dynamic' is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type 'longrope' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling.factor is 0.5"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "rope_scaling.low_freq_factor (4) must be"),
+        ({"rope_theta": 0}, "rope_theta is 0"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters differs by layer type"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1 is not supported"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types must be a list of"),
+        ({"model_type": "qwen2", "layer_types": ["linear_attention"] * 3}, "layer_types has 'linear_attention'"),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 3}, "set use_sliding_window"),
+        ({"model_type": "mistral", "sliding_window": -1}, "sliding_window is -1"),
+    ],
+)
+def test_errors_name_the_field(tmp_path: Path, fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        read(tmp_path, **fields)
+    message = str(caught.value)
+    assert message.startswith(str(tmp_path / "config.json"))
+    assert problem in message
+    assert "\n" not in message
+
+
+def test_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json: no such file"):
+        read_spec(tmp_path)
+
+
+def test_loads_no_torch() -> None:
+    program = "import sys, toka_async.checkpoint.generation, toka_async.checkpoint.hub; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,131 @@
+"""The kernel over tiles of queries equals attention from its definition."""
+
+from __future__ import annotations
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+pytest.importorskip("triton")
+
+from tests.cases.paged_case import PagedCase
+from toka_async.kernels.decode import Partial, merge
+from toka_async.kernels.prefill import SpanConfig, attend_chunks, attend_prefixes, span_config
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+EXAMPLES = 60 if DEVICE.type == "cuda" else 3  # the interpreter is slow
+SCALE = 0.4
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+SMALL = SpanConfig(block_queries=16, block_keys=16, num_warps=4, num_stages=2)
+
+
+def tile_table(tiles: list[tuple[int, int, int, int]]) -> torch.Tensor:
+    return torch.tensor([(len(tiles), 0, 0, 0), *tiles], dtype=torch.int32, device=DEVICE)
+
+
+def check_chunks(case: PagedCase, window: int, config: SpanConfig, num_programs: int = 0) -> None:
+    """Each row's keys are cut into a context and a chunk, whose last tile is the shortest."""
+    tiles, expected = [], []
+    size, token = config.queries(case.group), 0
+    chunks = [max(1, length * 2 // 3) for length in case.lengths]
+    query = case.normal(sum(chunks), case.heads, case.dim)
+    for row, (length, chunk) in enumerate(zip(case.lengths, chunks, strict=True)):
+        for offset in range(0, chunk, size):
+            tiles.append((row, token + offset, min(size, chunk - offset), length - chunk + offset + 1))
+        for end in range(length - chunk + 1, length + 1):
+            first = max(0, end - window) if window else 0
+            expected.append(case.attend(query[token], row, first, end, SCALE)[0])
+            token += 1
+    output = torch.full_like(query, math.nan)
+    attend_chunks(
+        query,
+        case.keys,
+        case.values,
+        case.page_table,
+        case.slots,
+        tile_table(tiles),
+        num_programs or len(tiles),
+        output,
+        SCALE,
+        window,
+        config,
+    )
+    tolerance = TOLERANCE[case.dtype]
+    torch.testing.assert_close(output, torch.stack(expected).to(case.dtype), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8), (2, 3, 16), (1, 4, 64), (1, 7, 80)], ids=str)
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    lengths=st.lists(st.integers(1, 25), min_size=1, max_size=2),
+    page_size=st.sampled_from([1, 5, 16, 64]),
+    window=st.sampled_from([0, 0, 1, 7, 20]),
+)
+def test_chunks(shape: tuple[int, int, int], seed: int, lengths: list[int], page_size: int, window: int) -> None:
+    check_chunks(PagedCase(seed, lengths, page_size, *shape, DEVICE), window, SMALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_chunks_as_configured(dim: int, dtype: torch.dtype) -> None:
+    case = PagedCase(0, [140] if dtype == torch.bfloat16 else [40], 16, 1, 4, dim, DEVICE, dtype)
+    check_chunks(case, 0, span_config(dim, 4, dtype))
+
+
+@pytest.mark.parametrize("window", [0, 9])
+def test_few_programs_go_through_all_tiles(window: int) -> None:
+    check_chunks(PagedCase(0, [20, 14], 16, 1, 2, 16, DEVICE), window, SMALL, num_programs=2)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8), (2, 3, 16), (1, 7, 80)], ids=str)
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    counts=st.lists(st.integers(1, 9), min_size=1, max_size=2),
+    page_size=st.sampled_from([1, 5, 16]),
+    num_pages=st.integers(1, 3),
+    splits=st.sampled_from([1, 3]),
+)
+def test_prefixes(
+    shape: tuple[int, int, int], seed: int, counts: list[int], page_size: int, num_pages: int, splits: int
+) -> None:
+    """The first row is in no group, each group reads the pages of one row; splits are merged to the whole."""
+    keys = num_pages * page_size
+    case = PagedCase(seed, [keys + 1] * (1 + len(counts)), page_size, *shape, DEVICE)
+    query = case.normal(1 + sum(counts), case.heads, case.dim)
+    tiles, size, token = [], SMALL.queries(case.group), 1
+    for row, count in enumerate(counts, 1):
+        tiles += [(row, token + i, min(size, count - i), keys) for i in range(0, count, size)]
+        token += count
+    output = torch.full((splits, *query.shape), math.nan, device=DEVICE)
+    result = Partial(output, torch.full(output.shape[:3], math.nan, device=DEVICE))
+    attend_prefixes(
+        query, case.keys, case.values, case.page_table, case.slots, tile_table(tiles), len(tiles), result, SCALE, SMALL
+    )
+    assert result.output[:, 0].isnan().all(), "the row in no group is left alone"
+    result.output[:, 0], result.lse[:, 0] = 0.0, 0.0
+    owners = [row for row, count in enumerate(counts, 1) for _ in range(count)]
+    exact = [case.attend(query[1 + i], row, 0, keys, SCALE) for i, row in enumerate(owners)]
+    merged = torch.empty_like(query)
+    merge(result, merged)
+    torch.testing.assert_close(merged[1:], torch.stack([x for x, _ in exact]).float(), atol=1e-5, rtol=1e-5)
+    lse = torch.logsumexp(result.lse[:, 1:] * math.log(2), 0) / math.log(2)
+    torch.testing.assert_close(lse, torch.stack([x for _, x in exact]).float(), atol=1e-5, rtol=1e-5)
+
+
+def test_no_tiles() -> None:
+    case = PagedCase(0, [9], 4, 1, 2, 16, DEVICE)
+    query = case.normal(3, case.heads, case.dim)
+    result = Partial(torch.zeros(1, *query.shape, device=DEVICE), torch.zeros(1, 3, 2, device=DEVICE))
+    attend_prefixes(query, case.keys, case.values, case.page_table, case.slots, tile_table([]), 2, result, SCALE, SMALL)
+    assert not result.output.any()
+
+
+def test_tiles_hold_whole_queries() -> None:
+    assert SMALL.queries(7) == 2
+    assert SMALL.queries(16) == 1
+    assert span_config(64, 200, torch.bfloat16).queries(200) == 1

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from toka_async.server.generate.batching import Batcher
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as made:
+        yield made
+
+
+async def test_many_callers_share_a_batch(executor: ThreadPoolExecutor) -> None:
+    batches: list[list[int]] = []
+
+    def double(items: list[int]) -> list[int]:
+        batches.append(list(items))
+        return [2 * item for item in items]
+
+    batcher = Batcher(double, executor)
+    results = await asyncio.gather(*(batcher.run([i, i + 100]) for i in range(5)))
+    assert results == [[2 * i, 2 * i + 200] for i in range(5)]
+    assert len(batches) == 1
+    assert await batcher.run([7]) == [14]
+    assert len(batches) == 2
+
+
+async def test_a_mistake_is_its_own_callers(executor: ThreadPoolExecutor) -> None:
+    def invert(items: list[int]) -> list[float]:
+        return [1 / item for item in items]
+
+    batcher = Batcher(invert, executor)
+    results = await asyncio.gather(*(batcher.run([i]) for i in (1, 0, 2)), return_exceptions=True)
+    assert results[0] == [1.0]
+    assert isinstance(results[1], ZeroDivisionError)
+    assert results[2] == [0.5]
+    with pytest.raises(ZeroDivisionError):
+        await batcher.run([0])
+    assert await batcher.run([4]) == [0.25]
+
+
+async def test_a_cancelled_caller_hinders_nobody(executor: ThreadPoolExecutor) -> None:
+    batcher: Batcher[int, int] = Batcher(list, executor)
+    leaves, stays = asyncio.create_task(batcher.run([1])), asyncio.create_task(batcher.run([2]))
+    await asyncio.sleep(0)
+    leaves.cancel()
+    assert await stays == [2]
+    with pytest.raises(asyncio.CancelledError):
+        await leaves

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import numpy as np
+
+from tests.cases.tokenizers_small import byte_level
+from toka_async.server.engine.rows import TokenRows
+from toka_async.server.generate.logprobs import (
+    TokenNames,
+    chat_logprobs,
+    legacy_logprobs,
+    prompt_logprobs,
+    text_offsets,
+)
+
+
+def rows(ids: list[int], logprobs: list[float], top: list[list[int]], values: list[list[float]]) -> TokenRows:
+    return TokenRows(
+        np.array(ids, np.int32),
+        np.array(logprobs, np.float32),
+        np.array(top, np.int32).reshape(len(ids), -1),
+        np.array(values, np.float32).reshape(len(ids), -1),
+    )
+
+
+def test_the_chosen_token_has_one_value() -> None:
+    """Sums of floats differ by how they were computed; a client that asks whether the chosen was the top compares."""
+    got = legacy_logprobs(TokenNames(byte_level()), rows([5], [-0.25], [[5, 6]], [[-0.2500001, -2.0]]), [0], 2)
+    assert got.top_logprobs == [{byte_level().token_text(5): -0.25, byte_level().token_text(6): -2.0}]
+
+
+def test_fewer_than_the_engine_sent() -> None:
+    tokenizer, given = byte_level(), rows([7], [-3.0], [[5, 6]], [[-0.5, -2.0]])
+    got = legacy_logprobs(TokenNames(tokenizer), given, [0], 1)
+    assert got.top_logprobs == [{tokenizer.token_text(5): -0.5, tokenizer.token_text(7): -3.0}]
+    (entry,) = chat_logprobs(TokenNames(tokenizer), given, 1).content or []
+    assert [top.token for top in entry.top_logprobs] == [tokenizer.token_text(5)]
+    (_, of_prompt) = prompt_logprobs(tokenizer, given, np.array([9], np.int32), 1)
+    assert of_prompt is not None
+    assert {key: entry.rank for key, entry in of_prompt.items()} == {"5": 1, "7": 9}
+
+
+def test_tokens_named_by_their_ids() -> None:
+    names, given = TokenNames(byte_level(), as_ids=True), rows([7], [-3.0], [[5, 6]], [[-0.5, -2.0]])
+    got = legacy_logprobs(names, given, [0], 2)
+    assert got.tokens == ["token_id:7"]
+    assert got.top_logprobs == [{"token_id:5": -0.5, "token_id:6": -2.0, "token_id:7": -3.0}]
+    (entry,) = chat_logprobs(names, given, 1).content or []
+    assert (entry.token, entry.top_logprobs[0].token) == ("token_id:7", "token_id:5")
+    assert bytes(entry.bytes or []) == byte_level().token_bytes(7)
+
+
+def test_minus_infinity_is_a_number() -> None:
+    got = legacy_logprobs(TokenNames(byte_level()), rows([5], [-np.inf], [[6]], [[-np.inf]]), [0], 1)
+    assert got.token_logprobs == [-9999.0]
+
+
+def test_parts_of_characters_keep_their_names() -> None:
+    tokenizer = byte_level()
+    parts = [
+        i
+        for i in range(tokenizer.vocab_size)
+        if len(tokenizer.token_bytes(i)) == 1 and tokenizer.token_bytes(i) > b"\x7f"
+    ]
+    got = legacy_logprobs(TokenNames(tokenizer), rows(parts[:1], [-1.0], [parts[:3]], [[-1.0, -2.0, -3.0]]), [0], 3)
+    assert got.tokens == [f"bytes:\\x{tokenizer.token_bytes(parts[0])[0]:02x}"]
+    assert got.top_logprobs[0] is not None
+    assert len(got.top_logprobs[0]) == 3
+    (entry,) = chat_logprobs(TokenNames(tokenizer), rows(parts[:1], [-1.0], [[]], [[]]), 0).content or []
+    assert bytes(entry.bytes or []) == tokenizer.token_bytes(parts[0])
+
+
+def test_offsets_are_places_in_the_text() -> None:
+    tokenizer = byte_level()
+    text = "the 👍🏽 end"
+    ids = tokenizer.encode(text)
+    offsets = text_offsets(tokenizer, ids, True, True, start=10)
+    assert offsets[0] == 10
+    assert offsets == sorted(offsets)
+    whole = text_offsets(tokenizer, [*ids, 0], True, True)[-1]
+    assert whole == len(text)

@@ -1,0 +1,196 @@
+"""The served document: what is routed is described and the other way round, and answers are as it says."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import aiohttp
+import jsonschema
+import pytest
+import schemathesis
+
+import toka_async.server
+from tests.drivers.web_server import NAME, WebServer, checked_error, web_server
+from tests.fakes.fake_scheduler import READY, FakeScheduler
+from toka_async.batches import records
+from toka_async.openai import batches
+from toka_async.openai.requests import (
+    ChatBatchRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
+from toka_async.server.access.keys import Key, Keys, digest_of
+from toka_async.server.http.document import plain
+from toka_async.server.http.routes import ROUTES
+from toka_async.server.page.page import STATE
+
+KEY = "sk-alice-0123456"
+KEYS = Keys((Key(digest_of(KEY), "alice"),))
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[WebServer]:
+    async with web_server(max_n=8) as running:
+        yield running
+
+
+@pytest.fixture
+async def document(server: WebServer) -> dict[str, Any]:
+    status, made = await server.get("/openapi.json")
+    assert status == 200
+    described: dict[str, Any] = made
+    return described
+
+
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield method.upper(), path, operation
+
+
+def is_valid(document: dict[str, Any], schema: dict[str, Any], value: object) -> bool:
+    root = {**schema, "components": document["components"]}
+    valid: bool = jsonschema.Draft202012Validator(root).is_valid(value)
+    return valid
+
+
+def body_schema(document: dict[str, Any], path: str) -> dict[str, Any]:
+    (content,) = document["paths"][path]["post"]["requestBody"]["content"].values()
+    schema: dict[str, Any] = content["schema"]
+    return schema
+
+
+async def test_it_is_openapi(document: dict[str, Any]) -> None:
+    schemathesis.openapi.from_dict(document).validate()
+    assert document["openapi"] == "3.1.0"
+
+
+async def test_routes_and_document_are_the_same(server: WebServer, document: dict[str, Any]) -> None:
+    routed = {
+        (route.method, plain(route.resource.canonical))
+        for route in server.app.router.routes()
+        if route.resource is not None and route.method != "HEAD"  # a GET's own
+    }
+    assert {(method, path) for method, path, _ in operations(document)} == routed
+
+
+async def test_every_operation_has_a_name_of_its_own_and_every_error_a_schema(document: dict[str, Any]) -> None:
+    names = [operation["operationId"] for _, _, operation in operations(document)]
+    assert len(set(names)) == len(names)
+    for _, _, operation in operations(document):
+        for status, response in operation["responses"].items():
+            if "$ref" in response:
+                assert response["$ref"].removeprefix("#/components/responses/") == status
+                assert status in document["components"]["responses"]
+
+
+async def test_the_limits_are_the_models(document: dict[str, Any]) -> None:
+    schema = body_schema(document, "/v1/completions")
+    fields = document["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert fields["model"] == {"enum": [NAME, "", "default", "none", None]}
+    for good, bad in (
+        ({"n": 8}, {"n": 9}),
+        ({"max_tokens": 512}, {"max_tokens": 513}),
+        ({"stop_token_ids": [399]}, {"stop_token_ids": [400]}),
+        ({"prompt": [[399]]}, {"prompt": [[400]]}),
+        ({"prompt": ["a", "b"]}, {"prompt": ["a", 1]}),
+        ({"stop": "x"}, {"stop": ""}),
+        ({"temperature": None}, {"temperature": 3}),
+        ({"store": False}, {"store": True}),
+        ({"logit_bias": {"5": 1}}, {"logit_bias": {"a": 1}}),
+        ({}, {"prompt": None}),
+        ({}, {"nonsense": 1}),
+    ):
+        assert is_valid(document, schema, {"prompt": "x"} | good), good
+        assert not is_valid(document, schema, {"prompt": "x"} | bad), bad
+
+
+@pytest.mark.parametrize(
+    ("path", "good", "bad"),
+    [
+        ("/v1/chat/completions", {"messages": CHAT}, {"messages": [CHAT]}),
+        ("/v1/chat/completions", {"messages": CHAT, "stream": True}, {"messages": []}),
+        ("/v1/chat/completions/batch", {"messages": [CHAT, CHAT]}, {"messages": CHAT}),
+        ("/v1/chat/completions/batch", {"messages": [CHAT], "stream": False}, {"messages": [CHAT], "stream": True}),
+        ("/tokenize", {"prompt": "x"}, {"prompt": 5}),
+        ("/detokenize", {"tokens": [399]}, {"tokens": [400]}),
+    ],
+)
+async def test_bodies(server: WebServer, document: dict[str, Any], path: str, good: Any, bad: Any) -> None:
+    """The schema takes what the server takes."""
+    schema = body_schema(document, path)
+    assert is_valid(document, schema, good)
+    assert not is_valid(document, schema, bad)
+    async with server.http.post(server.url + path, json=good) as response:
+        assert response.status == 200
+    await server.error(path, bad)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_events(server: WebServer, document: dict[str, Any], path: str) -> None:
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]
+    data = content["text/event-stream"]["schema"]["properties"]["data"]["anyOf"]
+    assert data[0] == {"const": "[DONE]"}
+    body = {"messages": CHAT} if "chat" in path else {"prompt": "x"}
+    events = await server.events(path, {**body, "logprobs": "chat" in path or 1, "n": 2, "max_tokens": 4})
+    for event in events:
+        assert is_valid(document, data[1]["contentSchema"], event)
+    assert not is_valid(document, data[1]["contentSchema"], {})
+    whole = await server.ok(path, body)
+    assert is_valid(document, content["application/json"]["schema"], whole)
+
+
+async def test_small_answers(server: WebServer, document: dict[str, Any]) -> None:
+    for path in ("/v1/models", "/health", "/ping", "/load", "/version", STATE):
+        schema = document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+        _, answer = await server.get(path)
+        assert is_valid(document, schema, answer)
+        assert not is_valid(document, schema, {})
+
+
+def test_the_statuses_of_a_batch_are_those_that_are_kept() -> None:
+    assert set(get_args(batches.Status)) == set(get_args(records.Status))
+
+
+async def test_keys() -> None:
+    async with web_server(keys=KEYS, open_metrics=True) as server:
+        async with server.http.get(server.url + "/openapi.json") as response:
+            assert response.status == 401
+        headers = {"Authorization": f"Bearer {KEY}"}
+        async with aiohttp.ClientSession(headers=headers) as http, http.get(server.url + "/openapi.json") as response:
+            document = await response.json()
+    schemathesis.openapi.from_dict(document).validate()
+    assert document["security"] == [{"key": []}, {"header": []}]
+    assert document["components"]["securitySchemes"].keys() == {"key", "header"}
+    for _, path, operation in operations(document):
+        is_file = path == "/" or (path.startswith("/page/") and path != STATE)
+        is_open = is_file or path in ("/health", "/ping", "/metrics")
+        assert operation.get("security") == ([] if is_open else None)
+        assert ("401" in operation["responses"]) != is_open
+
+
+async def test_without_keys_there_is_no_security(document: dict[str, Any]) -> None:
+    assert "security" not in document
+    assert not any("401" in operation["responses"] for _, _, operation in operations(document))
+
+
+async def test_it_needs_to_know_the_model() -> None:
+    async with web_server(FakeScheduler(ready=None)) as server:
+        status, answer = await server.get("/openapi.json")
+        assert status == 503
+        checked_error(answer)
+        server.engine.on_messages([READY])
+        assert (await server.get("/openapi.json"))[0] == 200
+
+
+def test_the_guide_names_every_route_and_field() -> None:
+    guide = Path(toka_async.server.__file__).with_name("API.md").read_text(encoding="utf-8")
+    structs = (CompletionRequest, ChatBatchRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)
+    fields = {field for struct in structs for field in struct.__struct_fields__}
+    routes = {f"{method} {plain(path)}" for method, path in ROUTES}
+    assert [name for name in sorted(fields | routes) if f"`{name}`" not in guide] == []

@@ -1,0 +1,88 @@
+"""Accounts: what is held is what was taken and not given back, and no limit is passed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from toka_async.config import ServerConfig
+from toka_async.openai.errors import ApiError
+from toka_async.server.limits.account import Account
+from toka_async.server.limits.accounts import Accounts
+
+
+def test_requests_and_tokens_of_one() -> None:
+    account = Account("key alice", max_requests=2, max_tokens=100)
+    account.take(1, 60)
+    assert account.lacking(1, 41) is account
+    account.take(1, 40)
+    assert account.lacking(1, 0) is account
+    assert "key alice: 2 requests with 100 tokens" in str(account.is_full())
+    assert "the limit is 2 requests and 100 tokens" in str(account.is_full())
+    account.give_back(2, 100)
+    assert account.lacking(2, 100) is None
+
+
+@pytest.mark.parametrize(("num_requests", "num_tokens"), [(3, 1), (1, 101)])
+def test_what_never_fits_is_the_request_s_fault(num_requests: int, num_tokens: int) -> None:
+    parent = Account("this server", max_tokens=100)
+    account = Account("key alice", max_requests=2, parents=(parent,))
+    with pytest.raises(ApiError, match="the limit is") as caught:
+        account.check_ever(num_requests, num_tokens)
+    assert caught.value.status == 400
+    assert account.most_tokens == 100
+
+
+def test_a_parent_is_full() -> None:
+    accounts = Accounts(ServerConfig(max_held_tokens=100, key_max_requests=5))
+    alice, bob = accounts.open("alice"), accounts.open("bob", max_tokens=50)
+    assert accounts.open("alice") is alice
+    assert (alice.max_requests, alice.max_tokens, bob.max_requests, bob.max_tokens) == (5, 0, 5, 50)
+    alice.take(1, 90)
+    assert bob.lacking(1, 11) is accounts.total
+    num_fit, full = bob.fullest(np.asarray([5, 5, 5]))
+    assert (num_fit, full) == (2, accounts.total)
+    assert accounts.batches.most_tokens == 50
+
+
+def test_lines_of_batches_count_in_their_owner_and_once_in_the_server() -> None:
+    accounts = Accounts(ServerConfig(max_held_tokens=100))
+    alice = accounts.open("key alice", max_requests=3)
+    lines = accounts.batches_of(alice)
+    assert accounts.batches_of(alice) is lines
+    lines.take(2, 40)
+    for account in (lines, alice, accounts.batches, accounts.total):
+        assert (account.num_requests, account.num_tokens) == (2, 40)
+    assert lines.lacking(2, 1) is alice
+    assert lines.lacking(1, 11) is accounts.batches
+    assert alice.lacking(1, 60) is None
+    lines.give_back(2, 40)
+    assert accounts.total.num_tokens == 0
+
+
+def test_only_prompts_of_equal_salt_are_shared() -> None:
+    accounts = Accounts(ServerConfig())
+    alice, bob = (accounts.open(f"key {name}", cache_owner=name) for name in ("alice", "bob"))
+    lines = accounts.batches_of(alice)
+    assert accounts.salt_of(accounts.total, "") == 0
+    salts = [
+        accounts.salt_of(*pair) for pair in ((alice, ""), (bob, ""), (alice, "x"), (bob, "x"), (accounts.total, "x"))
+    ]
+    assert len(set(salts)) == 5
+    assert all(0 < salt < 2**63 for salt in salts)
+    assert accounts.salt_of(lines, "") == salts[0]
+    assert accounts.salt_of(lines, "x") == salts[2]
+    assert Accounts(ServerConfig()).salt_of(alice, "") != salts[0], "nobody can work out another's salt"
+
+
+def test_an_owner_and_a_salt_are_not_another_owner() -> None:
+    accounts = Accounts(ServerConfig())
+    short, long = (accounts.open(f"key {name}", cache_owner=name) for name in ("a", "ab"))
+    assert accounts.salt_of(short, "bc") != accounts.salt_of(long, "c")
+
+
+def test_keys_share_on_purpose() -> None:
+    accounts = Accounts(ServerConfig(share_cache=True))
+    alice, bob = (accounts.open(f"key {name}", cache_owner=name) for name in ("alice", "bob"))
+    assert accounts.salt_of(alice, "") == accounts.salt_of(bob, "") == 0
+    assert accounts.salt_of(alice, "x") == accounts.salt_of(bob, "x") != 0

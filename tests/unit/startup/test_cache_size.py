@@ -1,0 +1,182 @@
+"""What is left for the KV cache of a GPU, its memory being made up."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.cases.models import make_checkpoint
+from toka_async.attention.kv_cache import KVCache
+from toka_async.checkpoint.limits import RankLimits
+from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
+from toka_async.config import CacheConfig, ScheduleConfig
+from toka_async.runner.token_history import TokenHistory
+from toka_async.startup.cache_size import (
+    check_largest_step,
+    fitting_limits,
+    memory_for_cache,
+    page_bytes_of,
+    pages_of_largest_step,
+    row_bytes,
+    token_bytes,
+)
+
+GIB = 1 << 30
+GPU = torch.device("cuda")
+
+
+@dataclass(slots=True)
+class Memory:
+    """Of a GPU, in bytes."""
+
+    total: int = 80 * GIB
+    free: int = 80 * GIB
+    reserved: int = 0
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    memory = Memory()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (memory.free, memory.total))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: memory.reserved)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory.total))
+    return memory
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> ModelSpec:
+    return read_spec(make_checkpoint(tmp_path / "model", "llama", max_position_embeddings=1 << 20))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_page_takes_what_cache_and_history_allocate(spec: ModelSpec, dtype: torch.dtype, page_size: int) -> None:
+    cpu = torch.device("cpu")
+    cache = KVCache(spec.num_layers, 7, spec.num_kv_heads, page_size, spec.head_dim, dtype, cpu)
+    tensors = [*cache.keys, *cache.values, TokenHistory(7, page_size, cpu).ids]
+    allocated = sum(tensor.nbytes for tensor in tensors)
+    assert 7 * page_bytes_of(spec, CacheConfig(page_size=page_size), dtype) == allocated
+
+
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=9), page_size=st.sampled_from([1, 2, 5, 16, 64]))
+def test_the_largest_step_and_a_token_more_of_each_fit(lengths: list[int], page_size: int) -> None:
+    num_pages = pages_of_largest_step(RankLimits(len(lengths), sum(lengths), 1000), page_size)
+    assert sum(-(-(length + 1) // page_size) for length in lengths) <= num_pages
+
+
+def test_the_cache_gets_what_is_left(memory: Memory) -> None:
+    """Of 0.9 * 80 GiB, others use 5; this process has reserved 20, of which a step needs 12 at its peak."""
+    memory.free, memory.reserved = 80 * GIB - 25 * GIB, 20 * GIB
+    spare = int(0.02 * memory.total) + GIB
+    assert memory_for_cache(GPU, 0.9, 12 * GIB) == pytest.approx(72 * GIB - 5 * GIB - 12 * GIB - spare, abs=2)
+    assert memory_for_cache(GPU, 0.9, 70 * GIB) < 0
+    # What torch keeps without using it makes no difference.
+    memory.free, memory.reserved = memory.free + 3 * GIB, memory.reserved - 3 * GIB
+    assert memory_for_cache(GPU, 0.9, 12 * GIB) == pytest.approx(72 * GIB - 5 * GIB - 12 * GIB - spare, abs=2)
+
+
+def test_limits_that_fit(memory: Memory, spec: ModelSpec) -> None:
+    check_largest_step(spec, RankLimits(256, 4096, 2048), torch.bfloat16, 16, GPU, 0.9)
+    memory.total = memory.free = 1 * GIB  # a small model in a small GPU
+    check_largest_step(spec, RankLimits(8, 64, 512), torch.bfloat16, 16, GPU, 0.9)
+
+
+def advised(message: str, limits: RankLimits) -> RankLimits:
+    """The limits with what the message says to use."""
+    names = re.findall(r"schedule\.(max_\w+)=(\d+)", message.partition(": ")[0])
+    values = re.search(r"use at most (\d+)(?: and (\d+))?$", message)
+    assert values is not None, message
+    new = {name: int(value) for (name, _), value in zip(names, filter(None, values.groups()), strict=True)}
+    assert all(getattr(limits, name) == int(value) > new[name] for name, value in names), message
+    return RankLimits(
+        **{"max_seqs": limits.max_seqs, "max_tokens": limits.max_tokens} | new, max_context=limits.max_context
+    )
+
+
+@pytest.mark.parametrize(
+    ("limits", "gib", "names"),
+    [
+        (RankLimits(100_000, 100_000, 1 << 20), 20, ["max_seqs"]),
+        (RankLimits(16, 10_000_000, 1000), 12, ["max_tokens"]),
+        (RankLimits(1_000_000, 100_000_000, 1 << 20), 30, ["max_seqs", "max_tokens"]),
+        (RankLimits(4_000_000, 5_000_000, 1000), 6, ["max_seqs", "max_tokens"]),
+    ],
+)
+def test_limits_that_do_not_fit(
+    memory: Memory, spec: ModelSpec, limits: RankLimits, gib: int, names: list[str]
+) -> None:
+    memory.free = memory.total = gib * GIB
+    with pytest.raises(ModelError, match=r"^schedule\.max_.*MiB are free; use at most \d+") as raised:
+        check_largest_step(spec, limits, torch.bfloat16, 16, GPU, 1.0)
+    new = advised(str(raised.value), limits)
+    assert [name for name in ("max_seqs", "max_tokens") if getattr(new, name) != getattr(limits, name)] == names
+    assert new.max_tokens >= new.max_seqs >= 1
+    check_largest_step(spec, new, torch.bfloat16, 16, GPU, 1.0)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seqs=st.integers(1, 10**6), more=st.integers(0, 10**7), context=st.integers(1, 10**6), mib=st.integers(1, 10**5))
+def test_what_is_advised_fits(memory: Memory, spec: ModelSpec, seqs: int, more: int, context: int, mib: int) -> None:
+    memory.total = memory.free = mib << 20
+    limits = RankLimits(seqs, seqs + more, context)
+    message = refusal(spec, limits)
+    if message and not message.endswith("use a smaller model, or raise cache.memory_fraction"):
+        new = advised(message, limits)
+        assert new.max_tokens >= new.max_seqs >= 1
+        assert not refusal(spec, new)
+
+
+def refusal(spec: ModelSpec, limits: RankLimits) -> str:
+    try:
+        check_largest_step(spec, limits, torch.float32, 16, GPU, 0.8)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+def test_no_memory_at_all(memory: Memory, spec: ModelSpec) -> None:
+    memory.free = GIB
+    message = (
+        r"^schedule.max_seqs=4, schedule.max_tokens=4: .* where 0 MiB are free; use a smaller model, or raise cache"
+    )
+    with pytest.raises(ModelError, match=message):
+        check_largest_step(spec, RankLimits(4, 4, 10), torch.bfloat16, 16, GPU, 0.5)
+
+
+def test_rows_and_tokens_take_more_of_a_larger_vocabulary_and_model(tmp_path: Path, spec: ModelSpec) -> None:
+    wide = read_spec(make_checkpoint(tmp_path / "wide", "llama", hidden_size=96, vocab_size=1000))
+    limits, dtype = RankLimits(4, 8, 4096), torch.bfloat16
+    assert row_bytes(wide, limits, dtype, 16) - row_bytes(spec, limits, dtype, 16) == 739 * 2 + 1000 // 4 - 261 // 4
+    assert token_bytes(wide, dtype) - token_bytes(spec, dtype) == 4 * 48 * 2
+    assert token_bytes(spec, torch.float32) == 2 * token_bytes(spec, dtype)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (ScheduleConfig(), (2, 8)),
+        (ScheduleConfig(max_seqs=16), (16, 16)),
+        (ScheduleConfig(max_tokens=32), None),
+    ],
+)
+def test_automatic_limits_become_smaller_until_they_fit(
+    schedule: ScheduleConfig, expected: tuple[int, int] | None
+) -> None:
+    def check(limits: RankLimits) -> None:
+        if limits.max_tokens > 16 or (limits.max_seqs > 2 and schedule.max_seqs == "auto"):
+            raise ModelError("too much")
+
+    limits = RankLimits(16 if schedule.max_seqs == 16 else 32, 128 if schedule.max_tokens == "auto" else 32, 100)
+    if expected is None:
+        with pytest.raises(ModelError, match="too much"):
+            fitting_limits(limits, schedule, check)
+    else:
+        fitted = fitting_limits(limits, schedule, check)
+        assert (fitted.max_seqs, fitted.max_tokens) == expected

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from toka_async.messages import RankDevice
+from toka_async.startup import described
+from toka_async.startup.described import describe_device, weight_bytes
+from toka_async.startup.device import device_text
+
+
+def test_a_gpu_as_its_driver_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 1)
+    properties = SimpleNamespace(name="NVIDIA H200", total_memory=139 << 30)
+    answers = {"get_device_properties": properties, "memory_reserved": 70, "mem_get_info": (20, 100)}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda asked, answer=answer: answer if asked == device else None)
+    assert describe_device(1, device, torch.bfloat16, weights=30, cache=25) == RankDevice(
+        rank=1, device="NVIDIA H200 (139 GiB)", dtype="bfloat16", weights=30, cache=25, used=70, free=20, total=100
+    )
+
+
+def test_a_cpu_whose_cache_is_not_written_to_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(described, "available_memory", lambda: 100)
+    seen = describe_device(0, torch.device("cpu"), torch.float32, weights=30, cache=60)
+    assert (seen.device, seen.dtype, seen.used, seen.free) == (device_text(torch.device("cpu")), "float32", 90, 40)
+    assert describe_device(0, torch.device("cpu"), torch.float32, weights=30, cache=160).free == 0
+
+
+def test_shared_weights_count_once() -> None:
+    first, second = nn.Linear(3, 5, bias=False), nn.Linear(3, 5, bias=False)
+    model = nn.Sequential(first, second)
+    assert weight_bytes(model) == 2 * 3 * 5 * 4
+    second.weight = first.weight
+    assert weight_bytes(model) == 3 * 5 * 4
+    second.weight = nn.Parameter(first.weight.data)  # another object, the same memory
+    assert weight_bytes(model) == 3 * 5 * 4

@@ -1,0 +1,68 @@
+"""Which device, numbers and threads a rank gets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cases.models import make_checkpoint
+from toka_async.checkpoint.spec import ModelError, read_spec
+from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
+from toka_async.startup import device
+from toka_async.startup.build import build_runner
+from toka_async.startup.device import resolve_device, resolve_dtype, resolve_num_threads
+from toka_async.startup.rank_coords import RankCoords
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there() -> None:
+    with pytest.raises(ModelError, match=r"model\.device=cuda"):
+        resolve_device(ModelConfig(device="cuda"))
+    assert resolve_device(ModelConfig()) == torch.device("cpu")
+
+
+def test_every_rank_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert resolve_device(ModelConfig(), RankCoords(1, 2, device_index=1)) == torch.device("cuda", 1)
+    assert current == [1]
+    with pytest.raises(
+        ModelError, match=r"parallel\.dp=1, parallel\.pp=1, parallel\.tp=4: each of 4 ranks .* shows 2; use fewer"
+    ):
+        resolve_device(ModelConfig(), RankCoords(2, 4, device_index=2, num_sharing=4))
+    assert resolve_device(ModelConfig(device="cpu"), RankCoords(2, 4, device_index=2)) == torch.device("cpu")
+
+
+def test_dtypes(tmp_path: Path) -> None:
+    spec = read_spec(make_checkpoint(tmp_path / "model", "llama", torch_dtype="bfloat16"))
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert resolve_dtype(ModelConfig(), spec, cpu) == torch.float32
+    assert resolve_dtype(ModelConfig(), spec, cuda) == torch.bfloat16
+    assert resolve_dtype(ModelConfig(dtype="float16"), spec, cpu) == torch.float16
+
+
+def test_threads(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    try:
+        for asked, used in ((AttentionConfig(num_threads=2), 2), (AttentionConfig(), 1)):
+            build_runner(
+                model_dir, read_spec(model_dir), ModelConfig(device="cpu"), CacheConfig(num_tokens=256),
+                ScheduleConfig(), asked, CompileConfig(),
+            )  # fmt: skip
+            assert torch.get_num_threads() == used
+        monkeypatch.setattr(device, "_SMALL_PARAMETERS", 1)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+        assert [resolve_num_threads(AttentionConfig(), 2, num) for num in (1, 2, 3, 16)] == [8, 4, 2, 1]
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("num_sharing", "num_threads"), [(1, 8), (3, 2), (16, 1)])
+def test_large_models_share_all_cores(monkeypatch: pytest.MonkeyPatch, num_sharing: int, num_threads: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert resolve_num_threads(AttentionConfig(), 16_000_000, num_sharing) == num_threads

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cases.models import make_checkpoint
+from toka_async import capacity as module
+from toka_async import cli
+from toka_async.capacity import GIB, make_plan, plan_lines
+from toka_async.checkpoint.division import num_weights
+from toka_async.checkpoint.spec import ModelError, read_spec
+from toka_async.config import Config, load_config
+from toka_async.model.weights import build_decoder
+from toka_async.startup.cache_size import spare_bytes
+
+
+def configure(folder: Path, *overrides: str) -> Config:
+    return load_config(None, [f"model.path={folder}", *overrides])
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path, "llama", num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("llama", {}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", {}),
+    ],
+)
+def test_weights_are_those_of_the_model(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
+    spec = read_spec(make_checkpoint(tmp_path, family, **fields))
+    decoder = build_decoder(spec, torch.bfloat16, torch.device("meta"))
+    assert num_weights(spec, 0, 1) == sum(parameter.numel() for parameter in decoder.parameters())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parts_make_up_the_whole(tmp_path: Path, tied: bool) -> None:
+    """But for the norms, which every rank has, and a tied embedding, which the last stage has again."""
+    folder = make_checkpoint(
+        tmp_path, "llama", num_hidden_layers=5, vocab_size=64, num_attention_heads=4, num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    spec = read_spec(folder)
+    whole = make_plan(configure(folder), 8 * GIB).ranks[0]
+    parts = make_plan(configure(folder, "parallel.pp=2", "parallel.tp=2", "parallel.dp=3"), 8 * GIB).ranks
+    assert [rank.gpu for rank in parts] == list(range(12))
+    assert [rank.replica for rank in parts] == [0] * 4 + [1] * 4 + [2] * 4
+    assert [(rank.stage, rank.tp_rank) for rank in parts[:4]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [rank.layers[1] for rank in parts[:4:2]] == [parts[2].layers[0], 5]
+    norms = 4 * spec.hidden_size * (2 * spec.num_layers + 1)
+    again = 4 * tied * spec.vocab_size * spec.hidden_size
+    assert sum(rank.weights for rank in parts[:4]) == whole.weights + norms + again
+    assert sum(rank.kv_token for rank in parts[:4]) == whole.kv_token
+
+
+def test_the_cache_gets_what_is_left(model: Path) -> None:
+    plan = make_plan(configure(model, "cache.memory_fraction=0.5", "schedule.max_seqs=8"), 8 * GIB)
+    (rank,) = plan.ranks
+    left = 4 * GIB - spare_bytes(8 * GIB) - rank.weights - rank.largest_step
+    page_tokens, page_bytes = 16, 16 * (rank.kv_token + 4)
+    assert rank.num_tokens == left // page_bytes * page_tokens == plan.num_tokens
+    more = make_plan(configure(model, "cache.memory_fraction=0.5", "schedule.max_seqs=8"), 9 * GIB)
+    assert more.num_tokens > plan.num_tokens
+
+
+def test_what_tensor_ranks_share_is_part_of_a_step(model: Path) -> None:
+    """Two parts of a quarter of the tokens, of float32 values."""
+    tokens = ("parallel.tp=4", "schedule.max_tokens=1024", "schedule.max_seqs=8")
+    (with_it, *_), (without, *_) = (
+        make_plan(configure(model, *tokens, f"parallel.async_tp_min_tokens={least}"), 8 * GIB).ranks
+        for least in (64, 0)
+    )
+    assert with_it.largest_step - without.largest_step == 2 * 256 * read_spec(model).hidden_size * 4
+    assert with_it.num_tokens < without.num_tokens
+
+
+def test_kv_heads_are_repeated(model: Path) -> None:
+    one, four = (make_plan(configure(model, f"parallel.tp={tp}"), 8 * GIB).ranks for tp in (1, 4))
+    assert four[0].kv_token == one[0].kv_token // 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "memory", "message"),
+    [
+        (["parallel.tp=3"], 8, r"^parallel\.tp=3: .* use one of 1, 2, 4$"),
+        (["parallel.pp=6"], 8, r"^parallel\.pp=6: the model has 5 layers"),
+        ([], 1, "weights a GPU where"),
+        (["schedule.max_seqs=1000000", "schedule.max_tokens=1000000"], 2, r"^schedule\.max_seqs=1000000"),
+    ],
+)
+def test_what_cannot_be_planned(model: Path, overrides: list[str], memory: int, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        make_plan(configure(model, *overrides), memory * GIB)
+
+
+def test_lines(model: Path) -> None:
+    config = configure(model, "parallel.pp=2", "parallel.dp=2", "cache.num_tokens=1600")
+    lines = list(plan_lines(make_plan(config, 8 * GIB)))
+    assert "4 GPUs of 8.00 GiB, 90% of each" in lines[0]
+    assert [line.split()[:5] for line in lines[3:7]] == [
+        ["0", "0", "0", "0", "0-2"],
+        ["1", "0", "1", "0", "3-4"],
+        ["2", "1", "0", "0", "0-2"],
+        ["3", "1", "1", "0", "3-4"],
+    ]
+    assert "cache.num_tokens=1600: fits" in lines
+
+
+def test_the_command(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "device_memory", lambda: None)
+    assert cli.main(["plan", f"model.path={model}"]) == 2
+    assert "--gpu-memory" in capsys.readouterr().err
+    assert cli.main(["plan", f"model.path={model}", "--gpu-memory", "8", "parallel.dp=2"]) == 0
+    out = capsys.readouterr().out
+    assert "2 GPUs of 8.00 GiB" in out
+    assert cli.main(["plan", f"model.path={model}", "--gpu-memory", "8", "parallel.tp=3"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--gpu-memory", "-1"])

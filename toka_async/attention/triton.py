@@ -1,0 +1,315 @@
+"""Parts over kernels of our own: decoding rows need no planning on the host, groups and chunks become lists of tiles.
+
+Rows of a group attend their prefix in tiles that read it once for many rows, then go on with their own keys from that
+result (Hydragen, arXiv:2402.05099). Knows pages as numbers, and no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toka_async.arrays import Int32, Int64
+from toka_async.attention.base import AttentionBatch, PrefixGroup
+from toka_async.attention.kv_cache import KVCache
+from toka_async.kernels.decode import (
+    MOST_PARTIALS,
+    DecodeConfig,
+    Partial,
+    Splits,
+    decode_attention,
+    decode_config,
+    splits_of,
+    splits_of_any,
+)
+from toka_async.kernels.prefill import attend_chunks, attend_prefixes, span_config
+
+PREFIX_PROGRAMS_PER_SM = 2
+SHORT = 400  # keys of a row, on average, for which blocks are small
+UNEVEN = 1.3  # times the mean that the longest row must have for the rows' order to matter
+MOST_PREFIX_SPLITS = 8
+KEPT_GROUPS = 64  # descriptions of groups: those of a step's parts come again in the next step
+
+
+@dataclass(slots=True, frozen=True)
+class _Shared:
+    """What grouped rows read together. skip: int32 [rows]; tiles: see `attend_prefixes`; splits: of a prefix's keys."""
+
+    skip: Tensor
+    tiles: Tensor
+    num_programs: int
+    splits: int
+
+
+@dataclass(slots=True, frozen=True)
+class _DecodePlan:
+    """order: which rows start first; None: as they are."""
+
+    batch: AttentionBatch
+    window: int
+    splits: Splits
+    config: DecodeConfig
+    shared: _Shared | None
+    order: Tensor | None = None
+
+
+class TritonDecode:
+    """`GraphDecodePart`: one kernel for all rows, one more before it when rows share prefixes."""
+
+    def __init__(self, cache: KVCache, num_heads: int, scale: float | None = None) -> None:
+        self.cache = cache
+        self.scale = scale if scale is not None else cache.head_dim**-0.5
+        self.num_heads = num_heads
+        self.device = cache.keys[0].device
+        self.num_sms = count_sms(self.device)
+        group_size = num_heads // cache.num_kv_heads
+        self.tile_config = span_config(cache.head_dim, group_size, cache.keys[0].dtype)
+        self.tile_rows = self.tile_config.queries(group_size)
+        self.memory = _Memory(self.device)
+        self.step: _DecodePlan | None = None
+        # Of grouped graphs: the groups that the buffers describe, skips of all rows first, then tiles.
+        self.graph_groups: tuple[PrefixGroup, ...] = ()
+        self.graph_rows = 0
+        self.graph_data = torch.empty(0, dtype=torch.int32, device=self.device)
+        self.graph_kept: dict[tuple[PrefixGroup, ...], Tensor] = {}  # pinned, the newest last
+
+    def plan(self, batch: AttentionBatch, groups: tuple[PrefixGroup, ...], window: int) -> None:
+        contexts = batch.context_lengths[: batch.num_decode]
+        spans = _usable(_group_columns(groups), contexts, self.cache.page_size, window)
+        shared, lengths = None, contexts
+        if len(spans):
+            data, skip, num_tiles = self._describe(spans, batch.num_decode)
+            lengths = contexts - skip
+            rows = _padded(batch.num_decode)
+            tiles = upload(data, self.device)
+            shared = _Shared(
+                tiles[:rows], tiles[rows:].view(-1, 4), num_tiles, self._prefix_splits(num_tiles, batch.num_decode)
+            )
+        lengths = np.minimum(lengths, window) if window else lengths
+        splits, order = self.work_of(lengths)
+        config = self._config(float(lengths.mean()) < SHORT)
+        self.step = _DecodePlan(batch, window, splits, config, shared, order)
+
+    def plan_graph(self, batch: AttentionBatch, grouped: bool, window: int) -> None:
+        num_rows = len(batch.slots)
+        shared = None
+        if grouped:
+            if not self.graph_rows:
+                self.graph_rows = _padded(num_rows)
+                # Every group has a tile that may be part full: there are at most as many tiles as rows.
+                self.graph_data = torch.zeros(self.graph_rows * 5 + 4, dtype=torch.int32, device=self.device)
+            assert num_rows <= self.graph_rows, "the first grouped plan is of the most rows"
+            skip, tiles = self.graph_data[: self.graph_rows], self.graph_data[self.graph_rows :].view(-1, 4)
+            num_programs = -(-num_rows // self.tile_rows) + -(-num_rows // 64)  # full tiles, and some of small groups
+            shared = _Shared(skip, tiles, num_programs, self._prefix_splits(-(-num_rows // self.tile_rows), num_rows))
+        splits = splits_of_any(num_rows, self.cache.num_kv_heads, self.num_sms)
+        # Rows that share a prefix have few keys of their own, most of the time.
+        self.step = _DecodePlan(batch, window, splits, self._config(is_short=grouped), shared)
+
+    def set_groups(self, groups: tuple[PrefixGroup, ...]) -> None:
+        assert self.graph_rows, "no grouped graph was planned"
+        if groups == self.graph_groups:
+            return
+        data = self.graph_kept.pop(groups, None)
+        if data is None:
+            spans = _group_columns(groups)
+            spans[:, 2] *= self.cache.page_size
+            data = pinned(self._describe(spans, self.graph_rows)[0], self.device)
+            if len(self.graph_kept) == KEPT_GROUPS:
+                del self.graph_kept[next(iter(self.graph_kept))]
+        self.graph_kept[groups] = data
+        # In the stream's order: a replay under way is done with the old groups before the copy.
+        self.graph_data[: len(data)].copy_(data, non_blocking=True)
+        self.graph_groups = groups
+
+    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
+        step, keys, values = self.step, self.cache.keys[layer], self.cache.values[layer]
+        assert step is not None
+        batch, shared = step.batch, step.shared
+        prefix = None
+        if shared is not None:
+            # One partial result may lie where the rows' outputs go: each program reads its own before it writes.
+            prefix = self.memory.partial("prefix", query, shared.splits, None if shared.splits > 1 else output)
+            attend_prefixes(
+                query,
+                keys,
+                values,
+                batch.page_table,
+                batch.slots,
+                shared.tiles,
+                shared.num_programs,
+                prefix,
+                self.scale,
+                self.tile_config,
+            )
+        decode_attention(
+            query,
+            keys,
+            values,
+            batch.page_table,
+            batch.slots,
+            batch.contexts,
+            self.memory.any_order(len(query)) if step.order is None else step.order,
+            output,
+            self.scale,
+            step.window,
+            None if shared is None else shared.skip,
+            prefix,
+            self.memory.partial("splits", query, step.splits.count) if step.splits.count > 1 else None,
+            step.splits.least,
+            step.config,
+        )
+
+    def _config(self, is_short: bool) -> DecodeConfig:
+        return decode_config(self.cache.head_dim, self.cache.keys[0].dtype, is_short)
+
+    def work_of(self, lengths: Int32 | Int64) -> tuple[Splits, Tensor | None]:
+        """How rows that read so many keys each are split, and the longest first where they differ."""
+        num_rows, longest, total = len(lengths), int(lengths.max(initial=1)), int(lengths.sum())
+        kv_heads, dim = self.cache.num_kv_heads, self.cache.head_dim
+        splits = splits_of(longest, total, num_rows, self.num_heads, dim, kv_heads, self.num_sms)
+        if longest * num_rows <= UNEVEN * total:
+            return splits, None
+        return splits, upload(np.argsort(-lengths, kind="stable").astype(np.int32), self.device)
+
+    def _describe(self, spans: Int64, num_rows: int) -> tuple[Int32, Int64, int]:
+        """Spans [n, 3] of (first row, rows, keys) as device data: skips, padded, then tiles; also skips [num_rows]."""
+        first, count, keys = spans.T
+        skip = np.zeros(_padded(num_rows), dtype=np.int64)
+        skip[_ranges(first, count)] = np.repeat(keys, count)
+        tiles = _tiles(first, first, count, keys, self.tile_rows, causal=False)
+        return np.concatenate((skip, tiles.ravel())).astype(np.int32), skip[:num_rows], len(tiles) - 1
+
+    def _prefix_splits(self, num_tiles: int, num_rows: int) -> int:
+        wanted = PREFIX_PROGRAMS_PER_SM * self.num_sms // (num_tiles * self.cache.num_kv_heads)
+        most = MOST_PARTIALS // (num_rows * self.num_heads * self.cache.head_dim)
+        return max(min(wanted, most, MOST_PREFIX_SPLITS), 1)
+
+
+class TritonChunks:
+    """`ChunkPart`: chunks cut into tiles, the longest first."""
+
+    def __init__(self, cache: KVCache, num_heads: int, scale: float | None = None) -> None:
+        self.cache = cache
+        self.scale = scale if scale is not None else cache.head_dim**-0.5
+        group_size = num_heads // cache.num_kv_heads
+        self.config = span_config(cache.head_dim, group_size, cache.keys[0].dtype)
+        self.tile_queries = self.config.queries(group_size)
+        self.step: tuple[AttentionBatch, int, Tensor] | None = None
+
+    def plan(self, batch: AttentionBatch, window: int) -> None:
+        lengths = batch.query_lengths[batch.num_decode :].astype(np.int64)
+        seen = batch.context_lengths[batch.num_decode :] - lengths + 1
+        rows = np.arange(batch.num_decode, len(batch.query_lengths))
+        tiles = _tiles(rows, np.cumsum(lengths) - lengths, lengths, seen, self.tile_queries, causal=True)
+        # The last to start are the shortest, so that no program runs long when the others are done.
+        tiles[1:] = tiles[1:][np.argsort(-tiles[1:, 3], kind="stable")]
+        self.step = (batch, window, upload(tiles.astype(np.int32), self.cache.keys[0].device))
+
+    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
+        assert self.step is not None
+        batch, window, tiles = self.step
+        attend_chunks(
+            query,
+            self.cache.keys[layer],
+            self.cache.values[layer],
+            batch.page_table,
+            batch.slots,
+            tiles,
+            len(tiles) - 1,
+            output,
+            self.scale,
+            window,
+            self.config,
+        )
+
+
+class _Memory:
+    """Memory of partial results that stays where it is, since graphs hold its address; grows to the largest use."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.slabs: dict[str, list[Tensor]] = {}
+        self.orders: list[Tensor] = []
+
+    def partial(self, name: str, query: Tensor, parts: int, output: Tensor | None = None) -> Partial:
+        """Room for `parts` results of the queries [rows, heads, dim]; a single one in `output` if given."""
+        num_rows, num_heads, dim = query.shape
+        size = parts * num_rows * num_heads
+        lse = self._take(f"{name} lse", size).view(parts, num_rows, num_heads)
+        if output is not None:
+            return Partial(output[None], lse)
+        return Partial(self._take(name, size * dim).view(parts, num_rows, num_heads, dim), lse)
+
+    def any_order(self, num_rows: int) -> Tensor:
+        """Rows as they are, int32 [num_rows]."""
+        if not self.orders or len(self.orders[-1]) < num_rows:
+            self.orders.append(torch.arange(max(num_rows, 1024), dtype=torch.int32, device=self.device))
+        return self.orders[-1][:num_rows]
+
+    def _take(self, name: str, size: int) -> Tensor:
+        slabs = self.slabs.setdefault(name, [])
+        if not slabs or len(slabs[-1]) < size:  # smaller ones stay for the graphs that were captured with them
+            # Powers of two: all that were outgrown together take no more than the last.
+            slabs.append(torch.empty(1 << (size - 1).bit_length(), dtype=torch.float32, device=self.device))
+        return slabs[-1][:size]
+
+
+def count_sms(device: torch.device) -> int:
+    """Multiprocessors of the device, 1 where there are none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def pinned(values: Int32, device: torch.device) -> Tensor:
+    """A copy of `values` that a CUDA device can fetch on its own time."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+def upload(values: Int32, device: torch.device) -> Tensor:
+    """`values` on the device, in the stream's order; the host does not wait."""
+    return pinned(values, device).to(device, non_blocking=True)
+
+
+def _padded(num_rows: int) -> int:
+    """Whole 16 bytes of int32, so that what follows in memory is aligned, and kernels see one alignment only."""
+    return -(-num_rows // 4) * 4
+
+
+def _group_columns(groups: Sequence[PrefixGroup]) -> Int64:
+    """Groups as int64 [n, 3]: first row, rows, pages."""
+    return np.array([(g.first_row, g.num_rows, g.num_pages) for g in groups], dtype=np.int64).reshape(-1, 3)
+
+
+def _usable(spans: Int64, contexts: Int32, page_size: int, window: int) -> Int64:
+    """Groups, their pages as keys, but for those that are out of every row's window in part."""
+    spans = spans * np.array([1, 1, page_size])
+    if not len(spans):
+        return spans
+    edges = np.stack((spans[:, 0], spans[:, 0] + spans[:, 1]), axis=1).ravel()
+    shortest = np.minimum.reduceat(np.append(contexts, contexts[-1]), edges)[::2]
+    assert (spans[:, 2] < shortest).all(), "a row's newest token is its own"
+    return spans[shortest <= window] if window else spans
+
+
+def _ranges(first: Int64, count: Int64) -> Int64:
+    """first[0], first[0] + 1, ... of count[0], then those of the next."""
+    return np.arange(int(count.sum())) + np.repeat(first - np.cumsum(count) + count, count)
+
+
+def _tiles(rows: Int64, first: Int64, count: Int64, seen: Int64, size: int, causal: bool) -> Int64:
+    """Spans of queries cut into tiles of at most `size`: int64 [1 + n, 4], the number of tiles first."""
+    repeats = -(-count // size)
+    span = np.repeat(np.arange(len(count)), repeats)
+    offset = _ranges(np.zeros_like(repeats), repeats) * size
+    tiles = np.zeros((len(span) + 1, 4), dtype=np.int64)
+    tiles[0, 0] = len(span)
+    tiles[1:, 0] = rows[span]
+    tiles[1:, 1] = first[span] + offset
+    tiles[1:, 2] = np.minimum(count[span] - offset, size)
+    tiles[1:, 3] = seen[span] + (offset if causal else 0)
+    return tiles

@@ -1,0 +1,140 @@
+"""The loads of `bench serve-load`: the bodies of requests to /v1/completions, from the command's options.
+
+Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from toka_async.bench.loads.served import BenchError
+from toka_async.bench.loads.texts import few_shot, made_up, read_problems
+from toka_async.bench.loads.trace import drawn_trace, read_trace
+
+Body = dict[str, Any]
+
+REQUESTS = {"trace": 4096, "single": 8}
+WARM_REQUESTS = {"samples": 4, "ends": 4, "trace": 256, "single": 1}
+WARM_SAMPLES = 256
+WARM_TOKENS = 32
+
+
+def bodies(options: argparse.Namespace, model: str, vocab_size: int | None, run: int) -> list[Body]:
+    """What the run of that number asks: the same lengths in every run, prompts of its own.
+
+    Raises:
+        BenchError: a file cannot be used, or the vocabulary's size is needed and not known.
+    """
+    draw = random.Random(f"{options.load} {options.seed} {run}")
+    match options.load:
+        case "samples":
+            asked = samples(options, draw)
+        case "ends":
+            asked = ends(options, draw, vocab(options, vocab_size))
+        case "trace":
+            asked = trace(options, draw, vocab(options, vocab_size))
+        case "single":
+            asked = single(options, draw)
+        case _:
+            raise AssertionError(f"no load {options.load}")
+    common = shared_fields(options, model)
+    return [common | body for body in asked]
+
+
+def warm_bodies(options: argparse.Namespace, model: str, vocab_size: int | None) -> list[Body]:
+    """The first requests of another run, with fewer samples and tokens."""
+    few = bodies(options, model, vocab_size, run=-1)[: WARM_REQUESTS[options.load]]
+    return [
+        body | {"n": min(body["n"], WARM_SAMPLES), "max_tokens": min(body["max_tokens"], WARM_TOKENS)} for body in few
+    ]
+
+
+def probe_bodies(options: argparse.Namespace, model: str, vocab_size: int | None) -> list[Body]:
+    """A small load of the same kind: one prompt, enough samples and tokens to tell how fast the server is."""
+    first = bodies(options, model, vocab_size, run=-2)[0]
+    return [first | {"n": WARM_SAMPLES, "max_tokens": min(first["max_tokens"], WARM_TOKENS)}]
+
+
+def shared_fields(options: argparse.Namespace, model: str) -> Body:
+    fields: Body = {"model": model, "temperature": options.temperature, "n": 1}
+    top_p = options.top_p
+    if top_p is None and options.load != "trace":  # whose requests keep the model's own
+        top_p = 1.0
+    if top_p is not None:
+        fields["top_p"] = top_p
+    if options.stop:
+        fields["stop"] = options.stop
+    if options.logprobs is not None:
+        fields["logprobs"] = options.logprobs
+    if options.stream or options.load == "single":
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+    return fields
+
+
+def samples(options: argparse.Namespace, draw: random.Random) -> list[Body]:
+    """Many samples of each prompt, all of the same length."""
+    fixed = {"n": options.samples, "max_tokens": options.output_tokens or 192, "ignore_eos": True}
+    return [{"prompt": prompt, "seed": draw.getrandbits(31), **fixed} for prompt in prompts(options, draw)]
+
+
+def ends(options: argparse.Namespace, draw: random.Random, vocab_size: int) -> list[Body]:
+    """Many samples that end by themselves: a share 1 / mean of the vocabulary's tokens end them, drawn at random.
+
+    So a model with random weights ends each token with about that chance, in the engine's ordinary way.
+    """
+    count = max(1, round(vocab_size / options.mean_tokens))
+    last = {"n": options.samples, "max_tokens": options.output_tokens or 1024}
+    return [
+        {
+            "prompt": prompt,
+            "seed": draw.getrandbits(31),
+            "stop_token_ids": draw.sample(range(vocab_size), count),
+            **last,
+        }
+        for prompt in prompts(options, draw)
+    ]
+
+
+def trace(options: argparse.Namespace, draw: random.Random, vocab_size: int) -> list[Body]:
+    """Requests of a trace's lengths, their prompts random token ids."""
+    num_requests = options.requests or REQUESTS["trace"]
+    if options.trace is not None:
+        lengths = read_trace(options.trace, num_requests)
+    else:
+        lengths = drawn_trace(num_requests, random.Random(options.seed))
+    usual = range(vocab_size // 64, vocab_size * 3 // 4)  # special tokens are at a vocabulary's ends
+    return [
+        {"prompt": draw.choices(usual, k=num_prompt), "max_tokens": num_output, "ignore_eos": True}
+        for num_prompt, num_output in lengths
+    ]
+
+
+def single(options: argparse.Namespace, draw: random.Random) -> list[Body]:
+    """Requests of one user, one after the other."""
+    num_requests = options.requests or REQUESTS["single"]
+    fixed = {"max_tokens": options.output_tokens or 256, "ignore_eos": True}
+    return [{"prompt": prompt, **fixed} for prompt in made_up(num_requests, options.shots, draw)]
+
+
+def prompts(options: argparse.Namespace, draw: random.Random) -> list[str]:
+    """Of the samples loads."""
+    if options.questions is None:
+        return made_up(options.prompts, options.shots, draw)
+    questions = read_problems(options.questions)
+    shots = questions if options.shots_file is None else read_problems(options.shots_file)
+    return few_shot(questions, shots, options.prompts, options.shots, draw)
+
+
+def vocab(options: argparse.Namespace, served: int | None) -> int:
+    """The vocabulary's size, as the user or else the server says."""
+    size: int | None = options.vocab or served
+    if size is None:
+        raise BenchError(f"--load {options.load} draws token ids and the server does not say how many: give --vocab")
+    return size
+
+
+def num_sequences(asked: Sequence[Body]) -> int:
+    return sum(body["n"] for body in asked)

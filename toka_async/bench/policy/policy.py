@@ -1,0 +1,152 @@
+"""`toka-async bench policy`: admission policies on the same lengths, through the real scheduler, in simulated time.
+
+The scheduler's own, two simple ones, and one that knows all lengths beforehand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from toka_async.arrays import Float64
+from toka_async.bench.loads.lengths import Workload, chat, gsm8k, read_lengths
+from toka_async.bench.loads.served import BenchError
+from toka_async.bench.policy.baselines import Oracle, Reserving
+from toka_async.bench.policy.replay import VOCAB, Outcome, Replay, StepCost
+from toka_async.messages import Ready
+from toka_async.scheduler.admission.lookahead import LookAhead
+from toka_async.scheduler.admission.policy import Admission, UntilFull
+from toka_async.scheduler.sequences.running import RunningSet
+
+STEP_TOKENS = 32768
+KINDS = {"gsm8k": (gsm8k, 32, 512), "chat": (chat, 16384, 1)}  # drawn by, requests, samples of each
+FORECASTS = 100  # steps between two forecasts that are plotted
+
+
+class PolicyResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What one policy achieved.
+
+    cache_use: share of the pages in use while work waited for pages (a slot was free); null: rows were the limit.
+    limited_share: of the time, in which that was so. recomputed_share, wasted_share: of all tokens computed.
+    seconds: simulated, until the last sequence ended.
+    """
+
+    cache_use: float | None
+    limited_share: float
+    recomputed_share: float
+    wasted_share: float
+    seconds: float
+    preemptions: int
+    steps: int
+
+
+class PolicyComparison(msgspec.Struct, frozen=True, kw_only=True):
+    lookahead: PolicyResult
+    oracle: PolicyResult
+    until_full: PolicyResult
+    reserving: PolicyResult
+    sequences: int
+    output_tokens: int
+    cache_tokens: int
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run and print; the exit code."""
+    try:
+        if options.plot is not None:
+            from toka_async.bench.policy.policy_plot import check_available
+
+            check_available()
+        result = compare(options, _workload(options))
+    except BenchError as error:
+        print(f"toka-async: {error}", file=sys.stderr)
+        return 2
+    print(msgspec.json.encode(result).decode() if options.json else "\n".join(_table(result)))
+    return 0
+
+
+def compare(options: argparse.Namespace, work: Workload) -> PolicyComparison:
+    """Every policy on the workload.
+
+    Raises:
+        BenchError: a request needs more than the cache holds.
+    """
+    ahead = options.steps_ahead
+    ready = Ready(
+        num_pages=options.cache_tokens // options.page_size,
+        page_size=options.page_size,
+        max_seqs=options.max_seqs,
+        max_context=2**31 - 1,
+        vocab_size=VOCAB,
+        max_tokens=max(STEP_TOKENS, options.max_seqs),
+    )
+    cost = StepCost(options.base_us / 1e6, options.row_us / 1e6, options.prompt_token_us / 1e6)
+    seen: list[LookAhead] = []
+
+    def lookahead(running: RunningSet) -> LookAhead:
+        seen.append(LookAhead(running))
+        return seen[-1]
+
+    def forecast() -> Float64:
+        return seen[-1].usage()
+
+    def run(policy: Callable[[RunningSet], Admission], look: Callable[[], Float64] | None = None) -> Outcome:
+        return Replay(work, ready, policy, steps_ahead=ahead, cost=cost, look=look, look_every=FORECASTS).run()
+
+    ours = run(lookahead, forecast if options.plot is not None else None)
+    if options.plot is not None:
+        from toka_async.bench.policy.policy_plot import plot
+
+        plot(ours, ready.num_pages, cast(Path, options.plot))
+    outcomes = {
+        "lookahead": ours,
+        "oracle": run(lambda running: Oracle(running, work, ahead)),
+        "until_full": run(UntilFull),
+        "reserving": run(Reserving),
+    }
+    return PolicyComparison(
+        sequences=work.output_tokens.size,
+        output_tokens=work.num_output_tokens,
+        cache_tokens=ready.num_pages * ready.page_size,
+        **{name: _result(outcome, ready.num_pages) for name, outcome in outcomes.items()},
+    )
+
+
+def _workload(options: argparse.Namespace) -> Workload:
+    if options.trace is not None:
+        return read_lengths(options.trace)
+    draw, requests, samples = KINDS[options.kind]
+    return draw(options.requests or requests, options.samples or samples, options.seed)
+
+
+def _result(outcome: Outcome, num_pages: int) -> PolicyResult:
+    stats = outcome.stats
+    computed = stats.prompt_tokens + stats.generated_tokens + stats.wasted_tokens
+    use = outcome.cache_use(num_pages)
+    return PolicyResult(
+        cache_use=None if use is None else round(use, 4),
+        limited_share=round(outcome.limited / outcome.seconds, 4) if outcome.seconds else 0.0,
+        recomputed_share=round(stats.recomputed_tokens / computed, 5),
+        wasted_share=round(stats.wasted_tokens / computed, 5),
+        seconds=round(outcome.seconds, 3),
+        preemptions=stats.num_preemptions,
+        steps=stats.num_steps,
+    )
+
+
+def _table(result: PolicyComparison) -> list[str]:
+    lines = [f"{result.sequences} sequences, {result.output_tokens} tokens, cache of {result.cache_tokens} tokens"]
+    lines.append(f"{'policy':12}{'cache use':>10}{'recomputed':>12}{'wasted':>9}{'seconds':>10}{'preemptions':>13}")
+    for name in ("lookahead", "oracle", "until_full", "reserving"):
+        row: PolicyResult = getattr(result, name)
+        use = "-" if row.cache_use is None else f"{row.cache_use:.1%}"
+        lines.append(
+            f"{name:12}{use:>10}{row.recomputed_share:>12.2%}{row.wasted_share:>9.2%}"
+            f"{row.seconds:>10.2f}{row.preemptions:>13}"
+        )
+    return lines

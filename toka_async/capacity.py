@@ -1,0 +1,214 @@
+"""`toka-async plan`: what would go on which GPU, worked out from the configuration and the model's shape alone.
+
+Starts nothing and loads no weights. Bytes are of weights, of the largest step as the start estimates it before it
+measures, and of the cache in what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import torch
+
+from toka_async.attention.kv_cache import bytes_per_token
+from toka_async.checkpoint.division import (
+    check_division,
+    num_weights,
+    spec_of_rank,
+    spec_of_stage,
+    stage_parts,
+)
+from toka_async.checkpoint.hub import resolve_model
+from toka_async.checkpoint.limits import RankLimits, resolve_limits
+from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
+from toka_async.config import Config, ParallelConfig
+from toka_async.runner.micro_batches import most_tokens
+from toka_async.startup.cache_size import fitting_limits, page_bytes_of, row_bytes, spare_bytes, token_bytes
+from toka_async.startup.weights_fit import advise
+from toka_async.tuning.async_tp import workspace_bytes
+
+GIB = 1 << 30
+LENGTHS = (512, 2048, 8192)  # tokens of the sequences that are counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlan:
+    """What one GPU gets. layers: first and behind the last. Bytes, but num_tokens: those that its cache can hold."""
+
+    gpu: int
+    replica: int
+    stage: int
+    tp_rank: int
+    layers: tuple[int, int]
+    weights: int
+    largest_step: int
+    kv_token: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityPlan:
+    """All ranks, and the limits that they were made for."""
+
+    config: Config
+    spec: ModelSpec
+    dtype: torch.dtype
+    memory: int
+    limits: RankLimits
+    ranks: list[RankPlan]
+
+    @property
+    def num_tokens(self) -> int:
+        """That one replica's cache holds: of its fullest GPU."""
+        return min(rank.num_tokens for rank in self.ranks)
+
+
+def device_memory() -> int | None:
+    """Bytes of the first GPU; None without one."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What each rank of a stage has. part: the shape of it. first_layer: of the model's. weights: bytes."""
+
+    part: ModelSpec
+    first_layer: int
+    weights: int
+    is_last: bool
+    dtype: torch.dtype
+
+    def largest_step(self, limits: RankLimits, config: Config) -> int:
+        """Bytes, with those that tensor ranks share; only the last stage has logits."""
+        page_size, num_parts = config.cache.page_size, config.parallel.num_micro_batches
+        rows = self.part if self.is_last else msgspec.structs.replace(self.part, vocab_size=0)
+        of_tokens = limits.max_tokens * token_bytes(self.part, self.dtype, num_parts)
+        of_rows = limits.max_seqs * row_bytes(rows, limits, self.dtype, page_size, num_parts)
+        return of_tokens + of_rows + self._shared(limits, config.parallel)
+
+    def _shared(self, limits: RankLimits, parallel: ParallelConfig) -> int:
+        """Bytes; if overlapping turns out not to pay, they are given back."""
+        if parallel.tp == 1 or parallel.async_tp_min_tokens == 0:
+            return 0
+        num_tokens = most_tokens(limits.max_seqs, limits.max_tokens, parallel.num_micro_batches)
+        return workspace_bytes(self.part, self.dtype, num_tokens, parallel.tp)
+
+
+def make_plan(config: Config, memory: int) -> CapacityPlan:
+    """The plan for GPUs of `memory` bytes.
+
+    Raises:
+        ModelError: there is no such model, it cannot be divided so, or the largest step does not fit.
+    """
+    spec = read_spec(resolve_model(config.model.path, weights=False))
+    check_division(spec, config.parallel.pp, config.parallel.tp)
+    dtype: torch.dtype = getattr(torch, spec.dtype if config.model.dtype == "auto" else config.model.dtype)
+    stages = make_stages(spec, config.parallel, dtype)
+    usable = int(config.cache.memory_fraction * memory) - spare_bytes(memory)
+    for index, stage in enumerate(stages):
+        if stage.weights >= usable:
+            raise ModelError(
+                f"stage {index} has {_gib(stage.weights)} of weights a GPU where {_gib(max(usable, 0))} of "
+                f"{_gib(memory)} can be used; {advise(spec, config.parallel.tp, dtype, usable)}"
+            )
+    asked = resolve_limits(config.model, config.schedule, spec, "cuda")
+    limits = fitting_limits(asked, config.schedule, partial(_check_step, config, stages, usable))
+    num_ranks = config.parallel.pp * config.parallel.tp
+    ranks = [
+        _rank_plan(config, limits, usable, gpu, *divmod(gpu % num_ranks, config.parallel.tp), stages)
+        for gpu in range(config.parallel.dp * num_ranks)
+    ]
+    return CapacityPlan(config, spec, dtype, memory, limits, ranks)
+
+
+def _check_step(config: Config, stages: Sequence[Stage], usable: int, limits: RankLimits) -> None:
+    """Raises ModelError when a stage's largest step does not fit; as at the start, what is automatic takes half."""
+    share = 0.5 if "auto" in (config.schedule.max_seqs, config.schedule.max_tokens) else 1.0
+    for stage in stages:
+        step, left = stage.largest_step(limits, config), usable - stage.weights
+        if step > share * left:
+            raise ModelError(
+                f"schedule.max_seqs={limits.max_seqs}, schedule.max_tokens={limits.max_tokens}: the largest step "
+                f"takes about {_gib(step)} where {_gib(left)} are left; use less"
+            )
+
+
+def _rank_plan(
+    config: Config, limits: RankLimits, usable: int, gpu: int, index: int, tp_rank: int, stages: Sequence[Stage]
+) -> RankPlan:
+    stage, page_size = stages[index], config.cache.page_size
+    step = stage.largest_step(limits, config)
+    num_pages = max(0, usable - stage.weights - step) // page_bytes_of(stage.part, config.cache, stage.dtype)
+    return RankPlan(
+        gpu=gpu,
+        replica=gpu // (config.parallel.pp * config.parallel.tp),
+        stage=index,
+        tp_rank=tp_rank,
+        layers=(stage.first_layer, stage.first_layer + stage.part.num_layers),
+        weights=stage.weights,
+        largest_step=step,
+        kv_token=bytes_per_token(stage.part, stage.dtype),
+        num_tokens=num_pages * page_size,
+    )
+
+
+def make_stages(spec: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -> list[Stage]:
+    """The stages of one replica."""
+    rank_spec = msgspec.structs.replace(spec_of_rank(spec, parallel.tp), vocab_size=-(-spec.vocab_size // parallel.tp))
+    stages = []
+    for index, part in enumerate(stage_parts(spec, parallel.pp, parallel.tp)):
+        of_stage = spec_of_stage(rank_spec, part)
+        weights = dtype.itemsize * num_weights(of_stage, index, parallel.pp)
+        stages.append(Stage(of_stage, part.first, weights, part.is_last, dtype))
+    return stages
+
+
+def plan_lines(plan: CapacityPlan) -> Iterator[str]:
+    """The plan for people: a line a GPU, and what it comes to."""
+    config, parallel = plan.config, plan.config.parallel
+    yield (
+        f"{config.model.path}: {plan.spec.num_layers} layers, {str(plan.dtype).removeprefix('torch.')}; "
+        f"parallel.dp={parallel.dp}, pp={parallel.pp}, tp={parallel.tp}: {len(plan.ranks)} GPUs of "
+        f"{_gib(plan.memory)}, {config.cache.memory_fraction:.0%} of each"
+    )
+    yield f"schedule.max_seqs={plan.limits.max_seqs}, schedule.max_tokens={plan.limits.max_tokens}: at most"
+    yield from _table(
+        [("GPU", "replica", "stage", "tp rank", "layers", "weights", "largest step", "KV a token", "tokens that fit")]
+        + [
+            (
+                *map(str, (rank.gpu, rank.replica, rank.stage, rank.tp_rank)),
+                f"{rank.layers[0]}-{rank.layers[1] - 1}",
+                _gib(rank.weights),
+                _gib(rank.largest_step),
+                f"{rank.kv_token / 1024:.1f} KiB",
+                f"{rank.num_tokens:,}",
+            )
+            for rank in plan.ranks
+        ]
+    )
+    wanted = config.cache.num_tokens
+    if wanted != "auto":
+        yield f"cache.num_tokens={wanted}: {'fits' if wanted <= plan.num_tokens else 'does not fit'}"
+    yield f"{plan.num_tokens:,} tokens a replica, {plan.num_tokens * parallel.dp:,} in all"
+    yield "sequences that the cache of a replica holds at once: " + ", ".join(_held(plan))
+
+
+def _held(plan: CapacityPlan) -> Iterator[str]:
+    """How many sequences of some lengths run at once; a shared prompt counts once, so that samples are more."""
+    context = plan.limits.max_context
+    for length in [*(each for each in LENGTHS if each < context), context]:
+        name = " (model.max_context)" if length == context else ""
+        yield f"{min(plan.limits.max_seqs, plan.num_tokens // length):,} of {length:,} tokens{name}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"

@@ -1,0 +1,124 @@
+"""How a model's shape is divided among ranks: layers over pipeline stages, and each layer over tensor ranks.
+
+Free of torch, so that a run can be refused before any process starts. Knows nothing of how ranks exchange anything.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from toka_async.checkpoint.spec import ModelError, ModelSpec
+
+
+def divides(spec: ModelSpec, tp: int) -> bool:
+    """Whether `tp` ranks can each hold a part: as many query heads and inner units, and as many KV heads or a copy."""
+    whole = spec.num_heads % tp == 0 and spec.intermediate_size % tp == 0
+    return whole and (spec.num_kv_heads % tp == 0 or tp % spec.num_kv_heads == 0)
+
+
+def tensor_sizes(spec: ModelSpec) -> list[int]:
+    """Every number of tensor ranks that the shape admits, ascending; vocabularies are padded, so any will do."""
+    return [tp for tp in range(1, spec.num_heads + 1) if divides(spec, tp)]
+
+
+def check_tensor_size(spec: ModelSpec, tp: int) -> None:
+    """Raises ModelError, which lists the sizes that are possible, unless the shape can be divided among `tp` ranks."""
+    if not divides(spec, tp):
+        sizes = ", ".join(map(str, tensor_sizes(spec)))
+        raise ModelError(
+            f"parallel.tp={tp}: the model's {spec.num_heads} heads, {spec.num_kv_heads} KV heads and "
+            f"intermediate_size of {spec.intermediate_size} cannot be divided so; use one of {sizes}"
+        )
+
+
+def spec_of_rank(spec: ModelSpec, tp: int) -> ModelSpec:
+    """The shape of what one of `tp` ranks computes; it sees all logits, so the vocabulary stays whole."""
+    assert divides(spec, tp), f"{tp} ranks"
+    return msgspec.structs.replace(
+        spec,
+        num_heads=spec.num_heads // tp,
+        num_kv_heads=max(1, spec.num_kv_heads // tp),
+        intermediate_size=spec.intermediate_size // tp,
+    )
+
+
+class StagePart(msgspec.Struct, frozen=True):
+    """Layers of a model, `first` up to behind the `last`, of `num_layers` in all.
+
+    The first part embeds tokens; the last one norms and has the head.
+    """
+
+    first: int
+    last: int
+    num_layers: int
+
+    @property
+    def size(self) -> int:
+        return self.last - self.first
+
+    @property
+    def is_first(self) -> bool:
+        return self.first == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.last == self.num_layers
+
+
+def whole(spec: ModelSpec) -> StagePart:
+    """The part that is everything."""
+    return StagePart(0, spec.num_layers, spec.num_layers)
+
+
+def check_division(spec: ModelSpec, pp: int, tp: int) -> None:
+    """Raises ModelError, which says what is possible, unless there can be `pp` stages of `tp` tensor ranks."""
+    if pp > spec.num_layers:
+        raise ModelError(f"parallel.pp={pp}: the model has {spec.num_layers} layers; use at most {spec.num_layers}")
+    check_tensor_size(spec, tp)
+
+
+def stage_parts(spec: ModelSpec, pp: int, tp: int) -> list[StagePart]:
+    """The parts of `pp` stages of `tp` tensor ranks each, first stage first, as even in weights as layers allow."""
+    table = -(-spec.vocab_size // tp) * spec.hidden_size
+    parts, first = [], 0
+    for size in stage_layers(spec.num_layers, pp, layer_weights(spec_of_rank(spec, tp)), table):
+        parts.append(StagePart(first, first + size, spec.num_layers))
+        first += size
+    return parts
+
+
+def stage_layers(num_layers: int, num_stages: int, layer: int, ends: int) -> list[int]:
+    """Layers of each stage, one at least, so that the heaviest is as light as can be.
+
+    layer: what a layer weighs. ends: the embedding, which the first stage has, and the head, which the last has.
+    """
+    assert 1 <= num_stages <= num_layers
+    counts = [1] * num_stages
+    for _ in range(num_layers - num_stages):
+        extra = [ends * ((stage == 0) + (stage == num_stages - 1)) for stage in range(num_stages)]
+        lightest = min(range(num_stages), key=lambda stage: counts[stage] * layer + extra[stage])
+        counts[lightest] += 1
+    return counts
+
+
+def layer_weights(spec: ModelSpec) -> int:
+    """Parameters of a layer."""
+    hidden, inter = spec.hidden_size, spec.intermediate_size
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    attention = hidden * (queries + 2 * keys) + queries * hidden
+    biases = spec.attention_bias * (queries + 2 * keys) + spec.output_bias * hidden
+    biases += spec.mlp_bias * (2 * inter + hidden)
+    return attention + 3 * hidden * inter + biases + 2 * hidden + spec.qk_norm * (queries + keys)
+
+
+def num_weights(part: ModelSpec, stage: int, num_stages: int) -> int:
+    """Parameters of a rank: a tied head is the embedding itself where one stage has both."""
+    first, last = stage == 0, stage == num_stages - 1
+    table = part.vocab_size * part.hidden_size
+    head = table if last and not (first and part.tie_embeddings) else 0
+    return part.num_layers * layer_weights(part) + first * table + head + last * part.hidden_size
+
+
+def spec_of_stage(spec: ModelSpec, part: StagePart) -> ModelSpec:
+    """The shape of what a stage computes: its layers, with their windows."""
+    return msgspec.structs.replace(spec, num_layers=part.size, windows=spec.windows[part.first : part.last])

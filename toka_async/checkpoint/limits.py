@@ -1,0 +1,85 @@
+"""What `auto` means for the limits of a run, and how many pages fit.
+
+Free of torch, so that any process can ask. Knows configuration and the model's shape; measures nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from toka_async.checkpoint.spec import ModelError, ModelSpec
+from toka_async.config import CacheConfig, ModelConfig, ScheduleConfig
+
+DeviceKind = Literal["cpu", "cuda", "simulated"]
+
+MAX_SEQS = {"cpu": 256, "cuda": 8192, "simulated": 8192}
+MAX_TOKENS = {"cpu": 2048, "cuda": 32768, "simulated": 32768}
+
+
+@dataclass(slots=True, frozen=True)
+class RankLimits:
+    """max_seqs: sequences that run at once. max_tokens: of one step. max_context: tokens of one sequence."""
+
+    max_seqs: int
+    max_tokens: int
+    max_context: int
+
+
+def resolve_limits(model: ModelConfig, schedule: ScheduleConfig, spec: ModelSpec, device: DeviceKind) -> RankLimits:
+    """The limits with every `auto` resolved. Raises ModelError for a context longer than the model's.
+
+    A step has a token for each of its sequences: max_tokens is never less than max_seqs. A simulated device has no
+    positions, so that its context can be any.
+    """
+    max_seqs = MAX_SEQS[device] if schedule.max_seqs == "auto" else schedule.max_seqs
+    max_tokens = max(MAX_TOKENS[device], max_seqs) if schedule.max_tokens == "auto" else schedule.max_tokens
+    if schedule.max_seqs == "auto":
+        max_seqs = min(max_seqs, max_tokens)
+    max_context = spec.max_context if model.max_context == "auto" else model.max_context
+    for name, value in (
+        ("schedule.max_tokens", max_tokens),
+        ("schedule.max_seqs", max_seqs),
+        ("model.max_context", max_context),
+    ):
+        if value < 1:
+            raise ModelError(f"{name}={value}: must be at least 1, or auto")
+    if max_tokens < max_seqs:
+        raise ModelError(f"schedule.max_tokens={max_tokens}: use at least schedule.max_seqs ({max_seqs}), or auto")
+    if max_context > spec.max_context and device != "simulated":
+        raise ModelError(
+            f"model.max_context={max_context}: the model has {spec.max_context} positions; use at most that, or auto"
+        )
+    return RankLimits(max_seqs, max_tokens, max_context)
+
+
+def resolve_num_pages(cache: CacheConfig, limits: RankLimits, page_bytes: int, auto_bytes: int, most_bytes: int) -> int:
+    """Pages of the KV cache; with `auto` no more than max_seqs sequences of max_context can use.
+
+    Args:
+        page_bytes: of one page over all layers.
+        auto_bytes: what the cache may take by itself.
+        most_bytes: what it may take when told to.
+
+    Raises ModelError, which names cache.num_tokens and a value that fits.
+    """
+    if cache.num_tokens == "auto":
+        of_sequence = -(-limits.max_context // cache.page_size)
+        num_pages = min(max(auto_bytes, 0) // page_bytes, limits.max_seqs * of_sequence)
+        if num_pages < 1:
+            raise ModelError(
+                "cache.num_tokens=auto: no memory is left for one page; use a smaller model or cache.page_size"
+            )
+        return num_pages
+    num_pages = cache.num_tokens // cache.page_size
+    if num_pages < 1:
+        raise ModelError(
+            f"cache.num_tokens={cache.num_tokens}: less than a page; use at least cache.page_size ({cache.page_size})"
+        )
+    most_pages = max(most_bytes, 0) // page_bytes
+    if num_pages > most_pages:
+        raise ModelError(
+            f"cache.num_tokens={cache.num_tokens}: takes {num_pages * page_bytes >> 20} MiB where "
+            f"{max(most_bytes, 0) >> 20} MiB are free; use at most {most_pages * cache.page_size}, or auto"
+        )
+    return num_pages

@@ -1,0 +1,156 @@
+"""A model's shape, read from its `config.json`.
+
+Both spellings of the file are read: `rope_theta`, `rope_scaling`, `torch_dtype` and the newer `rope_parameters`,
+`dtype`. Knows no torch, no weights and no tokenizer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from toka_async.checkpoint.families import FAMILIES, Family
+from toka_async.checkpoint.json_file import JsonFile, ModelError
+from toka_async.checkpoint.rope_spec import RopeSpec, read_rope
+
+__all__ = ["ModelError", "ModelSpec", "RopeSpec", "read_spec"]
+
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+DTYPES = ("float32", "bfloat16", "float16")
+MOST_LAYERS, MOST_HEADS = 4096, 65536  # far beyond any model; what is made for each of more would take all memory
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The shape of a decoder-only transformer."""
+
+    family: str  # config.json's model_type
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    activation: str
+    tie_embeddings: bool
+    attention_bias: bool  # of the query, key and value projections
+    output_bias: bool  # of the attention's output projection
+    mlp_bias: bool
+    qk_norm: bool  # RMSNorm of each query and key head
+    windows: tuple[int, ...]  # per layer: how many positions a token sees, itself included; 0: all before it
+    rope: RopeSpec
+    max_context: int  # tokens
+    dtype: str  # of the checkpoint: float32, bfloat16 or float16
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+
+def read_spec(model_dir: Path) -> ModelSpec:
+    """The shape of the model in `model_dir`. Raises ModelError, which names the field and the fix."""
+    file = JsonFile(model_dir / "config.json")
+    name = file.text("model_type")
+    family = FAMILIES.get(name)
+    if family is None:
+        raise file.error("model_type", f"{name!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
+    _check_quantization(file)
+    num_layers = file.integer("num_hidden_layers", most=MOST_LAYERS)
+    num_heads, num_kv_heads, head_dim = _heads(file, family)
+    max_positions = file.integer("max_position_embeddings", family.max_positions)
+    rope = read_rope(file, max_positions)
+    bos = file.token_ids("bos_token_id", family.bos_token_ids)
+    return ModelSpec(
+        family=name,
+        vocab_size=file.integer("vocab_size"),
+        hidden_size=file.integer("hidden_size"),
+        intermediate_size=file.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        norm_eps=file.number("rms_norm_eps", 1e-6),
+        activation=_one_of(file, "hidden_act", "silu", ACTIVATIONS),
+        tie_embeddings=file.flag("tie_word_embeddings", False),
+        attention_bias=_bias(file, "attention_bias", family.qkv_bias),
+        output_bias=_bias(file, "attention_bias", family.output_bias),
+        mlp_bias=_bias(file, "mlp_bias", family.mlp_bias),
+        qk_norm=family.qk_norm,
+        windows=_windows(file, family, num_layers),
+        rope=rope,
+        max_context=rope.max_context(max_positions),
+        dtype=_one_of(file, "dtype" if file.has("dtype") else "torch_dtype", "float32", DTYPES),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=file.token_ids("eos_token_id", family.eos_token_ids),
+    )
+
+
+def _check_quantization(file: JsonFile) -> None:
+    if file.has("quantization_config"):
+        method = file.section("quantization_config").fields.get("quant_method", "unknown")
+        raise file.error("quantization_config", f"({method}) is not supported; use the checkpoint in bfloat16")
+
+
+def _heads(file: JsonFile, family: Family) -> tuple[int, int, int]:
+    """Query heads, key/value heads, and the size of a head."""
+    hidden, heads = file.integer("hidden_size"), file.integer("num_attention_heads", most=MOST_HEADS)
+    default = heads
+    if "num_key_value_heads" not in file.fields and family.num_kv_heads and heads % family.num_kv_heads == 0:
+        default = family.num_kv_heads
+    kv_heads = file.integer("num_key_value_heads", default)
+    if heads % kv_heads:
+        raise file.error("num_attention_heads", f"({heads}) is not a multiple of num_key_value_heads ({kv_heads})")
+    if "head_dim" not in file.fields and family.head_dim:
+        head_dim = family.head_dim
+    elif file.has("head_dim"):
+        head_dim = file.integer("head_dim")
+    elif hidden % heads:
+        raise file.error("hidden_size", f"({hidden}) is not a multiple of num_attention_heads ({heads}); set head_dim")
+    else:
+        head_dim = hidden // heads
+    if head_dim % 2:
+        raise file.error("head_dim", f"is {head_dim}: rotary position embeddings need an even number")
+    return heads, kv_heads, head_dim
+
+
+def _bias(file: JsonFile, name: str, of_family: bool | None) -> bool:
+    return file.flag(name, False) if of_family is None else of_family
+
+
+def _one_of(file: JsonFile, name: str, default: str, allowed: tuple[str, ...]) -> str:
+    value = file.text(name, default).removeprefix("torch.")
+    if value not in allowed:
+        raise file.error(name, f"{value!r} is not supported; supported: {', '.join(allowed)}")
+    return value
+
+
+def _windows(file: JsonFile, family: Family, num_layers: int) -> tuple[int, ...]:
+    if family.windows == "none":
+        return (0,) * num_layers
+    # Absent means the family's window (Mistral 7B v0.1 relies on it), null means none.
+    window = 0 if file.fields.get("sliding_window", 4096) is None else file.integer("sliding_window", 4096)
+    if family.windows == "all":
+        return (window,) * num_layers
+    if not file.flag("use_sliding_window", False):
+        window = 0
+    if file.has("layer_types"):
+        return tuple(_layer_window(file, kind, window) for kind in _layer_types(file, num_layers))
+    first = file.integer("max_window_layers", 28, least=0)
+    return tuple(window if layer >= first else 0 for layer in range(num_layers))
+
+
+def _layer_types(file: JsonFile, num_layers: int) -> list[object]:
+    kinds = file.fields["layer_types"]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise file.error("layer_types", f"must be a list of num_hidden_layers ({num_layers}) entries")
+    return kinds
+
+
+def _layer_window(file: JsonFile, kind: object, window: int) -> int:
+    if kind == "full_attention":
+        return 0
+    if kind != "sliding_attention":
+        raise file.error("layer_types", f"has {kind!r}; supported: full_attention, sliding_attention")
+    if not window:
+        raise file.error("layer_types", "has sliding_attention: set use_sliding_window and sliding_window as well")
+    return window

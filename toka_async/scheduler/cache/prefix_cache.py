@@ -1,0 +1,67 @@
+"""Pages as the scheduler hands them out: free ones, the prefix tree's, and those that lanes own.
+
+Every page is in exactly one place: free, in the tree, owned by a lane (its chain), or owned by a prompt run.
+Knows no steps and no requests.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from toka_async.arrays import Int32
+from toka_async.scheduler.cache.pages import PageChains, PagePool
+from toka_async.scheduler.cache.prefix_tree import Node, PrefixTree
+
+
+class PageCache:
+    """The pool, the prefix tree and the chains of one replica's KV cache."""
+
+    def __init__(self, num_pages: int, page_size: int, prefix: bool) -> None:
+        self.page_size = page_size
+        self.prefix = prefix
+        self.pool = PagePool(num_pages)
+        self.tree = PrefixTree(page_size)
+        self.chains = PageChains(num_pages)
+
+    @property
+    def num_pages(self) -> int:
+        return self.pool.num_pages
+
+    @property
+    def num_reclaimable(self) -> int:
+        """Pages that can be had without taking any from somebody."""
+        return self.pool.num_free + self.tree.num_cached
+
+    @property
+    def num_used(self) -> int:
+        return self.num_pages - self.num_reclaimable
+
+    def take(self, count: int) -> Int32:
+        """`count` pages, of which there are as many; evicts cached pages when too few are free."""
+        short = count - self.pool.num_free
+        if short > 0:
+            self.pool.give(self.tree.evict(short))
+        return self.pool.take(count)
+
+    def give(self, pages: Int32) -> None:
+        self.pool.give(pages)
+
+    def lookup(self, tokens: Int32, salt: int = 0) -> list[Node]:
+        """Acquires the longest cached prefix of a salt that leaves at least one token to compute."""
+        if not self.prefix:
+            return []
+        nodes = self.tree.match(tokens, (tokens.size - 1) // self.page_size, salt)
+        self.tree.acquire(nodes)
+        return nodes
+
+    def release(self, nodes: list[Node]) -> None:
+        self.tree.release(nodes)
+
+    def check(self, owned: list[Int32]) -> None:
+        """Free + tree + owned by lanes and prompt runs (`owned`) are all pages, each once."""
+        self.pool.check()
+        self.tree.check()
+        in_tree = np.asarray([node.page for node in self.tree.nodes()], dtype=np.int32)
+        everything = np.concatenate([self.pool.free_pages(), in_tree, *owned])
+        assert everything.size == self.num_pages, f"{everything.size} pages of {self.num_pages}"
+        assert np.unique(everything).size == self.num_pages

@@ -1,0 +1,162 @@
+"""What the scheduler has to tell the server: messages collected until they are taken.
+
+Rows of one Tokens message want the same number of log-probs, so that its columns are rectangular. Knows lanes' columns.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from toka_async.arrays import EMPTY, Bool, Float32, Int32, column, i32_column
+from toka_async.messages import EndSample, Failed, Prefilled, Prefills, Reason, StopChecks, Tokens, ToServer
+from toka_async.scheduler.sequences.requests import Generated, Request, Top
+from toka_async.scheduler.sequences.sequence_table import SequenceTable
+from toka_async.scheduler.sequences.token_log import TokenLog
+
+MOST_REQUESTS = 2048  # of a message: the server takes one in one turn of its event loop
+
+
+class Replies:
+    """Messages to the server, in order."""
+
+    def __init__(self, lanes: SequenceTable) -> None:
+        self._lanes = lanes
+        self._messages: list[ToServer] = []
+        self._prefilled: list[tuple[int, int]] = []  # requests and their cached tokens, to be told before all else
+
+    def take(self) -> list[ToServer]:
+        messages, self._messages = self._messages, []
+        if self._prefilled:
+            columns, self._prefilled = np.asarray(self._prefilled, np.int32).T, []
+            parts = [columns[:, start : start + MOST_REQUESTS] for start in range(0, columns.shape[1], MOST_REQUESTS)]
+            messages[:0] = [Prefills(request_ids=column(ids), cached_tokens=column(cached)) for ids, cached in parts]
+        return messages
+
+    def rows(
+        self,
+        lanes: Int32,
+        counts: Int32,
+        token_ids: Int32,
+        logprobs: Float32,
+        reasons: Int32,
+        tops: dict[int, list[Top]],
+    ) -> None:
+        """Rows of samples: `counts` tokens each, one row after the other in `token_ids` and `logprobs`.
+
+        `tops` holds the likeliest tokens of a lane's row, one entry a token, for lanes that want any.
+        """
+        if lanes.size <= MOST_REQUESTS:
+            self._rows(lanes, counts, token_ids, logprobs, reasons, tops)
+            return
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        for first, last in pairwise([0, *self._cuts(lanes), lanes.size]):
+            part, tokens = slice(first, last), slice(starts[first], starts[last])
+            self._rows(lanes[part], counts[part], token_ids[tokens], logprobs[tokens], reasons[part], tops)
+
+    def _cuts(self, lanes: Int32) -> list[int]:
+        """Where the next message begins."""
+        numbers = np.cumsum(np.diff(self._lanes.request[lanes], prepend=-1) != 0)  # of each lane's request, from 1
+        cuts: list[int] = np.searchsorted(numbers, np.arange(MOST_REQUESTS, numbers[-1], MOST_REQUESTS) + 1).tolist()
+        return cuts
+
+    def _rows(
+        self,
+        lanes: Int32,
+        counts: Int32,
+        token_ids: Int32,
+        logprobs: Float32,
+        reasons: Int32,
+        tops: dict[int, list[Top]],
+    ) -> None:
+        """As `rows`, of as many as a message may have."""
+        wanted = self._lanes.num_logprobs[lanes]
+        for num_logprobs in np.unique(wanted).tolist():
+            chosen = wanted == num_logprobs
+            whole = bool(chosen.all())
+            tokens: Bool | slice = slice(None) if whole else np.repeat(chosen, counts)
+            rows = lanes if whole else lanes[chosen]
+            top = [entry for lane in rows.tolist() for entry in tops.get(lane, ())] if num_logprobs > 0 else []
+            self._messages.append(
+                Tokens(
+                    request_ids=column(self._lanes.request[rows]),
+                    samples=column(self._lanes.sample[rows]),
+                    counts=column(counts[chosen]),
+                    reasons=column(reasons[chosen]),
+                    token_ids=column(token_ids[tokens]),
+                    num_logprobs=num_logprobs,
+                    logprobs=column(logprobs[tokens]) if num_logprobs >= 0 else EMPTY,
+                    top_ids=column(np.concatenate([ids for ids, _ in top])) if top else EMPTY,
+                    top_logprobs=column(np.concatenate([values for _, values in top])) if top else EMPTY,
+                )
+            )
+
+    def ends(self, request: Request, samples: Int32, reason: Reason) -> None:
+        """Samples end without further tokens."""
+        zeros = np.zeros(samples.size, np.int32)
+        self._messages.append(
+            Tokens(
+                request_ids=column(zeros + request.request_id),
+                samples=column(samples),
+                counts=column(zeros),
+                reasons=column(zeros + int(reason)),
+                token_ids=EMPTY,
+                num_logprobs=request.submit.sampling.num_logprobs,
+            )
+        )
+
+    def waiting_end(self, request: Request, end: EndSample, generated: Generated) -> None:
+        """A preempted sample that waits ends by a stop string, with the first of its tokens."""
+        count, wanted = end.num_tokens, request.submit.sampling.num_logprobs
+        tops = (generated.tops or [])[:count] if wanted > 0 else []
+        self._messages.append(
+            Tokens(
+                request_ids=i32_column([request.request_id]),
+                samples=i32_column([end.sample]),
+                counts=i32_column([count]),
+                reasons=i32_column([Reason.STOP_STRING]),
+                token_ids=column(generated.tokens[:count]),
+                num_logprobs=wanted,
+                logprobs=column(generated.logprobs[:count]) if wanted >= 0 else EMPTY,
+                top_ids=column(np.concatenate([ids for ids, _ in tops])) if tops else EMPTY,
+                top_logprobs=column(np.concatenate([values for _, values in tops])) if tops else EMPTY,
+            )
+        )
+
+    def prefilled(self, request: Request) -> None:
+        """The request's prompt is computed, its scores are complete."""
+        scores, cached_tokens = request.scores, max(0, request.num_found)
+        request.scores, request.prefilled = None, True
+        if scores is None:
+            self._prefilled.append((request.request_id, cached_tokens))
+            return
+        self._messages.append(
+            Prefilled(
+                request_id=request.request_id,
+                cached_tokens=cached_tokens,
+                logprobs=column(scores.logprobs),
+                ranks=column(scores.ranks),
+                top_ids=column(scores.top_ids),
+                top_logprobs=column(scores.top_logprobs),
+            )
+        )
+
+    def stop_checks(self, lanes: Int32, windows: list[int], log: TokenLog) -> None:
+        """Ask whether the newest tokens of the lanes complete a stop string."""
+        tails = [log.tail(lane, window) for lane, window in zip(lanes.tolist(), windows, strict=True)]
+        self._messages.append(
+            StopChecks(
+                request_ids=column(self._lanes.request[lanes]),
+                samples=column(self._lanes.sample[lanes]),
+                num_tokens=column(log.count[lanes]),
+                counts=column(np.asarray([tail.size for tail in tails], dtype=np.int32)),
+                token_ids=column(np.concatenate(tails)),
+            )
+        )
+
+    def failed(self, request_id: int, message: str) -> None:
+        self._messages.append(Failed(request_id=request_id, message=message))
+
+    def add(self, message: ToServer) -> None:
+        self._messages.append(message)

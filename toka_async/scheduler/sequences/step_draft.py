@@ -1,0 +1,36 @@
+"""The columns of a step while it is being built. Knows lanes and prompt runs, and decides nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from toka_async.arrays import Bool, Int32
+from toka_async.scheduler.sequences.requests import PromptRun, UInt64
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """The columns of a step while it is being built."""
+
+    admit_lanes: list[Int32] = field(default_factory=list)
+    seeds: list[UInt64] = field(default_factory=list)  # of the lanes' requests
+    copy_sources: list[Int32] = field(default_factory=list)
+    copy_targets: list[Int32] = field(default_factory=list)
+    page_slots: list[Int32] = field(default_factory=list)
+    page_ids: list[Int32] = field(default_factory=list)
+    joined: list[Int32] = field(default_factory=list)
+    forked: list[Int32] = field(default_factory=list)  # of those that join: their first token is this step's
+    chunks: list[tuple[PromptRun, int, int]] = field(default_factory=list)  # run, lane, tokens
+
+    def chunk_lanes(self) -> Int32:
+        return np.asarray([lane for _, lane, _ in self.chunks], dtype=np.int32)
+
+    def chunk_samples(self) -> Bool:
+        """Which chunks are the last of a sample's prompt."""
+        return np.asarray([run.job.sample >= 0 and run.computed for run, _, _ in self.chunks], dtype=np.bool_)
+
+    def add_pages(self, slots: Int32, pages: Int32) -> None:
+        self.page_slots.append(slots)
+        self.page_ids.append(pages)

@@ -1,0 +1,190 @@
+"""Log-probs as responses show them: the lists of completions, the objects of chat, vLLM's `prompt_logprobs`.
+
+Knows arrays of tokens and their names.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from toka_async.arrays import Float32, Int32, as_f32, as_i32
+from toka_async.messages import Prefilled
+from toka_async.openai.responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PackedLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
+from toka_async.server.engine.rows import TokenRows
+from toka_async.text.detokenize import Detokenizer
+from toka_async.text.tokenizer import Tokenizer
+
+LEAST = -9999.0  # stands for minus infinity, which JSON has not; as in OpenAI's API
+
+
+def numbers(values: Float32) -> list[float]:
+    return np.maximum(values, np.float32(LEAST)).tolist()  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenNames:
+    """What tokens are called in log-probs. as_ids: `token_id:5`, for clients that have to tell all tokens apart."""
+
+    tokenizer: Tokenizer
+    as_ids: bool = False
+
+    def of_completion(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.as_ids else legacy_name(self.tokenizer, token_id)
+
+    def of_chat(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self.as_ids else self.tokenizer.token_text(token_id)
+
+
+def legacy_name(tokenizer: Tokenizer, token_id: int) -> str:
+    """A token's name in completions: its text, or `bytes:\\xe4\\xb8` for a part of a character, as OpenAI's."""
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def legacy_logprobs(names: TokenNames, rows: TokenRows, offsets: Sequence[int], num_top: int) -> CompletionLogprobs:
+    """`logprobs` of a completion's tokens; the chosen token is among `top_logprobs` in any case.
+
+    Args:
+        offsets: where each token begins in the choice's text.
+        num_top: how many of the likeliest the request wants.
+    """
+    tokens = list(map(names.of_completion, rows.token_ids.tolist()))
+    logprobs = numbers(rows.logprobs)
+    top: list[dict[str, float] | None] = []
+    for token, logprob, tops in zip(tokens, logprobs, likeliest(rows, num_top), strict=True):
+        entry: dict[str, float] = {}
+        for token_id, value in tops:
+            # Likeliest first, so that it keeps a name that tokens share.
+            entry.setdefault(names.of_completion(token_id), value)
+        entry.setdefault(token, logprob)
+        top.append(entry)
+    return CompletionLogprobs(tokens=tokens, token_logprobs=list(logprobs), top_logprobs=top, text_offset=list(offsets))
+
+
+def likeliest(rows: TokenRows, num_top: int) -> Iterator[list[tuple[int, float]]]:
+    """The likeliest tokens at each place. The chosen one has exactly its own log-prob: clients compare the two."""
+    top_ids, chosen = rows.top_ids[:, :num_top], rows.token_ids[:, None]
+    values = np.where(top_ids == chosen, rows.logprobs[:, None], rows.top_logprobs[:, :num_top])
+    for ids, logprobs in zip(top_ids.tolist(), np.maximum(values, np.float32(LEAST)).tolist(), strict=True):
+        yield list(zip(ids, logprobs, strict=True))
+
+
+def prompt_rows(prompt: Int32, prefilled: Prefilled, width: int) -> TokenRows:
+    """The prompt's tokens but the first, with the log-probs that the engine sent; `width` likeliest ones each."""
+    num = len(prompt) - 1
+    return TokenRows(
+        prompt[1:],
+        as_f32(prefilled.logprobs),
+        as_i32(prefilled.top_ids).reshape(num, width),
+        as_f32(prefilled.top_logprobs).reshape(num, width),
+    )
+
+
+def echoed_logprobs(
+    names: TokenNames, first_id: int, rows: TokenRows, offsets: Sequence[int], num_top: int
+) -> CompletionLogprobs:
+    """`legacy_logprobs` of an echoed prompt, whose first token has no log-prob. `offsets` are of all its tokens."""
+    rest = legacy_logprobs(names, rows, offsets[1:], num_top)
+    return CompletionLogprobs(
+        tokens=[names.of_completion(first_id), *rest.tokens],
+        token_logprobs=[None, *rest.token_logprobs],
+        top_logprobs=[None, *rest.top_logprobs],
+        text_offset=list(offsets),
+    )
+
+
+Lists = tuple[bytes, ...]  # the four lists of a CompletionLogprobs as JSON, without brackets
+
+
+def json_lists(logprobs: CompletionLogprobs) -> Lists:
+    lists = (logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, logprobs.text_offset)
+    return tuple(msgspec.json.encode(each)[1:-1] for each in lists)
+
+
+def concatenated(first: Lists, then: CompletionLogprobs | None) -> msgspec.Raw:
+    """An echoed prompt's log-probs, which all samples share, and those of a completion."""
+    lists = first
+    if then is not None and then.tokens:
+        lists = tuple(b"%b,%b" % pair for pair in zip(first, json_lists(then), strict=True))
+    return msgspec.Raw(b'{"tokens":[%b],"token_logprobs":[%b],"top_logprobs":[%b],"text_offset":[%b]}' % lists)
+
+
+def text_offsets(
+    tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool, continues: bool, start: int = 0
+) -> list[int]:
+    """Where each token begins in the text of all; `start` is where the text begins."""
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens, continues)
+    offsets = []
+    for token_id in ids:
+        offsets.append(start)
+        start += len(detokenizer.push((token_id,)))
+    return offsets
+
+
+def chat_logprobs(names: TokenNames, rows: TokenRows, num_top: int) -> ChatLogprobs:
+    """`logprobs` of a chat's tokens."""
+    logprobs, token_bytes = numbers(rows.logprobs), names.tokenizer.token_bytes
+    content = []
+    for token_id, logprob, tops in zip(rows.token_ids.tolist(), logprobs, likeliest(rows, num_top), strict=True):
+        top = [
+            TopLogprob(token=names.of_chat(top_id), logprob=value, bytes=list(token_bytes(top_id)))
+            for top_id, value in tops
+        ]
+        content.append(
+            TokenLogprob(
+                token=names.of_chat(token_id),
+                logprob=logprob,
+                bytes=list(token_bytes(token_id)),
+                top_logprobs=top,
+            )
+        )
+    return ChatLogprobs(content=content)
+
+
+def packed_logprobs(samples: Sequence[TokenRows], num_top: int) -> str:
+    """`system_fingerprint` of a response whose log-probs are packed; `samples` in the order of choices."""
+    tops = [(rows.top_ids[:, :num_top], rows.top_logprobs[:, :num_top]) for rows in samples] if num_top > 0 else None
+    packed = PackedLogprobs(
+        completion_ids=[rows.token_ids.tolist() for rows in samples],
+        packed_chosen_logprobs=[base64_of(rows.logprobs) for rows in samples],
+        packed_topk_indices=None if tops is None else [base64_of(ids) for ids, _ in tops],
+        packed_topk_logprobs=None if tops is None else [base64_of(values) for _, values in tops],
+    )
+    return msgspec.json.encode(packed).decode()
+
+
+def base64_of(values: Float32 | Int32) -> str:
+    return b64encode(values.tobytes()).decode()
+
+
+def prompt_logprobs(tokenizer: Tokenizer, rows: TokenRows, ranks: Int32, num_top: int) -> PromptLogprobs:
+    """vLLM's `prompt_logprobs`: an entry a prompt token, null for the first; token id -> log-prob, rank and text.
+
+    Args:
+        rows: the prompt's tokens but the first. ranks: of these among all.
+    """
+    entries: PromptLogprobs = [None]
+    columns = (rows.token_ids.tolist(), numbers(rows.logprobs), ranks.tolist(), likeliest(rows, num_top))
+    for token_id, logprob, own_rank, tops in zip(*columns, strict=True):
+        entry: dict[str, PromptLogprob] = {}
+        for rank, (top_id, value) in enumerate(tops, start=1):
+            entry[str(top_id)] = PromptLogprob(value, rank, tokenizer.token_text(top_id))
+        entry.setdefault(str(token_id), PromptLogprob(logprob, own_rank, tokenizer.token_text(token_id)))
+        entries.append(entry)
+    return entries

@@ -1,0 +1,429 @@
+"""What the handlers of one server share: the model's name, tokenizer and defaults, the engine, threads for text.
+
+Turns prompts into token ids and checked requests into running ones. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from time import monotonic
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from toka_async.arrays import Int32
+from toka_async.checkpoint.generation import GenerationDefaults
+from toka_async.config import ServerConfig
+from toka_async.logs import request_tokens
+from toka_async.messages import Prefilled, Ready, Reason
+from toka_async.openai.answer_size import check_answer_size
+from toka_async.openai.errors import ApiError, bad_request, model_not_found
+from toka_async.openai.generation import (
+    Defaults,
+    GenerationParams,
+    RequestLimits,
+    check_text,
+    check_text_size,
+    token_budget,
+    truncated,
+)
+from toka_async.openai.prompts import Prompt, check_vocabulary
+from toka_async.openai.requests import ANY_MODEL
+from toka_async.server.engine.engine import Engine
+from toka_async.server.engine.inflight import RequestGroup, timed_out
+from toka_async.server.engine.rows import REASONS, TokenBlock, TokenRows
+from toka_async.server.engine.slices import SLICE, in_slices
+from toka_async.server.engine.submitting import submitted_too
+from toka_async.server.generate.batching import Batcher
+from toka_async.server.generate.block_texts import MANY, BlockTexts
+from toka_async.server.generate.encoding import TextEncoder, groups
+from toka_async.server.generate.json_texts import JsonTexts
+from toka_async.server.generate.logprob_columns import LogprobColumns
+from toka_async.server.generate.sample_text import SampleText, TextOptions, sample_text
+from toka_async.server.generate.stop_sets import StopSets
+from toka_async.server.limits.account import Account
+from toka_async.server.limits.accounts import Accounts
+from toka_async.server.limits.jobs import EngineRequest
+from toka_async.text.chat import MAX_CHARS, ChatTemplate, ChatTemplateError, TemplateKwargsError
+from toka_async.text.stop import StopStrings
+from toka_async.text.tokenizer import Tokenizer
+from toka_async.text.tokenizer_files import TokenizerError
+
+logger = logging.getLogger(__name__)
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+MIN_SAMPLES = 4  # of a request, for which looking at them together is faster
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages, and how the template is to write them."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool
+    continue_final_message: bool
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A request while it runs. prompts: token ids [p] each, one engine request each, as in `batch.flights`."""
+
+    generation: GenerationParams
+    prompts: list[Int32]
+    options: TextOptions
+    batch: RequestGroup
+
+    def prefilled(self, prompt: int) -> Prefilled:
+        """What the engine says of a prompt, which it has computed."""
+        prefilled = self.batch.flights[prompt].prefilled
+        assert prefilled is not None, "the prompt is computed before its samples"
+        return prefilled
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A whole sample: its text, the tokens kept, why it ended. stop: the stop string or stop token id that ended it."""
+
+    text: str
+    rows: TokenRows
+    reason: Reason
+    stop: str | int | None
+
+
+@dataclass(slots=True)
+class Service:
+    """One served model."""
+
+    config: ServerConfig
+    name: str
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    defaults: Defaults
+    engine: Engine
+    executor: Executor
+    created: int = field(default_factory=lambda: int(time.time()))
+    accounts: Accounts = field(init=False)
+    json_texts: dict[bool, JsonTexts] = field(init=False)  # without and with special tokens skipped
+    logprob_columns: LogprobColumns = field(init=False)
+    _encoder: TextEncoder = field(init=False)
+    _render: Batcher[Chat, str] = field(init=False)
+    _decode: Batcher[tuple[list[int], TextOptions], SampleText] = field(init=False)
+    _block_texts: BlockTexts = field(init=False)
+    _stop_sets: StopSets = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.accounts = Accounts(self.config)
+        self.json_texts = {skip: JsonTexts(self.tokenizer, skip) for skip in (False, True)}
+        self.logprob_columns = LogprobColumns(self.tokenizer)
+        self._encoder = TextEncoder(self.tokenizer, self.executor)
+        self._render = Batcher(self._render_all, self.executor)
+        self._decode = Batcher(self._decode_all, self.executor)
+        self._block_texts = BlockTexts(self.tokenizer)
+        self._stop_sets = StopSets(self.engine, self.tokenizer, self.executor)
+
+    def check_model(self, model: str | None) -> None:
+        """Raises ApiError (404) when another model is asked for; none means this one."""
+        if model is not None and model != self.name and model not in ANY_MODEL:
+            raise model_not_found(model, self.name)
+
+    def limits(self, n: int = 1) -> RequestLimits:
+        """For a request of `n` samples, which need a page of their own where they part from the prompt.
+
+        Raises:
+            NotServingError: the engine is not ready yet, or takes no requests any more.
+        """
+        return self.limits_of(self.engine.check_serving(), n)
+
+    def limits_of(self, ready: Ready, n: int = 1) -> RequestLimits:
+        """As `limits`, whether requests are taken now or not."""
+        return RequestLimits(
+            max_context=ready.max_context,
+            cache_tokens=(ready.num_pages - (n > 1)) * ready.page_size,
+            vocab_size=ready.vocab_size,
+            max_n=self.config.max_n,
+        )
+
+    async def encode(
+        self, prompts: Sequence[Prompt], add_special_tokens: bool, param: str, generation: GenerationParams
+    ) -> list[Int32]:
+        """Token ids of each prompt, cut as `generation` says.
+
+        Raises ApiError (400) for one without tokens, with too many or with ids out of range.
+        """
+        limits, truncation = self.limits(generation.n), generation.truncation
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        async for text in in_slices(texts):
+            if truncation is None:
+                self.check_text(text, param)
+            else:
+                check_text_size(text, self.config.max_text_mb, param)
+        encoded: list[Int32] = []
+        for group in groups([len(text) for text in texts]):  # of many texts, the first that does not fit ends it
+            encoded += await self.tokenize_all(texts[group], add_special_tokens)
+            for tokens in encoded[group] if truncation is None else ():
+                token_budget(limits, len(tokens), 0, param)
+        ids, of_texts = [], iter(encoded)
+        async for prompt in in_slices(prompts):
+            each = next(of_texts) if isinstance(prompt, str) else prompt
+            if not each.size:
+                raise bad_request(f"'{param}' is empty: it has no tokens", param=param)
+            check_vocabulary(each, limits.vocab_size, param)
+            ids.append(truncated(each, truncation, limits, generation.max_tokens) if truncation else each)
+        return ids
+
+    def check_text(self, text: str, param: str) -> None:
+        """Raises ApiError (400) for one that cannot fit, or that would take minutes and gigabytes to tokenize."""
+        check_text(self.limits(), len(text), self.tokenizer.longest, param)
+        check_text_size(text, self.config.max_text_mb, param)
+
+    async def in_thread(self, work: Callable[[A], B], given: A, *, is_long: bool) -> B:
+        """What `work` makes of what is given: in a thread when that takes long."""
+        if not is_long:
+            return work(given)
+        return await asyncio.get_running_loop().run_in_executor(self.executor, work, given)
+
+    async def tokenize(self, text: str, add_special_tokens: bool, param: str) -> Int32:
+        """Token ids of a text, perhaps none, also more than fit. Raises ApiError (400) for one that is too long."""
+        check_text_size(text, self.config.max_text_mb, param)
+        return (await self.tokenize_all([text], add_special_tokens))[0]
+
+    async def tokenize_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[Int32]:
+        """Token ids of texts that were checked. Raises ApiError (400) for one that the tokenizer cannot take."""
+        try:
+            return await self._encoder.encode(texts, add_special_tokens)
+        except TokenizerError as error:
+            raise bad_request(str(error)) from None
+
+    async def render(self, chat: Chat) -> str:
+        """The prompt of a chat. Raises ApiError (400) when there is no template, or it refuses the messages."""
+        return (await self.render_all([chat]))[0]
+
+    async def render_all(self, chats: Sequence[Chat]) -> list[str]:
+        """As `render`, of many. Raises ApiError (400) also when the prompts are too long together."""
+        texts: list[str] = []
+        try:
+            for start in range(0, len(chats), SLICE):
+                texts += await self._render.run(chats[start : start + SLICE])
+                if sum(map(len, texts)) > MAX_CHARS:
+                    raise bad_request(
+                        f"the prompts that the chat template makes have more than {MAX_CHARS} characters together",
+                        param="messages",
+                    )
+            return texts
+        except TemplateKwargsError as error:
+            raise bad_request(str(error), param="chat_template_kwargs") from None
+        except ChatTemplateError as error:
+            logged = "the chat template does not take the messages"  # its own words may quote them
+            raise ApiError(400, str(error), param="messages", logged=logged) from None
+
+    @asynccontextmanager
+    async def running(
+        self,
+        generation: GenerationParams,
+        prompts: list[Int32],
+        param: str,
+        account: Account | None = None,
+        num_echoed: int = 0,
+    ) -> AsyncIterator[Run]:
+        """Submits the prompts; leaving with an exception cancels them. `param` names the prompt's field in errors.
+        `num_echoed` is the number of characters of an echo.
+
+        They count in `account`, and wait for room in it; None: in the server's own only.
+
+        Raises:
+            ApiError: 400, a prompt and its completion do not fit, the answer could be too large, or the account allows
+                so much to nobody.
+            NotServingError, OverloadedError, TimedOutError: nothing was submitted.
+        """
+        options, arrival = text_options(generation), monotonic()
+        limits = self.limits(generation.n)
+        budgets = [
+            token_budget(limits, len(prompt), generation.max_tokens, param) async for prompt in in_slices(prompts)
+        ]
+        num_prompt, max_new = sum(map(len, prompts)), generation.n * sum(budgets)
+        check_answer_size(generation, num_prompt, max_new, num_echoed, self.config.max_answer_mb)
+        num_tokens = generation.num_prompt_copies * num_prompt + max_new
+        account = self.accounts.total if account is None else account
+        async with AsyncExitStack() as stack:
+            await self._enter(account, len(prompts), num_tokens, generation.n * len(prompts))
+            stack.callback(account.give_back, len(prompts), num_tokens)
+            stop_id = -1
+            if options.stops is not None and not generation.stream:
+                stop_id = await stack.enter_async_context(self._stop_sets.use(options.stops, limits.vocab_size))
+            salt = self.accounts.salt_of(account, generation.cache_salt)
+            jobs = (
+                job(generation, prompt, index, budget, stop_id, salt)
+                for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
+            )
+            self.engine.check_serving(len(prompts))
+            first = list(islice(jobs, SLICE))
+            batch = stack.enter_context(self.engine.submitted(first, account.timeout, monotonic() - arrival))
+            stack.callback(note_tokens, prompts, batch)
+            if stop_id >= 0:
+                stack.enter_context(self._stop_sets.watched(batch, options))
+            if len(prompts) > SLICE:
+                await stack.enter_async_context(submitted_too(self.engine, batch, jobs))
+            self.log_prompts(account, prompts)
+            yield Run(generation, prompts, options, batch)
+
+    async def _enter(self, account: Account, num_requests: int, num_tokens: int, num_samples: int) -> None:
+        """Takes room; waits for it where that is allowed. Raises as `running` does, or TimedOutError."""
+        try:
+            async with asyncio.timeout(account.timeout or None):
+                await self.accounts.turns.enter(account, num_requests, num_tokens, num_samples)
+        except TimeoutError:
+            raise timed_out(account.timeout) from None
+
+    def log_prompts(self, account: Account, prompts: Iterable[npt.NDArray[np.generic]]) -> None:
+        """Only where `server.log_prompts` asks for it. Quoted: a prompt is one line."""
+        for prompt in prompts if self.config.log_prompts else ():
+            logger.info("a prompt of %s: %r", account.owner, self.tokenizer.decode(prompt.tolist(), False))
+
+    async def outputs(self, run: Run) -> list[list[Output]]:
+        """Waits for all samples: by prompt, by sample.
+
+        Raises:
+            RequestFailedError, EngineStoppedError: a request ended otherwise.
+        """
+        await run.batch.finished()
+        if in_blocks(run.generation):
+            blocks = [flight.take_block() async for flight in in_slices(run.batch.flights)]
+            if sum(block.token_ids.size for block in blocks) < MANY:
+                return self._block_outputs(run, blocks)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self.executor, self._block_outputs, run, blocks)
+        samples = [sample for flight in run.batch.flights for sample in flight.samples]
+        rows = [sample.take() async for sample in in_slices(samples)]
+        items = [
+            (each.token_ids[: run.options.num_text_tokens(each, sample.reason)].tolist(), run.options)
+            async for each, sample in in_slices(zip(rows, samples, strict=True))
+        ]
+        texts = await self._decode.run(items)
+        outputs = [
+            output(run.generation, text, each, sample.reason)
+            async for text, each, sample in in_slices(zip(texts, rows, samples, strict=True))
+        ]
+        n = run.generation.n
+        return [outputs[start : start + n] for start in range(0, len(outputs), n)]
+
+    def _block_outputs(self, run: Run, blocks: Sequence[TokenBlock]) -> list[list[Output]]:
+        """The samples of each prompt's block."""
+        generation, outputs = run.generation, []
+        for block in blocks:
+            ends, tokens = np.cumsum(block.counts), block.tokens
+            columns = (ends - block.counts, ends, block.reasons)
+            rows = zip(self._block_texts.texts(block, run.options), *(each.tolist() for each in columns), strict=True)
+            outputs.append(
+                [
+                    output(generation, text, tokens.part(start, end), REASONS[number])
+                    for text, start, end, number in rows
+                ]
+            )
+        return outputs
+
+    def _render_all(self, chats: list[Chat]) -> list[str]:
+        if self.chat_template is None:
+            raise ChatTemplateError(f"the model {self.name!r} has no chat template; set model.chat_template")
+        return [
+            self.chat_template.render(
+                chat.messages,
+                add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
+                kwargs=chat.kwargs,
+            )
+            for chat in chats
+        ]
+
+    def _decode_all(self, items: list[tuple[list[int], TextOptions]]) -> list[SampleText]:
+        return [sample_text(self.tokenizer, ids, options) for ids, options in items]
+
+
+def text_options(generation: GenerationParams) -> TextOptions:
+    return TextOptions(
+        skip_special_tokens=generation.skip_special_tokens,
+        stops=StopStrings(generation.stops, generation.include_stop) if generation.stops else None,
+        min_tokens=generation.sampling.min_tokens,
+        keep_ends=generation.include_stop,
+    )
+
+
+def note_tokens(prompts: Sequence[Int32], batch: RequestGroup) -> None:
+    """For the request's line in the log: what it took, up to now."""
+    if (tokens := request_tokens.get()) is not None:
+        tokens["prompt_tokens"] += sum(map(len, prompts))
+        tokens["output_tokens"] += sum(flight.num_tokens for flight in batch.flights)
+
+
+def job(
+    generation: GenerationParams, prompt: Int32, index: int, max_tokens: int, stop_id: int, salt: int
+) -> EngineRequest:
+    """The prompt of that index as the engine gets it."""
+    return EngineRequest(
+        prompt=prompt,
+        n=generation.n,
+        max_tokens=max_tokens,
+        seed=prompt_seed(generation.seed, index),
+        sampling=generation.sampling,
+        stream=generation.stream,
+        priority=generation.priority,
+        stop_id=stop_id,
+        salt=salt,
+        in_blocks=in_blocks(generation),
+    )
+
+
+def in_blocks(generation: GenerationParams) -> bool:
+    """Whether the tokens of many samples are looked at together: there are many, and no likeliest tokens are wanted.
+
+    Of streamed ones only the text may be wanted, and no stop string may end it.
+    """
+    num_logprobs = generation.sampling.num_logprobs
+    wants_tokens = num_logprobs >= 0 or generation.return_token_ids
+    wants_more = wants_tokens or generation.usage_in_chunks or generation.pad_chunks
+    if generation.stream and (generation.stops or wants_more):
+        return False
+    return generation.n >= MIN_SAMPLES and num_logprobs <= 0
+
+
+def prompt_seed(seed: int, index: int) -> int:
+    """A seed of its own for each prompt of a request, the request's for the first: equal prompts are to differ.
+
+    The odd multiplier is the golden ratio's, as in Weyl sequences: no two prompts get the same seed.
+    """
+    mixed = (seed + index * 0x9E3779B97F4A7C15) % 2**64
+    return mixed - 2**64 if mixed >= 2**63 else mixed
+
+
+def output(generation: GenerationParams, text: SampleText, rows: TokenRows, reason: Reason) -> Output:
+    """A sample, cut where a stop string was found."""
+    if text.stop is not None:
+        return Output(text.text, rows.part(0, text.num_tokens), Reason.STOP_STRING, text.stop)
+    return Output(text.text, rows, reason, stop_token(generation, rows, reason))
+
+
+def stop_token(generation: GenerationParams, rows: TokenRows, reason: Reason) -> int | None:
+    """The one of the request's `stop_token_ids` that ended the sample."""
+    if reason is not Reason.STOP or not generation.stop_token_ids or not len(rows):
+        return None
+    last = int(rows.token_ids[-1])
+    return last if last in generation.stop_token_ids else None
+
+
+def make_defaults(model: GenerationDefaults, end_ids: Sequence[int]) -> Defaults:
+    """The model's own defaults, OpenAI's where it has no opinion. `end_ids` are taken where it names no end token."""
+    given = {name: getattr(model, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    return Defaults(
+        **{name: value for name, value in given.items() if value is not None},
+        end_ids=model.eos_token_ids or tuple(end_ids),
+    )

@@ -1,0 +1,66 @@
+"""POST /v1/completions, /v1/chat/completions and /v1/chat/completions/batch."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from toka_async.openai.errors import bad_request
+from toka_async.openai.generation import chat_generation
+from toka_async.openai.requests import ChatBatchRequest, ChatRequest, CompletionRequest
+from toka_async.server.access.guard import account_of
+from toka_async.server.engine.slices import SLICE
+from toka_async.server.generate.answers import new_header
+from toka_async.server.generate.chat import ChatAnswer, chat_run, one_chat
+from toka_async.server.generate.completions import check_counts, completion_run
+from toka_async.server.generate.service import Chat
+from toka_async.server.http.receive import read_request
+from toka_async.server.http.respond import SERVICE, respond
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """Answer one completion request."""
+    service = request.app[SERVICE]
+    wire = read_request(request, CompletionRequest)
+    async with completion_run(service, await wire, account_of(request)) as (run, answer):
+        return await respond(request, run, answer)
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """Answer one chat."""
+    service = request.app[SERVICE]
+    wire = read_request(request, ChatRequest)
+    async with chat_run(service, await wire, account_of(request)) as (run, answer):
+        return await respond(request, run, answer)
+
+
+async def chat_batch(request: web.Request) -> web.StreamResponse:
+    """Answer many conversations together, with one choice for each conversation and sample, in order.
+
+    The fields are those of a chat, except that `messages` is a list of conversations, as in vLLM.
+    """
+    service = request.app[SERVICE]
+    wire = await read_request(request, ChatBatchRequest)
+    service.check_model(wire.model)
+    for name, is_given in (("stream", wire.stream), ("prompt_logprobs", wire.prompt_logprobs is not None)):
+        if is_given:
+            raise bad_request(f"'{name}' is not supported for many conversations", param=name)
+    generation = chat_generation(wire, service.limits(), service.defaults)
+    check_counts(len(wire.messages), generation.n, service.config, "messages")
+    texts = await service.render_all(await service.in_thread(conversations, wire, is_long=len(wire.messages) > SLICE))
+    prompts = await service.encode(texts, wire.add_special_tokens, "messages", generation)
+    del wire, texts  # while the request runs, nobody needs what its body was parsed to
+    async with service.running(generation, prompts, "messages", account_of(request)) as run:
+        return await respond(request, run, ChatAnswer(service, new_header("chatcmpl", service.name), of_many=True))
+
+
+def conversations(wire: ChatBatchRequest) -> list[Chat]:
+    """Raises ApiError (400) that names the place."""
+    if not wire.messages:
+        raise bad_request("'messages' must not be empty", param="messages")
+    chats = []
+    for index, messages in enumerate(wire.messages):
+        where = f"messages[{index}]"
+        if not isinstance(messages, list):
+            raise bad_request(f"'{where}' must be a list of messages: one conversation", param=where)
+        chats.append(one_chat(wire, messages, where))
+    return chats

@@ -1,0 +1,154 @@
+"""The document that describes the API over HTTP: OpenAPI 3.1 (https://spec.openapis.org/oas/v3.1.1.html).
+
+Made of the table of routes and of the Structs that requests are parsed to. Knows no handlers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+import toka_async
+from toka_async.openai.errors import ErrorResponse
+from toka_async.openai.generation import RequestLimits
+from toka_async.openai.requests import WireRequest
+from toka_async.openai.schemas import Schema, reference, request_schemas, response_schemas
+
+JSON, EVENTS, FORM_DATA = "application/json", "text/event-stream", "multipart/form-data"
+MEDIA: dict[str, Schema] = {  # answers that are no Struct
+    JSON: {"type": "object"},
+    "text/plain": {"type": "string"},
+    "application/octet-stream": {},
+    "text/html": {"type": "string"},
+    "text/javascript": {"type": "string"},
+    "text/css": {"type": "string"},
+    "image/svg+xml": {"type": "string"},
+}
+# Bad HTTP; a web page that may not use the server; it comes too slowly; a strange Expect; too many connections from an
+# address; an error of the server's; too many connections.
+ANY_TIME = (400, 403, 408, 417, 429, 500, 503)
+WITH_BODY = (413, 415)
+
+_PLACE = re.compile(r"\{(\w+)(?::[^}]*)?\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """What can be asked of a path.
+
+    name: unique. body: of the request, JSON. form: the schema of one that is a form. answer: of a 200: a Struct, as
+    JSON, or a media type. event: of a 200 that streams. query: parameters and their schemas. statuses: of errors,
+    besides those that every operation can have. empty: statuses of answers without a body.
+    """
+
+    name: str
+    summary: str
+    answer: type[msgspec.Struct] | str
+    body: type[WireRequest] | None = None
+    form: Schema | None = None
+    event: type[msgspec.Struct] | None = None
+    query: Mapping[str, Schema] | None = None
+    statuses: tuple[int, ...] = ()
+    empty: tuple[int, ...] = ()
+
+    def errors(self, *, needs_key: bool) -> list[int]:
+        """Statuses of errors."""
+        with_body = WITH_BODY if self.body or self.form else ()
+        return sorted({*ANY_TIME, *with_body, *self.statuses, *((401,) if needs_key else ())})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Of one server. open_paths: need no key, where others do."""
+
+    model: str
+    limits: RequestLimits
+    has_keys: bool
+    open_paths: frozenset[str]
+
+
+def document(operations: Mapping[tuple[str, str], Operation], facts: Facts) -> dict[str, Any]:
+    """Of operations by method and path; a path's places may have patterns: `{model:.+}`."""
+    paths: dict[str, dict[str, Any]] = {}
+    for (method, path), operation in operations.items():
+        needs_key = facts.has_keys and path not in facts.open_paths
+        described = described_operation(operation, path, needs_key=needs_key)
+        if facts.has_keys and not needs_key:
+            described["security"] = []
+        paths.setdefault(plain(path), {})[method.lower()] = described
+    bodies = [each.body for each in operations.values() if each.body is not None]
+    given = [kind for each in operations.values() for kind in (each.answer, each.event)]
+    answers = [kind for kind in (*given, ErrorResponse) if isinstance(kind, type)]
+    schemas = request_schemas(bodies, facts.model, facts.limits) | response_schemas(answers)
+    made: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "toka-async", "version": toka_async.__version__, "license": {"name": "Apache-2.0"}},
+        "paths": paths,
+        "components": {"schemas": dict(sorted(schemas.items())), "responses": error_responses(operations.values())},
+    }
+    if facts.has_keys:
+        made["components"]["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+        }
+        made["security"] = [{"key": []}, {"header": []}]
+    return made
+
+
+def plain(path: str) -> str:
+    """Without patterns."""
+    return _PLACE.sub(r"{\1}", path)
+
+
+def described_operation(operation: Operation, path: str, *, needs_key: bool) -> dict[str, Any]:
+    made: dict[str, Any] = {"operationId": operation.name, "summary": operation.summary}
+    if parameters := parameters_of(path, operation.query or {}):
+        made["parameters"] = parameters
+    if operation.body is not None:
+        made["requestBody"] = {"required": True, "content": {JSON: {"schema": reference(operation.body)}}}
+    if operation.form is not None:
+        made["requestBody"] = {"required": True, "content": {FORM_DATA: {"schema": operation.form}}}
+    made["responses"] = responses_of(operation, operation.errors(needs_key=needs_key))
+    return made
+
+
+def parameters_of(path: str, query: Mapping[str, Schema]) -> Sequence[dict[str, Any]]:
+    text = {"type": "string", "minLength": 1}
+    places = [{"name": name, "in": "path", "required": True, "schema": text} for name in _PLACE.findall(path)]
+    return [*places, *({"name": name, "in": "query", "schema": schema} for name, schema in query.items())]
+
+
+def responses_of(operation: Operation, errors: Iterable[int]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if isinstance(operation.answer, str):
+        content[operation.answer] = {"schema": MEDIA[operation.answer]}
+    else:
+        content[JSON] = {"schema": reference(operation.answer)}
+    if operation.event is not None:
+        content[EVENTS] = {"schema": event_schema(operation.event)}
+    good = {"200": {"description": "OK", "content": content}}
+    empty = {str(status): {"description": HTTPStatus(status).phrase} for status in operation.empty}
+    return good | empty | {str(status): {"$ref": f"#/components/responses/{status}"} for status in errors}
+
+
+def event_schema(kind: type[msgspec.Struct]) -> Schema:
+    """Of each event; the last one is [DONE], or an error."""
+    payload = {"anyOf": [reference(kind), reference(ErrorResponse)]}
+    data = {"type": "string", "contentMediaType": JSON, "contentSchema": payload}
+    return {
+        "description": "Each event.",
+        "type": "object",
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}},
+        "required": ["data"],
+    }
+
+
+def error_responses(operations: Iterable[Operation]) -> dict[str, Any]:
+    statuses = {status for each in operations for status in each.errors(needs_key=True)}
+    content = {JSON: {"schema": reference(ErrorResponse)}}
+    return {str(status): {"description": HTTPStatus(status).phrase, "content": content} for status in sorted(statuses)}

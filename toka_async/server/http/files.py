@@ -1,0 +1,404 @@
+"""The routes of files. An upload goes to the disk as it comes. No name of a request becomes a path."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections import Counter
+from collections.abc import Awaitable, Callable, Container, Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from toka_async.batches.disk import Disk, StorageError, storage_errors
+from toka_async.batches.quota import Quota, QuotaError
+from toka_async.batches.records import FileRecord
+from toka_async.batches.store import InUseError, NotFoundError
+from toka_async.openai.batches import ExpiresAfter, FileDeleted, FileList, FileObject
+from toka_async.openai.errors import ApiError, bad_request
+from toka_async.openai.schemas import components
+from toka_async.server.access.guard import viewer_of
+from toka_async.server.batch.batch_service import BatchService
+from toka_async.server.http.receive import check_encoding, reserve
+from toka_async.server.http.respond import SERVICE, json_response
+from toka_async.server.http.unsent import FileDownload
+
+BATCHES: web.AppKey[BatchService | None] = web.AppKey("batches")
+PURPOSE = "batch"
+MAX_FIELD = 4096  # bytes of a form field
+MAX_NAME = 255  # characters of a file's name
+CHUNK = 1 << 20  # bytes of an upload that are written at once
+OVERHEAD = 1 << 16  # bytes of a form around its file
+PAGE = 10_000
+
+LIMIT = {"type": "integer", "minimum": 1, "maximum": PAGE, "default": PAGE}
+ORDER = {"enum": ["asc", "desc"], "default": "desc"}
+LIST_QUERY: dict[str, dict[str, Any]] = {  # the parameters of a list of files, and their schemas
+    "after": {"type": "string"},
+    "limit": LIMIT,
+    "order": ORDER,
+    "purpose": {"type": "string"},
+}
+LASTS = components([ExpiresAfter])["ExpiresAfter"]
+FORM: dict[str, Any] = {  # the schema of what `receive` takes
+    "type": "object",
+    "properties": {
+        "file": {"contentMediaType": "application/octet-stream"},
+        "purpose": {"const": PURPOSE},
+        **{
+            f"expires_after[{name}]": schema
+            for name, schema in components([ExpiresAfter])["ExpiresAfter"]["properties"].items()
+        },
+    },
+    "required": ["file", "purpose"],
+    "dependentRequired": {
+        "expires_after[anchor]": ["expires_after[seconds]"],
+        "expires_after[seconds]": ["expires_after[anchor]"],
+    },
+    "additionalProperties": False,
+}
+
+T = TypeVar("T")
+
+
+def batch_service(request: web.Request) -> BatchService:
+    """Raises ApiError (404) when the server keeps no files."""
+    service = request.app[BATCHES]
+    if service is None:
+        raise ApiError(
+            404, "there are no Files and Batches: server.data_dir names no folder to keep them in", code="no_data_dir"
+        )
+    return service
+
+
+async def create_file(request: web.Request) -> web.Response:
+    service = batch_service(request)
+    check_upload(request)
+    await reserve(request, CHUNK if request.content_length is None else min(CHUNK, request.content_length))
+    upload = await new_upload(service, viewer_of(request) or "", request.content_length or 0)
+    try:
+        await receive(request, upload, service.executor)
+        record = upload.record(int(service.store.now()))
+        try:
+            await service.writer.run(partial(service.store.add_file, record, upload.path, service.quota))
+        except StorageError:
+            service.store.path(record.id).unlink(missing_ok=True)
+            raise
+    except StorageError as error:
+        raise storage_failed(error) from error
+    except QuotaError as error:
+        raise over_quota(error) from None
+    finally:
+        upload.receiving.subtract({upload.owner: upload.num_bytes})
+        upload.path.unlink(missing_ok=True)
+    return json_response(file_object(record))
+
+
+async def new_upload(service: BatchService, owner: str, num_bytes: int) -> Upload:
+    """A form of about so many bytes. Raises ApiError (429) when its owner has as much as one may have."""
+    num_files, num_kept = await service.writer.run(partial(service.store.database.files_of, owner))
+    num_coming = service.receiving[owner] + max(0, num_bytes - OVERHEAD)
+    try:
+        service.quota.check_files(num_files + 1, num_kept + num_coming)
+    except QuotaError as error:
+        raise over_quota(error) from None
+    return Upload(
+        path=service.store.folder.new_upload(),
+        owner=owner,
+        max_bytes=service.service.config.max_file_mb << 20,
+        quota=service.quota,
+        num_kept=num_kept,
+        receiving=service.receiving,
+    )
+
+
+def check_upload(request: web.Request) -> None:
+    """Raises ApiError when the request says that its file is too large (413), compressed or in no form (415)."""
+    check_encoding(request)
+    if request.content_type != "multipart/form-data":
+        raise ApiError(415, f"the body must be multipart/form-data, not {request.content_type[:64]}")
+    config = request.app[SERVICE].config
+    if (request.content_length or 0) > (config.max_file_mb << 20) + OVERHEAD:
+        raise too_large(config.max_file_mb)
+
+
+def too_large(max_file_mb: int) -> ApiError:
+    return ApiError(413, f"the file is larger than server.max_file_mb ({max_file_mb} MiB)", param="file")
+
+
+@dataclass(slots=True)
+class Upload:
+    """A form as it comes. filename: None until the file was there.
+
+    max_bytes: of its file. num_kept: bytes that its owner has in files. receiving: bytes of all uploads, by owner.
+    """
+
+    path: Path
+    owner: str
+    max_bytes: int
+    quota: Quota
+    num_kept: int
+    receiving: Counter[str]
+    fields: dict[str, str] = field(default_factory=dict)
+    filename: str | None = None
+    num_bytes: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        """So many more bytes of its file come. Raises ApiError (413) or QuotaError when there is no room for them."""
+        if self.num_bytes + num_bytes > self.max_bytes:
+            raise too_large(self.max_bytes >> 20)
+        self.quota.check_files(0, self.num_kept + self.receiving[self.owner] + num_bytes)
+        self.num_bytes += num_bytes
+        self.receiving[self.owner] += num_bytes
+
+    def record(self, now: int) -> FileRecord:
+        """The file. Raises ApiError (400) when something is missing or wrong."""
+        if self.filename is None:
+            raise bad_request("'file' is required", param="file")
+        purpose = self.fields.pop("purpose", None)
+        if purpose != PURPOSE:
+            raise bad_request(f"'purpose' must be {PURPOSE!r}, got {purpose!r}", param="purpose")
+        lasts = expires_after({name: self.fields.pop(f"expires_after[{name}]", None) for name in ("anchor", "seconds")})
+        return FileRecord(
+            id=f"file-{secrets.token_hex(12)}",
+            filename=self.filename,
+            purpose=purpose,
+            bytes=self.num_bytes,
+            created_at=now,
+            expires_at=None if lasts is None else now + lasts,
+            owner=self.owner,
+        )
+
+
+def expires_after(fields: dict[str, str | None]) -> int | None:
+    """Seconds. Raises ApiError (400)."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    if not given:
+        return None
+    try:
+        return msgspec.convert(given, ExpiresAfter, strict=False).seconds
+    except msgspec.ValidationError as error:
+        raise bad_request(f"'expires_after': {error}", param="expires_after") from None
+
+
+async def receive(request: web.Request, upload: Upload, executor: Executor) -> None:
+    """Reads the form. Raises ApiError (400, 413) or StorageError."""
+    with form_errors():
+        reader = await request.multipart()
+    while True:
+        with form_errors():
+            part = await reader.next()
+            given = part.name if isinstance(part, BodyPartReader) else None
+        if part is None:
+            return
+        if not isinstance(part, BodyPartReader) or given is None:
+            raise bad_request("a part of the form has no name")
+        name = clean(given)
+        if part.headers.get("Content-Transfer-Encoding", "binary").lower() not in ("binary", "8bit", "7bit"):
+            raise bad_request(f"'{name[:64]}' must not be encoded for transfer", param=name[:64])
+        if name == "file":
+            await receive_file(part, upload, executor)
+        elif name in upload.fields:
+            raise bad_request(f"there is more than one '{name}'", param=name)
+        elif name not in FORM["properties"]:
+            raise bad_request(f"'{name}' is not supported", param=name)
+        else:
+            upload.fields[name] = await read_field(part, name)
+
+
+@contextmanager
+def form_errors() -> Iterator[None]:
+    """Whatever the framework's parser raises for a form is an ApiError (400): it has no error class for bad forms.
+
+    Only calls of the parser belong inside. A body that does not come, or a client that is gone, is no bad form.
+    """
+    try:
+        yield
+    except (web.RequestPayloadError, ConnectionError):
+        raise
+    except HttpProcessingError:  # it quotes all of what was sent
+        raise bad_request(
+            "the form cannot be read: a part has a header that is none, or one that is too long"
+        ) from None
+    except Exception as error:
+        raise bad_request(f"the form cannot be read: {clean(str(error))}") from None
+
+
+async def read_field(part: BodyPartReader, name: str) -> str:
+    data = b""
+    while chunk := await read_chunk(part, MAX_FIELD):
+        data += chunk
+        if len(data) > MAX_FIELD:
+            raise bad_request(f"'{name}' is too long", param=name)
+    return data.decode("utf-8", "replace")
+
+
+async def read_chunk(part: BodyPartReader, most: int) -> bytes:
+    """Nothing at its end. Raises ApiError (400)."""
+    with form_errors():
+        return await part.read_chunk(most)
+
+
+async def receive_file(part: BodyPartReader, upload: Upload, executor: Executor) -> None:
+    """To the disk, in pieces, and synced."""
+    if upload.filename is not None:
+        raise bad_request("there is more than one 'file'", param="file")
+    with form_errors():
+        upload.filename = clean(part.filename or "file")
+    disk, written = Disk(), 0
+    with storage_errors(upload.path):
+        fd = os.open(upload.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        held = bytearray()
+        while chunk := await read_chunk(part, CHUNK):
+            upload.add(len(chunk))
+            held += chunk
+            if len(held) >= CHUNK:
+                await in_thread(executor, write, disk, upload.path, fd, held, written)
+                written += len(held)
+                held.clear()
+        await in_thread(executor, write, disk, upload.path, fd, held, written)
+    finally:
+        os.close(fd)
+    await in_thread(executor, disk.sync, upload.path)
+
+
+def write(disk: Disk, path: Path, fd: int, data: bytearray, offset: int) -> None:
+    with storage_errors(path):
+        disk.write(fd, data, offset)
+
+
+async def in_thread(executor: Executor, work: Callable[..., T], *values: Any) -> T:
+    """What `work` returns. It is over when this is left, whatever happens to the client."""
+    future = asyncio.get_running_loop().run_in_executor(executor, partial(work, *values))
+    try:
+        return await asyncio.shield(future)
+    finally:
+        await asyncio.wait([future])
+
+
+def clean(name: str) -> str:
+    """What a client calls a thing, as text that can be written as JSON."""
+    return name[:MAX_NAME].encode("utf-8", "replace").decode()
+
+
+# ---- what there is -------------------------------------------------------------------------------------------------
+
+
+async def list_files(request: web.Request) -> web.Response:
+    service, query = batch_service(request), Query(request, LIST_QUERY)
+    limit, order, after = query.number("limit", PAGE, PAGE), query.order(), query.text("after")
+    find = partial(service.store.files, query.text("purpose"), after, order, limit + 1, viewer_of(request))
+    found = await asked(service, find, "file", after)
+    data = [file_object(record) for record in found[:limit]]
+    first, last = (data[0].id, data[-1].id) if data else (None, None)
+    return json_response(FileList(data=data, first_id=first, last_id=last, has_more=len(found) > limit))
+
+
+async def get_file(request: web.Request) -> web.Response:
+    return json_response(file_object(await find_file(request)))
+
+
+async def get_content(request: web.Request) -> web.StreamResponse:
+    record, service = await find_file(request), batch_service(request)
+    path = service.store.path(record.id)
+    if not path.is_file():
+        await find_file(request)  # 404, when it was deleted meanwhile
+        raise ApiError(500, f"the content of {record.id} is lost: its file is gone from the disk")
+    headers = {"Content-Type": "application/octet-stream", "Content-Disposition": "attachment"}
+    return FileDownload(path, headers)
+
+
+async def delete_file(request: web.Request) -> web.Response:
+    service, file_id = batch_service(request), request.match_info["file"]
+    try:
+        remove = partial(service.store.remove_file, file_id, viewer_of(request))
+        await asked(service, remove, "file", file_id, service.batches.insist)
+    except InUseError as error:
+        message = f"the file is the input of {error}, which has not ended; cancel that, or delete it if it has failed"
+        raise ApiError(409, message, code="file_in_use") from None
+    return json_response(FileDeleted(id=file_id))
+
+
+async def find_file(request: web.Request) -> FileRecord:
+    service, file_id = batch_service(request), request.match_info["file"]
+    return await asked(service, partial(service.store.file, file_id, viewer_of(request)), "file", file_id)
+
+
+async def asked(
+    service: BatchService,
+    work: Callable[[], T],
+    what: str,
+    name: str | None,
+    run: Callable[[Callable[[], T]], Awaitable[T]] | None = None,
+) -> T:
+    """What the store answers; raises ApiError when there is no such thing (404), or the disk does not work.
+
+    run: how it is asked; None: by the writer.
+    """
+    try:
+        return await (run or service.writer.run)(work)
+    except NotFoundError:
+        raise ApiError(404, f"there is no {what} {clean(name or '')!r}", param="id", code="not_found") from None
+    except StorageError as error:
+        raise storage_failed(error) from error
+
+
+def storage_failed(error: StorageError) -> ApiError:
+    if error.full:
+        return ApiError(507, "the server's disk is full; nothing was kept", code="disk_full")
+    return ApiError(500, "the server's disk does not work; nothing was kept", code="storage_failed")
+
+
+def over_quota(error: QuotaError) -> ApiError:
+    return ApiError(429, str(error), code="insufficient_quota")
+
+
+def file_object(record: FileRecord) -> FileObject:
+    return FileObject(
+        id=record.id,
+        bytes=record.bytes,
+        created_at=record.created_at,
+        expires_at=record.expires_at,
+        filename=record.filename,
+        purpose=record.purpose,
+    )
+
+
+class Query:
+    """The parameters of a list. Raises ApiError (400) for others."""
+
+    def __init__(self, request: web.Request, known: Container[str]) -> None:
+        self._values: dict[str, str] = {}
+        for name, value in request.query.items():
+            if name not in known:
+                raise bad_request(f"'{clean(name)}' is not supported", param=clean(name))
+            if name in self._values:
+                raise bad_request(f"'{name}' is given more than once", param=name)
+            self._values[name] = clean(value)
+
+    def text(self, name: str) -> str | None:
+        return self._values.get(name)
+
+    def number(self, name: str, default: int, most: int) -> int:
+        text = self._values.get(name, str(default))
+        if not (text.isascii() and text.isdecimal() and len(text) <= 12 and 1 <= int(text) <= most):
+            raise bad_request(f"'{name}' must be 1 to {most}, got {text!r}", param=name)
+        return int(text)
+
+    def order(self) -> Literal["asc", "desc"]:
+        match self._values.get("order", "desc"):
+            case "asc":
+                return "asc"
+            case "desc":
+                return "desc"
+            case other:
+                raise bad_request(f"'order' must be asc or desc, got {other!r}", param="order")

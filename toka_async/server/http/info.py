@@ -1,0 +1,141 @@
+"""The small routes: models, health, version, metrics, /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+import numpy as np
+from aiohttp import web
+from msgspec import UNSET
+from prometheus_client import CONTENT_TYPE_LATEST
+
+import toka_async
+from toka_async.arrays import Int32
+from toka_async.openai.errors import bad_request, model_not_found
+from toka_async.openai.prompts import check_vocabulary, token_ids
+from toka_async.openai.requests import DetokenizeRequest, TokenizeRequest
+from toka_async.openai.responses import DetokenizeResponse, Health, Model, ModelList, TokenizeResponse, Version
+from toka_async.server.access.guard import GUARD
+from toka_async.server.access.guard_metrics import account_metrics
+from toka_async.server.engine.load import load_of
+from toka_async.server.generate.chat import wire_chat
+from toka_async.server.generate.events import ENCODER
+from toka_async.server.generate.service import Service
+from toka_async.server.http.receive import read_request
+from toka_async.server.http.respond import SERVICE, json_response
+from toka_async.text.detokenize import Detokenizer
+from toka_async.text.tokenizer import Tokenizer
+
+MANY = 4096  # tokens that take milliseconds
+PART = 1 << 14  # tokens
+
+
+async def models(request: web.Request) -> web.Response:
+    return json_response(ModelList(data=[served_model(request.app[SERVICE])]))
+
+
+async def model(request: web.Request) -> web.Response:
+    """Names may contain slashes."""
+    service, name = request.app[SERVICE], request.match_info["model"]
+    if name != service.name:
+        raise model_not_found(name, service.name)
+    return json_response(served_model(service))
+
+
+def served_model(service: Service) -> Model:
+    """503 until the engine is ready: clients wait for this route to answer."""
+    limits = service.limits()
+    return Model(
+        id=service.name,
+        created=service.created,
+        root=service.name,
+        max_model_len=limits.max_context,
+        vocab_size=limits.vocab_size,
+    )
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 when requests are taken and every replica is there, else 503."""
+    request.app[SERVICE].engine.check_whole()
+    return json_response(Health())
+
+
+async def ping(_request: web.Request) -> web.Response:
+    """200 while the process answers, whatever the engine does."""
+    return json_response(Health())
+
+
+async def load(request: web.Request) -> web.Response:
+    """How busy the server is now: for routers and autoscalers, cheaper to read than /metrics."""
+    engine = request.app[SERVICE].engine
+    await engine.replicas.refresh()
+    return json_response(load_of(engine))
+
+
+async def version(_request: web.Request) -> web.Response:
+    return json_response(Version(toka_async.__version__))
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Prometheus' text: the schedulers' counts of now, and the accounts that the request's key may see."""
+    guard, engine = request.app[GUARD], request.app[SERVICE].engine
+    await engine.replicas.refresh()
+    text = engine.metrics.text() + account_metrics(guard, guard.shown(request))
+    return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """A prompt, with the special tokens that completions add; or messages, as chat tokenizes them."""
+    service = request.app[SERVICE]
+    wire = await read_request(request, TokenizeRequest)
+    service.check_model(wire.model)
+    if (wire.prompt is None) == (wire.messages is None):
+        raise bad_request("give either 'prompt' or 'messages'", param="prompt")
+    text = wire.prompt if wire.prompt is not None else await service.render(wire_chat(wire))
+    special = wire.messages is None if wire.add_special_tokens is None else wire.add_special_tokens
+    param = "prompt" if wire.messages is None else "messages"
+    ids = await service.tokenize(text, special, param)
+    made = partial(tokenized, service.tokenizer, service.limits().max_context, wire.return_token_strs)
+    body = await service.in_thread(made, ids, is_long=ids.size > MANY)
+    return web.Response(body=body, content_type="application/json")
+
+
+def tokenized(tokenizer: Tokenizer, max_context: int, with_strs: bool, ids: Int32) -> bytes:
+    """The answer: from a thread, since millions of ids would take the event loop seconds."""
+    tokens = ids.tolist()
+    strs = [tokenizer.spelling(token_id) for token_id in tokens] if with_strs else UNSET
+    answer = TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=max_context, token_strs=strs)
+    return ENCODER.encode(answer)
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """The text of token ids, special tokens included."""
+    service = request.app[SERVICE]
+    wire = await read_request(request, DetokenizeRequest)
+    service.check_model(wire.model)
+    vocab_size, max_mb = service.limits().vocab_size, service.config.max_body_mb
+    made = partial(detokenized, service.tokenizer, vocab_size, max_mb)
+    body = await service.in_thread(made, wire.tokens, is_long=len(wire.tokens) > MANY)
+    return web.Response(body=body, content_type="application/json")
+
+
+def detokenized(tokenizer: Tokenizer, vocab_size: int, max_mb: int, tokens: Sequence[int]) -> bytes:
+    """The answer, made a part at a time: from a thread, that lets others have their turns. Raises ApiError (400), also
+    when its text has more than `max_mb` MiB.
+    """
+    ids = token_ids(tokens) if tokens else np.zeros(0, np.int32)
+    check_vocabulary(ids, vocab_size, "tokens")
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    parts: list[bytes] = []
+    num_bytes = 0
+    for start in range(0, ids.size, PART):
+        parts.append(ENCODER.encode(detokenizer.push(ids[start : start + PART].tolist()))[1:-1])
+        num_bytes += len(parts[-1])
+        if num_bytes > max_mb << 20:
+            raise bad_request(
+                f"the text of 'tokens' has more than server.max_body_mb ({max_mb} MiB); send fewer", param="tokens"
+            )
+    parts.append(ENCODER.encode(detokenizer.finish())[1:-1])
+    return ENCODER.encode(DetokenizeResponse(msgspec.Raw(b'"%b"' % b"".join(parts))))

@@ -1,0 +1,101 @@
+"""The columns of results: made from the engine's rows or from finished samples, and parts of them.
+
+Knows the protocol's columns; knows no engine and no client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from toka_async.arrays import Bool, Int32
+from toka_async.protocol import Columns, Results
+from toka_async.server.engine.direct_rows import DirectRows, parts_of
+from toka_async.server.engine.rows import NO_ROWS, TokenRows, join
+
+PER_ROW = ("ids", "samples", "counts", "reasons", "cached", "text_lengths", "stops")
+
+
+def of_rows(rows: DirectRows, cached: Int32) -> tuple[Results, Columns]:
+    """Of rows by the client's ids; `cached` [r]."""
+    width = max(rows.num_logprobs, 0)
+    columns: Columns = {
+        "ids": rows.keys,
+        "samples": rows.samples,
+        "counts": rows.counts,
+        "reasons": rows.reasons,
+        "cached": cached,
+        "token_ids": rows.token_ids,
+    }
+    if rows.num_logprobs >= 0:
+        columns["logprobs"] = rows.logprobs
+    if width:
+        columns |= {"top_ids": rows.top_ids, "top_logprobs": rows.top_logprobs}
+    return Results(seq=0, num_top=width, columns=tuple(columns)), columns
+
+
+class SampleColumns:
+    """Collects samples of one request, or new parts of them.
+
+    Args:
+        num_logprobs: -1 for none.
+        text, stops: whether there are such columns.
+    """
+
+    def __init__(self, key: int, num_cached: int, num_logprobs: int, *, text: bool, stops: bool) -> None:
+        self._key = key
+        self._num_cached = num_cached
+        self._num_logprobs = num_logprobs
+        self._has_text = text
+        self._has_stops = stops
+        self._rows: list[tuple[int, int, int]] = []  # sample, reason, stop
+        self._parts: list[TokenRows] = []
+        self._texts: list[bytes] = []
+
+    def add(self, sample: int, rows: TokenRows, text: str, reason: int, stop: int) -> None:
+        self._rows.append((sample, reason, stop))
+        self._parts.append(rows)
+        self._texts.append(text.encode("utf-8", "replace") if self._has_text else b"")
+
+    def columns(self) -> tuple[Results, Columns]:
+        """Of all that was added, something at least."""
+        samples, reasons, stops = np.asarray(self._rows, np.int32).T
+        everything = join([part for part in self._parts if len(part)]) if any(map(len, self._parts)) else NO_ROWS
+        width = max(self._num_logprobs, 0)
+        columns: Columns = {
+            "ids": np.full(samples.size, self._key, np.int64),
+            "samples": samples,
+            "counts": lengths(self._parts),
+            "reasons": reasons,
+            "cached": np.full(samples.size, self._num_cached, np.int32),
+            "token_ids": everything.token_ids,
+        }
+        if self._num_logprobs >= 0:
+            columns["logprobs"] = everything.logprobs
+        if width:
+            columns |= {"top_ids": everything.top_ids.reshape(-1), "top_logprobs": everything.top_logprobs.reshape(-1)}
+        if self._has_text:
+            columns |= {"text_lengths": lengths(self._texts), "texts": np.frombuffer(b"".join(self._texts), np.uint8)}
+        if self._has_stops:
+            columns["stops"] = stops
+        return Results(seq=0, num_top=width, columns=tuple(columns)), columns
+
+
+def lengths(parts: Sequence[TokenRows] | Sequence[bytes]) -> Int32:
+    return np.asarray([len(part) for part in parts], np.int32)
+
+
+def chosen(columns: Columns, rows: Bool) -> Columns:
+    """Some rows, by mask [r], with their tokens and texts."""
+    counts = columns["counts"]
+    num_tokens = max(1, int(counts.sum()))
+    made: Columns = {}
+    for name, values in columns.items():
+        if name in PER_ROW:
+            made[name] = values[rows]
+        elif name == "texts":
+            made[name] = parts_of(values, columns["text_lengths"], rows)
+        else:
+            made[name] = parts_of(values, counts * (values.size // num_tokens), rows)
+    return made

@@ -1,0 +1,148 @@
+"""How much of a GPU's memory is left for the KV cache, once weights and the largest step have theirs.
+
+Knows the model's shape and the limits; what a step really needs is measured by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from toka_async.attention.kv_cache import bytes_per_token
+from toka_async.checkpoint.limits import RankLimits
+from toka_async.checkpoint.spec import ModelError, ModelSpec
+from toka_async.config import CacheConfig, ScheduleConfig
+from toka_async.runner.slab_sampler import SLAB_BYTES
+from toka_async.startup.memory import free_cuda_memory
+
+_HISTORY_BYTES = 4  # per token: its id
+LINKED = 4  # residuals of a token that a stage holds beside its own: two that come, two that go
+# Beyond what a step allocates: graphs, libraries' workspaces, and what an allocator's blocks waste.
+_SPARE_SHARE = 0.02
+_SPARE_BYTES = 1 << 30
+
+
+def page_bytes_of(spec: ModelSpec, cache: CacheConfig, dtype: torch.dtype) -> int:
+    """Bytes of a page over all layers."""
+    return cache.page_size * (bytes_per_token(spec, dtype) + _HISTORY_BYTES)
+
+
+def pages_of_largest_step(limits: RankLimits, page_size: int, most: int = 2**31) -> int:
+    """Enough for a step of the most rows and tokens, and a token more of each; `most`, where rows can share pages."""
+    return max(1, min(limits.max_seqs * 2 + -(-limits.max_tokens // page_size), most))
+
+
+def pages_for_trial(limits: RankLimits, page_size: int, page_bytes: int, device: torch.device, fraction: float) -> int:
+    """Of the largest step, as far as they leave most of the memory to it."""
+    return pages_of_largest_step(limits, page_size, free_cuda_memory(device, fraction) // (8 * page_bytes))
+
+
+def does_not_fit(limits: RankLimits) -> ModelError:
+    """What to say when the largest step ran out of memory."""
+    seqs, tokens = limits.max_seqs, limits.max_tokens
+    return ModelError(
+        f"schedule.max_seqs={seqs}, schedule.max_tokens={tokens}: the largest step does not fit the GPU's memory; try "
+        f"{max(1, seqs // 2)} and {max(1, tokens // 2)}"
+    )
+
+
+def memory_for_cache(device: torch.device, fraction: float, peak: int) -> int:
+    """Bytes that the cache may take when weights and the largest step together take `peak` of torch's."""
+    reserved = torch.cuda.memory_reserved(device)
+    total = torch.cuda.get_device_properties(device).total_memory
+    return free_cuda_memory(device, fraction) + reserved - peak - spare_bytes(total)
+
+
+def spare_bytes(total: int) -> int:
+    """Of a GPU with `total` bytes: what neither weights, the largest step nor the cache get."""
+    return int(_SPARE_SHARE * total) + _SPARE_BYTES
+
+
+def check_largest_step(
+    spec: ModelSpec,
+    limits: RankLimits,
+    dtype: torch.dtype,
+    page_size: int,
+    device: torch.device,
+    fraction: float,
+    share: float = 1.0,
+    num_parts: int = 1,
+) -> None:
+    """Refuse limits whose largest step cannot fit in a share of the memory that is left, before it is tried.
+
+    num_parts: micro-batches that it is computed in, one after the other. Raises ModelError, which names the setting
+    that takes more, and a value that would fit.
+    """
+    free = int(share * (free_cuda_memory(device, fraction) - _slab_bytes(spec, limits)))
+    token, row = token_bytes(spec, dtype, num_parts), row_bytes(spec, limits, dtype, page_size, num_parts)
+    needed = limits.max_tokens * token + limits.max_seqs * row
+    if needed <= free:
+        return
+    fits = _fitting(limits, token, row, free)
+    now = {"schedule.max_seqs": limits.max_seqs, "schedule.max_tokens": limits.max_tokens}
+    settings = ", ".join(f"{name}={value}" for name, value in now.items() if name in fits or not fits)
+    advice = " and ".join(map(str, fits.values()))
+    raise ModelError(
+        f"{settings}: the largest step takes about {needed >> 20} MiB where {max(free, 0) >> 20} MiB are free; "
+        + (f"use at most {advice}" if fits else "use a smaller model, or raise cache.memory_fraction")
+    )
+
+
+def fitting_limits(limits: RankLimits, schedule: ScheduleConfig, check: Callable[[RankLimits], None]) -> RankLimits:
+    """The limits, those that are `auto` halved until `check` accepts them.
+
+    Raises ModelError when it does not accept what was asked for, or the smallest.
+    """
+    while True:
+        try:
+            check(limits)
+        except ModelError:
+            seqs = limits.max_seqs // 2 if schedule.max_seqs == "auto" else limits.max_seqs
+            tokens = limits.max_tokens // 2 if schedule.max_tokens == "auto" else limits.max_tokens
+            smaller = replace(limits, max_seqs=seqs, max_tokens=max(seqs, tokens))
+            if smaller == limits or seqs < 1:
+                raise
+            limits = smaller
+        else:
+            return limits
+
+
+def _fitting(limits: RankLimits, token: int, row: int, free: int) -> dict[str, int]:
+    """Settings with which the largest step fits: half of what takes more, or less, else both in proportion."""
+    seqs, tokens = limits.max_seqs, limits.max_tokens
+    if seqs * row > tokens * token:
+        fewer = min(seqs // 2, (free - tokens * token) // row)
+        if fewer >= 1:
+            return {"schedule.max_seqs": fewer}
+    else:
+        fewer = min(tokens // 2, (free - seqs * row) // token)
+        if fewer >= seqs:  # each has a token of a step
+            return {"schedule.max_tokens": fewer}
+    share = max(free, 0) / (seqs * row + tokens * token)
+    both = {"schedule.max_seqs": int(seqs * share), "schedule.max_tokens": int(tokens * share)}
+    return both if both["schedule.max_seqs"] else {}
+
+
+def _slab_bytes(spec: ModelSpec, limits: RankLimits) -> int:
+    """Of what plain torch samples at once, and what it makes of that."""
+    return 12 * min(SLAB_BYTES["cuda"], limits.max_tokens * spec.vocab_size * 4)
+
+
+def token_bytes(spec: ModelSpec, dtype: torch.dtype, num_parts: int = 1) -> int:
+    """Of a token in a step: a layer's widest moment (residual, norm, gate, up and their product) and its keys.
+
+    Of a step in parts, the moment is that of one part's tokens, whose residuals come and go as well.
+    """
+    projections = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    a_token = 4 * spec.hidden_size + 3 * spec.intermediate_size + 2 * projections
+    if num_parts > 1:
+        a_token = -(-(a_token + LINKED * spec.hidden_size) // num_parts)
+    return a_token * dtype.itemsize + bytes_per_token(spec, dtype)
+
+
+def row_bytes(spec: ModelSpec, limits: RankLimits, dtype: torch.dtype, page_size: int, num_parts: int = 1) -> int:
+    """Of a row: its logits, its line in the page table, what sampling keeps of it."""
+    logits = -(-spec.vocab_size * dtype.itemsize // num_parts)
+    return logits + spec.vocab_size // 4 + 4 * limits.max_context // page_size

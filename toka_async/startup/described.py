@@ -1,0 +1,42 @@
+"""What a rank tells of its device once it is ready: its name, and what has taken its memory.
+
+Knows bytes; knows neither models nor caches.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+from toka_async.messages import RankDevice
+from toka_async.startup.device import device_text
+from toka_async.startup.memory import available_memory
+
+
+def describe_device(rank: int, device: torch.device, dtype: torch.dtype, weights: int, cache: int) -> RankDevice:
+    """`weights` and `cache`: their bytes."""
+    if device.type == "cuda":
+        used = torch.cuda.memory_reserved(device)
+        free, total = torch.cuda.mem_get_info(device)
+    else:
+        used = weights + cache
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        free = max(0, available_memory() - cache)  # of which hardly a page has been written to yet
+    return RankDevice(
+        rank=rank,
+        device=device_text(device),
+        dtype=str(dtype).removeprefix("torch."),
+        weights=weights,
+        cache=cache,
+        used=used,
+        free=free,
+        total=total,
+    )
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Of its parameters and buffers; what several of them share counts once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())

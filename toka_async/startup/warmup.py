@@ -1,0 +1,144 @@
+"""First steps, so that no request pays for what happens once: thread pools, kernels, captured graphs.
+
+Every kind of step is computed: one row and all rows, one token and many, with and without shared prefixes, all ways to
+sample. Afterwards nothing is compiled any more. Knows messages; leaves the runner without rows.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from toka_async.arrays import column, i32_column
+from toka_async.messages import Ready, SamplingParams
+from toka_async.runner.micro_batches import LEAST_TOKENS
+from toka_async.runner.runner import Runner
+from toka_async.startup.progress import StartupProgress
+from toka_async.startup.synthetic import GREEDY, SyntheticRows
+
+_DECODE_STEPS = 3
+_PROMPT_TOKENS = 8
+# What kernels sample, and what needs plain torch.
+FAST = (
+    GREEDY,
+    SamplingParams(temperature=0.6),
+    SamplingParams(temperature=0.6, top_p=0.9),
+    SamplingParams(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05),
+    SamplingParams(min_p=0.1, num_logprobs=0),
+)
+SLOW = (
+    SamplingParams(presence_penalty=0.5, frequency_penalty=0.5, num_logprobs=5, num_prompt_logprobs=5),
+    SamplingParams(top_k=100, top_p=0.9, repetition_penalty=1.1),
+    SamplingParams(
+        bias_ids=i32_column([0]),
+        bias_values=column(np.ones(1, np.float32)),
+        min_tokens=2,
+        end_ids=i32_column([0]),
+    ),
+)
+
+
+def warm_up(
+    runner: Runner,
+    stages: StartupProgress,
+    max_graph_seqs: int = 0,
+    grouped: bool = False,
+    num_parts: int = 1,
+    sizes: Sequence[int] = (),
+) -> None:
+    """Compute, and on a GPU capture, all that steps can be made of.
+
+    max_graph_seqs: rows of the largest graph; 0: none is captured. grouped: steps may have shared prefixes. num_parts:
+    micro-batches that they are computed in. sizes: see `DecodePass.capture`.
+    """
+    on_gpu = runner.decode is not None
+    with stages.stage("warm-up"):
+        loads = gpu_loads(runner.ready, num_parts) if on_gpu else cpu_loads(runner.ready)
+        if runner.ready.async_tp_min_tokens:
+            loads.append(largest_load(runner.ready))
+        for number, load in enumerate(loads):
+            load(runner)
+            stages.show(number + 1, len(loads))
+    if runner.decode is not None and max_graph_seqs:
+        most = min(max_graph_seqs, runner.ready.max_seqs)
+        with stages.stage("graphs"):
+            for done, total in runner.decode.capture(most, grouped, sizes):
+                stages.show(done, total)
+            for load in loads:  # replayed once: a graph's first launch takes longer
+                load(runner)
+    gc.collect()
+    runner.warmed()
+
+
+Load = Callable[[Runner], None]
+
+
+def cpu_loads(ready: Ready) -> list[Load]:
+    """A prompt and some tokens after it."""
+    length = max(1, min(_PROMPT_TOKENS, SyntheticRows(ready).room(_DECODE_STEPS), ready.max_tokens))
+    return [rows_load([length], (SamplingParams(top_p=0.9),))]
+
+
+def gpu_loads(ready: Ready, num_parts: int = 1) -> list[Load]:
+    """Few rows and many, short and long, alone and grouped; in a step, and in each of its parts."""
+    size = ready.page_size
+    room = max(1, min(SyntheticRows(ready).room(_DECODE_STEPS + 2), ready.max_tokens))
+    length = min(_PROMPT_TOKENS, room)
+    pages = -(-(length + _DECODE_STEPS + 2) // size)
+    most = min(ready.max_seqs, max(1, ready.num_pages // pages - 1), ready.max_tokens // length)
+    loads: list[Load] = []
+    for count in dict.fromkeys((*in_parts((1, 2, 3, 17, 64, 300, 1100), num_parts), most)):
+        if 0 < count <= most:
+            loads.append(rows_load([length] * count, FAST))
+            if count in (1, 17, most):
+                loads.append(rows_load([length] * min(count, 300), (*SLOW, GREEDY)))
+    loads.append(rows_load([1], (GREEDY,)))
+    lengths = [room // part for part in (1, 2, 16)] + [LEAST_TOKENS * num_parts] * (num_parts > 1)
+    loads += [rows_load([length], (GREEDY,)) for length in lengths if 0 < length <= room]
+    for count, shared in (*((count, 4) for count in in_parts((64,), num_parts)), (2, 1), (most, 32)):
+        fits = shared + count * pages <= ready.num_pages and 1 < count <= ready.max_seqs
+        if fits and (shared + pages) * size <= ready.max_context and count * 2 <= ready.max_tokens:
+            loads.append(rows_load([shared * size + 2] * count, FAST, shared, count))
+    return loads
+
+
+def in_parts(counts: Sequence[int], num_parts: int) -> list[int]:
+    """Rows of a step: so many, and as many as give each part so many."""
+    return [*counts, *(count * num_parts for count in counts)] if num_parts > 1 else [*counts]
+
+
+def largest_load(ready: Ready) -> Load:
+    """As many tokens in one step as there may be, of as many rows as there may be, that sample in every way."""
+    each = max(1, min(ready.max_tokens // ready.max_seqs, ready.max_context - 2))
+    lengths = np.full(ready.max_seqs, each)
+    more = np.full(ready.max_seqs, max(0, ready.max_context - 2 - each)).cumsum()
+    spare = ready.max_tokens - int(lengths.sum())
+    lengths += np.diff(np.minimum(more, spare), prepend=0)
+    return rows_load(lengths.tolist(), (*FAST, SLOW[0]), num_decode=1, reuse=True)
+
+
+def rows_load(
+    lengths: Sequence[int],
+    sampling: Sequence[SamplingParams],
+    num_shared: int = 0,
+    num_grouped: int = 0,
+    num_decode: int = _DECODE_STEPS,
+    reuse: bool = False,
+) -> Load:
+    """Prompts, then tokens after them, then one prompt more beside them; as far as they fit, but for `reuse`d pages."""
+
+    def load(runner: Runner) -> None:
+        rows = SyntheticRows(runner.ready, num_shared, reuse)
+        runner.run(rows.step(lengths, sampling))
+        for _ in range(num_decode):
+            if rows.has_room(0):
+                runner.run(rows.step(num_grouped=num_grouped))
+        if len(lengths) < runner.ready.max_seqs and len(lengths) + lengths[0] <= runner.ready.max_tokens:
+            another = min(lengths[0], num_shared * runner.ready.page_size + 3)
+            if rows.has_room(another):
+                runner.run(rows.step([another], (GREEDY,), num_grouped))
+        runner.run(rows.end())
+
+    return load

@@ -1,0 +1,263 @@
+"""Which steps tensor ranks compute in shards of tokens, their collectives overlapped with their products.
+
+As configured, or measured: a layer's time both ways at a handful of token counts. Knows a layer, not what is around it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from toka_async.attention.base import AttentionBatch, QueryKeyNorm
+from toka_async.checkpoint.spec import ModelSpec
+from toka_async.model.activation_layout import ActivationLayout, LayoutPolicy, Replicated, SequenceSharded
+from toka_async.model.comm import Comm
+from toka_async.model.decoder import Decoder
+from toka_async.model.ops import Ops
+from toka_async.model.overlap import overlapped, release, reserve, why_not
+from toka_async.model.weights import build_decoder, random_weights
+from toka_async.tuning.store import Facts, TuningCache
+
+logger = logging.getLogger(__name__)
+
+MARGIN = 1.02  # less is chance
+_LEAST_TOKENS = 512  # nothing is gained below
+LAYERS = 8  # timed together, so that the host is ahead of the device where it can be
+_ROUNDS = 3
+
+
+class LayoutClock(Protocol):
+    def __call__(self, run: LayerRun) -> float:
+        """Milliseconds that it takes."""
+        ...
+
+
+# Finds the fastest products of a decoder's layers, for steps of these numbers of tokens.
+Tune = Callable[[Decoder, Sequence[int]], None]
+
+
+@dataclass(slots=True, frozen=True)
+class Timing:
+    """Milliseconds of a layer at `num_tokens`, each rank with all tokens, and in shards."""
+
+    num_tokens: int
+    whole: float
+    shards: float
+
+
+@dataclass(slots=True, frozen=True)
+class RankShape:
+    """What a rank's layers are made of. spec: of the whole model. max_tokens: of one step."""
+
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: torch.device
+    ops: Ops
+    max_tokens: int
+
+
+def workspace_bytes(spec: ModelSpec, dtype: torch.dtype, max_tokens: int, num_ranks: int) -> int:
+    """What ranks read of each other: two parts of a product's output, a share of a step's tokens each."""
+    return 2 * -(-max_tokens // num_ranks) * spec.hidden_size * dtype.itemsize
+
+
+def build_spreads(
+    asked: int | Literal["auto"],
+    comm: Comm,
+    shape: RankShape,
+    most_captured: int,
+    clock: LayoutClock | None = None,
+    world: Comm | None = None,
+    tune: Tune | None = None,
+    tuning_cache: TuningCache | None = None,
+) -> LayoutPolicy:
+    """How steps are spread over the ranks, the same on each of them, which wait for each other.
+
+    comm: the ranks that hold the same layers. world: those of all stages, which do alike; None: there is one.
+    asked: `parallel.async_tp_min_tokens`. most_captured: tokens of the largest step that is captured; what is measured
+    is never as little, as a captured step has no host's time. clock: of tests. tune: called of what is measured with
+    the numbers of tokens, so that it is as fast as what will be served. tuning_cache: what earlier starts measured;
+    None: nothing. In shards, each rank has two tokens at least: of one, Inductor (torch 2.11) fails to compile what
+    depends on it.
+    """
+    whole, world = Replicated(comm), world or comm
+    if comm.size == 1 or asked == 0:
+        return LayoutPolicy(whole)
+    reason = why_not(comm, shape.device) or reserve(
+        comm, workspace_bytes(shape.spec, shape.dtype, shape.max_tokens, comm.size)
+    )
+    if not world.minimum(int(not reason)):
+        reason = reason or "another stage's GPUs cannot"
+    if reason:
+        return _not_overlapped(asked, comm, world, reason)
+    shards = overlapped(comm)
+    if asked != "auto":
+        return LayoutPolicy(whole, shards, _with_two_each(asked, comm))
+    counts = token_counts(most_captured, shape.max_tokens)
+    cache, facts = tuning_cache or TuningCache(None, {}), _facts(shape, comm, world, counts)
+    timings = _timings_of_before(cache, facts, counts, world)
+    if timings is None:
+        timings = measure(whole, shards, comm, shape, counts, clock or cuda_clock, tune) if counts else []
+        if world.rank == 0:
+            cache.keep("async-tp", facts, timings)
+    if shape.device.type == "cuda":
+        torch.cuda.empty_cache()  # what was taken for it
+    least = int(world.of_first(str(least_tokens(timings)).encode()))
+    _report(world, least, timings)
+    if not least:
+        release(comm)
+        return LayoutPolicy(whole)
+    return LayoutPolicy(whole, shards, least)
+
+
+def _timings_of_before(cache: TuningCache, facts: Facts, counts: Sequence[int], world: Comm) -> list[Timing] | None:
+    """Of an earlier start, as the first rank finds them, on all ranks: those who measure wait for each other."""
+    timings = cache.find("async-tp", facts, list[Timing])
+    if timings is not None and [timing.num_tokens for timing in timings] != [*counts]:
+        timings = None
+    return msgspec.json.decode(world.of_first(msgspec.json.encode(timings)), type=list[Timing] | None)
+
+
+def _facts(shape: RankShape, comm: Comm, world: Comm, counts: Sequence[int]) -> Facts:
+    """What a layer's times depend on."""
+    return {
+        "model": _one_layer(shape.spec),
+        "dtype": str(shape.dtype),
+        "ranks": [comm.size, world.size],
+        "tokens": list(counts),
+    }
+
+
+def _one_layer(spec: ModelSpec) -> ModelSpec:
+    return msgspec.structs.replace(spec, num_layers=1, windows=spec.windows[:1])
+
+
+def _not_overlapped(asked: int | Literal["auto"], comm: Comm, world: Comm, reason: str) -> LayoutPolicy:
+    """`auto` is never; a number stands, and collectives take their turn."""
+    if asked == "auto":
+        if world.rank == 0:
+            logger.info("async TP: never: %s", reason)
+        return LayoutPolicy(Replicated(comm))
+    least = _with_two_each(asked, comm)
+    if world.rank == 0:
+        logger.warning(
+            "parallel.async_tp_min_tokens=%d: steps from %d tokens on are in shards, but nothing overlaps: %s",
+            asked,
+            least,
+            reason,
+        )
+    return LayoutPolicy(Replicated(comm), SequenceSharded(comm), least)
+
+
+def _with_two_each(asked: int, comm: Comm) -> int:
+    """The smallest step of so many tokens that gives each rank more than one."""
+    return max(asked, comm.size + 1)
+
+
+def _report(comm: Comm, least: int, timings: Sequence[Timing]) -> None:
+    if comm.rank == 0:
+        times = ", ".join(f"{t.num_tokens}: {t.whole:.3f} {t.shards:.3f}" for t in timings)
+        when = f"from {least} tokens a step" if least else "never"
+        logger.info("async TP: %s; ms of a layer by tokens, without and with: %s", when, times or "not measured")
+
+
+def token_counts(most_captured: int, max_tokens: int) -> list[int]:
+    """What to measure: powers of two above the captured steps."""
+    counts = [_LEAST_TOKENS << doubled for doubled in range(32)]
+    return [count for count in counts if most_captured < count <= max_tokens]
+
+
+def least_tokens(timings: Sequence[Timing]) -> int:
+    """The least count from which on shards are faster by the margin; 0: there is none."""
+    least = 0
+    for timing in sorted(timings, key=lambda timing: -timing.num_tokens):
+        if timing.shards * MARGIN > timing.whole:
+            break
+        least = timing.num_tokens
+    return least
+
+
+def measure(
+    whole: ActivationLayout,
+    shards: ActivationLayout,
+    comm: Comm,
+    shape: RankShape,
+    counts: Sequence[int],
+    clock: LayoutClock,
+    tune: Tune | None = None,
+) -> list[Timing]:
+    """Both ways in turns, of a layer of random weights over no attention; medians."""
+    decoder = build_decoder(_one_layer(shape.spec), shape.dtype, shape.device, comm, shape.ops)
+    random_weights(decoder, seed=comm.rank)
+    if tune is not None:
+        tune(decoder, counts)
+    timings = []
+    for count in counts:
+        of_whole = LayerRun(decoder, whole, count, count)
+        of_shards = LayerRun(decoder, shards, count, -(-count // comm.size))
+        for run in (of_whole, of_shards):
+            run()  # what happens once
+        rounds = [[_timed(run, comm, clock) for run in (of_whole, of_shards)] for _ in range(_ROUNDS)]
+        timings.append(Timing(count, *(median(times) / LAYERS for times in zip(*rounds, strict=True))))
+    return timings
+
+
+def _timed(run: LayerRun, comm: Comm, clock: LayoutClock) -> float:
+    comm.minimum(0)  # ranks begin together
+    return clock(run)
+
+
+class LayerRun:
+    """A step's layers, computed by one: `num_tokens`, of which the rank has `num_own`."""
+
+    def __init__(self, decoder: Decoder, spread: ActivationLayout, num_tokens: int, num_own: int) -> None:
+        assert decoder.norm is not None
+        norm = decoder.norm.weight
+        self._layer = decoder.layers[0]
+        self.spread = spread
+        self.num_tokens = num_tokens
+        self._hidden = torch.randn(num_own, norm.numel(), dtype=norm.dtype, device=norm.device)
+        self._rotation = decoder.rope(torch.arange(num_tokens, device=norm.device), norm.dtype)
+        self._attention = NoAttention(decoder.num_heads)
+
+    @torch.inference_mode()
+    def __call__(self) -> None:
+        for _ in range(LAYERS):
+            self._layer(self._hidden, self._hidden, self._rotation, self._attention, self.spread)
+
+
+class NoAttention:
+    """Gives queries back, as fast as both ways allow."""
+
+    def __init__(self, num_heads: int) -> None:
+        self._num_heads = num_heads
+
+    def plan(self, batch: AttentionBatch) -> None:
+        raise AssertionError(f"nothing is planned, such as {batch}")
+
+    def attend(
+        self,
+        layer: int,  # noqa: ARG002
+        heads: Tensor,
+        rotation: tuple[Tensor, Tensor],  # noqa: ARG002
+        norm: QueryKeyNorm | None = None,  # noqa: ARG002
+    ) -> Tensor:
+        return heads[:, : self._num_heads]
+
+
+def cuda_clock(run: LayerRun) -> float:
+    """Of the device, from the first launch to the end of the last."""
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    first.record()
+    run()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last))
