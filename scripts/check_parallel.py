@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.processes.parallel_case import OPTIONS, Reference, ask_all, check_tokens, kill_under_load, make_model
+from tests.processes.parallel import OPTIONS, Reference, ask_all, check_tokens, kill_under_load, make_model
 from tests.processes.serving import Serving, is_alive, serving, wait_until_gone
 from toka_async.bench.loads.served import children_of
 from toka_async.checkpoint.division import tensor_sizes
@@ -72,7 +72,7 @@ def all_layouts(num_layers: int, tensor_sizes: list[int]) -> Iterator[Layout]:
 
 def worst(reference: Reference, answers: list[list[int]]) -> float:
     """How far the one process's own tokens are below transformers' likeliest."""
-    from tests.processes.parallel_case import REQUESTS
+    from tests.processes.parallel import REQUESTS
 
     prompts = [prompt for prompt, num_samples in REQUESTS for _ in range(num_samples)]
     return max(reference.gap(prompt, tokens) for prompt, tokens in zip(prompts, answers, strict=True))

@@ -28,8 +28,8 @@ from urllib.parse import urlsplit
 from hypothesis import strategies as st
 
 from tests.cases.drawn import drawn
-from tests.cases.form_cases import FORMS, TYPES, content_type
-from tests.cases.line_cases import FILES, LINES, check_file, check_line, encoded
+from tests.cases.forms import FORMS, TYPES, content_type
+from tests.cases.lines import FILES, LINES, check_file, check_line, encoded
 from tests.cases.wire_messages import HEARD, SAID, Client
 from tests.processes.garbage import garbage
 from tests.processes.http_fuzz import SMALL, fuzz, load, run_batch, seeded

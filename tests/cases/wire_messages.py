@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
-from tests.cases.wire_cases import FRAMES, VALUES, WORDS, Frames, mutated
+from tests.cases.wire import FRAMES, VALUES, WORDS, Frames, mutated
 from tests.drivers.direct import SESSION
 from toka_async.client.exchange import Exchange
 from toka_async.client.pending import News, Pending, RequestOptions

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from tests.cases.tokenizers_small import byte_level
-from tests.fakes.fake_scheduler import FakeScheduler
+from tests.cases.tokenizers import byte_level
+from tests.fakes.scheduler import FakeScheduler
 from toka_async.checkpoint.generation import GenerationDefaults
 from toka_async.config import ServerConfig
 from toka_async.messages import Submit, Submits

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.drivers.core_driver import CoreDriver, Received
+from tests.drivers.core import CoreDriver, Received
 from tests.drivers.page_rank import submit
 from toka_async.checkpoint.spec import read_spec
 from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.cases.models import make_checkpoint
-from tests.drivers.core_driver import Sample
+from tests.drivers.core import Sample
 from tests.drivers.engine import Engine
 from toka_async.arrays import as_i32
 from toka_async.attention.base import PrefixGroup

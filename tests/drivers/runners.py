@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.cases.models import make_checkpoint
-from tests.fakes.fake_graphs import FakeGraphs
+from tests.fakes.graphs import FakeGraphs
 from tests.fakes.plain_kernels import PlainKernels
 from toka_async.checkpoint.spec import read_spec
 from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig

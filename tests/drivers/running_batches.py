@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.fakes.fake_answers import FakeAnswers
+from tests.fakes.answers import FakeAnswers
 from toka_async.batches.clock import SettledClock
 from toka_async.batches.disk import Disk
 from toka_async.batches.records import Batch, BatchRecord, FileRecord

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.drivers.core_driver import CoreDriver, Received
+from tests.drivers.core import CoreDriver, Received
 from tests.drivers.page_rank import PageRank, expected
 from toka_async.arrays import as_i32
 from toka_async.messages import Ready

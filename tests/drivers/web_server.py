@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from tests.cases.tokenizers_small import byte_level
-from tests.fakes.fake_scheduler import FakeScheduler
+from tests.cases.tokenizers import byte_level
+from tests.fakes.scheduler import FakeScheduler
 from toka_async.batches.clock import SettledClock
 from toka_async.batches.store import Store
 from toka_async.checkpoint.generation import GenerationDefaults

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cases.drawn import drawn
-from tests.cases.line_cases import LINES
+from tests.cases.lines import LINES
 from tests.cases.wire_messages import SAID
 from tests.processes.garbage import garbage
 from tests.processes.http_fuzz import SMALL, fuzz, load, run_batch, seeded

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.parallel_case import OPTIONS, REQUESTS, TIE, Reference, ask_all, kill_under_load, make_model
+from tests.processes.parallel import OPTIONS, REQUESTS, TIE, Reference, ask_all, kill_under_load, make_model
 from tests.processes.serving import serving, wait_until_gone
 from toka_async.topology import Layout
 

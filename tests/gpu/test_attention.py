@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases.attention_cases import AttentionCase, make_case
+from tests.cases.attention import AttentionCase, make_case
 from toka_async.attention.base import AttentionBackend, QueryKeyNorm
 from toka_async.attention.blocks import TileLimits
 from toka_async.attention.build import NOT_MEASURED, build_attention

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.drivers.core_driver import Received, Sample
+from tests.drivers.core import Received, Sample
 from tests.drivers.gpu_models import VOCAB, Reference, WatchedEngine, make_model
 from tests.drivers.page_rank import submit
 from toka_async.messages import SamplingParams

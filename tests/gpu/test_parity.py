@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.drivers.core_driver import Sample
+from tests.drivers.core import Sample
 from tests.drivers.gpu_models import SHAPES, VOCAB, Reference, WatchedEngine, make_model
 from toka_async.messages import SamplingParams
 

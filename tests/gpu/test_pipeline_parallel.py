@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes.parallel_case import OPTIONS, REQUESTS, TIE, Reference, ask_all, make_model
+from tests.processes.parallel import OPTIONS, REQUESTS, TIE, Reference, ask_all, make_model
 from tests.processes.serving import serving, wait_until_gone
 
 pytestmark = [

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.cases.models import make_checkpoint
-from tests.drivers.core_driver import Received
+from tests.drivers.core import Received
 from tests.drivers.engine import Engine
 from toka_async.arrays import as_f32
 from toka_async.attention.blocks import TileLimits, TilePlan

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import zmq
 
-from tests.cases.wire_cases import Frames
+from tests.cases.wire import Frames
 from tests.cases.wire_messages import frames_of
 from toka_async.protocol import VERSIONS, Bye, Error, Hello, Submission, from_server
 

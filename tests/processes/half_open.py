@@ -13,7 +13,7 @@ import time
 from contextlib import closing
 
 from tests.drivers.web_server import WebServer, web_server
-from tests.fakes.fake_scheduler import FakeScheduler
+from tests.fakes.scheduler import FakeScheduler
 from toka_async.config import ServerConfig
 from toka_async.listening import open_listener
 from toka_async.server.http.acceptor import Acceptor

@@ -17,7 +17,7 @@ from typing import Any
 import openai
 from openai.types import Batch
 
-from tests.cases.line_cases import URLS, encoded
+from tests.cases.lines import URLS, encoded
 from tests.processes.serving import Serving
 
 ROOT = Path(__file__).parents[2]

@@ -28,12 +28,6 @@ async def ask(server: WebServer, key: str, **fields: Any) -> tuple[int, Any, str
         return response.status, await response.json(), response.headers.get("Retry-After")
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not is_so():
-            await asyncio.sleep(0.001)
-
-
 async def batch_of(client: openai.AsyncOpenAI, num_lines: int) -> Batch:
     body = {"prompt": [1, 2, 3], "max_tokens": 10}
     line = {"method": "POST", "url": "/v1/completions", "body": body}

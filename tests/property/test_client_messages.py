@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 
-from tests.cases.wire_cases import Frames
+from tests.cases.wire import Frames
 from tests.cases.wire_messages import HEARD, Client
 
 

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.drivers.core_driver import CoreDriver, Received
+from tests.drivers.core import CoreDriver, Received
 from tests.drivers.page_rank import expected, prompt_score, submit
 from toka_async.arrays import as_f32, as_i32, i32_column
 from toka_async.messages import Ready, Reason, SamplingParams

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.cases.wire_cases import Frames
+from tests.cases.wire import Frames
 from tests.cases.wire_messages import SAID
 from tests.drivers.direct import Bare, bare_endpoint, turns
-from tests.fakes.fake_scheduler import FakeScheduler
+from tests.fakes.scheduler import FakeScheduler
 from toka_async.protocol import Ack, Bye, Error
 
 FAITHFUL = b"faithful" * 2

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 
-from tests.cases.form_cases import FORMS, TYPES, content_type
+from tests.cases.forms import FORMS, TYPES, content_type
 from tests.drivers.web_server import WebServer, checked_error, web_server
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cases.line_cases import FILES, LINES, check_file, check_line, encoded
+from tests.cases.lines import FILES, LINES, check_file, check_line, encoded
 
 
 @settings(deadline=None, max_examples=40)

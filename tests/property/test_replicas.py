@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.fake_scheduler import READY, FakeScheduler
+from tests.fakes.scheduler import READY, FakeScheduler
 from toka_async.messages import SamplingParams, StopMask
 from toka_async.server.engine.engine import Engine
 from toka_async.server.engine.inflight import EngineStoppedError, InFlight, RequestGroup

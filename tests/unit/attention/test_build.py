@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 import torch
 
-from tests.cases.attention_cases import make_case
-from tests.fakes import fake_flashinfer
+from tests.cases.attention import make_case
+from tests.fakes import flashinfer as fake_flashinfer
 from toka_async.attention import build, flashinfer
 from toka_async.attention.build import NOT_MEASURED, Backend, build_attention, resolve_backend
 from toka_async.attention.choice import AutoChunks, AutoDecode, ChoiceTable, only

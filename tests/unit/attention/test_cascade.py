@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.cases.attention_cases import AttentionCase, make_case
-from tests.fakes import fake_flashinfer
+from tests.cases.attention import AttentionCase, make_case
+from tests.fakes import flashinfer as fake_flashinfer
 from toka_async.attention.cascade import CascadeDecode
 from toka_async.attention.flashinfer import WrapperShape
 

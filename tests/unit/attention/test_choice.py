@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases.attention_cases import AttentionCase, make_case
+from tests.cases.attention import AttentionCase, make_case
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.choice import AutoChunks, AutoDecode, MeasuredShape, nearest, only, smallest_groups
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from tests.cases.attention_cases import AttentionCase, make_case
-from tests.fakes import fake_flashinfer
+from tests.cases.attention import AttentionCase, make_case
+from tests.fakes import flashinfer as fake_flashinfer
 from toka_async.attention.base import PrefixGroup
 from toka_async.attention.flashinfer import (
     FlashInferChunks,

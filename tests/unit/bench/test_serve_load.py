@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from tests.drivers.until import until
 from tests.drivers.web_server import NAME, web_server
-from tests.fakes.fake_scheduler import READY, FakeScheduler
+from tests.fakes.scheduler import READY, FakeScheduler
 from tests.unit.bench.conftest import Parse
-from tests.unit.server.test_app import until
 from toka_async.bench import rates, serve_load
 from toka_async.bench.client import ListedModel, Reply, Sent
 from toka_async.bench.loads.served import BenchError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fakes.fake_model import FakeAttention, FakeCache, FakeModel, logits_of
+from tests.fakes.model import FakeAttention, FakeCache, FakeModel, logits_of
 from toka_async.arrays import as_i32
 from toka_async.attention.base import PrefixGroup
 from toka_async.bench.step_load import Case, DecodeSteps, DoesNotFitError, PromptSteps, random_prompt

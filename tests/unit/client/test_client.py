@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.drivers.direct import World, direct_server, runs, wait_for_runs
-from tests.fakes.fake_scheduler import FakeScheduler
+from tests.fakes.scheduler import FakeScheduler
 from toka_async.client import Client, ConnectionLostError, Event, RequestError, Result, Sample, SyncClient
 from toka_async.messages import Cancel, Cancels, Submit, Submits
 from toka_async.transport.curve import make_keys, read_public

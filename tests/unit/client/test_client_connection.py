@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from tests.drivers.direct import direct_server, runs, wait_for_runs
-from tests.fakes.fake_scheduler import FakeScheduler
+from tests.fakes.scheduler import FakeScheduler
 from tests.processes.cuttable import Cuttable
 from toka_async.client import Client, ConnectionLostError
 

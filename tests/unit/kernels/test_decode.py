@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from tests.cases.paged_case import PagedCase
+from tests.cases.paged import PagedCase
 from toka_async.kernels.decode import (
     MANY_ROWS,
     MOST_PARTIALS,

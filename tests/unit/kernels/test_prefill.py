@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 pytest.importorskip("triton")
 
-from tests.cases.paged_case import PagedCase
+from tests.cases.paged import PagedCase
 from toka_async.kernels.decode import Partial, merge
 from toka_async.kernels.prefill import SpanConfig, attend_chunks, attend_prefixes, span_config
 

@@ -11,10 +11,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.drivers.row_driver import VOCAB, Driver, Request, Row
+from tests.drivers.rows import VOCAB, Driver, Request, Row
 from tests.drivers.thread_ranks import run_ranks
-from tests.fakes.fake_graphs import FakeGraphs
-from tests.fakes.fake_model import FakeAttention, FakeCache, FakeModel, logits_of
+from tests.fakes.graphs import FakeGraphs
+from tests.fakes.model import FakeAttention, FakeCache, FakeModel, logits_of
 from toka_async.arrays import as_f32, as_i32
 from toka_async.attention.base import PrefixGroup
 from toka_async.kernels.sampling import SamplingKernels

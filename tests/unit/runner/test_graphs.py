@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fakes.fake_graphs import NUM_TIMED, FakeGraphs
-from tests.fakes.fake_model import FakeAttention
+from tests.fakes.graphs import NUM_TIMED, FakeGraphs
+from tests.fakes.model import FakeAttention
 from toka_async.attention.base import PrefixGroup
 from toka_async.runner.graphs import DecodeGraphs, fastest, graph_sizes
 

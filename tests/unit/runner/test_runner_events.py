@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.drivers.row_driver import VOCAB, Driver, Request
+from tests.drivers.rows import VOCAB, Driver, Request
 from toka_async.arrays import f32_column, i32_column
 from toka_async.messages import SamplingParams
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.cases.models import make_checkpoint
-from tests.drivers.core_driver import CoreDriver, Received
+from tests.drivers.core import CoreDriver, Received
 from tests.drivers.page_rank import submit
 from tests.drivers.stage_runners import StageRunners, setups, stage_runners
 from toka_async.arrays import as_f32

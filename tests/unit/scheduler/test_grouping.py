@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.drivers.core_driver import Received
+from tests.drivers.core import Received
 from tests.drivers.page_rank import submit
 from tests.drivers.small_core import SmallCore, got, wanted
 from tests.unit.scheduler.test_run_tree import naive_groups, pages_of

@@ -5,25 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 import pytest
 
+from tests.drivers.until import until
 from tests.drivers.web_server import JSON, JSON_HEAD, WebServer, checked_error, web_server
-from tests.fakes.fake_scheduler import FakeScheduler
+from tests.fakes.scheduler import FakeScheduler
 from toka_async.messages import Cancel, Submit
 from toka_async.server.http.respond import SERVICE
 
 PATH = "/v1/completions"
 LONG = {"prompt": ["x", "y"], "n": 2, "max_tokens": 400}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 def held() -> FakeScheduler:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.drivers.core_driver import CoreDriver
+from tests.drivers.core import CoreDriver
 from tests.drivers.page_rank import PageRank, submit
 from toka_async.arrays import as_f32, as_i32, as_i64, column, i32_column
 from toka_async.checkpoint.hub import resolve_model

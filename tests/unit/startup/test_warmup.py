@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.drivers.step_checker import StepChecker
-from tests.fakes.fake_graphs import FakeGraphs
-from tests.fakes.fake_model import FakeAttention, FakeCache, FakeModel
+from tests.fakes.graphs import FakeGraphs
+from tests.fakes.model import FakeAttention, FakeCache, FakeModel
 from toka_async.arrays import EMPTY
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention

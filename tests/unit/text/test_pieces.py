@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cases import tokenizers_small as small
+from tests.cases import tokenizers as small
 from toka_async.text.pieces import build_pieces, strip_start
 from toka_async.text.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cases import tokenizers_small as small
+from tests.cases import tokenizers as small
 from toka_async.text.automaton import Automaton
 from toka_async.text.detokenize import Detokenizer
 from toka_async.text.stop import StopFilter, StopMatch, StopStrings, StopWatch, first_stop_token, window_stop

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.cases import tokenizers_small as small
+from tests.cases import tokenizers as small
 from toka_async.text.tokenizer import Tokenizer
 from toka_async.text.tokenizer_files import TokenizerError
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cases import tokenizers_small as small
+from tests.cases import tokenizers as small
 from toka_async.text.tokenizer import Tokenizer
 from toka_async.text.vocabulary import Vocabulary
 

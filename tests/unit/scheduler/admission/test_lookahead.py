@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.drivers.core_driver import CoreDriver
+from tests.drivers.core import CoreDriver
 from tests.drivers.page_rank import submit
 from toka_async.arrays import Float64, Int32, i32_column
 from toka_async.messages import Ready, SamplingParams

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import toka_async.server
+from tests.drivers.until import until
 from tests.drivers.web_server import JSON, WebServer, web_server
-from tests.fakes.fake_scheduler import READY, FakeScheduler
+from tests.fakes.scheduler import READY, FakeScheduler
 from tests.processes.keyed import KEYS
-from tests.unit.server.test_app import until
 from toka_async.logs import JsonLines
 from toka_async.server.access.access_log import MOST_REASON
 

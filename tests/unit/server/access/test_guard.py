@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from tests.drivers.web_server import JSON_HEAD, WebServer, checked_error, web_server
-from tests.fakes.fake_scheduler import FakeScheduler
+from tests.fakes.scheduler import FakeScheduler
 from tests.processes.keyed import ALICE, BOB, KEYS, ask, bearer
 from toka_async.config import ServerConfig
 from toka_async.messages import Cancel, Submit

@@ -10,9 +10,10 @@ import openai
 import pytest
 from openai.types import BatchRequestCounts
 
+from tests.drivers.until import until
 from tests.drivers.web_server import WebServer, web_server
-from tests.fakes.fake_scheduler import FakeScheduler
-from tests.processes.keyed import ALICE, BOB, KEYS, ask, batch_of, bearer, ended, until
+from tests.fakes.scheduler import FakeScheduler
+from tests.processes.keyed import ALICE, BOB, KEYS, ask, batch_of, bearer, ended
 from toka_async.messages import Submit
 from toka_async.server.access.keys import Key, Keys, digest_of
 from toka_async.server.http.files import BATCHES

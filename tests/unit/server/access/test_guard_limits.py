@@ -8,9 +8,10 @@ from pathlib import Path
 
 import openai
 
+from tests.drivers.until import until
 from tests.drivers.web_server import checked_error, web_server
-from tests.fakes.fake_scheduler import FakeScheduler
-from tests.processes.keyed import ALICE, BOB, KEYS, ask, bearer, until
+from tests.fakes.scheduler import FakeScheduler
+from tests.processes.keyed import ALICE, BOB, KEYS, ask, bearer
 from toka_async.server.access.guard import GUARD
 from toka_async.server.http.respond import SERVICE
 

@@ -15,7 +15,7 @@ import pytest
 from openai.types import Batch
 
 from tests.drivers.web_server import WebServer, web_server
-from tests.fakes.fake_scheduler import FakeScheduler
+from tests.fakes.scheduler import FakeScheduler
 from toka_async.batches import clock as settled
 from toka_async.batches import work
 

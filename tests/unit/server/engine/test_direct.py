@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.fakes.fake_scheduler import READY, FakeScheduler
+from tests.fakes.scheduler import READY, FakeScheduler
 from toka_async.arrays import Int32, Int64, i32_column
 from toka_async.messages import Failed, Reason, SamplingParams, Submits, Tokens
 from toka_async.server.engine.direct_rows import DirectJobs, DirectRows

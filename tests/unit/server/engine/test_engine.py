@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.fakes.fake_scheduler import READY, FakeScheduler
+from tests.fakes.scheduler import READY, FakeScheduler
 from toka_async.arrays import i32_column
 from toka_async.messages import Cancel, EndSample, Reason, SamplingParams, Submit, Tokens
 from toka_async.server.engine import inflight

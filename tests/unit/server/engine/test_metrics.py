@@ -6,7 +6,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.drivers.web_server import NAME, WebServer, web_server
-from tests.fakes.fake_scheduler import FakeScheduler
+from tests.fakes.scheduler import FakeScheduler
 from toka_async import __version__
 from toka_async.messages import Reason, Stats
 from toka_async.server.engine.metrics import MOST_ADDED, SECONDS, ArrayHistogram, Metrics

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.fakes.fake_scheduler import READY, FakeScheduler
+from tests.fakes.scheduler import READY, FakeScheduler
 from toka_async.messages import Cancel, DropStop, Ready, SamplingParams, Stats, StopMask, Submit
 from toka_async.server.engine import replicas
 from toka_async.server.engine.engine import Engine

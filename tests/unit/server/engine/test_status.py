@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import asyncio
 
+from tests.drivers.until import until
 from tests.drivers.web_server import web_server
-from tests.fakes.fake_scheduler import FakeScheduler
-from tests.unit.server.test_app import until
+from tests.fakes.scheduler import FakeScheduler
 from toka_async.logs import request_id
 from toka_async.messages import Stats
 from toka_async.server.engine.engine import Engine

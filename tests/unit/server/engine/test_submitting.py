@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.drivers.web_server import web_server
-from tests.fakes.fake_scheduler import FakeScheduler
+from tests.fakes.scheduler import FakeScheduler
 from toka_async.messages import Cancel, SamplingParams, Submit
 from toka_async.server.engine.engine import Engine
 from toka_async.server.engine.inflight import EngineStoppedError, RequestGroup, TimedOutError

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cases.tokenizers_small import byte_level
+from tests.cases.tokenizers import byte_level
 from tests.drivers.web_server import NAME, WebServer, web_server
-from tests.fakes.fake_scheduler import FakeScheduler
+from tests.fakes.scheduler import FakeScheduler
 from toka_async.arrays import as_i32
 from toka_async.messages import Submit
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.cases import tokenizers_small as small
+from tests.cases import tokenizers as small
 from tests.drivers.web_server import NAME, WebServer, web_server
-from tests.fakes.fake_scheduler import FakeScheduler, random_tokens
+from tests.fakes.scheduler import FakeScheduler, random_tokens
 from toka_async.arrays import as_i32
 from toka_async.messages import Cancel, EndSample, StopMask, Submit
 from toka_async.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
-from tests.cases.tokenizers_small import byte_fallback
+from tests.cases.tokenizers import byte_fallback
 from toka_async.server.generate import encoding
 from toka_async.server.generate.encoding import TextEncoder, groups
 from toka_async.text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cases import tokenizers_small as small
+from tests.cases import tokenizers as small
 from toka_async.openai.responses import CompletionLogprobs
 from toka_async.server.engine.rows import TokenBlock, TokenRows
 from toka_async.server.generate.logprob_columns import WIDTH, LogprobColumns

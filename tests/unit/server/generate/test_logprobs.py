@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.cases.tokenizers_small import byte_level
+from tests.cases.tokenizers import byte_level
 from toka_async.server.engine.rows import TokenRows
 from toka_async.server.generate.logprobs import (
     TokenNames,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cases import tokenizers_small as small
+from tests.cases import tokenizers as small
 from toka_async.messages import Reason
 from toka_async.server.engine.rows import TokenRows
 from toka_async.server.generate.sample_text import SampleStream, SampleText, TextOptions, sample_text

@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from tests.cases.tokenizers_small import byte_level
-from tests.fakes.fake_scheduler import FakeScheduler
+from tests.cases.tokenizers import byte_level
+from tests.fakes.scheduler import FakeScheduler
 from toka_async.arrays import as_bool
 from toka_async.messages import DropStop, StopMask
 from toka_async.server.engine.engine import Engine

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cases import tokenizers_small as small
+from tests.cases import tokenizers as small
 from toka_async.config import ServerConfig
 from toka_async.messages import Reason, ToScheduler
 from toka_async.openai.generation import Defaults, RequestLimits, chat_generation, completion_generation

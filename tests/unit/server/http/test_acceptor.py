@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager, closing
 import pytest
 from aiohttp import web
 
+from tests.drivers.until import until
 from tests.processes.certificates import make_certificate
-from tests.unit.server.test_app import until
 from toka_async.config import ServerConfig
 from toka_async.listening import open_listener
 from toka_async.server.engine.metrics import Metrics

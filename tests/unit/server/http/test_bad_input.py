@@ -15,7 +15,7 @@ import pytest
 from aiohttp import StreamReader
 
 from tests.drivers.web_server import JSON, JSON_HEAD, NAME, WebServer, checked_error, web_server
-from tests.fakes.fake_scheduler import READY, FakeScheduler
+from tests.fakes.scheduler import READY, FakeScheduler
 from toka_async.server.generate import encoding, service
 from toka_async.text.tokenizer import Tokenizer
 

@@ -13,7 +13,7 @@ import pytest
 from openai.types import Batch
 
 from tests.drivers.web_server import WebServer, checked_error, web_server
-from tests.fakes.fake_scheduler import FakeScheduler
+from tests.fakes.scheduler import FakeScheduler
 from toka_async.batches.disk import StorageError
 from toka_async.messages import Submit
 from toka_async.openai.parse import parse_request

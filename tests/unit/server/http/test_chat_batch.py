@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.drivers.web_server import web_server
-from tests.fakes.fake_scheduler import FakeScheduler
+from tests.fakes.scheduler import FakeScheduler
 from toka_async.arrays import as_i32
 from toka_async.messages import Ready, Submit
 

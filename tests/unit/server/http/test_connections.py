@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.drivers.until import until
 from tests.drivers.web_server import WebServer, checked_error, web_server
-from tests.fakes.fake_scheduler import FakeScheduler
-from tests.unit.server.test_app import transports, until
+from tests.fakes.scheduler import FakeScheduler
+from tests.unit.server.test_app import transports
 from toka_async.config import ServerConfig
 from toka_async.listening import max_connections, open_listener
 

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 import toka_async
-from tests.cases import tokenizers_small as small
+from tests.cases import tokenizers as small
 from tests.drivers.web_server import NAME, WebServer, checked_error, web_server
-from tests.fakes.fake_scheduler import READY, FakeScheduler
+from tests.fakes.scheduler import READY, FakeScheduler
 from toka_async.text.tokenizer import Tokenizer
 
 

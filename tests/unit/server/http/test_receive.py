@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.drivers.until import until
 from tests.drivers.web_server import WebServer, checked_error, web_server
-from tests.fakes.fake_scheduler import FakeScheduler
-from tests.unit.server.test_app import until
+from tests.fakes.scheduler import FakeScheduler
 from toka_async.openai.parse import most_parsed_bytes
 from toka_async.server.http.receive import RECEIVING, SMALL
 from toka_async.server.limits.bodies import Bodies

@@ -13,7 +13,7 @@ import schemathesis
 
 import toka_async.server
 from tests.drivers.web_server import NAME, WebServer, checked_error, web_server
-from tests.fakes.fake_scheduler import READY, FakeScheduler
+from tests.fakes.scheduler import READY, FakeScheduler
 from toka_async.batches import records
 from toka_async.openai import batches
 from toka_async.openai.requests import (

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from tests.drivers.until import until
 from tests.drivers.web_server import web_server
 from tests.processes.certificates import make_certificate
-from tests.unit.server.test_app import until
 from toka_async.config import ServerConfig
 from toka_async.listening import open_listener
 from toka_async.server.http import unsent as module

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tests.fakes.fake_scheduler import READY
+from tests.fakes.scheduler import READY
 from toka_async.messages import AskStats, Forecast, Stats, ToScheduler
 from toka_async.server.engine.replicas import Replicas
 from toka_async.server.page.history import NUM_FORECASTS, NUM_POINTS, ReplicaHistory

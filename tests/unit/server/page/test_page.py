@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.drivers.until import until
 from tests.drivers.web_server import WebServer, checked_error, web_server
-from tests.fakes.fake_scheduler import READY, FakeScheduler
-from tests.processes.keyed import ALICE, KEYS, bearer, until
+from tests.fakes.scheduler import READY, FakeScheduler
+from tests.processes.keyed import ALICE, KEYS, bearer
 from toka_async.messages import Forecast, RankDevice, Stats
 from toka_async.server.page.page import FOLDER, STATE
 

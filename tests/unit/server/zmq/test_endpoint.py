@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.drivers.direct import SESSION, Bare, bare_endpoint, ids_column, run, turns
-from tests.fakes.fake_scheduler import FakeScheduler
+from tests.fakes.scheduler import FakeScheduler
 from toka_async.messages import Cancels, Submits
 from toka_async.protocol import (
     Ack,

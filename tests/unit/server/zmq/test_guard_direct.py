@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.drivers.direct import Bare, bare_endpoint, turns
-from tests.processes.keyed import until
+from tests.drivers.until import until
 from toka_async.messages import Cancels
 from toka_async.protocol import Closed, Error, Welcome
 

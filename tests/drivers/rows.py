@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tests.drivers.stage_runners import StageRunners, setups
-from tests.fakes.fake_model import FakeAttention, FakeCache, FakeModel, FakeStage, logits_of
+from tests.fakes.model import FakeAttention, FakeCache, FakeModel, FakeStage, logits_of
 from toka_async.arrays import as_f32, as_i32, column, i32_column
 from toka_async.messages import Prompt, Ready, SamplingParams, Step, StepDone
 from toka_async.model.comm import Comm

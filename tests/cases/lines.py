@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from tests.cases.wire_cases import FLOATS, WORDS, bits, cuts
+from tests.cases.wire import FLOATS, WORDS, bits, cuts
 from toka_async.batches.lines import Checker, custom_id_of, read_lines
 from toka_async.batches.results import done_line
 from toka_async.openai.errors import ApiError
