@@ -146,7 +146,7 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="toka-fuzz-") as name:
         folder, url = Path(name), f"tcp://127.0.0.1:{free_port()}"
-        options = (*SMALL, f"server.data_dir={folder / 'data'}", f"server.zmq_bind={url}")
+        options = (*SMALL, f"server.data_dir={folder / 'data'}", f"zmq.bind={url}")
         with serving(folder, *options) as server:
             world = World(server, url, folder, args.examples, args.seconds, args.seed)
             good = [run_part(part, world) for part in args.parts]

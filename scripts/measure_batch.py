@@ -33,7 +33,7 @@ class Server:
 
     def __init__(self, folder: Path, overrides: list[str]) -> None:
         command = [sys.executable, "-m", "toka_async.cli", "serve", "server.port=0", "model.device=simulated"]
-        command += [f"server.data_dir={folder}", "server.stats_interval=0", "cache.num_tokens=1048576", *overrides]
+        command += [f"server.data_dir={folder}", "log.stats_interval=0", "cache.num_tokens=1048576", *overrides]
         self.started = time.monotonic()
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
         assert self.process.stdout is not None

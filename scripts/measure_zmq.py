@@ -100,7 +100,7 @@ def overrides(args: argparse.Namespace) -> list[str]:
         f"schedule.max_seqs={args.sequences}",
         "schedule.max_tokens=32768",
         f"cache.num_tokens={16 * pages * args.sequences * 2}",
-        "server.stats_interval=0",
+        "log.stats_interval=0",
     ]
 
 
@@ -138,7 +138,7 @@ def measure_zmq(args: argparse.Namespace) -> float:
         output_tokens=args.output_tokens,
         one_by_one=args.one_by_one,
     )
-    with serve([*overrides(args), f"server.zmq_bind={url}", *args.overrides]) as served:
+    with serve([*overrides(args), f"zmq.bind={url}", *args.overrides]) as served:
         run_client(msgspec.structs.replace(work, requests=2000))
         before = served.cpu_seconds()
         return report("ZeroMQ", served, before, args.requests, run_client(work))

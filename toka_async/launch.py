@@ -42,12 +42,12 @@ def serve(config: Config) -> int:
             origins and names.
         ModelError: there is no such model or tokenizer, or its files are wrong.
     """
-    check_direct(config.server)
-    tls, keys = tls_context(config.server), read_keys(config.server, os.environ)
-    read_origins(config.server)
+    check_direct(config.zmq)
+    tls, keys = tls_context(config.server), read_keys(config.auth, os.environ)
+    read_origins(config.auth, config.server.host)
     model_dir, tokenizer_dir = _files(config)
-    say, ranks = speaker(config.server.log_format), _Ranks(config.parallel)
-    with closing(open_listener(config.server)) as listener, socket_folder() as folder:
+    say, ranks = speaker(config.log.format), _Ranks(config.parallel)
+    with closing(open_listener(config.server, config.limits.client_timeout)) as listener, socket_folder() as folder:
         limits = [*raise_limits(), *exposed(config.server, has_keys=bool(keys))]
         url = url_of(listener, "http" if tls is None else "https")
         of_all = _spec("server", config, folder, model_dir, tokenizer_dir)
@@ -74,7 +74,7 @@ def run_batch(config: Config, job: BatchJob, show: Callable[[Status], int | None
         ModelError: as in `serve`.
     """
     model_dir, tokenizer_dir = _files(config)
-    say, ranks = speaker(config.server.log_format), _Ranks(config.parallel)
+    say, ranks = speaker(config.log.format), _Ranks(config.parallel)
 
     def on_status(status: Status) -> int | None:
         ranks.hear(status)
@@ -130,9 +130,9 @@ def _supervisor(
     def relaunch(replica: int, life: int) -> Iterator[Launch]:
         return map(_launch, _replica(spec, replica, life))
 
-    server, several = spec.config.server, spec.config.parallel.dp > 1
-    say = speaker(server.log_format)
-    return Supervisor(drain_timeout, relaunch if several else None, on_status, server.hang_timeout, say)
+    config = spec.config
+    say, several = speaker(config.log.format), config.parallel.dp > 1
+    return Supervisor(drain_timeout, relaunch if several else None, on_status, config.server.hang_timeout, say)
 
 
 def _files(config: Config) -> tuple[Path, Path]:

@@ -10,7 +10,7 @@ import socket
 import sys
 from pathlib import Path
 
-from toka_async.config import ConfigError, ServerConfig
+from toka_async.config import ConfigError, LimitsConfig, ServerConfig, ZmqConfig
 
 BACKLOG = 16384  # connections that wait to be accepted
 CONNECTIONS = 8192  # at once, that the limits should allow
@@ -21,8 +21,8 @@ _MEMINFO = ("rmem_alloc", "rcvbuf", "wmem_alloc", "sndbuf", "fwd_alloc", "wmem_q
 SPARE_FILES = 256  # descriptors for everything else
 
 
-def open_listener(server: ServerConfig) -> socket.socket:
-    """A listening socket at `server.host` and `server.port`.
+def open_listener(server: ServerConfig, client_timeout: float) -> socket.socket:
+    """A listening socket at `server.host` and `server.port`. client_timeout: see `notice_the_dead`.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -37,7 +37,7 @@ def open_listener(server: ServerConfig) -> socket.socket:
     listener = socket.socket(family, kind, proto)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port whose connections only linger is free
-        notice_the_dead(listener, server.client_timeout)
+        notice_the_dead(listener, client_timeout)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:
@@ -62,21 +62,21 @@ def notice_the_dead(listener: socket.socket, timeout: float) -> None:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, min(2**31 - 1, round(timeout * 1000)))
 
 
-def max_connections(server: ServerConfig) -> int:
+def max_connections(limits: LimitsConfig, direct: ZmqConfig) -> int:
     """HTTP connections that this process can have at once, with what is spared for everything else."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = 2 * SPARE_FILES + max_direct_connections(server)
+    taken = 2 * SPARE_FILES + max_direct_connections(direct)
     fitting = 2**31 if soft == resource.RLIM_INFINITY else max(1, soft - taken)
-    return fitting if server.max_connections == "auto" else min(server.max_connections, fitting)
+    return fitting if limits.max_connections == "auto" else min(limits.max_connections, fitting)
 
 
-def max_direct_connections(server: ServerConfig) -> int:
+def max_direct_connections(direct: ZmqConfig) -> int:
     """ZeroMQ connections at once, of which HTTP's are independent: 0 where there is no endpoint for them."""
-    if not server.zmq_bind:
+    if not direct.bind:
         return 0
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     fitting = 2**31 if soft == resource.RLIM_INFINITY else max(1, soft // 4)
-    return min(DIRECT_CONNECTIONS if server.zmq_max_connections == "auto" else server.zmq_max_connections, fitting)
+    return min(DIRECT_CONNECTIONS if direct.max_connections == "auto" else direct.max_connections, fitting)
 
 
 def inherited(fd: int) -> socket.socket:
@@ -105,7 +105,7 @@ def exposed(server: ServerConfig, *, has_keys: bool) -> list[str]:
         return []
     lines = []
     if not has_keys:
-        lines.append(f"whoever can reach {server.host} can use this server: set server.api_keys or TOKA_API_KEYS")
+        lines.append(f"whoever can reach {server.host} can use this server: set auth.api_keys or TOKA_API_KEYS")
     if not server.tls_cert:
         lines.append(
             "what is said over HTTP can be read on its way, keys too: set server.tls_cert, or put a proxy before it"
@@ -117,24 +117,24 @@ def _is_port(port: str) -> bool:
     return port == "*" or (port.isascii() and port.isdecimal() and int(port) < 1 << 16)  # libzmq takes the low 16 bits
 
 
-def check_direct(server: ServerConfig) -> None:
-    """Raises ConfigError when `server.zmq_bind` is no address, or one that others can reach and that has no keys."""
-    address = server.zmq_bind
+def check_direct(direct: ZmqConfig) -> None:
+    """Raises ConfigError when `zmq.bind` is no address, or one that others can reach and that has no keys."""
+    address = direct.bind
     if not address:
         return
     kind, _, place = address.partition("://")
     host, _, port = place.rpartition(":")
     if (kind, bool(place)) != ("ipc", True) and not (kind == "tcp" and host and _is_port(port)):
-        raise ConfigError(f"server.zmq_bind: expected tcp://HOST:PORT or ipc://PATH, got {address!r}")
-    if bool(server.zmq_key) != bool(server.zmq_clients):
-        raise ConfigError("server.zmq_key: needs server.zmq_clients, and the other way round")
+        raise ConfigError(f"zmq.bind: expected tcp://HOST:PORT or ipc://PATH, got {address!r}")
+    if bool(direct.key) != bool(direct.clients):
+        raise ConfigError("zmq.key: needs zmq.clients, and the other way round")
     is_private = not place.startswith("@") if kind == "ipc" else _is_local(host.strip("[]"))
-    if not (server.zmq_key or server.zmq_insecure or is_private):
+    if not (direct.key or direct.insecure or is_private):
         who = "every user of this machine" if kind == "ipc" else "others"
         instead = ", or give a path without '@', which has permissions" if kind == "ipc" else ""
         raise ConfigError(
-            f"server.zmq_bind: {who} can reach {address}: set server.zmq_key and server.zmq_clients (toka-async keys "
-            f"makes keys), or server.zmq_insecure=true{instead}"
+            f"zmq.bind: {who} can reach {address}: set zmq.key and zmq.clients (toka-async keys "
+            f"makes keys), or zmq.insecure=true{instead}"
         )
 
 

@@ -58,7 +58,7 @@ async def rest(
 ) -> list[str]:
     """Waits until nothing is left of the storm; what is left after `timeout` seconds.
 
-    sessions: those too whose client is gone without a word, and which the server keeps for `server.zmq_grace`.
+    sessions: those too whose client is gone without a word, and which the server keeps for `zmq.grace`.
     """
     deadline = time.monotonic() + timeout
     while left := [*await held(service, sessions), *more_descriptors(service, baseline or {})]:

@@ -62,7 +62,7 @@ class Service:
         self.data_dir = folder / "data"
         self._overrides = (
             f"server.port={http}",
-            f"server.zmq_bind={self.zmq_url}",
+            f"zmq.bind={self.zmq_url}",
             f"server.data_dir={self.data_dir}",
             *overrides,
         )

@@ -28,10 +28,10 @@ OPTIONS = (
     "simulated.end_rate=0.01",
     "cache.num_tokens=8192",
     "schedule.max_seqs=64",
-    "server.zmq_grace=8",
+    "zmq.grace=8",
     "server.drain_timeout=2",
-    "server.stats_interval=0",
-    "server.client_timeout=20",
+    "log.stats_interval=0",
+    "limits.client_timeout=20",
 )
 NUM_HTTP, NUM_DIRECT, NUM_BATCH = 12, 3, 3
 STOP_TIMEOUT = 30.0
@@ -95,7 +95,7 @@ class Storm:
         own = (
             f"server.hang_timeout={hang_timeout:g}",
             f"simulated.step_ms={step_ms:g}",
-            f"server.request_timeout={request_timeout:g}",
+            f"limits.request_timeout={request_timeout:g}",
             f"parallel.dp={num_replicas}",
         )
         self._num_replicas = num_replicas

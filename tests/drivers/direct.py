@@ -12,9 +12,10 @@ import msgspec
 import numpy as np
 
 from tests.cases.tokenizers import byte_level
+from tests.drivers.config import make_config
 from tests.fakes.scheduler import FakeScheduler
 from toka_async.checkpoint.generation import GenerationDefaults
-from toka_async.config import ServerConfig
+from toka_async.config import Config
 from toka_async.messages import Submit, Submits
 from toka_async.procs.direct import DirectServer
 from toka_async.protocol import VERSIONS, Columns, FromServer, Header, Hello, Results, Submission, from_server, pack
@@ -28,8 +29,8 @@ H = TypeVar("H", bound=Header)
 SESSION = b"0123456789abcdef"
 
 
-def make_service(scheduler: FakeScheduler, config: ServerConfig) -> Service:
-    engine = Engine([scheduler], config.max_requests)
+def make_service(scheduler: FakeScheduler, config: Config) -> Service:
+    engine = Engine([scheduler], config.limits.max_requests)
     app = create_app(config, "tiny", byte_level(), None, GenerationDefaults(), engine)
     service = app[SERVICE]
     scheduler.start(engine.on_messages)
@@ -57,10 +58,10 @@ class World:
 async def direct_server(
     scheduler: FakeScheduler | None = None, bind: str = "tcp://127.0.0.1:*", **config: Any
 ) -> AsyncIterator[World]:
-    """`config` are fields of ServerConfig."""
-    scheduler, settings = scheduler or FakeScheduler(), ServerConfig(zmq_bind=bind, **config)
+    """`config` are fields as `make_config` takes them."""
+    scheduler, settings = scheduler or FakeScheduler(), make_config(zmq_bind=bind, **config)
     service = make_service(scheduler, settings)
-    server = DirectServer(settings, service)
+    server = DirectServer(settings.zmq, service)
     try:
         yield World(scheduler, service, server)
     finally:
@@ -151,9 +152,9 @@ class Bare:
 @contextmanager
 def bare_endpoint(scheduler: FakeScheduler | None = None, **config: Any) -> Iterator[Bare]:
     """Needs a running event loop, or one that is set."""
-    scheduler, settings = scheduler or FakeScheduler(held=True), ServerConfig(**config)
+    scheduler, settings = scheduler or FakeScheduler(held=True), make_config(**config)
     wire, service = Wire(), make_service(scheduler, settings)
-    endpoint = Endpoint(wire, service, settings)  # type: ignore[arg-type]
+    endpoint = Endpoint(wire, service, settings.zmq)  # type: ignore[arg-type]
     try:
         yield Bare(wire, endpoint, service, scheduler)
     finally:

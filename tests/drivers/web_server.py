@@ -13,11 +13,11 @@ import aiohttp
 from aiohttp import web
 
 from tests.cases.tokenizers import byte_level
+from tests.drivers.config import make_config
 from tests.fakes.scheduler import FakeScheduler
 from toka_async.batches.clock import SettledClock
 from toka_async.batches.store import Store
 from toka_async.checkpoint.generation import GenerationDefaults
-from toka_async.config import ServerConfig
 from toka_async.listening import max_connections, open_listener
 from toka_async.server.access.keys import Keys, KeySource
 from toka_async.server.app import create_app
@@ -107,19 +107,19 @@ async def web_server(
     keys: Keys | KeySource | None = None,
     **config: Any,
 ) -> AsyncIterator[WebServer]:
-    """A server; `config` are fields of ServerConfig, `data_dir` among them."""
+    """A server; `config` are fields as `make_config` takes them, `data_dir` among them."""
     scheduler, tokenizer = scheduler or FakeScheduler(), tokenizer or byte_level()
-    settings = ServerConfig(**{"stats_interval": 0.0, "port": 0} | config)
-    engine = Engine([scheduler], settings.max_requests)
+    settings = make_config(**{"log_stats_interval": 0.0, "port": 0} | config)
+    engine = Engine([scheduler], settings.limits.max_requests)
     chat_template = None if template is None else ChatTemplate(template, tokenizer.special_tokens)
-    store = Store(Path(settings.data_dir), SettledClock()) if settings.data_dir else None
+    store = Store(Path(folder), SettledClock()) if (folder := settings.server.data_dir) else None
     source = keys if isinstance(keys, KeySource) else lambda: keys or Keys()
     app = create_app(settings, NAME, tokenizer, chat_template, defaults or GenerationDefaults(), engine, store, source)
-    limits = connection_limits(max_connections(settings), settings)
+    limits = connection_limits(max_connections(settings.limits, settings.zmq), settings.limits)
     limits.show(engine.metrics)
     runner = create_runner(app)
     await runner.setup()
-    listener = open_listener(settings)
+    listener = open_listener(settings.server, settings.limits.client_timeout)
     host, port = address = listener.getsockname()[:2]
     await Acceptor(runner, listener, limits).start()
     scheduler.start(engine.on_messages)

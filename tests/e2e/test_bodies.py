@@ -17,7 +17,7 @@ from tests.processes.serving import Serving, serving
 MIB = 1 << 20
 SIZE = 16 * MIB
 NUM_CLIENTS = 6
-LIMITS = (f"server.max_body_mb={SIZE // MIB}", f"server.max_bodies_mb={2 * SIZE // MIB}")
+LIMITS = (f"limits.max_body_mb={SIZE // MIB}", f"limits.max_bodies_mb={2 * SIZE // MIB}")
 BODY = b'{"prompt": "x", "max_tokens": 1}'
 
 

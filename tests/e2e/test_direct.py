@@ -21,7 +21,7 @@ QUESTION = "Question: Wei has 26 apples. Ivan has 2 times as many. How many do t
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving, str]]:
     url = f"tcp://127.0.0.1:{free_port()}"
-    with serving(tmp_path_factory.mktemp("direct"), f"server.zmq_bind={url}", "server.zmq_credit=64") as server:
+    with serving(tmp_path_factory.mktemp("direct"), f"zmq.bind={url}", "zmq.credit=64") as server:
         yield server, url
 
 
@@ -96,10 +96,10 @@ async def test_a_broken_connection_costs_nothing(running: tuple[Serving, str]) -
 @pytest.mark.parametrize(
     ("overrides", "part"),
     [
-        (["server.zmq_bind=tcp://0.0.0.0:10211"], "server.zmq_key"),
-        (["server.zmq_bind=tcp://*:10211"], "server.zmq_key"),
-        (["server.zmq_bind=10211"], "tcp://HOST:PORT"),
-        (["server.zmq_bind=tcp://127.0.0.1:10211", "server.zmq_key=x"], "server.zmq_clients"),
+        (["zmq.bind=tcp://0.0.0.0:10211"], "zmq.key"),
+        (["zmq.bind=tcp://*:10211"], "zmq.key"),
+        (["zmq.bind=10211"], "tcp://HOST:PORT"),
+        (["zmq.bind=tcp://127.0.0.1:10211", "zmq.key=x"], "zmq.clients"),
     ],
 )
 def test_a_public_address_without_keys_is_refused(overrides: list[str], part: str) -> None:

@@ -34,7 +34,7 @@ generation.max-examples = 1
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving, str]]:
     folder, url = tmp_path_factory.mktemp("fuzz"), f"tcp://127.0.0.1:{free_port()}"
-    with serving(folder, *SMALL, f"server.data_dir={folder / 'data'}", f"server.zmq_bind={url}") as server:
+    with serving(folder, *SMALL, f"server.data_dir={folder / 'data'}", f"zmq.bind={url}") as server:
         yield server, url
         assert "Traceback" not in server.said()
         assert "Content-Disposition" not in server.said()

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[Serving]:
     files = (f"server.tls_cert={folder}/server.pem", f"server.tls_key={folder}/server.key")
-    keys = (f"server.api_keys={folder}/keys", "server.request_timeout=5")
+    keys = (f"auth.api_keys={folder}/keys", "limits.request_timeout=5")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOKA_API_KEYS", OTHER)
         with serving(folder, "model.device=simulated", *files, *keys) as server:
@@ -110,8 +110,8 @@ def test_the_end(running: Serving) -> None:
     [
         ("server.tls_cert", "none.pem", "server.tls_key={}/server.key"),
         ("server.tls_key", "keys", "server.tls_cert={}/server.pem"),
-        ("server.api_keys", "none", ""),
-        ("server.api_keys", "server.key", ""),
+        ("auth.api_keys", "none", ""),
+        ("auth.api_keys", "server.key", ""),
     ],
 )
 def test_wrong_files_are_one_line(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.processes.serving import Serving, serving
 
-SIMULATED = ("model.device=simulated", "server.log_requests=true")
+SIMULATED = ("model.device=simulated", "log.requests=true")
 NUM_REQUESTS = 100  # whose lines are more than the pipe and its page of slack hold
 
 
@@ -48,7 +48,7 @@ def test_a_hang_is_seen(tmp_path: Path) -> None:
 
 def test_a_reader_that_is_back_is_told_what_it_missed(tmp_path: Path) -> None:
     """Every line that is not lost is whole."""
-    with unread(tmp_path, "server.log_format=json") as (server, reader):
+    with unread(tmp_path, "log.format=json") as (server, reader):
         for _ in range(NUM_REQUESTS):
             server.get("/ping")
         os.set_blocking(reader, True)

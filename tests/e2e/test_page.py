@@ -148,7 +148,7 @@ async def test_a_server_with_keys_under_load(program: str, page: Page, tmp_path:
     """The key is asked for and kept in the tab; what runs is seen while it runs, and is stopped by a button."""
     del program
     (tmp_path / "keys").write_text(f"{KEY} alice\n")
-    simulated = ("model.device=simulated", "simulated.step_ms=40", f"server.api_keys={tmp_path / 'keys'}")
+    simulated = ("model.device=simulated", "simulated.step_ms=40", f"auth.api_keys={tmp_path / 'keys'}")
     with serving(tmp_path, *simulated) as running:
         await page.open(f"{running.url}/")
         await page.until("document.querySelector('#key-dialog').open")

@@ -60,7 +60,7 @@ class Running:
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder, zmq = tmp_path_factory.mktemp("readme"), f"tcp://127.0.0.1:{free_port()}"
-    with serving(folder, f"server.zmq_bind={zmq}") as server:
+    with serving(folder, f"zmq.bind={zmq}") as server:
         yield Running(server, zmq, folder)
 
 

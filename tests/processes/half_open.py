@@ -18,7 +18,7 @@ from toka_async.config import ServerConfig
 from toka_async.listening import open_listener
 from toka_async.server.http.acceptor import Acceptor
 
-TIMEOUT = 2.0  # seconds, `server.client_timeout`
+TIMEOUT = 2.0  # seconds, `limits.client_timeout`
 
 
 def set_network(state: str) -> None:
@@ -44,7 +44,7 @@ async def main() -> None:
     """One client of the server's own listener, one of a listener without its options."""
     set_network("up")
     async with web_server(FakeScheduler(held=True)) as server:
-        listener = open_listener(ServerConfig(port=0, client_timeout=TIMEOUT))
+        listener = open_listener(ServerConfig(port=0), TIMEOUT)
         await Acceptor(server.runner, listener, server.limits).start()
         with closing(asking(listener.getsockname())), closing(asking(server.address)):
             await until_held(server, 2)

@@ -31,7 +31,7 @@ OPTIONS = (
     "schedule.group_min_tokens=32",
     "compile.tuning_dir=",
     "attention.num_threads=1",
-    "server.stats_interval=0",
+    "log.stats_interval=0",
 )
 SHARED = [(7 * i + 3) % 256 for i in range(193)]
 # (prompt, samples, seconds until it is asked): 193 tokens are 12 pages and the one that samples begin with.

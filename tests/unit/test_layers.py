@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "toka_async"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 CORE = {  # L0; "": the package
-    *("", "config", "config_text", "topology", "messages", "arrays"),
+    *("", "config", "topology", "messages", "arrays"),
     *("protocol", "logs", "log_writer", "fair_queue"),
 }
 FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and itself
@@ -50,7 +50,7 @@ EXTERNAL = {  # all that these may import from elsewhere
 
 
 def part_of(path: Path) -> str:
-    """`scheduler` for toka_async/scheduler/core.py, `config` for toka_async/config.py, "" for the package."""
+    """`scheduler` for toka_async/scheduler/core.py, `config` for toka_async/config/load.py, "" for the package."""
     first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     return "" if first == "__init__" else first
 

@@ -9,12 +9,15 @@ from contextlib import ExitStack, closing
 import pytest
 
 from toka_async import listening
-from toka_async.config import LONGEST, ConfigError, ServerConfig
+from toka_async.config import ConfigError, ServerConfig, ZmqConfig
+from toka_async.config.sections import LONGEST
 from toka_async.listening import Delays, check_direct, exposed, open_listener, raise_limits, url_of
+
+TIMEOUT = 60.0  # seconds
 
 
 def test_a_free_port() -> None:
-    with closing(open_listener(ServerConfig(port=0))) as listener:
+    with closing(open_listener(ServerConfig(port=0), TIMEOUT)) as listener:
         port = listener.getsockname()[1]
         assert url_of(listener) == f"http://127.0.0.1:{port}"
         with closing(socket.create_connection(("127.0.0.1", port), timeout=5)):
@@ -23,13 +26,13 @@ def test_a_free_port() -> None:
 
 def test_a_client_may_do_nothing_for_days() -> None:
     """TCP's own timers are shorter."""
-    with closing(open_listener(ServerConfig(port=0, client_timeout=LONGEST))) as listener:
+    with closing(open_listener(ServerConfig(port=0), LONGEST)) as listener:
         assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 32767
 
 
 @pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "http://127.0.0.1"), ("localhost", "http://")])
 def test_the_url_reaches_it(host: str, url: str) -> None:
-    with closing(open_listener(ServerConfig(host=host, port=0))) as listener:
+    with closing(open_listener(ServerConfig(host=host, port=0), TIMEOUT)) as listener:
         assert url_of(listener).startswith(url)
         address, port = url_of(listener).removeprefix("http://").rsplit(":", 1)
         with closing(socket.create_connection((address.strip("[]"), int(port)), timeout=5)):
@@ -37,16 +40,16 @@ def test_the_url_reaches_it(host: str, url: str) -> None:
 
 
 def test_a_port_in_use() -> None:
-    with closing(open_listener(ServerConfig(port=0))) as listener:
+    with closing(open_listener(ServerConfig(port=0), TIMEOUT)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"^server\.port: 127\.0\.0\.1:{port} is in use"):
-            open_listener(ServerConfig(port=port))
+            open_listener(ServerConfig(port=port), TIMEOUT)
 
 
 @pytest.mark.parametrize("host", ["no such host", "a" * 300, "203.0.113.1"])
 def test_a_wrong_host(host: str) -> None:
     with pytest.raises(ConfigError, match=r"^server\.host: "):
-        open_listener(ServerConfig(host=host, port=0))
+        open_listener(ServerConfig(host=host, port=0), TIMEOUT)
 
 
 def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +65,7 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_connections_that_were_delayed_are_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "BACKLOG", 1)
-    with closing(open_listener(ServerConfig(port=0))) as listener, ExitStack() as stack:
+    with closing(open_listener(ServerConfig(port=0), TIMEOUT)) as listener, ExitStack() as stack:
         delays = Delays(listener)
         assert delays.line() is None
         for _ in range(2):
@@ -93,17 +96,17 @@ def test_a_system_that_counts_nothing() -> None:
     ["", "ipc:///tmp/x", "ipc://x@y", "tcp://127.0.0.1:1", "tcp://127.9.9.9:*", "tcp://[::1]:1", "tcp://localhost:1"],
 )
 def test_direct_submission_from_this_machine_needs_no_keys(address: str) -> None:
-    check_direct(ServerConfig(zmq_bind=address))
+    check_direct(ZmqConfig(bind=address))
 
 
 @pytest.mark.parametrize(
     "address", ["tcp://0.0.0.0:1", "tcp://*:1", "tcp://[::]:1", "tcp://10.0.0.1:1", "tcp://eth0:1", "ipc://@name"]
 )
 def test_direct_submission_that_others_can_reach_needs_keys(address: str) -> None:
-    with pytest.raises(ConfigError, match=r"server\.zmq_key"):
-        check_direct(ServerConfig(zmq_bind=address))
-    check_direct(ServerConfig(zmq_bind=address, zmq_insecure=True))
-    check_direct(ServerConfig(zmq_bind=address, zmq_key="server.key_secret", zmq_clients="clients"))
+    with pytest.raises(ConfigError, match=r"zmq\.key"):
+        check_direct(ZmqConfig(bind=address))
+    check_direct(ZmqConfig(bind=address, insecure=True))
+    check_direct(ZmqConfig(bind=address, key="server.key_secret", clients="clients"))
 
 
 @pytest.mark.parametrize(
@@ -120,13 +123,13 @@ def test_direct_submission_that_others_can_reach_needs_keys(address: str) -> Non
     ],
 )
 def test_what_is_no_address_is_told(address: str) -> None:
-    with pytest.raises(ConfigError, match=r"server\.zmq_bind"):
-        check_direct(ServerConfig(zmq_bind=address))
+    with pytest.raises(ConfigError, match=r"zmq\.bind"):
+        check_direct(ZmqConfig(bind=address))
 
 
 def test_one_key_without_the_others_is_told() -> None:
-    with pytest.raises(ConfigError, match=r"server\.zmq_clients"):
-        check_direct(ServerConfig(zmq_bind="tcp://127.0.0.1:1", zmq_key="server.key_secret"))
+    with pytest.raises(ConfigError, match=r"zmq\.clients"):
+        check_direct(ZmqConfig(bind="tcp://127.0.0.1:1", key="server.key_secret"))
 
 
 @pytest.mark.parametrize(

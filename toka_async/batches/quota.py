@@ -20,10 +20,10 @@ class Quota:
     def check_files(self, files: int, num_bytes: int) -> None:
         """Raises QuotaError for so many files with so many bytes in all."""
         if 0 < self.files < files:
-            raise QuotaError(f"there can be {self.files} files of one owner (server.key_max_files): delete some first")
+            raise QuotaError(f"there can be {self.files} files of one owner (batches.key_max_files): delete some first")
         if 0 < self.num_bytes < num_bytes:
             raise QuotaError(
-                f"the files of one owner can have {self.num_bytes >> 20} MiB (server.key_max_files_mb), and with this "
+                f"the files of one owner can have {self.num_bytes >> 20} MiB (batches.key_max_files_mb), and with this "
                 f"one they would have {num_bytes / 2**20:.1f}: delete some first"
             )
 
@@ -31,7 +31,7 @@ class Quota:
         """Raises QuotaError for so many."""
         if 0 < self.batches < batches:
             raise QuotaError(
-                f"{self.batches} batches of one owner can be open at once (server.key_max_open_batches): "
+                f"{self.batches} batches of one owner can be open at once (batches.key_max_open_batches): "
                 "wait until one has ended, or cancel one"
             )
 

@@ -121,8 +121,8 @@ def server_overrides(options: argparse.Namespace, connections: int) -> Sequence[
         f"simulated.end_rate={options.end_rate}",
         f"schedule.max_seqs={options.sequences}",
         f"cache.num_tokens={int(SLACK * (options.sequences * own + 2 * prompts))}",
-        "server.stats_interval=0",
-        f"server.max_n={max(16384, options.samples)}",
+        "log.stats_interval=0",
+        f"limits.max_n={max(16384, options.samples)}",
         *options.overrides,
     ]
 

@@ -17,7 +17,7 @@ from toka_async.batches.disk import StorageError
 from toka_async.batches.records import FINAL, Batch
 from toka_async.batches.retry import retry_failed
 from toka_async.config import Config, ModelConfig
-from toka_async.config_text import value_text
+from toka_async.config.text import value_text
 from toka_async.launch import run_batch
 from toka_async.logs import say, speaker
 from toka_async.procs.child import Advanced, BatchJob, Finished, Started, Status
@@ -51,7 +51,7 @@ def run(config: Config, source: Path, output: Path, errors: Path | None, *, retr
         BatchError, ModelError: nothing has begun.
     """
     job = make_job(source, output, errors, config.model)
-    tell = speaker(config.server.log_format)
+    tell = speaker(config.log.format)
     try:
         before = look(job, retry=retry)
     except StorageError as error:

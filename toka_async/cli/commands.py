@@ -15,7 +15,8 @@ from toka_async.bench.commands import run_benchmark
 from toka_async.cli.listing import markdown_lines, toml_lines
 from toka_async.cli.overrides import complete_overrides
 from toka_async.cli.parser import parse_arguments
-from toka_async.config import Config, ConfigError, describe, load_config
+from toka_async.config import Config, ConfigError, load_config
+from toka_async.config.load import describe
 from toka_async.listening import url_at
 
 NO_TEXT = "standard input is not text in UTF-8"

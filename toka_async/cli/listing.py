@@ -5,8 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator
 
-from toka_async.config import Config, Field, sections
-from toka_async.config_text import toml_value
+from toka_async.config import Config
+from toka_async.config.load import Field, sections
+from toka_async.config.text import toml_value
 
 HEAD = (
     "# What is in effect. Marked values were `auto`, and are what it comes to on this machine,",

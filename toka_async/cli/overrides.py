@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from toka_async.cli.habits import ASSIGNMENTS, OPTIONS, Habit
-from toka_async.config import ConfigError, is_flag, key_names
+from toka_async.config import ConfigError
+from toka_async.config.load import check_renamed, is_flag, key_names
 
 TRUTHS = ("true", "false")
 
@@ -37,7 +38,8 @@ def translate_options(arguments: Sequence[str], own: Collection[str] = ()) -> li
 
 def _habit(name: str) -> Habit | None:
     if name.startswith("--") and "." in name:
-        return Habit(name.removeprefix("--"))
+        check_renamed(key := name.removeprefix("--"))
+        return Habit(key)
     return OPTIONS.get(name)
 
 
@@ -62,6 +64,7 @@ def _complete(words: Sequence[str], *, has_model: bool) -> Iterator[str]:
     model = ""
     for word in words:
         name, equals, value = word.partition("=")
+        check_renamed(name)
         if equals and (habit := ASSIGNMENTS.get(name)) is not None:
             if not habit.key:
                 raise ConfigError(f"{name}: {habit.answer}")

@@ -14,7 +14,7 @@ from toka_async import __version__
 from toka_async.bench.commands import add_benchmarks
 from toka_async.cli.listing import key_lines
 from toka_async.cli.overrides import translate_options
-from toka_async.config import describe
+from toka_async.config.load import describe
 
 WIDTH = 80  # columns of the list of keys
 KEYS = "every key of the configuration: toka-async config --help"

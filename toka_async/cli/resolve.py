@@ -13,7 +13,8 @@ from toka_async.checkpoint.division import check_division, num_weights
 from toka_async.checkpoint.hub import resolve_model
 from toka_async.checkpoint.limits import DeviceKind, RankLimits, resolve_limits
 from toka_async.checkpoint.spec import ModelSpec, read_spec
-from toka_async.config import Config, Section
+from toka_async.config import Config
+from toka_async.config.sections import Section
 from toka_async.listening import max_connections, max_direct_connections, raise_limits
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -24,20 +25,20 @@ def resolve(config: Config) -> Config:
     spec = read_spec(resolve_model(config.model.path, weights=False))
     check_division(spec, config.parallel.pp, config.parallel.tp)
     raise_limits()
-    server = _filled(
-        config.server,
-        max_bodies_mb=8 * config.server.max_body_mb,
-        max_unsent_mb=8 * config.server.max_body_mb,
-        max_connections=max_connections(config.server),
-        zmq_max_connections=max_direct_connections(config.server) or "auto",  # none without an endpoint
+    limits = _filled(
+        config.limits,
+        max_bodies_mb=8 * config.limits.max_body_mb,
+        max_unsent_mb=8 * config.limits.max_body_mb,
+        max_connections=max_connections(config.limits, config.zmq),
     )
+    direct = _filled(config.zmq, max_connections=max_direct_connections(config.zmq) or "auto")  # auto: no endpoint
     several = config.parallel.pp > 1  # without, there is nothing to divide
     parallel = _filled(
         config.parallel,
         pp_micro_batches=config.parallel.num_micro_batches if several else "auto",
         async_tp_min_tokens=0 if config.parallel.tp == 1 else "auto",
     )
-    config = replace(config, server=server, parallel=parallel)
+    config = replace(config, limits=limits, zmq=direct, parallel=parallel)
     return _of_simulated(config, spec) if config.model.device == "simulated" else _of_device(config, spec)
 
 

@@ -31,7 +31,7 @@ def check_answer_size(
     what = "n, logprobs or max_tokens, or stream it" if of_samples else "n, or do not ask for the prompt's tokens"
     raise bad_request(
         f"the answer could have {num_bytes >> 20} MiB of log-probs and repeated prompts (n={generation.n}); "
-        f"server.max_answer_mb is {max_mb}. Lower {what}",
+        f"limits.max_answer_mb is {max_mb}. Lower {what}",
         param="n" if generation.n > 1 else "prompt" if num_prompt > max_new else "max_tokens",
         code="answer_too_large",
     )

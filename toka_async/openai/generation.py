@@ -302,7 +302,7 @@ def check_text_size(text: str, max_mb: int, param: str) -> None:
     most = max_mb << 20
     if 4 * len(text) > most and (num_bytes := len(text.encode("utf-8", "surrogatepass"))) > most:
         raise bad_request(
-            f"'{param}': a text of {num_bytes} bytes is too long to be tokenized; server.max_text_mb is {max_mb} MiB. "
+            f"'{param}': a text of {num_bytes} bytes is too long to be tokenized; limits.max_text_mb is {max_mb} MiB. "
             "Shorten it, or send token ids",
             param=param,
             code="text_too_long",

@@ -46,16 +46,21 @@ async def work(link: ParentLink) -> NoReturn:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: ZmqInbox[ToServer] = ZmqInbox(context, spec.topology.server, Codec(ToServer))
     outboxes = [connect(context, address) for address in spec.topology.schedulers]
-    engine = Engine(outboxes, spec.config.server.max_requests, page_size=spec.config.cache.page_size)
+    engine = Engine(outboxes, spec.config.limits.max_requests, page_size=spec.config.cache.page_size)
     try:
         job = open_job(spec.job)
-        service = create_service(spec.config.server, spec.served_name, *load_texts(spec), engine)
+        service = create_service(spec.config, spec.served_name, *load_texts(spec), engine)
     except (ModelError, TokenizerError, ChatTemplateError, StorageError) as error:
         link.fatal(str(error), user=True)
     ended: asyncio.Future[Batch] = loop.create_future()
     reporter = Reporter(link)
     batches = BatchService(
-        job.store, service, on_progress=reporter.on_progress, on_end=ended.set_result, one_model=True
+        job.store,
+        service,
+        spec.config.batches,
+        on_progress=reporter.on_progress,
+        on_end=ended.set_result,
+        one_model=True,
     )
     orders = take_orders(link, context, outboxes, engine)
     is_ready = asyncio.Event()

@@ -251,7 +251,7 @@ def connect_parent() -> ParentLink:
         data += chunk
     line, _, rest = data.partition(b"\n")
     spec = msgspec.json.decode(line, type=ChildSpec)
-    configure(spec.name, spec.config.server.log_format)
+    configure(spec.name, spec.config.log.format)
     catch_stray_lines()
     return ParentLink(spec, orders_fd, status_fd, rest)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import zmq
 
-from toka_async.config import ConfigError, ServerConfig
+from toka_async.config import ConfigError, ZmqConfig
 from toka_async.listening import max_direct_connections
 from toka_async.server.generate.service import Service
 from toka_async.server.zmq.endpoint import Endpoint
@@ -25,34 +25,34 @@ WAITING = 8  # times `max_body_mb`: what has come and was not taken
 
 
 class DirectServer:
-    """Listens at `server.zmq_bind`. Needs a running event loop.
+    """Listens at `zmq.bind`. Needs a running event loop.
 
     Raises:
         ConfigError: it cannot listen there, or a key file is wrong.
     """
 
-    def __init__(self, config: ServerConfig, service: Service) -> None:
+    def __init__(self, config: ZmqConfig, service: Service) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._gate: Gate | None = None
         try:
-            keys = read_pair(Path(config.zmq_key)) if config.zmq_key else None
+            keys = read_pair(Path(config.key)) if config.key else None
             if keys is not None:
-                check_clients(Path(config.zmq_clients))
-                self._gate = Gate(self._context, Path(config.zmq_clients))
+                check_clients(Path(config.clients))
+                self._gate = Gate(self._context, Path(config.clients))
             router = RouterSocket(
                 self._context,
-                config.zmq_bind,
-                max_frame=config.max_body_mb << 20,
+                config.bind,
+                max_frame=service.config.max_body_mb << 20,
                 max_queued=MOST_QUEUED,
                 keys=keys,
-                alive=config.zmq_grace,
+                alive=config.grace,
                 most_connections=max_direct_connections(config),
-                most_bytes=WAITING * config.max_body_mb << 20,
+                most_bytes=WAITING * service.config.max_body_mb << 20,
             )
         except KeyFileError as error:
-            raise ConfigError(f"server.zmq_key, server.zmq_clients: {error}") from None
+            raise ConfigError(f"zmq.key, zmq.clients: {error}") from None
         except zmq.ZMQError as error:
-            raise ConfigError(f"server.zmq_bind: cannot listen on {config.zmq_bind}: {error.strerror}") from None
+            raise ConfigError(f"zmq.bind: cannot listen on {config.bind}: {error.strerror}") from None
         self.endpoint = Endpoint(router, service, config)
         logger.info("direct submission at %s", self.endpoint.address)
 

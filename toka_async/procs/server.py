@@ -74,7 +74,7 @@ async def serve(link: ParentLink) -> NoReturn:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: ZmqInbox[ToServer] = ZmqInbox(context, spec.topology.server, Codec(ToServer))
     outboxes = [connect(context, address) for address in spec.topology.schedulers]
-    engine = Engine(outboxes, spec.config.server.max_requests, page_size=spec.config.cache.page_size)
+    engine = Engine(outboxes, spec.config.limits.max_requests, page_size=spec.config.cache.page_size)
     try:
         app = build_app(spec, engine)
         tls = tls_context(spec.config.server)
@@ -82,7 +82,7 @@ async def serve(link: ParentLink) -> NoReturn:
         link.fatal(str(error), user=True)
     except StorageError as error:
         link.fatal(f"server.data_dir: {error}", user=True)
-    limits = connection_limits(max_connections(spec.config.server), spec.config.server)
+    limits = connection_limits(max_connections(spec.config.limits, spec.config.zmq), spec.config.limits)
     limits.show(engine.metrics)
     runner = create_runner(app, spec.config.server.drain_timeout)
     await runner.setup()
@@ -112,10 +112,10 @@ async def serve(link: ParentLink) -> NoReturn:
 
 def open_direct(link: ParentLink, service: Service) -> DirectServer | None:
     """The endpoint of direct submission, where one is configured; ends the process when it cannot listen."""
-    if not link.spec.config.server.zmq_bind:
+    if not link.spec.config.zmq.bind:
         return None
     try:
-        return DirectServer(link.spec.config.server, service)
+        return DirectServer(link.spec.config.zmq, service)
     except ConfigError as error:
         link.fatal(str(error), user=True)
 
@@ -201,10 +201,10 @@ async def close(runner: web.AppRunner, timeout: float) -> None:
 def build_app(spec: ChildSpec, engine: Engine) -> web.Application:
     """Raises ConfigError, ModelError, TokenizerError, ChatTemplateError or StorageError; the message names the file."""
     tokenizer, template, defaults = load_texts(spec)
-    keys = KeySource(spec.config.server, os.environ)
+    keys = KeySource(spec.config.auth, os.environ)
     folder = spec.config.server.data_dir
     store = Store(Path(folder).absolute(), SettledClock()) if folder else None
-    return create_app(spec.config.server, spec.served_name, tokenizer, template, defaults, engine, store, keys)
+    return create_app(spec.config, spec.served_name, tokenizer, template, defaults, engine, store, keys)
 
 
 def load_texts(spec: ChildSpec) -> tuple[Tokenizer, ChatTemplate | None, GenerationDefaults]:

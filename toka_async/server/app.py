@@ -10,7 +10,7 @@ from aiohttp import web
 from toka_async import __version__
 from toka_async.batches.store import Store
 from toka_async.checkpoint.generation import GenerationDefaults
-from toka_async.config import ServerConfig
+from toka_async.config import Config
 from toka_async.server.access.access_log import AccessLog
 from toka_async.server.access.errors import add_headers, json_errors
 from toka_async.server.access.guard import GUARD, OPEN, Guard, add_cors_headers, check_sender
@@ -27,6 +27,7 @@ from toka_async.server.http.receive import RECEIVING, give_room_back, receiving,
 from toka_async.server.http.respond import SERVICE
 from toka_async.server.http.routes import add_routes
 from toka_async.server.http.unsent import UNSENT, count_answers, create_unsent
+from toka_async.server.limits.accounts import Accounts
 from toka_async.server.page.page import open_page, page_paths, page_routes
 from toka_async.text.chat import ChatTemplate
 from toka_async.text.tokenizer import Tokenizer
@@ -35,7 +36,7 @@ NUM_THREADS = 2  # for text; they hold the interpreter's lock much of the time
 
 
 def create_app(
-    config: ServerConfig,
+    config: Config,
     served_name: str,
     tokenizer: Tokenizer,
     chat_template: ChatTemplate | None,
@@ -48,22 +49,24 @@ def create_app(
 
     keys: those that are accepted now.
     """
-    app = web.Application(client_max_size=config.max_body_mb << 20)
-    AccessLog(engine.metrics, config.log_requests).install(app)
+    app = web.Application(client_max_size=config.limits.max_body_mb << 20)
+    AccessLog(engine.metrics, config.log.requests).install(app)
     app.middlewares.extend([count_answers, json_errors, check_sender, give_room_back])
     show_load(engine)
     engine.metrics.show_server(model_name=served_name, version=__version__)
-    if config.vllm_metrics:
+    if config.server.vllm_metrics:
         engine.metrics.aliases.register(VllmCollector(engine, served_name))
     service = app[SERVICE] = create_service(config, served_name, tokenizer, chat_template, defaults, engine)
-    app[RECEIVING] = receiving(config, service.executor)
+    app[RECEIVING] = receiving(config.limits, service.executor)
     show_bodies(app[RECEIVING].bodies, engine.metrics)
-    unsent = app[UNSENT] = create_unsent(config)
+    unsent = app[UNSENT] = create_unsent(config.limits)
     unsent.show(engine.metrics)
-    page = page_routes() if config.page else {}
-    open_paths = OPEN | page_paths(page) | ({"/metrics"} if config.open_metrics else set())
-    guard = app[GUARD] = Guard(keys, service.accounts, open_paths, read_origins(config))
-    batches = app[files.BATCHES] = None if store is None else BatchService(store, service, guard.owner_account)
+    page = page_routes() if config.server.page else {}
+    open_paths = OPEN | page_paths(page) | ({"/metrics"} if config.auth.open_metrics else set())
+    guard = app[GUARD] = Guard(keys, service.accounts, open_paths, read_origins(config.auth, config.server.host))
+    batches = app[files.BATCHES] = (
+        None if store is None else BatchService(store, service, config.batches, guard.owner_account)
+    )
     app.on_response_prepare.extend([add_headers, add_cors_headers])
     add_routes(app, page)
     if page:
@@ -74,7 +77,7 @@ def create_app(
         service.executor.shutdown(wait=False, cancel_futures=True)
 
     async def status_line(_app: web.Application) -> AsyncIterator[None]:
-        status = StatusLine(engine, config.stats_interval)
+        status = StatusLine(engine, config.log.stats_interval)
         engine.on_busy = status.start
         yield
         status.stop()
@@ -94,7 +97,7 @@ def create_app(
 
 
 def create_service(
-    config: ServerConfig,
+    config: Config,
     served_name: str,
     tokenizer: Tokenizer,
     chat_template: ChatTemplate | None,
@@ -104,4 +107,14 @@ def create_service(
     """What answers requests, whoever asks."""
     executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
     ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    return Service(config, served_name, tokenizer, chat_template, make_defaults(defaults, ends), engine, executor)
+    return Service(
+        config.limits,
+        served_name,
+        tokenizer,
+        chat_template,
+        make_defaults(defaults, ends),
+        engine,
+        executor,
+        Accounts(config.limits, config.auth),
+        logs_prompts=config.log.prompts,
+    )

@@ -17,7 +17,7 @@ from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.measure import Bench
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.checkpoint.spec import ModelError
-from toka_async.config import describe
+from toka_async.config.load import describe
 
 BF16 = torch.bfloat16
 

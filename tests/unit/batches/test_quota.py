@@ -25,10 +25,10 @@ def test_files_and_their_bytes_are_limited_by_owner(tmp_path: Path) -> None:
     with closing(Store(tmp_path, lambda: 1000)) as store:
         put(store, 0, Quota(files=2), "alice")
         put(store, 1, Quota(files=2, num_bytes=2 << 20), "alice")
-        with pytest.raises(QuotaError, match=r"2 files of one owner \(server\.key_max_files\)"):
+        with pytest.raises(QuotaError, match=r"2 files of one owner \(batches\.key_max_files\)"):
             put(store, 2, Quota(files=2), "alice")
         with pytest.raises(
-            QuotaError, match=r"2 MiB \(server\.key_max_files_mb\), and with this one they would have 3"
+            QuotaError, match=r"2 MiB \(batches\.key_max_files_mb\), and with this one they would have 3"
         ):
             put(store, 2, Quota(num_bytes=2 << 20), "alice")
         put(store, 2, Quota(files=1, num_bytes=1 << 20), "bob")
@@ -39,7 +39,7 @@ def test_open_batches_are_limited_by_owner(tmp_path: Path) -> None:
     with closing(Store(tmp_path, lambda: 1000)) as store:
         put(store, 0, ANY)
         store.add_batch(batch_record("b1"), Quota(batches=1))
-        with pytest.raises(QuotaError, match=r"1 batches of one owner .*server\.key_max_open_batches"):
+        with pytest.raises(QuotaError, match=r"1 batches of one owner .*batches\.key_max_open_batches"):
             store.add_batch(batch_record("b2"), Quota(batches=1))
         store.end("b1", "cancelled")
         store.finalize("b1")

@@ -11,7 +11,8 @@ import pytest
 
 from toka_async import __version__, cli
 from toka_async.cli import commands
-from toka_async.config import describe, load_config
+from toka_async.config import load_config
+from toka_async.config.load import describe
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -21,7 +21,7 @@ def test_nothing_is_lost(tmp_path: Path, template: str, host: str, prefix: bool,
     config = replace(
         config,
         model=replace(config.model, chat_template=template),
-        server=replace(config.server, host=host, request_timeout=timeout),
+        server=replace(config.server, host=host, drain_timeout=timeout),
         cache=replace(config.cache, prefix=prefix, memory_fraction=end),
     )
     path = tmp_path / "config.toml"

@@ -9,7 +9,8 @@ import pytest
 
 from toka_async.cli.habits import ASSIGNMENTS, OPTIONS, Habit
 from toka_async.cli.overrides import complete_overrides, translate_options
-from toka_async.config import ConfigError, key_names, load_config
+from toka_async.config import ConfigError, load_config
+from toka_async.config.load import key_names
 
 GUIDE = Path(__file__).parents[3] / "configs" / "README.md"
 

@@ -20,15 +20,15 @@ def test_on_a_cpu() -> None:
     assert (config.schedule.max_seqs, config.schedule.max_tokens) == (256, 2048)
     assert (config.attention.backend, config.attention.num_threads) == ("reference", 1)
     assert isinstance(config.cache.num_tokens, int)
-    assert (config.server.max_bodies_mb, config.parallel.async_tp_min_tokens) == (512, 0)
-    assert config.server.max_unsent_mb == 512
+    assert (config.limits.max_bodies_mb, config.parallel.async_tp_min_tokens) == (512, 0)
+    assert config.limits.max_unsent_mb == 512
     assert config.schedule.steps_ahead == "auto"  # as it runs
 
 
 def test_connections_of_direct_clients_count_where_they_can_come() -> None:
-    assert resolved("model.device=cpu").server.zmq_max_connections == "auto"
-    with_direct = resolved("model.device=cpu", "server.zmq_bind=tcp://127.0.0.1:1", "server.max_connections=100")
-    assert isinstance(with_direct.server.zmq_max_connections, int)
+    assert resolved("model.device=cpu").zmq.max_connections == "auto"
+    with_direct = resolved("model.device=cpu", "zmq.bind=tcp://127.0.0.1:1", "limits.max_connections=100")
+    assert isinstance(with_direct.zmq.max_connections, int)
 
 
 def test_what_was_said_stays() -> None:

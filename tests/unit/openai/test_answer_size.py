@@ -64,7 +64,7 @@ def test_samples_count_unless_they_are_streamed() -> None:
 )
 def test_what_could_be_too_large_is_refused(generation: Any, max_new: int, param: str, fix: str) -> None:
     check_answer_size(generation, 10, 10, 10, 1)
-    with pytest.raises(ApiError, match=r"server\.max_answer_mb is 1") as caught:
+    with pytest.raises(ApiError, match=r"limits\.max_answer_mb is 1") as caught:
         check_answer_size(generation, 10**5, max_new, 0, 1)
     error = caught.value
     assert (error.status, error.param, error.code) == (400, param, "answer_too_large")

@@ -45,18 +45,18 @@ class Guard:
             return
         if not self.origins.accepts(request.method, request.headers):
             raise self._foreign(
-                "a web page of another origin may not use this server: name its origin in server.allowed_origins"
+                "a web page of another origin may not use this server: name its origin in auth.allowed_origins"
             )
         host = request.headers.get(hdrs.HOST)
         if not self.origins.is_own_host(host) and is_loopback(request.protocol.sockname):
             raise self._foreign(
-                f"this server is not known as {(host or '')[:128]!r}: name it in server.allowed_hosts, or use API keys"
+                f"this server is not known as {(host or '')[:128]!r}: name it in auth.allowed_hosts, or use API keys"
             )
 
     def check_preflight(self, request: web.Request) -> None:
         """Raises ApiError (403) when a page of that origin may not use this server, with or without a key."""
         if not self.origins.allows(request.headers.get(hdrs.ORIGIN)):
-            raise self._foreign("web pages of this origin may not use this server: see server.allowed_origins")
+            raise self._foreign("web pages of this origin may not use this server: see auth.allowed_origins")
 
     def _foreign(self, message: str) -> ApiError:
         self.num_foreign += 1

@@ -16,7 +16,7 @@ from itertools import takewhile
 from pathlib import Path
 from time import monotonic
 
-from toka_async.config import ConfigError, ServerConfig
+from toka_async.config import AuthConfig, ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class KeySource:
     """
 
     def __init__(
-        self, config: ServerConfig, environment: Mapping[str, str], clock: Callable[[], float] = monotonic
+        self, config: AuthConfig, environment: Mapping[str, str], clock: Callable[[], float] = monotonic
     ) -> None:
         self._config = config
         self._environment = environment
@@ -126,8 +126,8 @@ def digest_of(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
 
 
-def read_keys(config: ServerConfig, environment: Mapping[str, str]) -> Keys:
-    """Raises ConfigError that names `server.api_keys` or the variable."""
+def read_keys(config: AuthConfig, environment: Mapping[str, str]) -> Keys:
+    """Raises ConfigError that names `auth.api_keys` or the variable."""
     keys: list[Key] = []
     if config.api_keys:
         keys.extend(_file_keys(Path(config.api_keys)))
@@ -139,35 +139,35 @@ def read_keys(config: ServerConfig, environment: Mapping[str, str]) -> Keys:
             keys.append(_key(text, f"{VARIABLE}-{number}", f"{VARIABLE}, key {number}", {}, is_named=False))
     for what in ("digest", "name"):
         if len({getattr(key, what) for key in keys}) < len(keys):
-            raise ConfigError(f"server.api_keys: two keys have the same {'name' if what == 'name' else 'text'}")
+            raise ConfigError(f"auth.api_keys: two keys have the same {'name' if what == 'name' else 'text'}")
     return Keys(tuple(keys))
 
 
 def _file_keys(path: Path) -> Iterator[Key]:
     if path.is_fifo():  # reading it could take for ever
-        raise ConfigError(f"server.api_keys: {path}: a pipe, not a file")
+        raise ConfigError(f"auth.api_keys: {path}: a pipe, not a file")
     try:
         before = _state(path)
         text = path.read_text(encoding="utf-8")
         after = _state(path)
     except OSError as error:
-        raise ConfigError(f"server.api_keys: {path}: {error.strerror or error}") from None
+        raise ConfigError(f"auth.api_keys: {path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, ValueError):
-        raise ConfigError(f"server.api_keys: {path}: not a text file") from None
+        raise ConfigError(f"auth.api_keys: {path}: not a text file") from None
     if before != after:
-        raise ConfigError(f"server.api_keys: {path} changed while it was read")
+        raise ConfigError(f"auth.api_keys: {path} changed while it was read")
     lines = text.splitlines()
     if text and not text.endswith("\n"):  # a part of a key would be a key
         raise ConfigError(
-            f"server.api_keys: {path}, line {len(lines)}: it has no end, as in a file that is half written: "
+            f"auth.api_keys: {path}, line {len(lines)}: it has no end, as in a file that is half written: "
             "end each line with a newline"
         )
     rows = [(number, list(takewhile(_is_said, line.split()))) for number, line in enumerate(lines, 1)]
     if not any(words for _, words in rows):
-        raise ConfigError(f"server.api_keys: {path} has no keys: expected one a line")
+        raise ConfigError(f"auth.api_keys: {path} has no keys: expected one a line")
     for number, words in rows:
         if words:
-            yield _line_key(words, number, f"server.api_keys: {path}, line {number}")
+            yield _line_key(words, number, f"auth.api_keys: {path}, line {number}")
 
 
 def _is_said(word: str) -> bool:

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from toka_async.config import ConfigError, ServerConfig
+from toka_async.config import AuthConfig, ConfigError
 
 ANY = "*"
 OWN = frozenset({"same-origin", "none"})  # values of Sec-Fetch-Site; none: a person's doing, such as the address bar
@@ -52,19 +52,19 @@ class Origins:
         return name in self.hosts or name.endswith(".localhost") or _is_address(name)
 
 
-def read_origins(config: ServerConfig) -> Origins:
-    """Raises ConfigError that names the key."""
+def read_origins(config: AuthConfig, host: str) -> Origins:
+    """For a server at that address. Raises ConfigError that names the key."""
     allowed = [text.lower().rstrip("/") for text in re.split(r"[,\s]+", config.allowed_origins) if text]
     for text in allowed:
         if not _ORIGIN.fullmatch(text):
             raise ConfigError(
-                f"server.allowed_origins: expected origins such as https://app.example.org, or *, got {text!r}"
+                f"auth.allowed_origins: expected origins such as https://app.example.org, or *, got {text!r}"
             )
     hosts = [text.lower() for text in re.split(r"[,\s]+", config.allowed_hosts) if text]
     for text in hosts:
         if not _HOST.fullmatch(text):
-            raise ConfigError(f"server.allowed_hosts: expected names without scheme and port, or *, got {text!r}")
-    own = ("localhost", config.host.lower(), socket.gethostname().lower())
+            raise ConfigError(f"auth.allowed_hosts: expected names without scheme and port, or *, got {text!r}")
+    own = ("localhost", host.lower(), socket.gethostname().lower())
     return Origins(frozenset(allowed), frozenset((*own, *hosts)))
 
 

@@ -18,6 +18,7 @@ from toka_async.batches.store import Store
 from toka_async.batches.window import EngineLoad, Window
 from toka_async.batches.work import Batches, InputFileLimits
 from toka_async.batches.writer import Transactions, Writer
+from toka_async.config import BatchesConfig
 from toka_async.server.batch.line_answers import LineAnswers
 from toka_async.server.engine.engine import Engine
 from toka_async.server.generate.service import Service
@@ -40,6 +41,7 @@ class BatchService:
         self,
         store: Store,
         service: Service,
+        config: BatchesConfig,
         owner_account: Callable[[str], Account | None] = lambda _owner: None,
         on_progress: Callable[[Batch], None] = lambda _batch: None,
         on_end: Callable[[Batch], None] = lambda _batch: None,
@@ -48,6 +50,7 @@ class BatchService:
     ) -> None:
         self.store = store
         self.service = service
+        self.config = config
         self.executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="files")
         self.window = Window(max(1, service.config.max_requests // 2))  # the other half is for connections
         service.accounts.batches.while_waiting = self.window.paused
@@ -62,14 +65,13 @@ class BatchService:
     @property
     def quota(self) -> Quota:
         """What one owner may have."""
-        config = self.service.config
+        config = self.config
         return Quota(config.key_max_open_batches, config.key_max_files, config.key_max_files_mb << 20)
 
     async def start(self) -> None:
         """Goes on with what has not ended, as soon as the engine takes requests."""
-        config = self.service.config
         self.writer = Writer(Transactions(self.store.database.connection, self.store.committed, self.store.forget))
-        limits = InputFileLimits(config.max_batch_lines, config.max_body_mb << 20, self._model)
+        limits = InputFileLimits(self.config.max_batch_lines, self.service.config.max_body_mb << 20, self._model)
         self.batches = Batches(
             self.store,
             self.writer,

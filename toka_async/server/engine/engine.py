@@ -135,7 +135,7 @@ class Engine:
         if not self.replicas.live:
             raise NotServingError(f"every replica is being restarted: {next(iter(self.replicas.lost().values()))}")
         if self.num_requests + num_requests > self.max_requests:
-            raise OverloadedError(f"{self.num_requests} requests are held; server.max_requests is {self.max_requests}")
+            raise OverloadedError(f"{self.num_requests} requests are held; limits.max_requests is {self.max_requests}")
         return self.ready
 
     def check_whole(self) -> None:

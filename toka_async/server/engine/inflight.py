@@ -27,7 +27,7 @@ class TimedOutError(RequestFailedError):
 
 
 def timed_out(timeout: float) -> TimedOutError:
-    return TimedOutError(f"it took longer than server.request_timeout ({timeout:g} s)")
+    return TimedOutError(f"it took longer than limits.request_timeout ({timeout:g} s)")
 
 
 class EngineStoppedError(Exception):

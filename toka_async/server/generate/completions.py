@@ -10,7 +10,7 @@ from msgspec import UNSET, Raw, UnsetType
 from msgspec.structs import replace
 
 from toka_async.arrays import as_i32
-from toka_async.config import ServerConfig
+from toka_async.config import LimitsConfig
 from toka_async.messages import Reason
 from toka_async.openai.errors import bad_request
 from toka_async.openai.generation import GenerationParams, completion_generation
@@ -56,12 +56,12 @@ async def completion_run(
         yield run, CompletionAnswer(service, echoed, new_header("cmpl", service.name))
 
 
-def check_size(prompts: list[Prompt], generation: GenerationParams, config: ServerConfig) -> None:
+def check_size(prompts: list[Prompt], generation: GenerationParams, config: LimitsConfig) -> None:
     """Raises ApiError (400) for more prompts or samples than can ever be held."""
     check_counts(len(prompts), generation.n, config, "prompt")
 
 
-def check_counts(num_prompts: int, n: int, config: ServerConfig, param: str) -> None:
+def check_counts(num_prompts: int, n: int, config: LimitsConfig, param: str) -> None:
     """As `check_size`; `param` names the prompts' field."""
     if num_prompts > config.max_requests:
         raise bad_request(f"'{param}' can hold at most {config.max_requests} prompts", param=param)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from toka_async.arrays import Int32
 from toka_async.checkpoint.generation import GenerationDefaults
-from toka_async.config import ServerConfig
+from toka_async.config import LimitsConfig
 from toka_async.logs import request_tokens
 from toka_async.messages import Prefilled, Ready, Reason
 from toka_async.openai.answer_size import check_answer_size
@@ -105,15 +105,16 @@ class Output:
 class Service:
     """One served model."""
 
-    config: ServerConfig
+    config: LimitsConfig
     name: str
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     defaults: Defaults
     engine: Engine
     executor: Executor
+    accounts: Accounts
+    logs_prompts: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
-    accounts: Accounts = field(init=False)
     json_texts: dict[bool, JsonTexts] = field(init=False)  # without and with special tokens skipped
     logprob_columns: LogprobColumns = field(init=False)
     _encoder: TextEncoder = field(init=False)
@@ -123,7 +124,6 @@ class Service:
     _stop_sets: StopSets = field(init=False)
 
     def __post_init__(self) -> None:
-        self.accounts = Accounts(self.config)
         self.json_texts = {skip: JsonTexts(self.tokenizer, skip) for skip in (False, True)}
         self.logprob_columns = LogprobColumns(self.tokenizer)
         self._encoder = TextEncoder(self.tokenizer, self.executor)
@@ -286,8 +286,8 @@ class Service:
             raise timed_out(account.timeout) from None
 
     def log_prompts(self, account: Account, prompts: Iterable[npt.NDArray[np.generic]]) -> None:
-        """Only where `server.log_prompts` asks for it. Quoted: a prompt is one line."""
-        for prompt in prompts if self.config.log_prompts else ():
+        """Only where `log.prompts` asks for it. Quoted: a prompt is one line."""
+        for prompt in prompts if self.logs_prompts else ():
             logger.info("a prompt of %s: %r", account.owner, self.tokenizer.decode(prompt.tolist(), False))
 
     async def outputs(self, run: Run) -> list[list[Output]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import StreamReader, web
 
-from toka_async.config import ServerConfig
+from toka_async.config import LimitsConfig
 from toka_async.openai.errors import ApiError
 from toka_async.server.access.errors import HEADERS, SlowBodyError, error_response
 from toka_async.server.engine.metrics import Metrics
@@ -130,7 +130,7 @@ class HttpConnection(web.RequestHandler):
             return
         self._limits.num_late += 1
         what = "body" if self._is_body_arriving else "header"
-        message = f"the request's {what} came too slowly: server.receive_timeout is {self._arrival.timeout:g} s"
+        message = f"the request's {what} came too slowly: limits.receive_timeout is {self._arrival.timeout:g} s"
         if self._is_body_arriving:
             assert self._body is not None
             self._body.set_exception(SlowBodyError(message))
@@ -250,7 +250,7 @@ class ConnectionLimits:
             raise ApiError(503, "too many connections", code="overloaded", retry_after=1)
         if 0 < self.most_of_address <= self._num_of_address[address]:
             self.num_refused += 1
-            message = f"too many connections from one address: server.max_address_connections is {self.most_of_address}"
+            message = f"too many connections from one address: limits.max_address_connections is {self.most_of_address}"
             raise ApiError(429, message, code="overloaded", retry_after=1)
         slot = Slot(self, address)
         self._slots.add(slot)
@@ -272,7 +272,7 @@ class ConnectionLimits:
         metrics.watch_count("http_connections_refused", "more than may be open at once", lambda: self.num_refused)
 
 
-def connection_limits(most: int, config: ServerConfig) -> ConnectionLimits:
+def connection_limits(most: int, config: LimitsConfig) -> ConnectionLimits:
     return ConnectionLimits(most, config.client_timeout, config.max_address_connections, config.receive_timeout)
 
 

@@ -28,7 +28,7 @@ from toka_async.openai.schemas import components
 from toka_async.server.access.guard import viewer_of
 from toka_async.server.batch.batch_service import BatchService
 from toka_async.server.http.receive import check_encoding, reserve
-from toka_async.server.http.respond import SERVICE, json_response
+from toka_async.server.http.respond import json_response
 from toka_async.server.http.unsent import FileDownload
 
 BATCHES: web.AppKey[BatchService | None] = web.AppKey("batches")
@@ -113,7 +113,7 @@ async def new_upload(service: BatchService, owner: str, num_bytes: int) -> Uploa
     return Upload(
         path=service.store.folder.new_upload(),
         owner=owner,
-        max_bytes=service.service.config.max_file_mb << 20,
+        max_bytes=service.config.max_file_mb << 20,
         quota=service.quota,
         num_kept=num_kept,
         receiving=service.receiving,
@@ -125,13 +125,13 @@ def check_upload(request: web.Request) -> None:
     check_encoding(request)
     if request.content_type != "multipart/form-data":
         raise ApiError(415, f"the body must be multipart/form-data, not {request.content_type[:64]}")
-    config = request.app[SERVICE].config
-    if (request.content_length or 0) > (config.max_file_mb << 20) + OVERHEAD:
-        raise too_large(config.max_file_mb)
+    max_file_mb = batch_service(request).config.max_file_mb
+    if (request.content_length or 0) > (max_file_mb << 20) + OVERHEAD:
+        raise too_large(max_file_mb)
 
 
 def too_large(max_file_mb: int) -> ApiError:
-    return ApiError(413, f"the file is larger than server.max_file_mb ({max_file_mb} MiB)", param="file")
+    return ApiError(413, f"the file is larger than batches.max_file_mb ({max_file_mb} MiB)", param="file")
 
 
 @dataclass(slots=True)

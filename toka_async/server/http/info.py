@@ -135,7 +135,7 @@ def detokenized(tokenizer: Tokenizer, vocab_size: int, max_mb: int, tokens: Sequ
         num_bytes += len(parts[-1])
         if num_bytes > max_mb << 20:
             raise bad_request(
-                f"the text of 'tokens' has more than server.max_body_mb ({max_mb} MiB); send fewer", param="tokens"
+                f"the text of 'tokens' has more than limits.max_body_mb ({max_mb} MiB); send fewer", param="tokens"
             )
     parts.append(ENCODER.encode(detokenizer.finish())[1:-1])
     return ENCODER.encode(DetokenizeResponse(msgspec.Raw(b'"%b"' % b"".join(parts))))

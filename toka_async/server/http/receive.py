@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from aiohttp import HttpVersion11, hdrs, web
 
-from toka_async.config import ServerConfig
+from toka_async.config import LimitsConfig
 from toka_async.openai.errors import ApiError
 from toka_async.openai.parse import LARGE, most_parsed_bytes, parse_request, parsed_bytes
 from toka_async.openai.requests import WireRequest
@@ -35,7 +35,7 @@ class Receiving:
     executor: parses large ones.
     """
 
-    config: ServerConfig
+    config: LimitsConfig
     bodies: Bodies
     parsed: Bodies
     executor: Executor
@@ -64,11 +64,11 @@ def show_bodies(bodies: Bodies, metrics: Metrics) -> None:
     metrics.watch_count("http_bodies_refused", "bodies that waited too long for room", lambda: bodies.num_refused)
 
 
-def receiving(config: ServerConfig, executor: Executor) -> Receiving:
+def receiving(config: LimitsConfig, executor: Executor) -> Receiving:
     largest = config.max_body_mb << 20
     most = 8 * largest if config.max_bodies_mb == "auto" else config.max_bodies_mb << 20
     parsed = most_parsed_bytes(largest)
-    limit = "the memory for parsed bodies (a multiple of server.max_body_mb)"
+    limit = "the memory for parsed bodies (a multiple of limits.max_body_mb)"
     return Receiving(config, Bodies(most, max(largest, most // 2)), Bodies(2 * parsed, parsed, limit), executor)
 
 
@@ -137,7 +137,7 @@ async def read_more(request: web.Request, body: bytearray, most: int, spent: flo
                 body += chunk
     except TimeoutError:
         raise ApiError(
-            408, f"the body took longer than server.request_timeout ({seconds:g} s)", code="timeout"
+            408, f"the body took longer than limits.request_timeout ({seconds:g} s)", code="timeout"
         ) from None
     if len(body) > receiving.most:
         raise too_large(request)
@@ -199,4 +199,4 @@ def check_framing(request: web.Request) -> None:
 
 def too_large(request: web.Request) -> ApiError:
     config = request.app[RECEIVING].config
-    return ApiError(413, f"the body is larger than server.max_body_mb ({config.max_body_mb} MiB)")
+    return ApiError(413, f"the body is larger than limits.max_body_mb ({config.max_body_mb} MiB)")

@@ -45,7 +45,7 @@ from toka_async.server.http.document import JSON, Facts, Operation, document
 from toka_async.server.http.receive import check_length
 from toka_async.server.http.respond import SERVICE
 
-OF_GENERATION = (404, 429, 504)  # another model; too much is held; server.request_timeout
+OF_GENERATION = (404, 429, 504)  # another model; too much is held; limits.request_timeout
 OF_FILES = (404,)  # no such thing, or no server.data_dir
 
 

@@ -1,7 +1,7 @@
 """How much memory answers that clients have not taken yet may have together, and who is cut off when it is more.
 
 A whole answer stays in memory until its client has taken it. One that takes nothing is cut off after
-`server.client_timeout`, but until then any number of clients could leave any amount unread. Streams are not counted:
+`limits.client_timeout`, but until then any number of clients could leave any amount unread. Streams are not counted:
 they turn tokens into text only as their clients take it. Knows aiohttp; knows nothing of what is answered.
 """
 
@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.payload import Payload
 
-from toka_async.config import ServerConfig
+from toka_async.config import LimitsConfig
 from toka_async.server.access.errors import Handler
 from toka_async.server.engine.metrics import Metrics
 from toka_async.server.limits.free_memory import LARGE, release_free_memory
@@ -133,7 +133,7 @@ class Unsent:
 UNSENT: web.AppKey[Unsent] = web.AppKey("unsent", Unsent)
 
 
-def create_unsent(config: ServerConfig) -> Unsent:
+def create_unsent(config: LimitsConfig) -> Unsent:
     return Unsent((8 * config.max_body_mb if config.max_unsent_mb == "auto" else config.max_unsent_mb) << 20)
 
 

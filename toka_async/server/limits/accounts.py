@@ -6,7 +6,7 @@ import secrets
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from toka_async.config import ServerConfig
+from toka_async.config import AuthConfig, LimitsConfig
 from toka_async.server.limits.account import Account
 from toka_async.server.limits.turns import Turns
 
@@ -15,7 +15,8 @@ from toka_async.server.limits.turns import Turns
 class Accounts:
     """All of one server. total: counts everything. batches: lines of batches, which leave half to connections."""
 
-    config: ServerConfig
+    config: LimitsConfig
+    auth: AuthConfig
     total: Account = field(init=False)
     batches: Account = field(init=False)
     turns: Turns = field(init=False, default_factory=Turns)
@@ -48,13 +49,13 @@ class Accounts:
 
         cache_owner: see Account.
         """
-        config = self.config
-        requests = config.key_max_requests if max_requests is None else max_requests
-        tokens = config.key_max_held_tokens if max_tokens is None else max_tokens
-        waiting = (config.key_max_waiting if max_waiting is None else max_waiting) or None
+        auth = self.auth
+        requests = auth.key_max_requests if max_requests is None else max_requests
+        tokens = auth.key_max_held_tokens if max_tokens is None else max_tokens
+        waiting = (auth.key_max_waiting if max_waiting is None else max_waiting) or None
         account = self.by_name.get(name)
         if account is None:
-            timeout = config.request_timeout
+            timeout = self.config.request_timeout
             account = self.by_name[name] = self._account(
                 name, requests, tokens, self.total, timeout=timeout, max_waiting=waiting
             )
@@ -70,7 +71,7 @@ class Accounts:
         0 is everybody's: without API keys, or where keys share on purpose, unless a request has a `cache_salt`. The
         secret keeps others from choosing a salt that meets somebody else's.
         """
-        owner = "" if self.config.share_cache else account.cache_owner
+        owner = "" if self.auth.share_cache else account.cache_owner
         if not owner and not cache_salt:
             return 0
         text = f"{len(owner)} {owner}{cache_salt}".encode("utf-8", "surrogatepass")

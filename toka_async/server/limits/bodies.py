@@ -31,7 +31,7 @@ class Bodies:
         what: the setting that bounds them, for errors.
     """
 
-    def __init__(self, most: int, share: int, what: str = "server.max_bodies_mb") -> None:
+    def __init__(self, most: int, share: int, what: str = "limits.max_bodies_mb") -> None:
         assert 0 < share <= most
         self._what = what
         self._most = most

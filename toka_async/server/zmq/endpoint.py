@@ -11,7 +11,7 @@ import asyncio
 import logging
 from time import monotonic
 
-from toka_async.config import ServerConfig
+from toka_async.config import ZmqConfig
 from toka_async.protocol import (
     VERSIONS,
     Ack,
@@ -43,8 +43,8 @@ from toka_async.transport.zmq_frames import Frame, RouterSocket
 logger = logging.getLogger(__name__)
 
 MOST_SESSIONS = 1024
-REMEMBERED = 4  # the share of `zmq_buffer_mb` that is for what was acknowledged: a quarter
-BUFFERS = 4  # times `zmq_buffer_mb`: all that is kept for clients
+REMEMBERED = 4  # the share of `zmq.buffer_mb` that is for what was acknowledged: a quarter
+BUFFERS = 4  # times `zmq.buffer_mb`: all that is kept for clients
 TEXTS = 8  # times `max_body_mb`: texts that are being tokenized
 NOT_KNOWN = Closed(code="unknown", message="say hello first")
 
@@ -56,7 +56,7 @@ class Endpoint:
         router: the socket; attached here.
     """
 
-    def __init__(self, router: RouterSocket, service: Service, config: ServerConfig) -> None:
+    def __init__(self, router: RouterSocket, service: Service, config: ZmqConfig) -> None:
         self._router = router
         self._service = service
         self._config = config
@@ -68,8 +68,8 @@ class Endpoint:
         self._awake: dict[Session, None] = {}
         self._kept: dict[Session, int] = {}  # bytes of each session, as last seen
         self._kept_bytes = 0  # their sum
-        self._most_kept = BUFFERS * config.zmq_buffer_mb << 20
-        self._texts = TextBudget(TEXTS * config.max_body_mb << 20)
+        self._most_kept = BUFFERS * config.buffer_mb << 20
+        self._texts = TextBudget(TEXTS * service.config.max_body_mb << 20)
         self._stopping = False
         self._settled = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -128,7 +128,7 @@ class Endpoint:
 
         More of them than can ever be one client's are not named again.
         """
-        is_named = "ids" in columns and columns["ids"].size <= self._config.zmq_credit
+        is_named = "ids" in columns and columns["ids"].size <= self._config.credit
         ids = {"ids": columns["ids"]} if is_named else {}
         self._send(identity, Error(status=status, code=code, param=field, message=message, columns=tuple(ids)), ids)
 
@@ -184,12 +184,12 @@ class Endpoint:
             resumed=resumed,
             credit=session.delivery.credit,
             window=WINDOW,
-            heartbeat=self._config.zmq_grace / 3,
+            heartbeat=self._config.grace / 3,
             model=self._service.name,
             vocab_size=limits.vocab_size,
             max_context=min(limits.max_context, limits.cache_tokens),
             max_n=limits.max_n,
-            max_message=self._config.max_body_mb << 20,
+            max_message=self._service.config.max_body_mb << 20,
         )
         self._send(identity, welcome)
         if resumed:
@@ -217,13 +217,13 @@ class Endpoint:
 
     def _begin(self, name: bytes, account: Account) -> Session:
         self._num_sessions += 1
-        buffered = self._config.zmq_buffer_mb << 20
-        delivery = Delivery(self._config.zmq_credit, buffered // REMEMBERED)
+        buffered = self._config.buffer_mb << 20
+        delivery = Delivery(self._config.credit, buffered // REMEMBERED)
         session = Session(
             self._num_sessions, name, self._service, account, self._plans, delivery, self._wake, buffered, self._texts
         )
         self._sessions[name] = session
-        self._expect(session, self._config.zmq_grace)
+        self._expect(session, self._config.grace)
         return session
 
     def _connect(self, session: Session, identity: bytes) -> None:
@@ -251,12 +251,12 @@ class Endpoint:
         self._timers[session.number] = self._loop.call_later(seconds, self._check_alive, session)
 
     def _check_alive(self, session: Session) -> None:
-        left = session.heard + self._config.zmq_grace - monotonic()
+        left = session.heard + self._config.grace - monotonic()
         if left > 0:
             self._expect(session, left)
         else:
             logger.info("a client of direct submission is gone; %d requests cancelled", len(session.delivery.open))
-            self._end(session, Closed(code="unknown", message="nothing was heard for server.zmq_grace seconds"))
+            self._end(session, Closed(code="unknown", message="nothing was heard for zmq.grace seconds"))
 
     def _end(self, session: Session, reason: Closed | None) -> None:
         """What runs of it is cancelled, and what it is owed is forgotten."""
@@ -283,7 +283,7 @@ class Endpoint:
         for session in awake:
             if session.is_too_slow:
                 logger.warning("a client of direct submission does not take its results, and is cut off")
-                message = "results were not acknowledged: server.zmq_buffer_mb"
+                message = "results were not acknowledged: zmq.buffer_mb"
                 self._end(session, Closed(code="too_slow", message=message))
                 continue
             for outgoing in session.take():

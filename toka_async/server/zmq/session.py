@@ -266,7 +266,7 @@ class Session:
             return 0, self.account.is_full()
         if num_fit < num_free:
             return num_fit, account.is_full()
-        return num_free, OverloadedError("as many requests as server.max_requests are held")
+        return num_free, OverloadedError("as many requests as limits.max_requests are held")
 
     def _submit(self, requests: Submitted, plan: RequestFields) -> None:
         if not len(requests):

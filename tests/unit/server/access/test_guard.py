@@ -16,7 +16,7 @@ import pytest
 from tests.drivers.web_server import JSON_HEAD, WebServer, checked_error, web_server
 from tests.fakes.scheduler import FakeScheduler
 from tests.processes.keyed import ALICE, BOB, KEYS, ask, bearer
-from toka_async.config import ServerConfig
+from toka_async.config import AuthConfig
 from toka_async.messages import Cancel, Submit
 from toka_async.server.access.guard import GUARD
 from toka_async.server.access.keys import Key, Keys, KeySource, digest_of
@@ -107,7 +107,7 @@ async def test_without_keys_everybody_shares() -> None:
 async def test_keys_come_and_go_while_it_serves(tmp_path: Path) -> None:
     path, now = tmp_path / "keys", [0.0]
     path.write_text(f"{ALICE} alice max_requests=1\n")
-    source = KeySource(ServerConfig(api_keys=str(path)), {}, lambda: now[0])
+    source = KeySource(AuthConfig(api_keys=str(path)), {}, lambda: now[0])
     async with web_server(keys=source) as server:
         assert [(await ask(server, key))[0] for key in (ALICE, BOB)] == [200, 401]
         path.write_text(f"{BOB} bob\n{ALICE} alice max_requests=9\n")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from toka_async.config import ConfigError, ServerConfig
+from toka_async.config import AuthConfig, ConfigError
 from toka_async.server.access.keys import PAUSE, Keys, KeySource, read_keys
 
 FIRST, SECOND, THIRD = "sk-first-0123", "sk-second-456", "sk-third-7890"
@@ -18,12 +18,12 @@ FIRST, SECOND, THIRD = "sk-first-0123", "sk-second-456", "sk-third-7890"
 def read(folder: Path, text: str, variable: str = "") -> Keys:
     path = folder / "keys"
     path.write_text(text if not text or text.endswith("\n") else f"{text}\n")
-    return read_keys(ServerConfig(api_keys=str(path)), {"TOKA_API_KEYS": variable})
+    return read_keys(AuthConfig(api_keys=str(path)), {"TOKA_API_KEYS": variable})
 
 
 def test_no_keys() -> None:
-    assert not read_keys(ServerConfig(), {})
-    assert not read_keys(ServerConfig(), {"TOKA_API_KEYS": ""})
+    assert not read_keys(AuthConfig(), {})
+    assert not read_keys(AuthConfig(), {"TOKA_API_KEYS": ""})
 
 
 def test_a_file_and_the_environment(tmp_path: Path) -> None:
@@ -50,8 +50,8 @@ def test_comments(tmp_path: Path) -> None:
 def test_a_pipe_is_not_read(tmp_path: Path) -> None:
     """Whoever opens it waits until somebody writes, and the server does nothing else meanwhile."""
     os.mkfifo(tmp_path / "keys")
-    with pytest.raises(ConfigError, match=r"^server\.api_keys: .*/keys: a pipe, not a file"):
-        read_keys(ServerConfig(api_keys=str(tmp_path / "keys")), {})
+    with pytest.raises(ConfigError, match=r"^auth\.api_keys: .*/keys: a pipe, not a file"):
+        read_keys(AuthConfig(api_keys=str(tmp_path / "keys")), {})
 
 
 @pytest.mark.parametrize("wrong", ["", FIRST[:-1], FIRST + "x", FIRST.upper(), "\udcff", "é" * 12, "\x00"])
@@ -63,7 +63,7 @@ def test_a_file_that_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     """Keys come and go with it; what is wrong with it changes nothing."""
     path, now = tmp_path / "keys", [0.0]
     path.write_text(f"{FIRST} alice\n")
-    source = KeySource(ServerConfig(api_keys=str(path)), {}, lambda: now[0])
+    source = KeySource(AuthConfig(api_keys=str(path)), {}, lambda: now[0])
 
     def known() -> list[bool]:
         return [source().find(each) is not None for each in (FIRST, SECOND)]
@@ -79,7 +79,7 @@ def test_a_file_that_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
             path.write_text(wrong)
         now[0] += PAUSE
         assert known() == [True, True]
-    assert caplog.text.count("the API keys stay as they were: server.api_keys: ") == 3
+    assert caplog.text.count("the API keys stay as they were: auth.api_keys: ") == 3
     path.write_text(f"{SECOND} bob max_requests=7\n")
     now[0] += PAUSE
     assert known() == [False, True]
@@ -93,7 +93,7 @@ def test_a_file_that_is_half_written(tmp_path: Path, caplog: pytest.LogCaptureFi
     """A part of a key is not a key."""
     path, now = tmp_path / "keys", [0.0]
     path.write_text(f"{FIRST}\n{SECOND} bob max_requests=7\n")
-    source = KeySource(ServerConfig(api_keys=str(path)), {}, lambda: now[0])
+    source = KeySource(AuthConfig(api_keys=str(path)), {}, lambda: now[0])
     for part in (f"{FIRST}", f"{FIRST}\n{SECOND[:-2]}", f"{FIRST}\n{SECOND} bob"):
         path.write_text(part)
         now[0] += PAUSE
@@ -102,11 +102,11 @@ def test_a_file_that_is_half_written(tmp_path: Path, caplog: pytest.LogCaptureFi
         assert bob is not None
         assert bob.max_requests == 7
         with pytest.raises(ConfigError, match="it has no end, as in a file that is half written"):
-            read_keys(ServerConfig(api_keys=str(path)), {})
+            read_keys(AuthConfig(api_keys=str(path)), {})
     assert caplog.text.count("it has no end") == 3
     path.write_text(f"{FIRST}\n{SECOND} bob\n")
     now[0] += PAUSE
-    assert source() == read_keys(ServerConfig(api_keys=str(path)), {})
+    assert source() == read_keys(AuthConfig(api_keys=str(path)), {})
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Path, "read_text", read_late)
     with pytest.raises(ConfigError, match="changed while it was read"):
-        read_keys(ServerConfig(api_keys=str(path)), {})
+        read_keys(AuthConfig(api_keys=str(path)), {})
 
 
 def test_a_key_that_sees_all(tmp_path: Path) -> None:
@@ -161,25 +161,25 @@ def test_every_key_is_compared_in_constant_time(tmp_path: Path, monkeypatch: pyt
     ],
 )
 def test_a_wrong_file(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^server\.api_keys: .*{message}") as caught:
+    with pytest.raises(ConfigError, match=rf"^auth\.api_keys: .*{message}") as caught:
         read(tmp_path, text)
     assert FIRST not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["none", ".", "nul\0"])
 def test_no_file(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match=r"^server\.api_keys: "):
-        read_keys(ServerConfig(api_keys=str(tmp_path / name)), {})
+    with pytest.raises(ConfigError, match=r"^auth\.api_keys: "):
+        read_keys(AuthConfig(api_keys=str(tmp_path / name)), {})
 
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "keys").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not a text file"):
-        read_keys(ServerConfig(api_keys=str(tmp_path / "keys")), {})
+        read_keys(AuthConfig(api_keys=str(tmp_path / "keys")), {})
 
 
 @pytest.mark.parametrize("variable", [",", " ", "short", "sk-first-0123,sk-first-0123"])
 def test_a_wrong_variable(variable: str) -> None:
-    with pytest.raises(ConfigError, match=r"TOKA_API_KEYS|server\.api_keys") as caught:
-        read_keys(ServerConfig(), {"TOKA_API_KEYS": variable})
+    with pytest.raises(ConfigError, match=r"TOKA_API_KEYS|auth\.api_keys") as caught:
+        read_keys(AuthConfig(), {"TOKA_API_KEYS": variable})
     assert FIRST not in str(caught.value)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.drivers.web_server import JSON, WebServer, checked_error, web_server
 from tests.processes.keyed import ALICE, KEYS, bearer
-from toka_async.config import ConfigError, ServerConfig
+from toka_async.config import AuthConfig, ConfigError
 from toka_async.server.access.origins import Origins, is_loopback, read_origins
 
 EVIL = "http://evil.example"
@@ -183,20 +183,20 @@ async def test_a_page_is_refused_before_its_body_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("origins", "hosts", "message"),
     [
-        ("app.example.org", "", r"server\.allowed_origins: .*'app\.example\.org'"),
-        ("https://app.example.org/path", "", r"server\.allowed_origins: .*/path"),
-        ("https://*.example.org", "", r"server\.allowed_origins"),
-        ("", "http://app", r"server\.allowed_hosts: .*'http://app'"),
-        ("", "app:80", r"server\.allowed_hosts"),
+        ("app.example.org", "", r"auth\.allowed_origins: .*'app\.example\.org'"),
+        ("https://app.example.org/path", "", r"auth\.allowed_origins: .*/path"),
+        ("https://*.example.org", "", r"auth\.allowed_origins"),
+        ("", "http://app", r"auth\.allowed_hosts: .*'http://app'"),
+        ("", "app:80", r"auth\.allowed_hosts"),
     ],
 )
 def test_wrong_settings(origins: str, hosts: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_origins(ServerConfig(allowed_origins=origins, allowed_hosts=hosts))
+        read_origins(AuthConfig(allowed_origins=origins, allowed_hosts=hosts), "127.0.0.1")
 
 
 def test_settings() -> None:
-    made = read_origins(ServerConfig(host="Gpu-7", allowed_origins="HTTPS://App.example/ null", allowed_hosts="A,b"))
+    made = read_origins(AuthConfig(allowed_origins="HTTPS://App.example/ null", allowed_hosts="A,b"), "Gpu-7")
     assert made.allowed == {"https://app.example", "null"}
     assert made.hosts >= {"localhost", "gpu-7", "a", "b"}
     assert made.allows("null")

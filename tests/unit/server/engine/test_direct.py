@@ -139,7 +139,7 @@ async def test_a_deadline_is_that_of_the_first_try(world: World) -> None:
     world.lose(0)
     await asyncio.sleep(0.1)
     assert world.owner.failed.keys() == {*range(20)}
-    assert "server.request_timeout" in world.owner.failed[0]
+    assert "limits.request_timeout" in world.owner.failed[0]
     world.engine.direct.check()
 
 

@@ -98,7 +98,7 @@ async def test_zero_means_never() -> None:
 
 
 async def test_the_app_starts_it() -> None:
-    async with web_server(stats_interval=5.0) as server:
+    async with web_server(log_stats_interval=5.0) as server:
         assert (await server.ok("/v1/completions", {"prompt": "x"}))["choices"]
         status = server.engine.on_busy.__self__  # type: ignore[attr-defined]
         assert isinstance(status, StatusLine)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.cases import tokenizers as small
-from toka_async.config import ServerConfig
+from toka_async.config import AuthConfig, LimitsConfig
 from toka_async.messages import Reason, ToScheduler
 from toka_async.openai.generation import Defaults, RequestLimits, chat_generation, completion_generation
 from toka_async.openai.requests import ChatRequest, CompletionRequest, StreamOptions
@@ -27,6 +27,7 @@ from toka_async.server.generate.events import SampleEvents
 from toka_async.server.generate.sample_text import TextOptions, sample_text
 from toka_async.server.generate.service import Run, Service, in_blocks, text_options
 from toka_async.server.generate.text_events import TextEvents
+from toka_async.server.limits.accounts import Accounts
 from toka_async.text.stop import StopStrings
 from toka_async.text.tokenizer import Tokenizer
 from toka_async.transport.codec import Codec
@@ -41,7 +42,16 @@ def make(tokenizer: Tokenizer, end: int, flags: list[bool]) -> tuple[Service, Ru
     """A streamed request of N samples, and what answers it."""
     chat, usage, kept, skip = flags
     engine = Engine([LocalChannel[ToScheduler](Codec(ToScheduler))], 8)
-    service = Service(ServerConfig(), 'a "model"', tokenizer, None, Defaults(), engine, ThreadPoolExecutor(1))
+    service = Service(
+        LimitsConfig(),
+        'a "model"',
+        tokenizer,
+        None,
+        Defaults(),
+        engine,
+        ThreadPoolExecutor(1),
+        Accounts(LimitsConfig(), AuthConfig()),
+    )
     limits = RequestLimits(max_context=100, cache_tokens=100, vocab_size=1000, max_n=8)
     fields: dict[str, Any] = {
         "n": N,

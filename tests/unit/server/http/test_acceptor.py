@@ -45,7 +45,7 @@ async def serving(context: ssl.SSLContext | None, limits: ConnectionLimits) -> A
     app.router.add_get("/ping", ping)
     runner = create_runner(app)
     await runner.setup()
-    listener = open_listener(ServerConfig(port=0))
+    listener = open_listener(ServerConfig(port=0), 60.0)
     site = Acceptor(runner, listener, limits, context)
     await site.start()
     assert site.name == f"{'http' if context is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"

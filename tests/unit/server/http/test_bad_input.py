@@ -166,7 +166,7 @@ async def test_a_text_that_would_take_gigabytes_is_not_tokenized(
                 assert response.status == 400
                 error = checked_error(await response.json())
             assert (error["code"], error["param"]) == ("text_too_long", "messages" if is_chat else "prompt")
-            assert "server.max_text_mb" in error["message"]
+            assert "limits.max_text_mb" in error["message"]
 
 
 async def test_a_text_that_does_not_fit_is_counted(server: WebServer) -> None:

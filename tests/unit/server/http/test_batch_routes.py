@@ -201,7 +201,7 @@ async def test_open_batches_are_limited(tmp_path: Path) -> None:
         openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
     ):
         first = await created(client, [line(0)])
-        with pytest.raises(openai.RateLimitError, match=r"server\.key_max_open_batches") as caught:
+        with pytest.raises(openai.RateLimitError, match=r"batches\.key_max_open_batches") as caught:
             await client.batches.create(input_file_id=first.input_file_id, endpoint=TEXT, completion_window="24h")
         assert caught.value.code == "insufficient_quota"
         await client.batches.cancel(first.id)

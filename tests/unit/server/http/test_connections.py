@@ -15,7 +15,7 @@ from tests.drivers.until import until
 from tests.drivers.web_server import WebServer, checked_error, web_server
 from tests.fakes.scheduler import FakeScheduler
 from tests.unit.server.test_app import transports
-from toka_async.config import ServerConfig
+from toka_async.config import LimitsConfig, ServerConfig, ZmqConfig
 from toka_async.listening import max_connections, open_listener
 
 PATH = "/v1/completions"
@@ -228,7 +228,7 @@ async def test_who_sends_fast_enough_has_time() -> None:
 
 def test_the_kernel_notices_ends_that_are_gone() -> None:
     """Half-open connections: the options of the listener are those of what it accepts."""
-    with closing(open_listener(ServerConfig(port=0, client_timeout=40.0))) as listener, socket.socket() as client:
+    with closing(open_listener(ServerConfig(port=0), 40.0)) as listener, socket.socket() as client:
         client.connect(listener.getsockname())
         accepted, _ = listener.accept()
         with accepted:
@@ -239,6 +239,6 @@ def test_the_kernel_notices_ends_that_are_gone() -> None:
 
 
 def test_connections_leave_files_for_everything_else() -> None:
-    most = max_connections(ServerConfig())
-    assert max_connections(ServerConfig(max_connections=3)) == 3
-    assert max_connections(ServerConfig(max_connections=2**31 - 1)) == min(most, 2**31 - 1)
+    most = max_connections(LimitsConfig(), ZmqConfig())
+    assert max_connections(LimitsConfig(max_connections=3), ZmqConfig()) == 3
+    assert max_connections(LimitsConfig(max_connections=2**31 - 1), ZmqConfig()) == min(most, 2**31 - 1)

@@ -133,14 +133,14 @@ async def test_an_owners_files_are_limited(tmp_path: Path) -> None:
         made = await upload(server, form(half))
         refused = await upload(server, form(half), 429)
         assert refused["code"] == "insufficient_quota"
-        assert "server.key_max_files_mb" in refused["message"]
+        assert "batches.key_max_files_mb" in refused["message"]
         assert (await upload(server, half_form(half), 429, **FORM))["code"] == "insufficient_quota"
         service = server.app[BATCHES]
         assert service is not None
         assert not service.receiving.total()
         assert not names(tmp_path, "uploads")
         await upload(server, form())
-        assert "server.key_max_files)" in (await upload(server, form(), 429))["message"]
+        assert "batches.key_max_files)" in (await upload(server, form(), 429))["message"]
         async with server.http.delete(f"{server.url}/v1/files/{made['id']}") as response:
             assert response.status == 200
         await upload(server, form(half))

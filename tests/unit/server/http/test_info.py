@@ -105,7 +105,7 @@ async def test_a_text_of_tokens_has_a_bound() -> None:
         assert len(fits["prompt"].encode()) > 10**6
         error = await server.error("/detokenize", f'{{"tokens":[{longest}{f",{longest}" * most}]}}')
         assert error["param"] == "tokens"
-        assert "server.max_body_mb" in error["message"]
+        assert "limits.max_body_mb" in error["message"]
 
 
 async def test_special_tokens() -> None:

@@ -129,7 +129,7 @@ async def test_who_waits_too_long_gets_a_429_that_names_the_setting() -> None:
                 assert await client.status() == 429
                 error = await client.error()
                 assert error["code"] == "overloaded"
-                assert "server.max_bodies_mb" in str(error["message"])
+                assert "limits.max_bodies_mb" in str(error["message"])
             for body in (padded(SMALL), padded(100)):  # small ones go on
                 assert (await server.post(PATH, body))[0] == 200
             text = server.engine.metrics.text()
@@ -156,7 +156,7 @@ async def test_a_body_in_chunks_has_one_timeout_though_it_is_read_in_two_parts()
         await asyncio.sleep(0.25)
         client.writer.write(chunk(b""))
         assert await client.status() == 408
-        assert "server.request_timeout (0.4 s)" in str((await client.error())["message"])
+        assert "limits.request_timeout (0.4 s)" in str((await client.error())["message"])
 
 
 async def test_what_it_waits_for_room_is_no_part_of_that() -> None:

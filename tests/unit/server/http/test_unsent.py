@@ -47,7 +47,7 @@ async def serving(unsent: Unsent, folder: Path, context: ssl.SSLContext | None =
     app.router.add_get("/file", file)
     runner = create_runner(app)
     await runner.setup()
-    listener = open_listener(ServerConfig(port=0))
+    listener = open_listener(ServerConfig(port=0), 60.0)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # what the kernel takes nobody sees
     await Acceptor(runner, listener, ConnectionLimits(100, 75.0), context).start()
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from toka_async.config import ServerConfig
+from toka_async.config import AuthConfig, LimitsConfig
 from toka_async.openai.errors import ApiError
 from toka_async.server.limits.account import Account
 from toka_async.server.limits.accounts import Accounts
@@ -34,7 +34,7 @@ def test_what_never_fits_is_the_request_s_fault(num_requests: int, num_tokens: i
 
 
 def test_a_parent_is_full() -> None:
-    accounts = Accounts(ServerConfig(max_held_tokens=100, key_max_requests=5))
+    accounts = Accounts(LimitsConfig(max_held_tokens=100), AuthConfig(key_max_requests=5))
     alice, bob = accounts.open("alice"), accounts.open("bob", max_tokens=50)
     assert accounts.open("alice") is alice
     assert (alice.max_requests, alice.max_tokens, bob.max_requests, bob.max_tokens) == (5, 0, 5, 50)
@@ -46,7 +46,7 @@ def test_a_parent_is_full() -> None:
 
 
 def test_lines_of_batches_count_in_their_owner_and_once_in_the_server() -> None:
-    accounts = Accounts(ServerConfig(max_held_tokens=100))
+    accounts = Accounts(LimitsConfig(max_held_tokens=100), AuthConfig())
     alice = accounts.open("key alice", max_requests=3)
     lines = accounts.batches_of(alice)
     assert accounts.batches_of(alice) is lines
@@ -61,7 +61,7 @@ def test_lines_of_batches_count_in_their_owner_and_once_in_the_server() -> None:
 
 
 def test_only_prompts_of_equal_salt_are_shared() -> None:
-    accounts = Accounts(ServerConfig())
+    accounts = Accounts(LimitsConfig(), AuthConfig())
     alice, bob = (accounts.open(f"key {name}", cache_owner=name) for name in ("alice", "bob"))
     lines = accounts.batches_of(alice)
     assert accounts.salt_of(accounts.total, "") == 0
@@ -72,17 +72,17 @@ def test_only_prompts_of_equal_salt_are_shared() -> None:
     assert all(0 < salt < 2**63 for salt in salts)
     assert accounts.salt_of(lines, "") == salts[0]
     assert accounts.salt_of(lines, "x") == salts[2]
-    assert Accounts(ServerConfig()).salt_of(alice, "") != salts[0], "nobody can work out another's salt"
+    assert Accounts(LimitsConfig(), AuthConfig()).salt_of(alice, "") != salts[0], "nobody can work out another's salt"
 
 
 def test_an_owner_and_a_salt_are_not_another_owner() -> None:
-    accounts = Accounts(ServerConfig())
+    accounts = Accounts(LimitsConfig(), AuthConfig())
     short, long = (accounts.open(f"key {name}", cache_owner=name) for name in ("a", "ab"))
     assert accounts.salt_of(short, "bc") != accounts.salt_of(long, "c")
 
 
 def test_keys_share_on_purpose() -> None:
-    accounts = Accounts(ServerConfig(share_cache=True))
+    accounts = Accounts(LimitsConfig(), AuthConfig(share_cache=True))
     alice, bob = (accounts.open(f"key {name}", cache_owner=name) for name in ("alice", "bob"))
     assert accounts.salt_of(alice, "") == accounts.salt_of(bob, "") == 0
     assert accounts.salt_of(alice, "x") == accounts.salt_of(bob, "x") != 0

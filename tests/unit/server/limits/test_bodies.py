@@ -86,7 +86,7 @@ async def test_who_waits_too_long_is_told_the_setting() -> None:
     await reserving.start("a1", 1 << 20)
     await reserving.start("a2", 1, timeout=0.01)
     await reserving.start("a3", 1 << 20)
-    with pytest.raises(OverloadedError, match=r"server\.max_bodies_mb is 2 MiB .* 1 MiB for those of one key"):
+    with pytest.raises(OverloadedError, match=r"limits\.max_bodies_mb is 2 MiB .* 1 MiB for those of one key"):
         await reserving.tasks["a2"]
     assert (reserving.bodies.num_refused, reserving.bodies.num_waiting) == (1, 1)
     await reserving.end("a1")

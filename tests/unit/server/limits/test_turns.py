@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from toka_async.config import ServerConfig
+from tests.drivers.config import make_config
 from toka_async.openai.errors import ApiError
 from toka_async.server.limits.account import Account
 from toka_async.server.limits.accounts import Accounts
@@ -19,7 +19,8 @@ from toka_async.server.limits.jobs import OverloadedError
 
 
 def accounts_of(**config: int) -> Accounts:
-    return Accounts(ServerConfig(**{"max_waiting": 100} | config))  # type: ignore[arg-type]
+    made = make_config(**{"max_waiting": 100} | config)
+    return Accounts(made.limits, made.auth)
 
 
 class Entering:

@@ -15,7 +15,7 @@ from toka_async.protocol import Closed, Error, Welcome
 
 @pytest.fixture
 async def bare(request: pytest.FixtureRequest) -> AsyncIterator[Bare]:
-    """Parameter: `server.request_timeout`; none: no such limit."""
+    """Parameter: `limits.request_timeout`; none: no such limit."""
     timeout = getattr(request, "param", 0.0)
     with bare_endpoint(key_max_held_tokens=50, max_held_tokens=100, request_timeout=timeout) as made:
         made.wire.sender = "a" * 40

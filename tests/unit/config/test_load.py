@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from toka_async.config import Config, ConfigError, describe, load_config
+from toka_async.config import Config, ConfigError, load_config
+from toka_async.config.load import describe
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.toml"))
 
 
 def write(folder: Path, text: str) -> Path:
@@ -22,16 +23,16 @@ def write(folder: Path, text: str) -> Path:
 def test_without_a_file_everything_is_default() -> None:
     config = load_config()
     assert config == Config()
-    assert (config.server.host, config.server.port, config.server.max_n) == ("127.0.0.1", 10210, 16384)
-    assert (config.server.max_body_mb, config.cache.page_size, config.cache.num_tokens) == (64, 16, "auto")
+    assert (config.server.host, config.server.port, config.limits.max_n) == ("127.0.0.1", 10210, 16384)
+    assert (config.limits.max_body_mb, config.cache.page_size, config.cache.num_tokens) == (64, 16, "auto")
     assert (config.parallel.dp, config.parallel.pp, config.parallel.tp) == (1, 1, 1)
 
 
 def test_file_and_overrides(tmp_path: Path) -> None:
-    path = write(tmp_path, '[model]\npath = "some/where"\n[server]\nport = 1\nstats_interval = 2\n')
+    path = write(tmp_path, '[model]\npath = "some/where"\n[server]\nport = 1\n[log]\nstats_interval = 2\n')
     config = load_config(path, ["server.port=2", "server.host=::1"])
     assert config.model.path == "some/where"
-    assert (config.server.port, config.server.host, config.server.stats_interval) == (2, "::1", 2.0)
+    assert (config.server.port, config.server.host, config.log.stats_interval) == (2, "::1", 2.0)
 
 
 def test_the_last_override_wins() -> None:
@@ -83,7 +84,7 @@ def test_overrides_take_the_type_of_the_field(override: str, section: str, field
         ("server.drain_timeout=1e7", ["server.drain_timeout", "'1e7'"]),
         ("server.hang_timeout=1e300", ["server.hang_timeout", "to 1000000"]),
         ("server.step_timeout=1e300", ["server.step_timeout"]),
-        ("server.client_timeout=1e300", ["server.client_timeout"]),
+        ("limits.client_timeout=1e300", ["limits.client_timeout"]),
         ("server.drain_timeout=nan", ["server.drain_timeout", "'nan'"]),
         ("model.path=", ["model.path"]),
         ("model.path=a\x00b", ["model.path", "NUL"]),
@@ -147,11 +148,11 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 def test_all_bodies_together_have_room_for_the_largest() -> None:
     with pytest.raises(
-        ConfigError, match=r"^server\.max_bodies_mb: expected at least server\.max_body_mb \(64\), got 63"
+        ConfigError, match=r"^limits\.max_bodies_mb: expected at least limits\.max_body_mb \(64\), got 63"
     ):
-        load_config(None, ["server.max_bodies_mb=63"])
-    assert load_config(None, ["server.max_bodies_mb=64"]).server.max_bodies_mb == 64
-    assert load_config(None, ["server.max_body_mb=640"]).server.max_bodies_mb == "auto"
+        load_config(None, ["limits.max_bodies_mb=63"])
+    assert load_config(None, ["limits.max_bodies_mb=64"]).limits.max_bodies_mb == 64
+    assert load_config(None, ["limits.max_body_mb=640"]).limits.max_bodies_mb == "auto"
 
 
 def test_a_step_must_have_room_for_every_sequence() -> None:
