@@ -170,20 +170,20 @@ class Client:
         self.news: list[News] = []
         self.retries: list[float] = []
         self.exchange = Exchange(self._send, self.retries.append)
-        self.exchange.connected()
+        self.exchange.introduce()
         self.exchange.on_frames(frames_of(WELCOME))
         for key, fields in enumerate(FIELDS):
-            wishes = RequestOptions(fields, msgspec.msgpack.encode(fields), "stream" in fields)
-            self.exchange.add(Pending(key, np.ones(2, np.int32), 0, wishes, self))
+            options = RequestOptions(fields, msgspec.msgpack.encode(fields), "stream" in fields)
+            self.exchange.add(Pending(key, np.ones(2, np.int32), 0, options, self))
         self.exchange.flush()
 
     def _send(self, frames: Sequence[Buffer]) -> bool:
         return bool(frames)
 
     def tell(self, pending: Pending, news: News) -> None:
-        assert not isinstance(news, Result) or len(news.samples) == pending.wishes.n
+        assert not isinstance(news, Result) or len(news.samples) == pending.options.n
         if isinstance(news, Event):
-            assert 0 <= news.sample < pending.wishes.n
+            assert 0 <= news.sample < pending.options.n
         self.news.append(news)
 
     def hear(self, messages: list[Frames]) -> None:

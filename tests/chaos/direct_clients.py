@@ -53,7 +53,7 @@ class WatchedClient(Client):
 
     def vanish(self) -> None:
         """As if the process were killed: the server hears nothing."""
-        self._exchange.disconnected()  # so that it says no last words
+        self._exchange.note_disconnected()  # so that it says no last words
         self._dealer.close(linger=0)
 
 

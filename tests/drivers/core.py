@@ -103,7 +103,7 @@ class CoreDriver:
     def submit(self, message: Submit) -> Received:
         samples = [Sample() for _ in range(message.n)]
         received = self.received[message.request_id] = Received(message, samples)
-        self.core.receive(message)
+        self.core.receive(message, 0.0)
         self.collect()
         return received
 
@@ -125,13 +125,14 @@ class CoreDriver:
                 stream=like.stream,
                 priority=like.priority,
                 salt=like.salt,
-            )
+            ),
+            0.0,
         )
         self.collect()
 
     def cancel_all(self, request_ids: list[int]) -> None:
         self.cancelled.update(request_ids)
-        self.core.receive(Cancels(request_ids=i32_column(request_ids)))
+        self.core.receive(Cancels(request_ids=i32_column(request_ids)), 0.0)
         self.collect()
 
     def cancel(self, request_id: int) -> None:

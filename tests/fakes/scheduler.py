@@ -33,7 +33,7 @@ from toka_async.messages import (
     ToScheduler,
     ToServer,
 )
-from toka_async.scheduler.core import each_of
+from toka_async.scheduler.core import split_submits
 from toka_async.transport.codec import Codec
 from toka_async.transport.local import LocalChannel
 
@@ -153,7 +153,7 @@ class FakeScheduler:
                 samples = [FakeSample(self.script(message, index)[: message.max_tokens]) for index in range(message.n)]
                 self.requests[message.request_id] = FakeRequest(message, samples)
             case Submits():
-                for submit in each_of(message):
+                for submit in split_submits(message):
                     self._take(submit)
             case Cancel():
                 self.requests.pop(message.request_id, None)

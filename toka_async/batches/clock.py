@@ -1,4 +1,4 @@
-"""The wall clock as expiry needs it: what expires is gone for good, so one that is wrong for a while expires nothing.
+"""The wall clock for expiry. What expires is gone for good, so a clock that is briefly wrong expires nothing.
 
 Knows no files and no batches.
 """
@@ -8,26 +8,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-PATIENCE = 3600.0  # seconds that a jump forward must last until it is believed
-TOLERANCE = 2.0  # seconds; adjustments up to this are no jump
+PATIENCE = 3600.0  # seconds until a jump forward is believed
+TOLERANCE = 2.0  # seconds; smaller adjustments are no jump
 
 
 class SettledClock:
-    """Seconds since 1970, in which a jump forward counts only once it has lasted `PATIENCE`.
+    """Seconds since 1970; a jump forward counts only once it has lasted `PATIENCE`.
 
-    A jump back counts at once: at worst something expires later. So does a machine that slept, an hour after it woke
-    up. A clock that is wrong from the start of the process on is believed.
-
-    Args:
-        wall: seconds since 1970, which may jump.
-        steady: seconds since whenever, which never jump.
+    A jump back counts at once: at worst something expires later. The time of a machine that slept counts an hour after
+    it woke. A clock that is wrong from the start of the process is believed. wall: seconds since 1970, which may jump.
+    steady: seconds since any time, which never jump.
     """
 
     def __init__(self, wall: Callable[[], float] | None = None, steady: Callable[[], float] | None = None) -> None:
         self._wall = wall or time.time
         self._steady = steady or time.monotonic
         self._offset = self._wall() - self._steady()
-        self._jumped_at: float | None = None  # by the steady clock
+        self._jumped_at: float | None = None  # steady time
 
     def __call__(self) -> float:
         steady = self._steady()

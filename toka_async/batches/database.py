@@ -1,8 +1,7 @@
 """The database: a table of files and one of batches, in SQLite with a write-ahead log.
 
-A record is a JSON text, so that fields can be added; what is searched by is a column. A row whose record cannot be read
-costs nothing but itself: a file keeps what its columns say, a batch has failed. Used by one thread. Knows no files but
-its own.
+A record is JSON, so that fields can be added; searched fields are columns. A record that cannot be read costs only
+itself: its file keeps what the columns say, its batch has failed. Used by one thread. Knows no other files.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from toka_async.batches.disk import StorageError
 from toka_async.batches.records import FINAL, Batch, BatchProgress, BatchRecord, FileRecord, broken_batch
 
 VERSION = 3
-APPLICATION = 0x746F6B61  # "toka": whose database it is; those of versions 1 and 2 do not say
+APPLICATION = 0x746F6B61  # "toka" marks our databases, except those of versions 1 and 2
 SCHEMA = f"""
 CREATE TABLE files (
     serial INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -65,7 +64,7 @@ CREATE INDEX batches_expire ON batches (expires_at) WHERE expires_at IS NOT NULL
 PRAGMA application_id = {APPLICATION};
 PRAGMA user_version = 3;
 """
-CHANGES = {0: SCHEMA, 1: OWNERS, 2: LIMITS}  # by the version that they are made to
+CHANGES = {0: SCHEMA, 1: OWNERS, 2: LIMITS}  # version -> the change that updates it
 FILE_COLUMNS = "id, record, purpose, bytes, expires_at, owner"
 BATCH_COLUMNS = "id, record, progress, input_file_id, owner"
 
@@ -74,14 +73,14 @@ Order = Literal["asc", "desc"]
 _FILE = msgspec.json.Decoder(FileRecord)
 _BATCH = msgspec.json.Decoder(BatchRecord)
 _PROGRESS = msgspec.msgpack.Decoder(BatchProgress)
-UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError)  # what decoders raise
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError)  # decoders raise these
 
 
 class Database:
-    """Transactions are begun and ended by the caller (`Writer`). A file of an earlier version becomes one of this.
+    """Reads and writes records in transactions that the caller (`Writer`) begins and ends.
 
-    Raises:
-        StorageError: the file is no database, another program's, or one of a later version.
+    Opening updates a file of an earlier version. Raises StorageError when the file is no database, another program's,
+    or one of a later version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -113,7 +112,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """For who has no `Writer` yet."""
+        """Runs a transaction where there is no `Writer` yet."""
         self.connection.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -138,7 +137,7 @@ class Database:
     def files(
         self, purpose: str | None, after: str | None, order: Order, limit: int, now: int, viewer: str | None
     ) -> list[FileRecord] | None:
-        """At most `limit` that have not expired; None when there is no file `after`."""
+        """Returns at most `limit` files that have not expired; None when there is no file `after`."""
         where, values = ["(expires_at IS NULL OR expires_at > ?)"], [now]
         rows = self._page("files", where, [*values], purpose, after, order, limit, viewer)
         return None if rows is None else [_file(row) for row in rows]
@@ -147,11 +146,10 @@ class Database:
         return [row[0] for row in self.connection.execute("SELECT id FROM files")]
 
     def expired_files(self, now: int) -> list[str]:
-        """Their ids."""
         return [row[0] for row in self.connection.execute("SELECT id FROM files WHERE expires_at <= ?", (now,))]
 
     def files_of(self, owner: str) -> tuple[int, int]:
-        """How many files the owner has, and their bytes."""
+        """Returns the number and the bytes of the owner's files."""
         query = "SELECT count(*), coalesce(sum(bytes), 0) FROM files WHERE owner = ?"
         num_files, num_bytes = self.connection.execute(query, (owner,)).fetchone()
         return num_files, num_bytes
@@ -173,12 +171,12 @@ class Database:
         return None if row is None else self._batch(row)
 
     def batches(self, after: str | None, limit: int, viewer: str | None) -> list[Batch] | None:
-        """The newest first, at most `limit`; None when there is no batch `after`."""
+        """Returns at most `limit` batches, newest first; None when there is no batch `after`."""
         rows = self._page("batches", [], [], None, after, "desc", limit, viewer)
         return None if rows is None else [self._batch(row) for row in rows]
 
     def open_batches(self) -> Iterator[Batch]:
-        """Those that have not ended, the oldest first."""
+        """Yields the batches that have not ended, oldest first."""
         query = f"SELECT {BATCH_COLUMNS} FROM batches WHERE is_open = 1 ORDER BY serial"
         return map(self._batch, self.connection.execute(query))
 
@@ -186,7 +184,7 @@ class Database:
         return self._number("SELECT count(*) FROM batches WHERE is_open = 1 AND owner = ?", owner)
 
     def reader_of(self, file_id: str) -> str | None:
-        """The id of a batch that has not ended and whose input the file is."""
+        """Returns the id of a batch that has not ended and has the file as its input."""
         query = "SELECT id FROM batches WHERE is_open = 1 AND input_file_id = ?"
         row = self.connection.execute(query, (file_id,)).fetchone()
         return None if row is None else row[0]
@@ -235,7 +233,7 @@ class Database:
         return self.connection.execute(query, [*values, limit]).fetchall()
 
     def _batch(self, row: Sequence[Any]) -> Batch:
-        """A batch that cannot be read has failed; of its progress, what is known of its files is left."""
+        """Reads a batch. If it cannot be read, it has failed, and its progress has only what its files show."""
         batch_id, text, packed, input_file_id, owner = row
         try:
             record = _BATCH.decode(text)
@@ -251,7 +249,6 @@ class Database:
 
 @contextmanager
 def database_errors(path: Path) -> Iterator[None]:
-    """Turns SQLite's errors into StorageError."""
     try:
         yield
     except sqlite3.Error as error:
@@ -268,7 +265,7 @@ def _text(record: FileRecord | BatchRecord) -> str:
 
 
 def _file(row: Sequence[Any]) -> FileRecord:
-    """A file whose record cannot be read has lost its name and its date."""
+    """Reads a file; if its record cannot be read, it has lost its name and its date."""
     file_id, text, purpose, num_bytes, expires_at, owner = row
     with suppress(*UNREADABLE):
         record = _FILE.decode(text)

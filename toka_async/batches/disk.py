@@ -1,7 +1,4 @@
-"""Changes of files, each made so that a crash at any moment leaves what was there or what was asked for.
-
-Knows no database; what its lengths mean is the caller's affair.
-"""
+"""Changes files so that a crash at any moment leaves the state before or after. Knows no database."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class StorageError(Exception):
-    """The disk does not take what is to be kept, or what it kept is broken. `full`: there is no room."""
+    """The disk cannot store something, or what it stored is broken. full: there is no room."""
 
     def __init__(self, message: str, *, full: bool = False) -> None:
         super().__init__(message)
@@ -25,18 +22,16 @@ class StorageError(Exception):
 class Disk:
     """The file system.
 
-    Args:
-        before: called before each step that changes something, with its name; a test can end there.
+    before: called with the name of each step before it changes something; a test can end there.
     """
 
     def __init__(self, before: Callable[[str], None] = lambda _step: None) -> None:
         self.before = before
 
     def append(self, path: Path, length: int, data: bytes) -> None:
-        """Write `data` behind the file's first `length` bytes, the rest of it cut off, and wait until it is safe.
+        """Writes `data` after the file's first `length` bytes, cuts off the rest, and waits until it is safe.
 
-        Raises:
-            StorageError: no room, or the file is shorter than `length`.
+        Raises StorageError without room, or for a file shorter than `length`.
         """
         with storage_errors(path), opened(path, os.O_WRONLY | os.O_CREAT) as fd:
             size = os.fstat(fd).st_size
@@ -57,7 +52,7 @@ class Disk:
             view, offset = view[num_written:], offset + num_written
 
     def create(self, path: Path) -> None:
-        """An empty file, whose name is safe too."""
+        """Makes an empty file, and waits until its name is safe too."""
         with storage_errors(path):
             self.before("create")
             path.touch()
@@ -75,7 +70,6 @@ class Disk:
             self.sync_folder(target.parent)
 
     def remove(self, path: Path) -> None:
-        """A file that is not there is removed already."""
         with storage_errors(path), suppress(FileNotFoundError):
             self.before("remove")
             path.unlink()
@@ -87,7 +81,7 @@ class Disk:
 
 @contextmanager
 def opened(path: Path, flags: int) -> Iterator[int]:
-    """Never waits for the other end of a pipe that is there instead of a file."""
+    """Opens without waiting for the other end, should a pipe be there instead of a file."""
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     try:
         yield fd
@@ -97,7 +91,6 @@ def opened(path: Path, flags: int) -> Iterator[int]:
 
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
-    """Turns the system's errors into StorageError."""
     try:
         yield
     except OSError as error:

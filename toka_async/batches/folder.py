@@ -1,4 +1,4 @@
-"""The folder of a store: the names in it, and what tells them from what is somebody else's. Knows no records."""
+"""The folder of a store: its names, which tell the store's files from anything else there. Knows no records."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from toka_async.batches.disk import StorageError, storage_errors
 
 FILE_NAME, UPLOAD_NAME = re.compile(r"file-[0-9a-f]{24}"), re.compile(r"[0-9a-f]{32}")
 DATABASE, LOCK = "batches.sqlite", "lock"
-UNUSED = {LOCK, "lost+found"}  # all that may be in a folder that becomes a store's
+UNUSED = {LOCK, "lost+found"}  # names allowed in a folder that becomes a store
 
 
 @dataclass(frozen=True, slots=True)
 class StoreFolder:
-    """The paths of a store."""
-
     path: Path
 
     @property
@@ -41,14 +39,12 @@ class StoreFolder:
         return self.path / "uploads"
 
     def new_upload(self) -> Path:
-        """Where something that is to become a file can be written."""
         return self.uploads / secrets.token_hex(16)
 
     def claim(self) -> int:
-        """Makes the folder where it is missing; the descriptor of its lock, held until it is closed.
+        """Makes the folder if it is missing; returns the descriptor of its lock, which is held until closed.
 
-        Raises:
-            StorageError: it cannot be used, somebody else keeps things in it, or another process uses it.
+        Raises StorageError when the folder cannot be used, has foreign files, or another process uses it.
         """
         with storage_errors(self.path):
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -56,7 +52,7 @@ class StoreFolder:
             return lock(self.path / LOCK)
 
     def _check(self) -> None:
-        """Raises StorageError for a folder in which somebody else keeps things."""
+        """Raises StorageError for a folder with foreign files."""
         names = {each.name for each in self.path.iterdir()}
         if DATABASE not in names and not names <= UNUSED:
             raise StorageError(
@@ -68,13 +64,13 @@ class StoreFolder:
                 raise StorageError(f"{each} is a symbolic link: make it a folder, and {self.path} the link, if any")
 
     def make_folders(self) -> None:
-        """Once the database shows whose they are. Raises StorageError."""
+        """Makes the inner folders once the database shows that the folder is ours. Raises StorageError."""
         for each in (self.files, self.uploads):
             with storage_errors(each):
                 each.mkdir(mode=0o700, exist_ok=True)
 
     def leftovers(self, known: set[str] | None) -> list[Path]:
-        """Uploads, and files that are not known, where that can be said. Raises StorageError."""
+        """Returns uploads, and files that are not known (unless None). Raises StorageError."""
         uploads = named(self.uploads, UPLOAD_NAME)
         return (
             uploads
@@ -83,7 +79,7 @@ class StoreFolder:
         )
 
     def discard(self) -> None:
-        """Removes all of a store that is closed and holds nothing of use; what else is in its folder stays."""
+        """Removes a closed store without useful contents; foreign files in its folder stay."""
         for path in (self.database, Path(f"{self.database}-wal"), Path(f"{self.database}-shm"), self.reserve):
             path.unlink(missing_ok=True)
         with suppress(OSError):
@@ -94,18 +90,18 @@ class StoreFolder:
 
 
 def named(folder: Path, form: re.Pattern[str]) -> list[Path]:
-    """Files with names of that form: what has another name, or is no file, is somebody else's. Raises StorageError."""
+    """Returns the files with names of that form; others are foreign. Raises StorageError."""
     with storage_errors(folder), os.scandir(folder) as entries:
         return [Path(each) for each in entries if form.fullmatch(each.name) and each.is_file(follow_symlinks=False)]
 
 
 def is_name(text: str) -> bool:
-    """Whether it names something in a folder: a database that somebody has changed leads nowhere else."""
+    """Tells whether a text names something within a folder; a manipulated database must not lead outside."""
     return "/" not in text and text not in ("", ".", "..")
 
 
 def lock(path: Path) -> int:
-    """Raises StorageError when another process holds it. A process that dies lets go of it."""
+    """Raises StorageError when another process holds the lock. A process that dies releases it."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     fd = os.open(path, flags, 0o600)
     try:

@@ -1,6 +1,6 @@
-"""Lines that have ended, on their way to the disk: collected while the disk is busy, kept while it is full.
+"""Collects lines that have ended while the disk is busy, and keeps them in memory while it is full.
 
-Knows the store; knows nothing of what a line is.
+Knows the store, not what a line is.
 """
 
 from __future__ import annotations
@@ -22,20 +22,16 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_BYTES = 64 << 20  # of results that are not on the disk yet; more are not asked for
-FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0  # seconds until a disk that failed is tried again
+MAX_BYTES = 64 << 20  # results in memory that stop further lines from running
+FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0  # seconds until the next try of a disk that failed
 
 
 class Ledger:
-    """What is done and not yet kept, of all batches.
+    """The lines of all batches that have ended and are not on the disk yet.
 
-    Args:
-        on_progress: called when more of a batch is kept.
-        on_error: called when a batch's lines cannot be kept, whatever the disk does: an error of this program.
-
-    Attributes:
-        trouble: why nothing can be kept at the moment, while that is so.
-        num_completed, num_failed: lines that were put.
+    on_progress: called when more of a batch is on the disk. on_error: called when a batch's lines cannot be kept
+    because of an error of this program. trouble: why nothing can be kept at the moment; None otherwise. num_completed,
+    num_failed: lines that were put.
     """
 
     def __init__(
@@ -54,13 +50,13 @@ class Ledger:
         self._lines: defaultdict[str, list[DoneLine]] = defaultdict(list)
         self._num_bytes = 0
         self._num_kept = 0
-        self._round = asyncio.Event()  # of the lines that go to the disk now: they are there
+        self._round = asyncio.Event()  # set when the lines that are on their way to the disk are there
         self._task: asyncio.Task[None] | None = None
         self._has_room = asyncio.Event()
         self._has_room.set()
 
     def put(self, batch_id: str, line: DoneLine) -> None:
-        """Will be kept, sooner or later."""
+        """Takes a line, which goes to the disk sooner or later."""
         self._lines[batch_id].append(line)
         self.num_completed += not line.failed
         self.num_failed += line.failed
@@ -68,14 +64,14 @@ class Ledger:
         if self._num_bytes >= MAX_BYTES:
             self._has_room.clear()
         if self._task is None:
-            self._task = asyncio.create_task(self._run(), context=Context())  # it is about all lines, not this one
+            self._task = asyncio.create_task(self._run(), context=Context())  # not this line's context: it serves all
 
     async def room(self) -> None:
-        """Waits until more results can be held."""
+        """Waits until memory can hold more results."""
         await self._has_room.wait()
 
     async def flush(self) -> None:
-        """Waits until everything that was put before is kept, whatever else comes meanwhile."""
+        """Waits until everything that was put before is on the disk; lines that come meanwhile do not count."""
         num_put = self.num_completed + self.num_failed
         while self._task is not None and self._num_kept < num_put:
             either = self._task, asyncio.create_task(self._round.wait())
@@ -87,7 +83,7 @@ class Ledger:
                 either[0].result()
 
     async def persist(self, work: Callable[[], T]) -> T:
-        """As the writer's `run`, but tried again until the disk takes it."""
+        """Runs `work` in the writer, again and again until the disk takes it."""
         wait = FIRST_WAIT
         while True:
             try:

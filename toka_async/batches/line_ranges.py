@@ -1,7 +1,6 @@
-"""Which lines of a file are done, as ranges with the place in the file where each one ends.
+"""The done lines of a file as ranges, with the byte at which each range ends.
 
-There are never more ranges than lines that were in work at once, however long the file is. Knows nothing of what a
-line says.
+There are never more ranges than lines that ran at once, however long the file is. Knows nothing of what a line says.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Lines that are not done: from `first` to before `stop`; the first begins at byte `offset`."""
+    """The lines `first` up to but not including `stop`, which are not done; the first begins at byte `offset`."""
 
     first: int
     stop: int
@@ -24,9 +23,9 @@ class Gap:
 
 @dataclass(slots=True)
 class LineRanges:
-    """Ranges of done lines, in order, none touching the next: lines `starts[i]` to before `stops[i]`.
+    """Ranges of done lines, in order, none touching the next: `starts[i]` up to but not including `stops[i]`.
 
-    ends: the byte after each range's last line, which is where the next line begins.
+    ends: the byte after each range's last line, where the next line begins.
     """
 
     starts: list[int] = field(default_factory=list)
@@ -38,8 +37,8 @@ class LineRanges:
         return sum(self.stops) - sum(self.starts)
 
     def add(self, line: int, end: int) -> None:
-        """The line is done; the next one begins at byte `end`."""
-        after = bisect_right(self.starts, line)  # the first range behind the line
+        """Marks the line as done; the next line begins at byte `end`."""
+        after = bisect_right(self.starts, line)  # the first range after the line
         assert not after or self.stops[after - 1] <= line, f"line {line} is done twice"
         joins_before = after > 0 and self.stops[after - 1] == line
         joins_after = after < len(self.starts) and self.starts[after] == line + 1
@@ -56,7 +55,7 @@ class LineRanges:
             self.ends.insert(after, end)
 
     def gaps(self, total: int) -> Iterator[Gap]:
-        """What is left of a file of `total` lines."""
+        """Yields the lines that are left of a file of `total` lines."""
         first, offset = 0, 0
         for start, stop, end in zip(self.starts, self.stops, self.ends, strict=True):
             if first < start:

@@ -1,7 +1,7 @@
-"""The lines of an input file: read in pieces, and checked as a whole before the first one runs.
+"""Reads the lines of an input file in pieces, and checks the file before its first line runs.
 
-Blank lines are none, and a byte order mark at the start is skipped. Knows what every line must have to be answered at
-all; what it asks for is looked at when it runs.
+Skips blank lines, and a byte order mark at the start. Checks what every line must have to be answered at all; what a
+line asks for is checked when it runs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy as np
 from toka_async.batches.disk import StorageError, storage_errors
 from toka_async.batches.records import Fault
 
-MAX_FAULTS = 20  # that are told of a file
-MAX_ID = 512  # characters of a custom_id
-MAX_BLANK = 1000  # lines, and one more for each line that there may be
-BLOCK = 1 << 20  # bytes that are read at once
+MAX_FAULTS = 20  # reported for a file
+MAX_ID = 512  # characters in a custom_id
+MAX_BLANK = 1000  # blank lines, plus one for each allowed line
+BLOCK = 1 << 20  # bytes of one read
 
 
 class LineId(msgspec.Struct, frozen=True):
@@ -36,8 +36,6 @@ class LineModel(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request of a batch."""
-
     custom_id: str
     method: str
     url: str
@@ -46,7 +44,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 @dataclass(frozen=True, slots=True)
 class RawLine:
-    """A line as it stands in the file. end: the byte after it."""
+    """A line as in the file. end: the byte after it."""
 
     raw: bytes
     end: int
@@ -57,7 +55,7 @@ _LINE_MODEL = msgspec.json.Decoder(LineModel)
 
 
 def custom_id_of(raw: bytes) -> str:
-    """Of a line that was checked. Raises StorageError when it is not what it was."""
+    """Reads the custom_id of a checked line. Raises StorageError when the line has changed."""
     try:
         return _LINE_ID.decode(raw).custom_id
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -65,10 +63,9 @@ def custom_id_of(raw: bytes) -> str:
 
 
 def read_lines(path: Path, offset: int, max_lines: int, max_bytes: int) -> list[RawLine]:
-    """The next lines from byte `offset` on: one at least, unless there is none, and no more than start in `max_bytes`.
+    """Reads the lines that start within `max_bytes` from byte `offset` on; at least one, unless none is left.
 
-    Raises:
-        StorageError: the file cannot be read.
+    Raises StorageError when the file cannot be read.
     """
     lines: list[RawLine] = []
     with storage_errors(path), path.open("rb", buffering=BLOCK // 4) as file:
@@ -82,18 +79,17 @@ def read_lines(path: Path, offset: int, max_lines: int, max_bytes: int) -> list[
 
 
 def stripped(raw: bytes, first: bool) -> bytes:
-    """A line without what is no part of it. `first`: of the file, where Windows may have put a byte order mark."""
+    """Removes blanks, and the byte order mark that Windows may put before the `first` line of a file."""
     return (raw.removeprefix(BOM_UTF8) if first else raw).strip()
 
 
 @dataclass(slots=True)
 class Checker:
-    """Goes through a file once, piece by piece.
+    """Checks a file once, piece by piece: it must have lines, not too many or too long ones, each a JSON object.
 
-    total: lines so far. done: it is all read, or no batch can come of it. faults: what is wrong with it. A file must
-    have lines, not too many or too long ones, each a JSON object with a `custom_id` of its own: a line without
-    could not be told from the others in the results. model: the only one that lines may name; empty: any, as a line
-    that asks for another has that for its answer.
+    Each needs a unique `custom_id`, which identifies its line in the results. total: lines so far. done: the check has
+    ended. faults: what is wrong with the file. model: the only one that lines may name; empty: any, because a line that
+    asks for another gets an error as its answer.
     """
 
     path: Path
@@ -104,13 +100,13 @@ class Checker:
     done: bool = False
     faults: list[Fault] = field(default_factory=list)
     _offset: int = 0
-    _number: int = 0  # of the line in the file, blank ones counted
+    _number: int = 0  # lines read, with blank ones
     _rest: bytes = b""
-    _ids: array[int] = field(default_factory=lambda: array("q"))  # hashes of 64 bits, with a random key
-    _numbers: array[int] = field(default_factory=lambda: array("i"))  # of the lines that have them
+    _ids: array[int] = field(default_factory=lambda: array("q"))  # 64-bit hashes of ids, with a random key
+    _numbers: array[int] = field(default_factory=lambda: array("i"))  # line numbers of `_ids`
 
     def step(self) -> None:
-        """Looks at the next piece. Raises StorageError."""
+        """Checks the next piece. Raises StorageError."""
         with storage_errors(self.path), self.path.open("rb") as file:
             file.seek(self._offset)
             block = file.read(BLOCK)
@@ -168,7 +164,7 @@ class Checker:
     def _check_model(self, raw: bytes) -> None:
         try:
             model = _LINE_MODEL.decode(raw).body.model
-        except msgspec.MsgspecError:  # which is the line's answer
+        except msgspec.MsgspecError:  # the line's answer will be the error
             return
         if model not in (None, self.model):
             message = (
@@ -178,7 +174,7 @@ class Checker:
             self._fault("model_not_found", message, self._number, "model")
 
     def _check_repeats(self) -> None:
-        """Two different ids of a million share a hash with a chance of 1 in 30 million."""
+        """Finds repeated ids by hash. Two of a million different ids share one with a chance of 1 in 30 million."""
         ids = np.frombuffer(self._ids, np.int64)
         in_order = np.sort(ids)
         if not (in_order[1:] == in_order[:-1]).any():

@@ -1,4 +1,4 @@
-"""How many files and batches one owner may have. Knows numbers only."""
+"""Limits the files and batches of one owner. Knows numbers only."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 
 class QuotaError(Exception):
-    """Somebody has as much as one may have. The message says of what, and what to do."""
+    """An owner is at a limit. The message names it and says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What one owner may have: batches that have not ended, files, and the bytes of these. 0: any number."""
+    """The most open batches, files, and bytes in files of one owner. 0: any number."""
 
     batches: int = 0
     files: int = 0
     num_bytes: int = 0
 
     def check_files(self, files: int, num_bytes: int) -> None:
-        """Raises QuotaError for so many files with so many bytes in all."""
+        """Raises QuotaError when an owner cannot have `files` files with `num_bytes` bytes in all."""
         if 0 < self.files < files:
             raise QuotaError(f"there can be {self.files} files of one owner (batches.key_max_files): delete some first")
         if 0 < self.num_bytes < num_bytes:
@@ -28,7 +28,6 @@ class Quota:
             )
 
     def check_batches(self, batches: int) -> None:
-        """Raises QuotaError for so many."""
         if 0 < self.batches < batches:
             raise QuotaError(
                 f"{self.batches} batches of one owner can be open at once (batches.key_max_open_batches): "

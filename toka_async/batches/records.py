@@ -1,6 +1,6 @@
-"""What is kept of files and batches, and how a batch goes from one status to the next.
+"""The records of files and batches, and how a batch goes from one status to the next.
 
-Knows nothing of where it is kept, and nothing of HTTP.
+Knows no storage and no HTTP.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FINAL: frozenset[Status] = frozenset({"failed", "completed", "expired", "cancell
 
 
 def may_see(owner: str, viewer: str | None) -> bool:
-    """Whether what `owner` made is there for `viewer`; without an owner it is everybody's. None: who sees all."""
+    """Tells whether `viewer` may see what `owner` made. Everybody sees what has no owner; the viewer None sees all."""
     return viewer is None or owner in ("", viewer)
 
 
@@ -33,7 +33,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong with a batch's files. line: of the input file, counted from 1."""
+    """A fault in a batch's files. line: in the input file, from 1."""
 
     code: str
     message: str
@@ -42,11 +42,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch, but for what changes with every line.
+    """What is known of a batch, except what changes with every line.
 
-    endpoint: empty, when each line says which. output_id, error_id: chosen at the start; there are such files when
-    something was written. total: lines, once they were counted. outcome: decided, while it is brought about.
-    owner: see `may_see`; whose limits its lines count in.
+    endpoint: empty when each line names its own. output_id, error_id: chosen at the start; the files exist once
+    something is written. total: lines, once they are counted. outcome: the end that was decided, while lines still run.
+    owner: see `may_see`; the lines count in the owner's limits.
     """
 
     id: str
@@ -74,39 +74,39 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def forgotten_at(self) -> int | None:
-        """When the batch itself goes: with its results, if they have an end. None: not by itself, or not known yet."""
+        """Returns when the batch is forgotten: with its results, if these expire. None: never, or unknown so far."""
         ended = self.completed_at or self.failed_at or self.expired_at or self.cancelled_at
         return None if ended is None or self.output_expires_after is None else ended + self.output_expires_after
 
     def lean(self) -> BatchRecord:
-        """Without what may be large and is not needed to work on it."""
+        """Returns a copy without fields that may be large and are not needed to run the batch."""
         return msgspec.structs.replace(self, metadata=None)
 
     def accepted(self, total: int, now: int) -> BatchRecord:
-        """The input file is in order."""
+        """Starts the batch: its input file is valid."""
         assert self.status == "validating"
         return msgspec.structs.replace(self, status="in_progress", in_progress_at=now, total=total)
 
     def refused(self, faults: tuple[Fault, ...], now: int) -> BatchRecord:
-        """A file is not in order, or not any more: nothing of it runs from now on."""
+        """Fails the batch: a file is not valid, or no longer; no line runs any more."""
         return msgspec.structs.replace(self, status="failed", failed_at=now, faults=faults)
 
     def again(self) -> BatchRecord:
-        """It goes on though it had ended, or its end was decided."""
+        """Reopens a batch that had ended, or whose end was decided."""
         assert self.in_progress_at is not None
         return msgspec.structs.replace(
             self, status="in_progress", outcome=None, faults=(), finalizing_at=None, completed_at=None
         )
 
     def ending(self, outcome: Outcome, now: int) -> BatchRecord:
-        """From now on no line is started."""
+        """Decides the end: no further line starts."""
         assert self.outcome is None, "the first outcome that is decided holds"
         if outcome == "cancelled":
             return msgspec.structs.replace(self, status="cancelling", cancelling_at=now, outcome=outcome)
         return msgspec.structs.replace(self, status="finalizing", finalizing_at=now, outcome=outcome)
 
     def ended(self, now: int) -> BatchRecord:
-        """Every line is in one of the files, and they are there to be read."""
+        """Ends the batch: every line is in one of its files, and these can be read."""
         match self.outcome:
             case "completed":
                 return msgspec.structs.replace(self, status="completed", completed_at=now)
@@ -118,9 +118,9 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchProgress(msgspec.Struct, kw_only=True):
-    """What is done of a batch: lines by where they went, the files' lengths, tokens, and which lines (`Spans`).
+    """How much of a batch is done: lines by file, the files' lengths, tokens, and the done lines.
 
-    is_broken: the database has lost it; nothing but the lengths is known. It is never written.
+    is_broken: the database has lost it and only the lengths are known; such a progress is never written.
     """
 
     completed: int = 0
@@ -135,14 +135,14 @@ class BatchProgress(msgspec.Struct, kw_only=True):
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """A batch as of now."""
+    """A batch at one moment."""
 
     record: BatchRecord
     progress: BatchProgress
 
 
 class DoneLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line that has ended. data: what is written, a line of JSON with its end. end: byte after it in the input."""
+    """A line that has ended. data: the line to write, JSON with its end. end: the byte after the input line."""
 
     line: int
     end: int
@@ -154,7 +154,6 @@ class DoneLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def broken_batch(batch_id: str, input_file_id: str, owner: str) -> BatchRecord:
-    """What stands for a record that cannot be read any more."""
     message = "the server's database has lost what it knew of this batch; delete it, and make a new one of its input"
     return BatchRecord(
         id=batch_id,

@@ -1,6 +1,6 @@
-"""Room on the disk that is kept for what makes room: on a full one even forgetting a file needs some.
+"""Reserves room on the disk for operations that make room: on a full disk even forgetting a file needs some.
 
-Knows one file, whose content says nothing.
+Knows one file, whose content means nothing.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from toka_async.batches.disk import opened
 
-SIZE = 1 << 18  # bytes: some transactions of the database
+SIZE = 1 << 18  # bytes: enough for some transactions of the database
 
 
 class Reserve:
-    """A file that can be given up, and is made again as soon as, and as large as, the disk allows."""
+    """A file whose room can be given up; it is restored as soon, and as far, as the disk allows."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -23,13 +23,13 @@ class Reserve:
         self.refill()
 
     def give(self) -> None:
-        """Its room is free for others, until the next `refill`."""
+        """Frees the room for others until the next `refill`."""
         self._is_whole = False
         with suppress(OSError), opened(self._path, os.O_WRONLY) as fd:
             os.ftruncate(fd, 0)
 
     def refill(self) -> None:
-        """What of it there is room for."""
+        """Takes back as much room as there is."""
         if self._is_whole:
             return
         with suppress(OSError), opened(self._path, os.O_WRONLY | os.O_CREAT) as fd:

@@ -1,4 +1,4 @@
-"""Lines of the output and error files, in OpenAI's shape. Knows no engine and no HTTP but its status numbers."""
+"""Writes lines of the output and error files in OpenAI's shape. Knows HTTP's status numbers, and no engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LineResult(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What became of a line. body: a response of that HTTP status, JSON; empty where `error` says why there is none."""
+    """The result of a line. body: the JSON response of that HTTP status; empty where `error` says why there is none."""
 
     custom_id: str
     status: int = 0
@@ -47,7 +47,7 @@ class Answered:
 
     @staticmethod
     def of_error(raw: bytes, code: str, message: str) -> Answered:
-        """For a line that could not be asked. Raises StorageError as `custom_id_of` does."""
+        """Makes the result of a line that could not run. Raises StorageError as `custom_id_of` does."""
         return Answered(custom_id_of(raw), error=LineError(code, message))
 
 
@@ -55,12 +55,12 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def cut_line(raw: bytes, outcome: Outcome) -> Answered:
-    """The end of a line in a batch that is cut short."""
+    """Makes the result of a line in a batch that is cut short."""
     return Answered.of_error(raw, *UNDONE[outcome])
 
 
 def done_line(batch_id: str, number: int, end: int, answered: Answered) -> DoneLine:
-    """The line as it is written. Its id tells which of the batch's lines it answers, counted from 0."""
+    """Encodes the line. Its id has the number of the batch's line that it answers, from 0."""
     name = f"{batch_id.removeprefix('batch_')}_{number}"
     response = None
     if answered.body:

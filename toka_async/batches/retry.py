@@ -1,4 +1,4 @@
-"""Makes a batch of which lines have failed go on with these, as if they had not been asked. Knows no engine."""
+"""Reopens a batch so that its failed lines run again. Knows no engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toka_async.batches.lines import read_lines
 from toka_async.batches.records import Batch
 from toka_async.batches.store import Store
 
-READ_LINES, READ_BYTES = 4096, 1 << 20  # that are read at once
+READ_LINES, READ_BYTES = 4096, 1 << 20  # limits of one read
 
 
 class ResultId(msgspec.Struct, frozen=True):
@@ -25,10 +25,9 @@ _RESULT_ID = msgspec.json.Decoder(ResultId)
 
 
 def retry_failed(store: Store, batch: Batch) -> None:
-    """The batch's failed lines are undone, in one transaction; then its error file is empty. Nobody else works on it.
+    """Marks the failed lines as not done and empties the error file, in one transaction.
 
-    Raises:
-        StorageError: a file cannot be read, or is not what was written.
+    Nobody else may work on the batch. Raises StorageError when a file cannot be read or has changed.
     """
     record, progress = batch.record, batch.progress
     if not progress.failed:
@@ -48,7 +47,7 @@ def retry_failed(store: Store, batch: Batch) -> None:
 
 
 def failed_lines(path: Path, length: int) -> Iterator[int]:
-    """The numbers of the lines that the file's first `length` bytes answer. Raises StorageError."""
+    """Yields the numbers of the lines that the file's first `length` bytes answer. Raises StorageError."""
     with storage_errors(path), path.open("rb") as file:
         while file.tell() < length:
             try:
@@ -58,7 +57,7 @@ def failed_lines(path: Path, length: int) -> Iterator[int]:
 
 
 def done_spans(path: Path, before: LineRanges, undone: Container[int]) -> LineRanges:
-    """Of the lines of an input file those that were done, but for some. Raises StorageError."""
+    """Returns the done lines of an input file without the `undone` ones. Raises StorageError."""
     spans, number, offset = LineRanges(), 0, 0
     for start, stop in zip(before.starts, before.stops, strict=True):
         while number < stop:

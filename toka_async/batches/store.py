@@ -1,12 +1,12 @@
-"""Files and batches on the disk: what is done to them, as transactions of one thread (`Writer`).
+"""Files and batches on the disk: the operations on them, as transactions of one thread (`Writer`).
 
-The order that makes a crash at any moment harmless: results are written behind the committed length of a batch's
-files, then these are synced, then one transaction says how long they are now and which lines are in them. What is
-written and not committed is cut off by the next write or at the end. A new file is synced under its name before a
-transaction speaks of it; a removed one is forgotten by a transaction before it is unlinked. What no transaction knows
-and has a name as the store itself gives is removed at the start; nothing else ever is, and a folder in which somebody
-else keeps things is refused. A batch whose result files are not what was committed has failed. Knows no event loop, no
-HTTP and no engine.
+The order that makes a crash at any moment harmless: results are written behind the committed length of a batch's files,
+then these are synced, then one transaction says how long they are now and which lines are in them. What is written and
+not committed is cut off by the next write or at the end. A new file is synced under its name before a transaction
+speaks of it; a removed one is forgotten by a transaction before it is unlinked. At the start the store removes what no
+transaction knows if it has a name that the store gives; nothing else is ever removed, and a folder with foreign files
+is refused. A batch whose result files are not what was committed has failed. Knows no event loop, no HTTP and no
+engine.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class NotFoundError(Exception):
 
 
 class InUseError(Exception):
-    """The file is the input of a batch that has not ended, or the batch itself has not; its id."""
+    """A file is the input of an open batch, or the batch itself is open; has the batch's id."""
 
 
 @dataclass(slots=True)
@@ -64,16 +64,10 @@ class Work:
 
 
 class Store:
-    """One folder. Its lock is held as long as the process lives, or until `close`.
+    """One folder, whose lock is held until `close` or the end of the process.
 
-    Args:
-        folder: made where it is missing.
-        disk: how files are changed.
-        places: files, by id, that lie elsewhere than in the folder.
-        now: seconds since 1970.
-
-    Raises:
-        StorageError: the folder cannot be used, or another process uses it.
+    folder: made if missing. disk: changes the files. places: paths of files, by id, outside of the folder. now: seconds
+    since 1970. Raises StorageError when the folder cannot be used or another process uses it.
     """
 
     def __init__(
@@ -84,11 +78,11 @@ class Store:
         places: Mapping[str, Path] | None = None,
     ) -> None:
         self.now = now
-        self.unfinished: list[BatchRecord] = []  # when it was opened
+        self.unfinished: list[BatchRecord] = []  # batches that were open when the store was opened
         self._disk = disk or Disk()
         self._places = places or {}
         self._work: dict[str, Work] = {}
-        self._unlinked: list[Path] = []  # by the transaction that runs
+        self._unlinked: list[Path] = []  # files that the running transaction removes
         self.folder = StoreFolder(folder)
         self._lock = self.folder.claim()
         with ExitStack() as opened, database_errors(self.folder.database):
@@ -104,16 +98,15 @@ class Store:
         self._opened.close()
 
     def path(self, file_id: str) -> Path:
-        """Where the file of a known id is."""
         return self._places.get(file_id) or self.folder.files / file_id
 
     def committed(self) -> None:
-        """After a transaction: unlinks what it has forgotten."""
+        """Unlinks what the last transaction has forgotten."""
         self._unlink()
         self._reserve.refill()
 
     def with_reserve(self, work: Callable[[], T]) -> T:
-        """Does what is to be possible on a full disk too, as a transaction of its own."""
+        """Runs `work` so that a full disk can take it, as a transaction of its own."""
         self._reserve.give()
         return work()
 
@@ -123,14 +116,14 @@ class Store:
             self._disk.remove(path)
 
     def forget(self) -> None:
-        """A transaction was undone, or a part of it."""
+        """Drops the state of a transaction that was undone, wholly or in part."""
         self._work.clear()
         self._unlinked.clear()
 
     # ---- files -------------------------------------------------------------------------------------------------------
 
     def add_file(self, record: FileRecord, upload: Path, quota: Quota = ANY) -> None:
-        """The upload, which is complete and synced, becomes a file. Raises QuotaError."""
+        """Turns a complete and synced upload into a file. Raises QuotaError."""
         self.remove_expired()
         num_files, num_bytes = self.database.files_of(record.owner)
         quota.check_files(num_files + 1, num_bytes + record.bytes)
@@ -138,7 +131,7 @@ class Store:
         self.database.add_file(record)
 
     def file(self, file_id: str, viewer: str | None = None) -> FileRecord:
-        """Raises NotFoundError, also when it has expired, or is not the viewer's to see (`may_see`)."""
+        """Raises NotFoundError, also for an expired file or one that the viewer may not see."""
         record = self.database.file(file_id)
         if record is None or (record.expires_at is not None and record.expires_at <= self.now()):
             raise NotFoundError(file_id)
@@ -151,7 +144,7 @@ class Store:
     def files(
         self, purpose: str | None, after: str | None, order: Order, limit: int, viewer: str | None = None
     ) -> list[FileRecord]:
-        """Those that the viewer may see. Raises NotFoundError when there is no file `after`."""
+        """Returns the files that the viewer may see. Raises NotFoundError when there is no file `after`."""
         records = self.database.files(purpose, after, order, limit, int(self.now()), viewer)
         if records is None:
             raise NotFoundError(after)
@@ -165,7 +158,7 @@ class Store:
         self._drop(file_id)
 
     def remove_expired(self) -> None:
-        """Files that a batch still reads stay until it ends; batches go with their results."""
+        """Removes expired files, except inputs of open batches, and batches whose results have expired."""
         now = int(self.now())
         for file_id in self.database.expired_files(now):
             if not self.database.reader_of(file_id):
@@ -178,10 +171,9 @@ class Store:
             self._unlinked.append(self.path(file_id))
 
     def _find_unfinished(self) -> set[str] | None:
-        """Fills `unfinished`, and ends batches of whose progress the database has lost track.
+        """Fills `unfinished`, and ends batches whose progress the database has lost.
 
-        Returns:
-            The ids of the open batches' result files; None when the database has lost those of one.
+        Returns the ids of the open batches' result files; None when the database has lost those of one.
         """
         file_ids: set[str] | None = set()
         lost: list[Batch] = []
@@ -202,7 +194,7 @@ class Store:
         return file_ids
 
     def _end_lost(self, batch: Batch) -> None:
-        """The database does not know any more which lines are done: what was answered can be read."""
+        """Ends a batch of unknown done lines; what was answered can be read."""
         if batch.record.status in FINAL:
             self._put(batch, batch.record)
             return
@@ -212,7 +204,7 @@ class Store:
         self._fail(Batch(batch.record, progress), (Fault(code="progress_damaged", message=message),))
 
     def _sweep(self, known: set[str] | None) -> None:
-        """Removes files that no transaction knows: a crash came before or after it. known: of batches, if it is."""
+        """Removes files that no transaction knows, after a crash. known: ids of batches' files, None if incomplete."""
         self.remove_expired()
         for path in self.folder.leftovers(None if known is None else known.union(self.database.file_ids())):
             self._disk.remove(path)
@@ -221,7 +213,7 @@ class Store:
     # ---- batches -----------------------------------------------------------------------------------------------------
 
     def add_batch(self, record: BatchRecord, quota: Quota = ANY) -> Batch:
-        """Raises NotFoundError when there is no such input file, or QuotaError."""
+        """Raises NotFoundError without such an input file, or QuotaError."""
         quota.check_batches(self.database.num_open_batches(record.owner) + 1)
         if record.input_file_id not in self._places:
             self.file(record.input_file_id)
@@ -229,27 +221,27 @@ class Store:
         return Batch(record, BatchProgress())
 
     def batch(self, batch_id: str, viewer: str | None = None) -> Batch:
-        """Raises NotFoundError, also when it is not the viewer's to see."""
+        """Raises NotFoundError, also for a batch that the viewer may not see."""
         batch = self.database.batch(batch_id)
         if batch is None or not may_see(batch.record.owner, viewer):
             raise NotFoundError(batch_id)
         return batch
 
     def batches(self, after: str | None, limit: int, viewer: str | None = None) -> list[Batch]:
-        """Those that the viewer may see, the newest first. Raises NotFoundError when there is no batch `after`."""
+        """Returns the batches that the viewer may see, newest first. Raises NotFoundError without a batch `after`."""
         batches = self.database.batches(after, limit, viewer)
         if batches is None:
             raise NotFoundError(after)
         return batches
 
     def remove_batch(self, batch_id: str, viewer: str | None = None) -> None:
-        """Forgets one that has ended; its files stay. Raises NotFoundError or InUseError."""
+        """Forgets a batch that has ended; its files stay. Raises NotFoundError or InUseError."""
         if self.batch(batch_id, viewer).record.status not in FINAL:
             raise InUseError(batch_id)
         self.database.remove_batch(batch_id)
 
     def accept(self, batch_id: str, total: int, faults: Sequence[Fault]) -> Batch:
-        """The input file was looked at: the batch begins, or has failed. One that is cancelled by now stays so."""
+        """Begins or fails a batch after the check of its input file. A batch that was cancelled meanwhile stays so."""
         batch = self.batch(batch_id)
         if batch.record.status != "validating":
             return batch
@@ -261,7 +253,7 @@ class Store:
         return self._put(batch, batch.record.accepted(total, now))
 
     def end(self, batch_id: str, outcome: Outcome, viewer: str | None = None) -> Batch:
-        """No line is started any more. One that has ended, or whose end is decided, stays as it is.
+        """Decides a batch's end: no further line starts. A batch whose end is decided stays as it is.
 
         Raises NotFoundError as `batch` does.
         """
@@ -271,18 +263,15 @@ class Store:
         return self._put(batch, batch.record.ending(outcome, int(self.now())))
 
     def fail(self, batch_id: str, fault: Fault) -> Batch:
-        """It cannot go on: what was answered until now can be read, the rest is lost."""
+        """Fails a batch that cannot go on: what was answered until now can be read, the rest is lost."""
         batch = self.batch(batch_id)
         return batch if batch.record.status in FINAL else self._fail(batch, (fault, *self._damage(batch)))
 
     def finish_lines(self, batch_id: str, lines: Sequence[DoneLine]) -> Batch:
-        """Lines have ended: they are in their files, and done, together or not at all.
+        """Stores lines that have ended and marks them as done, together or not at all.
 
-        When somebody else has damaged these files the batch fails instead, and the lines are lost, as are those that
-        come after its end.
-
-        Raises:
-            StorageError: not at all.
+        If the batch's files were damaged, the batch fails instead, and these lines are lost; so are lines that come
+        after its end. Raises StorageError when nothing was stored.
         """
         batch = self.batch(batch_id)
         if batch.record.status in FINAL:
@@ -313,13 +302,13 @@ class Store:
         return Batch(record, progress)
 
     def gaps(self, batch_id: str) -> list[Gap]:
-        """The lines that are left, of a batch whose lines were counted."""
+        """Returns the lines that are left of a batch whose lines were counted."""
         return list(self._load(batch_id).spans.gaps(self.batch(batch_id).record.total))
 
     def finalize(self, batch_id: str) -> Batch:
-        """Every line has ended: the files, cut to what was committed, can be read; an empty one there is not.
+        """Ends a batch whose lines have all ended: its files are cut to what was committed; empty ones vanish.
 
-        When somebody else has damaged them the batch fails instead.
+        If the files were damaged, the batch fails instead.
         """
         batch = self.batch(batch_id)
         record, progress = batch.record, batch.progress
@@ -332,7 +321,7 @@ class Store:
         return self._put(batch, record.ended(int(self.now())))
 
     def _damage(self, batch: Batch) -> tuple[Fault, ...]:
-        """What somebody else has done to the result files; none when they may be written on."""
+        """Returns the damage of the result files; none if they can be appended to."""
         return tuple(fault for each in self._results(batch) if (fault := each.fault()) is not None)
 
     def _results(self, batch: Batch) -> tuple[ResultFile, ResultFile]:
@@ -344,14 +333,14 @@ class Store:
         )
 
     def _fail(self, batch: Batch, faults: tuple[Fault, ...]) -> Batch:
-        """Nothing of it runs any more; what is left of its results can be read."""
+        """Ends a batch as failed; what is left of its results can be read."""
         left = Batch(batch.record, left_of(self._results(batch), batch.progress))
         self._publish_all(left)
         self.database.put_progress(left.record.id, left.progress)
         return self._put(left, left.record.refused(faults, int(self.now())))
 
     def _publish_all(self, batch: Batch) -> None:
-        """What was written becomes files."""
+        """Turns the written results into files."""
         record, progress = batch.record, batch.progress
         self._work.pop(record.id, None)
         if record.in_progress_at is not None:

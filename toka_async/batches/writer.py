@@ -1,7 +1,6 @@
-"""The one thread that reads and writes the database. What has come while it was busy is one transaction: one wait for
-the disk, however many ask.
+"""The one thread that reads and writes the database.
 
-Knows nothing of what is done in a transaction.
+Work that arrives while it is busy becomes one transaction, so any number of callers wait for the disk once.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_GROUP = 256  # jobs of a transaction
-OF_THE_DISK = (sqlite3.OperationalError, sqlite3.DatabaseError)  # their subclasses are errors of this program
+MAX_GROUP = 256  # tasks in a transaction
+OF_THE_DISK = (sqlite3.OperationalError, sqlite3.DatabaseError)  # subclasses of these are our own errors
 
 
 @dataclass(slots=True)
 class WriteTask:
-    """Work for the thread, and what came of it."""
+    """Work for the thread, and its result."""
 
     work: Callable[[], Any]
     future: asyncio.Future[Any] | None = None
@@ -36,7 +35,7 @@ class WriteTask:
     error: Exception | None = None
 
     def settle(self) -> None:
-        if self.future is None or self.future.done():  # nobody waits any more
+        if self.future is None or self.future.done():  # the caller has left
             return
         if self.error is not None:
             self.future.set_exception(self.error)
@@ -45,11 +44,10 @@ class WriteTask:
 
 
 class Transactions:
-    """Runs jobs on a connection that nobody else uses.
+    """Runs tasks on a connection that nobody else uses.
 
-    Args:
-        committed: called after a transaction; what it raises is logged.
-        forget: called when a transaction, or one job's part of it, was undone.
+    committed: called after a transaction; its errors are logged. forget: called when a transaction, or one task's part
+    of it, was undone.
     """
 
     def __init__(
@@ -60,7 +58,6 @@ class Transactions:
         self._forget = forget
 
     def do(self, group: list[WriteTask]) -> None:
-        """One transaction."""
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             for job in group:
@@ -73,11 +70,11 @@ class Transactions:
             return
         try:
             self._committed()
-        except StorageError as error:  # files that nobody knows any more are removed at the next start
+        except StorageError as error:  # the next start removes the files that are left
             logger.warning("a file was not removed: %s", error)
 
     def _do_one(self, job: WriteTask) -> None:
-        """A job that fails leaves nothing behind."""
+        """Runs a task; one that fails leaves nothing behind."""
         self._connection.execute("SAVEPOINT job")
         try:
             job.result = job.work()
@@ -93,7 +90,7 @@ class Transactions:
 
 
 class Writer:
-    """Runs work in transactions, in the order in which it comes, for the event loop in which it is made."""
+    """Runs work in transactions, in the order of arrival, for the event loop in which it is made."""
 
     def __init__(self, transactions: Transactions) -> None:
         self._transactions = transactions
@@ -103,17 +100,13 @@ class Writer:
         self._thread.start()
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns, once it is on the disk.
-
-        Raises:
-            StorageError: nothing of it is.
-        """
+        """Returns the result of `work` once it is on the disk. Raises StorageError when nothing of it is."""
         future: asyncio.Future[T] = self._loop.create_future()
         self._queue.put(WriteTask(work, future))
         return await future
 
     async def close(self) -> None:
-        """Waits for what was given before."""
+        """Waits for earlier work."""
         self._queue.put(None)
         await self._loop.run_in_executor(None, self._thread.join)
 
@@ -126,7 +119,7 @@ class Writer:
                 return
 
     def _group(self, first: WriteTask) -> tuple[list[WriteTask], bool]:
-        """What waits now; and whether it is the last there will be."""
+        """Returns the tasks that wait now, and whether they are the last."""
         group = [first]
         while len(group) < MAX_GROUP:
             try:

@@ -1,7 +1,7 @@
 """A client of any OpenAI-compatible server: sends completion requests at once and times their answers.
 
-While the clock runs, bodies are kept as bytes and streamed events counted by time; they are decoded afterwards, so
-that a client on the server's machine takes little of it. Knows no loads.
+While the clock runs, it only keeps bodies as bytes and counts events by time; it decodes them afterwards, so a client
+on the server's machine takes little of it. Knows no loads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ReplyChoice(msgspec.Struct, frozen=True):
 
 
 class WireAnswer(msgspec.Struct, frozen=True):
-    """A response, or an event of a streamed one; what is not counted is skipped."""
+    """A response, or an event of a streamed one, with the fields that are counted."""
 
     choices: list[ReplyChoice] = []
     usage: ReplyUsage | None = None
@@ -53,9 +53,9 @@ DECODER = msgspec.json.Decoder(WireAnswer)
 
 @dataclass(slots=True)
 class Reply:
-    """How one request went. Times are seconds since it was sent; `first` and `last` are of streamed text.
+    """How one request went. Times are seconds since it was sent; `first` and `last` are those of streamed text.
 
-    error: what went wrong, or empty. has_ended: False for one that was given up before.
+    error: what went wrong, or empty. has_ended: False for a request that was abandoned.
     """
 
     n: int
@@ -69,7 +69,7 @@ class Reply:
     bodies: list[bytes] = field(default_factory=list)
 
     def decode(self) -> None:
-        """Read the counts out of the bodies; a wrong one becomes the error."""
+        """Reads the counts out of the bodies; a wrong body becomes the error."""
         ended: set[int] = set()
         try:
             for body in self.bodies:
@@ -91,7 +91,7 @@ class Reply:
 
 
 def new_session() -> aiohttp.ClientSession:
-    """For as many connections as there are requests; with the API key in the variable TOKA_API_KEY, if there is one."""
+    """Opens a session without a limit of connections, with the API key of TOKA_API_KEY, if it is set."""
     key = os.environ.get("TOKA_API_KEY", "")
     headers = {"Authorization": f"Bearer {key}"} if key else None
     connector = aiohttp.TCPConnector(limit=0)
@@ -100,7 +100,7 @@ def new_session() -> aiohttp.ClientSession:
 
 
 async def served_models(session: aiohttp.ClientSession, url: str) -> list[ListedModel]:
-    """What /v1/models lists, one at least. Raises BenchError when no such server answers."""
+    """Returns the models of /v1/models, at least one. Raises BenchError when no such server answers."""
     try:
         async with session.get(f"{url}/v1/models") as response:
             models = msgspec.json.decode(await response.read(), type=ServedModels).data
@@ -113,9 +113,9 @@ async def served_models(session: aiohttp.ClientSession, url: str) -> list[Listed
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A load that was sent: seconds from the first byte to the last, and the replies in order.
+    """The result of sending a load: seconds from the first byte to the last, and the replies in order.
 
-    is_interrupted: by Ctrl-C; the replies are of those requests that had ended.
+    is_interrupted: Ctrl-C ended it; the replies are those of requests that had ended.
     """
 
     seconds: float
@@ -130,7 +130,7 @@ async def send_all(
     concurrency: int,
     on_end: Callable[[], None] = lambda: None,
 ) -> Sent:
-    """Sends the requests, `concurrency` at once; `on_end` is called with each that ends."""
+    """Sends the requests, `concurrency` at once; calls `on_end` as each ends."""
     encoded = [msgspec.json.encode(body) for body in asked]
     replies = [Reply(body["n"]) for body in asked]
     slots = asyncio.Semaphore(concurrency)
@@ -146,7 +146,7 @@ async def send_all(
     except asyncio.CancelledError:
         task = asyncio.current_task()
         assert task is not None
-        task.uncancel()  # what was measured is worth telling
+        task.uncancel()  # the caller reports what was measured
         is_interrupted = True
     seconds = time.perf_counter() - began
     replies = [reply for reply in replies if reply.has_ended]
@@ -157,7 +157,7 @@ async def send_all(
 
 
 async def exchange(session: aiohttp.ClientSession, url: str, body: bytes, stream: bool, reply: Reply) -> None:
-    """One request and its answer; what fails is the reply's error."""
+    """Sends one request and reads its answer; a failure becomes the reply's error."""
     began = time.perf_counter()
     try:
         async with session.post(f"{url}/v1/completions", data=body, headers=HEADERS) as response:
@@ -174,7 +174,7 @@ async def exchange(session: aiohttp.ClientSession, url: str, body: bytes, stream
 
 
 async def read_events(response: aiohttp.ClientResponse, reply: Reply, began: float) -> None:
-    """Server-sent events, kept without their prefix; the times of the first and last with a choice."""
+    """Reads server-sent events, without their prefix, and the times of the first and last with a choice."""
     rest, done = b"", False
     async for data in response.content.iter_any():
         *events, rest = (rest + data).split(b"\n\n")

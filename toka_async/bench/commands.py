@@ -7,11 +7,10 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-Add = Callable[[str, str], argparse.ArgumentParser]  # a benchmark's name and meaning -> its parser
+Add = Callable[[str, str], argparse.ArgumentParser]  # (benchmark's name, meaning) -> its parser
 
 
 def add_benchmarks(add: Add) -> None:
-    """Defines every benchmark and its options."""
     _add_control_plane(add("control-plane", "measure the processes around the model, with a simulated one"))
     _add_serve_load(add("serve-load", "measure a running server, of this or another engine, under a load"))
     _add_step(add("step", "time a rank's steps, without a server"))
@@ -19,7 +18,7 @@ def add_benchmarks(add: Add) -> None:
 
 
 def run_benchmark(options: argparse.Namespace) -> int:
-    """Run the one that was asked for; the exit code."""
+    """Runs the requested benchmark; returns the exit code."""
     match options.benchmark:
         case "control-plane":
             from toka_async.bench import control_plane

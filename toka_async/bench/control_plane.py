@@ -1,7 +1,7 @@
-"""`toka-async bench control-plane`: everything but the model, from the first send to the last byte, text included.
+"""`toka-async bench control-plane`: times everything but the model, from the first send to the last byte.
 
-The server, scheduler and rank are the ordinary ones; the rank's model is simulated. The built-in model's shape and
-tokenizer are used. Every answer is checked.
+The server, scheduler and rank are the ordinary ones with the built-in tokenizer; the rank's model is simulated. Checks
+every answer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from toka_async.checkpoint.hub import resolve_model
 from toka_async.checkpoint.spec import read_spec
 from toka_async.config import load_config
 
-PAGE = 16  # tokens of a cache page, unless configured otherwise
-SLACK = 1.1  # more cache than the sequences need, so that rows are the limit
+PAGE = 16  # tokens of a cache page by default
+SLACK = 1.1  # cache size as a multiple of what sequences need, so that rows are the limit
 SETTLE = 10.0  # seconds for the scheduler's last counters to arrive
 
 
@@ -33,12 +33,12 @@ class Percentiles(msgspec.Struct, frozen=True):
 
 
 class ControlPlaneResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What is measured, then the parameters.
+    """The measurements, then the parameters.
 
-    scheduler_us_per_step: CPU time of the scheduler. forecast_us: of one forecast; null when there was none.
-    server_us_per_1000_tokens: CPU time of the server's process. bytes_per_token: of the HTTP bodies received.
-    wasted_tokens: computed after an end that was found late. cpu_seconds: by process. load_average: of the machine,
-    at the start.
+    scheduler_us_per_step: CPU time of the scheduler. forecast_us: time of a forecast; null without any.
+    server_us_per_1000_tokens: CPU time of the server's process. bytes_per_token: size of the HTTP bodies received.
+    wasted_tokens: computed after an end that was found late. cpu_seconds: by process. load_average: the machine's at
+    the start.
     """
 
     tokens_per_second: float
@@ -68,7 +68,6 @@ class ControlPlaneResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run and print; the exit code."""
     try:
         result = measure(options)
     except BenchError as error:
@@ -109,7 +108,7 @@ def measure(options: argparse.Namespace) -> ControlPlaneResult:
 
 
 def server_overrides(options: argparse.Namespace, connections: int) -> Sequence[str]:
-    """The server's configuration; what the user says comes last and so holds."""
+    """Returns the server's configuration; the user's overrides come last and so take precedence."""
     context = options.prompt_tokens + options.output_tokens
     own = PAGE * (-(-options.output_tokens // PAGE) + 2)
     prompts = max(connections, options.sequences // options.samples) * (options.prompt_tokens + PAGE)
@@ -128,10 +127,9 @@ def server_overrides(options: argparse.Namespace, connections: int) -> Sequence[
 
 
 def settled(served: Served, num_tokens: int, exact: bool) -> dict[str, float]:
-    """The metrics once the scheduler's counters have all tokens, and not `exact` perhaps some after a stop string.
+    """Waits until the scheduler's counters have all tokens, or more unless `exact`; returns the metrics.
 
-    Raises:
-        BenchError: they never have as many as the client was told of.
+    Raises BenchError when the counters stay below the tokens that the client received.
     """
     deadline = time.monotonic() + SETTLE
     while True:
@@ -181,6 +179,6 @@ def result_of(
 
 
 def percentiles(metrics: dict[str, float], name: str) -> Percentiles | None:
-    """Those that the scheduler reports; None when it has none."""
+    """Returns what the scheduler reports; None without a report."""
     values = [metrics.get(f'toka:{name}{{quantile="{quantile}"}}') for quantile in ("0.5", "0.99", "1.0")]
     return None if None in values else Percentiles(*[value for value in values if value is not None])

@@ -1,10 +1,8 @@
-"""The least time that a step can take on a device: its matrices, and what it must read, at rates measured there.
+"""The least time of a step on a device: its matrices, and what it must read, at rates measured there.
 
-floor = the model's matrices at the step's number of tokens, as the device multiplies them (no less than reading them
-takes)
-      + attention: reading keys and values, a group's prefix once, or multiplying with them, whichever takes longer
-      + reading the logits once.
-Knows shapes; knows neither kernels of ours nor steps.
+The floor is the sum of the model's matrices at the step's number of tokens (at least the time to read them), attention
+(reading keys and values, a group's prefix once, or multiplying with them, whichever takes longer) and reading the
+logits once. Knows shapes; knows no kernels and no steps.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from toka_async.checkpoint.spec import ModelSpec
 
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 LARGE = {"cuda": 8192, "cpu": 256}  # tokens
-LEAST_SECONDS = 0.01  # of one measurement
+LEAST_SECONDS = 0.01  # length of a measurement
 REPEATS = 5
 
 
@@ -44,9 +42,7 @@ class FloorParts:
 class Floor:
     """Measures a device and computes floors.
 
-    Attributes:
-        bandwidth: bytes per second, read and written, of a large copy.
-        flops: per second, of large matrices of the model.
+    bandwidth: bytes per second, read and written, of a large copy. flops: per second, with the model's matrices.
     """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
@@ -77,7 +73,7 @@ class Floor:
         )
 
     def _matrix(self, num_tokens: int, num_out: int, num_in: int) -> float:
-        """Seconds of [tokens, in] times [in, out], no less than reading the weights takes."""
+        """Returns the seconds of [tokens, in] times [in, out], at least those of reading the weights."""
         key = (num_tokens, num_out, num_in)
         if key not in self._seconds:
             self._seconds[key] = max(self._measured(*key), num_out * num_in * self._dtype.itemsize / self.bandwidth)
@@ -90,10 +86,10 @@ class Floor:
             return seconds_of(lambda: functional.linear(inputs, weight), self._device)
 
     def _attention(self, case: Case, grouped: bool, window: int) -> float:
-        """Seconds of one layer; window 0: all tokens are seen."""
+        """Returns the seconds of one layer; window 0: all tokens are seen."""
         spec = self._spec
         bytes_each = bytes_per_token(spec, self._dtype) / spec.num_layers
-        flops_each = 4 * spec.num_heads * spec.head_dim  # of a query and a key, both products
+        flops_each = 4 * spec.num_heads * spec.head_dim  # both products of a query and a key
         if case.prompt:
             seen = min(case.prompt, window or case.prompt)
             num_pairs = seen * (seen + 1) / 2 + (case.prompt - seen) * seen
@@ -107,7 +103,7 @@ class Floor:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """The median time of a call, of runs that are long enough to be timed."""
+    """Returns the median time of a call, over runs that are long enough to be timed."""
     work()
     count = 1
     while (took := _timed(work, count, device)) < LEAST_SECONDS:

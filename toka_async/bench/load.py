@@ -1,7 +1,7 @@
-"""A load of completion requests, sent by a process of its own: `python -m toka_async.bench.load`.
+"""Sends a load of completion requests from its own process: `python -m toka_async.bench.load`.
 
-Reads a Load as JSON on standard input, prints a LoadResult as JSON. Light: while the clock runs it counts bytes and
-events; what the answers say is decoded and checked afterwards, of streamed ones event by event as they come.
+Reads a Load as JSON on standard input, prints a LoadResult as JSON. While the clock runs, it only counts bytes and
+events; it decodes and checks answers afterwards, except streamed ones, event by event.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DONE = b"[DONE]"
 
 
 class LoadShape(msgspec.Struct, frozen=True, kw_only=True):
-    """`connections` clients, each sending `waves` requests, one after the other."""
+    """`connections` clients, each of which sends `waves` requests, one after the other."""
 
     url: str
     model: str
@@ -39,7 +39,7 @@ class LoadShape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadResult(msgspec.Struct, frozen=True, kw_only=True):
-    """From the first send to the last byte. `error` is what was wrong with an answer, if anything was."""
+    """The result from the first send to the last byte. error: what was wrong with an answer, or empty."""
 
     seconds: float
     num_tokens: int
@@ -72,11 +72,9 @@ DECODER = msgspec.json.Decoder(LoadReply)
 
 @dataclass(slots=True)
 class Tally:
-    """What one request's answer said."""
-
     num_bytes: int = 0
     finished: dict[int, str] = field(default_factory=dict)  # finish reason by sample
-    num_chars: dict[int, int] = field(default_factory=dict)  # by sample
+    num_chars: dict[int, int] = field(default_factory=dict)  # characters by sample
     usage: LoadUsage | None = None
     done: bool = False
     body: bytes = b""
@@ -114,7 +112,7 @@ class Tally:
 
 
 async def send(session: aiohttp.ClientSession, load: LoadShape, body: bytes) -> Tally:
-    """One request and its answer. Raises BenchError for one that is refused."""
+    """Sends one request and reads its answer. Raises BenchError when it is refused."""
     tally = Tally()
     headers = {"Content-Type": "application/json"}
     async with session.post(f"{load.url}/v1/completions", data=body, headers=headers) as response:
@@ -141,7 +139,7 @@ async def read_events(response: aiohttp.ClientResponse, tally: Tally) -> None:
 
 
 def request_body(load: LoadShape, number: int) -> bytes:
-    """A prompt of its own for each request: ids drawn by a linear congruential generator (Knuth's MMIX), never 0."""
+    """Builds a request with a unique prompt: ids of a linear congruential generator (Knuth's MMIX), never 0."""
     state, ids = number + 1, []
     for _ in range(load.prompt_tokens):
         state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
@@ -162,7 +160,7 @@ def request_body(load: LoadShape, number: int) -> bytes:
 
 
 async def run(load: LoadShape) -> LoadResult:
-    """The whole load. Raises BenchError when an answer is wrong."""
+    """Sends the load. Raises BenchError when an answer is wrong."""
     bodies = [
         [request_body(load, wave * load.connections + connection) for wave in range(load.waves)]
         for connection in range(load.connections)
@@ -180,7 +178,7 @@ async def run(load: LoadShape) -> LoadResult:
 
 
 def summed(load: LoadShape, tallies: list[Tally], seconds: float, cpu: float) -> LoadResult:
-    """All answers together, once they are decoded and checked."""
+    """Adds up the answers once they are decoded and checked."""
     num_tokens = 0
     for tally in tallies:
         if not load.stream:
@@ -201,7 +199,7 @@ def summed(load: LoadShape, tallies: list[Tally], seconds: float, cpu: float) ->
 
 
 def run_apart(load: LoadShape) -> LoadResult:
-    """The load, sent by another process. Raises BenchError when it fails or an answer is wrong."""
+    """Sends the load from another process. Raises BenchError when it fails or an answer is wrong."""
     command = [sys.executable, "-m", "toka_async.bench.load"]
     done = subprocess.run(command, input=msgspec.json.encode(load), stdout=subprocess.PIPE, check=False)
     if done.returncode:

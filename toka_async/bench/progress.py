@@ -1,4 +1,4 @@
-"""How far a load is: a bar on a terminal, a line now and then elsewhere. Knows counts; knows no server."""
+"""Shows how far a load is: a bar on a terminal, an occasional line elsewhere. Knows counts; knows no server."""
 
 from __future__ import annotations
 
@@ -8,19 +8,14 @@ from typing import TextIO
 
 from toka_async.bar import columns_of, duration, line_with_bar
 
-INTERVAL, QUIET_INTERVAL = 0.5, 10.0  # seconds between redraws; between lines where there is no terminal
+INTERVAL, QUIET_INTERVAL = 0.5, 10.0  # seconds between redraws; between lines without a terminal
 
 
 class LoadBar:
-    """One load.
+    """The progress of one load.
 
-    Args:
-        label: what it is, such as `run 1 of 3`.
-        num_requests: of the load. num_tokens: that it will generate; None: nobody knows.
-        clock: seconds, monotonic.
-
-    Attributes:
-        num_ended: requests that have ended.
+    label: the load's name, such as `run 1 of 3`. num_tokens: tokens that the load will generate; None: unknown. clock:
+    seconds, monotonic. num_ended: requests that have ended.
     """
 
     def __init__(
@@ -42,17 +37,16 @@ class LoadBar:
         self.interval = INTERVAL if self._is_terminal else QUIET_INTERVAL
 
     def ended(self) -> None:
-        """Another request has."""
         self.num_ended += 1
 
     def show(self, num_tokens: float | None) -> None:
-        """The load has so many tokens now; None: the server does not say."""
+        """Redraws with the tokens so far; None: the server does not say."""
         line = self._line(num_tokens, self._clock() - self._began)
         self._stream.write(f"\r{line}\x1b[K" if self._is_terminal else f"{line}\n")
         self._stream.flush()
 
     def close(self) -> None:
-        """What follows is written where the bar was."""
+        """Clears the bar for the lines that follow."""
         if self._is_terminal:
             self._stream.write("\r\x1b[K")
             self._stream.flush()

@@ -1,4 +1,4 @@
-"""Tokens per second over time as an image, with matplotlib (the extra `plot`)."""
+"""Draws tokens per second over time as an image, with matplotlib (the extra `plot`)."""
 
 from __future__ import annotations
 

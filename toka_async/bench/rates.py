@@ -1,4 +1,4 @@
-"""A server's counters while a load runs: read from /metrics of ours and of others that count tokens alike.
+"""Reads a server's counters from /metrics while a load runs, ours or another server's that counts tokens alike.
 
 Knows no loads.
 """
@@ -16,7 +16,7 @@ import aiohttp
 
 from toka_async.bench.loads.served import BenchError
 
-TOKENS = ":generation_tokens_total"  # the end of the counter's name: vLLM's, SGLang's and ours
+TOKENS = ":generation_tokens_total"  # the end of the counter's name in vLLM, SGLang and here
 OURS = "toka:"
 HTTP = "http_"  # the counters of requests over HTTP, without our prefix
 INTERVAL = 0.25  # seconds
@@ -25,13 +25,13 @@ SETTLE = 5.0  # seconds for the last counts to arrive
 
 @dataclass(slots=True)
 class Rates:
-    """Tokens generated up to each time, in seconds since the first reading."""
+    """The tokens generated up to each time, in seconds since the first reading."""
 
     times: list[float] = field(default_factory=list)
     tokens: list[float] = field(default_factory=list)
 
     def per_second(self) -> Iterator[tuple[float, float]]:
-        """(middle of an interval, tokens/s in it); readings between which nothing was counted are one interval."""
+        """Yields (middle of an interval, tokens/s in it); readings without new tokens join one interval."""
         seen = [0, *(i for i in range(1, len(self.tokens)) if self.tokens[i] != self.tokens[i - 1])]
         for a, b in pairwise(seen):
             length = self.times[b] - self.times[a]
@@ -39,7 +39,7 @@ class Rates:
 
 
 async def counters(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """What /metrics counts, name to value, summed over labels; nothing when there is no such page."""
+    """Returns the counters of /metrics by name, summed over labels; nothing without such a page."""
     try:
         async with session.get(f"{url}/metrics") as response:
             text = await response.text() if response.status == 200 else ""
@@ -56,7 +56,7 @@ async def counters(session: aiohttp.ClientSession, url: str) -> dict[str, float]
 
 
 async def settled(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """The counters once they stand still, or after SETTLE seconds."""
+    """Returns the counters once they stand still, or after SETTLE seconds."""
     deadline, last = time.monotonic() + SETTLE, await counters(session, url)
     while last and time.monotonic() < deadline:
         await asyncio.sleep(2 * INTERVAL)
@@ -68,28 +68,24 @@ async def settled(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
 
 
 def _of_the_engine(found: dict[str, float]) -> dict[str, float]:
-    """What stands still without requests: reading the counters is one over HTTP."""
+    """Selects counters that stand still without requests: reading the counters is an HTTP request."""
     return {name: value for name, value in ours(found).items() if not name.startswith(HTTP)}
 
 
 def ours(found: dict[str, float]) -> dict[str, float]:
-    """This engine's own counters, without their prefix."""
+    """Selects this engine's own counters, without their prefix."""
     return {name.removeprefix(OURS): value for name, value in found.items() if name.startswith(OURS)}
 
 
 def generated(found: dict[str, float]) -> float | None:
-    """Tokens generated since the server's start; None when it does not say."""
+    """Returns the tokens generated since the server's start; None when it does not say."""
     values = [value for name, value in found.items() if name.endswith(TOKENS)]
     return sum(values) if values else None
 
 
 @asynccontextmanager
 async def watched(session: aiohttp.ClientSession, url: str) -> AsyncIterator[Rates]:
-    """Tokens over time while in it.
-
-    Raises:
-        BenchError: the server has no such counter.
-    """
+    """Records tokens over time inside the context. Raises BenchError when the server has no such counter."""
     if generated(await counters(session, url)) is None:
         raise BenchError(f"--plot: {url}/metrics does not count generated tokens (a name that ends in {TOKENS!r})")
     rates = Rates()

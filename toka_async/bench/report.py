@@ -1,4 +1,4 @@
-"""Figures of a benchmark as lines for people: a name and a value each, with percentiles side by side."""
+"""Formats the figures of a benchmark for people: a name and a value per line, percentiles side by side."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ WIDTH = 26
 
 
 def figure(value: float) -> str:
-    """With thousands apart, and as many digits as tell something."""
+    """Formats a number with separated thousands and its significant digits."""
     if value == int(value):
         return f"{value:,.0f}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def line(name: str, value: object) -> str:
-    """One name and its value; a mapping or a sequence goes on in the same line."""
+    """Formats one name and its value; a mapping or a sequence stays on the line."""
     return f"{name:{WIDTH}} {shown(value)}"
 
 
 def shown(value: object) -> str:
-    """As a person reads it."""
     match value:
         case None:
             return "-"
@@ -38,6 +37,6 @@ def shown(value: object) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[float]]]) -> list[str]:
-    """Rows of figures under their heads, each with its name before it; no lines without rows."""
+    """Formats named rows of figures below their heads; returns no lines without rows."""
     lines = [f"{name:{WIDTH}} " + " ".join(f"{figure(value):>10}" for value in values) for name, values in rows]
     return [f"{'':{WIDTH}} " + " ".join(f"{each:>10}" for each in head), *lines] if lines else []

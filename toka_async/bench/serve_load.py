@@ -1,7 +1,7 @@
 """`toka-async bench serve-load`: output tokens per second of any OpenAI-compatible server under a load.
 
-Loads are repeated with prompts of their own each time, so that a prefix cache does not help; the run with the median
-rate is reported.
+Repeats the load with new prompts each time, so that a prefix cache does not help, and reports the run with the median
+rate.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from toka_async.bench.report import figure, line, table
 from toka_async.listening import raise_limits
 
 PERCENTILES = (50, 90, 99, 100)
-LEAST_SAMPLES, MOST_SAMPLES = 16, 1024  # of each prompt, where it is not said how many
+LEAST_SAMPLES, MOST_SAMPLES = 16, 1024  # bounds of the samples of each prompt where no number is given
 FITTING_SECONDS = 30.0
 
 
 class LoadPercentiles(msgspec.Struct, frozen=True):
-    """Of seconds, or of tokens per second."""
+    """Percentiles of seconds, or of tokens per second."""
 
     p50: float
     p90: float
@@ -40,11 +40,11 @@ class LoadPercentiles(msgspec.Struct, frozen=True):
 
 
 class ServeLoadResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The median run, then what was asked.
+    """The median run, then its options.
 
-    latency, first_token: seconds, of requests and until the first text of streamed ones. stream_tokens_per_second: of
-    one streamed request after its first text. wasted_share: of the tokens that the server computed. server: by how
-    much this engine's counters grew. runs: the rate of each run. ended: requests, those with an error too.
+    latency, first_token: seconds, of requests and until the first text of streamed ones. stream_tokens_per_second: the
+    rate of one streamed request after its first text. wasted_share: share of the tokens that the server computed.
+    server: growth of this engine's counters. runs: the rate of each run. ended: requests, failed ones included.
     """
 
     tokens_per_second: float
@@ -70,7 +70,7 @@ class ServeLoadResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run and print; the exit code: 1 when a request failed, 2 when the load cannot be made, 130 after Ctrl-C."""
+    """Runs and prints; the exit code is 1 when a request failed, 2 for a bad load, 130 after Ctrl-C."""
     try:
         if options.plot is not None:
             check_available()
@@ -94,7 +94,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 async def measure(options: argparse.Namespace) -> tuple[list[ServeLoadResult], list[Rates]]:
-    """Every run, and its tokens over time when they are to be plotted. Ctrl-C ends the last run early."""
+    """Returns every run, and its tokens over time if they are to be plotted. Ctrl-C ends the last run early."""
     url = options.url.rstrip("/").removesuffix("/v1")
     async with new_session() as session:
         served = chosen_model(await served_models(session, url), options.model)
@@ -126,10 +126,9 @@ async def measure(options: argparse.Namespace) -> tuple[list[ServeLoadResult], l
 async def fitting_samples(
     options: argparse.Namespace, session: aiohttp.ClientSession, url: str, served: ListedModel
 ) -> int:
-    """How many samples of each prompt take about FITTING_SECONDS: a power of two, by the rate of a small load.
+    """Returns how many samples of each prompt take about FITTING_SECONDS: a power of two.
 
-    Raises:
-        BenchError: the small load fails.
+    A small load tells the rate. Raises BenchError when that load fails.
     """
     asked = probe_bodies(options, served.id, served.vocab_size)
     sent = await send_whole(session, url, asked, limit(options), "measuring how much fits")
@@ -148,7 +147,7 @@ async def fitting_samples(
 async def send_whole(
     session: aiohttp.ClientSession, url: str, asked: Sequence[Body], concurrency: int, label: str
 ) -> Sent:
-    """As `send_all`, of a load that is not measured: nothing is left to tell when it is interrupted."""
+    """Sends a load that is not measured; Ctrl-C cancels, because nothing is to be reported."""
     bar = LoadBar(sys.stderr, label, len(asked), None)
     async with shown(bar, session, url, generated(await counters(session, url))):
         sent = await send_all(session, url, asked, concurrency, bar.ended)
@@ -158,7 +157,7 @@ async def send_whole(
 
 
 def num_tokens(options: argparse.Namespace, asked: Sequence[Body]) -> int | None:
-    """That the load will generate, where no sample ends by itself."""
+    """Returns the tokens that the load will generate; None if samples may end by themselves."""
     if options.load == "ends" or options.stop:
         return None
     return sum(int(body["n"]) * int(body["max_tokens"]) for body in asked)
@@ -168,7 +167,7 @@ def num_tokens(options: argparse.Namespace, asked: Sequence[Body]) -> int | None
 async def shown(
     bar: LoadBar, session: aiohttp.ClientSession, url: str, tokens_before: float | None
 ) -> AsyncIterator[None]:
-    """Redraws the bar while in it, with what the server counts if it does."""
+    """Redraws the bar inside the context, with the server's count of tokens if it has one."""
 
     async def follow() -> None:
         while True:
@@ -187,13 +186,13 @@ async def shown(
 
 
 def limit(options: argparse.Namespace) -> int:
-    """Requests at once: all, unless the user or the load says otherwise."""
+    """Returns how many requests run at once: all, unless the user or the load says otherwise."""
     concurrency: int | None = options.concurrency
     return concurrency or (1 if options.load == "single" else 65536)
 
 
 def chosen_model(served: Sequence[ListedModel], name: str | None) -> ListedModel:
-    """The one of that name, else the first."""
+    """Returns the model of that name, else the first."""
     if name is None:
         return served[0]
     return next((model for model in served if model.id == name), ListedModel(name))
@@ -211,7 +210,7 @@ def result_of(
     before: dict[str, float],
     after: dict[str, float],
 ) -> ServeLoadResult:
-    """before, after: the server's counters. Of a load that was interrupted, its tokens are those that they count."""
+    """before, after: the server's counters, which also tell the tokens of an interrupted load."""
     good = [reply for reply in sent.replies if not reply.error]
     output_tokens = sum(reply.output_tokens for reply in good)
     begun, ended = generated(before), generated(after)
@@ -243,7 +242,7 @@ def result_of(
 
 
 def lines_of(result: ServeLoadResult) -> list[str]:
-    """For people; `--json` has everything."""
+    """Formats the main figures for people; `--json` has all."""
     lines = [
         line("model", f"{result.model} at {result.url}"),
         line("load", f"{result.load}: {result.requests:,} requests, {result.sequences:,} sequences"),
@@ -275,7 +274,7 @@ def lines_of(result: ServeLoadResult) -> list[str]:
 
 
 def stream_rate(reply: Reply) -> float | None:
-    """Tokens per second of a stream of one sequence, from its first text on."""
+    """Returns the tokens per second of a stream of one sequence, from its first text on."""
     if reply.n > 1 or reply.first is None or reply.last is None or reply.last <= reply.first:
         return None
     return (reply.output_tokens - 1) / (reply.last - reply.first)
@@ -286,7 +285,7 @@ def plain(value: object) -> object:
 
 
 def percentiles(values: Sequence[float]) -> LoadPercentiles | None:
-    """The nearest values, none for no values."""
+    """Returns the nearest values; None without values."""
     if not values:
         return None
     ordered = sorted(values)

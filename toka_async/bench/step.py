@@ -1,4 +1,4 @@
-"""`toka-async bench step`: how long one rank's steps take by rows and context, and their share of the floor.
+"""`toka-async bench step`: times one rank's steps by rows and context, and their share of the floor.
 
 The rank is the ordinary one, built from the configuration in this process, without scheduler and server. Steps are
 launched ahead as the scheduler does, so that a step's time is the time between results.
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from toka_async.runner.results import LaunchedStep
     from toka_async.runner.runner import Runner
 
-AHEAD = 2  # steps queued behind the one that is waited for
-UNTIMED = 3  # first steps of a case, and after them the last AHEAD, which nothing is queued behind
+AHEAD = 2  # steps queued behind the awaited one
+UNTIMED = 3  # first steps of a case; the last AHEAD, without steps queued behind them, are not timed either
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run and print; the exit code. Raises ConfigError for a wrong override."""
+    """Runs and prints; returns the exit code. Raises ConfigError for a wrong override."""
     config = load_config(overrides=options.overrides)
     try:
         if options.plot is not None:
@@ -55,7 +55,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def measure(options: argparse.Namespace, config: Config) -> StepResult:
-    """Raises ModelError when the rank cannot be built, BenchError when it is not one that computes."""
+    """Raises ModelError when the rank cannot be built, BenchError when it computes nothing."""
     if config.model.device == "simulated":
         raise BenchError("model.device=simulated: computes nothing; use cpu or cuda")
     for name in ("pp", "tp"):
@@ -63,7 +63,7 @@ def measure(options: argparse.Namespace, config: Config) -> StepResult:
             raise BenchError(f"parallel.{name}={size}: one rank alone is measured; use 1")
     model_dir = resolve_model(config.model.path, weights=config.model.load == "weights")
     spec = read_spec(model_dir)
-    # As a rank's process does, before torch loads.
+    # A rank's process does this too, before torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     from toka_async.bench.floor import Floor
@@ -94,7 +94,7 @@ def measure(options: argparse.Namespace, config: Config) -> StepResult:
 
 
 def cases(options: argparse.Namespace, ready: Ready) -> Iterator[Case]:
-    """Every combination of the options; a prefix is whole pages, and shorter than the context."""
+    """Yields every combination of the options; a prefix is whole pages, and shorter than the context."""
     prefixes = dict.fromkeys(prefix // ready.page_size * ready.page_size for prefix in options.shared_prefix)
     for context, prefix, rows in itertools.product(options.context, prefixes, options.rows):
         if prefix < context:
@@ -104,7 +104,6 @@ def cases(options: argparse.Namespace, ready: Ready) -> Iterator[Case]:
 
 
 def time_case(case: Case, options: argparse.Namespace, config: Config, runner: Runner, floor: Floor) -> StepTime:
-    """Raises DoesNotFitError."""
     sampling = SamplingParams(
         temperature=options.temperature, top_p=options.top_p, num_logprobs=0 if options.logprobs else -1
     )
@@ -137,7 +136,7 @@ def time_case(case: Case, options: argparse.Namespace, config: Config, runner: R
 
 
 def timed(runner: Runner, steps: Iterable[Step]) -> tuple[float, float]:
-    """Medians in milliseconds: between results, and as the rank measures. The first and last steps do not count."""
+    """Returns median milliseconds between results, and as the rank measures, without the first and last steps."""
     launched, results, times = deque["LaunchedStep"](), list[StepDone](), list[float]()
 
     def collect() -> None:
@@ -156,7 +155,7 @@ def timed(runner: Runner, steps: Iterable[Step]) -> tuple[float, float]:
 
 
 def wants_groups(case: Case, config: Config, ready: Ready) -> bool:
-    """Whether the scheduler would make groups of the case's rows."""
+    """Tells whether the scheduler would make groups of the case's rows."""
     if not case.groups:
         return False
     least = ready.group_min_seqs if config.schedule.group_min_seqs == "auto" else config.schedule.group_min_seqs
@@ -178,7 +177,6 @@ def device_name(runner: Runner) -> str:
 
 
 def table(result: StepResult) -> Iterator[str]:
-    """Lines for people."""
     yield (
         f"{result.model} on {result.device}, {result.dtype}, cache of {result.cache_tokens} tokens; "
         f"measured: {result.bandwidth_gb_s} GB/s, matrices {result.matrix_tflops} TFLOP/s"

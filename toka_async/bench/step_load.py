@@ -1,6 +1,6 @@
 """Steps of one kind for a rank: decoding rows of one length, in groups or alone, or whole prompts.
 
-Plays the scheduler in miniature. Rows decode after prompts of random tokens: one prompt of a group is computed, its
+Plays the scheduler in miniature. Rows decode after prompts of random tokens: one prompt of a group is computed, and its
 pages are copied for the group's other rows. Knows messages, no runner and no clock.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from toka_async.arrays import Int32, column, i32_column
 from toka_async.messages import Prompt, Ready, SamplingParams, Step
 
-COPIED = 1024  # pages in one step, so that what is read before it is written stays small
+COPIED = 1024  # pages copied in one step: a rank reads all of them before it writes any
 
 
 class DoesNotFitError(Exception):
@@ -25,9 +25,10 @@ class DoesNotFitError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a step computes: `rows` decode at `context` tokens, or one prompt of `prompt` tokens is computed.
+    """A step in which `rows` decode at `context` tokens, or one prompt of `prompt` tokens is computed.
 
-    prefix: leading tokens that the rows of a group share, whole pages. groups: of about equal size; 0 without a prefix.
+    prefix: leading tokens that the rows of a group share, whole pages. groups: of about equal size; 0 without a
+    prefix.
     """
 
     rows: int = 0
@@ -38,19 +39,14 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        """In one step."""
         return self.rows or self.prompt
 
 
 class DecodeSteps:
-    """All rows of a case decode in every step.
+    """Steps in each of which all rows of a case decode.
 
-    Args:
-        num_steps: that will be asked for, at most.
-        grouped: tell the rank which rows share their prefix.
-
-    Raises:
-        DoesNotFitError
+    num_steps: the most steps that `step` will give. grouped: tells the rank which rows share their prefix. Raises
+    DoesNotFitError.
     """
 
     def __init__(self, case: Case, ready: Ready, sampling: SamplingParams, num_steps: int, grouped: bool) -> None:
@@ -80,7 +76,7 @@ class DecodeSteps:
             )
 
     def prepare(self) -> Iterator[Step]:
-        """Steps after which every row's next pass is a decoding one; the last of them is the first such pass."""
+        """Yields steps until every row decodes; the last of them is the first decoding pass."""
         yield from self._compute_prompts()
         yield from self._copy_pages()
         case = self._case
@@ -100,16 +96,16 @@ class DecodeSteps:
         yield msgspec.structs.replace(joining, **self._groups)
 
     def step(self) -> Step:
-        """Another token of every row."""
+        """Computes another token of every row."""
         return msgspec.structs.replace(Step(step_id=0), **self._groups)
 
     def end(self) -> Step:
-        """All rows leave."""
+        """Frees all rows."""
         slots, keys = i32_column(range(self._case.rows)), i32_column(range(self._sizes.size))
         return Step(step_id=0, freed=slots, dropped_prompts=keys)
 
     def _compute_prompts(self) -> Iterator[Step]:
-        """The first row of each group computes all of its prompt but the last token, which is the first to decode."""
+        """Computes the prompt of each group's first row, except the last token, which is the first to decode."""
         first_rows = (np.cumsum(self._sizes) - self._sizes).tolist()
         own = np.concatenate([self._pages_of(row) for row in first_rows])
         slots = np.arange(len(first_rows), dtype=np.int32)
@@ -136,14 +132,14 @@ class DecodeSteps:
             )
 
     def _chunks(self) -> Iterator[int]:
-        """Lengths of a prompt's chunks."""
+        """Yields the lengths of a prompt's chunks."""
         left = self._case.context - 1
         while left > 0:
             yield min(left, self._ready.max_tokens)
             left -= self._ready.max_tokens
 
     def _copy_pages(self) -> Iterator[Step]:
-        """What a group's first row has beyond the shared pages, for the others."""
+        """Copies the pages of a group's first row, beyond the shared ones, for the other rows."""
         used = -(-(self._case.context - 1) // self._ready.page_size) - self._shared
         if used <= 0:
             return
@@ -164,17 +160,13 @@ class DecodeSteps:
         return np.arange(group * self._shared, (group + 1) * self._shared, dtype=np.int32)
 
     def _pages_of(self, row: int) -> Int32:
-        """A row's own pages, after those of all groups."""
+        """Returns a row's own pages, which follow the groups' shared ones."""
         first = self._sizes.size * self._shared + row * self._own
         return np.arange(first, first + self._own, dtype=np.int32)
 
 
 class PromptSteps:
-    """Each step computes another prompt, in one chunk, over the same pages.
-
-    Raises:
-        DoesNotFitError
-    """
+    """Steps that each compute another prompt, in one chunk, over the same pages. Raises DoesNotFitError."""
 
     def __init__(self, case: Case, ready: Ready, sampling: SamplingParams) -> None:
         self._case, self._ready, self._sampling = case, ready, sampling
@@ -188,7 +180,7 @@ class PromptSteps:
         yield self.step()
 
     def step(self) -> Step:
-        """A new prompt instead of the one before it."""
+        """Replaces the prompt by a new one."""
         before, self._key, length = self._key, self._key + 1, self._case.prompt
         slot = i32_column([0])
         num_pages = -(-(length + 1) // self._ready.page_size)
@@ -213,6 +205,6 @@ class PromptSteps:
 
 
 def random_prompt(key: int, length: int, pages: Int32, ready: Ready, sampling: SamplingParams) -> Prompt:
-    """Token ids drawn with the key as seed."""
+    """Draws token ids with the key as seed."""
     ids = np.random.default_rng(key).integers(0, ready.vocab_size, length, dtype=np.int32)
     return Prompt(key=key, token_ids=column(ids), num_prompt=length, pages=column(pages), sampling=sampling)

@@ -1,4 +1,4 @@
-"""Step times by rows as an image, with matplotlib (the extra `plot`)."""
+"""Draws step times by rows as an image, with matplotlib (the extra `plot`)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from toka_async.bench.step_result import StepResult
 
 
 def plot(result: StepResult, path: Path) -> None:
-    """Milliseconds a step by tokens in it, and the floor dashed, a line for each context and prefix.
+    """Draws milliseconds by tokens in a step, a line for each context and prefix, and dashed floors.
 
-    Raises:
-        BenchError: the file cannot be written.
+    Raises BenchError when the file cannot be written.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What `bench step` found, as it is printed and drawn."""
+"""The results of `bench step`, as they are printed and drawn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import msgspec
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """A case and its median step, in milliseconds.
 
-    ms: between results. device_ms: as the rank measures it. floor_ms: the sum of its three parts. share: floor_ms / ms.
+    ms: time between results. device_ms: time that the rank measures. floor_ms: the sum of its three parts. share:
+    floor_ms / ms.
     """
 
     rows: int
@@ -27,7 +28,7 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """bandwidth_gb_s: of a large copy, read and written. matrix_tflops: of the largest matrices. skipped: and why."""
+    """bandwidth_gb_s: of a large copy, read and written. matrix_tflops: of the largest matrices. skipped: reasons."""
 
     model: str
     device: str

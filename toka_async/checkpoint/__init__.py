@@ -1,0 +1,1 @@
+"""Reads the files of a model: shape, defaults, limits. Free of torch."""

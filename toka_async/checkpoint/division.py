@@ -1,6 +1,6 @@
-"""How a model's shape is divided among ranks: layers over pipeline stages, and each layer over tensor ranks.
+"""Divides a model's shape among ranks: layers over pipeline stages, and each layer over tensor ranks.
 
-Free of torch, so that a run can be refused before any process starts. Knows nothing of how ranks exchange anything.
+Free of torch, so that a run can be refused before any process starts. Knows no communication.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from toka_async.checkpoint.spec import ModelError, ModelSpec
 
 
 def divides(spec: ModelSpec, tp: int) -> bool:
-    """Whether `tp` ranks can each hold a part: as many query heads and inner units, and as many KV heads or a copy."""
+    """Tells whether `tp` divides query heads and inner units, and KV heads can be divided or copied."""
     whole = spec.num_heads % tp == 0 and spec.intermediate_size % tp == 0
     return whole and (spec.num_kv_heads % tp == 0 or tp % spec.num_kv_heads == 0)
 
 
 def tensor_sizes(spec: ModelSpec) -> list[int]:
-    """Every number of tensor ranks that the shape admits, ascending; vocabularies are padded, so any will do."""
+    """Returns every possible `tp`, ascending; any is possible for the vocabulary, which is padded."""
     return [tp for tp in range(1, spec.num_heads + 1) if divides(spec, tp)]
 
 
 def check_tensor_size(spec: ModelSpec, tp: int) -> None:
-    """Raises ModelError, which lists the sizes that are possible, unless the shape can be divided among `tp` ranks."""
+    """Raises ModelError, which lists the possible sizes, unless `tp` ranks can divide the shape."""
     if not divides(spec, tp):
         sizes = ", ".join(map(str, tensor_sizes(spec)))
         raise ModelError(
@@ -32,7 +32,7 @@ def check_tensor_size(spec: ModelSpec, tp: int) -> None:
 
 
 def spec_of_rank(spec: ModelSpec, tp: int) -> ModelSpec:
-    """The shape of what one of `tp` ranks computes; it sees all logits, so the vocabulary stays whole."""
+    """Returns the shape that one of `tp` ranks computes; a rank sees all logits, so the vocabulary is undivided."""
     assert divides(spec, tp), f"{tp} ranks"
     return msgspec.structs.replace(
         spec,
@@ -43,7 +43,7 @@ def spec_of_rank(spec: ModelSpec, tp: int) -> ModelSpec:
 
 
 class StagePart(msgspec.Struct, frozen=True):
-    """Layers of a model, `first` up to behind the `last`, of `num_layers` in all.
+    """The layers `first` up to but not including `last` of a model of `num_layers`.
 
     The first part embeds tokens; the last one norms and has the head.
     """
@@ -66,19 +66,19 @@ class StagePart(msgspec.Struct, frozen=True):
 
 
 def whole(spec: ModelSpec) -> StagePart:
-    """The part that is everything."""
+    """Returns the part that has all layers."""
     return StagePart(0, spec.num_layers, spec.num_layers)
 
 
 def check_division(spec: ModelSpec, pp: int, tp: int) -> None:
-    """Raises ModelError, which says what is possible, unless there can be `pp` stages of `tp` tensor ranks."""
+    """Raises ModelError, which says what is possible, unless `pp` stages of `tp` tensor ranks are."""
     if pp > spec.num_layers:
         raise ModelError(f"parallel.pp={pp}: the model has {spec.num_layers} layers; use at most {spec.num_layers}")
     check_tensor_size(spec, tp)
 
 
 def stage_parts(spec: ModelSpec, pp: int, tp: int) -> list[StagePart]:
-    """The parts of `pp` stages of `tp` tensor ranks each, first stage first, as even in weights as layers allow."""
+    """Returns the parts of `pp` stages of `tp` tensor ranks, first stage first, with weights as even as possible."""
     table = -(-spec.vocab_size // tp) * spec.hidden_size
     parts, first = [], 0
     for size in stage_layers(spec.num_layers, pp, layer_weights(spec_of_rank(spec, tp)), table):
@@ -88,9 +88,9 @@ def stage_parts(spec: ModelSpec, pp: int, tp: int) -> list[StagePart]:
 
 
 def stage_layers(num_layers: int, num_stages: int, layer: int, ends: int) -> list[int]:
-    """Layers of each stage, one at least, so that the heaviest is as light as can be.
+    """Returns the number of layers of each stage, at least one, so that the heaviest is as light as possible.
 
-    layer: what a layer weighs. ends: the embedding, which the first stage has, and the head, which the last has.
+    layer: the weight of a layer. ends: the weight of the first stage's embedding, and of the last stage's head.
     """
     assert 1 <= num_stages <= num_layers
     counts = [1] * num_stages
@@ -102,7 +102,6 @@ def stage_layers(num_layers: int, num_stages: int, layer: int, ends: int) -> lis
 
 
 def layer_weights(spec: ModelSpec) -> int:
-    """Parameters of a layer."""
     hidden, inter = spec.hidden_size, spec.intermediate_size
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = hidden * (queries + 2 * keys) + queries * hidden
@@ -112,7 +111,7 @@ def layer_weights(spec: ModelSpec) -> int:
 
 
 def num_weights(part: ModelSpec, stage: int, num_stages: int) -> int:
-    """Parameters of a rank: a tied head is the embedding itself where one stage has both."""
+    """Counts the parameters of a rank. A tied head costs nothing where one stage also has the embedding."""
     first, last = stage == 0, stage == num_stages - 1
     table = part.vocab_size * part.hidden_size
     head = table if last and not (first and part.tie_embeddings) else 0
@@ -120,5 +119,5 @@ def num_weights(part: ModelSpec, stage: int, num_stages: int) -> int:
 
 
 def spec_of_stage(spec: ModelSpec, part: StagePart) -> ModelSpec:
-    """The shape of what a stage computes: its layers, with their windows."""
+    """Returns the shape that a stage computes: its layers with their windows."""
     return msgspec.structs.replace(spec, num_layers=part.size, windows=spec.windows[part.first : part.last])

@@ -13,7 +13,7 @@ Windows = Literal["none", "all", "by_layer"]
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
-    """One `model_type`. A bias of None is decided by the configuration's own field."""
+    """One `model_type`. A bias of None is read from the configuration."""
 
     max_positions: int
     num_kv_heads: int | None = None  # None: as many as query heads

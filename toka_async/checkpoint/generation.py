@@ -1,7 +1,6 @@
-"""A model's own sampling defaults and end tokens, from `generation_config.json`.
+"""Reads a model's sampling defaults and end tokens from `generation_config.json`.
 
-Takes the fields that are there (`do_sample` plays no part: a server samples unless the temperature is 0). Knows no
-requests.
+`do_sample` is ignored: a server samples unless the temperature is 0. Knows no requests.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from toka_async.checkpoint.spec import ModelSpec
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request that does not say otherwise gets; None: the model has no opinion."""
+    """What a request gets that does not say otherwise. None: the model has no default."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -26,10 +25,10 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_generation_defaults(model_dir: Path, spec: ModelSpec, use_file: bool) -> GenerationDefaults:
-    """The defaults of the model in `model_dir`.
+    """Returns the defaults of the model in `model_dir`.
 
-    End tokens are `generation_config.json`'s, else `config.json`'s; the sampling fields are left out unless
-    `use_file`. Raises ModelError when the file is corrupt or a value is out of range.
+    End tokens are `generation_config.json`'s, else `config.json`'s; sampling fields are read only with `use_file`.
+    Raises ModelError when the file is corrupt or a value is out of range.
     """
     path = model_dir / "generation_config.json"
     if not path.exists():

@@ -1,4 +1,4 @@
-"""Where a model's or tokenizer's files are: the built-in model, a local directory, or a download from the hub.
+"""Finds the files of a model or tokenizer: built in, in a local directory, or downloaded from the hub.
 
 Knows names and folders; reads none of the files.
 """
@@ -13,7 +13,7 @@ from toka_async.checkpoint.json_file import ModelError
 DEMO = "demo"
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 TOKENIZER_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja"]
-# Copies of the same weights in other formats, which some repositories have beside those that are read.
+# Copies of the same weights in other formats, which some repositories have too.
 IGNORED = ["original/*", "consolidated*.safetensors"]
 GGUF = (
     "GGUF files are not supported; give the directory or hub id of the original model, with config.json and "
@@ -23,15 +23,15 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def resolve_model(path: str, weights: bool = True) -> Path:
-    """The directory of `demo` (the built-in model), of a directory, or of a hub id, downloaded when needed.
+    """Returns the directory of `demo` (the built-in model), of a directory, or of a hub id.
 
-    A download leaves the weights out unless they are wanted. Raises ModelError when there is no such model.
+    Downloads a hub id when needed, without weights unless they are wanted. Raises ModelError when there is no model.
     """
     return _resolve(path, "model.path", PATTERNS if weights else TOKENIZER_PATTERNS)
 
 
 def resolve_tokenizer(path: str, model_dir: Path) -> Path:
-    """The directory of the tokenizer's files, the model's when `path` is empty. Raises ModelError."""
+    """Returns the directory of the tokenizer's files, the model's if `path` is empty. Raises ModelError."""
     return _resolve(path, "model.tokenizer", TOKENIZER_PATTERNS) if path else model_dir
 
 
@@ -49,14 +49,14 @@ def _resolve(path: str, field: str, patterns: list[str]) -> Path:
 
 
 def _wrong_file(path: Path) -> str:
-    """What to give instead of a file."""
+    """Says what to give instead of a file."""
     if path.suffix == ".gguf":
         return GGUF
     return f"is a file; give the directory that holds it, with config.json ({path.parent})"
 
 
 def _checked(folder: Path, what: str) -> Path:
-    """The folder, unless its files are of another kind: whoever reads it would miss config.json only."""
+    """Raises ModelError for a folder of GGUF files, which otherwise would only seem to miss config.json."""
     if not (folder / "config.json").exists() and next(folder.glob("*.gguf"), None) is not None:
         raise ModelError(f"{what}: {GGUF}")
     return folder

@@ -1,6 +1,6 @@
-"""A model directory's JSON file, read field by field with one clear line per mistake.
+"""Reads a JSON file of a model directory field by field, with one clear line for each mistake.
 
-Knows JSON and Python types; knows nothing of what a field means.
+Knows JSON and Python types, not what a field means.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-LARGEST = 2**31 - 1  # of any number that a configuration has
+LARGEST = 2**31 - 1  # no number of a configuration is larger
 
 
 class ModelError(ValueError):
@@ -17,9 +17,9 @@ class ModelError(ValueError):
 
 
 class JsonFile:
-    """A JSON object with typed reads. A field that is null reads as absent.
+    """A JSON object with typed reads. A null field reads as absent.
 
-    Raises ModelError when the file is missing, is not JSON, or a field is of another type.
+    Raises ModelError when the file is missing, is not JSON, or a field has another type.
     """
 
     def __init__(self, path: Path, fields: dict[str, Any] | None = None, prefix: str = "") -> None:
@@ -60,14 +60,14 @@ class JsonFile:
         return value
 
     def section(self, name: str) -> JsonFile:
-        """The object under `name`, empty when absent; its errors name the file and the field within."""
+        """Returns the object under `name`, empty when absent; its errors name the file and the inner field."""
         value = self.fields.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.error(name, f"is {value!r}: expected an object")
         return JsonFile(self.path, value or {}, f"{self.prefix}{name}.")
 
     def token_ids(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """One id or a list of ids; null means none, absent means `default`."""
+        """Reads one id or a list of ids; null means none, absent means `default`."""
         value = self.fields.get(name, list(default))
         values = [] if value is None else value if isinstance(value, list) else [value]
         if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):

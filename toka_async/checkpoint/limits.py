@@ -1,4 +1,4 @@
-"""What `auto` means for the limits of a run, and how many pages fit.
+"""Resolves `auto` in the limits of a run, and the number of pages that fit.
 
 Free of torch, so that any process can ask. Knows configuration and the model's shape; measures nothing.
 """
@@ -19,7 +19,7 @@ MAX_TOKENS = {"cpu": 2048, "cuda": 32768, "simulated": 32768}
 
 @dataclass(slots=True, frozen=True)
 class RankLimits:
-    """max_seqs: sequences that run at once. max_tokens: of one step. max_context: tokens of one sequence."""
+    """max_seqs: sequences that run at once. max_tokens: tokens of a step. max_context: tokens of a sequence."""
 
     max_seqs: int
     max_tokens: int
@@ -27,10 +27,10 @@ class RankLimits:
 
 
 def resolve_limits(model: ModelConfig, schedule: ScheduleConfig, spec: ModelSpec, device: DeviceKind) -> RankLimits:
-    """The limits with every `auto` resolved. Raises ModelError for a context longer than the model's.
+    """Resolves every `auto`. Raises ModelError for impossible limits, such as a context above the model's.
 
-    A step has a token for each of its sequences: max_tokens is never less than max_seqs. A simulated device has no
-    positions, so that its context can be any.
+    A step has at least one token for each sequence, so max_tokens is not below max_seqs. A simulated device has no
+    positions, so its context is not limited.
     """
     max_seqs = MAX_SEQS[device] if schedule.max_seqs == "auto" else schedule.max_seqs
     max_tokens = max(MAX_TOKENS[device], max_seqs) if schedule.max_tokens == "auto" else schedule.max_tokens
@@ -54,13 +54,9 @@ def resolve_limits(model: ModelConfig, schedule: ScheduleConfig, spec: ModelSpec
 
 
 def resolve_num_pages(cache: CacheConfig, limits: RankLimits, page_bytes: int, auto_bytes: int, most_bytes: int) -> int:
-    """Pages of the KV cache; with `auto` no more than max_seqs sequences of max_context can use.
+    """Returns the pages of the KV cache; with `auto` no more than max_seqs sequences of max_context need.
 
-    Args:
-        page_bytes: of one page over all layers.
-        auto_bytes: what the cache may take by itself.
-        most_bytes: what it may take when told to.
-
+    page_bytes: size of a page over all layers. auto_bytes: memory for `auto`. most_bytes: memory for a given number.
     Raises ModelError, which names cache.num_tokens and a value that fits.
     """
     if cache.num_tokens == "auto":

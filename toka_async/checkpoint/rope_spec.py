@@ -1,4 +1,4 @@
-"""The parameters of rotary position embeddings, read from `config.json`.
+"""Reads the parameters of rotary position embeddings from `config.json`.
 
 Knows the names and defaults of both spellings; computes no angles.
 """
@@ -15,7 +15,7 @@ RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary embeddings (arXiv:2104.09864) and how they are stretched; fields not of the kind keep their defaults."""
+    """Rotary embeddings (arXiv:2104.09864) and their stretching; fields of other kinds keep their defaults."""
 
     theta: float = 10000.0
     kind: RopeKind = "default"
@@ -31,7 +31,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
     truncate: bool = True  # yarn: round the range of corrected dimensions to whole ones
 
     def max_context(self, max_positions: int) -> int:
-        """Tokens a sequence can have: `max_position_embeddings` is the unstretched length for linear and yarn."""
+        """Returns the tokens of a sequence; linear and yarn stretch `max_position_embeddings`."""
         if self.kind == "linear":
             return int(max_positions * self.factor)
         if self.kind == "yarn":
@@ -40,7 +40,7 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_rope(file: JsonFile, max_positions: int) -> RopeSpec:
-    """The rope of a model's configuration. Raises ModelError for a kind or parameter that is not supported."""
+    """Raises ModelError for a kind or parameter that is not supported."""
     name = "rope_scaling" if file.has("rope_scaling") else "rope_parameters"
     rope = file.section(name)
     theta = rope.number("rope_theta", file.number("rope_theta", 10000.0), least=1.0)
@@ -49,7 +49,7 @@ def read_rope(file: JsonFile, max_positions: int) -> RopeSpec:
     if kind == "linear":
         return RopeSpec(theta=theta, kind="linear", factor=rope.number("factor", least=1.0))
     original = rope.integer("original_max_position_embeddings", max_positions)
-    # Where the file has it outside as well, that one counts (as in transformers).
+    # A value outside of the section precedes it, as in transformers.
     original = file.integer("original_max_position_embeddings", original)
     if kind == "llama3":
         return _llama3(rope, theta, original)

@@ -1,7 +1,7 @@
-"""A model's shape, read from its `config.json`.
+"""Reads a model's shape from its `config.json`.
 
-Both spellings of the file are read: `rope_theta`, `rope_scaling`, `torch_dtype` and the newer `rope_parameters`,
-`dtype`. Knows no torch, no weights and no tokenizer.
+Reads both spellings: `rope_theta`, `rope_scaling`, `torch_dtype`, and the newer `rope_parameters`, `dtype`. Knows no
+torch, no weights and no tokenizer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["ModelError", "ModelSpec", "RopeSpec", "read_spec"]
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 DTYPES = ("float32", "bfloat16", "float16")
-MOST_LAYERS, MOST_HEADS = 4096, 65536  # far beyond any model; what is made for each of more would take all memory
+MOST_LAYERS, MOST_HEADS = 4096, 65536  # far beyond any model; objects for more would take all memory
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,7 +48,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_spec(model_dir: Path) -> ModelSpec:
-    """The shape of the model in `model_dir`. Raises ModelError, which names the field and the fix."""
+    """Raises ModelError, which names the field and the fix."""
     file = JsonFile(model_dir / "config.json")
     name = file.text("model_type")
     family = FAMILIES.get(name)
@@ -92,7 +92,7 @@ def _check_quantization(file: JsonFile) -> None:
 
 
 def _heads(file: JsonFile, family: Family) -> tuple[int, int, int]:
-    """Query heads, key/value heads, and the size of a head."""
+    """Returns the numbers of query heads and of KV heads, and the size of a head."""
     hidden, heads = file.integer("hidden_size"), file.integer("num_attention_heads", most=MOST_HEADS)
     default = heads
     if "num_key_value_heads" not in file.fields and family.num_kv_heads and heads % family.num_kv_heads == 0:

@@ -21,7 +21,7 @@ from toka_async.config.text import value_text
 from toka_async.launch import run_batch
 from toka_async.logs import say, speaker
 from toka_async.procs.child import Advanced, BatchJob, Finished, Started, Status
-from toka_async.procs.job import complaint, open_job
+from toka_async.procs.job import describe_fault, open_job
 
 INTERVAL, QUIET_INTERVAL = 0.2, 30.0  # seconds between redraws; between lines where there is no terminal
 SETTLED = 3.0  # seconds after which the rates say something
@@ -123,7 +123,7 @@ def look(job: BatchJob, *, retry: bool) -> Finished | Advanced:
         if opened.begun is None:
             return Advanced(0, 0, 0)
         if opened.record.status == "failed":
-            raise BatchFileError(complaint(job, opened.begun))
+            raise BatchFileError(describe_fault(job, opened.begun))
         if retry:
             retry_failed(store, opened.begun)
         return state_of(store.batch(opened.record.id))

@@ -4,9 +4,9 @@
         result = await client.generate([1, 15, 27], n=4, max_tokens=64, text=False)
         result.samples[0].token_ids, result.samples[0].finish_reason
 
-`Client` is for asyncio, `SyncClient` for everybody else. A connection that breaks is made again, and what was asked for
-is asked for again under the same id, so it runs once. Loads neither torch nor a web server. Clients in
-other languages find the protocol in PROTOCOL.md.
+`Client` is for asyncio, `SyncClient` for all other code. Both reconnect after a break and repeat open requests under
+the same id, so each runs once. Loads neither torch nor a web server. PROTOCOL.md describes the protocol for clients in
+other languages.
 """
 
 from toka_async.client.client import Client

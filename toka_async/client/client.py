@@ -1,4 +1,4 @@
-"""The asyncio client: a connection, kept alive and made again, and the requests that go over it."""
+"""The asyncio client: a connection that is kept alive and restored, and the requests over it."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from toka_async.transport.curve import read_pair, read_public
 from toka_async.transport.zmq_frames import Dealer, Frame, Loss
 
 Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]]
-MOST_WISHES = 256  # that are remembered
-MOST_DEPTH = 16  # of a field's lists and maps
+MOST_OPTIONS = 256  # kept in the cache
+MOST_DEPTH = 16  # nested lists and maps in a field
 NOT_IDS = np.empty((0, 0))
 TIMEOUT = 10.0  # seconds for the first connection
-SHORTEST = 0.05  # seconds between two things that a server wants to be done again and again
-BYE_TIMEOUT = 500  # milliseconds for the last words to leave
+SHORTEST = 0.05  # seconds between two pings or retries, whatever the server wants
+BYE_TIMEOUT = 500  # milliseconds for the last messages to leave
 
 _ENCODER = msgspec.msgpack.Encoder()
 
 
 class Client:
-    """Requests to one server. To be used as an async context manager; any number of tasks may share it.
+    """Requests to one server. Use it as an async context manager; any number of tasks may share it.
 
     Args:
-        url: of the server, such as tcp://127.0.0.1:10211.
+        url: the server's, such as tcp://127.0.0.1:10211.
         key: this client's NAME.key_secret, and server_key: the server's NAME.key, for an encrypted connection.
-        timeout: seconds to wait for the first connection, also while nobody listens yet. None: 10, but no second while
-            nobody listens.
+        timeout: seconds to wait for the first connection, also while no server listens yet. None: 10, but 0
+            while no server listens.
         max_message_mb: MiB of a message of the server; one that sends longer ones is disconnected.
 
     Raises:
-        ConnectionLostError: no connection came about (entering the context).
+        ConnectionLostError: no connection could be made (on entering the context).
         KeyFileError: a key file is missing or wrong.
     """
 
@@ -69,7 +69,7 @@ class Client:
         self._max_message = max_message_mb << 20
         self._next_id = 0
         self._random = Random()
-        self._wishes: dict[bytes, RequestOptions] = {}
+        self._options: dict[bytes, RequestOptions] = {}
         self._flushing = False
         self._timers: set[asyncio.TimerHandle] = set()
         self._pings: asyncio.TimerHandle | None = None
@@ -84,7 +84,7 @@ class Client:
             self._context, self._url, keys=self._keys, server_key=self._server_key, max_frame=self._max_message
         )
         self._exchange = Exchange(self._dealer.send, self._retry)
-        self._settled = asyncio.Event()  # whether there is a connection
+        self._settled = asyncio.Event()  # it is known whether there is a connection
         self._problem: str | None = None
         self._is_open = True
         try:
@@ -96,7 +96,7 @@ class Client:
 
     async def _connect(self) -> None:
         try:
-            self._dealer.connect(self._loop, self._on_frames, self._exchange.connected, self._on_lost)
+            self._dealer.connect(self._loop, self._on_frames, self._exchange.introduce, self._on_lost)
             async with asyncio.timeout(TIMEOUT if self._timeout is None else self._timeout):
                 await self._settled.wait()
         except TimeoutError:
@@ -111,7 +111,7 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         self._exchange.fail_all(ConnectionLostError("the client was closed"))
-        self._exchange.bye()
+        self._exchange.say_bye()
         await self._close()
 
     async def _close(self) -> None:
@@ -122,7 +122,7 @@ class Client:
         await self._loop.run_in_executor(None, self._context.term)
 
     def _on_lost(self, loss: Loss) -> None:
-        self._exchange.disconnected()
+        self._exchange.note_disconnected()
         if loss.problem is None:
             return
         self._problem = loss.problem
@@ -146,25 +146,25 @@ class Client:
         self._wake()
 
     def _ping(self) -> None:
-        """Again and again while the connection lasts."""
+        """Ping again and again while the connection lasts."""
         if self._pings is not None:
             self._pings.cancel()
             self._timers.discard(self._pings)
             self._pings = None
         if self._exchange.welcome is not None:
             self._exchange.ping()
-            self._pings = self._later(max(SHORTEST, self._exchange.welcome.heartbeat / 2), self._ping)
+            self._pings = self._call_later(max(SHORTEST, self._exchange.welcome.heartbeat / 2), self._ping)
 
     def _retry(self, seconds: float) -> None:
-        self._later(max(SHORTEST, seconds), self._try_again)
+        self._call_later(max(SHORTEST, seconds), self._try_again)
 
     def _try_again(self) -> None:
         if self._exchange.welcome is None:
-            self._exchange.connected()
+            self._exchange.introduce()
         self._exchange.retry()
         self._wake()
 
-    def _later(self, seconds: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+    def _call_later(self, seconds: float, call: Callable[[], None]) -> asyncio.TimerHandle:
         def run() -> None:
             self._timers.discard(timer)
             call()
@@ -174,7 +174,7 @@ class Client:
         return timer
 
     def _wake(self) -> None:
-        """Everything that one turn of the loop brings goes out together."""
+        """Flush soon: everything that one turn of the loop brings goes out together."""
         if not self._flushing:
             self._flushing = True
             self._loop.call_soon(self._flush)
@@ -187,14 +187,15 @@ class Client:
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, prompt: Prompt, *, seed: int | None = None, **fields: Unpack[Fields]) -> Result:
-        """All samples of a prompt: text, or token ids. An array of int32 is not copied: it must not change meanwhile.
+        """Generate all samples of a prompt: text, or token ids. An int32 array is not copied and must not change
+        meanwhile.
 
         Raises:
-            RequestError: the server refuses it; names the field.
+            RequestError: the server refuses the request; names the field.
             ConnectionLostError: the client was closed.
         """
         waiter = OneResult()
-        pending = self._add(prompt, seed, self._wish(fields, stream=False), waiter)
+        pending = self._add(prompt, seed, self._make_options(fields, stream=False), waiter)
         try:
             return await waiter.future
         except asyncio.CancelledError:
@@ -204,19 +205,19 @@ class Client:
     async def generate_many(
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int] | None = None, **fields: Unpack[Fields]
     ) -> list[Result]:
-        """As `generate` of each prompt (or row of an array), in order; the first error cancels the rest."""
+        """Run `generate` for each prompt (or row of an array), in order; the first error cancels the rest."""
         if isinstance(prompts, str | bytes):
             raise RequestError("'prompts' is one text: expected a list of prompts", field="prompts")
-        if not len(prompts):  # an array may be meant
+        if not len(prompts):  # it may be an array
             return []
         if seeds is not None and len(seeds) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts, but {len(seeds)} seeds", field="seeds")
-        waiter, wishes = ManyResults(len(prompts)), self._wish(fields, stream=False)
+        waiter, options = ManyResults(len(prompts)), self._make_options(fields, stream=False)
         pendings: list[Pending] = []
         try:
             for place, prompt in enumerate(prompts):
                 seed = None if seeds is None else seeds[place]
-                pendings.append(self._add(prompt, seed, wishes, waiter, place))
+                pendings.append(self._add(prompt, seed, options, waiter, place))
             return await waiter.future
         except BaseException:
             self._abandon(pendings)
@@ -225,15 +226,15 @@ class Client:
     async def stream(
         self, prompt: Prompt, *, seed: int | None = None, **fields: Unpack[Fields]
     ) -> AsyncGenerator[Event, None]:
-        """The tokens of all samples as they come. Leaving the loop early cancels the request.
+        """Yield the tokens of all samples as they come. Leaving the loop early cancels the request.
 
         Raises:
             RequestError: as `generate`.
-            ConnectionLostError: the client was closed, or the server has forgotten what it had begun.
+            ConnectionLostError: the client was closed, or the server lost the session of a begun stream.
         """
         waiter = RequestEvents()
-        pending = self._add(prompt, seed, self._wish(fields, stream=True), waiter)
-        num_open = max(1, pending.wishes.n)  # of a wrong n comes an error
+        pending = self._add(prompt, seed, self._make_options(fields, stream=True), waiter)
+        num_open = max(1, pending.options.n)  # a wrong n is answered by an error
         try:
             while num_open:
                 event = await waiter.next()
@@ -242,31 +243,33 @@ class Client:
         finally:
             self._abandon([pending])
 
-    def _wish(self, fields: Mapping[str, Any], *, stream: bool) -> RequestOptions:
+    def _make_options(self, fields: Mapping[str, Any], *, stream: bool) -> RequestOptions:
         if "stream" in fields:
             raise RequestError("'stream' is no field of a request: call `stream`", field="stream")
         encoded = encode({**fields, "stream": True} if stream else fields)
-        wishes = self._wishes.get(encoded)
-        if wishes is None:
+        options = self._options.get(encoded)
+        if options is None:
             check_depth(fields)
-            if len(self._wishes) >= MOST_WISHES:
-                self._wishes.clear()
-            wishes = self._wishes[encoded] = RequestOptions(fields, encoded, stream)
-        return wishes
+            if len(self._options) >= MOST_OPTIONS:
+                self._options.clear()
+            options = self._options[encoded] = RequestOptions(fields, encoded, stream)
+        return options
 
-    def _add(self, prompt: Prompt, seed: int | None, wishes: RequestOptions, waiter: Waiter, place: int = 0) -> Pending:
+    def _add(
+        self, prompt: Prompt, seed: int | None, options: RequestOptions, waiter: Waiter, place: int = 0
+    ) -> Pending:
         if not self._is_open:
             raise ConnectionLostError("the client is closed: requests go inside of `with`")
         if self._exchange.refused is not None:
             raise ConnectionLostError(self._exchange.refused)
         key, self._next_id = self._next_id, self._next_id + 1
-        pending = Pending(key, as_prompt(prompt), self._seed(seed), wishes, waiter, place)
+        pending = Pending(key, convert_prompt(prompt), self._seed(seed), options, waiter, place)
         self._exchange.add(pending)
         self._wake()
         return pending
 
     def _seed(self, seed: int | None) -> int:
-        """A random one where none is given. Raises RequestError for one out of range."""
+        """A seed within range, random if none is given. Raises RequestError."""
         if seed is None:
             return self._random.getrandbits(63)
         try:
@@ -285,7 +288,7 @@ class Client:
 
 
 def encode(fields: Mapping[str, Any]) -> bytes:
-    """As they are sent. Raises RequestError that names the one that cannot be."""
+    """Encode fields for the wire. Raises RequestError that names the field at fault."""
     try:
         return _ENCODER.encode(fields)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -297,7 +300,7 @@ def encode(fields: Mapping[str, Any]) -> bytes:
 
 
 def check_depth(fields: Mapping[str, Any]) -> None:
-    """Raises RequestError for what the server could not read, and so would not know whose it is."""
+    """Raise RequestError for fields that the server could not decode: it could not tell whose request it is."""
     for name, value in fields.items():
         if is_deep(value, MOST_DEPTH):
             raise RequestError(f"'{name}' is nested too deeply", field=name)
@@ -310,8 +313,8 @@ def is_deep(value: object, most: int) -> bool:
     return not most or any(is_deep(part, most - 1) for part in parts)
 
 
-def as_prompt(prompt: Prompt) -> Int32 | bytes:
-    """As it is sent. Raises RequestError for what is neither text nor token ids."""
+def convert_prompt(prompt: Prompt) -> Int32 | bytes:
+    """Convert a prompt for the wire. Raises RequestError for anything but text and token ids."""
     if isinstance(prompt, str):
         try:
             return prompt.encode()

@@ -1,4 +1,4 @@
-"""What can go wrong with a request."""
+"""The errors of a request."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ class RequestError(Exception):
 
     Args:
         message: for people.
-        field: the field at fault, if one is.
-        status: as over HTTP: 400 for wrong input, 500 when the engine has stopped.
+        field: the field at fault, if any.
+        status: as in HTTP: 400 for wrong input, 500 when the engine has stopped.
         code: for programs.
     """
 
@@ -21,4 +21,4 @@ class RequestError(Exception):
 
 
 class ConnectionLostError(Exception):
-    """There is no connection to the server, or the server has forgotten a stream of which a part has come."""
+    """There is no connection to the server, or the server lost the session of a begun stream."""

@@ -1,6 +1,6 @@
-"""The client's side of the protocol: what is open, what may be sent, what was received. Sans IO.
+"""The client's side of the protocol, sans IO: open requests, what may be sent, and what was received.
 
-`send` is given the frames of messages. Knows no sockets and no event loop.
+Knows no sockets and no event loop.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 from msgspec import Raw
 
 from toka_async.client.errors import RequestError
-from toka_async.client.pending import Pending, lost, submission_columns
-from toka_async.client.results import prompt_scores, rows
+from toka_async.client.pending import Pending, make_columns, make_lost_error
+from toka_async.client.results import read_prompt_scores, split_rows
 from toka_async.protocol import (
     VERSIONS,
     Ack,
@@ -36,21 +36,22 @@ from toka_async.protocol import (
     pack,
 )
 
-MOST_REQUESTS = 4096  # of one message
-MARGIN = 4096  # bytes of a message that are not its prompts
-RETRIED = ("overloaded", "not_serving")  # codes of errors that pass
-Kind = tuple[bytes, bool, bool]  # of requests that can go in one message: their wishes, text or not, may run or not
+MOST_REQUESTS = 4096  # in one message
+MARGIN = 4096  # bytes of a message beside its prompts
+RETRIED = ("overloaded", "not_serving")  # codes of temporary errors
+Kind = tuple[bytes, bool, bool]  # requests of a message share it: encoded options, is text, may run
 
 
 class Exchange:
     """One session with a server.
 
     Args:
+        send: gets the frames of each message.
         on_retry: called with the seconds after which `flush` may do more.
 
     Attributes:
-        welcome: what the server said of itself, while there is a connection.
-        refused: why there will be none.
+        welcome: the server's Welcome, while there is a connection.
+        refused: why there can be no connection.
     """
 
     def __init__(self, send: Callable[[Sequence[Buffer]], object], on_retry: Callable[[float], None]) -> None:
@@ -75,36 +76,36 @@ class Exchange:
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def add(self, pending: Pending) -> None:
-        """Sent by the next `flush` that may."""
+        """Queue a request for the next `flush` that may send it."""
         self._open[pending.id] = pending
-        self._wait(pending)
+        self._enqueue(pending)
 
-    def _wait(self, pending: Pending) -> None:
-        kind = (pending.wishes.encoded, isinstance(pending.prompt, bytes), pending.may_run)
+    def _enqueue(self, pending: Pending) -> None:
+        kind = (pending.options.encoded, isinstance(pending.prompt, bytes), pending.may_run)
         queue = self._waiting.get(kind)
         if queue is None:
             queue = self._waiting[kind] = deque()
         queue.append(pending)
 
     def retry(self, count: int | None = None) -> None:
-        """So many (None: all) of those that the server had no room for are sent by the next `flush`."""
+        """Queue `count` (None: all) of the requests that the server had no room for."""
         for _ in range(len(self._later) if count is None else min(count, len(self._later))):
             pending = self._later.popleft()
             if pending.id in self._open:
-                self._wait(pending)
+                self._enqueue(pending)
 
     def abandon(self, pending: Pending) -> None:
-        """Nobody waits for it any more."""
+        """Stop waiting for a request, and cancel it if the server may have it."""
         pending.waiter = None
         if pending.id not in self._open:
             return
         if pending.is_sent:
             self._cancelled.append(pending.id)
-        elif not pending.may_run:  # else it is cancelled when the server has been asked for it again
+        elif not pending.may_run:  # otherwise it is cancelled once it was submitted again
             del self._open[pending.id]
 
     def fail_all(self, error: Exception) -> None:
-        """Nothing more comes."""
+        """End all open requests with an error."""
         pendings = list(self._open.values())
         self._open.clear()
         self._waiting.clear()
@@ -114,13 +115,13 @@ class Exchange:
 
     # ---- the connection ----------------------------------------------------------------------------------------------
 
-    def connected(self) -> None:
-        """There is a new connection: introduces the session."""
+    def introduce(self) -> None:
+        """Introduce the session over a new connection."""
         self.welcome = None
         self._is_introduced = True
         self._send(Hello(versions=VERSIONS, session=self._session, received=self._received))
 
-    def disconnected(self) -> None:
+    def note_disconnected(self) -> None:
         self.welcome = None
         self._is_introduced = False
 
@@ -128,16 +129,16 @@ class Exchange:
         if self.welcome is not None:
             self._send(Ping())
 
-    def bye(self) -> None:
+    def say_bye(self) -> None:
         if self.welcome is not None:
             self._send(Bye())
 
     def flush(self) -> None:
-        """Sends what may be sent, and acknowledges what was received."""
+        """Send what may be sent, and acknowledge what was received."""
         if self.welcome is None:
             return
         for kind in list(self._waiting):
-            while self._num_sent < self.welcome.credit and (batch := self._batch(kind, self.welcome)):
+            while self._num_sent < self.welcome.credit and (batch := self._take_batch(kind, self.welcome)):
                 self._submit(batch)
             if not self._waiting[kind]:
                 del self._waiting[kind]
@@ -148,8 +149,8 @@ class Exchange:
             self._acknowledged = self._received
             self._send(Ack(ack=self._received))
 
-    def _batch(self, kind: Kind, welcome: Welcome) -> list[Pending]:
-        """The next requests of a kind that fit a message and the credit."""
+    def _take_batch(self, kind: Kind, welcome: Welcome) -> list[Pending]:
+        """Take the next requests of a kind that fit a message and the credit."""
         queue, batch = self._waiting[kind], list[Pending]()
         most = min(MOST_REQUESTS, welcome.credit - self._num_sent)
         largest = room = welcome.max_message - MARGIN
@@ -171,14 +172,14 @@ class Exchange:
         return batch
 
     def _submit(self, batch: list[Pending]) -> None:
-        columns = submission_columns(batch)
+        columns = make_columns(batch)
         for pending in batch:
             pending.is_sent = pending.may_run = True
             if pending.waiter is None:
                 self._cancelled.append(pending.id)
         self._num_sent += len(batch)
         self._acknowledged = self._received
-        fields = Raw(batch[0].wishes.encoded)
+        fields = Raw(batch[0].options.encoded)
         self._send(Submission(fields=fields, ack=self._received, columns=tuple(columns)), columns)
 
     def _send(self, header: Header, columns: Columns | None = None) -> None:
@@ -187,7 +188,7 @@ class Exchange:
     # ---- what the server says ----------------------------------------------------------------------------------------
 
     def on_frames(self, frames: Sequence[Buffer]) -> None:
-        """Takes a message. Raises ProtocolError for what is none."""
+        """Handle a message. Raises ProtocolError for anything invalid."""
         header, columns = from_server(frames)
         match header:
             case Results() | PromptLogprobs():
@@ -206,17 +207,17 @@ class Exchange:
             return
         if isinstance(header, PromptLogprobs):
             if pending := self._open.get(header.id):
-                pending.scores = prompt_scores(header, columns)
+                pending.scores = read_prompt_scores(header, columns)
             return
         before = len(self._open)
-        for row in rows(header, columns):
+        for row in split_rows(header, columns):
             pending = self._open.get(row.id)
             if pending is not None and pending.take(row):
                 self._close(pending)
         self.retry(before - len(self._open))
 
     def _is_new(self, seq: int) -> bool:
-        """Whether it was not received before, over a connection that broke."""
+        """Whether the message was not received before, over a connection that broke."""
         if seq <= self._received:
             return False
         self._received = seq
@@ -236,7 +237,7 @@ class Exchange:
             self._on_retry(error.retry_after or 1.0)
 
     def _on_refused(self, pending: Pending, error: Error) -> None:
-        if error.code in RETRIED and pending.waiter is not None and not (pending.has_begun and pending.wishes.stream):
+        if error.code in RETRIED and pending.waiter is not None and not (pending.has_begun and pending.options.stream):
             self._num_sent -= pending.is_sent
             pending.is_sent = pending.may_run = False
             pending.restart()
@@ -245,9 +246,9 @@ class Exchange:
             self._end(pending, RequestError(error.message, field=error.param, status=error.status, code=error.code))
 
     def _on_welcome(self, welcome: Welcome) -> None:
-        """What is open is submitted again; a server that knows the session passes over what it has.
+        """Submit all open requests again; a server that knows the session skips those that it has.
 
-        What it may have is first, so that the rest does not take the credit that it has.
+        These go first, so that the others do not take the credit that they hold.
         """
         pendings = sorted(self._open.values(), key=lambda pending: not pending.may_run)
         self.welcome, self._num_sent = welcome, 0
@@ -259,30 +260,30 @@ class Exchange:
         for pending in pendings:
             pending.is_sent = False
             if welcome.resumed:
-                self._wait(pending)
+                self._enqueue(pending)
             else:
                 self._begin_again(pending)
 
     def _begin_again(self, pending: Pending) -> None:
-        """The server knows nothing of it."""
+        """Submit a request that the server does not know, or end it if a part of its stream came already."""
         pending.may_run = False
         if pending.waiter is None:
             del self._open[pending.id]
-        elif pending.has_begun and pending.wishes.stream:
-            self._end(pending, lost(pending))
+        elif pending.has_begun and pending.options.stream:
+            self._end(pending, make_lost_error(pending))
         else:
             pending.restart()
-            self._wait(pending)
+            self._enqueue(pending)
 
     def _on_closed(self, closed: Closed) -> None:
-        """The session is over, or was never known here."""
+        """Introduce the session again if the server ended it or does not know it, unless it refuses."""
         was_welcome, self.welcome = self.welcome is not None, None
         if closed.code == "refused":
             self.refused = closed.message
         elif closed.code == "stopping":
             self._on_retry(1.0)
-        elif was_welcome or not self._is_introduced:  # else it answers what was left of the connection before
-            self.connected()
+        elif was_welcome or not self._is_introduced:  # otherwise it answers messages of the connection before
+            self.introduce()
 
     def _end(self, pending: Pending, error: Exception) -> None:
         self._close(pending)

@@ -1,4 +1,4 @@
-"""What a request can say about how it is to be generated: the names of /v1/completions."""
+"""The fields of a request beside its prompt, named as in /v1/completions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Requests on their way, and who waits for them: one result, many results together, or events as they come.
+"""Requests on their way, and their waiters: for one result, for many results together, or for events as they come.
 
-Knows no sockets and no protocol but the rows of results.
+Knows no sockets, and of the protocol only the rows of results.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class RequestOptions:
         n = fields.get("n", 1)
         self.n = n if isinstance(n, int) else 1
         stops = fields.get("stop")
-        self._stops = tuple(dict.fromkeys([stops] if isinstance(stops, str) else each_of(stops, str)))
-        self._stop_token_ids = frozenset(each_of(fields.get("stop_token_ids"), int))
+        self._stops = tuple(dict.fromkeys([stops] if isinstance(stops, str) else select_type(stops, str)))
+        self._stop_token_ids = frozenset(select_type(fields.get("stop_token_ids"), int))
 
-    def stop_of(self, row: Row) -> str | int | None:
-        """What ended the sample, of what the request named. Raises ProtocolError for a string that it did not."""
+    def find_stop(self, row: Row) -> str | int | None:
+        """Find which stop string or id of the request ended the sample. Raises ProtocolError for an unknown string."""
         if row.stop >= 0:
             if row.stop >= len(self._stops):
                 raise ProtocolError(f"request {row.id} has no stop string {row.stop}", "stops")
@@ -45,8 +45,8 @@ class RequestOptions:
         return None
 
 
-def each_of(values: Any, kind: type[K]) -> list[K]:
-    """Those of a kind; what else a field holds is for the server to refuse."""
+def select_type(values: Any, kind: type[K]) -> list[K]:
+    """Keep the values of one type; the server refuses the others."""
     return [value for value in values if isinstance(value, kind)] if isinstance(values, list | tuple) else []
 
 
@@ -54,15 +54,15 @@ News = Event | Result | Exception
 
 
 class Waiter(Protocol):
-    """Who waits for a request: for events of a streamed one, for the result of another, or for the error."""
+    """Waits for a request: for events of a streamed one, for the result of another, or for the error."""
 
     def tell(self, pending: Pending, news: News) -> None: ...
 
 
 class Pending:
-    """A request. `waiter` is None when nobody wants to know any more.
+    """A request. `waiter` is None when the result is no longer wanted.
 
-    is_sent: over this connection. may_run: the server may have it, also from a connection before.
+    is_sent: over this connection. may_run: the server may have it, also from an earlier connection.
     """
 
     __slots__ = (
@@ -71,57 +71,57 @@ class Pending:
         "is_sent",
         "may_run",
         "num_open",
+        "options",
         "place",
         "prompt",
         "samples",
         "scores",
         "seed",
         "waiter",
-        "wishes",
     )
 
     def __init__(
-        self, key: int, prompt: Int32 | bytes, seed: int, wishes: RequestOptions, waiter: Waiter, place: int = 0
+        self, key: int, prompt: Int32 | bytes, seed: int, options: RequestOptions, waiter: Waiter, place: int = 0
     ) -> None:
         self.id = key
         self.prompt = prompt
         self.seed = seed
-        self.wishes = wishes
+        self.options = options
         self.waiter: Waiter | None = waiter
-        self.place = place  # among those who wait together
+        self.place = place  # among the requests of one waiter
         self.is_sent = self.may_run = False
         self.restart()
 
     def restart(self) -> None:
-        """Nothing has come of it."""
+        """Forget what has come."""
         self.has_begun = False
-        self.num_open = self.wishes.n
+        self.num_open = self.options.n
         self.samples: list[Sample | None] = []
         self.scores: PromptScores | None = None
 
     def take(self, row: Row) -> bool:
-        """A row of it has come; True when it was the last. Raises ProtocolError for one that it cannot have."""
-        reason, wishes = FINISH[row.reason], self.wishes
-        if not 0 <= row.sample < max(1, wishes.n):
+        """Take a row of results; True if it is the last. Raises ProtocolError for an impossible row."""
+        reason, options = FINISH[row.reason], self.options
+        if not 0 <= row.sample < max(1, options.n):
             raise ProtocolError(f"request {self.id} has no sample {row.sample}", "samples")
-        if reason is None and not wishes.stream:
+        if reason is None and not options.stream:
             raise ProtocolError(f"request {self.id} is not streamed, but has a sample that goes on", "reasons")
         self.has_begun = True
-        stop = wishes.stop_of(row)
+        stop = options.find_stop(row)
         self.num_open -= reason is not None
         parts = (row.token_ids, row.text, reason, stop, row.logprobs, row.top_ids, row.top_logprobs)
         if self.waiter is None:
             pass
-        elif wishes.stream:
+        elif options.stream:
             self.waiter.tell(self, Event(*parts, sample=row.sample))
-        elif wishes.n == 1:
+        elif options.n == 1:
             self.waiter.tell(self, Result([Sample(*parts)], row.cached, self.scores))
         else:
             self._keep(row.sample, Sample(*parts), row.cached)
         return not self.num_open
 
     def _keep(self, place: int, sample: Sample, cached: int) -> None:
-        self.samples = self.samples or [None] * self.wishes.n
+        self.samples = self.samples or [None] * self.options.n
         if self.samples[place] is not None:
             raise ProtocolError(f"sample {place} of request {self.id} has ended twice", "samples")
         self.samples[place] = sample
@@ -135,8 +135,6 @@ class Pending:
 
 
 class OneResult:
-    """Waits for one request."""
-
     def __init__(self) -> None:
         self.future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
 
@@ -152,7 +150,7 @@ class OneResult:
 
 
 class ManyResults:
-    """Waits for many requests together; the first error is theirs all."""
+    """Waits for many requests together; the first error ends them all."""
 
     def __init__(self, count: int) -> None:
         self.future: asyncio.Future[list[Result]] = asyncio.get_running_loop().create_future()
@@ -172,13 +170,13 @@ class ManyResults:
 
 
 class RequestEvents:
-    """Waits for what a streamed request says."""
+    """Waits for the events of a streamed request."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[News] = asyncio.Queue()
 
     async def next(self) -> Event:
-        """Raises RequestError or ConnectionLostError."""
+        """Wait for the next event. Raises RequestError or ConnectionLostError."""
         news = await self._queue.get()
         if isinstance(news, Exception):
             raise news
@@ -190,13 +188,13 @@ class RequestEvents:
         self._queue.put_nowait(news)
 
 
-def lost(pending: Pending) -> ConnectionLostError:
-    """The error of a stream that cannot begin anew."""
+def make_lost_error(pending: Pending) -> ConnectionLostError:
+    """The error of a stream that cannot be restarted."""
     return ConnectionLostError(f"the server has forgotten stream {pending.id}, of which a part has come")
 
 
-def submission_columns(pendings: Sequence[Pending]) -> dict[str, np.ndarray[Any, Any]]:
-    """Of requests with the same wishes and the same kind of prompt."""
+def make_columns(pendings: Sequence[Pending]) -> dict[str, np.ndarray[Any, Any]]:
+    """The columns of requests with the same options and the same kind of prompt."""
     prompts = [pending.prompt for pending in pendings]
     columns: dict[str, np.ndarray[Any, Any]] = {
         "ids": np.asarray([pending.id for pending in pendings], np.int64),

@@ -1,4 +1,4 @@
-"""What a request's answer is made of, and the rows of a message taken apart.
+"""The parts of a request's answer, and the reader of messages' rows.
 
 Token ids and log-probs are views of the message that brought them. Knows no sockets.
 """
@@ -16,7 +16,7 @@ from toka_async.protocol import Columns, PromptLogprobs, ProtocolError, Results
 
 FinishReason = Literal["stop", "length"]
 FINISH: tuple[FinishReason | None, ...] = (None, "stop", "length", "stop")  # by messages.Reason
-SHOWN = 60  # characters of a text
+SHOWN = 60  # characters of a text in a repr
 PER_ROW = ("ids", "samples", "counts", "reasons", "cached")
 NO_FLOATS: Float32 = np.empty(0, np.float32)
 NO_TOP_IDS: Int32 = np.empty((0, 0), np.int32)
@@ -27,8 +27,8 @@ NO_TOPS: Float32 = np.empty((0, 0), np.float32)
 class Sample:
     """One of a request's samples.
 
-    token_ids: int32 [t]. text: "" where it was not asked for. stop: the stop string or one of `stop_token_ids` that
-    ended it. logprobs: float32 [t], top_ids, top_logprobs: [t, k], where asked for.
+    token_ids: int32 [t]. text: "" unless asked for. stop: the stop string or one of `stop_token_ids` that ended it.
+    logprobs: float32 [t], top_ids, top_logprobs: [t, k], if asked for.
     """
 
     token_ids: Int32
@@ -40,7 +40,7 @@ class Sample:
     top_logprobs: Float32 = field(default_factory=lambda: NO_TOPS)
 
     def __repr__(self) -> str:
-        """Short: of tokens the number, of a long text the beginning."""
+        """Short: the number of tokens, and the beginning of a long text."""
         text = self.text if len(self.text) <= SHOWN else f"{self.text[:SHOWN]}…"
         stop = "" if self.stop is None else f", stop={self.stop!r}"
         return f"{type(self).__name__}({text!r}, {self.token_ids.size} tokens, {self.finish_reason}{stop})"
@@ -48,14 +48,14 @@ class Sample:
 
 @dataclass(slots=True, repr=False)
 class Event(Sample):
-    """New tokens of a streamed sample; with `finish_reason`, the last ones. sample: which one."""
+    """New tokens of a streamed sample; the last ones if `finish_reason` is set. sample: its number."""
 
     sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Entry i is of prompt token i + 1. logprobs: [p - 1]. top_ids, top_logprobs: [p - 1, k]."""
+    """Log-probs of a prompt: entry i belongs to token i + 1. logprobs: [p - 1]. top_ids, top_logprobs: [p - 1, k]."""
 
     logprobs: Float32
     top_ids: Int32
@@ -64,7 +64,7 @@ class PromptScores:
 
 @dataclass(slots=True, repr=False)
 class Result:
-    """A whole answer. cached_tokens: of the prompt, found in the server's cache."""
+    """A whole answer. cached_tokens: tokens of the prompt found in the server's cache."""
 
     samples: list[Sample]
     cached_tokens: int
@@ -78,7 +78,7 @@ class Result:
 
 @dataclass(slots=True)
 class Row:
-    """A sample's row in a message. stop: which of the request's stop strings, or -1."""
+    """A sample's row in a message. stop: index of the request's stop string, or -1."""
 
     id: int
     sample: int
@@ -92,10 +92,10 @@ class Row:
     top_logprobs: Float32 = field(default_factory=lambda: NO_TOPS)
 
 
-def rows(header: Results, columns: Columns) -> Iterator[Row]:
-    """The rows of a message. Raises ProtocolError before the first one, when the columns do not fit each other."""
+def split_rows(header: Results, columns: Columns) -> Iterator[Row]:
+    """Split a message into rows. Raises ProtocolError, before the first row, if the columns do not match."""
     check_rows(header, columns)
-    return _rows(header, columns)
+    return _iterate_rows(header, columns)
 
 
 def check_rows(header: Results, columns: Columns) -> None:
@@ -115,13 +115,13 @@ def check_rows(header: Results, columns: Columns) -> None:
 
 
 def check_size(columns: Columns, name: str, size: int) -> None:
-    """Of a column that may be absent."""
+    """Check the size of a column, which may be absent."""
     if name in columns and columns[name].size != size:
         raise ProtocolError(f"{columns[name].size} {name} where {size} are needed", name)
 
 
 def check_lengths(columns: Columns, name: str, of: str) -> None:
-    """A column of lengths, and that which they divide."""
+    """Check that a column of lengths divides the column `of`."""
     for each in (name, of):
         if each not in columns:
             raise ProtocolError(f"the column {each!r} is missing", each)
@@ -131,7 +131,7 @@ def check_lengths(columns: Columns, name: str, of: str) -> None:
 
 
 def check_scores(num_top: int, columns: Columns, num_tokens: int) -> None:
-    """Log-probs of tokens and of the likeliest ones, where there are some."""
+    """Check log-probs of tokens and of the likeliest ones, if there are any."""
     check_size(columns, "logprobs", num_tokens)
     for name in ("top_ids", "top_logprobs"):
         if num_top and name not in columns:
@@ -139,7 +139,7 @@ def check_scores(num_top: int, columns: Columns, num_tokens: int) -> None:
         check_size(columns, name, num_tokens * num_top)
 
 
-def _rows(header: Results, columns: Columns) -> Iterator[Row]:
+def _iterate_rows(header: Results, columns: Columns) -> Iterator[Row]:
     token_ids, ends = columns["token_ids"], np.cumsum(columns["counts"])
     names = ("ids", "samples", "reasons", "cached")
     lists = [*(columns[name].tolist() for name in names), (ends - columns["counts"]).tolist(), ends.tolist()]
@@ -153,7 +153,7 @@ def _rows(header: Results, columns: Columns) -> Iterator[Row]:
 
 
 class _Details:
-    """The columns that not every message has."""
+    """The optional columns of a message."""
 
     def __init__(self, header: Results, columns: Columns) -> None:
         self._logprobs = columns.get("logprobs")
@@ -174,10 +174,10 @@ class _Details:
         if self._stops is not None:
             row.stop = self._stops[place]
         if self._texts is not None:
-            row.text = decoded(self._texts[self._text_ends[place - 1] if place else 0 : self._text_ends[place]])
+            row.text = decode_text(self._texts[self._text_ends[place - 1] if place else 0 : self._text_ends[place]])
 
 
-def decoded(text: bytes) -> str:
+def decode_text(text: bytes) -> str:
     """Raises ProtocolError."""
     try:
         return text.decode()
@@ -185,8 +185,8 @@ def decoded(text: bytes) -> str:
         raise ProtocolError(f"a text is not valid UTF-8: {error.reason}", "texts") from None
 
 
-def prompt_scores(header: PromptLogprobs, columns: Columns) -> PromptScores:
-    """Raises ProtocolError when the columns do not fit each other."""
+def read_prompt_scores(header: PromptLogprobs, columns: Columns) -> PromptScores:
+    """Raises ProtocolError if the columns do not match."""
     for name in ("logprobs", "top_ids", "top_logprobs"):
         if name not in columns:
             raise ProtocolError(f"log-probs of a prompt have the column {name!r}", name)

@@ -1,4 +1,4 @@
-"""The client without asyncio: the same, with an event loop in a thread of its own."""
+"""The client without asyncio: runs `Client` in an event loop in a thread of its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLOSED = "the client is closed: requests go inside of `with`"
 
 
 class SyncClient:
-    """As `Client`, for any number of threads."""
+    """Like `Client`, for any number of threads."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class SyncClient:
     ) -> None:
         self._client = Client(url, key=key, server_key=server_key, timeout=timeout, max_message_mb=max_message_mb)
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()  # nothing comes to the loop after the order to stop
+        self._lock = threading.Lock()  # no call reaches the loop after the order to stop
 
     def __enter__(self) -> Self:
         self._loop = asyncio.new_event_loop()
@@ -64,7 +64,7 @@ class SyncClient:
 
     def _work(self) -> None:
         self._loop.run_forever()
-        left = asyncio.all_tasks(self._loop)  # other threads' calls, made while this one was closing
+        left = asyncio.all_tasks(self._loop)  # calls that other threads made during the close
         for task in left:
             task.cancel()
         if left:
@@ -82,7 +82,7 @@ class SyncClient:
         try:
             return future.result()
         except (ConnectionLostError, RequestError) as error:
-            raise error.with_traceback(None) from None  # which would show the inside of the client only
+            raise error.with_traceback(None) from None  # without the client's inner frames
         except CancelledError:
             raise ConnectionLostError(CLOSED) from None
         except KeyboardInterrupt:
@@ -122,7 +122,7 @@ class SyncClient:
 
 
 class _Task:
-    """A running stream; closing it cancels what is left of it."""
+    """A running stream; closing it cancels the rest."""
 
     def __init__(self, future: Any) -> None:
         self._future = future

@@ -1,1 +1,1 @@
-"""Triton kernels for CUDA. They know tensors only."""
+"""Triton kernels for CUDA, and cuBLASLt. They know tensors only."""

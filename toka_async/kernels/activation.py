@@ -10,7 +10,7 @@ NAMES = ("silu", "gelu", "gelu_pytorch_tanh")
 
 @triton.jit
 def gated(x, up, activation: tl.constexpr):
-    """The activation of x, times up."""
+    """Returns the activation of x, times up."""
     if activation == "silu":
         share = tl.sigmoid(x)
     elif activation == "gelu":

@@ -1,4 +1,4 @@
-"""Everything between the fused query-key-value matrix and attention, in one pass over its output.
+"""Does all work between the query-key-value matrix and attention in one pass over the matrix' output.
 
 Norms and rotates queries and keys, and writes keys and values into their pages. Knows no rows and no page table.
 """
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Heads and elements of a program: enough for wide accesses, few enough that one token makes several programs.
+# Heads and elements of a program: enough for wide accesses, few enough to give one token several programs.
 HEADS = 16
 TILE = 2048
 
@@ -104,7 +104,7 @@ def _append(
         weights = norm_weight + head[:, None] * dim + column[None, :]
         weight_low = tl.load(weights, mask=weighted, other=0.0).to(tl.float32)
         weight_high = tl.load(weights + half, mask=weighted, other=0.0).to(tl.float32)
-        # Rounded before and after the weight, as a model in this dtype computes it.
+        # Rounds before and after the weight, as a model in this dtype does.
         turn_low = ((low * factor).to(dtype).to(tl.float32) * weight_low).to(dtype).to(tl.float32)
         turn_high = ((high * factor).to(dtype).to(tl.float32) * weight_high).to(dtype).to(tl.float32)
     angle = token * dim + column

@@ -1,4 +1,4 @@
-"""Products of matrices by cuBLASLt, with an algorithm of the caller's choice.
+"""Multiplies matrices with cuBLASLt and an algorithm of the caller's choice.
 
 torch takes the first algorithm that the library proposes for a shape; others of its proposals are often faster
 (`kernels.matmul` measures). Follows cublasLt.h of CUDA 12 and 13. Knows no layers and does not choose.
@@ -15,7 +15,7 @@ from typing import NewType, Protocol, cast
 import torch
 from torch import Tensor
 
-# Numbers of enumerations in cublasLt.h and library_types.h.
+# Values of enumerations in cublasLt.h and library_types.h.
 _COMPUTE_32F, _REAL_32F = 68, 0
 _TYPES = {torch.bfloat16: 14, torch.float16: 2}
 _TRANSPOSE_A = 3
@@ -26,7 +26,7 @@ _TRANSPOSED = 1
 _WORKSPACE_BYTES = 64 << 20
 _MOST_ALGORITHMS = 16
 _ALGORITHM_WORDS = 8  # "can be trivially serialized and later restored for use with the same version"
-ALIGNMENT = 256  # bytes, of addresses: what the library assumes
+ALIGNMENT = 256  # bytes: the alignment of addresses that the library assumes
 
 
 class _Proposal(ctypes.Structure):
@@ -55,32 +55,32 @@ class Product:
 
 
 class Library(Protocol):
-    """What computes products; `CublasLt` is one."""
+    """Computes products; `CublasLt` is one."""
 
     @property
     def version(self) -> int:
-        """Algorithms that were saved are of one version."""
+        """Returns the version that saved algorithms belong to."""
         ...
 
     def algorithms(self, product: Product, m: int) -> list[Algorithm]:
-        """Those proposed for `m` rows, likeliest first; any of them may do for other numbers of rows, too."""
+        """Returns the proposals for `m` rows, likeliest first; any of them may suit other numbers of rows too."""
         ...
 
     def run(self, product: Product, algorithm: Algorithm, x: Tensor, weight: Tensor, output: Tensor) -> bool:
-        """Computes on the current stream; False, with nothing done, if the algorithm cannot."""
+        """Computes on the current stream; returns False, with nothing done, if the algorithm cannot."""
         ...
 
     def save(self, algorithm: Algorithm) -> list[int]:
-        """What `restore` makes the algorithm of, in another process with the same version of the library."""
+        """Returns numbers from which `restore` makes the algorithm, in any process with this version of the library."""
         ...
 
     def restore(self, saved: Sequence[int]) -> Algorithm:
-        """Raises ValueError: these are no algorithm's. Whether it computes a product, `run` says."""
+        """Raises ValueError for numbers of no algorithm. Whether the algorithm computes a product, `run` says."""
         ...
 
 
 class _Descriptors:
-    """Of one product: the operation, and the layouts of W, x and y as the library sees them, columns first."""
+    """The operation of one product, and the layouts of W, x and y as the library sees them, columns first."""
 
     def __init__(self, library: ctypes.CDLL, product: Product) -> None:
         self._library = library
@@ -96,7 +96,7 @@ class _Descriptors:
         self._m = 1
 
     def set_rows(self, m: int) -> None:
-        """Of x and y. Within a step all products of a shape have as many."""
+        """Sets the rows of x and y, which all products of a shape share within a step."""
         if m == self._m:
             return
         value = c_uint64(m)
@@ -115,7 +115,10 @@ class _Descriptors:
 
 
 class CublasLt:
-    """`Library` of one CUDA device, for products one after the other on one stream. Raises OSError without cuBLASLt."""
+    """The `Library` of a CUDA device, for products one after the other on one stream.
+
+    Raises OSError without cuBLASLt.
+    """
 
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cuda"

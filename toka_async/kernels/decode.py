@@ -1,8 +1,8 @@
 """Attention of rows with one query each over their pages, straight from the page table.
 
 One program is a row, a KV head and a split of its keys; nothing is planned on the host. Rows may skip leading keys that
-were attended elsewhere and start from that partial result (arXiv:2402.05099): one pass merges and attends. Splits'
-results are merged by their log-sum-exp (arXiv:2311.01282). Knows no groups.
+were attended elsewhere and start from that partial result (arXiv:2402.05099): one pass merges and attends. The results
+of splits are merged by their log-sum-exp (arXiv:2311.01282). Knows no groups.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 LOG2E = 1.4426950408889634
 MOST_SPLITS = 32
-PROGRAMS_PER_SM = 12  # that run at once, about
-SMALLEST_SPLIT = 128  # keys; the merge of smaller ones costs more than they save
-FEW_ROWS = 16  # with more, splits must be larger to pay
-MERGED_HEADS = 4  # of a program of the merge
-MERGED_AT_ONCE = 8  # parts that it reads at once, where rows are too few for programs to wait in turn
+PROGRAMS_PER_SM = 12  # about as many run at once
+SMALLEST_SPLIT = 128  # keys; merging smaller splits costs more than they save
+FEW_ROWS = 16  # with more rows, only larger splits pay
+MERGED_HEADS = 4  # heads of a program of the merge
+MERGED_AT_ONCE = 8  # parts that a program reads at once if too few programs run to hide each other's waits
 MANY_ROWS = 128
-MOST_PARTIALS = 1 << 26  # numbers of all partial results of a step
+MOST_PARTIALS = 1 << 26  # numbers in all partial results of a step
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,9 +36,9 @@ class DecodeConfig:
 
 @dataclass(slots=True, frozen=True)
 class Partial:
-    """Attention over a part of the keys, p times: output [p, rows, heads, dim], lse float32 [p, rows, heads].
+    """Attention over p parts of the keys: output [p, rows, heads, dim], lse float32 [p, rows, heads].
 
-    lse is the base-2 logarithm of the sum of 2 ** (score * log2(e)); -inf: of no keys.
+    lse is the base-2 logarithm of the sum of 2 ** (score * log2(e)); -inf for no keys.
     """
 
     output: Tensor
@@ -46,9 +46,9 @@ class Partial:
 
 
 def decode_config(head_dim: int, dtype: torch.dtype, is_short: bool = False) -> DecodeConfig:
-    """A program's accumulator and its blocks of keys and values stay in the registers of few warps.
+    """Chooses blocks so that a program's accumulator, keys and values stay in the registers of few warps.
 
-    is_short: rows read few keys, of which larger blocks would be left empty in part.
+    is_short: rows read few keys, which would leave larger blocks partly empty.
     """
     if dtype == torch.float32:
         return DecodeConfig(block=16, num_warps=2, num_stages=2)
@@ -61,13 +61,13 @@ def decode_config(head_dim: int, dtype: torch.dtype, is_short: bool = False) -> 
 
 @dataclass(slots=True, frozen=True)
 class Splits:
-    """How many programs at most share a row's keys, and the fewest keys for which another one starts."""
+    """The most programs that share a row's keys, and the fewest keys that justify another program."""
 
     count: int
     least: int
 
 
-# From so many programs for each row and KV head, if they are to fill the chip.
+# (programs of each row and KV head that would fill the chip, splits); the first entry within reach holds.
 _SPLITS = (
     (100.0, Splits(32, 64)),
     (8.0, Splits(16, 128)),
@@ -79,7 +79,7 @@ _SPLITS = (
 
 
 def splits_of_any(num_rows: int, kv_heads: int, num_sms: int) -> Splits:
-    """For rows of unknown lengths, in any order.
+    """Chooses splits for rows of unknown lengths, in any order.
 
     Measured on an H200 with rows of uneven lengths, 30 to 4,500 keys, and with even ones: the fastest of some dozens of
     splits is about as many programs as the chip runs at once, and the least keys grow with the rows.
@@ -89,9 +89,9 @@ def splits_of_any(num_rows: int, kv_heads: int, num_sms: int) -> Splits:
 
 
 def splits_of(longest: int, total: int, num_rows: int, num_heads: int, dim: int, kv_heads: int, num_sms: int) -> Splits:
-    """For rows of `total` keys together, the longest of which start first.
+    """Chooses splits for rows of `total` keys together, the longest of which start first.
 
-    A program that goes on alone when all others are done wastes the chip: none has more than half of an equal part of
+    A program that goes on alone when all others are done wastes the chip: none gets more than half of an equal part of
     the work, or all of it where rows are alike.
     """
     equal = total * kv_heads / (PROGRAMS_PER_SM * num_sms)
@@ -122,15 +122,14 @@ def decode_attention(
     least: int = SMALLEST_SPLIT,
     config: DecodeConfig | None = None,
 ) -> None:
-    """Writes attention of query [rows, heads, dim] to output; both contiguous, as is all else.
+    """Writes attention of query [rows, heads, dim] to output; all tensors are contiguous.
 
     keys, values [pages, kv_heads, page_size, dim]; page_table int32 [slots, width]; slots int64, contexts int32 [rows],
-    further entries are ignored. order int32 [rows]: which rows start first, best those with the most keys.
-    A row sees its last `window` keys, 0: all of them.
-    skip int32 [rows], prefix: keys that a row leaves out, and attention over them (unread where skip is 0); a row
-    whose window begins after its first key takes no part in either. prefix.output may be `output`, of one partial.
-    splits: float32 memory for partial results, one for each program that shares a row's keys; None: one does all.
-    least: keys of each of these programs but the last, or more.
+    further entries are ignored. order int32 [rows]: which rows start first, best those with the most keys. window: a
+    row sees its last `window` keys; 0: all of them. skip int32 [rows], prefix: keys that a row leaves out, and
+    attention over them (unread where skip is 0); a row whose window begins after its first key uses neither.
+    prefix.output may be `output`, of one partial. splits: float32 memory for partial results, one for each program that
+    shares a row's keys; None: one does all. least: the fewest keys of each of these programs but the last.
     """
     num_rows, num_heads, dim = query.shape
     kv_heads, page_size = keys.shape[1:3]
@@ -181,7 +180,7 @@ def decode_attention(
 def merge(parts: Partial, output: Tensor) -> None:
     """Merges partial results of queries [rows, heads] into output [rows, heads, dim].
 
-    Where an lse is +inf, the output is left as it is; where all are -inf, of no keys, it is left, too.
+    The output stays as it is where an lse is +inf, or where all are -inf (no keys).
     """
     num_parts, num_rows, num_heads = parts.lse.shape
     assert num_parts <= MOST_SPLITS
@@ -252,7 +251,7 @@ def _decode(
     place = head[:, None] * dim + column[None, :]
     queries = tl.load(query + place, mask=is_query, other=0.0)
 
-    top = tl.full([group_pad], -float("inf"), tl.float32)  # of the scores so far, base 2
+    top = tl.full([group_pad], -float("inf"), tl.float32)  # largest score so far, base 2
     total = tl.zeros([group_pad], tl.float32)
     mixed = tl.zeros([group_pad, dim_pad], tl.float32)
     first = length * 0
@@ -279,7 +278,7 @@ def _decode(
         alone = first + share >= length  # no other program has keys of this row
         first = first + split * share
         last = tl.minimum(first + share, length)
-        if (first >= last) & (split > 0):  # nothing is left for this one: its weight in the merge is 0
+        if (first >= last) & (split > 0):  # no keys are left: the weight in the merge is 0
             before = split.to(tl.int64) * num_rows * num_heads
             tl.store(lse + before + head, top, mask=is_head)
             return
@@ -301,7 +300,7 @@ def _decode(
         mixed = tl.dot(weights.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
         top = new_top
 
-    total = tl.where(total > 0.0, total, 1.0)  # of no keys: 0, and a log-sum-exp of -inf
+    total = tl.where(total > 0.0, total, 1.0)  # no keys give 0 and a log-sum-exp of -inf
     result = mixed / total[:, None]
     if is_split:
         before = split.to(tl.int64) * num_rows * num_heads
@@ -327,9 +326,9 @@ def _merge(
     dim: tl.constexpr,
     dim_pad: tl.constexpr,
 ):
-    """`heads` of all rows' heads a program; most rows have few parts that are not empty, and only these are read.
+    """One program merges `heads` of all rows' heads. Most rows have few parts that are not empty; only those are read.
 
-    Programs that are few would wait for memory all the time, if they did not read `at_once` of them together.
+    Few programs would mostly wait for memory, so each reads `at_once` parts together.
     """
     head = tl.program_id(0).to(tl.int64) * heads + tl.arange(0, heads)
     number = tl.arange(0, parts_pad)
@@ -337,7 +336,7 @@ def _merge(
     inside = (head < num_heads)[:, None] & (number < num_parts)[None, :]
     part_lse = tl.load(lse + place, mask=inside, other=-float("inf"))
     top = tl.max(part_lse, 1)
-    is_head = (head < num_heads) & (top < float("inf"))  # of the others, a program has written the output itself
+    is_head = (head < num_heads) & (top < float("inf"))  # +inf: a program has written the output itself
     top = tl.where((top > -float("inf")) & is_head, top, 0.0)
     weights = tl.where(is_head[:, None], tl.exp2(part_lse - top[:, None]), 0.0)
     count = tl.max(tl.max(tl.where(weights > 0.0, number[None, :] + 1, 0), 1), 0)

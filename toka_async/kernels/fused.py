@@ -1,6 +1,6 @@
-"""What lies between a decoder's matrices and its attention, each as one kernel: `FusedOps`.
+"""Fuses each operation between a decoder's matrices and its attention into one kernel: `FusedOps`.
 
-Those in Triton are bound by memory: every value is read once and written once, arithmetic is in float32. Knows no
+The Triton kernels are bound by memory: they read and write every value once, and compute in float32. Knows no
 layers.
 """
 
@@ -16,15 +16,15 @@ from toka_async.kernels.activation import NAMES, gated
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.matmul import TunedProducts
 
-_NORM_CELLS = 2048  # of a program that norms several short rows
+_NORM_CELLS = 2048  # values of a program that norms several short rows
 _GATE_BLOCK = 2048
 
 
 class FusedOps:
-    """RMSNorm with its residual, and a gated activation, of contiguous [t, n] tensors on one GPU; t may be 0.
+    """`Ops` of contiguous [t, n] tensors on one GPU; t may be 0.
 
-    A kernel is built once per width and dtype, whatever t. products: computes those without bias; None: torch does.
-    gates: computes gated ones without bias, where it wants to; None: a product and its gate are computed separately.
+    A kernel is built once per width and dtype, for any t. products: computes products without bias; None: torch does.
+    gates: computes gated products without bias, where it pays; None: product and gate are computed separately.
     """
 
     def __init__(self, products: TunedProducts | None = None, gates: GatedProducts | None = None) -> None:
@@ -32,7 +32,7 @@ class FusedOps:
         self.gates = gates
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """rms_norm(residual + x) * weight and residual + x; the sum is rounded to x's dtype before it is normed.
+        """Returns rms_norm(residual + x) * weight and residual + x; the sum is rounded to x's dtype before the norm.
 
         x, residual: [t, hidden]; weight: [hidden]. Without a residual, the sum returned is `x` itself.
         """
@@ -61,7 +61,6 @@ class FusedOps:
         return normed, added
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        """[t, 2 * inner] to [t, inner]: the activation of the first half, times the second half."""
         assert gate_up.is_contiguous()
         assert activation in NAMES, activation
         num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
@@ -88,7 +87,7 @@ class FusedOps:
     def add_linear(
         self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
-        """Adds x Wᵀ to the residual as the product is written, which spares the norm after it half of its reads."""
+        """Adds x Wᵀ to the residual as the product is written, which halves the reads of the norm after it."""
         if bias is not None:
             return F.linear(x, weight, bias), residual
         if self.products is None:
@@ -110,7 +109,7 @@ def _add_norm(
     rows: tl.constexpr,
     block: tl.constexpr,
 ):
-    """One program: `rows` rows of `hidden` values, padded to `block`."""
+    """One program norms `rows` rows of `hidden` values, padded to `block`."""
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, block)
     within = (row < num_rows)[:, None] & (column < hidden)[None, :]
@@ -128,7 +127,7 @@ def _add_norm(
 
 @triton.jit
 def _gate(gate_up_at, output_at, inner: tl.constexpr, activation: tl.constexpr, block: tl.constexpr):
-    """One program: `block` values of one row."""
+    """One program gates `block` values of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     within = column < inner

@@ -18,7 +18,7 @@ from toka_async.kernels.decode import LOG2E, Partial
 
 @dataclass(slots=True, frozen=True)
 class SpanConfig:
-    """block_queries: query heads of a tile, of all queries together. block_keys: keys of one iteration."""
+    """block_queries: query heads of a tile, for all its queries. block_keys: keys of one iteration."""
 
     block_queries: int
     block_keys: int
@@ -26,12 +26,12 @@ class SpanConfig:
     num_stages: int
 
     def queries(self, group_size: int) -> int:
-        """Queries that fit a tile, when a KV head has `group_size` query heads."""
+        """Returns the queries of a tile when a KV head has `group_size` query heads."""
         return max(1, self.block_queries // group_size)
 
 
 def span_config(head_dim: int, group_size: int, dtype: torch.dtype) -> SpanConfig:
-    """Tiles as large as registers and shared memory of a Hopper chip allow."""
+    """Chooses tiles as large as registers and shared memory of a Hopper chip allow."""
     least = triton.next_power_of_2(group_size)
     if dtype == torch.float32:
         return SpanConfig(max(16, least), 32 if head_dim <= 128 else 16, num_warps=4, num_stages=1)
@@ -53,12 +53,12 @@ def attend_chunks(
     window: int,
     config: SpanConfig,
 ) -> None:
-    """Causal attention of the tiles' queries, from query into output, [tokens, heads, dim] each and contiguous.
+    """Writes causal attention of the tiles' queries to output; both are [tokens, heads, dim] and contiguous.
 
-    keys, values [pages, kv_heads, page_size, dim]; page_table int32 [slots, width]; slots int64 [rows].
-    tiles int32 [1 + n, 4]: first (n, -, -, -); then for each tile its row, its first query, its number of queries (at
-    most `config.queries`) and the keys that the first query sees; each further query sees one more. A query sees the
-    last `window` of them, 0: all. num_programs: that go through the tiles, best one each.
+    keys, values [pages, kv_heads, page_size, dim]; page_table int32 [slots, width]; slots int64 [rows]. tiles int32 [1
+    + n, 4]: first (n, -, -, -); then for each tile its row, its first query, its number of queries (at most
+    `config.queries`) and the keys that the first query sees; each further query sees one more. A query sees the last
+    `window` of them, 0: all. num_programs: programs that go through the tiles, best one each.
     """
     _launch(query, keys, values, page_table, slots, tiles, num_programs, output, None, scale, window, True, config)
 
@@ -75,7 +75,7 @@ def attend_prefixes(
     scale: float,
     config: SpanConfig,
 ) -> None:
-    """As `attend_chunks`, but a tile's queries see the same keys, which are split over result's partials."""
+    """Attends as `attend_chunks`, but all queries of a tile see the same keys, split over result's partials."""
     _launch(
         query, keys, values, page_table, slots, tiles, num_programs, result.output, result.lse, scale, 0, False, config
     )
@@ -159,7 +159,7 @@ def _spans(
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     in_tile = tl.arange(0, block_queries)
-    step = in_tile // group  # query of the tile
+    step = in_tile // group  # the query's number in the tile
     column = tl.arange(0, dim_pad)
     head_keys, head_values = keys + kv_head * page_size * dim, values + kv_head * page_size * dim
 
@@ -187,7 +187,7 @@ def _spans(
             share = tl.cdiv(tl.cdiv(seen, tl.num_programs(2)), block_keys) * block_keys
             low = split * share
             high = tl.minimum(low + share, seen)
-        # Whole blocks that every query sees need no mask: from `middle` to `full`.
+        # The blocks from `middle` to `full` need no mask: every query sees them whole.
         full = low + tl.maximum(tl.minimum(seen, high) - low, 0) // block_keys * block_keys
         middle = low
         top = tl.full([block_queries], -float("inf"), tl.float32)
@@ -242,7 +242,7 @@ def _attend(
     window: tl.constexpr,
     block_keys: tl.constexpr,
 ):
-    """Goes on with the online softmax over keys first to last, of which those below `high` exist."""
+    """Continues the online softmax over keys first to last, of which those below `high` exist."""
     column = tl.arange(0, dim_pad)
     for start in range(first, last, block_keys):
         position = start + tl.arange(0, block_keys)

@@ -1,9 +1,9 @@
-"""Exact sampling of many rows on one GPU that reads the logits once.
+"""Samples many rows exactly on one GPU and reads the logits once.
 
 Six kernels: `pilot`, `chunk_sums` and `repair` (sampling_stats.py), `gather`, `draw` and `reject` (files of like
-names). Plain and greedy rows need the pass of `chunk_sums` and one line again; filtered rows are settled by their
-likeliest tokens, or, where the distribution is flat, by bounds that the pilot guessed; the few others pass over their
-row again. Nothing waits for the host or depends on its values: a draw can be captured in a CUDA graph.
+names). Plain and greedy rows need the pass of `chunk_sums` and one line again. Filtered rows are settled by their
+likeliest tokens or, where the distribution is flat, by bounds that the pilot guessed; the few others pass over their
+row again. Nothing waits for the host or depends on its values: a CUDA graph can capture a draw.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from toka_async.kernels.sampling_row import LINE, NUM_STATS
 from toka_async.kernels.sampling_stats import chunk_sums, pilot, repair
 
 _PILOT_LINES = 64
-_PART_LINES = 32  # read at once by a pass of `reject`
-# More registers a thread leave too few programs on a processor to wait for memory.
+_PART_LINES = 32  # lines that a pass of `reject` reads at once
+# With more registers a thread, too few programs fit a processor to hide each other's waits for memory.
 _SUMS: dict[str, int] = {"num_warps": 4, "maxnreg": 96}
 _GATHER: dict[str, int] = {"num_warps": 4, "maxnreg": 96}
 
@@ -52,9 +52,9 @@ class RowTable:
 class SamplingKernels:
     """Draws tokens of a vocabulary for up to `max_rows` rows at once; owns about 18 KiB of workspace a row.
 
-    Filters (repetition penalty, temperature, min_p, top_k, top_p, in this order, each on what the one before left) keep
-    exactly the tokens that they keep in `model.sampling`, and so do ties. The token drawn for a number is the same too,
-    save where a row's filters keep more than `num_candidates` tokens: there it is another one of the same distribution.
+    Filters (repetition penalty, temperature, min_p, top_k, top_p, in this order, each on the rest of the one before)
+    keep exactly the tokens that `model.sampling` keeps, ties included. A number draws the same token too, except where
+    a row's filters keep more than `num_candidates` tokens: there it draws another token of the same distribution.
 
     Args:
         chunk: ids whose weights are summed together, a power of two of at least 64.
@@ -90,7 +90,7 @@ class SamplingKernels:
         self._proposals = integers()
 
     def draw(self, logits: Tensor, slots: Tensor, contexts: Tensor, table: RowTable) -> tuple[Tensor, Tensor]:
-        """One token for each row, and its bit set in `table.seen` for rows that penalise repetition.
+        """Draws one token for each row, and sets its bit in `table.seen` for rows that penalise repetition.
 
         NaN logits count as -inf, +inf as the largest finite number; a row without any finite logit gives id 0.
 
@@ -99,17 +99,16 @@ class SamplingKernels:
                 of 16; not changed.
             slots: int64 [s], rows of the table; those that penalise repetition are distinct.
             contexts: int32 [s], tokens of the row so far, at least num_prompt: the draw has number
-                contexts - num_prompt of the row's random stream (`model.streams`).
+                contexts - num_prompt of the row's random stream (`model.rng`).
 
         Returns:
-            Token ids, int64 [s], and their log-probs in the raw distribution, float32 [s], of rows that want them;
-            0 for others.
+            Token ids, int64 [s], and their raw log-probs, float32 [s], for rows that want them; 0 for others.
         """
         num_rows = logits.shape[0]
         assert num_rows <= self.max_rows
         assert logits.shape[1] == self._vocab
         assert logits.stride(1) == 1
-        assert logits.data_ptr() % 16 == 0  # other addresses would build the kernels again
+        assert logits.data_ptr() % 16 == 0  # other addresses would rebuild the kernels
         assert slots.shape == contexts.shape == (num_rows,)
         token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
@@ -120,7 +119,7 @@ class SamplingKernels:
         return token_ids, logprobs
 
     def _pass_over(self, logits: Tensor, slots: Tensor, table: RowTable, shape: dict[str, int | float]) -> None:
-        """The row's sums and maxima, and its likeliest tokens."""
+        """Computes the rows' sums, maxima and likeliest tokens."""
         num_rows = logits.shape[0]
         filters = (table.flags, table.temperature, table.top_p, table.min_p, table.top_k, table.repetition, table.seen)
         pilot[(num_rows,)](
@@ -225,7 +224,7 @@ class SamplingKernels:
         )
 
     def _shape(self, logits: Tensor, table: RowTable) -> dict[str, int | float]:
-        """Constants of all kernels: a kernel is built once for each dtype and row stride of the logits."""
+        """Returns the constants of all kernels: a kernel is built once for each dtype and row stride of the logits."""
         return {
             "vocab": self._vocab,
             "stride": logits.stride(0),

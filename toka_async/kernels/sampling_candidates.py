@@ -1,8 +1,8 @@
-"""A filtered row's likeliest tokens, found through the maxima of its lines, and the draw where they settle it.
+"""Finds a filtered row's likeliest tokens through the maxima of its lines, and draws where they settle the row.
 
 The n likeliest tokens lie in the n lines of the largest maxima, ties by lowest line: every other line has n maxima
 before its own. All filters keep tokens down to some logit and the first few of those equal to it, so what a row keeps
-is one bound on the logits and a number of ties. Where that reaches beyond the candidates, they settle nothing.
+is one bound on the logits and a number of ties. If that reaches beyond the candidates, they settle nothing.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def gather(
     num_candidates: tl.constexpr,
     largest: tl.constexpr,
 ):
-    """One program a row: candidates in the order of their ids, int32 and float32 [row, 2 * num_candidates].
+    """One program stores a row's candidates by ascending id, int32 and float32 [row, 2 * num_candidates].
 
-    num_sure: int32 [row]; so many of the likeliest tokens are surely among them, 0 for rows without candidates; ids
+    num_sure: int32 [row]; this many of the likeliest tokens are surely among them, 0 for rows without candidates; ids
     past the end are `vocab`. picks: int32 [row, num_candidates], workspace.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -79,7 +79,7 @@ def gather(
         top = tl.max(maxima, 0)
         scale = scale_of(tl.load(temperature_at + slot))
         total = tl.sum(chunk_masses(at, SUM, maxima, top, scale, num_chunks, padded_chunks), 0)
-        # No token weighs more than 1: of a flat distribution the candidates cannot reach top_p.
+        # No token weighs more than 1, so the candidates of a flat distribution cannot reach top_p.
         only_top_p = (top_k == 0) & (tl.load(min_p_at + slot) == 0)
         flat = only_top_p & (num_candidates < tl.load(top_p_at + slot) * total)
         if (top > -INF) & (top_k <= num_candidates) & (flat == 0):
@@ -117,7 +117,7 @@ def gather(
 
 @triton.jit
 def _pick_lines(maxima_at, picks_at, num_picks, top, num_lines: tl.constexpr, padded_lines: tl.constexpr):
-    """Store the numbers of the lines of the largest maxima, ascending; returns a key that at least so many reach."""
+    """Stores the numbers of the lines of the largest maxima, ascending; returns a key that all these maxima reach."""
     line = tl.arange(0, padded_lines)
     inside = line < num_lines
     keys = tl.where(inside, key_of(tl.load(maxima_at + line, mask=inside, other=-INF)), NO_KEY)
@@ -128,7 +128,7 @@ def _pick_lines(maxima_at, picks_at, num_picks, top, num_lines: tl.constexpr, pa
     first_ties = (tied != 0) & (tl.cumsum(tied, 0) - tied < num_picks - tl.sum(above.to(tl.int32), 0))
     taken = above | first_ties
     tl.store(picks_at + tl.cumsum(taken.to(tl.int32), 0) - 1, line, mask=taken)
-    tl.debug_barrier()  # the picks are read by other threads than those that stored them
+    tl.debug_barrier()  # other threads read the picks than stored them
     return bound
 
 
@@ -150,7 +150,7 @@ def _store_candidates(
     num_candidates: tl.constexpr,
     largest: tl.constexpr,
 ):
-    """Store the first `num_sure` tokens of the picked lines, and more, as many as there is room for.
+    """Stores the first `num_sure` tokens of the picked lines, and as many more as there is room for.
 
     low, high: keys with at least and with fewer than `num_sure` of the tokens at or above them. The lines are read in
     parts, from the cache after the first time: more at once would take too many registers.
@@ -175,7 +175,7 @@ def _store_candidates(
         reached = tl.where(count >= num_sure, count, reached)
         middle = halfway(low, high)
     num_above = tl.zeros((), tl.int32)
-    if reached > capacity:  # by ties: count the others
+    if reached > capacity:  # ties exceed it: count the others
         counts = tl.zeros((part, LINE), tl.int32)
         first = tl.zeros((), tl.int32)
         while first < num_picks:
@@ -221,7 +221,7 @@ def _picked(
     part: tl.constexpr,
     largest: tl.constexpr,
 ):
-    """Ids, keys and logits of a part of the picked lines, [part, LINE]; NO_KEY past the end."""
+    """Returns ids, keys and logits of a part of the picked lines, [part, LINE]; NO_KEY past the end."""
     pick = first + tl.arange(0, part)
     starts = tl.load(picks_at + pick, mask=pick < num_picks, other=num_lines) * LINE
     ids, x = read_lines(logits_at, seen_at, starts, penalised, repetition, vocab, largest)
@@ -230,7 +230,7 @@ def _picked(
 
 @triton.jit
 def _rank(chosen):
-    """How many before it are chosen, in the order of lines: int32 [n, LINE]."""
+    """Counts the chosen ids before each one, in the order of lines: int32 [n, LINE]."""
     number = chosen.to(tl.int32)
     of_line = tl.sum(number, axis=1)
     return tl.cumsum(number, axis=1) - number + (tl.cumsum(of_line, 0) - of_line)[:, None]
@@ -251,7 +251,7 @@ def draw_candidate(
     vocab: tl.constexpr,
     num_candidates: tl.constexpr,
 ):
-    """The token, int32, of a row with candidates at `ids_at`; -1 where they do not decide it.
+    """Draws the token, int32, of a row with candidates at `ids_at`; -1 where they do not decide it.
 
     top: the row's largest logit; total: the row's weight, float64; uniform: float64 in [0, 1).
     """
@@ -267,9 +267,9 @@ def draw_candidate(
 
 @triton.jit
 def _kept(keys, weights, num_sure, whole, top, scale, total, top_p, min_p, top_k):
-    """Which of the candidates [n] are kept, and whether these are all that the row keeps.
+    """Returns which of the candidates [n] are kept, and whether the row keeps no others.
 
-    num_sure: so many of the likeliest tokens are among them; whole: all tokens are. total: the row's weight.
+    num_sure: this many of the likeliest tokens are among them; whole: all tokens are. total: the row's weight.
     """
     high = key_of(top) + 1
     bound = nth_largest(keys, num_sure, tl.min(tl.where(keys == NO_KEY, LAST_KEY, keys), 0), high)
@@ -297,7 +297,7 @@ def _kept(keys, weights, num_sure, whole, top, scale, total, top_p, min_p, top_k
 
 @triton.jit
 def _last_of_nucleus(keys, weights, target, low, high):
-    """The largest key with at least `target` of weight at or above it; low has that, high has not."""
+    """Returns the largest key with at least `target` of weight at or above it; low has that, high has not."""
     while low + 1 < high:
         middle = halfway(low, high)
         enough = tl.sum(tl.where(keys >= middle, weights, 0.0), 0).to(tl.float64) >= target

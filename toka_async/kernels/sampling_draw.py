@@ -1,4 +1,4 @@
-"""The draw of each row from the sums of its chunks and lines, and what follows a draw: log-prob and seen bit.
+"""Draws each row from the sums of its chunks and lines, then stores the log-prob and the seen bit.
 
 Greedy rows take the lowest id of the largest logit. Others choose a chunk by the chunks' sums, a line of it by the
 lines' sums, then a token of the line, all with one uniform number. For a filtered row without a settled candidate that
@@ -73,9 +73,10 @@ def draw(
     num_candidates: tl.constexpr,
     largest: tl.constexpr,
 ):
-    """One program a row: its token id, int64 [row], and log-prob, float32 [row].
+    """One program draws a row's token id, int64 [row], and log-prob, float32 [row].
 
-    proposals: int32 [row]; -1 where the token stands, otherwise the id that `reject` starts from, or `vocab` for none.
+    proposals: int32 [row]; -1 where the token stands, otherwise the id that `reject` starts from, or `vocab` for
+    none.
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_at + row)
@@ -153,7 +154,7 @@ def draw(
 
 @triton.jit
 def _line(logits_at, seen_at, start, penalised, repetition, vocab: tl.constexpr, largest: tl.constexpr):
-    """Ids and logits of a line, [LINE]."""
+    """Reads ids and logits of a line, [LINE]."""
     ids, x = read_lines(logits_at, seen_at, tl.full((1,), 0, tl.int32) + start, penalised, repetition, vocab, largest)
     return tl.reshape(ids, (LINE,)), tl.reshape(x, (LINE,))
 
@@ -172,7 +173,7 @@ def finish(
     padded_chunks: tl.constexpr,
     largest: tl.constexpr,
 ):
-    """Store a row's token and what its flags ask for."""
+    """Stores a row's token and what its flags ask for."""
     tl.store(chosen_at + row, token.to(tl.int64))
     logprob = tl.zeros((), tl.float32)
     if (flags & LOGPROBS) != 0:
@@ -185,7 +186,7 @@ def finish(
 
 @triton.jit
 def _logprob(logits_at, stats_at, token, num_chunks: tl.constexpr, padded_chunks: tl.constexpr, largest: tl.constexpr):
-    """Of a token, in the softmax of the raw logits; the smallest finite number for -inf and where there is none."""
+    """Returns a token's log-prob in the softmax of the raw logits; the smallest finite number for -inf or no token."""
     maxima = chunk_stats(stats_at, RAW_MAX, -INF, num_chunks, padded_chunks)
     top = tl.maximum(tl.max(maxima, 0), SMALLEST)
     sums = chunk_stats(stats_at, RAW_SUM, 0.0, num_chunks, padded_chunks)

@@ -1,9 +1,9 @@
-"""Filtered rows that one pass left open: rejection with pivots, exact, a pass over the row each round.
+"""Settles filtered rows that one pass left open: exact rejection with pivots, a pass over the row each round.
 
 A proposal is kept if the filters keep it; otherwise the next comes from the tokens before it in the ranking, which hold
-all that are kept. That gives the exact distribution, whatever set that covers the kept tokens the first came from (the
-idea is that of FlashInfer's sampling kernels). The numbers after the first are mixed from its bits and the round: they
-depend on seed and index only.
+all that are kept. That gives the exact distribution for any set that the first proposal came from, if it covers the
+kept tokens (the idea of FlashInfer's sampling kernels). Later numbers are mixed from the first one's bits and the
+round, so they depend on seed and index only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from toka_async.kernels.sampling_row import (
     weigh,
 )
 
-# A round keeps a random part of the proposals: more than 64 of them have no chance at all in any vocabulary.
+# A round keeps a random part of the proposals, so no vocabulary needs more than 64 rounds.
 _MOST_ROUNDS = tl.constexpr(64)
 
 
@@ -66,7 +66,7 @@ def reject(
     padded_parts: tl.constexpr,
     largest: tl.constexpr,
 ):
-    """One program a row; those whose token stands (a proposal below 0) are done. Passes go in parts of lines."""
+    """One program settles a row, in passes over parts of lines; a row whose token stands (proposal < 0) is done."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(proposals_at + row)
     if token >= 0:
@@ -84,7 +84,7 @@ def reject(
         index = (tl.load(contexts_at + row) - tl.load(num_prompt_at + slot)).to(tl.uint64)
         bits = random_bits(tl.load(seeds_at + slot), index)
         top = tl.max(chunk_stats(stats_at, MAX, -INF, num_chunks, padded_chunks), 0)
-        value = tl.full((), -INF, tl.float32)  # no proposal: before it are all
+        value = tl.full((), -INF, tl.float32)  # no proposal: all tokens are before it
         least = tl.full((), -INF, tl.float32)
         most = tl.full((), vocab, tl.int32)
         if top_k > 0:
@@ -154,7 +154,7 @@ def _part(
     part_lines: tl.constexpr,
     largest: tl.constexpr,
 ):
-    """Ids and logits of a part of the row, [part_lines, LINE]."""
+    """Reads ids and logits of a part of the row, [part_lines, LINE]."""
     starts = (part * part_lines + tl.arange(0, part_lines)) * LINE
     return read_lines(logits_at, seen_at, starts, penalised, repetition, vocab, largest)
 
@@ -178,7 +178,7 @@ def _is_kept(
     num_parts: tl.constexpr,
     largest: tl.constexpr,
 ):
-    """Whether the filters keep a token of this logit: one pass.
+    """Tells whether the filters keep a token of this logit, in one pass.
 
     least: the smallest logit that top_k keeps; most: how many tokens.
     """
@@ -196,7 +196,7 @@ def _is_kept(
         before_mass += tl.where(before, weights, 0.0)
         num_before += before.to(tl.int32)
     rank = tl.sum(num_before)
-    # More than top_k are allowed only by ties of the last.
+    # Only ties of the last token can exceed top_k.
     excess = tl.maximum(tl.sum(num_allowed) - most, 0) * weigh(least, top, scale).to(tl.float64)
     mass = tl.sum(allowed_mass.to(tl.float64)) - excess
     in_nucleus = (rank == 0) | (top_p >= 1) | (tl.sum(before_mass.to(tl.float64)) < top_p * mass)
@@ -223,7 +223,7 @@ def _propose(
     padded_parts: tl.constexpr,
     largest: tl.constexpr,
 ):
-    """A token, and its logit, of those before another one that min_p allows and that are >= least: one pass."""
+    """Draws a token before another one that min_p allows and that is >= least, in one pass; returns its logit too."""
     parts = tl.arange(0, padded_parts)
     masses = tl.zeros((padded_parts,), tl.float64)
     for part in range(num_parts):
@@ -257,7 +257,7 @@ def _nth_largest(
     num_parts: tl.constexpr,
     largest: tl.constexpr,
 ):
-    """A bound with `num` of the row's logits at or above it, or the largest logit with more of them there."""
+    """Returns a bound with `num` of the row's logits at or above it, or the largest logit that more reach."""
     low = tl.full((), KEY_OF_MINUS_INF, tl.int32)
     high = key_of(top) + 1
     count = num + 1

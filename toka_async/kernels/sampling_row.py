@@ -1,7 +1,7 @@
-"""What the sampling kernels share: one row's logits as the draw sees them, their order, inversion, random numbers.
+"""What the sampling kernels share: one row's logits as a draw sees them, their order, inversion, random numbers.
 
 A row is read in lines of LINE ids (128 bytes of bfloat16). Weights are exp((logit - the row's largest) / temperature),
-float32; sums that a draw depends on are float64. Knows not what the kernels do with it.
+float32; sums that a draw depends on are float64. Knows no kernels.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Flags of a row; the numbers are those of `model.sampling.Flag`.
+# Flags of a row, as in `model.sampling.Flag`.
 RANDOM = tl.constexpr(1)
 FILTERED = tl.constexpr(2)
 REPETITION = tl.constexpr(16)
@@ -24,32 +24,33 @@ KEY_OF_MINUS_INF = tl.constexpr(-2139095041)
 NO_KEY = tl.constexpr(-(2**31))  # below the keys of all numbers
 LAST_KEY = tl.constexpr(2**31 - 1)
 
-# A row's sums over each chunk of ids: rows of `stats` float32 [num_rows, NUM_STATS, num_chunks].
+# Fields of `stats` float32 [num_rows, NUM_STATS, num_chunks]: a row's sums over each chunk of ids.
 MAX = tl.constexpr(0)
-SUM = tl.constexpr(1)  # weights, of the chunk's largest logit
-SUM_ABOVE = tl.constexpr(2)  # of them those of logits >= the upper pilot bound
-SUM_WITHIN = tl.constexpr(3)  # and >= the lower one
-RAW_MAX = tl.constexpr(4)  # before penalties
-RAW_SUM = tl.constexpr(5)  # and before temperature
+SUM = tl.constexpr(1)  # weights relative to the chunk's largest logit
+SUM_ABOVE = tl.constexpr(2)  # the weights of logits >= the upper pilot bound
+SUM_WITHIN = tl.constexpr(3)  # the weights of logits >= the lower bound
+RAW_MAX = tl.constexpr(4)  # the largest logit before penalties
+RAW_SUM = tl.constexpr(5)  # weights before penalties and temperature
 NUM_STATS = tl.constexpr(6)
 
 
 @triton.jit
 def clean(x, largest: tl.constexpr):
-    """Float32 logits without NaN (now -inf) and +inf (now `largest`, that of the logits' dtype)."""
+    """Returns float32 logits with -inf for NaN and `largest` (the dtype's largest number) for +inf."""
     return tl.minimum(tl.where(x == x, x, -INF), largest)
 
 
 @triton.jit
 def penalise(x, seen, repetition):
-    """Logits of seen ids divided by the repetition penalty where positive, multiplied elsewhere."""
+    """Divides positive logits of seen ids by the repetition penalty and multiplies negative ones."""
     factor = tl.where(x > 0, 1.0 / repetition, repetition)
     return tl.minimum(tl.where(seen != 0, x * factor, x), LARGEST)
 
 
 @triton.jit
 def read_lines(logits_at, seen_at, starts, penalised, repetition, vocab: tl.constexpr, largest: tl.constexpr):
-    """Ids, int32, and logits, float32, [n, LINE] of the lines that start at `starts` [n]; -inf past the vocabulary."""
+    """Reads ids, int32, and logits, float32, [n, LINE] of lines that start at `starts` [n]; -inf past the
+    vocabulary."""
     column = tl.arange(0, LINE)[None, :]
     ids = starts[:, None] + column
     x = clean(tl.load(logits_at + ids, mask=ids < vocab, other=-INF).to(tl.float32), largest)
@@ -63,7 +64,7 @@ def read_lines(logits_at, seen_at, starts, penalised, repetition, vocab: tl.cons
 
 @triton.jit
 def read_one(logits_at, seen_at, token, penalised, repetition, largest: tl.constexpr):
-    """The logit of one token id below the vocabulary's size."""
+    """Reads the logit of one token id below the vocabulary's size."""
     x = clean(tl.load(logits_at + token).to(tl.float32), largest)
     if penalised:
         x = penalise(x, (tl.load(seen_at + token // 32) >> (token & 31)) & 1, repetition)
@@ -72,52 +73,52 @@ def read_one(logits_at, seen_at, token, penalised, repetition, largest: tl.const
 
 @triton.jit
 def scale_of(temperature):
-    """What logits are multiplied by for exp2; finite also for temperature 0, which has no weights."""
+    """Returns the factor of logits for exp2; finite also for temperature 0, which has no weights."""
     return tl.minimum(LOG2E / tl.maximum(temperature, 1e-30), 1e30)
 
 
 @triton.jit
 def weigh(x, top, scale):
-    """exp((x - top) / temperature), 0 for -inf also where `top` is -inf."""
+    """Returns exp((x - top) / temperature); 0 for -inf, also where `top` is -inf."""
     return tl.exp2((x - tl.maximum(top, SMALLEST)) * scale)
 
 
 @triton.jit
 def chunk_stats(stats_at, field: tl.constexpr, other, num_chunks: tl.constexpr, padded: tl.constexpr):
-    """One field of a row's stats, float32 [padded]."""
+    """Reads one field of a row's stats, float32 [padded]."""
     chunk = tl.arange(0, padded)
     return tl.load(stats_at + field * num_chunks + chunk, mask=chunk < num_chunks, other=other)
 
 
 @triton.jit
 def chunk_masses(stats_at, field: tl.constexpr, maxima, top, scale, num_chunks: tl.constexpr, padded: tl.constexpr):
-    """A sum of the chunks in weights of the row, whose largest logit is `top`: float64 [padded]."""
+    """Returns the chunks' sums as weights relative to `top`, the row's largest logit: float64 [padded]."""
     sums = chunk_stats(stats_at, field, 0.0, num_chunks, padded)
     return (sums * weigh(maxima, top, scale)).to(tl.float64)
 
 
 @triton.jit
 def key_of(x):
-    """Integers in the order of float32 numbers, equal where the numbers are."""
+    """Returns integers in the order of float32 numbers, equal where the numbers are."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def value_of(key):
-    """The number of a key."""
+    """Inverts `key_of`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def halfway(low, high):
-    """The mean of two int32, rounded down, without overflow."""
+    """Returns the mean of two int32, rounded down, without overflow."""
     return (low & high) + ((low ^ high) >> 1)
 
 
 @triton.jit
 def nth_largest(keys, num, low, high):
-    """A bound with `num` of the keys at or above it, or the largest key with more of them there.
+    """Returns a bound with `num` of the keys at or above it, or the largest key that more reach.
 
     low, high: keys with at least and with fewer than `num` at or above them.
     """
@@ -132,9 +133,10 @@ def nth_largest(keys, num, low, high):
 
 @triton.jit
 def invert(weights, share):
-    """The first index where the running sum of float64 weights [n] exceeds `share` of the total.
+    """Returns the first index where the running sum of float64 weights [n] exceeds `share` of the total.
 
-    Returns the index, of a positive weight if there is one, and where in it the target lies, as a share of its weight.
+    The index has a positive weight if there is one. Also returns where the target lies in it, as a share of its
+    weight.
     """
     num: tl.constexpr = weights.shape[0]
     index = tl.arange(0, num)
@@ -152,7 +154,7 @@ def invert(weights, share):
 
 @triton.jit
 def invert_lines(weights, share):
-    """`invert` over float32 weights [n, LINE] in the order of lines: the line's index, and the index in the line."""
+    """Inverts float32 weights [n, LINE] in the order of lines; returns the line's index, and the index in it."""
     lines = tl.arange(0, weights.shape[0])
     line, inner = invert(tl.sum(weights.to(tl.float64), axis=1), share)
     chosen = tl.sum(tl.where(lines[:, None] == line, weights, 0.0), axis=0)
@@ -162,7 +164,7 @@ def invert_lines(weights, share):
 
 @triton.jit
 def mix(z):
-    """SplitMix64's finaliser of a uint64."""
+    """Computes SplitMix64's finaliser of a uint64."""
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     return z ^ (z >> 31)
@@ -170,11 +172,11 @@ def mix(z):
 
 @triton.jit
 def random_bits(seed, index):
-    """64 random bits, number `index` (uint64) of the stream of a seed (int64): those of `model.streams`."""
+    """Returns 64 random bits, number `index` (uint64) of a seed's stream (int64), as in `model.rng`."""
     return mix(mix(seed.to(tl.uint64, bitcast=True)) + (index + 1) * 0x9E3779B97F4A7C15)
 
 
 @triton.jit
 def uniform_of(bits):
-    """A float64 in [0, 1) of 53 of the bits."""
+    """Returns a float64 in [0, 1) of 53 of the bits."""
     return (bits >> 11).to(tl.float64) * 1.1102230246251565e-16

@@ -1,4 +1,4 @@
-"""The pass over all logits, each read once: sums and maxima of chunks, and before it the pilot that tells what to sum.
+"""Reads all logits once for sums and maxima of chunks; before that, the pilot decides what to sum.
 
 For a row with a top_p the pilot estimates from a few lines, spread over the vocabulary, two bounds on the smallest
 logit of the nucleus. Summed exactly in the pass, the weights above each bound settle almost every draw of a flat
@@ -40,7 +40,7 @@ from toka_async.kernels.sampling_row import (
 # from top_p. With fewer tokens than these they would settle little.
 _MARGIN = tl.constexpr(4.0)
 _FEWEST = tl.constexpr(32.0)
-_REACH = tl.constexpr(30.0)  # bounds are looked for down to exp(-30) of the largest weight
+_REACH = tl.constexpr(30.0)  # bounds lie above exp(-30) of the largest weight
 _STEPS = tl.constexpr(12)
 _MOST_SHIFT = tl.constexpr(4096.0)
 
@@ -65,7 +65,7 @@ def pilot(
     num_candidates: tl.constexpr,
     largest: tl.constexpr,
 ):
-    """One program a row: the upper and the lower bound, float32 [row, 2]; +inf where there are none."""
+    """One program stores a row's upper and lower bound, float32 [row, 2]; +inf where there are none."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_at + row)
     flags = tl.load(flags_at + slot)
@@ -90,7 +90,7 @@ def pilot(
         top = tl.max(x)
         weights = weigh(x, top, scale)
         total = tl.sum(weights)
-        # Where few tokens weigh enough, the candidates will do.
+        # Where few tokens weigh enough, the candidates suffice.
         share: tl.constexpr = max(1.0, num_lines / pilot_lines)
         num_tokens = total * total / tl.maximum(tl.sum(weights * weights), 1e-30)
         if (num_candidates < top_p * total * share) & (num_tokens >= _FEWEST):
@@ -102,7 +102,7 @@ def pilot(
 
 @triton.jit
 def _bounds(x, weights, top, scale, less, more):
-    """Logits with at most `less` and at least `more` of weight at and above them, where there are such."""
+    """Returns logits with at most `less` and at least `more` of weight at and above them, where they exist."""
     lowest = top - _REACH * LOG2E / scale
     upper_low = lowest
     upper = top
@@ -140,10 +140,10 @@ def chunk_sums(
     chunk_lines: tl.constexpr,
     largest: tl.constexpr,
 ):
-    """One program a row and chunk: its `stats`, and what the row needs of its lines, float32 [row, num_lines].
+    """One program stores the `stats` of a row and chunk, and what the row needs of its lines, float32 [row, num_lines].
 
-    maxima: for greedy and for filtered rows. sums: of weights of the chunk's largest logit, for random rows; of those
-    of logits >= the lower bound where the row has one. Logits are taken as they are; see `repair`.
+    maxima: for greedy and for filtered rows. sums: for random rows, weights relative to the chunk's largest logit; only
+    of logits >= the lower bound where the row has one. Logits are not cleaned; see `repair`.
     """
     row = tl.program_id(0).to(tl.int64) // num_chunks
     chunk = tl.program_id(0) % num_chunks
@@ -191,9 +191,9 @@ def repair(
     chunk_lines: tl.constexpr,
     largest: tl.constexpr,
 ):
-    """One program a row: what `chunk_sums` does, with cleaned logits, for rows whose sums show NaN or infinity.
+    """One program repeats `chunk_sums` with cleaned logits for a row whose sums show NaN or infinity.
 
-    To clean all logits would cost `chunk_sums` a third of its time.
+    Cleaning all logits would make `chunk_sums` a third slower.
     """
     row = tl.program_id(0).to(tl.int64)
     flags = tl.load(flags_at + tl.load(slots_at + row))
@@ -257,7 +257,7 @@ def _sum_chunk(
     line = chunk * chunk_lines + tl.arange(0, chunk_lines)
     column = tl.arange(0, LINE)[None, :]
     ids = (line * LINE)[:, None] + column
-    # The logits are asked for first, so that the row's parameters arrive meanwhile.
+    # Loading the logits first lets the row's parameters arrive meanwhile.
     loaded = tl.load(logits_at + ids, mask=ids < vocab, other=-INF)
     slot = tl.load(slots_at + row)
     flags = tl.load(flags_at + slot)
@@ -290,7 +290,7 @@ def _sum_chunk(
         weights, correction = _weigh(x, top, scale_of(temperature))
         if lower < INF:
             total = tl.sum(weights) * correction
-            # As products: the chip compares to 1.0 or 0.0, and multiplies and adds, in one instruction each.
+            # Products are fast here: the chip compares to 1.0 or 0.0, and multiplies and adds, in one instruction each.
             above = tl.sum(tl.where(x >= tl.load(bounds_at), 1.0, 0.0) * weights) * correction
             sums = tl.sum(tl.where(x >= lower, 1.0, 0.0) * weights, axis=1)
             tl.store(stats_at + SUM_ABOVE * num_chunks, above)
@@ -307,12 +307,12 @@ def _sum_chunk(
 
 @triton.jit
 def _weigh(x, top, scale):
-    """exp2((x - top) * scale) in one multiply-add each where that is accurate, and what to correct sums of it by."""
+    """Returns exp2((x - top) * scale), one multiply-add each where that is accurate, and a correction of its sums."""
     shift = tl.maximum(top, SMALLEST) * scale
     correction = tl.full((), 1.0, tl.float32)
     if tl.abs(shift) < _MOST_SHIFT:
         weights = tl.exp2(tl.fma(x, scale, -shift))
-        correction = tl.exp2(-tl.fma(top, scale, -shift))  # what rounding the product took
+        correction = tl.exp2(-tl.fma(top, scale, -shift))  # the product's rounding error
     else:
         weights = weigh(x, top, scale)
     return weights, correction

@@ -1,0 +1,1 @@
+"""Decoders, their weights, sampling and tensor parallelism, in torch."""

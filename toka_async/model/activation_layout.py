@@ -1,11 +1,12 @@
-"""How a step's activations lie on the tensor ranks between matrices, and what that makes of a matrix.
+"""How a step's activations lie on the tensor ranks between matrices, and what that makes of a matrix product.
 
-`Replicated`: every rank has those of all tokens, and the ranks' partial sums are all-reduced. `SequenceSharded`: each
-rank has those of its share of the tokens (sequence parallelism, arXiv:2205.05198), so that norms and residual are a
-share of the work; a column-parallel matrix gathers tokens, a row-parallel one scatters them. Knows no layers.
+`Replicated`: every rank has the activations of all tokens, and the ranks' partial sums are all-reduced.
+`SequenceSharded`: each rank has those of its share of the tokens (sequence parallelism, arXiv:2205.05198), so norms and
+residual are a share of the work; a column-parallel matrix gathers tokens, a row-parallel one scatters them. Knows no
+layers.
 
-t: tokens of a step. u: those of it that a rank's activations are of, all t or the rank's share. Shards pad t to v, a
-multiple of the ranks; the padding's activations are finite and of no use.
+t: tokens of a step. u: tokens whose activations a rank has, all t or the rank's share. `SequenceSharded` pads t to v, a
+multiple of the ranks; the padding's activations are finite and unused.
 """
 
 from __future__ import annotations
@@ -21,20 +22,18 @@ from torch import Tensor
 from toka_async.model.comm import Comm
 from toka_async.model.ops import Ops
 
-# From x [t, k], W [n, k] and b [n] to x Wᵀ + b.
+# (x [t, k], W [n, k], b [n]) -> x Wᵀ + b.
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class ActivationLayout(Protocol):
-    """One way in which activations can lie."""
-
     @property
     def whole(self) -> ActivationLayout:
-        """The way in which every rank has all tokens."""
+        """Returns the replicated layout."""
         ...
 
     def padded(self, x: Tensor) -> Tensor:
-        """[t, n] to [v, n], with any rows for the padding."""
+        """[t, n] to [v, n]; the padding's rows have any values."""
         ...
 
     def own(self, x: Tensor) -> Tensor:
@@ -46,7 +45,7 @@ class ActivationLayout(Protocol):
         ...
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum over ranks of [v, n], [u, n]; `x` may be written over."""
+        """Sums [v, n] over ranks into [u, n]; may overwrite `x`."""
         ...
 
     def gathered(self, x: Tensor) -> Tensor:
@@ -54,15 +53,15 @@ class ActivationLayout(Protocol):
         ...
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
-        """[u, inputs] to [v, the rank's outputs]: x Wᵀ + b. linear: computes products that stand alone."""
+        """[u, inputs] to [v, the rank's outputs]: x Wᵀ + b. `linear` computes products that stand alone."""
         ...
 
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, ops: Ops) -> Tensor:
-        """[u, inputs] to [v, the rank's half of the outputs]: `column`, gated as in `Ops.gated_linear`."""
+        """[u, inputs] to [v, the rank's half of the outputs]: `column`, then the gate of `Ops.gated_linear`."""
         ...
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
-        """[v, the rank's inputs] to [u, outputs]: the sum over ranks of x Wᵀ, + b."""
+        """[v, the rank's inputs] to [u, outputs]: x Wᵀ summed over ranks, + b."""
         ...
 
 
@@ -98,13 +97,13 @@ class Replicated:
         return ops.gated_linear(x, weight, bias, activation)
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
-        once = bias if self.comm.rank == 0 else None  # in the sum
+        once = bias if self.comm.rank == 0 else None  # the sum must have it once
         return self.comm.all_reduce(linear(x, weight, once))
 
 
 @dataclass(slots=True, frozen=True)
 class SequenceSharded:
-    """Each rank has its share of the tokens, one rank's after the other's: u = v / ranks. Nothing overlaps."""
+    """Each rank has its share of the tokens, in the order of ranks: u = v / ranks. Nothing overlaps."""
 
     comm: Comm
 
@@ -114,7 +113,7 @@ class SequenceSharded:
 
     def padded(self, x: Tensor) -> Tensor:
         missing = -len(x) % self.comm.size
-        # A compiler would make a graph for each case.
+        # Without this, a compiler would make a graph for each case.
         if torch.compiler.is_compiling() or missing:
             return F.pad(x, (0, 0, 0, missing))
         return x
@@ -144,14 +143,13 @@ class SequenceSharded:
 
 @dataclass(slots=True, frozen=True)
 class LayoutPolicy:
-    """The ways that a model's steps are spread: `whole`, or in `shards`, if any, from `min_tokens` tokens on."""
+    """Chooses the layout of a step: `shards`, if any, from `min_tokens` tokens on, else `whole`."""
 
     whole: ActivationLayout
     shards: ActivationLayout | None = None
     min_tokens: int = 0
 
     def of(self, num_tokens: int) -> ActivationLayout:
-        """The way of a step of so many tokens."""
         if self.shards is None or num_tokens < self.min_tokens:
             return self.whole
         return self.shards

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# A rank that died is the supervisor's to see; ranks may be minutes apart only while they load weights.
+# The supervisor notices a dead rank; ranks may be minutes apart only while they load weights.
 TIMEOUT = timedelta(minutes=10)
 
 
@@ -27,32 +27,30 @@ class Comm(Protocol):
     def size(self) -> int: ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks of `x`, same shape; may be written over `x`."""
+        """Returns the sum over ranks of `x`, in its shape; may overwrite `x`."""
         ...
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """The ranks' `x` one after the other along `dim`."""
+        """Concatenates the ranks' `x` along `dim`."""
         ...
 
     def all_to_all(self, parts: Tensor) -> Tensor:
-        """[size, ...], a part for each rank, to [size, ...], what each rank had for this one."""
+        """[size, ...], a part for each rank, to [size, ...], the parts that the ranks had for this one."""
         ...
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """The rank's rows [t / size, ...] of the sum over ranks of `x` [t, ...]; `x` may be written over."""
+        """Returns the rank's rows [t / size, ...] of the sum over ranks of `x` [t, ...]; may overwrite `x`."""
         ...
 
-    def minimum(self, number: int) -> int:
-        """The least of the ranks' numbers."""
-        ...
+    def minimum(self, number: int) -> int: ...
 
     def of_first(self, data: bytes) -> bytes:
-        """The data of rank 0."""
+        """Returns rank 0's data on every rank."""
         ...
 
 
 class LocalComm:
-    """One rank alone."""
+    """A rank that is alone."""
 
     rank = 0
     size = 1
@@ -77,7 +75,7 @@ class LocalComm:
 
 
 class DistributedComm:
-    """The ranks of a process group of torch: gloo's on CPUs, NCCL's on GPUs."""
+    """The ranks of a torch process group: gloo on CPUs, NCCL on GPUs."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank = group.rank()
@@ -85,7 +83,7 @@ class DistributedComm:
         self.group_name: str = group.group_name
         self._group = group
         self._device = device
-        # Newer versions of torch have new names for these, and a warning for the old ones.
+        # Newer versions of torch renamed these and warn about the old names.
         self._gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         self._scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         self._can_scatter = dist.get_backend(group) == "nccl"  # gloo cannot in every version
@@ -101,7 +99,7 @@ class DistributedComm:
             self._gather(gathered.view(-1), x.contiguous().view(-1), group=self._group)
         if dim == 0:
             return gathered.flatten(0, 1)
-        return torch.cat(gathered.unbind(), dim)  # of plain strides, for any number of rows
+        return torch.cat(gathered.unbind(), dim)  # has plain strides for any number of rows
 
     def all_to_all(self, parts: Tensor) -> Tensor:
         assert len(parts) == self.size
@@ -135,10 +133,10 @@ class DistributedComm:
 
 
 def join(address: str, rank: int, size: int, device: torch.device) -> Comm:
-    """This rank's end of a group of `size`, once all of them are there; alone, nothing is started.
+    """Joins a group of `size` ranks and waits until all are there; a rank that is alone starts nothing.
 
-    address: where the ranks meet, as `torch.distributed.init_process_group` takes it. Raises RuntimeError when the
-    others do not come in time.
+    address: the rendezvous of `torch.distributed.init_process_group`. Raises RuntimeError when others do not come in
+    time.
     """
     if size == 1:
         return LocalComm()
@@ -164,19 +162,19 @@ class Share:
     size: int
 
     def times(self, num: int) -> Share:
-        """The same part where each of the total is `num` rows."""
+        """Returns the part when each item is `num` rows."""
         return Share(self.total * num, self.start * num, self.size * num)
 
 
 def share_of(total: int, comm: Comm) -> Share:
-    """This rank's equal part of `total`, which the number of ranks divides."""
+    """Returns this rank's equal part of `total`, a multiple of the ranks."""
     assert total % comm.size == 0, f"{total} cannot be split over {comm.size} ranks"
     size = total // comm.size
     return Share(total, comm.rank * size, size)
 
 
 def kv_share_of(num_kv_heads: int, comm: Comm) -> Share:
-    """This rank's KV heads: an equal part, or, of fewer heads than ranks, the one that its query heads attend to."""
+    """Returns this rank's equal part of the KV heads; of fewer heads than ranks, the one its query heads need."""
     if num_kv_heads >= comm.size:
         return share_of(num_kv_heads, comm)
     assert comm.size % num_kv_heads == 0, f"{num_kv_heads} KV heads cannot be repeated over {comm.size} ranks"
@@ -184,7 +182,7 @@ def kv_share_of(num_kv_heads: int, comm: Comm) -> Share:
 
 
 def padded_share_of(total: int, comm: Comm) -> tuple[Share, int]:
-    """This rank's part of `total` rows of any number, and the rows that each rank has, some of the last ones unused."""
+    """Returns this rank's part of any `total` rows, and the rows per rank; the last ranks may have unused ones."""
     rows = -(-total // comm.size)
     start = min(comm.rank * rows, total)
     return Share(total, start, min(rows, total - start)), rows

@@ -1,10 +1,10 @@
 """The decoder of all families: token ids and positions in, hidden states and logits out.
 
-Shapes: t tokens of all rows of a step, one after the other. Which tokens see which is the attention backend's
-business, how their activations lie on tensor ranks (u, v) that of an `ActivationLayout`. Each half of a layer adds its
-input to the residual as it norms it, and returns what the next one adds. A decoder may be one stage of a pipeline: some
-of the layers, with the residual coming in or going out in place of ids and norm. Knows no rows, no pages, no
-checkpoint; families differ only by their `ModelSpec`.
+Shapes: t tokens of all rows of a step, one after the other. The attention backend decides which tokens see which, an
+`ActivationLayout` how activations lie on tensor ranks (u, v). Each half of a layer adds its input to the residual as it
+norms it, and returns what the next half adds. A decoder may be one stage of a pipeline: some of the layers, with the
+residual coming in or going out in place of ids and norm. Knows no rows, no pages, no checkpoint; families differ only
+by their `ModelSpec`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer, or the part of one. Its parameters are unset: see `toka_async.model.weights`.
+    """A decoder-only transformer, or one stage of it. `toka_async.model.weights` sets its parameters.
 
-    layers: of the part; they number themselves from 0, as its attention does. A head that is tied to the embedding is
-    a copy of it where the part has but one of them.
+    The layers of a stage are numbered from 0, as in its attention. A tied head is a copy of the embedding where the
+    stage has only one of the two.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Decoder(nn.Module):
         spreads: LayoutPolicy | None = None,
         part: StagePart | None = None,
     ) -> None:
-        """spec: of the whole model. spreads: how steps lie on the ranks of `comm`; None: whole on each of them."""
+        """spec: the whole model. spreads: the layouts on the ranks of `comm`; None: replicated."""
         super().__init__()
         self.spreads = spreads or LayoutPolicy(Replicated(comm))
         self.part = part = part or whole(spec)
@@ -56,12 +56,12 @@ class Decoder(nn.Module):
     def forward(
         self, inputs: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
     ) -> Tensor:
-        """Normalised hidden states [t, hidden] of all tokens, or [w, hidden] of the wanted ones.
+        """Returns normalised hidden states [t, hidden] of all tokens, or [w, hidden] of the wanted ones.
 
-        inputs: token ids, int64 [t]. A later part takes what the one before it gives, and one that is not the last
-        gives the residual, [t, hidden], which the norm of the next layer would see. positions: int64 [t].
-        wanted: int64 [w], indices of tokens; the others leave their keys and values in every layer, which is all that
-        later tokens need of them, and skip the rest of the last one.
+        inputs: token ids, int64 [t]; a later stage takes the output of the one before. A stage that is not the last
+        returns the residual [t, hidden] before the next layer's norm. positions: int64 [t]. wanted: int64 [w], indices
+        of tokens; the others leave their keys and values in every layer, which is all that later tokens need of them,
+        and skip the rest of the last layer.
         """
         num_tokens = len(inputs)
         spread = self.spreads.of(num_tokens)
@@ -81,7 +81,7 @@ class Decoder(nn.Module):
         return spread.trimmed(spread.gathered(normed), num_tokens) if wanted is None else normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[s, hidden] to [s, vocab], in the activations' dtype; of a part that is the last."""
+        """[s, hidden] to [s, vocab], in the activations' dtype; the last stage only."""
         assert self.head is not None
         return self.head.logits(hidden)
 
@@ -110,10 +110,10 @@ class Layer(nn.Module):
         spread: ActivationLayout,
         wanted: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
-        """What is yet to be added to the residual, and the residual; [u, hidden] each, or [w, hidden] of wanted tokens.
+        """Returns what to add to the residual, and the residual: [u, hidden] each, or [w, hidden] of wanted tokens.
 
-        Wanted tokens are few: from where the others leave, every rank has all of them. The residual that is given may
-        be written over.
+        Wanted tokens are few: once the others have left, every rank has all of them. May overwrite the given
+        residual.
         """
         normed, residual = self.attention_norm(hidden, residual)
         mixed = self.attention(normed, rotation, backend, spread)
@@ -163,7 +163,7 @@ class MLP(nn.Module):
         self.down = RowLinear(inner, spec.hidden_size, spec.mlp_bias, comm, ops)
 
     def forward(self, hidden: Tensor, residual: Tensor, spread: ActivationLayout) -> tuple[Tensor | None, Tensor]:
-        """Of [u, hidden] each, what is yet to be added to the residual, and the residual."""
+        """Returns what to add to the residual, and the residual; all are [u, hidden]."""
         inner = self.gate_up.gated(hidden, spread, self.activation)
         output: tuple[Tensor | None, Tensor] = self.down(inner, residual, spread)
         return output

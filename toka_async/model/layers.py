@@ -1,4 +1,4 @@
-"""The parts that a decoder is made of. Matrices are fused where they share an input, and split over tensor ranks.
+"""The parts of a decoder. Matrices are fused where they share an input, and split over tensor ranks.
 
 Every parallel layer says which rows or columns of which checkpoint matrix it holds (`WeightPart`), so loading, random
 weights and tensor parallelism share one description. Knows no file names and no model family.
@@ -23,8 +23,8 @@ from toka_async.model.ops import Ops
 class WeightPart:
     """Where one tensor of a checkpoint goes.
 
-    target: the rank's values, a view of a parameter; a source with fewer dimensions is repeated over it.
-    shape: of the whole tensor. dim, share: the rank's part of it along one dimension; None: all of it.
+    target: the rank's values, a view of a parameter; a source with fewer dimensions is repeated over it. shape: the
+    whole tensor's. dim, share: the rank's part along one dimension; None: all of it.
     """
 
     target: Tensor
@@ -34,7 +34,7 @@ class WeightPart:
 
 
 class ColumnLinear(nn.Module):
-    """y = x Wᵀ + b for several matrices with the same input, fused; each rank holds a part of every one's outputs."""
+    """y = x Wᵀ + b for several fused matrices with one input; each rank holds a part of each one's outputs."""
 
     def __init__(self, num_inputs: int, shares: Sequence[Share], bias: bool, ops: Ops) -> None:
         """shares: the rank's outputs of each matrix."""
@@ -46,15 +46,15 @@ class ColumnLinear(nn.Module):
         self.bias = unset(rows) if bias else None
 
     def forward(self, x: Tensor, spread: ActivationLayout) -> Tensor:
-        """[u, inputs] to [v, the rank's outputs], matrix after matrix; see `spread`."""
+        """[u, inputs] to [v, the rank's outputs], matrix after matrix."""
         return spread.column(x, self.weight, self.bias, self.ops.linear)
 
     def gated(self, x: Tensor, spread: ActivationLayout, activation: str) -> Tensor:
-        """Of two matrices: the activation of the first one's outputs, times the second one's."""
+        """Multiplies the activation of the first matrix' outputs with the second's outputs."""
         return spread.gated(x, self.weight, self.bias, activation, self.ops)
 
     def parts(self) -> Iterator[dict[str, WeightPart]]:
-        """For each fused matrix, its weight and bias by their names."""
+        """Yields the weight and bias of each fused matrix, by name."""
         start = 0
         for share in self.shares:
             rows = slice(start, start + share.size)
@@ -77,14 +77,14 @@ class RowLinear(nn.Module):
         self.bias = unset(num_outputs) if bias else None
 
     def forward(self, x: Tensor, residual: Tensor, spread: ActivationLayout) -> tuple[Tensor | None, Tensor]:
-        """Of x [v, the rank's inputs], what is yet to be added to the residual, and the residual: [u, outputs] each."""
+        """Takes x [v, the rank's inputs]; returns what to add to the residual, and the residual: [u, outputs]."""
         if self.comm.size == 1:
             return self.ops.add_linear(residual, x, self.weight, self.bias)
         return spread.row(x, self.weight, self.bias, self.ops.linear), residual
 
     @property
     def adds(self) -> bool:
-        """Whether its products can be added to the residual as they are written."""
+        """Tells whether products can be added to the residual as they are written."""
         return self.comm.size == 1 and self.bias is None
 
     def parts(self) -> dict[str, WeightPart]:
@@ -95,7 +95,7 @@ class RowLinear(nn.Module):
 
 
 class VocabularyMatrix(nn.Module):
-    """A row for each token id: embeds ids, or scores hidden states, or both; each rank holds a part of the rows."""
+    """A row for each token id: embeds ids, scores hidden states, or both; each rank holds a part of the rows."""
 
     def __init__(self, num_ids: int, dim: int, comm: Comm, ops: Ops) -> None:
         super().__init__()
@@ -114,15 +114,15 @@ class VocabularyMatrix(nn.Module):
         return spread.summed(spread.padded(own.masked_fill(elsewhere[:, None], 0)))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[s, dim] to [s, ids], of all ranks' ids and the same on every rank."""
+        """[s, dim] to [s, ids]: the ids of all ranks, on every rank."""
         return self.comm.all_gather(self.ops.linear(hidden, self.weight), 1)[:, : self.share.total]
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """[s, dim], the same on all ranks, to [s / ranks, ids]: all ids of the rank's rows. The ranks divide s > 0."""
+        """[s, dim], the same on all ranks, to [s / ranks, ids]: the rank's rows. Ranks divide s > 0."""
         ranks = self.comm.size
         part = self.ops.linear(hidden, self.weight)  # all rows, the rank's ids
         parts = self.comm.all_to_all(part.view(ranks, -1, part.shape[1]))
-        # Ids that are none are the last ones.
+        # The padding's ids are the last ones.
         return parts.transpose(0, 1).reshape(len(hidden) // ranks, -1)[:, : self.share.total]
 
     def part(self) -> WeightPart:
@@ -130,8 +130,6 @@ class VocabularyMatrix(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Adds to the residual and norms it."""
-
     def __init__(self, dim: int, eps: float, ops: Ops) -> None:
         super().__init__()
         self.weight = unset(dim)
@@ -139,7 +137,7 @@ class RMSNorm(nn.Module):
         self.ops = ops
 
     def forward(self, x: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """[t, dim] each: the norm of residual + x, and residual + x. One of them can be None, which counts as zeros."""
+        """Returns norm(residual + x) and residual + x, [t, dim] each. None counts as zeros; one may be None."""
         if x is None:
             x, residual = residual, None
         assert x is not None
@@ -150,7 +148,7 @@ class RMSNorm(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """RMSNorm of every query and key head, which the attention backend applies: a row of weights for each head."""
+    """The weights [heads, dim] of an RMSNorm of every query and key head, which the attention backend applies."""
 
     def __init__(self, num_heads: int, num_kv_heads: int, dim: int, eps: float) -> None:
         super().__init__()
@@ -163,11 +161,11 @@ class HeadNorm(nn.Module):
         return QueryKeyNorm(self.weight, self.eps)
 
     def parts(self) -> tuple[WeightPart, WeightPart]:
-        """The one weight of all query heads, and that of all key heads."""
+        """Returns the checkpoint's one weight for all query heads, and the one for all key heads."""
         weight = self.weight.data
         return WeightPart(weight[: self.num_heads], self.shape), WeightPart(weight[self.num_heads :], self.shape)
 
 
 def unset(*shape: int) -> nn.Parameter:
-    """An unset parameter of torch's default dtype on its default device."""
+    """Makes an unset parameter of torch's default dtype on its default device."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)

@@ -1,6 +1,7 @@
-"""What lies between a decoder's matrices and its attention, as a seam: a GPU fuses each of these into one kernel.
+"""The operations between a decoder's matrices and its attention, as a seam: a GPU fuses each into one kernel.
 
-`TorchOps` is plain torch: for CPUs, and for torch.compile, which fuses it itself. Knows no layers and no parameters.
+`TorchOps` is plain torch: for CPUs, and for torch.compile, which fuses operations itself. Knows no layers and no
+parameters.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 
 class Ops(Protocol):
-    """Operations on [t, n] activations of any floating dtype; only what `add_linear` says is written in place."""
+    """Operations on [t, n] activations of any floating dtype. Only `add_linear` writes in place."""
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """RMSNorm (arXiv:1910.07467) of the residual after `x` is added to it.

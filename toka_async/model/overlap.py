@@ -1,8 +1,8 @@
-"""Shards whose collectives overlap with the matrices that they belong to: asynchronous tensor parallelism.
+"""Overlaps the collectives of `SequenceSharded` with matrix products: asynchronous tensor parallelism.
 
-GPUs read each other's memory, part by part, while they multiply the parts that are there: torch's symmetric-memory
-operations. A product with a gather or a scatter takes as many parts as there are ranks. NVLink's multicast, which these
-would use where they can, must be switched off before a process begins. Knows no layers.
+GPUs read each other's memory, part by part, while they multiply the parts that are there, with torch's symmetric-memory
+operations. A product with a gather or a scatter has as many parts as there are ranks. These operations would use
+NVLink's multicast; it must be switched off before a process begins. Knows no layers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class OverlappedShards(SequenceSharded):
 
 
 def overlapped(comm: Comm) -> OverlappedShards:
-    """Shards over a group whose workspace is reserved."""
+    """Builds the layout for a group whose workspace is reserved."""
     group, size, operators = _group(comm), comm.size, Operators()
 
     def gather(x: Tensor, weight: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def overlapped(comm: Comm) -> OverlappedShards:
 
 
 def why_not(comm: Comm, device: torch.device) -> str:
-    """Why the ranks cannot overlap; empty, on all of them, if they can. Their GPUs have successive numbers."""
+    """Returns why the ranks cannot overlap; empty, on all ranks, if they can. Their GPUs have successive numbers."""
     reason = _why_not_here(comm, device)
     if comm.minimum(int(not reason)):
         return ""
@@ -101,9 +101,9 @@ def _has_multicast(device: torch.device) -> bool:
 
 
 def reserve(comm: Comm, num_bytes: int) -> str:
-    """Memory that all ranks read, taken once for all products: twice a rank's share of a product's largest side.
+    """Reserves the memory that all ranks read: twice a rank's share of a product's largest side.
 
-    It is not the allocator's. Returns why it cannot be had; empty, on all ranks, if it is there.
+    The allocator does not own it. Returns why it cannot be had; empty, on all ranks, if it is there.
     """
     reason = ""
     try:
@@ -116,7 +116,7 @@ def reserve(comm: Comm, num_bytes: int) -> str:
 
 
 def release(comm: Comm) -> None:
-    """Gives it back, when no rank reads it any more."""
+    """Frees the reserved memory once no rank reads it."""
     torch.cuda.synchronize()
     comm.minimum(0)
     _symmetric_memory()._group_name_to_workspace_tensor.pop(_group(comm), None)
@@ -128,5 +128,5 @@ def _group(comm: Comm) -> str:
 
 
 def _symmetric_memory() -> Any:
-    """Torch's module, which defines the operations when it is first imported."""
+    """Imports torch's module, which defines the operations at its first import."""
     return importlib.import_module("torch.distributed._symmetric_memory")

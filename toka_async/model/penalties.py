@@ -1,6 +1,6 @@
-"""Changes to logits before a draw: allowed tokens, bias, forbidden tokens, penalties for tokens seen before.
+"""Changes float32 logits in place before a draw: allowed tokens, bias, forbidden tokens, and penalties.
 
-All of it in place on float32 logits. Knows no requests, no slots and no random numbers.
+Knows no requests, no slots and no random numbers.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from torch import Tensor
 
 @dataclass(slots=True, frozen=True)
 class Penalties:
-    """Penalties of some rows.
+    """Penalties of p rows.
 
-    tokens: int64 [p, w]: each row's prompt and generated ids so far, padded at the end with any valid ids.
-    lengths: int64 [p]: ids in the row, at least 1.
-    num_prompt: int64 [p]: leading ids that are the prompt.
-    presence, frequency, repetition: float32 [p]; 0, 0 and 1 are off.
+    tokens: int64 [p, w]: each row's prompt and generated ids so far, padded at the end with any valid ids. lengths:
+    int64 [p]: ids in the row, at least 1. num_prompt: int64 [p]: leading ids that are the prompt. presence, frequency,
+    repetition: float32 [p]; 0, 0 and 1 are off.
     """
 
     tokens: Tensor
@@ -30,21 +29,21 @@ class Penalties:
 
 
 def keep_only(logits: Tensor, rows: Tensor, at: Tensor, ids: Tensor) -> None:
-    """-inf in `rows` [r] of logits [s, vocab], but at (at, ids), which are in these rows; all int64."""
+    """Sets `rows` [r] of logits [s, vocab] to -inf except at (at, ids), which are in these rows; all int64."""
     kept = logits[at, ids]
     logits.index_fill_(0, rows, -torch.inf)
     logits[at, ids] = kept
 
 
 def add_bias(logits: Tensor, rows: Tensor, ids: Tensor, values: Tensor) -> None:
-    """Add `values` [b] (-inf allowed) at (rows, ids) of logits [s, vocab]; rows, ids int64 [b]."""
+    """Adds `values` [b] (-inf allowed) at (rows, ids) of logits [s, vocab]; rows, ids int64 [b]."""
     logits.index_put_((rows, ids), values, accumulate=True)
 
 
 def apply_repetition(logits: Tensor, penalties: Penalties) -> None:
-    """Divide positive and multiply negative logits [p, vocab] of ids in prompt or output (arXiv:1909.05858)."""
+    """Divides positive and multiplies negative logits [p, vocab] of ids in prompt or output (arXiv:1909.05858)."""
     inside = _inside(penalties)
-    # A row's first id in place of the padding: written more than once, always with the same value.
+    # The padding becomes the row's first id, which is written repeatedly with the same value.
     ids = torch.where(inside, penalties.tokens, penalties.tokens[:, :1])
     scores = logits.gather(1, ids)
     factor = penalties.repetition[:, None]
@@ -52,7 +51,7 @@ def apply_repetition(logits: Tensor, penalties: Penalties) -> None:
 
 
 def subtract_counts(logits: Tensor, penalties: Penalties) -> None:
-    """Subtract frequency times the count, and presence once, of ids in the output from logits [p, vocab]."""
+    """Subtracts frequency times the count, and presence once, for the output's ids from logits [p, vocab]."""
     places = torch.arange(penalties.tokens.shape[1], device=logits.device)
     generated = _inside(penalties) & (places >= penalties.num_prompt[:, None])
     counts = torch.zeros_like(logits).scatter_add_(1, penalties.tokens, generated.to(logits.dtype))

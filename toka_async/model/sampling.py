@@ -1,12 +1,12 @@
-"""The choice of the next token: exact, vectorised over rows that each have their own parameters.
+"""Chooses the next tokens: exact, and vectorised over rows that each have their own parameters.
 
-Order, the same as vLLM's: allowed tokens, logit bias and forbidden end tokens, then repetition, frequency and presence
-penalties (all in `penalties`), then temperature, min_p, top_k and top_p, each on what the one before it left,
-renormalised. Likeliest first, ties by lowest id: so top_k 1 is greedy.
+The order is vLLM's: allowed tokens, logit bias and forbidden end tokens, then repetition, frequency and presence
+penalties (all in `penalties`), then temperature, min_p, top_k and top_p. Each filter works on the renormalised rest of
+the one before. Tokens rank by probability, ties by lowest id, so top_k 1 is greedy.
 
 A draw inverts the cumulative distribution at one uniform number per row: it depends on the row's own logits, parameters
-and number only, never on the rows beside it. NaN logits count as -inf; a row without any finite logit gives id 0.
-Knows no requests, no slots and no seeds.
+and number only. NaN logits count as -inf; a row without any finite logit gives id 0. Knows no requests, no slots and no
+seeds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from toka_async.messages import SamplingParams
 from toka_async.model.rng import Float64
 
-# One row of sampling parameters; a table of them is gathered by slot in one operation.
+# One row of sampling parameters; one operation gathers a table of them by slot.
 PARAMS = np.dtype(
     [
         ("temperature", np.float32),
@@ -50,12 +50,12 @@ class Flag(IntFlag):
     REPETITION = 16
     COUNTED = 32  # presence or frequency penalty
     LOGPROBS = 64
-    ALLOWED = 128  # of some token ids only
+    ALLOWED = 128  # only some token ids are allowed
 
 
 EDITS = Flag.ALLOWED | Flag.BIASED | Flag.MIN_TOKENS | Flag.REPETITION | Flag.COUNTED
 
-# Filters look at the likeliest tokens only, at more of them where these do not decide, at last at all of them.
+# Filters look at the likeliest tokens, then at more of them where these do not decide, at last at all of them.
 _WIDTHS = (64, 1024)
 # Vocabularies above the limit are summed in blocks, and the inverse is searched within one of them.
 _BLOCK = 256
@@ -64,7 +64,6 @@ _LARGEST_SHARE = 1 - 2.0**-53
 
 
 def params_of(sampling: SamplingParams) -> Params:
-    """The parameters of one request as an array of PARAMS, shape [1]."""
     random = sampling.temperature > 0 and sampling.top_k != 1
     filtered = random and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
     flags = (
@@ -93,20 +92,15 @@ def params_of(sampling: SamplingParams) -> Params:
 
 
 def clean(logits: Tensor) -> Tensor:
-    """Logits in place without NaN (now -inf) and without +inf (now the largest finite number)."""
+    """Replaces NaN by -inf and +inf by the largest finite number, in place."""
     return logits.nan_to_num_(nan=-torch.inf, posinf=torch.finfo(logits.dtype).max, neginf=-torch.inf)
 
 
 def sample(logits: Tensor, params: Params, uniform: Float64) -> Tensor:
-    """Choose a token for each row.
+    """Chooses a token for each row; returns token ids, int64 [s].
 
-    Args:
-        logits: [s, vocab], cleaned, any floating dtype.
-        params: PARAMS [s].
-        uniform: [s], numbers in [0, 1); unused for greedy rows.
-
-    Returns:
-        Token ids, int64 [s].
+    logits: [s, vocab], cleaned, any floating dtype. params: PARAMS [s]. uniform: [s], numbers in [0, 1); unused for
+    greedy rows.
     """
     kinds = params["flags"] & (Flag.RANDOM | Flag.FILTERED)
     if int(kinds.min()) == int(kinds.max()):
@@ -122,9 +116,9 @@ def sample(logits: Tensor, params: Params, uniform: Float64) -> Tensor:
 
 
 def likeliest(values: Tensor, num: int) -> tuple[Tensor, Tensor]:
-    """The `num` largest of each row of values [s, n] and their indices, both [s, num]; ties by lowest index.
+    """Returns the `num` largest of each row of values [s, n] and their indices, [s, num] each; ties by lowest index.
 
-    Where the last value ties with values left out, which of them are in is not defined.
+    If the last value ties with values left out, it is undefined which of them are in.
     """
     if num >= values.shape[1]:
         return values.sort(dim=1, descending=True, stable=True)
@@ -144,7 +138,7 @@ def _sample_plain(logits: Tensor, params: Params, uniform: Float64) -> Tensor:
 
 
 def _sample_filtered(logits: Tensor, params: Params, uniform: Float64) -> Tensor:
-    """[r, vocab] -> [r]: with few candidates first, since sorting a vocabulary costs more than all the rest."""
+    """[r, vocab] -> [r]. Tries few candidates first: sorting a vocabulary costs more than all the rest."""
     fields = ("temperature", "top_p", "min_p", "top_k")
     temperature, *filters, target = _upload(logits.device, *(params[name] for name in fields), uniform)
     vocab = logits.shape[1]
@@ -156,7 +150,7 @@ def _sample_filtered(logits: Tensor, params: Params, uniform: Float64) -> Tensor
         total = weights[rows].sum(-1, dtype=torch.float64) if width < vocab else None
         num_kept, decided = _kept(candidates, total, *(f[rows] for f in filters))
         kept = torch.where(torch.arange(width, device=rows.device) < num_kept[:, None], candidates, 0)
-        # In the order of ids: rounding that swaps two almost equal weights then moves the draw by next to nothing.
+        # The order of ids makes a draw robust: rounding that swaps two almost equal weights hardly moves it.
         ids, by_id = ids.sort(dim=1)
         tokens[rows] = ids.gather(1, invert(kept.gather(1, by_id), target[rows])[:, None])[:, 0]
         if bool(decided.all()):
@@ -168,15 +162,12 @@ def _sample_filtered(logits: Tensor, params: Params, uniform: Float64) -> Tensor
 def _kept(
     candidates: Tensor, total: Tensor | None, top_p: Tensor, min_p: Tensor, top_k: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """How many of a row's candidates pass its filters, and whether the candidates decide that.
+    """Returns how many of a row's candidates pass its filters, int64 [r] >= 1, and whether they decide that, bool [r].
 
     Args:
         candidates: [r, c]: the largest weights, in descending order, the first of them 1.
         total: float64 [r]: the weight of the whole vocabulary; None: the candidates are all of it.
         top_p, min_p, top_k: float64 [r]; 1, 0 and 0 are off.
-
-    Returns:
-        int64 [r], at least 1, and bool [r].
     """
     weights = candidates.double()
     width = weights.shape[1]
@@ -185,7 +176,7 @@ def _kept(
     sums = weights.cumsum(-1)
     mass = sums.gather(1, num_kept[:, None] - 1)
     if total is not None:
-        # All tokens pass min_p and top_k: top_p is of the whole vocabulary.
+        # All tokens pass min_p and top_k, so top_p applies to the whole vocabulary.
         unlimited = (top_k == 0) & (min_p == 0)
         mass = torch.where(unlimited, total, mass[:, 0])[:, None]
     # The smallest set that reaches top_p: a token is in while the mass before it is below.
@@ -202,14 +193,10 @@ def _kept(
 
 
 def invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The index where the running sum of a row's weights first exceeds `uniform` of its total.
+    """Returns the index where a row's running sum of weights first exceeds `uniform` of its total.
 
-    Args:
-        weights: float32 [r, n], >= 0.
-        uniform: float64 [r], in [0, 1).
-
-    Returns:
-        int64 [r]: an index of a positive weight; 0 where there is none.
+    weights: float32 [r, n], >= 0. uniform: float64 [r], in [0, 1). The result, int64 [r], has a positive weight, or is
+    0 where no weight is positive.
     """
     if weights.shape[1] <= _BLOCKS_ABOVE:
         return _search(weights.cumsum(-1, dtype=torch.float64), uniform[:, None])[:, 0]
@@ -217,7 +204,7 @@ def invert(weights: Tensor, uniform: Tensor) -> Tensor:
     sums = blocks.sum(-1)
     running = sums.cumsum(-1, dtype=torch.float64)
     block = _search(running, uniform[:, None])
-    # Where the target lies within its block, as a share of it.
+    # The position of the target within its block, as a share of the block.
     size = sums.gather(1, block).double()
     share = (uniform[:, None] * running[:, -1:] - running.gather(1, block)) / size + 1
     share = share.nan_to_num_(0).clamp_(0, _LARGEST_SHARE)
@@ -228,15 +215,16 @@ def invert(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _search(running: Tensor, share: Tensor) -> Tensor:
-    """The first index of running sums [r, n] above `share` [r, 1] of the last; 0 in rows of zeros. int64 [r, 1]."""
+    """Returns the first index of running sums [r, n] above `share` [r, 1] of the last; 0 in rows of zeros. int64 [r,
+    1]."""
     index = torch.searchsorted(running, share * running[:, -1:], right=True)
     return index.remainder_(running.shape[1])  # a share below 1 finds no index in rows of zeros only
 
 
 def _weights(logits: Tensor, temperature: Tensor) -> Tensor:
-    """exp((logits - their maximum) / temperature), float32 [r, vocab or a little more, the rest 0].
+    """Returns exp((logits - their maximum) / temperature), float32 [r, vocab or a little more, the rest 0].
 
-    The maximum goes first: no temperature overflows, and the likeliest token's weight is 1.
+    The maximum is subtracted first: no temperature overflows, and the likeliest token's weight is 1.
     """
     rows, vocab = logits.shape
     largest = logits.amax(-1, keepdim=True).float().clamp_(min=torch.finfo(torch.float32).min)
@@ -250,5 +238,5 @@ def _weights(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _upload(device: torch.device, *columns: npt.NDArray[np.generic]) -> list[Tensor]:
-    """Host columns [r] as float64 tensors on the device, in one copy."""
+    """Copies host columns [r] to the device as float64 tensors, in one copy."""
     return list(torch.from_numpy(np.array(columns, dtype=np.float64)).to(device).unbind())

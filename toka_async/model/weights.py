@@ -40,9 +40,9 @@ def build_decoder(
     spreads: LayoutPolicy | None = None,
     part: StagePart | None = None,
 ) -> Decoder:
-    """A decoder with unset parameters of `dtype`, made on `device` (`meta` included); `ops` default to plain torch.
+    """Builds a decoder with unset parameters on `device` (`meta` included); `ops` default to plain torch.
 
-    spec: of the whole model. part: of it, for a stage; None: all.
+    spec: the whole model. part: the layers of a stage; None: all.
     """
     with _default_dtype(dtype), torch.device(device):
         return Decoder(spec, comm or LocalComm(), ops or TorchOps(), spreads, part).eval()
@@ -62,7 +62,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def random_weights(decoder: Decoder, seed: int) -> None:
     """Sets norms to 1 and everything else to N(0, 0.02), in place.
 
-    Each tensor's numbers are its name's: however a model is divided, its ranks together hold the same one.
+    A tensor's name seeds its numbers, so the ranks of any division together hold the same tensor.
     """
     for name, part in checkpoint_parts(decoder):
         if name.endswith("norm.weight"):
@@ -80,8 +80,8 @@ def random_weights(decoder: Decoder, seed: int) -> None:
 def load_weights(decoder: Decoder, model_dir: Path, progress: bool = True) -> None:
     """Fills `decoder` from the safetensors files of `model_dir`, converting to its dtype.
 
-    `progress`: a bar on standard error when that is a terminal. Raises ModelError for a missing, mis-shaped or
-    unexpected tensor, naming it, and for a file that is missing or corrupt.
+    progress: show a bar if standard error is a terminal. Raises ModelError, which names the tensor or file, for a
+    tensor that is missing, mis-shaped or unexpected and a file that is missing or corrupt.
     """
     parts = dict(checkpoint_parts(decoder))
     missing = set(parts)
@@ -99,7 +99,7 @@ def load_weights(decoder: Decoder, model_dir: Path, progress: bool = True) -> No
 
 
 def checkpoint_parts(decoder: Decoder) -> Iterator[tuple[str, WeightPart]]:
-    """Every tensor that a checkpoint must have, by name, and where it goes; of a stage's decoder, those of its part."""
+    """Yields every tensor that the checkpoint must have for this decoder, by name, and where it goes."""
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     if decoder.embedding is not None:
         yield embedding, decoder.embedding.part()
@@ -133,7 +133,7 @@ def _layer_parts(layer: Layer) -> Iterator[tuple[str, WeightPart]]:
 
 
 def weight_files(model_dir: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: those of its index, `model.safetensors`, or all there are."""
+    """Returns the safetensors files of a checkpoint: those of its index, `model.safetensors`, or all there are."""
     index = model_dir / "model.safetensors.index.json"
     if index.exists():
         names = {_name_within(index, name) for name in JsonFile(index).section("weight_map").fields.values()}
@@ -156,7 +156,7 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 def _name_within(index: Path, name: object) -> str:
-    """A name of the index, which leads to nothing outside of the model's folder."""
+    """Checks that a name in the index stays within the model's folder."""
     if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts or "\0" in name:
         raise ModelError(f"{index}: weight_map names {name!r}: expected a file within the model's folder")
     return name
@@ -182,7 +182,6 @@ def _load_file(path: Path, parts: dict[str, WeightPart], stage: StagePart, bar: 
 
 
 def _read(path: Path, name: str, part: WeightPart, tensor: Any) -> Tensor:
-    """The rank's part of a tensor in a file."""
     shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
     if shape != part.shape:
         raise ModelError(f"{path}: tensor {name} has shape {list(shape)}, but config.json asks for {list(part.shape)}")
@@ -197,7 +196,7 @@ def _read(path: Path, name: str, part: WeightPart, tensor: Any) -> Tensor:
 
 
 def _check_unexpected(path: Path, name: str, stage: StagePart) -> None:
-    """A tensor without a place is harmless outside of the layers (a tied head, a value head) but not within."""
+    """Refuses a tensor without a place if it is in the layers; others (a tied or value head) are harmless."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
     if match and stage.first <= int(match[1]) < stage.last and not name.endswith("rotary_emb.inv_freq"):
         raise ModelError(f"{path}: tensor {name} has no place in the model that config.json describes")

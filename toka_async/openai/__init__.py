@@ -1,0 +1,1 @@
+"""OpenAI's API as types: requests, responses, errors, and the checks of requests."""

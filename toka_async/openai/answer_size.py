@@ -1,7 +1,7 @@
-"""How large an answer can become, before its request runs: some kilobytes can ask for gigabytes.
+"""Bounds how large an answer can become before its request runs: some kilobytes can ask for gigabytes.
 
-Text that is generated counts for nothing, as generating it takes so much longer than sending it. What repeats the
-prompt (its text, its token ids), and log-probs, count. Knows requests; knows no text and no engine.
+Generated text is not counted, because generating it takes far longer than sending it. Repeated prompts (text and token
+ids) and log-probs are counted. Knows requests; knows no text and no engine.
 """
 
 from __future__ import annotations
@@ -9,20 +9,17 @@ from __future__ import annotations
 from toka_async.openai.errors import bad_request
 from toka_async.openai.generation import GenerationParams
 
-ENTRY_BYTES = 48  # of a token with its log-prob as JSON: in completions some 30, in chats some 80
-CHAR_BYTES = 4  # of a character that an echo repeats
-ID_BYTES = 8  # of a token id as JSON
+ENTRY_BYTES = 48  # a token with its log-prob as JSON: about 30 in completions, 80 in chats
+CHAR_BYTES = 4  # a character that an echo repeats
+ID_BYTES = 8  # a token id as JSON
 
 
 def check_answer_size(
     generation: GenerationParams, num_prompt: int, max_new: int, num_echoed: int, max_mb: int
 ) -> None:
-    """Raises ApiError (400) for a request whose answer could have more than `max_mb` MiB.
+    """Raises ApiError (400) if the answer could exceed `max_mb` MiB.
 
-    Args:
-        num_prompt: tokens of its prompts.
-        max_new: tokens that its samples can have together.
-        num_echoed: characters of the prompts, if they are echoed.
+    num_prompt: prompt tokens. max_new: tokens of all samples together. num_echoed: prompt characters in the answer.
     """
     num_bytes = answer_bytes(generation, num_prompt, max_new, num_echoed)
     if num_bytes <= max_mb << 20:
@@ -38,7 +35,7 @@ def check_answer_size(
 
 
 def answer_bytes(generation: GenerationParams, num_prompt: int, max_new: int, num_echoed: int) -> int:
-    """An estimate from above. Streamed samples count for nothing: their log-probs go out as they come."""
+    """Returns an upper estimate. Streamed samples are not counted: their log-probs leave as they arrive."""
     sampling, copies = generation.sampling, generation.num_prompt_copies
     num_entries, num_ids = 0, copies * num_prompt if generation.return_token_ids else 0
     if generation.echo and sampling.num_logprobs >= 0:

@@ -1,4 +1,4 @@
-"""Files and batches as OpenAI's API has them: requests and responses. Knows shapes only."""
+"""OpenAI's requests and responses for files and batches. Knows shapes only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec import Meta
 from toka_async.openai.requests import WireRequest
 
 Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
-# As toka_async.batches has them.
+# The states of `toka_async.batches`.
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 Lifetime = Annotated[int, Meta(ge=3600, le=2_592_000)]  # seconds
 WINDOW = "^[1-9][0-9]{0,8}[smhd]$"
@@ -28,7 +28,7 @@ class ExpiresAfter(WireRequest, frozen=True, kw_only=True):
 
 
 class CreateBatch(WireRequest, frozen=True, kw_only=True):
-    """POST /v1/batches. `completion_window` is read in `seconds_of`."""
+    """POST /v1/batches. `seconds_of` parses `completion_window`."""
 
     input_file_id: Annotated[str, Meta(extra_json_schema={"minLength": 1})]
     endpoint: Endpoint

@@ -1,6 +1,7 @@
-"""Chat messages of a request, checked, in the shape chat templates take: plain dicts, content a string or text parts.
+"""Checks the messages of a chat request and brings them into the shape that chat templates take.
 
-Knows no template; which roles one takes is the template's own business.
+A message becomes a plain dict whose content is a string or a list of text parts. Knows no template: whether a template
+takes a role is decided there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 from toka_async.openai.errors import ApiError, bad_request
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Fields of answers, which come back in a conversation's history, at values that say nothing.
+# Fields of answers that clients send back in a conversation's history, with the values that mean nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {"annotations": ([],), "refusal": ("",), "tool_calls": ([],)}
 STRING_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
@@ -51,12 +52,9 @@ MESSAGE: dict[str, Any] = {  # the schema of what `parse_message` takes
 
 
 def parse_messages(messages: list[Any], where: str = "messages") -> list[Message]:
-    """The messages with nulls dropped. A developer's message is a system message, which templates know.
+    """Returns the messages without nulls. `developer` becomes `system`, which templates know.
 
-    `where` names them in errors.
-
-    Raises:
-        ApiError: 400 whose `param` is the place, e.g. `messages[2].content`.
+    Raises ApiError (400) whose `param` is the place, e.g. `messages[2].content`; `where` is the start of that place.
     """
     if not messages:
         raise bad_request(f"'{where}' must not be empty", param=where)
@@ -64,7 +62,6 @@ def parse_messages(messages: list[Any], where: str = "messages") -> list[Message
 
 
 def parse_message(message: Any, where: str) -> Message:
-    """One message; `where` names it in errors."""
     if not isinstance(message, dict):
         raise wrong(where, "must be an object", message)
     given = {name: value for name, value in message.items() if value is not None and value not in NEUTRAL.get(name, ())}
@@ -91,7 +88,6 @@ def parse_message(message: Any, where: str) -> Message:
 
 
 def parse_content(content: Any, where: str) -> str | list[Message]:
-    """A string, or text parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -100,7 +96,7 @@ def parse_content(content: Any, where: str) -> str | list[Message]:
 
 
 def parse_part(part: Any, where: str) -> Message:
-    """A text part; other kinds (images, audio, …) are errors."""
+    """Returns a text part; other kinds (images, audio, …) raise ApiError."""
     if not isinstance(part, dict):
         raise wrong(where, "must be an object", part)
     if part.get("type") != "text":
@@ -112,7 +108,7 @@ def parse_part(part: Any, where: str) -> Message:
 
 
 def parse_tool_calls(calls: Any, where: str) -> list[Message]:
-    """Calls made earlier in a conversation, for templates that write them out: objects with a `function`."""
+    """Checks that each earlier call has a `function` object; templates write the calls out."""
     if not isinstance(calls, list):
         raise wrong(where, "must be a list", calls)
     for index, call in enumerate(calls):
@@ -122,7 +118,6 @@ def parse_tool_calls(calls: Any, where: str) -> list[Message]:
 
 
 def string(value: Any, where: str) -> str:
-    """`value`, which must be a string."""
     if not isinstance(value, str):
         raise wrong(where, "must be a string", value)
     return value

@@ -30,7 +30,7 @@ class ApiError(Exception):
         param: the field of the request at fault.
         code: for programs, e.g. `model_not_found`.
         retry_after: seconds after which a retry makes sense.
-        logged: the message as it may be logged, where it may quote a prompt.
+        logged: replaces the message in logs where the message may quote a prompt.
     """
 
     def __init__(
@@ -57,11 +57,10 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A 400."""
     return ApiError(400, message, param=param, code=code)
 
 
 def model_not_found(model: str, served: str) -> ApiError:
-    """A 404 for a model that is not served; `served` is the one that is."""
+    """Returns a 404; `served` is the model that is served."""
     message = f"the model {model[:256]!r} does not exist; this server serves {served!r}"
     return ApiError(404, message, param="model", code="model_not_found")

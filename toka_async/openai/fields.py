@@ -1,8 +1,7 @@
-"""Which field names a request may carry, beyond the ones its Struct has.
+"""Decides which field names a request may carry beyond those of its Struct.
 
-A field that cannot be honoured is an error, never ignored. A known one may still be given its neutral value, the one
-that asks for nothing: `store: false`. A null means that the field is absent, whatever its name. Knows names and values,
-not what the supported fields mean.
+A field that cannot be honoured is an error, never ignored. An unsupported field may have its neutral value, the one
+that asks for nothing: `store: false`. A null means that a field is absent, whatever its name.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from toka_async.openai.errors import ApiError, bad_request
 MAX_SHOWN = 64  # characters of an unknown name in an error
 NOTHING = {"[]": "an empty list", "{}": "an empty object", '""': "an empty string"}  # words for JSON
 
-Unsupported = Mapping[str, tuple[Any, ...]]  # names, and the values that ask for nothing
+Unsupported = Mapping[str, tuple[Any, ...]]  # field name -> neutral values
 
-# Fields of generation that OpenAI's API and other servers know. Where a request has several, its error is about the
+# Generation fields that OpenAI's API and other servers know. Where a request has several, its error names the
 # first of them in this order.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
@@ -81,13 +80,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 def known_fields(
     fields: dict[str, Any], supported: Collection[str], unsupported: Unsupported, where: str = ""
 ) -> dict[str, Any]:
-    """`fields` without nulls and without unsupported fields at their neutral value.
+    """Returns `fields` without nulls and without unsupported fields at a neutral value.
 
-    Args:
-        where: what the names stand behind in errors, such as `stream_options.`.
-
-    Raises:
-        ApiError: 400; a name that nobody knows, or an unsupported field that asks for something.
+    `where` is the prefix of names in errors, such as `stream_options.`. Raises ApiError (400) for an unknown name or an
+    unsupported field that asks for something.
     """
     refused = []
     for name, value in fields.items():
@@ -103,7 +99,7 @@ def known_fields(
 
 
 def unknown(name: str, supported: Collection[str], where: str) -> ApiError:
-    """The error for a name that nobody knows; it says which name is near."""
+    """Returns the error for an unknown name; it suggests the nearest name."""
     name = name[:MAX_SHOWN]
     near = difflib.get_close_matches(name, supported, n=1)
     hint = f"; did you mean '{where}{near[0]}'?" if near else ""
@@ -111,7 +107,7 @@ def unknown(name: str, supported: Collection[str], where: str) -> ApiError:
 
 
 def not_supported(names: Collection[str], unsupported: Unsupported, where: str) -> ApiError:
-    """The error for fields that ask for what is not there: about the first of them in the order of `unsupported`."""
+    """Returns the error for unsupported fields; it is about the first of them in the order of `unsupported`."""
     first, *rest = [where + name for name in unsupported if name in names]
     nor = f"; nor {'are' if len(rest) > 1 else 'is'} {', '.join(rest)}" if rest else ""
     neutral = " or ".join(in_words(value) for value in unsupported[first.removeprefix(where)])
@@ -120,11 +116,10 @@ def not_supported(names: Collection[str], unsupported: Unsupported, where: str) 
 
 
 def same(value: Any, neutral: Any) -> bool:
-    """Equal, and not by a bool standing for a number."""
+    """Tells whether two values are equal; a bool does not equal a number."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def in_words(value: Any) -> str:
-    """A value as a client writes it."""
     text = json.dumps(value)
     return NOTHING.get(text, text)

@@ -1,4 +1,4 @@
-"""What a request asks to be generated, free of the names and defaults of the wire.
+"""Turns a request into checked generation parameters, free of the names and defaults of the wire.
 
 Checks what depends on the model and what ties two fields together. Knows no text, no prompt and no engine.
 """
@@ -39,13 +39,13 @@ NOT_DIRECT = (
     "logprobs_in_fingerprint",
     "truncate_prompt_tokens",
 )
-LEAST_TEMPERATURE = 1e-5  # below, a choice is greedy, as in vLLM: 1 / temperature has no meaning in float32
+LEAST_TEMPERATURE = 1e-5  # below, sampling is greedy, as in vLLM: float32 cannot hold 1 / temperature
 
 
 class RequestLimits(msgspec.Struct, frozen=True):
-    """What one request can have.
+    """The largest values that one request can have.
 
-    max_context: tokens of prompt and completion together. cache_tokens: the same, as the KV cache allows.
+    max_context: tokens of prompt and completion together. cache_tokens: the same limit, from the KV cache's size.
     """
 
     max_context: int
@@ -55,7 +55,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
 
 
 class Defaults(msgspec.Struct, frozen=True):
-    """What holds where a request says nothing: the model's own, or OpenAI's."""
+    """Values for what a request leaves out: the model's own, or OpenAI's."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -67,7 +67,7 @@ class Defaults(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Of prompts. num_kept: tokens at most, -1 for as many as fit. keep_end: the last ones stay, not the first."""
+    """How prompts are cut to `num_kept` tokens (-1: as many as fit). keep_end: the last tokens stay."""
 
     num_kept: int
     keep_end: bool
@@ -77,11 +77,11 @@ class Truncation:
 class GenerationParams:
     """A checked request.
 
-    max_tokens: None is whatever is left of the context. num_prompt_logprobs: the response's `prompt_logprobs`, -1 for
-    none; `sampling` may ask the engine for more, for an echo. num_prompt_copies: how often the answer has what it says
-    of a prompt: once, or in each of a prompt's choices. truncation: None leaves prompts as they are.
-    usage_in_chunks: every chunk of a stream says the usage of its sample so far. pad_chunks: it hides the length of its
-    text. pack_logprobs: samples' log-probs are arrays in the response's `system_fingerprint`.
+    max_tokens: None means the rest of the context. num_prompt_logprobs: the response's `prompt_logprobs`, -1 for none;
+    `sampling` may ask the engine for more because of an echo. num_prompt_copies: how often the answer repeats what it
+    says of a prompt: once, or in each choice. truncation: None leaves prompts as they are. usage_in_chunks: each chunk
+    of a stream has its sample's usage so far. pad_chunks: chunks hide the length of their text. pack_logprobs: samples'
+    log-probs are arrays in the response's `system_fingerprint`.
     """
 
     n: int
@@ -108,7 +108,7 @@ class GenerationParams:
 
 
 def completion_generation(request: CompletionRequest, limits: RequestLimits, defaults: Defaults) -> GenerationParams:
-    """Raises ApiError (400) that names the field."""
+    """Raises ApiError (400), which names the field."""
     if request.best_of is not None and request.best_of != request.n:
         raise bad_request(f"'best_of' must equal n ({request.n}), got {request.best_of}", param="best_of")
     num_logprobs = -1 if request.logprobs is None else request.logprobs
@@ -120,7 +120,7 @@ def completion_generation(request: CompletionRequest, limits: RequestLimits, def
 
 
 def chat_generation(request: ChatRequest, limits: RequestLimits, defaults: Defaults) -> GenerationParams:
-    """Raises ApiError (400) that names the field."""
+    """Raises ApiError (400), which names the field."""
     if request.top_logprobs and not (request.logprobs or request.logprobs_in_fingerprint):
         raise bad_request("'top_logprobs' needs logprobs: true", param="top_logprobs")
     both = request.max_tokens is not None and request.max_completion_tokens is not None
@@ -134,7 +134,7 @@ def chat_generation(request: ChatRequest, limits: RequestLimits, defaults: Defau
 
 
 def direct_generation(request: DirectRequest, limits: RequestLimits, defaults: Defaults) -> GenerationParams:
-    """Raises ApiError (400) that names the field. The seed is each prompt's own."""
+    """Leaves out the seed: each prompt has its own. Raises ApiError (400), which names the field."""
     for name in NOT_DIRECT:
         if getattr(request, name) not in (None, False):
             raise bad_request(f"'{name}' is no field of a direct submission", param=name)
@@ -152,7 +152,7 @@ def generation(
     num_prompt_logprobs: int,
     echo: bool,
 ) -> GenerationParams:
-    """The part that completions and chat share."""
+    """Builds what completions and chat share."""
     if fields.logprobs_in_fingerprint:
         num_logprobs = max(0, num_logprobs)
     check_counts(fields, limits, max_tokens)
@@ -194,7 +194,7 @@ def truncation(fields: GenerationFields) -> Truncation | None:
 
 
 def truncated(prompt: Int32, how: Truncation, limits: RequestLimits, max_tokens: int | None) -> Int32:
-    """A prompt [p] cut to what is wanted of it; what fits leaves room for `max_tokens`, or for one token."""
+    """Cuts a prompt [p]; -1 leaves room for `max_tokens`, or for one token."""
     room = min(limits.max_context, limits.cache_tokens) - (1 if max_tokens is None else max_tokens)
     num_kept = how.num_kept if how.num_kept > 0 else max(1, room)
     return prompt[-num_kept:] if how.keep_end else prompt[:num_kept]
@@ -220,7 +220,7 @@ def check_counts(fields: GenerationFields, limits: RequestLimits, max_tokens: in
 def sampling(
     fields: GenerationFields, limits: RequestLimits, defaults: Defaults, num_logprobs: int, num_prompt_logprobs: int
 ) -> SamplingParams:
-    """The engine's view of how tokens are chosen. top_k of -1 and 0 both mean off."""
+    """Builds the engine's sampling parameters. A top_k of -1 and of 0 both mean off."""
     ends = set(fields.stop_token_ids) | (set() if fields.ignore_eos else set(defaults.end_ids))
     bias = parse_bias(fields.logit_bias, limits.vocab_size)
     allowed = np.unique(np.array(fields.allowed_token_ids or (), dtype=np.int32))
@@ -249,12 +249,11 @@ def sampling(
 
 
 def chosen(value: N | None, default: N) -> N:
-    """The request's value, else the model's."""
     return default if value is None else value
 
 
 def parse_bias(wire: dict[str, float], vocab_size: int) -> dict[int, float]:
-    """Token id -> bias. Raises ApiError (400) for keys that are no ids of the vocabulary."""
+    """Returns token id -> bias. Raises ApiError (400) for keys that are no ids of the vocabulary."""
     bias: dict[int, float] = {}
     for key, value in wire.items():
         if not (key.isascii() and key.isdecimal() and len(key) < 12 and int(key) < vocab_size):
@@ -267,7 +266,7 @@ def parse_bias(wire: dict[str, float], vocab_size: int) -> dict[int, float]:
 
 
 def parse_stops(stop: str | list[str]) -> tuple[str, ...]:
-    """The distinct stop strings, in order. Raises ApiError (400) for empty, too long or too many ones."""
+    """Returns the distinct stop strings, in order. Raises ApiError (400) for empty, too long or too many ones."""
     stops = [stop] if isinstance(stop, str) else stop
     if len(stops) > MAX_STOPS:
         raise bad_request(f"'stop' can have at most {MAX_STOPS} strings, got {len(stops)}", param="stop")
@@ -283,10 +282,9 @@ def parse_stops(stop: str | list[str]) -> tuple[str, ...]:
 
 
 def check_text(limits: RequestLimits, num_chars: int, longest: int, param: str) -> None:
-    """Refuses, before it is tokenized, a text that is too long even if all its tokens have `longest` characters.
+    """Raises ApiError (400) for a text that cannot fit even if all its tokens have `longest` characters.
 
-    Raises:
-        ApiError: 400, as `token_budget` does for its tokens.
+    This refuses a hopeless text before it is tokenized, with the error of `token_budget`.
     """
     room, least = min(limits.max_context, limits.cache_tokens), -(-num_chars // longest)
     if least > room:
@@ -310,10 +308,9 @@ def check_text_size(text: str, max_mb: int, param: str) -> None:
 
 
 def token_budget(limits: RequestLimits, num_prompt: int, max_tokens: int | None, param: str) -> int:
-    """How many tokens may be generated after a prompt of `num_prompt` tokens. `param` names the prompt's field.
+    """Returns how many tokens may follow a prompt of `num_prompt` tokens; `param` is the prompt's field.
 
-    Raises:
-        ApiError: 400, when prompt and completion do not fit the context or the cache; states the numbers.
+    Raises ApiError (400) with the numbers when prompt and completion do not fit the context or the cache.
     """
     room = min(limits.max_context, limits.cache_tokens)
     what = "maximum context length" if room == limits.max_context else "KV cache's size"

@@ -1,7 +1,7 @@
-"""How many items a JSON document has, counted in its bytes before it is parsed.
+"""Counts the items of a JSON document in its bytes, before it is parsed.
 
-A parser makes an object of some hundred bytes for each item, however short its text is, and holds the interpreter's
-lock meanwhile; so the number of items says what parsing costs. Knows the characters of JSON, not what they mean.
+A parser makes an object of some hundred bytes for each item, however short its text, and holds the interpreter's lock
+meanwhile. So the number of items tells what parsing costs. Knows JSON's characters, not what they mean.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from toka_async.arrays import Bool, Int64
 
 Bytes = npt.NDArray[np.uint8]
 
-STEP = 1 << 20  # bytes that are looked at together: the arrays of a step are small, and made without the lock
+STEP = 1 << 20  # bytes of one pass: its arrays stay small, and NumPy makes them without the interpreter's lock
 COMMA, QUOTE, BACKSLASH, BRACE = map(ord, ',"\\{')  # "[" with the bit of 0x20 set is "{"
 
 
 def count_items(raw: bytes | bytearray, enough: int) -> int:
-    """At least as many as arrays, objects and elements or pairs of them are in `raw`.
+    """Returns a count not below the arrays, objects and their elements or pairs in `raw`.
 
-    Exact above `enough`; below it, commas and brackets in strings may count too, as that is faster.
+    The count is exact above `enough`; below it, commas and brackets in strings may count too, which is faster.
     """
     data = np.frombuffer(raw, np.uint8)
     steps = [data[start : start + STEP] for start in range(0, data.size, STEP)]
@@ -37,11 +37,11 @@ def _is_item(step: Bytes) -> Bool:
 
 
 class _Scan:
-    """Which bytes are in strings, a step at a time."""
+    """Finds the bytes that are in strings, one step after the other."""
 
     def __init__(self) -> None:
         self._in_string = False
-        self._escaped = False  # the next byte is: a backslash is before it
+        self._escaped = False  # a backslash is before the next byte
 
     def in_strings(self, step: Bytes) -> Bool:
         quotes: Bool = step == QUOTE
@@ -52,7 +52,7 @@ class _Scan:
         return inside
 
     def _escaped_places(self, step: Bytes) -> Int64:
-        """The bytes after an odd number of backslashes; whether the first byte of the next step is one is kept."""
+        """Returns the bytes after an odd number of backslashes; remembers a backslash at the step's end."""
         slashes = (step == BACKSLASH).astype(np.int8)
         edges = np.flatnonzero(np.diff(slashes, prepend=0, append=0)).astype(np.int64, copy=False)
         starts, ends = edges[::2], edges[1::2]

@@ -1,4 +1,4 @@
-"""The four forms of a completion's prompt: a string, strings, token ids, lists of token ids.
+"""Parses the four forms of a completion's prompt: a string, strings, token ids, lists of token ids.
 
 Knows no tokenizer: strings stay strings.
 """
@@ -18,10 +18,9 @@ Prompt = str | Int32
 
 
 def parse_prompts(prompt: str | list[Any]) -> list[Prompt]:
-    """The prompts, each a string or an int32 array of token ids [p], p >= 1.
+    """Returns the prompts, each a string or an int32 array of token ids [p], p >= 1.
 
-    Raises:
-        ApiError: 400 with param `prompt`; empty, a mixture, or not token ids.
+    Raises ApiError (400) with param `prompt` for an empty prompt, a mixture, or items that are not token ids.
     """
     if isinstance(prompt, str):
         return [prompt]
@@ -43,7 +42,7 @@ def parse_prompts(prompt: str | list[Any]) -> list[Prompt]:
 
 
 def token_ids(items: Sequence[Any] | Int32) -> Int32:
-    """The ids as an array. Raises ApiError (400) for an empty list or anything that cannot be a token id."""
+    """Raises ApiError (400) for an empty list or anything that cannot be a token id."""
     if not len(items):
         raise bad_request("'prompt' must not hold an empty list of token ids", param="prompt")
     if isinstance(items, array | np.ndarray):  # see `long_ids`

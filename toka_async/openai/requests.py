@@ -1,7 +1,6 @@
 """The requests of the API as Structs: names, types and ranges that hold for every model.
 
-What depends on the model (context, vocabulary) or needs more than a range is checked in `generation`, `prompts` and
-`chat_messages`.
+`generation`, `prompts` and `chat_messages` check what depends on the model or needs more than a range.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from toka_async.openai.fields import UNSUPPORTED, Unsupported
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
-MAX_STOP_CHARS = 8192  # of all stop strings of a request
-MAX_IDS = 16384  # of `stop_token_ids` and `logit_bias`
+MAX_STOP_CHARS = 8192  # all stop strings of a request together
+MAX_IDS = 16384  # in `stop_token_ids` and `logit_bias`
 
 ANY_MODEL = ("", "default", "none")  # names that clients of other servers write for the one that is served
 LEAST_REPETITION = 0.01  # a penalty that no logit of a model overflows with
-MAX_COUNT = 2**31 - 1  # of anything: counts travel as int32
+MAX_COUNT = 2**31 - 1  # counts travel as int32
 
 Count = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
@@ -32,7 +31,7 @@ TokenId = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 TokenIds = list[TokenId]
 AllowedIds = Annotated[TokenIds, Meta(min_length=1)]
 
-# What no type tells is told by a schema, for readers; the modules that are named above check it.
+# A schema tells readers what no type tells; the modules named above check it.
 _ID = {"type": "integer", "minimum": 0, "maximum": MAX_COUNT}
 _IDS = {"type": "array", "items": _ID, "minItems": 1}
 Prompts = Annotated[
@@ -53,9 +52,9 @@ Conversations = Annotated[
 
 
 class WireRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An object of a request: unknown fields are errors.
+    """An object of a request. Unknown fields are errors.
 
-    unsupported: fields that others have and that are taken where they ask for nothing.
+    unsupported: fields of other servers, which are accepted where they ask for nothing.
     """
 
     unsupported: ClassVar[Unsupported] = {}
@@ -68,7 +67,7 @@ class StreamOptions(WireRequest, frozen=True, kw_only=True):
 
 
 class GenerationFields(WireRequest, frozen=True, kw_only=True):
-    """The fields that completions and chat share. None: the model's own default."""
+    """The fields that completions and chat share. None means the model's own default."""
 
     unsupported: ClassVar[Unsupported] = UNSUPPORTED
 
@@ -100,7 +99,7 @@ class GenerationFields(WireRequest, frozen=True, kw_only=True):
     truncation_side: Literal["left", "right"] = "left"
     priority: Annotated[int, Meta(ge=-MAX_COUNT, le=MAX_COUNT)] = 0
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
-    # Labels for the caller's own books; they ask nothing of a server.
+    # Labels for the caller's own records; they ask nothing of a server.
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -108,7 +107,7 @@ class GenerationFields(WireRequest, frozen=True, kw_only=True):
 
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
-    """POST /v1/completions. `prompt` is told apart in `prompts`; very many token ids are arrays of int32, in a list."""
+    """POST /v1/completions. `prompts` parses `prompt`; very many token ids are int32 arrays in a list."""
 
     prompt: str | Prompts
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
@@ -119,7 +118,7 @@ class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
 
 
 class DirectRequest(GenerationFields, frozen=True, kw_only=True):
-    """The fields of a direct submission: how to generate. `text`: it is wanted, and not only token ids."""
+    """The generation fields of a direct submission. `text`: return text, not only token ids."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_COUNT)] = 16
     logprobs: NumLogprobs | None = None
@@ -128,7 +127,7 @@ class DirectRequest(GenerationFields, frozen=True, kw_only=True):
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
-    """POST /v1/chat/completions. `messages` are checked in `chat_messages`."""
+    """POST /v1/chat/completions. `chat_messages` checks `messages`."""
 
     messages: Messages
     max_tokens: Count | None = None
@@ -143,7 +142,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
 
 
 class ChatBatchRequest(ChatRequest, frozen=True, kw_only=True):
-    """POST /v1/chat/completions/batch: `messages` are conversations. Neither streamed nor with log-probs of prompts."""
+    """POST /v1/chat/completions/batch: `messages` are conversations. Has no stream and no prompt log-probs."""
 
     messages: Conversations
     stream: Annotated[bool, Meta(extra_json_schema={"const": False})] = False
@@ -151,7 +150,7 @@ class ChatBatchRequest(ChatRequest, frozen=True, kw_only=True):
 
 
 class TokenizeRequest(WireRequest, frozen=True, kw_only=True):
-    """POST /tokenize: a prompt, or messages as chat has them."""
+    """POST /tokenize: a prompt or chat messages."""
 
     unsupported: ClassVar[Unsupported] = {
         "tools": ([],),
@@ -171,7 +170,7 @@ class TokenizeRequest(WireRequest, frozen=True, kw_only=True):
 
 
 class DetokenizeRequest(WireRequest, frozen=True, kw_only=True):
-    """POST /detokenize. Very many `tokens` are an array of int32."""
+    """POST /detokenize. Very many `tokens` are an int32 array."""
 
     model: str | None = None
     tokens: Sequence[TokenId]

@@ -1,6 +1,6 @@
-"""The responses of the API as Structs, streamed chunks included. UNSET fields are left out, None is written as null.
+"""The responses of the API as Structs, streamed chunks included.
 
-Knows shapes only.
+UNSET fields are left out; None is written as null. Knows shapes only.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ StopReason = int | str | None
 
 
 class PackedLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokasaurus' compact log-probs, JSON within `system_fingerprint`: an entry for each choice.
+    """Tokasaurus' compact log-probs, JSON within `system_fingerprint`; one entry for each choice.
 
-    completion_ids: its tokens [t]. The others are arrays in base64: float32 [t]; int32 and float32 [t, k], null where
-    no likeliest tokens are wanted.
+    completion_ids: the choice's tokens [t]. The others are arrays in base64: float32 [t]; int32 and float32 [t, k],
+    null without likeliest tokens.
     """
 
     completion_ids: list[list[int]]
@@ -39,19 +39,19 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """One token at a place of the prompt. rank: among all tokens, from 1."""
+    """One token at a position of the prompt. rank: the token's rank among all tokens, from 1."""
 
     logprob: float
     rank: int
     decoded_token: str
 
 
-# One entry a prompt token; the first has none. Keys are token ids.
+# One entry for each prompt token; the first is None. Keys are token ids.
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Parallel lists, one entry a token; an echoed prompt's first token has no log-prob."""
+    """Parallel lists, one entry for each token; an echoed prompt's first token has no log-prob."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -71,7 +71,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A completion, or a chunk of a streamed one: `usage` is UNSET, null or, in the last chunk, the numbers."""
+    """A completion, or a chunk of a streamed one. `usage` is UNSET, null, or the numbers in the last chunk."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -108,7 +108,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """prompt_token_ids: here where the answer is to many conversations."""
+    """prompt_token_ids: set here when the answer is to many conversations."""
 
     index: int
     message: ChatMessage

@@ -1,7 +1,7 @@
-"""The Structs of requests and responses as JSON Schemas (2020-12), for the document that describes the API.
+"""JSON Schemas (2020-12) of requests and responses, for the document that describes the API.
 
-Says in a schema what parsing does besides: a null is an absent field, some fields of other servers may have the value
-that asks for nothing, counts and token ids are bounded by the model. Knows no routes.
+A schema also states what parsing does: a null is an absent field, some unsupported fields may have a neutral value, and
+the model bounds counts and token ids. Knows no routes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ REF = "#/components/schemas/{name}"
 
 
 def reference(kind: type[msgspec.Struct]) -> Schema:
-    """To the schema of a Struct, as `request_schemas` and `response_schemas` name it."""
     return {"$ref": REF.format(name=kind.__name__)}
 
 
 def request_schemas(kinds: Iterable[type[WireRequest]], model: str, limits: RequestLimits) -> dict[str, Schema]:
-    """By name; those of the Structs inside too. `model` is the one that is served."""
+    """Returns schemas by name, those of inner Structs included. `model` is the model that is served."""
     kinds = list(kinds)
     schemas = components(kinds)
     bounds = bounds_of(limits)
@@ -47,7 +46,7 @@ def request_schemas(kinds: Iterable[type[WireRequest]], model: str, limits: Requ
 
 
 def response_schemas(kinds: Iterable[type[msgspec.Struct]]) -> dict[str, Schema]:
-    """By name. What has a default is always written, so it is required; UNSET fields are not."""
+    """Returns schemas by name. A field with a default is always written, so it is required; UNSET is not."""
     schemas = components(kinds)
     for schema in schemas.values():
         fields = schema.get("properties", {})
@@ -55,13 +54,13 @@ def response_schemas(kinds: Iterable[type[msgspec.Struct]]) -> dict[str, Schema]
         schema["required"] = given
         for field in fields.values():
             field.pop("default", None)
-            if "anyOf" in field:  # what is encoded already (msgspec.Raw) has the form of one of the others
+            if "anyOf" in field:  # msgspec.Raw, whose schema is empty, has the form of one of the others
                 field["anyOf"] = [each for each in field["anyOf"] if each]
     return schemas
 
 
 def components(kinds: Iterable[type[msgspec.Struct]]) -> dict[str, Schema]:
-    """As msgspec sees the Structs; their docstrings are for those who read the code."""
+    """Returns msgspec's schemas without the Structs' docstrings, which are for readers of the code."""
     _, schemas = msgspec.json.schema_components(kinds, ref_template=REF)
     for schema in schemas.values():
         schema.pop("description", None)
@@ -69,7 +68,7 @@ def components(kinds: Iterable[type[msgspec.Struct]]) -> dict[str, Schema]:
 
 
 def bounds_of(limits: RequestLimits) -> dict[str, int]:
-    """The largest numbers in fields: what a Struct allows for every model, this one may not."""
+    """Returns the largest numbers in fields that this model allows; a Struct has the bounds of every model."""
     room, last_id = min(limits.max_context, limits.cache_tokens), limits.vocab_size - 1
     counts = {"n": limits.max_n, "best_of": limits.max_n, "min_tokens": limits.max_context}
     tokens = dict.fromkeys(("max_tokens", "max_completion_tokens"), room)
@@ -77,7 +76,6 @@ def bounds_of(limits: RequestLimits) -> dict[str, int]:
 
 
 def lower(schema: object, most: int) -> None:
-    """Lowers every maximum in it."""
     if isinstance(schema, dict):
         if "maximum" in schema:
             schema["maximum"] = min(schema["maximum"], most)
@@ -87,7 +85,7 @@ def lower(schema: object, most: int) -> None:
 
 
 def neutral_fields(unsupported: Unsupported, supported: Collection[str]) -> dict[str, Schema]:
-    """Fields that are not supported, and the values that are taken nevertheless."""
+    """Returns schemas of unsupported fields that have neutral values."""
     return {
         name: {"enum": [*values, None], "description": "Not supported; a value that asks for nothing is taken."}
         for name, values in unsupported.items()
@@ -96,7 +94,7 @@ def neutral_fields(unsupported: Unsupported, supported: Collection[str]) -> dict
 
 
 def let_null(schema: Schema) -> None:
-    """Optional fields may be null, which means absent; so may fields that nobody knows."""
+    """Allows null for optional and unknown fields; a null means absent."""
     if schema.get("additionalProperties") is False:
         schema["additionalProperties"] = {"type": "null"}
     fields = schema.get("properties", {})

@@ -1,0 +1,1 @@
+"""The entry point of each child process; wires the other folders together."""

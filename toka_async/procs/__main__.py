@@ -1,7 +1,6 @@
-"""The entry point of every child: `python -m toka_async.procs NAME`, its spec on standard input.
+"""The entry point of every child: `python -m toka_async.procs NAME`, with its spec on standard input.
 
-The name is for people who list processes. Imports a role's module only once the lifeline is up, since that can take
-seconds (torch).
+The name is for process lists. A role's module is imported only after the lifeline is up, since torch takes seconds.
 """
 
 from __future__ import annotations

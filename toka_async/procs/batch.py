@@ -1,6 +1,7 @@
-"""The process of `toka-async batch run`: in the server's place, without HTTP, one batch between files of the user's.
+"""The process of `toka-async batch run`: works on one batch between the user's files, without HTTP, in the server's
+place.
 
-What is done is kept in a folder beside the output, so that a killed run goes on where it was.
+Results are kept in a folder beside the output, so that a killed run continues where it stopped.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from toka_async.batches.records import Batch
 from toka_async.checkpoint.spec import ModelError
 from toka_async.messages import ToServer
 from toka_async.procs.child import Advanced, Drain, Drained, Finished, Order, ParentLink, Started
-from toka_async.procs.job import complaint, open_job
+from toka_async.procs.job import describe_fault, open_job
 from toka_async.procs.server import connect, load_texts, take_orders
 from toka_async.server.app import create_service
 from toka_async.server.batch.batch_service import BatchService
@@ -36,7 +37,7 @@ STOP_TIMEOUT = 4.0  # seconds
 
 
 def run(link: ParentLink) -> None:
-    """Work until the batch has ended or the parent says otherwise."""
+    """Work until the batch ends or the parent gives an order."""
     uvloop.run(work(link))
 
 
@@ -74,7 +75,7 @@ async def work(link: ParentLink) -> NoReturn:
     await batches.start()
     if job.begun is None:
         await batches.batches.create(job.record)
-    elif job.is_finished:  # since the parent has looked
+    elif job.is_finished:  # since the parent checked
         ended.set_result(job.begun)
     await follow(link, ended, is_ready, order := asyncio.create_task(orders.get()))
     if not ended.done():
@@ -93,14 +94,14 @@ async def work(link: ParentLink) -> NoReturn:
 async def follow(
     link: ParentLink, ended: asyncio.Future[Batch], is_ready: asyncio.Event, order: asyncio.Task[Order]
 ) -> None:
-    """Until the batch has ended and the parent knows, or until the parent has an order."""
+    """Wait until the batch has ended and the parent knows, or until the parent gives an order."""
     ready = asyncio.create_task(is_ready.wait())
-    await first_of(ready, order, ended)
-    check(link, ended)  # a file that is wrong is told before the engine is ready
-    await first_of(ready, order)
+    await wait_first(ready, order, ended)
+    check(link, ended)  # an unusable file is reported before the engine is ready
+    await wait_first(ready, order)
     if ready.done():
         link.report(Started())
-    await first_of(order, ended)
+    await wait_first(order, ended)
     check(link, ended)
     if ended.done():
         assert link.spec.job is not None
@@ -109,24 +110,24 @@ async def follow(
         link.report(Finished(progress.completed, progress.failed, progress.input_tokens, progress.output_tokens))
 
 
-async def first_of(*futures: asyncio.Future[Any]) -> None:
-    """Waits until one of them is done."""
+async def wait_first(*futures: asyncio.Future[Any]) -> None:
+    """Wait until one of the futures is done."""
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
 def check(link: ParentLink, ended: asyncio.Future[Batch]) -> None:
-    """Ends the process when one of the files cannot be worked on."""
+    """End the process if one of the files is unusable."""
     if ended.done() and ended.result().record.status == "failed":
         refuse(link, ended.result())
 
 
 def refuse(link: ParentLink, batch: Batch) -> NoReturn:
-    """One of the files cannot be worked on."""
+    """End the process with the fault of the file, and discard a run that answered nothing."""
     job = link.spec.job
     assert job is not None
     if not batch.progress.completed + batch.progress.failed:
         StoreFolder(Path(job.folder)).discard()
-    link.fatal(complaint(job, batch), user=True)
+    link.fatal(describe_fault(job, batch), user=True)
 
 
 class Reporter:
@@ -146,6 +147,5 @@ class Reporter:
             self.report()
 
     def report(self) -> None:
-        """As of now."""
         if self._latest is not None:
             self._link.report(self._latest)

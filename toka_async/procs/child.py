@@ -1,9 +1,9 @@
 """What every child process shares: its spec, the pipes to its parent, and how it ends.
 
-Standard input is a child's lifeline and order channel: the first line is its spec, later lines are orders, and the end
-of it means that the parent was killed (it says Stop otherwise), so the child exits at once, whatever its main thread
-does; Linux continues one that is stopped for that. Standard output carries statuses to the parent. Everything is one
-JSON line. Knows nothing of what a child does.
+Standard input is a child's lifeline and order channel: the first line is the spec, later lines are orders. Its end
+without a Stop means that the parent was killed, so the child exits at once, whatever its main thread does; Linux
+continues a stopped child for that. Standard output carries statuses to the parent. Everything is one JSON line. Knows
+nothing of what a child does.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from toka_async.logs import catch_stray_lines, configure
 from toka_async.socket_folder import remove_folder
 from toka_async.topology import Topology
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the parent's to decide on; children ignore them
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the parent decides on them; children ignore them
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent dies
 
 
 class BatchJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch without a server: files, as absolute paths, and the folder where its progress is kept.
+    """A batch without a server: absolute paths of its files, and the folder where its progress is kept.
 
-    model: what of the configuration the answers depend on, by key.
+    model: the parts of the configuration on which answers depend, by key.
     """
 
     input: str
@@ -46,16 +46,16 @@ class BatchJob(msgspec.Struct, frozen=True, kw_only=True):
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a child is told at its start."""
 
-    role: Literal["server", "batch", "scheduler", "rank"]  # batch: in the place of the server
+    role: Literal["server", "batch", "scheduler", "rank"]  # batch: takes the server's place
     replica: int = 0
     rank: int = 0  # within the replica
-    life: int = 0  # of the replica: how often it was restarted
+    life: int = 0  # how often the replica was restarted
     config: Config
     topology: Topology
     model_dir: str
     tokenizer_dir: str
     served_name: str
-    folder: str  # holds the sockets; whoever outlives the parent removes it
+    folder: str  # holds the sockets; children remove it if the parent was killed
     listen_fd: int = -1  # the server's listening socket
     job: BatchJob | None = None
 
@@ -71,24 +71,24 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank computes on and with, and how much fits; no dtype where nothing is computed."""
+    """A rank's device and dtype (empty if nothing is computed), and how much fits."""
 
     device: str
     dtype: str
-    num_tokens: int  # of the cache
+    num_tokens: int  # in the cache
     max_context: int
     max_seqs: int
     max_tokens: int
 
 
 class Started(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Child -> parent: it does its work now. resources: of a rank."""
+    """Child -> parent: it does its work now. resources: a rank's."""
 
     resources: Resources | None = None
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
-    """Child -> parent: it ends, and why. `user`: the user can mend it, so no more than this line is needed."""
+    """Child -> parent: it ends, and why. `user`: the user can fix it, so this line is enough."""
 
     message: str
     user: bool = False
@@ -101,9 +101,9 @@ class Drained(msgspec.Struct, frozen=True, tag=True):
 
 
 class Advanced(msgspec.Struct, frozen=True, tag=True):
-    """Batch -> parent: how many of the lines have ended by now, and how many of these went to the error file.
+    """Batch -> parent: how many lines have ended so far, and how many of these went to the error file.
 
-    tokens: generated for all of these lines.
+    tokens: generated for these lines.
     """
 
     done: int
@@ -122,42 +122,42 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """Child -> parent: its answer to a Beat. memory: bytes of its GPU that are in use, kept for more, and all."""
+    """Child -> parent: its answer to a Beat. memory: bytes of its GPU in use, reserved, and in all."""
 
     memory: tuple[int, int, int] | None = None
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """Parent -> child: say Alive, if you are."""
+    """Parent -> child: answer with Alive."""
 
 
 class Silent(msgspec.Struct, frozen=True, tag=True):
-    """Parent -> server: these children, all of them, have not answered lately."""
+    """Parent -> server: all children that have not answered lately."""
 
     names: tuple[str, ...]
 
 
 class Memory(msgspec.Struct, frozen=True, tag=True):
-    """Parent -> server: what a child has said of its GPU; see `Alive`."""
+    """Parent -> server: a child's GPU memory; see `Alive`."""
 
     name: str
     memory: tuple[int, int, int]
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """Parent -> server: accept no more, give running requests `seconds` to finish, say Drained, exit."""
+    """Parent -> server: accept no more requests, give running ones `seconds` to finish, report Drained, exit."""
 
     seconds: float
 
 
 class Fail(msgspec.Struct, frozen=True, tag=True):
-    """Parent -> server: the engine is gone; tell all clients and exit."""
+    """Parent -> server: the engine has failed; tell all clients and exit."""
 
     reason: str
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """Parent -> server: a replica is gone, and its requests with it. If it comes back, that is its life `life`."""
+    """Parent -> server: a replica and its requests are lost. If it is restarted, it has life `life`."""
 
     replica: int
     life: int
@@ -165,7 +165,7 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Parent -> child: exit now. The pipe's end without it means that the parent was killed."""
+    """Parent -> child: exit now. An end of the pipe without it means that the parent was killed."""
 
 
 Status = Started | Fatal | Drained | Advanced | Finished | Alive
@@ -177,8 +177,7 @@ _ORDERS: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
 class ParentLink:
     """A child's end of the pipes.
 
-    `on_order` runs in the lifeline's thread; while None, any order ends the child. So does `on_beat`: what it does when
-    it is asked whether it is alive.
+    `on_order` and `on_beat` run in the lifeline's thread. While `on_order` is None, any order ends the child.
     """
 
     def __init__(self, spec: ChildSpec, orders_fd: int, status_fd: int, rest: bytes = b"") -> None:
@@ -191,7 +190,7 @@ class ParentLink:
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
 
     def report(self, status: Status) -> None:
-        """Tell the parent; a parent that is gone needs no telling."""
+        """Send a status to the parent, if it still exists."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self._status_fd, msgspec.json.encode(status) + b"\n")
 
@@ -201,7 +200,7 @@ class ParentLink:
         self.exit(1)
 
     def exit(self, code: int = 0) -> NoReturn:
-        """End now, with the last lines logged. Nothing else runs: threads of torch and ZeroMQ must not keep it."""
+        """Flush the log and end at once: threads of torch and ZeroMQ must not keep the process alive."""
         logging.shutdown()
         os._exit(code)
 
@@ -225,15 +224,15 @@ class ParentLink:
                     return
                 rest += chunk
         finally:
-            if not told:  # the parent was killed, so this is left to its children
+            if not told:  # the parent was killed and cannot remove it
                 remove_folder(Path(self.spec.folder))
             self.exit(0)
 
 
 def connect_parent() -> ParentLink:
-    """Read the spec and take over the pipes; to be called first in a child, before any slow import.
+    """Read the spec and take over the pipes. A child calls this first, before any slow import.
 
-    From here on standard input is empty and standard output is standard error, for whatever library prints.
+    Afterwards standard input is empty and standard output is standard error, for whatever libraries print.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -247,7 +246,7 @@ def connect_parent() -> ParentLink:
     while b"\n" not in data:
         chunk = os.read(orders_fd, 65536)
         if not chunk:
-            os._exit(0)  # the parent was gone before it could say anything
+            os._exit(0)  # the parent ended before it sent the spec
         data += chunk
     line, _, rest = data.partition(b"\n")
     spec = msgspec.json.decode(line, type=ChildSpec)
@@ -257,6 +256,6 @@ def connect_parent() -> ParentLink:
 
 
 def continue_without_parent() -> None:
-    """A stopped child whose parent is killed would stay for ever, and keep the address and the folder of files."""
+    """Have a stopped child continued when its parent is killed: it would keep the address and the folder."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""The endpoint of direct submission with what it needs: sockets of its own, keys, and the gate that checks clients.
+"""The endpoint of direct submission with its sockets, keys, and the gate that checks clients.
 
 Knows the configuration's keys; knows nothing of requests.
 """
@@ -21,7 +21,7 @@ from toka_async.transport.zmq_frames import RouterSocket
 logger = logging.getLogger(__name__)
 
 MOST_QUEUED = 256  # messages for a client that does not read
-WAITING = 8  # times `max_body_mb`: what has come and was not taken
+WAITING = 8  # times `max_body_mb`: data that arrived and was not read
 
 
 class DirectServer:
@@ -57,7 +57,7 @@ class DirectServer:
         logger.info("direct submission at %s", self.endpoint.address)
 
     async def close(self, timeout: float) -> None:
-        """Gives clients so many seconds to take what they are owed."""
+        """Close after at most `timeout` seconds in which clients take what they are owed."""
         await self.endpoint.close(timeout)
         if self._gate is not None:
             self._gate.close()

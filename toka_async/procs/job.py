@@ -1,4 +1,4 @@
-"""What `toka-async batch run` keeps of a run in a folder beside its output, and whether a command may go on with it.
+"""The folder that `toka-async batch run` keeps beside its output, and whether a command may continue that run.
 
 Used by the command before it starts anything, and by the process that does the work. Knows no engine.
 """
@@ -21,7 +21,7 @@ INPUT, OUTPUT, ERRORS = "input", "output", "errors"  # ids of the files
 
 @dataclass(frozen=True, slots=True)
 class OpenJob:
-    """A job whose folder this process holds. begun: the batch, when an earlier command has begun it."""
+    """A job whose folder this process holds. begun: the batch, if an earlier command began it."""
 
     store: Store
     record: BatchRecord
@@ -37,12 +37,12 @@ class OpenJob:
 
 
 def open_job(job: BatchJob) -> OpenJob:
-    """Opens the store of the job.
+    """Open the store of the job.
 
     Raises:
-        StorageError: the folder cannot be used, is of another run, or the files are not what they were.
+        StorageError: the folder is unusable or belongs to another run, or the files have changed.
     """
-    store = Store(Path(job.folder), SettledClock(), places=places(job))
+    store = Store(Path(job.folder), SettledClock(), places=map_files(job))
     try:
         begun = next(iter(store.batches(None, 1)), None)
         if begun is not None and is_void(job, begun):
@@ -51,7 +51,7 @@ def open_job(job: BatchJob) -> OpenJob:
             return open_job(job)
         if begun is None:
             check_free(job)
-            return OpenJob(store, new_record(facts(job)))
+            return OpenJob(store, make_record(collect_facts(job)))
         check_same(job, begun.record.metadata or {})
         check_results(job, begun.progress)
     except BaseException:
@@ -61,27 +61,27 @@ def open_job(job: BatchJob) -> OpenJob:
 
 
 def is_void(job: BatchJob, begun: Batch) -> bool:
-    """Whether a run that has ended leaves nothing: it had not answered a line, or its answers were all taken away."""
+    """Whether an ended run left nothing: it answered no line, or all of its answers were removed."""
     if begun.record.status not in FINAL:
         return False
     num_ended = begun.progress.completed + begun.progress.failed
     return not num_ended or not (Path(job.output).exists() or Path(job.errors).exists())
 
 
-def places(job: BatchJob) -> dict[str, Path]:
+def map_files(job: BatchJob) -> dict[str, Path]:
     return {INPUT: Path(job.input), OUTPUT: Path(job.output), ERRORS: Path(job.errors)}
 
 
-def facts(job: BatchJob) -> dict[str, str]:
-    """What must be as it was for a run to go on."""
+def collect_facts(job: BatchJob) -> dict[str, str]:
+    """Collect what must be unchanged for a run to continue."""
     state = Path(job.input).stat()
     files = {"input": job.input, "errors": job.errors, "size": str(state.st_size), "modified": str(state.st_mtime_ns)}
     return files | job.model
 
 
 def check_same(job: BatchJob, before: dict[str, str]) -> None:
-    """Raises StorageError when the run was begun with something else. What it does not tell is taken to be the same."""
-    now = facts(job)
+    """Raise StorageError if the run was begun with other facts. A fact that `before` lacks counts as the same."""
+    now = collect_facts(job)
     different = [name for name in now if before.get(name, now[name]) != now[name]]
     if not different:
         return
@@ -96,14 +96,14 @@ def check_same(job: BatchJob, before: dict[str, str]) -> None:
 
 
 def check_free(job: BatchJob) -> None:
-    """Raises StorageError when there is something where a run that is to be begun would write."""
+    """Raise StorageError if files exist where a new run would write."""
     for path in (Path(job.output), Path(job.errors)):
         if path.exists() and path.stat().st_size:
             raise StorageError(f"{path} is there already, and no run has begun it: remove it or name another")
 
 
 def check_results(job: BatchJob, progress: BatchProgress) -> None:
-    """Raises StorageError when a file that was begun has become shorter: it would be waited for without an end."""
+    """Raise StorageError if a result file is shorter than what was written: the run would wait for ever."""
     for path, wanted in ((Path(job.output), progress.output_bytes), (Path(job.errors), progress.error_bytes)):
         size = path.stat().st_size if path.is_file() else 0
         if size < wanted:
@@ -113,10 +113,10 @@ def check_results(job: BatchJob, progress: BatchProgress) -> None:
             )
 
 
-def complaint(job: BatchJob, batch: Batch) -> str:
-    """What is wrong with the files of a batch that has failed, in a line."""
+def describe_fault(job: BatchJob, batch: Batch) -> str:
+    """Describe in a line what is wrong with the files of a failed batch."""
     fault, *others = batch.record.faults
-    more = f" (and {len(others)} more faults)" if others else ""
+    more = f" (and {len(others)} more fault{'s' * (len(others) > 1)})" if others else ""
     results = {"output_file_id": job.output, "error_file_id": job.errors}
     where = results.get(fault.param or "") or (f"{job.input}, line {fault.line}" if fault.line else job.input)
     is_begun = batch.progress.completed + batch.progress.failed > 0
@@ -124,10 +124,10 @@ def complaint(job: BatchJob, batch: Batch) -> str:
     return f"{where}: {fault.message}{anew}{more}"
 
 
-def new_record(about: dict[str, str]) -> BatchRecord:
+def make_record(about: dict[str, str]) -> BatchRecord:
     return BatchRecord(
         id=f"batch_{secrets.token_hex(12)}",
-        endpoint="",  # each line says its own
+        endpoint="",  # each line has its own
         input_file_id=INPUT,
         output_id=OUTPUT,
         error_id=ERRORS,

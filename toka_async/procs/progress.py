@@ -1,6 +1,6 @@
-"""Whether a process gets on with its work: what was begun, what has ended, and when that last changed.
+"""Whether a process gets on with its work: how much was begun, how much has ended, and when that last changed.
 
-One thread may begin, another may end, a third asks. Knows nothing of the work.
+One thread may begin, another may end, a third may ask. Knows nothing of the work.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class WorkProgress:
         self._moved = self._clock()
         self._num_ended += 1
 
-    def stuck(self) -> float:
+    def measure_stall(self) -> float:
         """Seconds since something began or ended; 0 while there is no work."""
         return self._clock() - self._moved if self._num_begun > self._num_ended else 0.0
 
@@ -36,13 +36,13 @@ class WorkProgress:
 def answer_while_moving(
     link: ParentLink, progress: WorkProgress, timeout: float, what: str, alive: Callable[[], Alive] = Alive
 ) -> None:
-    """From now on the process is alive as long as no `what` takes longer than `timeout` seconds (0: any time).
+    """Answer the parent's beats as long as no `what` takes longer than `timeout` seconds (0: any time); otherwise end.
 
-    `alive` makes its answer; it is called in the lifeline's thread.
+    `alive` makes the answer; it is called in the lifeline's thread.
     """
 
     def on_beat() -> None:
-        if timeout and progress.stuck() > timeout:
+        if timeout and progress.measure_stall() > timeout:
             link.fatal(f"{what} did not end in {timeout:g} s")
         link.report(alive())
 

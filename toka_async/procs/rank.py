@@ -1,8 +1,8 @@
 """A rank's process: runs the scheduler's steps in order and sends back what they sampled.
 
-Steps are launched as they arrive; a thread of its own waits for each to be computed, so that the device always has the
-next one before it is done. Knows nothing of requests; what a step computes is the runner's business. Loads torch only
-for a device that computes.
+Steps are launched as they arrive; a second thread waits for each to be computed, so that the device always has the next
+one before it is done. Knows nothing of requests; what a step computes is the runner's business. Loads torch only for a
+device that computes.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from toka_async.transport.base import Outbox
 from toka_async.transport.codec import Codec
 from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
 
-OTHERS_FIRST = 1.0  # seconds in which the parent hears of a dead rank, before the others say that they miss it
-# Multicast over NVLink, which containers and partitioned machines often lack, is not needed.
+OTHERS_FIRST = 1.0  # seconds for the parent to hear of a dead rank before others report that they miss it
 LOOPBACK = "lo"
+# Multicast over NVLink is not needed, and containers and partitioned machines often lack it.
 NO_MULTICAST = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-# A stage's streams wait for other ranks: none may hold up another because they share a queue of the device. Sends and
-# receives have groups of their own, so that a warning that they wait for each other does not apply.
+# A stage's streams wait for other ranks, so none may block another by sharing a queue of the device. Sends and receives
+# have groups of their own, so the warning that they wait for each other does not apply.
 STAGE_STREAMS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
@@ -52,7 +52,7 @@ class RunningStep(Protocol):
     """A step that a device was told to compute."""
 
     def collect(self) -> StepDone:
-        """Waits for it."""
+        """Wait for the results."""
         ...
 
 
@@ -72,7 +72,7 @@ def run(link: ParentLink) -> None:
 
 
 def serve_simulated(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank]) -> NoReturn:
-    """With a rank that computes nothing and keeps its own time."""
+    """Serve with a rank that computes nothing and keeps its own time."""
     config = link.spec.config
     shape = read_spec(Path(link.spec.model_dir))
     ready = msgspec.structs.replace(
@@ -95,7 +95,7 @@ def serve_simulated(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbo
 
 
 def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank]) -> NoReturn:
-    """With a model. Raises ModelError before it is ready."""
+    """Serve with a model. Raises ModelError before the rank is ready."""
     try:
         ready, launch, enter_thread = build(link.spec)
     except RuntimeError:
@@ -103,15 +103,15 @@ def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank
         raise
     announce(link, results, ready)
     launched: SimpleQueue[RunningStep] = SimpleQueue()
-    progress, send = WorkProgress(), outbox_of(link, results)
+    progress, send = WorkProgress(), make_sender(link, results)
 
-    def done(step: StepDone) -> None:
+    def end_step(step: StepDone) -> None:
         progress.end()
         send(step)
 
     watch_steps(link, progress)
     sender = threading.Thread(
-        target=send_results, args=(link, launched, done, enter_thread), name="results", daemon=True
+        target=send_results, args=(link, launched, end_step, enter_thread), name="results", daemon=True
     )
     sender.start()
     try:
@@ -120,11 +120,11 @@ def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank
                 progress.begin()
                 launched.put(launch(part))
     except RuntimeError as error:
-        device_failed(link, error)
+        report_device_failure(link, error)
 
 
 def watch_steps(link: ParentLink, progress: WorkProgress) -> None:
-    """A GPU that hangs ends the process. On a CPU a step takes as long as it takes."""
+    """End the process when a GPU hangs. On a CPU a step may take any time."""
     if link.spec.config.model.device == "cpu":
         return
     import torch
@@ -134,26 +134,26 @@ def watch_steps(link: ParentLink, progress: WorkProgress) -> None:
     device = torch.cuda.current_device()
     total = torch.cuda.get_device_properties(device).total_memory
 
-    def alive() -> Alive:
-        """The allocator's own counts: asking the driver could wait for a device that hangs."""
+    def make_alive() -> Alive:
+        # The allocator's own counts: asking the driver could wait for a device that hangs.
         return Alive((torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device), total))
 
-    answer_while_moving(link, progress, link.spec.config.server.step_timeout, "a step", alive)
+    answer_while_moving(link, progress, link.spec.config.server.step_timeout, "a step", make_alive)
 
 
-def outbox_of(link: ParentLink, results: Outbox[FromRank]) -> Callable[[StepDone], None]:
-    """What a rank does with a step's results: one sends them, the first of each stage tells of its times."""
+def make_sender(link: ParentLink, results: Outbox[FromRank]) -> Callable[[StepDone], None]:
+    """Make the function that sends a step's results (from one rank) and times (from one rank of each stage)."""
     layout, rank = link.spec.topology.layout, link.spec.rank
     stage, tensor_rank = layout.stage_of(rank)
     report = StageReport(stage, results) if layout.pp > 1 and tensor_rank == 0 else None
 
-    def done(step: StepDone) -> None:
+    def send(step: StepDone) -> None:
         if rank == layout.answering:  # all ranks of the last stage sample the same tokens
             results.send(step)
         if report is not None:
             report.add(step)
 
-    return done
+    return send
 
 
 def send_results(
@@ -162,43 +162,43 @@ def send_results(
     send: Callable[[StepDone], None],
     enter_thread: Callable[[], None],
 ) -> None:
-    """Every step's results, in order, as they are computed.
+    """Send every step's results, in order, as they are computed.
 
-    An error ends the process: no step may go missing.
+    An error ends the process: no step may be missing.
     """
     try:
         enter_thread()
         while True:
             send(launched.get().collect())
     except RuntimeError as error:
-        device_failed(link, error)
-    except Exception as error:  # else this thread alone would end, and the scheduler wait for ever
+        report_device_failure(link, error)
+    except Exception as error:  # otherwise only this thread would end, and the scheduler wait for ever
         logging.getLogger(__name__).exception("stopped by an error")
         link.fatal(f"{type(error).__name__}: {error}")
 
 
-def device_failed(link: ParentLink, error: RuntimeError) -> NoReturn:
-    """Out of memory, or broken: what is queued on it is lost."""
+def report_device_failure(link: ParentLink, error: RuntimeError) -> NoReturn:
+    """End the process: the device is out of memory or broken, and what is queued on it is lost."""
     logging.getLogger(__name__).exception("the device failed")
     let_others_end(link)
     link.fatal(f"the device failed: {error}")
 
 
 def let_others_end(link: ParentLink) -> None:
-    """A rank among others may have failed because one of them is dead: the parent stops it when it hears of that."""
+    """Wait: a rank may fail because another one died, and the parent stops this one when it hears of that."""
     if link.spec.topology.layout.num_ranks > 1:
         time.sleep(OTHERS_FIRST)
 
 
 def announce(link: ParentLink, results: Outbox[FromRank], ready: Ready) -> None:
-    """The rank is ready; what lives now lives to the end, so that no collection looks at it again."""
+    """Tell that the rank is ready. What lives now lives to the end, so the garbage collector skips it."""
     results.send(ready)
     gc.collect()
     gc.freeze()
-    link.report(Started(resources_of(ready)))
+    link.report(Started(make_resources(ready)))
 
 
-def resources_of(ready: Ready) -> Resources:
+def make_resources(ready: Ready) -> Resources:
     (own,) = ready.ranks
     return Resources(
         device=own.device,
@@ -211,17 +211,17 @@ def resources_of(ready: Ready) -> Resources:
 
 
 def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], RunningStep], Callable[[], None]]:
-    """What fits, what launches a step, and what a thread calls before it waits for one. Raises ModelError."""
+    """Return Ready, the function that launches a step, and what a waiting thread calls first. Raises ModelError."""
     config, model_dir = spec.config, Path(spec.model_dir)
     shape = read_spec(model_dir)
-    # Before torch loads: threads that wait for work by spinning starve the other processes (measured: 5 times slower).
+    # Set before torch loads: threads that spin for work starve the other processes (measured: 5 times slower).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Steps differ in size: blocks that cannot grow would leave more and more memory in pieces.
+    # Steps differ in size: blocks that cannot grow would fragment memory more and more.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     os.environ.update(NO_MULTICAST)
-    # Captured graphs would have NCCL register memory, which it cannot where the allocator's blocks grow.
+    # With captured graphs NCCL would register memory, which fails where the allocator's blocks grow.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    place = place_of(spec)
+    place = make_coords(spec)
     if place.num_stages > 1:
         os.environ.update(STAGE_STREAMS)
     if place.world_size > 1 and LOOPBACK in (name for _, name in socket.if_nameindex()):
@@ -242,8 +242,8 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], RunningStep], Callab
     return runner.ready, runner.launch, runner.enter_thread
 
 
-def place_of(spec: ChildSpec) -> RankCoords:
-    """Ranks of a replica that is started anew meet at another address."""
+def make_coords(spec: ChildSpec) -> RankCoords:
+    """The rank's coordinates. Ranks of a restarted replica meet at another address."""
     layout, parallel = spec.topology.layout, spec.config.parallel
     stage, rank = layout.stage_of(spec.rank)
     return RankCoords(

@@ -21,7 +21,7 @@ from toka_async.transport.base import EveryOutbox, Inbox, Outbox
 from toka_async.transport.codec import Codec
 from toka_async.transport.zmq_sockets import PollSet, ZmqInbox, ZmqOutbox
 
-# What a request needs is freed by counting references: collections only cost time, the more the more requests wait.
+# Reference counting frees what a request needs. Collections only cost time, more with every waiting request.
 COLLECTED = (50_000, 20, 50)
 
 
@@ -48,12 +48,12 @@ def run(link: ParentLink) -> None:
     while True:
         poll.wait()
         progress.begin()
-        turn(core, requests, results, server, ranks, times, ready)
+        run_turn(core, requests, results, server, ranks, times, ready)
         progress.end()
 
 
 def wait_ready(results: ZmqInbox[FromRank], num_ranks: int) -> Ready:
-    """What the ranks can hold, once all of them are ready; they agree on it. Each has its own device."""
+    """Wait for Ready of all ranks and merge it: they agree on what they hold, and each has its own device."""
     each = [message for message in (results.receive() for _ in range(num_ranks)) if isinstance(message, Ready)]
     assert len(each) == num_ranks, "a rank's first message is Ready"
     ready, *others = [msgspec.structs.replace(one, ranks=()) for one in each]
@@ -63,7 +63,7 @@ def wait_ready(results: ZmqInbox[FromRank], num_ranks: int) -> Ready:
 
 
 def make_core(ready: Ready, config: Config) -> Core:
-    """The core for what the ranks can hold; they know what `auto` is."""
+    """Make the core for what the ranks can hold; they have resolved `auto`."""
     schedule, parallel = config.schedule, config.parallel
     return Core(
         ready,
@@ -76,7 +76,7 @@ def make_core(ready: Ready, config: Config) -> Core:
     )
 
 
-def turn(
+def run_turn(
     core: Core,
     requests: Inbox[ToScheduler],
     results: Inbox[FromRank],
@@ -85,9 +85,9 @@ def turn(
     times: StepTimes,
     ready: Ready,
 ) -> None:
-    """Take all that has arrived, queue the steps that follow from it, then tell the server: ranks must not wait.
+    """Handle all that has arrived, queue the next steps, and only then tell the server: ranks must not wait.
 
-    `ready` is what the server was told: whose statistics they are.
+    `ready`: identifies the replica in its statistics.
     """
     now = time.monotonic()
     times.begin()
@@ -95,17 +95,17 @@ def turn(
     for result in results.drain():
         assert not isinstance(result, Ready), "a rank is ready once"
         if isinstance(result, StageTimes):
-            core.stage_times(result)
+            core.note_stage_times(result)
             continue
         core.complete(result, now)
         num_completed += 1
     times.lap("results")
     for request in requests.drain():
-        core.receive(request)
+        core.receive(request, now)
     times.lap("requests")
     for step in core.next_steps(now):
         ranks.send(step)
-    core.sent(time.monotonic())
+    core.note_sent(time.monotonic())
     times.lap("steps")
     for message in core.take_messages(now):
         if isinstance(message, Stats):

@@ -1,4 +1,4 @@
-"""The server process: one event loop with the HTTP application on it, wired to the schedulers and to the parent.
+"""The server process: one event loop with the HTTP application, connected to the schedulers and to the parent.
 
 Listens before the engine is ready (requests are answered with 503 until then). Loads no torch; knows no routes.
 """
@@ -57,14 +57,14 @@ from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
 
 logger = logging.getLogger(__name__)
 
-GC_THRESHOLD = (700, 10, 200)  # the last is 10 by default: passes over all that requests of many prompts have take long
+GC_THRESHOLD = (700, 10, 200)  # the last is 10 by default; a full pass is slow with many prompts
 FLUSH_TIMEOUT = 1.0  # seconds for answers to leave once there is nothing more to compute
 
 
 def run(link: ParentLink) -> None:
-    """Serve until the parent says otherwise."""
+    """Serve until the parent orders otherwise."""
     for kind in (BadContentDispositionHeader, BadContentDispositionParam):
-        warnings.simplefilter("ignore", kind)  # they quote what clients send, and each is remembered for ever
+        warnings.simplefilter("ignore", kind)  # they quote what clients send, and Python keeps each for ever
     gc.set_threshold(*GC_THRESHOLD)
     uvloop.run(serve(link))
 
@@ -111,7 +111,7 @@ async def serve(link: ParentLink) -> NoReturn:
 
 
 def open_direct(link: ParentLink, service: Service) -> DirectServer | None:
-    """The endpoint of direct submission, where one is configured; ends the process when it cannot listen."""
+    """Open the endpoint of direct submission, if configured; ends the process when it cannot listen."""
     if not link.spec.config.zmq.bind:
         return None
     try:
@@ -127,7 +127,8 @@ def take_orders(
     engine: Engine,
     delays: Delays | None = None,
 ) -> asyncio.Queue[Order]:
-    """The parent's orders as they come. A lost replica is dealt with at once, even while draining, and not among them.
+    """Queue the parent's orders as they come. Losses of replicas are handled at once, even while draining, and not
+    queued.
 
     What a lost replica has not received is dropped: its next life knows nothing of those requests.
     """
@@ -151,7 +152,7 @@ def take_orders(
         if delays is not None and (line := delays.line()) is not None:
             logger.warning(line)
 
-    link.on_beat = lambda: loop.call_soon_threadsafe(on_beat)  # alive is whose event loop turns
+    link.on_beat = lambda: loop.call_soon_threadsafe(on_beat)  # answered by the event loop, to show that it runs
     link.on_order = lambda order: loop.call_soon_threadsafe(on_order, order)
     return orders
 
@@ -213,11 +214,11 @@ def load_texts(spec: ChildSpec) -> tuple[Tokenizer, ChatTemplate | None, Generat
     use_file = model.generation_config == "auto"
     defaults = read_generation_defaults(model_dir, read_spec(model_dir), use_file)
     tokenizer = Tokenizer.load(Path(spec.tokenizer_dir))
-    return tokenizer, chat_template(model, tokenizer), defaults
+    return tokenizer, load_chat_template(model, tokenizer), defaults
 
 
-def chat_template(model: ModelConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The configured file's, else the tokenizer's own, if it has one."""
+def load_chat_template(model: ModelConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Load the configured file, otherwise the tokenizer's own template, if any."""
     source = tokenizer.chat_template
     if model.chat_template:
         try:

@@ -1,7 +1,4 @@
-"""What a stage of a pipeline tells of its time, now and then: how much of it is computing, and how much waiting.
-
-Knows steps' times, not what they compute.
-"""
+"""Reports now and then how long a pipeline stage computed and waited. Knows steps' times, not their contents."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ class StageReport:
         self._seconds = self._stalled = self._waited = 0.0
 
     def add(self, step: StepDone) -> None:
-        """A step is computed."""
         self._seconds += step.seconds
         self._stalled += step.stalled
         self._waited += step.waited

@@ -1,0 +1,1 @@
+"""Executes the steps of one rank on its device."""

@@ -1,12 +1,11 @@
 """The scheduler of one replica, sans IO: requests in, steps out, results in, tokens out.
 
-The same object is driven by sockets in production and by lists in tests. Time is passed in. Loads no torch, no sockets
-and no event loop; knows token ids, not text.
+Sockets drive it in production, lists in tests. Every time is passed in, in seconds of one clock. Loads no torch, no
+sockets and no event loop; knows token ids, not text.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -39,7 +38,7 @@ from toka_async.scheduler.depth import StepDepth
 from toka_async.scheduler.grouping import Grouping
 from toka_async.scheduler.replies import Replies
 from toka_async.scheduler.results import ResultHandler
-from toka_async.scheduler.sequences.queues import JobQueue
+from toka_async.scheduler.sequences.queues import PrefillQueue
 from toka_async.scheduler.sequences.requests import PrefillScores, PrefillTask, Request, Top
 from toka_async.scheduler.sequences.running import RunningSet
 from toka_async.scheduler.statistics import StatsSource
@@ -55,11 +54,11 @@ class Core:
         ready: what the ranks can hold.
         max_tokens: tokens of one step, at least `ready.max_seqs`.
         steps_ahead: steps queued on the ranks at once, at most or exactly (`StepDepth`).
-        pipeline_lag: of a step's time, what passes between the first rank's end of a step and the last one's.
+        pipeline_lag: share of a step's time by which the first rank finishes before the last one.
         prefix: reuse cached pages of earlier prompts.
-        admission: makes the policy that says how much may start.
+        admission: makes the policy that decides how much may start.
         group_min_seqs: decoding rows of the smallest group with a shared prefix, at least 2; 0: no groups.
-        group_min_tokens: of the shortest such prefix.
+        group_min_tokens: tokens of the shortest such prefix.
     """
 
     def __init__(
@@ -80,10 +79,10 @@ class Core:
             StepDepth(lag=pipeline_lag) if steps_ahead == "auto" else StepDepth(steps_ahead, steps_ahead, pipeline_lag)
         )
         self._requests: dict[int, Request] = {}
-        self._queue = JobQueue()
+        self._queue = PrefillQueue()
         self._stops = StopTable(ready.vocab_size)
         self._running = RunningSet(ready, prefix)
-        self._outbox = Replies(self._running.lanes)
+        self._replies = Replies(self._running.table)
         self._preemption = Preemption(self._running, self._queue, self._requests)
         self._admission = admission(self._running)
         group_min_pages = max(1, -(-group_min_tokens // ready.page_size))
@@ -95,7 +94,7 @@ class Core:
         self._results = ResultHandler(
             self._running,
             self._requests,
-            self._outbox,
+            self._replies,
             self._stops,
             self._admission,
             self._preemption,
@@ -106,14 +105,13 @@ class Core:
 
     # ---- from the server
 
-    def receive(self, message: ToScheduler) -> None:
-        """Take any message of the server."""
+    def receive(self, message: ToScheduler, now: float) -> None:
         match message:
             case Submit():
-                self.submit(message)
+                self.submit(message, now)
             case Submits():
-                for submit in each_of(message):
-                    self.submit(submit)
+                for submit in split_submits(message):
+                    self.submit(submit, now)
             case Cancel():
                 self.cancel(message.request_id)
             case Cancels():
@@ -126,35 +124,35 @@ class Core:
             case DropStop():
                 self._stops.drop(message.stop_id)
             case AskStats():
-                self._stats.asked(message.number, message.forecast)
+                self._stats.note_question(message.number, message.forecast)
 
-    def submit(self, submit: Submit) -> None:
+    def submit(self, submit: Submit, now: float) -> None:
         """Queue a request; one that can never run fails at once."""
-        problem = self._problem(submit)
+        problem = self._find_problem(submit)
         if problem is not None:
-            self._outbox.failed(submit.request_id, problem)
+            self._replies.add_failure(submit.request_id, problem)
             return
         prompt, sampling = as_i32(submit.prompt), submit.sampling
         request = Request(
             submit=submit,
             prompt=prompt,
             arrival=self._num_arrived,
-            since=time.monotonic(),
+            since=now,
             num_open=submit.n,
             stop_row=self._stops.row(submit.stop_id),
-            scores=_empty_scores(prompt.size - 1, sampling.num_prompt_logprobs),
+            scores=_make_scores(prompt.size - 1, sampling.num_prompt_logprobs),
         )
         self._num_arrived += 1
         self._requests[request.request_id] = request
         self._stats.num_open += submit.n
-        if request.prompt_only and (prompt.size == 1 or request.scores is None):
+        if request.is_prompt_only and (prompt.size == 1 or request.scores is None):
             self._finish_prompt(request)
             return
         self._queue.push(
-            PrefillTask(request, sample=0 if submit.n == 1 and not request.prompt_only else -1, token_ids=prompt)
+            PrefillTask(request, sample=0 if submit.n == 1 and not request.is_prompt_only else -1, token_ids=prompt)
         )
 
-    def _problem(self, submit: Submit) -> str | None:
+    def _find_problem(self, submit: Submit) -> str | None:
         ready, prompt = self._ready, len(submit.prompt) // 4
         if submit.request_id in self._requests:
             return f"request id {submit.request_id} is in use"
@@ -172,56 +170,55 @@ class Core:
         return None
 
     def cancel(self, request_id: int) -> None:
-        """End all samples of a request without a word; an unknown id is one that has ended."""
+        """End all samples of a request without an answer; ignores unknown ids, which have ended."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return
         self._stats.num_open -= request.num_open
-        self._admission.closed(request)
-        for job in list(request.waiting.values()):
-            self._queue.cancel(job)
+        self._admission.close_request(request)
+        for task in list(request.waiting.values()):
+            self._queue.cancel(task)
         if request.num_found < 0:
-            return  # nothing of it has started
+            return  # its prompt was never opened
         request.next_sample = request.submit.n
-        self._results.end_lanes(self._running.lanes.of_request(request_id))
-        if request.shared_run is not None:  # no lane held it
+        self._results.end_seqs(self._running.table.find_living(request_id))
+        if request.shared_run is not None:  # no sequence held it
             self._running.close(request.shared_run)
 
     def end_sample(self, message: EndSample) -> None:
-        """A stop string ends a sample after `num_tokens` tokens; later tokens are dropped."""
+        """End a sample after `num_tokens` tokens because of a stop string; later tokens are dropped."""
         request = self._requests.get(message.request_id)
         if request is None:
             return
-        tables, tops = self._running.lanes, {}
-        lanes = tables.of_request(message.request_id)
-        lanes = lanes[tables.sample[lanes] == message.sample]
+        table, tops = self._running.table, {}
+        seqs = table.find_living(message.request_id)
+        seqs = seqs[table.sample[seqs] == message.sample]
         sample = np.asarray([message.sample], np.int32)
-        if lanes.size:
-            lane = int(lanes[0])
+        if seqs.size:
+            seq = int(seqs[0])
             length = np.asarray([message.num_tokens], np.int32)
-            self._admission.ended(lanes, length, np.zeros(1, np.bool_))
-            _, tokens, logprobs = self._running.log.take(lanes)
-            tops = {lane: self._running.tops.pop(lane, [])[: message.num_tokens]}
+            self._admission.observe_ends(seqs, length, np.zeros(1, np.bool_))
+            _, tokens, logprobs = self._running.log.take(seqs)
+            tops = {seq: self._running.tops.pop(seq, [])[: message.num_tokens]}
             if not request.submit.stream:
-                self._send_end(lanes, tokens[: message.num_tokens], logprobs[: message.num_tokens], tops)
-            self._results.end_lanes(lanes)
+                self._send_end(seqs, tokens[: message.num_tokens], logprobs[: message.num_tokens], tops)
+            self._results.end_seqs(seqs)
         elif not self._end_waiting(request, message):
             return
         if request.submit.stream:
-            self._outbox.ends(request, sample, Reason.STOP_STRING)
+            self._replies.add_ends(request, sample, Reason.STOP_STRING)
         self._results.close_samples(np.asarray([request.request_id], np.int32))
 
     # ---- to and from the ranks
 
     def next_steps(self, now: float) -> list[Step]:
-        """Steps to queue on the ranks now; empty when enough are queued or there is nothing to compute."""
-        del now
+        """Build the steps to queue on the ranks now; empty when enough are queued or there is nothing to compute."""
         steps = []
         depth = self._depth.depth
         while len(self._in_flight) < depth:
-            # With the ranks about to run dry, a step of what runs goes first; what may start is looked at for the next.
+            # When the ranks are about to run dry, a step of what runs goes first; admission follows with the next one.
             admit = bool(self._in_flight) or depth == 1
-            built = self._builder.build(admit, most=depth - len(self._in_flight) if admit else 1)
+            built = self._builder.build(now, admit, most=depth - len(self._in_flight) if admit else 1)
             for run in self._builder.ready:
                 self._finish_prompt(run.request)
             self._builder.ready = []
@@ -232,37 +229,36 @@ class Core:
             self._in_flight.extend(records)
         return steps
 
-    def sent(self, now: float) -> None:
-        """The steps that `next_steps` gave are on their way to the ranks."""
-        self._depth.sent(now, bool(self._in_flight))
+    def note_sent(self, now: float) -> None:
+        """Note that the steps of `next_steps` are on their way to the ranks."""
+        self._depth.note_sent(now, bool(self._in_flight))
 
     def complete(self, done: StepDone, now: float) -> None:
-        """Take the results of the oldest queued step."""
+        """Handle the results of the oldest queued step."""
         record = self._in_flight.popleft()
-        self._depth.completed(now, done.seconds, len(self._in_flight))
+        self._depth.note_completed(now, done.seconds, len(self._in_flight))
         assert done.step_id == record.step_id, "steps come back in order"
-        self._stats.stepped(done, record.was_queued, now)
+        self._stats.count_step(done, record.was_queued, now)
         if self._in_flight:
             self._in_flight[0].was_queued = True
         self._results.take_scores(done, record)
         for run in record.computed:
             if self._requests.get(run.request.request_id) is run.request:
                 self._finish_prompt(run.request)
-        # With steps queued on the ranks there is time for optional work.
+        # Optional work is done only while the ranks have steps queued.
         self._results.take_tokens(done, record, has_time=bool(self._in_flight))
         self._preemption.requeue_drained(record.step_id, now)
-        self._running.lanes.complete(record.step_id)
+        self._running.table.complete(record.step_id)
 
-    def stage_times(self, times: StageTimes) -> None:
-        """A stage of the ranks' pipeline tells what it does with its time."""
+    def note_stage_times(self, times: StageTimes) -> None:
+        """Keep what a stage of the ranks' pipeline does with its time."""
         self._stats.stages[times.stage] = (times.seconds, times.stalled, times.waited)
 
     def take_messages(self, now: float) -> list[ToServer]:
-        """Messages for the server, in order."""
-        stats = self._stats.due(now, idle=not self._in_flight)
+        stats = self._stats.take_due(now, idle=not self._in_flight)
         if stats is not None:
-            self._outbox.add(stats)
-        return self._outbox.take()
+            self._replies.add(stats)
+        return self._replies.take()
 
     @property
     def num_in_flight(self) -> int:
@@ -277,38 +273,38 @@ class Core:
 
     def _finish_prompt(self, request: Request) -> None:
         if not request.prefilled:
-            self._outbox.prefilled(request)
-            if request.prompt_only:
-                self._outbox.ends(request, np.arange(request.submit.n, dtype=np.int32), Reason.LENGTH)
+            self._replies.add_prefilled(request)
+            if request.is_prompt_only:
+                self._replies.add_ends(request, np.arange(request.submit.n, dtype=np.int32), Reason.LENGTH)
                 self._results.close_samples(np.full(request.submit.n, request.request_id, np.int32))
 
     # ---- ends found by the server
 
-    def _send_end(self, lanes: Int32, tokens: Int32, logprobs: Float32, tops: dict[int, list[Top]]) -> None:
+    def _send_end(self, seqs: Int32, tokens: Int32, logprobs: Float32, tops: dict[int, list[Top]]) -> None:
         count, reason = np.asarray([tokens.size], np.int32), np.asarray([Reason.STOP_STRING], np.int32)
-        self._outbox.rows(lanes, count, tokens, logprobs, reason, tops)
+        self._replies.add_rows(seqs, count, tokens, logprobs, reason, tops)
 
     def _end_waiting(self, request: Request, message: EndSample) -> bool:
-        """The sample was preempted and waits: end it from the queue. False if it has ended already."""
-        job = request.waiting.get(message.sample)
-        if job is None or job.generated is None:
+        """End a preempted sample that waits in the queue; False if it has ended already."""
+        task = request.waiting.get(message.sample)
+        if task is None or task.generated is None:
             return False
-        self._queue.cancel(job)
+        self._queue.cancel(task)
         if not request.submit.stream:
-            self._outbox.waiting_end(request, message, job.generated)
+            self._replies.add_waiting_end(request, message, task.generated)
         return True
 
     def check(self) -> None:
-        """Every invariant of the core and its parts; for tests, after every event."""
+        """Assert every invariant of the core and its parts, for tests."""
         running = self._running
         running.check()
         self._queue.check()
         if self._grouping is not None:
             self._grouping.check()
-        tables = running.lanes
+        table = running.table
         assert self._stats.num_open == sum(request.num_open for request in self._requests.values())
-        living = np.flatnonzero(tables.alive)
-        for request_id in tables.request[living].tolist():
+        living = np.flatnonzero(table.alive)
+        for request_id in table.request[living].tolist():
             assert request_id in self._requests
         if not self._requests:
             assert running.cache.num_used == 0
@@ -316,8 +312,7 @@ class Core:
             assert len(self._queue) == 0
 
 
-def each_of(message: Submits) -> Iterator[Submit]:
-    """The requests one by one."""
+def split_submits(message: Submits) -> Iterator[Submit]:
     columns = (as_i32(message.request_ids), np.cumsum(as_i32(message.lengths)), as_i64(message.seeds))
     start, prompts = 0, message.prompts
     for request_id, end, seed in zip(*(values.tolist() for values in columns), strict=True):
@@ -335,7 +330,7 @@ def each_of(message: Submits) -> Iterator[Submit]:
         start = end
 
 
-def _empty_scores(count: int, num_top: int) -> PrefillScores | None:
+def _make_scores(count: int, num_top: int) -> PrefillScores | None:
     if num_top < 0:
         return None
     shape = (count, num_top)

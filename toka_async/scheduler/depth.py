@@ -1,4 +1,4 @@
-"""How many steps are queued on the ranks: as many as hide the control latency, and no more than waste allows.
+"""How many steps are queued on the ranks: enough to hide the control latency, and no more than waste allows.
 
 A step that comes back must find the next one queued, so the depth is the latency of control in steps, plus one. Every
 further step computes one more token for each sequence whose end is found late. Knows times and counts.
@@ -13,20 +13,20 @@ import numpy as np
 
 MOST = 16
 LEAST = 2  # one runs while the next one waits
-WINDOW = 256  # steps that times are remembered of
-EVERY = 32  # steps between two looks at them
-TRANSPORT = 0.0005  # seconds that messages to the ranks and back take, on top of what is measured here
+WINDOW = 256  # steps whose times are kept
+EVERY = 32  # steps between two adaptations
+TRANSPORT = 0.0005  # seconds of messages to the ranks and back, which are not measured here
 WASTE = 0.02  # share of computed tokens that may be wasted for depth beyond the least
 
 
 class StepDepth:
     """The depth between `least` and `most`; fixed where they are equal.
 
-    lag: share of a step that the first rank is ahead of the one that answers: it needs the next step so much earlier.
+    lag: share of a step by which the first rank is ahead of the one that answers, and so needs its next step earlier.
 
     Attributes:
         depth: steps to have queued.
-        idle_seconds: in which the ranks had nothing queued although there was work.
+        idle_seconds: time in which the ranks had nothing queued although there was work.
         histogram: how often a step came back with 0, 1, … steps still queued.
     """
 
@@ -44,8 +44,8 @@ class StepDepth:
         self._num_steps = 0
         self._num_computed = self._num_wasted = 0
 
-    def completed(self, now: float, seconds: float, num_queued: int) -> None:
-        """A step came back, which took the ranks so long, with so many still queued."""
+    def note_completed(self, now: float, seconds: float, num_queued: int) -> None:
+        """Note that a step came back after `seconds` on the ranks, with `num_queued` steps still queued."""
         self.histogram[min(num_queued, self._most)] += 1
         self._steps.append(seconds)
         if self._completed_at is None:
@@ -55,8 +55,8 @@ class StepDepth:
         if self._num_steps % EVERY == 0 and self._least < self._most:
             self._adapt()
 
-    def sent(self, now: float, has_work: bool) -> None:
-        """What follows from the steps that came back is on its way to the ranks."""
+    def note_sent(self, now: float, has_work: bool) -> None:
+        """Note that the steps which follow from completed ones are on their way to the ranks."""
         if self._completed_at is None:
             return
         latency, self._completed_at = now - self._completed_at, None
@@ -65,8 +65,8 @@ class StepDepth:
             self.idle_seconds += latency
         self._dry = False
 
-    def computed(self, num_tokens: int, num_wasted: int) -> None:
-        """Tokens of a step, and those of them that belonged to sequences that had ended."""
+    def count_tokens(self, num_tokens: int, num_wasted: int) -> None:
+        """Count a step's tokens, `num_wasted` of which belonged to sequences that had ended."""
         self._num_computed += num_tokens
         self._num_wasted += num_wasted
 

@@ -1,6 +1,6 @@
 """Keeps the full pages of an ended sequence in the prefix tree, for the next turn of its conversation.
 
-Optional work, done when there is time, and not for the samples of n > 1, which nobody continues. Knows the running set.
+Optional work, done when there is time, and not for samples of n > 1, which nobody continues. Knows the running set.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from toka_async.arrays import Int32
 from toka_async.scheduler.sequences.running import RunningSet
 
 
-def cache_outputs(running: RunningSet, lanes: Int32) -> None:
-    """Put the full pages of those lanes that still hold theirs, and that are their request's only one, into the tree.
+def cache_outputs(running: RunningSet, seqs: Int32) -> None:
+    """Put the full pages of the sequences into the tree, if they still hold them and are their request's only sample.
 
-    To be called before the lanes are released. The pages stay owned until then.
+    Must be called before the sequences are released; they own the pages until then.
     """
-    if not running.cache.prefix or not lanes.size:
+    if not running.cache.prefix or not seqs.size:
         return
-    tables = running.lanes
-    has_page = tables.position[lanes] // running.cache.page_size > tables.num_shared[lanes]
-    for lane in lanes[has_page & tables.holds[lanes] & tables.single[lanes]].tolist():
-        _cache_output(running, lane)
+    table = running.table
+    has_page = table.position[seqs] // running.cache.page_size > table.num_shared[seqs]
+    for seq in seqs[has_page & table.holds[seqs] & table.single[seqs]].tolist():
+        _cache_output(running, seq)
 
 
-def _cache_output(running: RunningSet, lane: int) -> None:
-    """Pages are kept as far as both their tokens are known and the steps that write them are built."""
-    tables, size = running.lanes, running.cache.page_size
-    run = running.runs[int(tables.prompt_key[lane])]
+def _cache_output(running: RunningSet, seq: int) -> None:
+    """Keep pages as far as their tokens are known and the steps that write them are built."""
+    table, size = running.table, running.cache.page_size
+    run = running.runs[int(table.prompt_key[seq])]
     if len(run.nodes) != run.pages.size or not run.computed:
         return  # the tree has other pages with the prompt's tokens
-    tokens = np.concatenate([run.request.prompt, running.log.tail(lane, int(running.log.count[lane]))])
-    num_full = min(tokens.size, int(tables.position[lane])) // size
-    own = running.cache.chains.collect(tables.head[[lane]])[::-1]
+    tokens = np.concatenate([run.request.prompt, running.log.tail(seq, int(running.log.count[seq]))])
+    num_full = min(tokens.size, int(table.position[seq])) // size
+    own = running.cache.chains.collect(table.head[[seq]])[::-1]
     num_kept = 0
     for page in own[: max(0, num_full - run.pages.size)].tolist():
         start = (run.pages.size + num_kept) * size
@@ -45,4 +45,4 @@ def _cache_output(running: RunningSet, lane: int) -> None:
     if num_kept:
         running.cache.chains.cut(own, num_kept)
         if num_kept == own.size:
-            tables.head[lane] = -1
+            table.head[seq] = -1

@@ -1,6 +1,7 @@
-"""What the scheduler has to tell the server: messages collected until they are taken.
+"""Messages to the server, collected until they are taken.
 
-Rows of one Tokens message want the same number of log-probs, so that its columns are rectangular. Knows lanes' columns.
+Rows of one Tokens message want the same number of log-probs, so that its columns are rectangular. Knows the columns of
+the sequence table.
 """
 
 from __future__ import annotations
@@ -15,16 +16,14 @@ from toka_async.scheduler.sequences.requests import Generated, Request, Top
 from toka_async.scheduler.sequences.sequence_table import SequenceTable
 from toka_async.scheduler.sequences.token_log import TokenLog
 
-MOST_REQUESTS = 2048  # of a message: the server takes one in one turn of its event loop
+MOST_REQUESTS = 2048  # in a message, which the server handles in one turn of its event loop
 
 
 class Replies:
-    """Messages to the server, in order."""
-
-    def __init__(self, lanes: SequenceTable) -> None:
-        self._lanes = lanes
+    def __init__(self, table: SequenceTable) -> None:
+        self._table = table
         self._messages: list[ToServer] = []
-        self._prefilled: list[tuple[int, int]] = []  # requests and their cached tokens, to be told before all else
+        self._prefilled: list[tuple[int, int]] = []  # requests and their cached tokens; sent before all else
 
     def take(self) -> list[ToServer]:
         messages, self._messages = self._messages, []
@@ -34,54 +33,54 @@ class Replies:
             messages[:0] = [Prefills(request_ids=column(ids), cached_tokens=column(cached)) for ids, cached in parts]
         return messages
 
-    def rows(
+    def add_rows(
         self,
-        lanes: Int32,
+        seqs: Int32,
         counts: Int32,
         token_ids: Int32,
         logprobs: Float32,
         reasons: Int32,
         tops: dict[int, list[Top]],
     ) -> None:
-        """Rows of samples: `counts` tokens each, one row after the other in `token_ids` and `logprobs`.
+        """Add rows of samples with `counts` tokens each, one row after the other in `token_ids` and `logprobs`.
 
-        `tops` holds the likeliest tokens of a lane's row, one entry a token, for lanes that want any.
+        `tops` holds, for sequences that want them, one entry of likeliest tokens for each token.
         """
-        if lanes.size <= MOST_REQUESTS:
-            self._rows(lanes, counts, token_ids, logprobs, reasons, tops)
+        if seqs.size <= MOST_REQUESTS:
+            self._add_tokens(seqs, counts, token_ids, logprobs, reasons, tops)
             return
         starts = np.concatenate([[0], np.cumsum(counts)])
-        for first, last in pairwise([0, *self._cuts(lanes), lanes.size]):
+        for first, last in pairwise([0, *self._find_cuts(seqs), seqs.size]):
             part, tokens = slice(first, last), slice(starts[first], starts[last])
-            self._rows(lanes[part], counts[part], token_ids[tokens], logprobs[tokens], reasons[part], tops)
+            self._add_tokens(seqs[part], counts[part], token_ids[tokens], logprobs[tokens], reasons[part], tops)
 
-    def _cuts(self, lanes: Int32) -> list[int]:
-        """Where the next message begins."""
-        numbers = np.cumsum(np.diff(self._lanes.request[lanes], prepend=-1) != 0)  # of each lane's request, from 1
+    def _find_cuts(self, seqs: Int32) -> list[int]:
+        """Where further messages begin, so that none has more than MOST_REQUESTS requests."""
+        numbers = np.cumsum(np.diff(self._table.request[seqs], prepend=-1) != 0)  # of each row's request, from 1
         cuts: list[int] = np.searchsorted(numbers, np.arange(MOST_REQUESTS, numbers[-1], MOST_REQUESTS) + 1).tolist()
         return cuts
 
-    def _rows(
+    def _add_tokens(
         self,
-        lanes: Int32,
+        seqs: Int32,
         counts: Int32,
         token_ids: Int32,
         logprobs: Float32,
         reasons: Int32,
         tops: dict[int, list[Top]],
     ) -> None:
-        """As `rows`, of as many as a message may have."""
-        wanted = self._lanes.num_logprobs[lanes]
+        """Do the work of `add_rows` for at most MOST_REQUESTS requests."""
+        wanted = self._table.num_logprobs[seqs]
         for num_logprobs in np.unique(wanted).tolist():
             chosen = wanted == num_logprobs
             whole = bool(chosen.all())
             tokens: Bool | slice = slice(None) if whole else np.repeat(chosen, counts)
-            rows = lanes if whole else lanes[chosen]
-            top = [entry for lane in rows.tolist() for entry in tops.get(lane, ())] if num_logprobs > 0 else []
+            rows = seqs if whole else seqs[chosen]
+            top = [entry for seq in rows.tolist() for entry in tops.get(seq, ())] if num_logprobs > 0 else []
             self._messages.append(
                 Tokens(
-                    request_ids=column(self._lanes.request[rows]),
-                    samples=column(self._lanes.sample[rows]),
+                    request_ids=column(self._table.request[rows]),
+                    samples=column(self._table.sample[rows]),
                     counts=column(counts[chosen]),
                     reasons=column(reasons[chosen]),
                     token_ids=column(token_ids[tokens]),
@@ -92,8 +91,8 @@ class Replies:
                 )
             )
 
-    def ends(self, request: Request, samples: Int32, reason: Reason) -> None:
-        """Samples end without further tokens."""
+    def add_ends(self, request: Request, samples: Int32, reason: Reason) -> None:
+        """End samples without further tokens."""
         zeros = np.zeros(samples.size, np.int32)
         self._messages.append(
             Tokens(
@@ -106,8 +105,8 @@ class Replies:
             )
         )
 
-    def waiting_end(self, request: Request, end: EndSample, generated: Generated) -> None:
-        """A preempted sample that waits ends by a stop string, with the first of its tokens."""
+    def add_waiting_end(self, request: Request, end: EndSample, generated: Generated) -> None:
+        """End a preempted sample that waits, by a stop string, with the first of its tokens."""
         count, wanted = end.num_tokens, request.submit.sampling.num_logprobs
         tops = (generated.tops or [])[:count] if wanted > 0 else []
         self._messages.append(
@@ -124,8 +123,8 @@ class Replies:
             )
         )
 
-    def prefilled(self, request: Request) -> None:
-        """The request's prompt is computed, its scores are complete."""
+    def add_prefilled(self, request: Request) -> None:
+        """Tell that the request's prompt is computed, with its scores."""
         scores, cached_tokens = request.scores, max(0, request.num_found)
         request.scores, request.prefilled = None, True
         if scores is None:
@@ -142,20 +141,20 @@ class Replies:
             )
         )
 
-    def stop_checks(self, lanes: Int32, windows: list[int], log: TokenLog) -> None:
-        """Ask whether the newest tokens of the lanes complete a stop string."""
-        tails = [log.tail(lane, window) for lane, window in zip(lanes.tolist(), windows, strict=True)]
+    def add_stop_checks(self, seqs: Int32, windows: list[int], log: TokenLog) -> None:
+        """Ask whether the newest tokens of the sequences complete a stop string."""
+        tails = [log.tail(seq, window) for seq, window in zip(seqs.tolist(), windows, strict=True)]
         self._messages.append(
             StopChecks(
-                request_ids=column(self._lanes.request[lanes]),
-                samples=column(self._lanes.sample[lanes]),
-                num_tokens=column(log.count[lanes]),
+                request_ids=column(self._table.request[seqs]),
+                samples=column(self._table.sample[seqs]),
+                num_tokens=column(log.count[seqs]),
                 counts=column(np.asarray([tail.size for tail in tails], dtype=np.int32)),
                 token_ids=column(np.concatenate(tails)),
             )
         )
 
-    def failed(self, request_id: int, message: str) -> None:
+    def add_failure(self, request_id: int, message: str) -> None:
         self._messages.append(Failed(request_id=request_id, message=message))
 
     def add(self, message: ToServer) -> None:

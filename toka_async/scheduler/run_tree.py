@@ -1,9 +1,9 @@
-"""Which prompt runs share enough pages, and have enough decoding rows, to be computed as a group.
+"""Finds the prompt runs that share enough pages, and have enough decoding rows, to be computed as a group.
 
-Greedy and depth first, as in Tokasaurus: the deepest shared prefix with enough rows takes them, and what is left over
-counts for the prefixes above it. Kept exact by counting, for each prefix at which runs part, the rows that no deeper
-group has: a change walks up from the run's end, as far as the count changes, and never through the tree. Knows runs by
-their keys and pages; no lanes and no row order.
+Greedy and depth first, as in Tokasaurus: the deepest shared prefix with enough rows takes them, and the remaining rows
+count for the prefixes above it. Each prefix at which runs part counts the rows that no deeper group has. A change walks
+up from the run's end while the count changes, and never through the tree. Knows runs by their keys and pages; no
+sequences and no row order.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from toka_async.arrays import Int32
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """The `pages` that all runs at or below it share; runs end here (`keys`), or part.
+    """A prefix: the `pages` that all runs at or below it share. Runs end here (`keys`) or part.
 
-    num_rows: rows that no deeper group has, at most `min_seqs` of them counted for each run. group: its number if it
-    is one, -1 if not. `parent` of a group leads to the prefixes that it shares with others: a second level.
+    num_rows: rows that no deeper group has, at most `min_seqs` of each run. group: the prefix's group, -1 for none. The
+    `parent` of a group leads to the prefixes that it shares with others: a second level.
     """
 
     pages: Int32
     parent: Branch | None
-    children: dict[int, Branch] = field(default_factory=dict)  # by the first page that they add
+    children: dict[int, Branch] = field(default_factory=dict)  # by the first page that each adds
     keys: set[int] = field(default_factory=set)
     num_rows: int = 0
     group: int = -1
@@ -39,7 +39,7 @@ class Branch:
 class RunTree:
     """The runs that have decoding rows, as a tree of the prefixes at which they part.
 
-    A page is at one place of one prompt, so that runs share as many pages as their first differing page allows.
+    A page is at one place of one prompt, so runs share pages up to the first that differs.
 
     Args:
         min_seqs: rows of the smallest group.
@@ -62,19 +62,19 @@ class RunTree:
         return key in self._ends
 
     def reserve(self, num_keys: int) -> None:
-        """Make room for keys below that."""
+        """Make room for keys below `num_keys`."""
         missing = max(0, num_keys - self.group_of_run.size)
         self.group_of_run = np.concatenate([self.group_of_run, np.full(missing, -1, np.int32)])
 
     def add(self, key: int, pages: Int32) -> None:
-        """A run that has no rows yet."""
+        """Add a run without rows."""
         assert key not in self._ends
-        branch = self._ends[key] = self._end(pages)
+        branch = self._ends[key] = self._find_end(pages)
         branch.keys.add(key)
         self.group_of_run[key] = _group_above(branch)
 
-    def count(self, key: int, change: int) -> None:
-        """The run has so many rows more or fewer."""
+    def add_rows(self, key: int, change: int) -> None:
+        """Add `change` rows to a run; negative removes rows."""
         branch: Branch | None = self._ends[key]
         while branch is not None and change:
             before = branch.num_left
@@ -85,7 +85,7 @@ class RunTree:
             branch = branch.parent
 
     def remove(self, key: int) -> None:
-        """A run that has no rows any more."""
+        """Remove a run without rows."""
         branch = self._ends.pop(key)
         branch.keys.remove(key)
         self.group_of_run[key] = -1
@@ -100,8 +100,8 @@ class RunTree:
 
     # ---- prefixes
 
-    def _end(self, pages: Int32) -> Branch:
-        """Where a run with these pages ends."""
+    def _find_end(self, pages: Int32) -> Branch:
+        """Find or create the branch where a run with these pages ends."""
         branch = self._root
         while (depth := branch.pages.size) < pages.size:
             first = int(pages[depth])
@@ -116,7 +116,7 @@ class RunTree:
     # ---- groups
 
     def _change_group(self, branch: Branch) -> None:
-        """A prefix becomes a group, or is one no longer; so its rows, and those left over below, change theirs."""
+        """Make a prefix a group, or no group any more, and move the rows at it and ungrouped ones below."""
         if branch.group < 0:
             branch.group = self._take_group(branch.pages.size)
         else:
@@ -124,7 +124,7 @@ class RunTree:
             branch.group = -1
             self.num_groups -= 1
         group, below = _group_above(branch), [branch]
-        while below:  # fewer than min_seqs runs, and what was just added
+        while below:  # these are fewer than min_seqs runs, and the one just added
             part = below.pop()
             self.group_of_run[list(part.keys)] = group
             below.extend(child for child in part.children.values() if child.group < 0)
@@ -138,7 +138,7 @@ class RunTree:
         return group
 
     def check(self) -> None:
-        """Counts agree from the leaves up; groups are those with enough rows."""
+        """Assert that counts agree from the leaves up, and that groups are the prefixes with enough rows."""
         groups, below = [], [self._root]
         while below:
             branch = below.pop()
@@ -160,7 +160,7 @@ class RunTree:
 
 
 def _split(branch: Branch, num_pages: int) -> Branch:
-    """A prefix of a branch, put above it; no group, or the branch would be one."""
+    """Insert a prefix of a branch above it. It is no group, otherwise the branch would be one."""
     parent = branch.parent
     assert parent is not None
     middle = Branch(branch.pages[:num_pages], parent, {int(branch.pages[num_pages]): branch}, num_rows=branch.num_left)
@@ -179,13 +179,13 @@ def _group_above(branch: Branch | None) -> int:
 
 
 def _first_page(branch: Branch) -> int:
-    """The first page that a branch adds to its parent's."""
+    """The first page that a branch adds to its parent."""
     assert branch.parent is not None
     return int(branch.pages[branch.parent.pages.size])
 
 
 def _num_same(a: Int32, b: Int32) -> int:
-    """Leading pages that are the same."""
+    """The number of leading pages that are the same."""
     size = min(a.size, b.size)
     if size and a[size - 1] == b[size - 1]:
         return size  # a page is at one place of one prompt

@@ -1,4 +1,4 @@
-"""The Stats message: when it is due, and what it says."""
+"""The Stats message: when it is due, and its numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INTERVAL = 0.25  # seconds between two messages while work goes on
 
 
 class StatsSource:
-    """Counts what the core sees, reads the rest off the components."""
+    """Counts what the core reports and reads the rest off the components."""
 
     def __init__(
         self, running: RunningSet, builder: StepBuilder, preemption: Preemption, depth: StepDepth, admission: Admission
@@ -39,7 +39,7 @@ class StatsSource:
         self._gaps = [0] * (len(GAP_SECONDS) + 1)
         self._gap_seconds = 0.0
         self._stepped_at = 0.0  # when the newest step came back
-        self._since_step = 0.0  # and how long after the one before it
+        self._since_step = 0.0  # seconds between it and the step before it
         self.num_open = 0  # samples of open requests that have not ended
         self.generated_tokens = 0
         self.wasted_tokens = 0
@@ -47,40 +47,40 @@ class StatsSource:
         self.step_seconds = 0.0
         self.device_idle_seconds = 0.0
         self.num_compiles = 0
-        self.stages: dict[int, tuple[float, float, float]] = {}  # of a pipeline: see `Stats.pipeline`
+        self.stages: dict[int, tuple[float, float, float]] = {}  # by stage: see `Stats.pipeline`
 
-    def asked(self, number: int, forecast: bool) -> None:
-        """Somebody wants to know, now; perhaps also what is expected."""
+    def note_question(self, number: int, forecast: bool) -> None:
+        """Note that the server wants statistics now, perhaps with a forecast."""
         self._asked, self._wants_forecast = number, forecast or self._wants_forecast
 
-    def stepped(self, done: StepDone, was_queued: bool, now: float) -> None:
-        """A step came back; it was queued, or not, when the one before it did."""
+    def count_step(self, done: StepDone, was_queued: bool, now: float) -> None:
+        """Count a completed step; `was_queued`: it was queued when the one before it came back."""
         self._since_step, self._stepped_at = now - self._stepped_at, now
         self.num_steps += 1
         self.step_seconds += done.seconds
         self.device_idle_seconds += done.waited if was_queued else 0.0
         self.num_compiles = done.num_compiles
 
-    def computed(self, num_tokens: int, num_wasted: int, num_first: int) -> None:
-        """The newest step's tokens: those of sequences that had ended, and others that are their sequence's first.
+    def count_tokens(self, num_tokens: int, num_wasted: int, num_first: int) -> None:
+        """Count the newest step's tokens, with those of ended sequences and those that are their sequence's first.
 
-        All others follow their sequence's token of the step before: a sequence that runs is in every step.
+        All others follow their sequence's token of the step before: a running sequence is in every step.
         """
         self._add_gaps(self._since_step, num_tokens - num_wasted - num_first)
         self.wasted_tokens += num_wasted
         self.generated_tokens += num_tokens - num_wasted
-        self._depth.computed(num_tokens, num_wasted)
+        self._depth.count_tokens(num_tokens, num_wasted)
 
-    def resumed(self, since: float) -> None:
-        """The newest step has the first token of a sequence since it was preempted; the one before it came `since`."""
+    def count_resumed(self, since: float) -> None:
+        """Count the first token of a sequence since its preemption, whose token before that came at `since`."""
         self._add_gaps(self._stepped_at - since, 1)
 
     def _add_gaps(self, seconds: float, count: int) -> None:
         self._gaps[bisect_left(GAP_SECONDS, seconds)] += count
         self._gap_seconds += seconds * count
 
-    def due(self, now: float, idle: bool) -> Stats | None:
-        """A message if somebody asks, or something changed and the last one is old, or the scheduler falls idle."""
+    def take_due(self, now: float, idle: bool) -> Stats | None:
+        """Make a message if one is asked for, if a change waited for long enough, or if the scheduler falls idle."""
         is_asked = self._sent is None or self._asked > self._sent.answers
         if not idle and not is_asked and now - self._sent_at < INTERVAL:
             return None
@@ -95,8 +95,8 @@ class StatsSource:
 
     def snapshot(self) -> Stats:
         running, counts = self._running, self._builder.counts
-        num_prompts = sum(run.num_lanes == 0 for run in running.forking)  # computed for samples that are to start
-        num_begun = min(self.num_open, int(np.count_nonzero(running.lanes.alive)) + num_prompts)
+        num_prompts = sum(run.num_seqs == 0 for run in running.forking)  # computed, no sample has started
+        num_begun = min(self.num_open, int(np.count_nonzero(running.table.alive)) + num_prompts)
         return Stats(
             num_running=min(num_begun, running.max_seqs),
             num_waiting=self.num_open - num_begun,
@@ -129,5 +129,5 @@ class StatsSource:
 
 
 def percentiles(values: Sequence[float] | npt.NDArray[np.float32]) -> tuple[float, ...]:
-    """The 50th, 99th and 100th, rounded to tenths; none of nothing."""
+    """The 50th, 99th and 100th percentile, rounded to tenths; () for no values."""
     return tuple(np.percentile(values, PERCENTILES).round(1).tolist()) if len(values) else ()

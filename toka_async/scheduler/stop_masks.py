@@ -1,4 +1,4 @@
-"""Stop strings as the scheduler sees them: for each set, which token ids can complete one of its strings."""
+"""Stop strings as the scheduler sees them: for each set, the token ids that can complete one of its strings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from toka_async.messages import StopMask
 
 
 class StopTable:
-    """Rows of masks over the vocabulary, by the server's stop ids; rows are reused after `drop`."""
+    """Masks over the vocabulary, one row for each of the server's stop ids; rows are reused after `drop`."""
 
     def __init__(self, vocab_size: int) -> None:
         self._masks: Bool = np.zeros((1, vocab_size), np.bool_)
@@ -37,11 +37,11 @@ class StopTable:
             self._free.append(row)
 
     def row(self, stop_id: int) -> int:
-        """The row of a stop id, -1 for -1. Raises KeyError for an id never registered."""
+        """The row of a stop id, -1 for -1. Raises KeyError for an unknown id."""
         return -1 if stop_id < 0 else self._rows[stop_id]
 
-    def hits(self, rows: Int32, tokens: Int32) -> Bool:
-        """Which tokens can complete a string of their row's set; rows of -1 cannot. Both [r]."""
+    def find_hits(self, rows: Int32, tokens: Int32) -> Bool:
+        """Find the tokens that can complete a string of their row's set, bool [r]; row -1 never does. Both [r]."""
         return (rows >= 0) & self._masks[rows, tokens]
 
     def window(self, row: int) -> int:

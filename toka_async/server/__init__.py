@@ -1,0 +1,1 @@
+"""The server process: HTTP and ZeroMQ in front of the schedulers."""

@@ -1,0 +1,1 @@
+"""Builds the runner of a rank: device, weights, cache, attention, warm-up."""

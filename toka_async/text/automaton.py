@@ -1,7 +1,7 @@
-"""Strings searched for in a text that comes piece by piece, all at once and in one pass (Aho and Corasick, 1975).
+"""Searches a text that arrives piece by piece for many strings in one pass (Aho and Corasick, 1975).
 
-A state is the longest end of the text so far that is the beginning of a string. The work is a few steps for each
-character on average, however many strings there are and however nearly they match. Knows strings only.
+A state is the longest end of the text so far that begins a string. The work is a few steps per character on average,
+for any number of strings and however nearly they match. Knows strings only.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 
 class Automaton:
-    """Of some strings; states are numbers, 0 is the first.
+    """An automaton over some strings; states are numbers and 0 is the first.
 
     Attributes:
         firsts: characters that strings begin with; in state 0 a text without them changes nothing.
         children: by state, character -> state of one character more.
-        shorter: by state, that of the longest proper end that is a beginning as well.
+        shorter: by state, the state of the longest proper end that is a beginning as well.
         found: by state, the longest string that ends there, or None.
-        held: by state, how many characters at the end are a beginning of a longer string.
+        held: by state, how many characters at the end begin a longer string.
     """
 
     __slots__ = ("children", "firsts", "found", "held", "shorter")
@@ -43,7 +43,7 @@ class Automaton:
         self._link()
 
     def _link(self) -> None:
-        """From short to long: what a state's shorter one has is known before."""
+        """Fills in `shorter` by rising length, because a state needs its shorter state's entries."""
         level = list(self.children[0].values())
         while level:
             for state in level:
@@ -56,13 +56,15 @@ class Automaton:
             level = [child for state in level for child in self.children[state].values()]
 
     def next(self, state: int, char: str) -> int:
-        """The state after one character more."""
         while (following := self.children[state].get(char)) is None and state:
             state = self.shorter[state]
         return following or 0
 
     def find(self, state: int, text: str, start: int = 0) -> tuple[int, int]:
-        """The state after `text` from character `start` on, or in which a string is found first; and where that is."""
+        """Reads `text` from character `start` on, up to the end of the first string found.
+
+        Returns the state there and the position.
+        """
         children, shorter, found = self.children, self.shorter, self.found
         for place in range(start, len(text)):
             char = text[place]

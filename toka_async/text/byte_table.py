@@ -1,7 +1,4 @@
-"""The bytes of many tokens at once: a table of fixed width, gathered by token id.
-
-Knows bytes only; what they spell is the caller's business.
-"""
+"""Gathers the bytes of many tokens at once from a table of fixed width. Knows bytes, not what they spell."""
 
 from __future__ import annotations
 
@@ -15,14 +12,14 @@ from toka_async.arrays import Int32
 
 Bytes = npt.NDArray[np.uint8]
 
-WIDTH = 16  # bytes; tokens that are longer are rare
+WIDTH = 16  # bytes; longer tokens are rare
 PAD = 0xFF  # in no UTF-8 text
-LONG = 0xFD  # stands for the bytes of a token that is longer than the table is wide; in no UTF-8 text either
-STAND_IN = 0xFE  # for a token's own 0xFF or 0xFD: none of them is ever a part of a character, each becomes one U+FFFD
+LONG = 0xFD  # stands for the bytes of a token that is wider than the table; in no UTF-8 text either
+STAND_IN = 0xFE  # replaces a token's own 0xFF or 0xFD: no character has any of the three; each becomes one U+FFFD
 
 
 class ByteTable:
-    """Bytes by token id; ids outside of `pieces` have none. A token's bytes 0xFF and 0xFD come out as 0xFE."""
+    """Bytes by token id. Ids outside of `pieces` have none; bytes 0xFF and 0xFD of a token come out as 0xFE."""
 
     def __init__(self, pieces: Mapping[int, bytes], width: int = WIDTH) -> None:
         self._long = {i: piece for i, piece in pieces.items() if len(piece) > width}
@@ -40,9 +37,9 @@ class ByteTable:
         self._rows[list(self._long), 0] = LONG
 
     def rows(self, token_ids: Int32) -> tuple[Bytes, Int32, list[bytes]]:
-        """Of each token: its bytes, padded [t, width], and how many they are [t]; the bytes of the long ones, in order.
+        """Returns each token's bytes, padded [t, width], their numbers [t], and the bytes of the long ones in order.
 
-        A long one's row is LONG; `packed` puts the bytes there.
+        The row of a long token is LONG, which `packed` replaces by the bytes.
         """
         known = np.minimum(token_ids, len(self._rows) - 1)
         lengths = self._lengths.take(known)
@@ -51,13 +48,13 @@ class ByteTable:
         return rows, lengths, [self._long[i] for i in token_ids[long].tolist()]
 
     def split(self, token_ids: Int32, counts: Int32) -> list[bytes]:
-        """The bytes of `counts` tokens each, one row after the other in `token_ids`."""
+        """Returns one row of bytes for each of `counts`, the number of tokens that it has of `token_ids`."""
         rows, lengths, long = self.rows(token_ids)
         return cut(packed(rows, long), lengths, counts)
 
 
 def packed(rows: Bytes, long: Sequence[bytes]) -> bytes:
-    """The bytes of the rows without their padding, the next of `long` in place of each LONG."""
+    """Returns the rows' bytes without padding, with the next of `long` in place of each LONG."""
     raw: bytes = rows[rows != PAD].tobytes()  # without the interpreter's lock, as `bytes.translate` is not
     if not long:
         return raw
@@ -65,7 +62,7 @@ def packed(rows: Bytes, long: Sequence[bytes]) -> bytes:
 
 
 def cut(raw: bytes, lengths: Int32, counts: Int32) -> list[bytes]:
-    """The bytes by row: `lengths` of each token [t], `counts` tokens of each row."""
+    """Cuts bytes into rows of `counts` tokens each; `lengths` [t] are the bytes of each token."""
     sums = np.concatenate([[0], np.cumsum(lengths)])
     ends = sums[np.cumsum(counts)].tolist()
     return [raw[start:end] for start, end in zip([0, *ends], ends, strict=False)]

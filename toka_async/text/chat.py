@@ -1,7 +1,7 @@
-"""Chat templates: messages to a prompt, with the Jinja source that comes with a model.
+"""Chat templates: turn messages into a prompt with the Jinja source that comes with a model.
 
-Renders as `apply_chat_template` of transformers 5 does (https://huggingface.co/docs/transformers/chat_templating), in
-a sandbox, with limits on what a template can compute. Knows nothing of tokens and of requests.
+Renders like `apply_chat_template` of transformers 5 (https://huggingface.co/docs/transformers/chat_templating), in a
+sandbox and with limits on what a template can compute. Knows no tokens and no requests.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from jinja2.parser import Parser
 
 from toka_async.text.sandbox import BUDGET, BoundedEnvironment, Budget
 
-MAX_CHARS = 1 << 26  # of a rendered prompt
-MAX_SHOWN = 1000  # characters of an error
-MAX_FORMAT = 256  # characters of a format of dates
+MAX_CHARS = 1 << 26  # in a rendered prompt
+MAX_SHOWN = 1000  # characters of an error message
+MAX_FORMAT = 256  # characters of a date format
 MAX_RANGE = 1_000_000  # numbers from all calls of range() in one rendering
 CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which clients send a message's reasoning
@@ -32,7 +32,7 @@ Message = Mapping[str, Any]
 
 
 class ChatTemplateError(ValueError):
-    """A template that cannot be compiled, or that refuses the messages; the message says why."""
+    """A template does not compile or refuses the messages; the message says why."""
 
 
 class TemplateKwargsError(ChatTemplateError):
@@ -40,13 +40,10 @@ class TemplateKwargsError(ChatTemplateError):
 
 
 class ChatTemplate:
-    """A compiled chat template."""
-
     def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        """`special_tokens` are names that the template sees, such as `bos_token`, with their texts.
+        """Compiles `source`. Raises ChatTemplateError when it is no template.
 
-        Raises:
-            ChatTemplateError: `source` is not a template.
+        special_tokens: the names that the template sees, such as `bos_token`, with their texts.
         """
         self._special_tokens = dict(special_tokens or {})
         self._uses_content = "content" in source
@@ -66,18 +63,16 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt. It has the special tokens that it needs; encode it without adding others.
+        """Returns the prompt with all special tokens that it needs; encode it without adding others.
 
         Args:
-            messages: `role`, `content` (a string, or a list of text parts, which are joined by line feeds) and what
-                else the template knows; a null counts as absent.
-            continue_final_message: end with the last message's content, for the model to go on with.
+            messages: have `role`, `content` (a string, or text parts, which are joined by line feeds) and whatever else
+                the template knows; a null counts as absent.
+            continue_final_message: ends with the last message's content, for the model to continue.
             kwargs: further names that the template sees, such as `enable_thinking`.
 
-        Raises:
-            ChatTemplateError: the template raised an error or exceeded a limit, a message is malformed, or
-                `continue_final_message` is impossible.
-            TemplateKwargsError: a name in `kwargs` is reserved.
+        Raises ChatTemplateError when the template raises an error or exceeds a limit, a message is malformed, or
+        `continue_final_message` is impossible; TemplateKwargsError when a name in `kwargs` is reserved.
         """
         kwargs = dict(kwargs or {})
         if taken := sorted(kwargs.keys() & (RESERVED | self._special_tokens.keys())):
@@ -124,7 +119,7 @@ class ChatTemplate:
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """A copy as templates expect it: no nulls, content as one string, reasoning under each of its names."""
+    """Copies a message for templates: no nulls, content as one string, reasoning under each of its names."""
     kept = {name: value for name, value in message.items() if value is not None}
     if isinstance(kept.get("content"), list):
         kept["content"] = "\n".join(_text_of_part(part) for part in kept["content"])
@@ -145,7 +140,7 @@ def _text_of_part(part: object) -> str:
 
 
 class _Range:
-    """range() with a limit on all calls of one rendering together, so that nested loops end too."""
+    """A range() that limits all calls of one rendering together, so that nested loops end too."""
 
     def __init__(self) -> None:
         self._left = MAX_RANGE
@@ -159,7 +154,7 @@ class _Range:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the model wrote, for training; here its body is rendered as it is."""
+    """Renders the body of `{% generation %}`, which marks the model's words for training, unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
@@ -183,7 +178,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own escapes HTML."""
+    """Replaces Jinja's own filter, which escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""Token ids to text as they arrive. Knows one sequence; knows nothing of stop strings or of messages."""
+"""Turns the token ids of one sequence into text as they arrive. Knows no stop strings and no messages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from toka_async.text.tokenizer import Tokenizer
 class Detokenizer:
     """The text of a growing sequence.
 
-    The pieces concatenate to `tokenizer.decode` of all ids with the same options, however they are portioned. A
-    character that is incomplete so far is held back; the cost is that of the new ids alone.
+    The pieces concatenate to `tokenizer.decode` of all ids with the same options, however the ids are portioned. An
+    incomplete character is held back. Each call costs what its new ids cost. The options are those of `decode`.
     """
 
     __slots__ = ("_at_start", "_pieces", "_skip_special", "_strip", "_utf8")
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, continues: bool = False) -> None:
-        """The options are those of `Tokenizer.decode`."""
         self._pieces = tokenizer.pieces
         self._skip_special = skip_special_tokens
         self._at_start = not continues
@@ -27,17 +26,16 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that `ids` add and that is final."""
+        """Returns the text that `ids` add and that is final."""
         raw, self._at_start = self._pieces.join(ids, self._skip_special, self._at_start)
         return self._stripped(self._utf8.decode(raw))
 
     @property
     def holds(self) -> bool:
-        """Whether a character is incomplete so far."""
         return bool(self._utf8.getstate()[0])
 
     def finish(self) -> str:
-        """The rest: U+FFFD for a character that was never completed."""
+        """Returns the rest: U+FFFD for a character that was never completed."""
         return self._stripped(self._utf8.decode(b"", final=True))
 
     def _stripped(self, text: str) -> str:

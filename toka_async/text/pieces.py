@@ -1,12 +1,11 @@
-"""Tokens as bytes: the decoder of a tokenizer.json compiled to one table, id -> the bytes that the token adds.
+"""Tokens as bytes: compiles the decoder of a tokenizer.json to a table, id -> the bytes that the token adds.
 
-Every decoder that language models use is a concatenation of per-token bytes, up to a different piece for the first
-token and spaces stripped at the very start. So decoding is a join and one UTF-8 decode, can be done in any portions,
-and streamed text equals whole text by construction. Invalid UTF-8 becomes U+FFFD per maximal subpart (Unicode 15,
-section 3.9); for runs of byte tokens (`<0xE4>`) this keeps the valid characters of a run that also has invalid bytes,
-where the `tokenizers` library replaces every byte of the run.
+Every decoder of language models concatenates per-token bytes, up to a different piece for the first token and spaces
+stripped at the very start. So decoding is a join and one UTF-8 decode, in any portions, and streamed text equals whole
+text by construction. Invalid UTF-8 becomes U+FFFD per maximal subpart (Unicode 15, section 3.9). In a run of byte
+tokens (`<0xE4>`) this keeps the valid characters; the `tokenizers` library replaces every byte of it.
 
-Knows no files and no text to encode.
+Knows no files and does not encode.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Stage = Callable[[str, bool], str]  # (token's text, is it the first token) -> its text
+Stage = Callable[[str, bool], str]  # (token's text, whether it is the first token) -> its text
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 CLEANUP = (
@@ -30,7 +29,7 @@ CLEANUP = (
 
 
 class TokenBytes(dict[int, bytes]):
-    """Token id -> bytes; ids outside of the vocabulary (padded ones of a model) have none."""
+    """Token id -> bytes; ids outside of the vocabulary (a model's padding) have none."""
 
     def __missing__(self, _key: int) -> bytes:
         return b""
@@ -42,10 +41,10 @@ class Pieces:
 
     Attributes:
         rest: bytes of a token anywhere but at the start.
-        first: bytes of a token that is the first of a text; the same object as `rest` where that is no different.
+        first: bytes of a text's first token; the same object as `rest` where they do not differ.
         shown: `rest` without the special tokens.
         special: ids of the special tokens.
-        strip: the character removed at the start of a text, and how many of them at most.
+        strip: the character removed at the start of a text, and at most how many.
     """
 
     rest: TokenBytes
@@ -55,7 +54,7 @@ class Pieces:
     strip: tuple[str, int]
 
     def join(self, ids: Iterable[int], skip_special: bool, at_start: bool) -> tuple[bytes, bool]:
-        """The bytes of `ids`, and whether the next token is still the first of its text."""
+        """Returns the bytes of `ids`, and whether the next token is still the first of its text."""
         table = self.shown if skip_special else self.rest
         if not at_start or self.first is self.rest:
             return b"".join(map(table.__getitem__, ids)), at_start
@@ -66,15 +65,10 @@ class Pieces:
 
 
 def build_pieces(tokens: Mapping[int, str], special: frozenset[int], decoder: Mapping[str, Any] | None) -> Pieces:
-    """Compile a decoder.
+    """Compiles the `decoder` of a tokenizer.json.
 
-    Args:
-        tokens: id -> the token as the vocabulary spells it.
-        special: ids of the special tokens.
-        decoder: the `decoder` of a tokenizer.json.
-
-    Raises:
-        ValueError: a decoder of a kind, or in an order, that is not a concatenation of per-token bytes.
+    tokens: id -> the vocabulary's spelling. special: ids of the special tokens. Raises ValueError for a decoder that
+    does not concatenate per-token bytes.
     """
     plan = _DecoderSteps()
     for part in _flatten(decoder):
@@ -88,7 +82,7 @@ def build_pieces(tokens: Mapping[int, str], special: frozenset[int], decoder: Ma
 
 
 def strip_start(text: str, char: str, count: int) -> tuple[str, int]:
-    """Remove up to `count` leading `char`s; also how many may still be removed from the text that follows."""
+    """Removes up to `count` leading `char`s; also returns how many the following text may still lose."""
     stripped = text
     while count and stripped.startswith(char):
         stripped, count = stripped[len(char) :], count - 1
@@ -96,14 +90,14 @@ def strip_start(text: str, char: str, count: int) -> tuple[str, int]:
 
 
 class _DecoderSteps:
-    """A decoder's parts in order: stages on single tokens, then bytes, then what acts on the fused text."""
+    """The parts of a decoder in order: stages on single tokens, then bytes, then steps on the fused text."""
 
     def __init__(self) -> None:
         self.stages: list[Stage] = []
         self.encode: Callable[[str], bytes] = str.encode
         self.first_differs = False
         self.strip = ("", 0)
-        self._bytes = False  # tokens have become bytes, which may be parts of characters
+        self._bytes = False  # True once tokens are bytes, which may be parts of characters
         self._fused = False
 
     def add(self, part: Mapping[str, Any]) -> None:

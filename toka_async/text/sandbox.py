@@ -1,11 +1,10 @@
-"""Jinja's sandbox, with a limit on what a template computes.
+"""Jinja's sandbox with a limit on what a template computes.
 
-The sandbox keeps a template from everything outside of it; but `'x'.ljust(10**10)` or `s + s` in a loop would take
-all memory, and a macro that calls itself twice all time. Each rendering has a budget: what can make values larger
-spends their size before they are made, and loops and calls spend a little each. Nothing is computed when a template is
-compiled. Knows Jinja; knows no chats.
-
-What is not limited: work that makes nothing larger, such as comparing long strings over and over.
+The sandbox separates a template from everything outside of it. But `'x'.ljust(10**10)` or `s + s` in a loop would take
+all memory, and a macro that calls itself twice all time. So each rendering has a budget: operations that make values
+larger spend the new size in advance, and loops and calls spend a little each. Nothing is computed when a template is
+compiled. Work that makes nothing larger, such as comparing long strings over and over, is not limited. Knows Jinja;
+knows no chats.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_WORK = 1 << 27  # of one rendering: characters and elements that are made, and the next three
-CALL, STEP, ELEMENT = 512, 32, 32  # of a call or a filter, of a turn of a loop, of an element of a list
-MAX_BITS = 1 << 12  # of an integer
-MAX_WIDTH = 4  # digits of a width or a precision in a format
+MAX_WORK = 1 << 27  # the budget of a rendering: characters and elements made, plus the next three
+CALL, STEP, ELEMENT = 512, 32, 32  # costs of a call or filter, of a turn of a loop, of an element of a list
+MAX_BITS = 1 << 12  # in an integer
+MAX_WIDTH = 4  # digits of a width or precision in a format
 SHORT = 64  # characters of a template's own text that a turn of a loop pays for
-BUDGET = " budget"  # the name of the budget among a template's names, which no template can spell
+BUDGET = " budget"  # the budget's name in a template's context; no template can spell it
 COUNTED = " counted"
 
 REMOVED = ("batch", "center", "pprint", "slice", "urlize", "wordwrap", "xmlattr")  # filters that no chat template needs
-WRITING = frozenset(  # filters that write the whole value, whatever it is
+WRITING = frozenset(  # filters that write a whole value of any type
     {"capitalize", "e", "escape", "filesizeformat", "forceescape", "join", "lower", "string", "striptags", "sum"}
     | {"title", "tojson", "trim", "truncate", "upper", "urlencode", "wordcount"}
 )
@@ -41,7 +40,7 @@ _STAR = re.compile(r"%[^%a-zA-Z]*\*")
 
 
 class Budget:
-    """What a rendering may still do."""
+    """The work that a rendering may still do."""
 
     __slots__ = ("left",)
 
@@ -49,16 +48,16 @@ class Budget:
         self.left = MAX_WORK
 
     def spend(self, amount: int) -> None:
-        """Raises OverflowError: it is more than there is."""
+        """Raises OverflowError when `amount` exceeds what is left."""
         self.left -= amount
         if self.left < 0:
             raise OverflowError(f"it makes more than {MAX_WORK} characters and elements, or takes as many steps")
 
 
 def text_size(value: object, most: int) -> int:
-    """At least the characters that `value` has when it is written; no more than a little above `most` is looked for.
+    """Returns a lower bound of the characters of a written `value`; stops soon above `most`.
 
-    What is in it twice counts twice.
+    A part that occurs twice counts twice.
     """
     if type(value) is str:
         return len(value)
@@ -85,14 +84,14 @@ def text_size(value: object, most: int) -> int:
 
 
 def length_of(value: object) -> int:
-    """What a value that was made costs."""
+    """Returns the cost of a new value."""
     if isinstance(value, str | bytes):
         return len(value)
     return ELEMENT * len(value) if isinstance(value, list | tuple | dict) else 0
 
 
 class _Code(CodeGenerator):
-    """Calls the environment for `~`, as the sandbox lets it be called for other operators."""
+    """Compiles `~` to a call of the environment, as the sandbox does for other operators."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802  Jinja's name
         self.write("environment.concatenated(context, (")
@@ -103,7 +102,7 @@ class _Code(CodeGenerator):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """The names of a rendering must have a Budget as BUDGET."""
+    """A sandbox that spends each rendering's Budget, which its context has under BUDGET."""
 
     code_generator_class = _Code
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -134,7 +133,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def concatenated(self, context: Context, parts: tuple[object, ...]) -> str:
-        """`~`"""
+        """Evaluates `~`."""
         budget = budget_of(context)
         budget.spend(STEP + sum(text_size(part, budget.left) for part in parts))
         return "".join(map(str, parts))
@@ -176,12 +175,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def budget_of(context: Context) -> Budget:
-    return cast(Budget, context.parent[BUDGET])  # where what a rendering is given stands
+    return cast(Budget, context.parent[BUDGET])  # the parent has the arguments of a rendering
 
 
 @pass_context
 def _written(context: Context, value: Any) -> Any:
-    """What comes into the prompt, or into a variable by a block."""
+    """Spends the size of a value that goes into the prompt, or into a variable by a block."""
     budget = budget_of(context)
     budget.spend(len(value) if type(value) is str else text_size(value, budget.left))
     return value
@@ -189,7 +188,7 @@ def _written(context: Context, value: Any) -> Any:
 
 @pass_context
 def _counted(context: Context, values: Any) -> Any:
-    """What a loop goes through."""
+    """Spends a step for each element that a loop visits."""
     budget = budget_of(context)
     if isinstance(values, Sized):
         budget.spend(STEP * len(values))
@@ -204,7 +203,7 @@ def _counting(budget: Budget, values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that spends what it makes."""
+    """Returns a filter that spends what it makes."""
     passed = getattr(getattr(function, "jinja_pass_arg", None), "name", "")
     is_whole, is_written = name in ("join", "list", "sum", "sort", "unique", "reverse"), name in WRITING
     adds = name in ("join", "indent", "replace", "format", "tojson")
@@ -248,7 +247,7 @@ def _product_size(left: Any, right: Any) -> int:
 
 
 def _filter_size(name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> int:
-    """What a filter adds to its value."""
+    """Returns what a filter adds to its value."""
     given = (*args, *kwargs.values())
     widths = [each for each in given if isinstance(each, int)]
     match name:
@@ -270,7 +269,7 @@ def _filter_size(name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _method_size(owner: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], most: int) -> int:
-    """What a method of a string, bytes or a number makes, at most."""
+    """Returns an upper bound of what a method of a string, bytes or a number makes."""
     if name in _PADDED:
         return max((each for each in (*args, *kwargs.values()) if isinstance(each, int)), default=1)
     if isinstance(owner, int):
@@ -289,7 +288,7 @@ def _method_size(owner: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _format_size(text: Any, sign: str, given: Any, most: int) -> int:
-    """What a format makes at most, if each of its places has all that is given."""
+    """Returns an upper bound of a format's result: each of its places may have all that is given."""
     if isinstance(text, bytes):
         text = text.decode("latin-1")
     if _LONG_NUMBER.search(text) or (sign == "%" and _STAR.search(text)):

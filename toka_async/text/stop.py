@@ -1,12 +1,10 @@
-"""Stop strings: which tokens can complete one, after which token one is complete, where the text is cut.
+"""Stop strings: finds the tokens that can complete one, the token that does, and where the text is cut.
 
-The match that ends first counts, the longest of those that end together; so the cut does not depend on how the text
-was portioned. Tokens are looked at as bytes: in UTF-8 a string is found in a text exactly where its bytes are found in
-the text's bytes, whatever invalid bytes surround it, and a token that completes a string has a tail of the string's
-bytes at its own start, or all of them inside. Only U+FFFD has no bytes of its own; strings with it are confirmed for
-every token.
-
-Knows nothing of messages and requests.
+The match that ends first counts, and of those that end together the longest, so the cut does not depend on how the text
+was portioned. Tokens are compared as bytes: UTF-8 is in a text exactly where its bytes are in the text's bytes,
+whatever invalid bytes surround it, and a token that completes a string has a tail of the string's bytes at its own
+start, or all of them inside. Only U+FFFD has no bytes of its own, so strings with it are confirmed for every token.
+Knows no messages and no requests.
 """
 
 from __future__ import annotations
@@ -24,13 +22,13 @@ from toka_async.text.tokenizer import Tokenizer
 from toka_async.text.vocabulary import Vocabulary
 
 REPLACEMENT = "\ufffd"
-SYNC = 3  # at most so many bytes at the start of a window continue a character that began before it
-SLACK = 8  # tokens without text, such as skipped special ones, that may interrupt a stop string
+SYNC = 3  # bytes at the start of a window that can continue a character from before it
+SLACK = 8  # tokens without text, such as skipped special ones, that may lie within a stop string
 
 
 @dataclass(slots=True, frozen=True)
 class StopMatch:
-    """A stop string in a text: characters `start` to `end`; the text is to be cut at character `cut`."""
+    """A stop string at characters `start` to `end` of a text, which is to be cut at character `cut`."""
 
     string: str
     start: int
@@ -41,18 +39,15 @@ class StopMatch:
 class StopStrings:
     """The stop strings of a request.
 
-    Attributes:
-        window: how many last ids decide whether the last of them completes a string: one for each byte of the longest
-            string and one more, and some for tokens without text and for a character that the window cuts. Only a
-            string interrupted by more than `SLACK` tokens without text needs more; `first_stop_token` finds that one
-            in the complete ids.
+    window: how many last ids decide whether the last of them completes a string: one for each byte of the longest
+    string, one more, and some for tokens without text and for a character that the window cuts. Only a string with more
+    than `SLACK` tokens without text inside needs more; `first_stop_token` finds it in all ids.
     """
 
     def __init__(self, strings: Sequence[str], include: bool = False) -> None:
         """With `include` the stop string stays in the text.
 
-        Raises:
-            ValueError: no strings, or an empty one, or one with lone surrogates.
+        Raises ValueError without strings, or for a string that is empty or has lone surrogates.
         """
         if not strings or not all(strings):
             raise ValueError("stop must be one or more strings that are not empty")
@@ -66,13 +61,9 @@ class StopStrings:
         self.window = max(map(len, self._encoded)) + 1 + SYNC + SLACK
 
     def completion_mask(self, vocabulary: Vocabulary, size: int | None = None) -> Bool:
-        """Which tokens can complete one of the strings, for any ids before them; some that cannot are in it too.
+        """Returns bool [size]: whether a token can complete one of the strings after some other ids.
 
-        Args:
-            size: ids of the model where it has more of them than the vocabulary.
-
-        Returns:
-            bool [size, or the vocabulary's size]
+        Some tokens that cannot are True too. `size` is the model's number of ids where it exceeds the vocabulary's.
         """
         size = vocabulary.size if size is None else size
         mask = np.zeros(max(size, vocabulary.size), dtype=np.bool_)
@@ -86,7 +77,7 @@ class StopStrings:
         return mask[:size]
 
     def find(self, text: str, start: int = 0, min_end: int = 0) -> StopMatch | None:
-        """The first match in `text` from character `start` on that ends after character `min_end`."""
+        """Returns the first match in `text` from character `start` on that ends after character `min_end`."""
         best: tuple[int, int, str] | None = None
         for string in self.strings:
             begin = text.find(string, max(start, min_end - len(string) + 1))
@@ -98,22 +89,20 @@ class StopStrings:
         return StopMatch(string, begin, end, end if self.include else begin)
 
     def may_be_in(self, raw: bytes) -> bool:
-        """Whether one of the strings can be in the text of these bytes."""
+        """Tells whether the text of these bytes can have one of the strings."""
         return self._replaces or any(string in raw for string in self._encoded)
 
     @cached_property
     def automaton(self) -> Automaton:
-        """Finds the strings in texts that come piece by piece."""
+        """Builds an automaton that finds the strings in text that arrives piece by piece."""
         return Automaton(self.strings)
 
 
 class StopFilter:
-    """A stream of text cut at its first stop string; the pieces concatenate to the cut text.
+    """Cuts a stream of text at its first stop string; the pieces concatenate to the cut text.
 
-    Text that can be the beginning of a stop string is held back until that is decided.
-
-    Attributes:
-        string: the stop string that ended the text, or None.
+    Text that may begin a stop string is held back until that is decided. string: the stop string that ended the text,
+    or None.
     """
 
     __slots__ = ("_automaton", "_held", "_include", "_state", "stopped", "string")
@@ -127,10 +116,9 @@ class StopFilter:
         self.string: str | None = None
 
     def push(self, piece: str, may_stop: bool = True) -> tuple[str, bool]:
-        """The text that may be sent now, and whether a stop string has ended it.
+        """Returns the text that may be sent now, and whether a stop string has ended it.
 
-        Args:
-            may_stop: without it no stop string ends within `piece` (`min_tokens`).
+        Unless `may_stop`, no stop string ends within `piece` (`min_tokens`).
         """
         if self.stopped:
             return "", True
@@ -150,7 +138,7 @@ class StopFilter:
         return text[: len(text) - num_held], False
 
     def finish(self) -> str:
-        """What is still held back, when the sequence ended otherwise."""
+        """Returns the text that is held back, for a sequence that ended otherwise."""
         text, self._held = self._held, ""
         return text
 
@@ -165,11 +153,10 @@ def first_stop_token(
     min_tokens: int = 0,
     start: int = 0,
 ) -> int | None:
-    """After how many of a sample's `ids` its text first has a stop string, or None.
+    """Returns after how many of a sample's `ids` its text first has a stop string, or None.
 
-    Args:
-        min_tokens: strings complete after so many tokens or fewer do not count.
-        start: strings that begin before this character do not count.
+    min_tokens: strings complete after this many tokens or fewer do not count. start: strings that begin before this
+    character do not count.
     """
     detokenizer = Detokenizer(tokenizer, skip_special_tokens, continues)
     length = len(detokenizer.push(ids[:min_tokens]))
@@ -194,10 +181,9 @@ def window_stop(
     continues: bool = False,
     min_tokens: int = 0,
 ) -> int | None:
-    """As `first_stop_token`, from the last ids alone; the same answer when no string was complete before the last id.
+    """Computes `first_stop_token` from the last ids if no string was complete before the last one.
 
-    Args:
-        ids: the last of the first `num_tokens` ids of the sample, `stops.window` of them or all.
+    ids: the last `stops.window` of the sample's first `num_tokens` ids, or all of them.
     """
     assert len(ids) == min(stops.window, num_tokens)
     skipped = num_tokens - len(ids)
@@ -217,9 +203,9 @@ def window_stop(
 
 
 class StopWatch:
-    """The answers of `window_stop` for one sample, whose windows overlap: what was looked at is not looked at again.
+    """Answers `window_stop` for one sample without reading the overlap of its windows again.
 
-    Without it, strings that nearly match would make every token cost a look at a whole window.
+    Otherwise strings that nearly match would cost a look at a whole window for every token.
     """
 
     __slots__ = ("_detokenizer", "_num_tokens", "_options", "_state", "_stops", "_tokenizer")
@@ -227,16 +213,16 @@ class StopWatch:
     def __init__(
         self, stops: StopStrings, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, min_tokens: int = 0
     ) -> None:
-        """For a sample, whose text goes on after a prompt's."""
+        """The sample's text continues a prompt's."""
         self._stops = stops
         self._tokenizer = tokenizer
         self._options = (skip_special_tokens, min_tokens)
-        self._detokenizer: Detokenizer | None = None  # of the tokens so far, once two windows overlap
+        self._detokenizer: Detokenizer | None = None  # has read the tokens so far, once two windows overlap
         self._state = 0
         self._num_tokens = -1
 
     def check(self, ids: Sequence[int], num_tokens: int) -> int | None:
-        """As `window_stop`; `num_tokens` rises."""
+        """Computes `window_stop`; `num_tokens` must rise from call to call."""
         skip, min_tokens = self._options
         num_new, self._num_tokens = num_tokens - self._num_tokens, num_tokens
         if num_new <= len(ids):
@@ -259,7 +245,7 @@ class StopWatch:
         )
 
     def _begin(self, ids: Sequence[int], num_tokens: int) -> str:
-        """The text of a window, without what only the window makes a part of a character."""
+        """Returns the text of a window without the U+FFFD that only the window's start causes."""
         skip, _ = self._options
         self._detokenizer, self._state = Detokenizer(self._tokenizer, skip, continues=True), 0
         num_cut = _num_cut(self._tokenizer, ids, skip) if len(ids) < num_tokens else 0
@@ -267,7 +253,7 @@ class StopWatch:
 
 
 def _num_cut(tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> int:
-    """How many U+FFFD the text of `ids` may begin with only because a character's first bytes are not in the window."""
+    """Counts the U+FFFD at the start of a text whose first character may begin before the window."""
     raw, _ = tokenizer.pieces.join(ids, skip_special_tokens, at_start=False)
     num = 0
     while num < min(SYNC, len(raw)) and raw[num] & 0xC0 == 0x80:

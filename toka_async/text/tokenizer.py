@@ -1,8 +1,8 @@
 """The tokenizer of a model: text to token ids and back, from the files of a model directory.
 
-Encodes with the `tokenizers` library, exactly as tokenizer.json says (its post-processor decides about special tokens
-at the start and the end, as in transformers 5); decodes with the table of `toka_async.text.pieces`. Never truncates or
-pads. Knows nothing of requests, chats or streams.
+Encodes with the `tokenizers` library, exactly as tokenizer.json says: its post-processor decides about special tokens
+at the start and the end, as in transformers 5. Decodes with the table of `toka_async.text.pieces`. Never truncates or
+pads. Knows no requests, chats or streams.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
     ) -> None:
-        """Takes the backend over, and switches its truncation and padding off.
+        """Owns the backend and switches off its truncation and padding.
 
-        Raises:
-            TokenizerError: the backend's decoder is not supported.
+        Raises TokenizerError when the backend's decoder is not supported.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -57,10 +56,9 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
-        """The tokenizer in directory `path`: tokenizer.json, and tokenizer_config.json and others where they exist.
+        """Reads directory `path`: tokenizer.json and, where they exist, tokenizer_config.json and others.
 
-        Raises:
-            TokenizerError: a file is missing or cannot be read; one line that names it.
+        Raises TokenizerError, one line that names the file, when a file is missing or cannot be read.
         """
         files = read_tokenizer_files(path)
         try:
@@ -69,50 +67,47 @@ class Tokenizer:
             raise TokenizerError(f"{path / 'tokenizer.json'}: {error}") from error
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`; texts of special tokens inside of it become those tokens.
+        """Returns the ids of `text`; texts of special tokens in it become those tokens.
 
-        Raises:
-            TokenizerError: `text` has lone surrogates.
+        Raises TokenizerError for lone surrogates.
         """
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """As `encode` for each text, in parallel threads and without the interpreter's lock.
+        """Encodes each text, in parallel threads and without the interpreter's lock.
 
-        Raises:
-            TokenizerError: a text has lone surrogates, or the library cannot take it.
+        Raises TokenizerError when a text has lone surrogates or the library cannot take it.
         """
         for text in texts:
             _check_text(text)
         try:
             encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # the library's class has no other name, and is no Exception
+            if type(error).__name__ != "PanicException":  # the library's class is no Exception and cannot be imported
                 raise
             raise TokenizerError(f"the tokenizer cannot take the text: {error}") from None
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True, continues: bool = False) -> str:
-        """The text of `ids`; bytes that are no UTF-8 become U+FFFD, ids outside of the vocabulary nothing.
+        """Returns the text of `ids`. Invalid UTF-8 becomes U+FFFD; ids outside of the vocabulary have no text.
 
-        Args:
-            continues: `ids` go on after other tokens, so that a space at their start is part of the text. (Tokenizers
-                of the SentencePiece kind put a space before the first word of a text, and take it off.)
+        continues: `ids` follow other tokens, so a space at their start is text. (Tokenizers of the SentencePiece kind
+        put a space before a text's first word, and take it off.)
         """
         raw, _ = self.pieces.join(ids, skip_special_tokens, not continues)
         text = raw.decode("utf-8", "replace")
         return text if continues else strip_start(text, *self.pieces.strip)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes that a token adds to a text, special tokens included; may be a part of a character."""
+        """Returns the bytes that a token adds to a text, special tokens included; they may be part of a character."""
         return self.pieces.rest[token_id]
 
     def token_text(self, token_id: int) -> str:
-        """A token as log-probs show it: with its leading space; U+FFFD for parts of characters."""
+        """Returns a token as log-probs show it: with its leading space, and U+FFFD for parts of characters."""
         return self.pieces.rest[token_id].decode("utf-8", "replace")
 
     def spelling(self, token_id: int) -> str:
-        """A token as the vocabulary spells it, e.g. `Ġthe`; empty for an id that has none."""
+        """Returns the vocabulary's spelling of a token, e.g. `Ġthe`; empty for an unknown id."""
         return self.backend.id_to_token(token_id) or ""
 
     def _id_of(self, name: str) -> int | None:
@@ -133,7 +128,7 @@ def _pieces(backend: tokenizers.Tokenizer) -> Pieces:
 
 
 def _with_added_tokens(files: TokenizerFiles) -> tokenizers.Tokenizer:
-    """The backend with the added tokens as the configuration has them, where that differs; as transformers does it."""
+    """Adds the configuration's tokens where they differ from the backend's, as transformers does."""
     backend = files.backend
     present = {token.content: token.__getstate__() for token in backend.get_added_tokens_decoder().values()}
     listed = list(present.values()) if files.added_tokens is None else files.added_tokens

@@ -1,4 +1,4 @@
-"""The files of a tokenizer in a model directory, read and checked. Knows nothing of encoding and decoding."""
+"""Reads and checks the tokenizer files of a model directory. Does not encode or decode."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ EXTRA = ("extra_special_tokens", "additional_special_tokens")
 
 
 class TokenizerError(ValueError):
-    """A tokenizer that cannot be loaded, or text that it cannot encode."""
+    """A tokenizer cannot be loaded, or a text cannot be encoded."""
 
 
 @dataclass(slots=True)
 class TokenizerFiles:
-    """What a directory says.
+    """The contents of a directory's tokenizer files.
 
     Attributes:
         backend: tokenizer.json.
         special_tokens: names (`bos_token`) -> texts.
         special_texts: texts of all special tokens that the configuration names, in order.
-        added_tokens: arguments of `tokenizers.AddedToken` for each token that the configuration adds, by id; None when
-            it lists none.
+        added_tokens: arguments of `tokenizers.AddedToken` for each token that the configuration adds, by id; None
+            without a list.
         chat_template: Jinja source, or None.
     """
 
@@ -39,12 +39,11 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(path: Path) -> TokenizerFiles:
-    """Read directory `path`: tokenizer.json, and where they exist tokenizer_config.json, special_tokens_map.json
-    (where the configuration lists no added tokens, as in transformers) and chat_template.jinja (before the
-    configuration's).
+    """Reads tokenizer.json of directory `path`, and three files where they exist.
 
-    Raises:
-        TokenizerError: a file is missing or malformed; one line that names it.
+    They are tokenizer_config.json, special_tokens_map.json (if the configuration lists no added tokens, as in
+    transformers) and chat_template.jinja (which precedes the configuration's template). Raises TokenizerError, one line
+    that names the file, when a file is missing or malformed.
     """
     backend = _read_backend(path / "tokenizer.json")
     config = _read_json(path / "tokenizer_config.json")
@@ -89,7 +88,7 @@ def _one_line(error: Exception) -> str:
 
 
 def _text_of(token: str | Mapping[str, Any]) -> str:
-    """A special token is spelled as a string, or as an object with its content."""
+    """Reads a special token, which is a string or an object with its content."""
     text = token if isinstance(token, str) else token["content"]
     if not isinstance(text, str):
         raise TypeError(f"special token {token!r} has no text")
@@ -104,7 +103,6 @@ def _extra_texts(config: Mapping[str, Any]) -> list[str]:
 
 
 def _added_tokens(config: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """In the order of their ids."""
     listed = config.get("added_tokens_decoder")
     if listed is None:
         return None
@@ -114,7 +112,7 @@ def _added_tokens(config: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
-    """The default one, where the configuration lists several by name."""
+    """Returns the template; the one named `default` if the configuration lists several."""
     if (file := path / "chat_template.jinja").is_file():
         return file.read_text(encoding="utf-8")
     template = config.get("chat_template")

@@ -1,6 +1,6 @@
-"""All tokens of a vocabulary as bytes, arranged for search: which tokens begin with or contain given bytes.
+"""Finds the tokens of a vocabulary that begin with or contain given bytes.
 
-Knows nothing of stop strings; the arrangement is made once a model.
+The index is built once for a model. Knows no stop strings.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from toka_async.text.tokenizer import Tokenizer
 
 
 class Vocabulary:
-    """Search over the bytes of tokens, of those that begin a text too.
+    """An index of the bytes of all tokens, both inside and at the start of a text.
 
-    Attributes:
-        size: the highest id plus one.
-        max_bytes: of the longest token.
+    size: the highest id plus one. max_bytes: bytes of the longest token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -31,27 +29,25 @@ class Vocabulary:
         self._first = self._rest if pieces.first is pieces.rest else _Index(pieces.first)
 
     def containing(self, part: bytes) -> Int64:
-        """Ids of the tokens with `part` anywhere inside, in any order, perhaps repeated."""
+        """Returns the ids of tokens with `part` inside, in any order, perhaps repeated."""
         if self._first is self._rest:
             return self._rest.containing(part)
         return np.concatenate([self._rest.containing(part), self._first.containing(part)])
 
     def starting(self, prefix: bytes) -> Int64:
-        """Ids of the tokens that begin with `prefix` when they follow other tokens."""
+        """Returns the ids of tokens that begin with `prefix` when they follow other tokens."""
         return self._rest.starting(prefix)
 
 
 class _Index:
-    """Tokens sorted by their bytes, so that a prefix is a range; and laid end to end, so that `containing` is a few
-    vector comparisons.
-    """
+    """Tokens sorted by their bytes, so that a prefix is a range, and laid end to end for a search in them all."""
 
     def __init__(self, table: Mapping[int, bytes]) -> None:
         items = sorted((piece, i) for i, piece in table.items() if piece)
         self._sorted = [piece for piece, _ in items]
         self._ids = np.array([i for _, i in items], dtype=np.int64)
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(b"".join(self._sorted), dtype=np.uint8)
-        self._owners = np.repeat(np.arange(len(items)), [len(piece) for piece in self._sorted])  # row of each byte
+        self._owners = np.repeat(np.arange(len(items)), [len(piece) for piece in self._sorted])  # each byte's row
 
     def starting(self, prefix: bytes) -> Int64:
         low = bisect_left(self._sorted, prefix)

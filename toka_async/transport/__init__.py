@@ -1,0 +1,1 @@
+"""Carries messages between processes: their encoding, and ZeroMQ sockets."""

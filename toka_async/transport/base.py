@@ -1,4 +1,4 @@
-"""What an inbox and an outbox are, whatever carries the messages."""
+"""The interfaces of inboxes and outboxes, whatever carries the messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Inbox(Protocol[T]):
     """Receives messages of one channel from any number of outboxes."""
 
     def drain(self) -> list[T]:
-        """All messages that have arrived, without waiting."""
+        """Take all messages that have arrived, without waiting."""
         ...
 
     def close(self) -> None: ...

@@ -1,7 +1,7 @@
-"""The connections of a listening ZeroMQ socket: how many there are, and how much they have sent that nobody has taken.
+"""Bounds the connections of a listening ZeroMQ socket: their number, and the data that they sent and nobody has read.
 
-libzmq bounds neither: it accepts whoever comes, and keeps all frames of a message until the last one. So connections
-are counted as its monitor tells of them, and what has come over each is asked of the kernel; who is too many is cut
+libzmq bounds neither: it accepts all connections, and keeps all frames of a message until the last one. So connections
+are counted by its monitor's events, the kernel tells what arrived over each, and connections over the limit are cut
 off. Knows nothing of what messages hold.
 """
 
@@ -18,21 +18,21 @@ from typing import Any
 
 import zmq
 
-TICK = 0.05  # seconds between two looks at what has come
-PATIENCE = 10.0  # seconds that a connection may last which nobody wants
-TCP_INFO = struct.Struct("128xQ")  # of Linux's struct tcp_info, tcpi_bytes_received
-EVENT = struct.Struct("=HI")  # of libzmq's monitor: which, and the descriptor
+TICK = 0.05  # seconds between two looks at received bytes
+PATIENCE = 10.0  # seconds that an unwanted connection may last
+TCP_INFO = struct.Struct("128xQ")  # tcpi_bytes_received in Linux's struct tcp_info
+EVENT = struct.Struct("=HI")  # libzmq's monitor event: its number, and the descriptor
 SHORT = 255  # bytes of the longest frame whose length is one byte
 ENCRYPTED = 33  # bytes by which CURVE makes a frame longer
-ALLOWED, ALLOWED_EACH_SECOND = 4096, 64  # bytes that are no messages: handshake, heartbeats
+ALLOWED, ALLOWED_EACH_SECOND = 4096, 64  # bytes beside messages: handshake, heartbeats
 
 
 @dataclass(slots=True)
 class Connection:
-    """One of them. lent: libzmq's own descriptor, never to be closed here. is_tcp: it can tell what has come.
+    """A connection. lent: libzmq's own descriptor, never to be closed here. is_tcp: the kernel can tell what arrived.
 
-    since: when it began. unwanted_since: when it began, or was last wanted. taken: bytes of the messages that were
-    taken. pending: bytes that were not, as last seen. is_kept: it is wanted. is_cut: it ends.
+    since: when it began. unwanted_since: when it began or was last wanted. taken: bytes of messages that were read.
+    pending: bytes that were not, as last seen. is_kept: it is wanted. is_cut: it ends.
     """
 
     lent: socket.socket
@@ -45,7 +45,7 @@ class Connection:
     is_cut: bool = False
 
     def look(self, now: float) -> None:
-        """What has come, and was not taken."""
+        """Update `pending` from the kernel's count of received bytes."""
         with contextlib.suppress(OSError):
             (received,) = TCP_INFO.unpack(self.lent.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size))
             allowed = ALLOWED + int(ALLOWED_EACH_SECOND * (now - self.since))
@@ -53,12 +53,12 @@ class Connection:
 
 
 class Connections:
-    """All of one socket, made before it is bound.
+    """The connections of one socket. Must be made before the socket is bound.
 
     Args:
-        most: at once. One more ends the oldest that nobody wants, or is ended itself.
-        most_bytes: of messages that were not taken, their unfinished ones included, of all connections together. Above
-            it, who has most is ended, those first that nobody wants.
+        most: connections at once. One more ends the oldest unwanted one, or is ended itself.
+        most_bytes: of messages that were not read, unfinished ones included, of all connections together. Above it the
+            connection with most is ended, unwanted ones first.
     """
 
     def __init__(self, router: zmq.Socket[bytes], most: int, most_bytes: int, *, is_encrypted: bool) -> None:
@@ -80,7 +80,7 @@ class Connections:
         return len(self._by_descriptor)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """After the socket is bound."""
+        """Start watching, after the socket is bound."""
         address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         kind, _, where = address.partition("://")
         self._where = int(where.rpartition(":")[2]) if kind == "tcp" else where
@@ -100,10 +100,10 @@ class Connections:
         for descriptor in list(self._by_descriptor):
             self._forget(descriptor)
 
-    # ---- what the messages' side says --------------------------------------------------------------------------------
+    # ---- calls of the socket's owner ---------------------------------------------------------------------------------
 
-    def taken(self, parts: Sequence[zmq.Frame]) -> None:
-        """A message was received, with its connection's name as the first part."""
+    def count_taken(self, parts: Sequence[zmq.Frame]) -> None:
+        """Count a message that was read, with its connection's name as the first part."""
         name = parts[0].bytes
         descriptor = self._by_name.get(name)
         if descriptor is None:
@@ -112,7 +112,7 @@ class Connections:
             self._by_descriptor[descriptor].taken += sum(self._wire_bytes(len(part)) for part in parts[1:])
 
     def _recognize(self, name: bytes, part: zmq.Frame) -> int | None:
-        """The first message of a connection; None when that is gone already."""
+        """Find the descriptor of a connection's first message; None if the connection has ended already."""
         try:
             descriptor = int(part.get(zmq.SRCFD))
         except zmq.ZMQError:
@@ -129,22 +129,21 @@ class Connections:
         return size + (2 if size <= SHORT else 9)
 
     def keep(self, name: bytes) -> None:
-        """Somebody wants the connection, until it is released."""
+        """Mark the connection as wanted, until it is released."""
         if (descriptor := self._by_name.get(name)) is not None:
             self._by_descriptor[descriptor].is_kept = True
 
     def release(self, name: bytes) -> None:
-        """Nobody wants the connection any more."""
+        """Mark the connection as unwanted."""
         if (descriptor := self._by_name.get(name)) is not None:
             connection = self._by_descriptor[descriptor]
             connection.is_kept, connection.unwanted_since = False, monotonic()
 
     def cut(self, name: bytes) -> None:
-        """End the connection."""
         if (descriptor := self._by_name.get(name)) is not None:
             self._cut(self._by_descriptor[descriptor])
 
-    # ---- what libzmq says --------------------------------------------------------------------------------------------
+    # ---- events of libzmq --------------------------------------------------------------------------------------------
 
     def _on_events(self) -> None:
         while not self._monitor.closed:
@@ -161,10 +160,10 @@ class Connections:
         self._forget(descriptor)
         try:
             lent = socket.socket(fileno=descriptor)
-        except OSError:  # it is closed already
+        except OSError:  # closed already
             return
         connection = Connection(lent, lent.family != socket.AF_UNIX, now := monotonic(), now)
-        if not self._is_ours(lent):  # it is closed already, and the descriptor another's
+        if not self._is_ours(lent):  # closed already, and the descriptor was reused
             lent.detach()
             return
         self._by_descriptor[descriptor] = connection
@@ -188,7 +187,7 @@ class Connections:
         return not connection.is_kept and not connection.is_cut
 
     def _look(self) -> None:
-        """Again and again while there are connections: of bytes that come libzmq tells nobody."""
+        """Look again and again while there are connections: libzmq does not report arriving bytes."""
         assert self._loop is not None
         now, total = monotonic(), 0
         for each in self._by_descriptor.values():
@@ -205,7 +204,7 @@ class Connections:
         self._timer = self._loop.call_later(TICK, self._look) if self._by_descriptor else None
 
     def _is_ours(self, lent: socket.socket) -> bool:
-        """Whether the descriptor is still that of a connection to the socket: libzmq closes it on its own."""
+        """Whether the descriptor still is a connection to the socket: libzmq closes it on its own."""
         try:
             where = lent.getsockname()
         except OSError:

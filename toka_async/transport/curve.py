@@ -32,10 +32,10 @@ class KeyPair:
 
 
 def make_keys(folder: Path, name: str) -> tuple[Path, Path]:
-    """Writes a new pair to `folder`, which is made: NAME.key, and NAME.key_secret for its owner's eyes only.
+    """Write a new pair to `folder`, which is created: NAME.key, and NAME.key_secret, which only its owner may read.
 
     Raises:
-        KeyFileError: such files are there already, or cannot be written.
+        KeyFileError: the files exist already or cannot be written.
     """
     public, secret = folder / f"{name}.key", folder / f"{name}.key_secret"
     for path in (public, secret):
@@ -54,7 +54,7 @@ def make_keys(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 def read_pair(path: Path) -> KeyPair:
-    """The keys in a NAME.key_secret. Raises KeyFileError."""
+    """Read the keys of a NAME.key_secret. Raises KeyFileError."""
     public, secret = _read(path)
     if secret is None:
         raise KeyFileError(f"{path} has no secret key: it should be a NAME.key_secret")
@@ -62,7 +62,7 @@ def read_pair(path: Path) -> KeyPair:
 
 
 def read_public(path: Path) -> bytes:
-    """The public key in a NAME.key. Raises KeyFileError."""
+    """Read the public key of a NAME.key. Raises KeyFileError."""
     return _read(path)[0]
 
 
@@ -77,7 +77,7 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
 
 
 def check_clients(folder: Path) -> None:
-    """Raises KeyFileError unless the folder has public keys (`*.key`), all of them readable."""
+    """Raise KeyFileError unless the folder has public keys (`*.key`), all of them readable."""
     paths = sorted(folder.glob("*.key"))
     if not paths:
         raise KeyFileError(f"{folder} has no *.key files: the public keys of the clients that may connect")
@@ -85,13 +85,13 @@ def check_clients(folder: Path) -> None:
         read_public(path)
 
 
-State = tuple[tuple[str, int, int, int], ...]  # of each file: name, number, length, when it was written
+State = tuple[tuple[str, int, int, int], ...]  # of each file: name, inode, size, time of change
 
 
 class Clients:
-    """The public keys in a folder, as it is now: it is looked at whenever a client comes, and read when it has changed.
+    """The public keys in a folder, checked for changes whenever a client connects.
 
-    A file that cannot be read lets nobody in, and is no reason to keep others out.
+    An unreadable file admits nobody, and does not keep others out.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -100,7 +100,7 @@ class Clients:
         self._keys: frozenset[bytes] = frozenset()
 
     def callback(self, _domain: str, key: bytes) -> bool:
-        """Whether the client may come in; called by pyzmq."""
+        """Whether the client is admitted; called by pyzmq."""
         state = self._newest()
         if state != self._state:
             self._state = state
@@ -110,7 +110,7 @@ class Clients:
     def _newest(self) -> State:
         found = []
         for path in sorted(self._folder.glob("*.key")):
-            with contextlib.suppress(OSError):  # it goes away just now
+            with contextlib.suppress(OSError):  # it is being removed
                 stat = path.stat()
                 found.append((path.name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
         return tuple(found)
@@ -124,10 +124,10 @@ class Clients:
 
 
 class Gate:
-    """Lets clients with these keys in, and nobody else (ZAP, RFC 27). Needs a running event loop.
+    """Admits clients with these keys only (ZAP, RFC 27). Needs a running event loop.
 
     Args:
-        clients: a folder of public keys; who is added or removed there is let in or kept out from then on.
+        clients: a folder of public keys; changes count from the next connection on.
     """
 
     def __init__(self, context: zmq.Context[Any], clients: Path) -> None:

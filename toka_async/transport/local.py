@@ -11,8 +11,6 @@ T = TypeVar("T")
 
 
 class LocalChannel(Generic[T]):
-    """Both ends of a channel in one process."""
-
     def __init__(self, codec: Codec[T]) -> None:
         self._codec = codec
         self._queue: deque[bytes] = deque()

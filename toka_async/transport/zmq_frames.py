@@ -1,7 +1,7 @@
-"""Sockets of messages in several frames, read by an event loop: one end that many connect to, and the other end.
+"""Sockets for messages of several frames on an event loop: a router that many connect to, and a dealer that connects.
 
-Frames are received without a copy, so that columns are views of what came over the wire. Knows nothing of what the
-frames hold.
+Frames are received without a copy, so columns are views of what came over the wire. Knows nothing of the frames'
+contents.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from toka_async.transport.connections import Connections
 from toka_async.transport.curve import KeyPair
 
 Frame = bytes | memoryview
-SMALL = 4096  # bytes up to which a frame is copied: cheaper than to share it
-TURN_SECONDS = 0.01  # for which messages are taken before other work of the loop gets its turn
-RETRIED = 1.0  # seconds after which libzmq has said that it connects again, if it does
-FAILED = 3  # handshakes one after the other: the keys are wrong, not the network
-QUEUED = 4  # messages of a connection that wait to be taken: it sends no more until they are
+SMALL = 4096  # bytes up to which copying a frame is cheaper than sharing it
+TURN_SECONDS = 0.01  # time for messages before other work of the loop gets its turn
+RETRIED = 1.0  # seconds within which libzmq reports that it connects again, if it does
+FAILED = 3  # failed handshakes in a row that show that the keys are wrong, not the network
+QUEUED = 4  # unread messages of a connection; it sends no more until they are read
 
 
 class FrameSocket:
-    """A socket on the loop. `attach` before anything else."""
+    """A socket on the loop. `attach` comes before anything else."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.socket = socket
@@ -40,15 +40,15 @@ class FrameSocket:
     def attach(self, loop: asyncio.AbstractEventLoop, on_frames: Callable[[list[Frame]], None]) -> None:
         """Call `on_frames` with each message.
 
-        The descriptor signals edges, so each wake-up drains to EAGAIN, in turns; and so does whoever has sent, since
-        that may swallow an edge.
+        The descriptor signals edges, so each wake-up drains to EAGAIN, in turns. Sending drains too, since it may
+        swallow an edge.
         """
         self._loop, self._on_frames = loop, on_frames
         loop.add_reader(self.socket.fileno(), self.drain)
         self._drain_soon()
 
     def drain(self) -> None:
-        """Take what has come."""
+        """Take the messages that have arrived."""
         assert self._loop is not None
         assert self._on_frames is not None
         until = monotonic() + TURN_SECONDS
@@ -57,22 +57,22 @@ class FrameSocket:
                 parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._taken(parts)
+            self._note_message(parts)
             self._on_frames([part.bytes if len(part) <= SMALL else part.buffer for part in parts])
             if monotonic() >= until:
                 self._drain_soon()
                 return
 
-    def _taken(self, parts: list[zmq.Frame]) -> None:
-        """A message was received; it is dealt with next."""
+    def _note_message(self, parts: list[zmq.Frame]) -> None:
+        """Look at a received message before it is handled."""
 
     def _drain_soon(self) -> None:
-        """In a context of its own: what comes belongs to nobody who happens to send."""
+        """Schedule a drain in a context of its own: messages do not belong to the task that happens to send."""
         assert self._loop is not None
         self._loop.call_soon(self.drain, context=self._context)
 
     def send(self, frames: Sequence[Frame]) -> bool:
-        """False when the message cannot be taken: the other end is gone, or takes nothing."""
+        """Send, or return False if the other end has left or takes nothing."""
         try:
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
         except (zmq.Again, zmq.ZMQError) as error:
@@ -85,19 +85,19 @@ class FrameSocket:
         return True
 
     def close(self, linger: int = 0) -> None:
-        """linger: milliseconds that what was sent gets to leave, while the context lives."""
+        """Close. linger: milliseconds for sent messages to leave, while the context lives."""
         if self._loop is not None and not self.socket.closed:
             self._loop.remove_reader(self.socket.fileno())
         self.socket.close(linger=linger)
 
 
 class RouterSocket(FrameSocket):
-    """Binds; every message that comes has the connection's name as its first frame, and so must what is sent.
+    """Binds. Received and sent messages have the connection's name as their first frame.
 
-    What is sent has one frame besides: see `_name_connections`.
+    A sent message has exactly one more frame: see `_name_connections`.
 
     Args:
-        max_frame: bytes; who sends a longer frame is disconnected.
+        max_frame: bytes; peers that send a longer frame are disconnected.
         max_queued: messages for a connection that does not read.
         keys: with them, connections are encrypted.
         alive: seconds after which a silent connection is given up.
@@ -141,32 +141,32 @@ class RouterSocket(FrameSocket):
 
     @staticmethod
     def _name_connections(socket: zmq.Socket[bytes]) -> None:
-        """The socket names all connections itself, whatever name a peer asks for.
+        """Make the socket name all connections itself, whatever name a peer asks for.
 
-        Otherwise a peer could take a name that the socket's own count comes to later, and then libzmq (4.3.5) ends the
-        process. There is no option for it, but the listener has copied the socket's options when it was bound, so
-        that connections go on to speak ZMTP while the socket takes them for raw ones, which have no names of their
-        own. Its only other effect: what is sent has a single frame.
+        Otherwise a peer could take a name that the socket's own count reaches later, and libzmq (4.3.5) would then end
+        the process. There is no option for it. But the listener copied the socket's options when it was bound, so
+        connections keep speaking ZMTP while the socket takes them for raw ones, which have no names of their own. The
+        only other effect: sent messages have a single frame.
         """
         socket.setsockopt(zmq.ROUTER_RAW, 1)
-        socket.setsockopt(zmq.ROUTER_RAW, 0)  # else an empty frame would end its connection
+        socket.setsockopt(zmq.ROUTER_RAW, 0)  # otherwise an empty frame would end its connection
 
     def attach(self, loop: asyncio.AbstractEventLoop, on_frames: Callable[[list[Frame]], None]) -> None:
         self._connections.attach(loop)
         super().attach(loop, on_frames)
 
-    def _taken(self, parts: list[zmq.Frame]) -> None:
+    def _note_message(self, parts: list[zmq.Frame]) -> None:
         self._latest = parts[-1]
-        self._connections.taken(parts)
+        self._connections.count_taken(parts)
 
     @property
     def address(self) -> str:
-        """Where it listens, a port of 0 or `*` replaced by the real one."""
+        """The address it listens at, with a port of 0 or `*` replaced by the real one."""
         return self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     @property
     def sender(self) -> str:
-        """The public key of whoever sent the message that is being taken; empty without keys."""
+        """The public key of the sender of the current message; empty without keys."""
         try:
             return "" if self._latest is None else str(self._latest["User-Id"])
         except zmq.ZMQError:
@@ -177,14 +177,14 @@ class RouterSocket(FrameSocket):
         return len(self._connections)
 
     def keep(self, name: bytes) -> None:
-        """The connection is wanted, until it is released: it does not make room for others."""
+        """Mark the connection as wanted until it is released: it does not make room for others."""
         self._connections.keep(name)
 
     def release(self, name: bytes) -> None:
         self._connections.release(name)
 
     def cut(self, name: bytes) -> None:
-        """End a connection, with all that waits for it."""
+        """End a connection, with all messages that wait for it."""
         self._connections.cut(name)
 
     def close(self, linger: int = 0) -> None:
@@ -194,7 +194,7 @@ class RouterSocket(FrameSocket):
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A connection is lost, or there is none. problem: why, where that is known. is_final: there never will be one."""
+    """A connection was lost, or cannot be made. problem: why, if known. is_final: no attempt can succeed."""
 
     problem: str | None = None
     is_final: bool = False
@@ -204,9 +204,9 @@ GARBAGE = Loss("the server has sent a frame that is too long, or what is not Zer
 
 
 class Dealer(FrameSocket):
-    """Connects, again and again when the connection breaks; what was not sent by then may come over the next one.
+    """Connects, and reconnects when the connection breaks; messages not sent by then may go over the next connection.
 
-    ZMQ_IMMEDIATE would drop it, but ends the process: when libzmq (4.3.5) hears of a break between two frames of a
+    ZMQ_IMMEDIATE would drop them, but can end the process: when libzmq (4.3.5) sees a break between two frames of a
     message that is being received, its queue is gone, and the rest of the message with it.
 
     Args:
@@ -226,7 +226,7 @@ class Dealer(FrameSocket):
     ) -> None:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
-        socket.setsockopt(zmq.SNDHWM, 0)  # whoever sends is bounded by the other end's credit
+        socket.setsockopt(zmq.SNDHWM, 0)  # the other end's credit bounds senders
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
@@ -238,8 +238,8 @@ class Dealer(FrameSocket):
                 server_key,
             )
         self._has_keys = keys is not None
-        self._is_made = False  # the latest attempt has come to a connection
-        self._num_failed = 0  # handshakes one after the other
+        self._is_made = False  # the latest attempt made a connection
+        self._num_failed = 0  # failed handshakes in a row
         self._given_up: asyncio.TimerHandle | None = None
         self._monitor = socket.get_monitor_socket()
         self._address = address
@@ -252,10 +252,10 @@ class Dealer(FrameSocket):
         on_connected: Callable[[], None],
         on_lost: Callable[[Loss], None],
     ) -> None:
-        """Call `on_connected` when a connection is made, also anew, and `on_lost` when it breaks or there is none.
+        """Connect. Calls `on_connected` for every connection made, and `on_lost` when one breaks or cannot be made.
 
         Raises:
-            zmq.ZMQError: the address is none.
+            zmq.ZMQError: the address is invalid.
         """
 
         def on_event() -> None:
@@ -267,7 +267,7 @@ class Dealer(FrameSocket):
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self._num_failed = 0
                     on_connected()
-                elif loss := self._loss(event):
+                elif loss := self._find_loss(event):
                     on_lost(loss)
                 if event == zmq.EVENT_DISCONNECTED:
                     self._given_up = loop.call_later(RETRIED, on_lost, GARBAGE)
@@ -280,8 +280,8 @@ class Dealer(FrameSocket):
         loop.call_soon(on_event)
         self.socket.connect(self._address)
 
-    def _loss(self, event: int) -> Loss | None:
-        """What an event of the monitor says of a connection that is lost or does not come about."""
+    def _find_loss(self, event: int) -> Loss | None:
+        """Translate an event of the monitor into the loss that it means, if any."""
         match event:
             case zmq.EVENT_CONNECTED:
                 self._is_made = True
@@ -315,7 +315,7 @@ class Dealer(FrameSocket):
 
 
 def set_options(socket: zmq.Socket[bytes], address: str, alive: float) -> None:
-    """What both ends have in common: silent connections are probed, and given up."""
+    """Set what both ends share: silent connections are probed, and given up."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, int("[" in address))
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(alive * 1000 / 3))

@@ -1,7 +1,7 @@
 """Inboxes and outboxes over ZeroMQ PUSH/PULL, and ways to wait for them: a poll set, or an event loop's reader.
 
-PUSH/PULL, since PUB drops silently; no high-water mark, since the sides bound their own work.
-Knows no message types beyond the codec it is given.
+PUSH/PULL, since PUB drops silently; no high-water mark, since the sides bound their own work. Knows no message types
+beyond the codec it is given.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import zmq
 from toka_async.transport.codec import Codec
 
 T = TypeVar("T")
-TURN_BYTES = 1 << 18  # of messages, or a few more: what an event loop takes before others have their turn
-TURN_SECONDS = 0.01  # after which it takes no further part of them
+TURN_BYTES = 1 << 18  # of messages, roughly, before other work of the event loop gets its turn
+TURN_SECONDS = 0.01  # time after which no further part of them is taken
 PART_BYTES = 1 << 15
 
 
@@ -40,7 +40,7 @@ class ZmqOutbox(Generic[T]):
         self._socket.close()
 
     def drop(self) -> None:
-        """Close; what has not arrived is lost, and reaches nobody who listens at the address later."""
+        """Close; messages that have not arrived are lost, also for later listeners at the address."""
         self._socket.close(linger=0)
 
 
@@ -68,7 +68,7 @@ class ZmqInbox(Generic[T]):
         return self._take()[0]
 
     def _take(self, most_bytes: float = math.inf) -> tuple[list[T], int, bool]:
-        """Messages that are there, with so many bytes or a few more; how many; and whether that is all of them."""
+        """Take messages of about `most_bytes`; returns them, their bytes, and whether these are all that are there."""
         messages: list[T] = []
         num_bytes = 0
         while num_bytes < most_bytes:
@@ -81,21 +81,21 @@ class ZmqInbox(Generic[T]):
         return messages, num_bytes, False
 
     def receive(self) -> T:
-        """The next message; waits for it."""
+        """Wait for the next message."""
         return self._codec.decode(self.socket.recv(copy=False).buffer)
 
     def attach(self, loop: asyncio.AbstractEventLoop, callback: Callable[[list[T]], None]) -> None:
         """Call `callback` with the messages whenever some arrive.
 
         The socket's descriptor signals edges, so each wake-up drains to EAGAIN, in as many turns of the loop as that
-        takes; a first drain is scheduled for messages that came before. Measured far cheaper per message than
-        zmq.asyncio.
+        takes; a first drain is scheduled for messages that came before. Far cheaper per message than zmq.asyncio
+        (measured).
         """
 
         def on_readable() -> None:
             if self._further is not None:
                 self._further.cancel()
-            self._further = loop.call_soon(on_readable)  # before those that are woken: they get more at once
+            self._further = loop.call_soon(on_readable)  # ahead of the woken tasks: they get more at once
             left, until = TURN_BYTES, monotonic() + TURN_SECONDS
             while self._is_attached:
                 messages, num_bytes, is_all = self._take(min(left, PART_BYTES))
@@ -112,7 +112,6 @@ class ZmqInbox(Generic[T]):
         self._further = loop.call_soon(on_readable)
 
     def detach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Undo `attach`."""
         self._is_attached = False
         if self._further is not None:
             self._further.cancel()

@@ -1,0 +1,1 @@
+"""Measures once what is fastest on a GPU, and keeps it for later starts."""

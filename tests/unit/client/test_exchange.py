@@ -55,7 +55,7 @@ class Wire:
         self.exchange.on_frames(pack(header, columns))
 
     def welcome(self, *, resumed: bool = False, credit: int = 100, max_message: int = 1 << 20) -> None:
-        self.exchange.connected()
+        self.exchange.introduce()
         self.say(
             Welcome(
                 version=2,
@@ -74,9 +74,9 @@ class Wire:
 
     def ask(self, *keys: int, length: int = 2, n: int = 1, stream: bool = False) -> list[Pending]:
         fields = {"n": n}
-        wishes = RequestOptions(fields, msgspec.msgpack.encode(fields), stream)
+        options = RequestOptions(fields, msgspec.msgpack.encode(fields), stream)
         prompt = np.ones(length, np.int32)
-        made = [Pending(key, prompt, 0, wishes, self) for key in keys]
+        made = [Pending(key, prompt, 0, options, self) for key in keys]
         for pending in made:
             self.exchange.add(pending)
         self.exchange.flush()
@@ -156,7 +156,7 @@ def test_a_new_connection_says_what_was_received_and_asks_again() -> None:
     wire.welcome()
     wire.ask(1, 2)
     wire.result(1, 1)
-    wire.exchange.disconnected()
+    wire.exchange.note_disconnected()
     wire.ask(3)
     wire.welcome(resumed=True)
     hello = [header for header, _ in wire.sent if isinstance(header, Hello)][-1]
@@ -182,7 +182,7 @@ def test_an_abandoned_request_is_cancelled_also_over_a_new_connection(resumed: b
     wire = Wire()
     wire.welcome()
     (pending,) = wire.ask(1)
-    wire.exchange.disconnected()
+    wire.exchange.note_disconnected()
     wire.exchange.abandon(pending)
     wire.welcome(resumed=resumed)
     cancelled = [columns["ids"].tolist() for header, columns in wire.sent if isinstance(header, Cancellation)]
@@ -200,7 +200,7 @@ def test_a_lost_stream_gives_no_credit_that_there_is_not() -> None:
     wire.ask(1, n=2, stream=True)
     wire.result(1, 1)
     wire.ask(2, 3, 4, 5)
-    wire.exchange.disconnected()
+    wire.exchange.note_disconnected()
     wire.sent.clear()
     wire.welcome(credit=2)
     assert isinstance(wire.news[1], ConnectionLostError)
@@ -214,7 +214,7 @@ def test_what_the_server_may_have_is_submitted_again_first() -> None:
     wire.error(1, 1, "overloaded")
     wire.error(2, 2, "overloaded")
     wire.ask(3, 4)
-    wire.exchange.disconnected()
+    wire.exchange.note_disconnected()
     wire.sent.clear()
     wire.welcome(resumed=True, credit=2)
     assert wire.submitted() == [[3, 4]], "which the server counts already"
@@ -224,7 +224,7 @@ def test_an_abandoned_request_whose_submission_was_lost_gives_its_credit_back() 
     wire = Wire()
     wire.welcome(credit=1)
     (pending,) = wire.ask(1)
-    wire.exchange.disconnected()
+    wire.exchange.note_disconnected()
     wire.exchange.abandon(pending)
     wire.sent.clear()
     wire.welcome(resumed=True, credit=1)
@@ -375,8 +375,8 @@ def test_answers_to_what_was_left_of_a_connection_are_passed_over() -> None:
     wire = Wire()
     wire.welcome()
     wire.ask(1)
-    wire.exchange.disconnected()
-    wire.exchange.connected()
+    wire.exchange.note_disconnected()
+    wire.exchange.introduce()
     for _ in range(3):
         wire.say(Closed(code="unknown", message="who?"))
     assert [type(header) for header, _ in wire.sent] == [Hello, Submission, Hello]

@@ -11,7 +11,7 @@ from toka_async.batches.disk import StorageError
 from toka_async.batches.records import Batch, BatchProgress, DoneLine, Fault
 from toka_async.batches.store import Store
 from toka_async.procs.child import BatchJob
-from toka_async.procs.job import INPUT, complaint, new_record, open_job
+from toka_async.procs.job import INPUT, describe_fault, make_record, open_job
 
 
 def begun(tmp_path: Path) -> BatchJob:
@@ -70,12 +70,12 @@ def test_an_output_that_has_lost_something_is_told_and_not_waited_for(tmp_path: 
 
 
 def failed(num_lines: int, *faults: Fault) -> Batch:
-    return Batch(new_record({}).refused(faults, 1), BatchProgress(completed=num_lines))
+    return Batch(make_record({}).refused(faults, 1), BatchProgress(completed=num_lines))
 
 
 def test_it_says_which_file_is_wrong() -> None:
     job = BatchJob(input="in", output="out", errors="err", folder="folder")
     wrong = failed(0, Fault(code="c", message="wrong", line=3), Fault(code="c", message="wrong too"))
-    assert complaint(job, wrong) == "in, line 3: wrong (and 1 more faults)"
+    assert describe_fault(job, wrong) == "in, line 3: wrong (and 1 more fault)"
     damaged = failed(5, Fault(code="error_file_damaged", message="cut; ask again", param="error_file_id"))
-    assert complaint(job, damaged) == "err: cut; ask again; remove out, err and folder to begin anew"
+    assert describe_fault(job, damaged) == "err: cut; ask again; remove out, err and folder to begin anew"

@@ -18,19 +18,19 @@ def test_work_that_moves_is_not_stuck() -> None:
     clock = Clock()
     progress = WorkProgress(clock)
     clock.now += 100
-    assert progress.stuck() == 0  # idle
+    assert progress.measure_stall() == 0  # idle
     progress.begin()
     clock.now += 3
-    assert progress.stuck() == 3
+    assert progress.measure_stall() == 3
     progress.begin()
-    assert progress.stuck() == 0
+    assert progress.measure_stall() == 0
     clock.now += 4
     progress.end()
     clock.now += 1
-    assert progress.stuck() == 1  # the second has not ended
+    assert progress.measure_stall() == 1  # the second has not ended
     progress.end()
     clock.now += 100
-    assert progress.stuck() == 0
+    assert progress.measure_stall() == 0
 
 
 @pytest.mark.parametrize("timeout", [10.0, 0.0])

@@ -23,7 +23,7 @@ from toka_async.messages import FromRank, RankDevice, Ready, StageTimes, Step, S
 from toka_async.procs import rank
 from toka_async.procs.child import Alive, ChildSpec, Fatal, ParentLink, Started, Status
 from toka_async.procs.progress import WorkProgress
-from toka_async.procs.rank import RunningStep, announce, outbox_of, resources_of, send_results, serve
+from toka_async.procs.rank import RunningStep, announce, make_resources, make_sender, send_results, serve
 from toka_async.topology import Layout, local_topology
 from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
 
@@ -162,7 +162,7 @@ def test_the_last_stages_first_rank_answers(
         send_results(
             link,
             queue_of(Computed(6), Computed(7), Computed(8, RuntimeError("broken"))),
-            outbox_of(link, results),
+            make_sender(link, results),
             nothing,
         )
     assert link.statuses == [Fatal("the device failed: broken")]
@@ -215,7 +215,7 @@ def test_no_error_ends_the_thread_alone(
 def test_announcing(link: Link, results: Results, frozen: list[str]) -> None:
     announce(link, results, READY)
     assert results.sent == [READY]
-    assert link.statuses == [Started(resources_of(READY))]
+    assert link.statuses == [Started(make_resources(READY))]
     assert frozen == ["collect", "freeze"]
 
 
@@ -256,7 +256,7 @@ def test_every_pass_of_a_step_is_launched_and_sent(
     assert launched == [3, 4, 5, 6, 7, 8]
     assert results.sent[0] == READY
     assert results.step_ids == [3, 4, 5, 6, 7, 8]
-    assert statuses == [Started(resources_of(READY))]
+    assert statuses == [Started(make_resources(READY))]
 
 
 @pytest.mark.usefixtures("frozen")
@@ -290,7 +290,7 @@ def test_a_failing_launch_ends_the_process(
 
     statuses = run_serve(monkeypatch, launch, link, results, Steps([Step(step_id=2)], link, results, 0))
     failure = Fatal("the device failed: CUDA out of memory. Tried to allocate", user=False)
-    assert statuses == [Started(resources_of(READY)), failure]
+    assert statuses == [Started(make_resources(READY)), failure]
     assert caplog.records
 
 

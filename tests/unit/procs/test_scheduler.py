@@ -24,7 +24,7 @@ from toka_async.messages import (
     ToScheduler,
     ToServer,
 )
-from toka_async.procs.scheduler import make_core, turn, wait_ready
+from toka_async.procs.scheduler import make_core, run_turn, wait_ready
 from toka_async.procs.step_times import StepTimes
 from toka_async.scheduler.core import Core
 from toka_async.transport.codec import Codec
@@ -41,18 +41,18 @@ def test_a_request_goes_through() -> None:
     ranks: LocalChannel[ToRank] = LocalChannel(Codec(ToRank))
     times = StepTimes()
 
-    turn(core, requests, results, server, ranks, times, ready)
+    run_turn(core, requests, results, server, ranks, times, ready)
     assert ranks.drain() == []
 
     prompt = i32_column([1, 2, 3])
     requests.send(Submit(request_id=7, prompt=prompt, max_tokens=1, seed=0, sampling=SamplingParams()))
-    turn(core, requests, results, server, ranks, times, ready)
+    run_turn(core, requests, results, server, ranks, times, ready)
     (step,) = ranks.drain()
     assert as_i32(step.prompts[0].token_ids).tolist() == [1, 2, 3]
     assert not [message for message in server.drain() if isinstance(message, Tokens)]
 
     results.send(StepDone(step_id=step.step_id, token_ids=i32_column([5])))
-    turn(core, requests, results, server, ranks, times, ready)
+    run_turn(core, requests, results, server, ranks, times, ready)
     answered = server.drain()
     (prefilled,) = [message for message in answered if isinstance(message, Prefills)]
     (tokens,) = [message for message in answered if isinstance(message, Tokens)]
@@ -117,7 +117,7 @@ def test_groups_are_as_small_as_the_rank_or_the_user_says(
         group_min_tokens=of_rank[1],
     )
     core, rank = make_core(ready, load_config(None, overrides)), PageRank(ready)
-    core.receive(submit(0, list(range(11)), n=3, max_tokens=5))
+    core.receive(submit(0, list(range(11)), n=3, max_tokens=5), 0.0)
     while steps := core.next_steps(0.0):
         for done in [rank.run(part) for step in steps for part in step.passes()]:
             core.complete(done, 0.0)

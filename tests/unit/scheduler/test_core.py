@@ -163,7 +163,7 @@ def test_a_request_that_fills_the_cache_runs() -> None:
 def test_an_id_in_use_fails() -> None:
     core = SmallCore()
     core.submit(submit(0, PROMPT))
-    core.core.receive(submit(0, PROMPT))
+    core.core.receive(submit(0, PROMPT), 0.0)
     core.collect()
     assert core.received[0].failed == "request id 0 is in use"
 
@@ -219,8 +219,8 @@ def test_a_cancel_of_what_has_ended_is_nothing() -> None:
     core = SmallCore()
     received = core.submit(submit(0, PROMPT))
     core.drain()
-    core.core.receive(Cancel(request_id=0))
-    core.core.receive(Cancel(request_id=12345))
+    core.core.receive(Cancel(request_id=0), 0.0)
+    core.core.receive(Cancel(request_id=12345), 0.0)
     core.collect()
     assert received.ended
     core.core.check()
@@ -230,7 +230,7 @@ def test_many_cancels_among_many_requests_are_quick() -> None:
     ready = Ready(num_pages=100_000, page_size=16, max_seqs=512, max_context=4096, vocab_size=VOCAB)
     core = Core(ready, max_tokens=8192, steps_ahead=1)
     for i in range(8192):
-        core.submit(submit(i, [i % VOCAB] * 20, max_tokens=100))
+        core.submit(submit(i, [i % VOCAB] * 20, max_tokens=100), 0.0)
     steps = core.next_steps(0.0)
     assert len(steps) == 1
     order = np.random.default_rng(0).permutation(8192)[:2000].tolist()

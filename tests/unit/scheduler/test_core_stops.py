@@ -21,7 +21,7 @@ def stop_mask(tokens: list[int], window: int) -> StopMask:
 
 def test_stop_checks_show_the_last_tokens_of_rows_that_may_have_stopped() -> None:
     core = SmallCore()
-    core.core.receive(stop_mask([3, 4], window=5))
+    core.core.receive(stop_mask([3, 4], window=5), 0.0)
     received = core.submit(submit(0, PROMPT, n=3, max_tokens=40, stop_id=1))
     other = core.submit(submit(1, PROMPT, max_tokens=40))
     core.drain()
@@ -38,7 +38,7 @@ def test_stop_checks_show_the_last_tokens_of_rows_that_may_have_stopped() -> Non
 
 def test_stop_checks_begin_with_min_tokens() -> None:
     core = SmallCore()
-    core.core.receive(stop_mask(list(range(VOCAB)), window=2))
+    core.core.receive(stop_mask(list(range(VOCAB)), window=2), 0.0)
     core.submit(submit(0, PROMPT, max_tokens=9, stop_id=1, sampling=SamplingParams(min_tokens=5)))
     core.drain()
     assert [check[2] for check in core.stop_checks] == [5, 6, 7, 8]
@@ -46,7 +46,7 @@ def test_stop_checks_begin_with_min_tokens() -> None:
 
 def test_streamed_rows_are_not_asked_about() -> None:
     core = SmallCore()
-    core.core.receive(stop_mask(list(range(VOCAB)), window=2))
+    core.core.receive(stop_mask(list(range(VOCAB)), window=2), 0.0)
     core.submit(submit(0, PROMPT, max_tokens=9, stop_id=1, stream=True))
     core.drain()
     assert core.stop_checks == []
@@ -54,9 +54,9 @@ def test_streamed_rows_are_not_asked_about() -> None:
 
 def test_a_dropped_set_can_be_registered_anew() -> None:
     core = SmallCore()
-    core.core.receive(stop_mask([3], window=2))
-    core.core.receive(DropStop(stop_id=1))
-    core.core.receive(stop_mask([], window=2))
+    core.core.receive(stop_mask([3], window=2), 0.0)
+    core.core.receive(DropStop(stop_id=1), 0.0)
+    core.core.receive(stop_mask([], window=2), 0.0)
     core.submit(submit(0, PROMPT, max_tokens=30, stop_id=1))
     core.drain()
     assert core.stop_checks == []
@@ -64,7 +64,7 @@ def test_a_dropped_set_can_be_registered_anew() -> None:
 
 def test_a_stop_string_ends_a_running_sample() -> None:
     core = SmallCore(steps_ahead=3)
-    core.core.receive(stop_mask(list(range(VOCAB)), window=2))
+    core.core.receive(stop_mask(list(range(VOCAB)), window=2), 0.0)
     received = core.submit(submit(0, PROMPT, n=3, max_tokens=40, stop_id=1, sampling=SamplingParams(num_logprobs=1)))
     core.turn_until(lambda: any(check[1:3] == (1, 6) for check in core.stop_checks))
     core.end(0, 1, 4)
@@ -109,7 +109,7 @@ def test_a_preempted_sample_that_waits_ends_from_the_queue(stream: bool) -> None
 def test_the_end_of_a_sample_that_never_started_or_is_unknown_is_nothing() -> None:
     core = SmallCore(max_seqs=1, max_tokens=5, steps_ahead=1)
     received = core.submit(submit(0, PROMPT, n=3, max_tokens=4))
-    for request_id, sample in [(0, 0), (0, 2), (9, 0)]:  # the prompt is being computed, in a lane that is no sample
+    for request_id, sample in [(0, 0), (0, 2), (9, 0)]:  # the prompt is being computed, in a sequence that is no sample
         core.build()
         core.end(request_id, sample, 1)
     assert not any(sample.reason for sample in received.samples)

@@ -11,9 +11,9 @@ def run(depth: StepDepth, steps: int, *, step: float, latency: float, wasted: in
     now = 0.0
     for _ in range(steps):
         now += step
-        depth.completed(now, step, queued)
-        depth.computed(100, wasted)
-        depth.sent(now + latency, True)
+        depth.note_completed(now, step, queued)
+        depth.count_tokens(100, wasted)
+        depth.note_sent(now + latency, True)
 
 
 def test_long_steps_need_two() -> None:
@@ -69,7 +69,7 @@ def test_idle_time_is_counted_when_the_ranks_ran_dry_with_work_left() -> None:
     run(depth, 3, step=0.01, latency=0.002, queued=0)
     assert depth.idle_seconds == pytest.approx(0.006)
     run(depth, 3, step=0.01, latency=0.002, queued=1)
-    depth.completed(9.0, 0.01, 0)
-    depth.sent(9.5, False)
+    depth.note_completed(9.0, 0.01, 0)
+    depth.note_sent(9.5, False)
     assert depth.idle_seconds == pytest.approx(0.006)
     assert depth.histogram[:2] == [4, 3]

@@ -24,8 +24,8 @@ LONG = list(range(1, 22))  # five pages of four
 def run_of(key: int, pages: tuple[int, ...]) -> PromptRun:
     prompt = np.arange(4 * len(pages) + 1, dtype=np.int32)
     request = Request(submit(key, prompt.tolist()), prompt, arrival=key, num_open=1)
-    job = PrefillTask(request, sample=0, token_ids=prompt)
-    return PromptRun(key, job, prompt.size, 0, prompt.size, [], np.asarray(pages, np.int32))
+    task = PrefillTask(request, sample=0, token_ids=prompt)
+    return PromptRun(key, task, prompt.size, 0, prompt.size, [], np.asarray(pages, np.int32))
 
 
 def runs_of(*paths: tuple[int, ...]) -> dict[int, PromptRun]:

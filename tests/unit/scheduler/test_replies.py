@@ -22,13 +22,13 @@ def floats(*values: float) -> Float32:
     return np.asarray(values, dtype=np.float32)
 
 
-def lanes_wanting(*num_logprobs: int) -> tuple[SequenceTable, Int32]:
-    lanes = SequenceTable(len(num_logprobs))
-    taken = lanes.take(len(num_logprobs))
-    lanes.request[taken] = 100 + np.arange(taken.size)
-    lanes.sample[taken] = np.arange(taken.size)
-    lanes.num_logprobs[taken] = num_logprobs
-    return lanes, taken
+def seqs_wanting(*num_logprobs: int) -> tuple[SequenceTable, Int32]:
+    table = SequenceTable(len(num_logprobs))
+    taken = table.take(len(num_logprobs))
+    table.request[taken] = 100 + np.arange(taken.size)
+    table.sample[taken] = np.arange(taken.size)
+    table.num_logprobs[taken] = num_logprobs
+    return table, taken
 
 
 def request(num_logprobs: int = -1, n: int = 1) -> Request:
@@ -36,19 +36,19 @@ def request(num_logprobs: int = -1, n: int = 1) -> Request:
     return Request(message, ids(1, 2), 0, n)
 
 
-def only(outbox: Replies) -> Tokens:
-    (message,) = outbox.take()
+def only(replies: Replies) -> Tokens:
+    (message,) = replies.take()
     assert isinstance(message, Tokens)
     return message
 
 
 def test_rows_of_a_message_want_the_same_logprobs() -> None:
-    lanes, taken = lanes_wanting(-1, 2, 0, -1)
-    outbox = Replies(lanes)
+    table, taken = seqs_wanting(-1, 2, 0, -1)
+    replies = Replies(table)
     tops = {int(taken[1]): [(ids(3, 4), floats(-1, -2)), (ids(5, 6), floats(-3, -4))]}
     logprobs = floats(-1, -2, -3, -4, -5, -6)
-    outbox.rows(taken, ids(1, 2, 1, 2), ids(10, 20, 21, 30, 40, 41), logprobs, ids(0, 1, 2, 0), tops)
-    plain, chosen, top = outbox.take()
+    replies.add_rows(taken, ids(1, 2, 1, 2), ids(10, 20, 21, 30, 40, 41), logprobs, ids(0, 1, 2, 0), tops)
+    plain, chosen, top = replies.take()
     assert isinstance(plain, Tokens)
     assert isinstance(chosen, Tokens)
     assert isinstance(top, Tokens)
@@ -66,52 +66,52 @@ def test_rows_of_a_message_want_the_same_logprobs() -> None:
 
 
 def test_messages_are_taken_once_and_in_order() -> None:
-    lanes, _ = lanes_wanting(-1)
-    outbox = Replies(lanes)
-    outbox.failed(3, "no")
-    outbox.failed(4, "no")
-    assert outbox.take() == [Failed(request_id=3, message="no"), Failed(request_id=4, message="no")]
-    assert outbox.take() == []
+    table, _ = seqs_wanting(-1)
+    replies = Replies(table)
+    replies.add_failure(3, "no")
+    replies.add_failure(4, "no")
+    assert replies.take() == [Failed(request_id=3, message="no"), Failed(request_id=4, message="no")]
+    assert replies.take() == []
 
 
 def test_prompts_without_scores_are_told_of_together_and_before_all_else() -> None:
-    lanes, _ = lanes_wanting(-1)
-    outbox, found = Replies(lanes), request()
-    outbox.failed(3, "no")
+    table, _ = seqs_wanting(-1)
+    replies, found = Replies(table), request()
+    replies.add_failure(3, "no")
     found.num_found = 16
-    outbox.prefilled(found)
-    outbox.prefilled(request())
-    prefills, failed = outbox.take()
+    replies.add_prefilled(found)
+    replies.add_prefilled(request())
+    prefills, failed = replies.take()
     assert isinstance(failed, Failed)
     assert isinstance(prefills, Prefills)
     assert as_i32(prefills.request_ids).tolist() == [7, 7]
     assert as_i32(prefills.cached_tokens).tolist() == [16, 0]
-    assert outbox.take() == []
+    assert replies.take() == []
 
 
 def test_prefilled_carries_scores_once_and_lets_go_of_them() -> None:
-    lanes, _ = lanes_wanting(-1)
-    outbox, scored = Replies(lanes), request()
+    table, _ = seqs_wanting(-1)
+    replies, scored = Replies(table), request()
     scored.scores = PrefillScores(floats(-1), ids(3), ids(5).reshape(1, 1), floats(-2).reshape(1, 1))
     scored.num_found = 8
-    outbox.prefilled(scored)
-    (message,) = outbox.take()
+    replies.add_prefilled(scored)
+    (message,) = replies.take()
     assert isinstance(message, Prefilled)
     assert message.cached_tokens == 8
     assert as_f32(message.logprobs).tolist() == [-1]
     assert as_i32(message.ranks).tolist() == [3]
     assert as_i32(message.top_ids).tolist() == [5]
     assert scored.prefilled
-    outbox.prefilled(scored)
-    (again,) = outbox.take()
+    replies.add_prefilled(scored)
+    (again,) = replies.take()
     assert isinstance(again, Prefills)
 
 
 def test_ends_have_no_tokens() -> None:
-    lanes, _ = lanes_wanting(-1)
-    outbox = Replies(lanes)
-    outbox.ends(request(n=3), ids(0, 2), Reason.LENGTH)
-    message = only(outbox)
+    table, _ = seqs_wanting(-1)
+    replies = Replies(table)
+    replies.add_ends(request(n=3), ids(0, 2), Reason.LENGTH)
+    message = only(replies)
     assert as_i32(message.request_ids).tolist() == [7, 7]
     assert as_i32(message.samples).tolist() == [0, 2]
     assert as_i32(message.reasons).tolist() == [Reason.LENGTH] * 2
@@ -120,12 +120,12 @@ def test_ends_have_no_tokens() -> None:
 
 
 def test_a_waiting_sample_ends_with_its_first_tokens() -> None:
-    lanes, _ = lanes_wanting(-1)
-    outbox = Replies(lanes)
+    table, _ = seqs_wanting(-1)
+    replies = Replies(table)
     tops = [(ids(k), floats(-k)) for k in range(3)]
     generated = Generated(ids(4, 5, 6), floats(-1, -2, -3), tops)
-    outbox.waiting_end(request(num_logprobs=1), EndSample(request_id=7, sample=2, num_tokens=2), generated)
-    message = only(outbox)
+    replies.add_waiting_end(request(num_logprobs=1), EndSample(request_id=7, sample=2, num_tokens=2), generated)
+    message = only(replies)
     assert as_i32(message.samples).tolist() == [2]
     assert as_i32(message.reasons).tolist() == [Reason.STOP_STRING]
     assert as_i32(message.token_ids).tolist() == [4, 5]
@@ -134,14 +134,14 @@ def test_a_waiting_sample_ends_with_its_first_tokens() -> None:
     assert message.num_logprobs == 1
 
 
-def test_stop_checks_hold_the_windows_of_their_lanes() -> None:
-    lanes, taken = lanes_wanting(-1, -1)
-    outbox, log = Replies(lanes), TokenLog(2)
+def test_stop_checks_hold_the_windows_of_their_sequences() -> None:
+    table, taken = seqs_wanting(-1, -1)
+    replies, log = Replies(table), TokenLog(2)
     for k in range(5):
         log.append(taken, ids(k, 10 + k), None)
     log.append(taken[:1], ids(5), None)
-    outbox.stop_checks(taken, [3, 9], log)
-    (message,) = outbox.take()
+    replies.add_stop_checks(taken, [3, 9], log)
+    (message,) = replies.take()
     assert isinstance(message, StopChecks)
     assert as_i32(message.request_ids).tolist() == [100, 101]
     assert as_i32(message.num_tokens).tolist() == [6, 5]
@@ -151,30 +151,30 @@ def test_stop_checks_hold_the_windows_of_their_lanes() -> None:
 
 def test_a_message_has_rows_of_so_many_requests_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("toka_async.scheduler.replies.MOST_REQUESTS", 2)
-    lanes, taken = lanes_wanting(*[1] * 7)
-    lanes.request[taken] = [5, 5, 5, 6, 7, 8, 9]
-    outbox = Replies(lanes)
-    tops = {lane: [(ids(place), floats(-place))] * place for place, lane in enumerate(taken.tolist())}
+    table, taken = seqs_wanting(*[1] * 7)
+    table.request[taken] = [5, 5, 5, 6, 7, 8, 9]
+    replies = Replies(table)
+    tops = {seq: [(ids(place), floats(-place))] * place for place, seq in enumerate(taken.tolist())}
     tokens = ids(*[place for place in range(7) for _ in range(place)])
-    outbox.rows(taken, ids(*range(7)), tokens, -tokens.astype(np.float32), ids(*range(7)), tops)
-    messages = [message for message in outbox.take() if isinstance(message, Tokens)]
+    replies.add_rows(taken, ids(*range(7)), tokens, -tokens.astype(np.float32), ids(*range(7)), tops)
+    messages = [message for message in replies.take() if isinstance(message, Tokens)]
     assert [as_i32(message.request_ids).tolist() for message in messages] == [[5, 5, 5, 6], [7, 8], [9]]
     assert [as_i32(message.counts).tolist() for message in messages] == [[0, 1, 2, 3], [4, 5], [6]]
     assert [as_i32(message.reasons).tolist() for message in messages] == [[0, 1, 2, 3], [4, 5], [6]]
     assert np.concatenate([as_i32(message.token_ids) for message in messages]).tolist() == tokens.tolist()
     assert np.concatenate([as_i32(message.top_ids) for message in messages]).tolist() == tokens.tolist()
     assert np.concatenate([as_f32(message.logprobs) for message in messages]).tolist() == (-tokens).tolist()
-    outbox.rows(taken[:0], ids(), ids(), floats(), ids(), {})
-    assert outbox.take() == []
+    replies.add_rows(taken[:0], ids(), ids(), floats(), ids(), {})
+    assert replies.take() == []
 
 
 def test_so_are_prefills(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("toka_async.scheduler.replies.MOST_REQUESTS", 2)
-    outbox = Replies(lanes_wanting(-1)[0])
+    replies = Replies(seqs_wanting(-1)[0])
     for _ in range(5):
-        outbox.prefilled(request())
-    outbox.failed(3, "x")
-    *prefills, failed = outbox.take()
+        replies.add_prefilled(request())
+    replies.add_failure(3, "x")
+    *prefills, failed = replies.take()
     assert isinstance(failed, Failed)
     assert [as_i32(each.request_ids).tolist() for each in prefills if isinstance(each, Prefills)] == [
         [7, 7],

@@ -69,7 +69,7 @@ def test_groups_kept_equal_groups_found_anew(
         if count and not before:
             tree.add(key, array(pages))
         if count or before:
-            tree.count(key, min(count, min_seqs) - min(before, min_seqs))
+            tree.add_rows(key, min(count, min_seqs) - min(before, min_seqs))
         if before and not count:
             tree.remove(key)
         if count:
@@ -83,10 +83,10 @@ def test_the_deepest_prefix_with_enough_rows_has_them() -> None:
     tree.reserve(4)
     for key, pages, count in ((0, (1, 2, 3), 4), (1, (1, 2, 4), 3), (2, (1, 5), 1), (3, (6, 7), 3)):
         tree.add(key, array(pages))
-        tree.count(key, count)
+        tree.add_rows(key, count)
     assert tree.pages_of_group[tree.group_of_run[:3]].tolist() == [3, 1, 1]
     assert tree.group_of_run[3] == -1
-    tree.count(0, -1)  # three and three meet where both runs still share
+    tree.add_rows(0, -1)  # three and three meet where both runs still share
     assert tree.pages_of_group[tree.group_of_run[:2]].tolist() == [2, 2]
     assert tree.group_of_run[2] == -1
     tree.check()
@@ -98,7 +98,7 @@ def test_a_run_that_joins_or_leaves_walks_up_its_own_path_only() -> None:
     tree.reserve(1002)
     for key in range(1000):
         tree.add(key, array((1, 10 + key)))
-        tree.count(key, 1)
+        tree.add_rows(key, 1)
     others = tree._ends[5].parent
     assert others is not None
     assert others.group >= 0
@@ -109,8 +109,8 @@ def test_a_run_that_joins_or_leaves_walks_up_its_own_path_only() -> None:
 
     others.children = Untouched(others.children)  # type: ignore[assignment]
     tree.add(1001, array((1, 5000)))
-    tree.count(1001, 1)
+    tree.add_rows(1001, 1)
     assert tree.group_of_run[1001] == others.group
-    tree.count(1001, -1)
+    tree.add_rows(1001, -1)
     tree.remove(1001)
     assert tree.num_groups == 1

@@ -21,7 +21,7 @@ def stats_at(core: Core, now: float) -> list[Stats]:
 
 def test_counts_while_work_goes_on_and_after_it() -> None:
     core, rank = Core(READY, max_tokens=32, steps_ahead=1), PageRank(READY)
-    core.submit(submit(0, [1, 2, 3, 4, 5], n=10, max_tokens=3))
+    core.submit(submit(0, [1, 2, 3, 4, 5], n=10, max_tokens=3), 0.0)
     now = 10.0
     seen: list[Stats] = []
     while steps := core.next_steps(now):
@@ -41,7 +41,7 @@ def test_counts_while_work_goes_on_and_after_it() -> None:
 
 def test_a_few_a_second_while_work_goes_on() -> None:
     core, rank = Core(READY, max_tokens=32, steps_ahead=1), PageRank(READY)
-    core.submit(submit(0, [1, 2], max_tokens=200))
+    core.submit(submit(0, [1, 2], max_tokens=200), 0.0)
     times = []
     for i in range(100):
         now = i * INTERVAL / 10
@@ -53,7 +53,7 @@ def test_a_few_a_second_while_work_goes_on() -> None:
 
 def test_idle_and_unchanged_is_silence() -> None:
     core, rank = Core(READY, max_tokens=32, steps_ahead=1), PageRank(READY)
-    core.submit(submit(0, [1, 2], max_tokens=1))
+    core.submit(submit(0, [1, 2], max_tokens=1), 0.0)
     (step,) = core.next_steps(0.0)
     core.take_messages(0.0)
     core.complete(rank.run(step), 0.0)
@@ -66,10 +66,10 @@ def test_a_forecast_for_who_looks() -> None:
     ready = msgspec.structs.replace(READY, max_seqs=8)
     core, rank = Core(ready, max_tokens=32, steps_ahead=1), PageRank(ready)
     for key, max_tokens in enumerate((5, 17, 9, 30)):
-        core.submit(submit(key, [1, 2, key], n=2, max_tokens=max_tokens))
+        core.submit(submit(key, [1, 2, key], n=2, max_tokens=max_tokens), 0.0)
     seen: list[Stats] = []
     while steps := core.next_steps(0.0):
-        core.receive(AskStats(number=len(seen) + 1, forecast=True))
+        core.receive(AskStats(number=len(seen) + 1, forecast=True), 0.0)
         seen += stats_at(core, 0.0)  # however soon after the last
         for step in steps:
             core.complete(rank.run(step), 0.0)
@@ -85,8 +85,8 @@ def test_a_forecast_for_who_looks() -> None:
 
 def test_one_look_is_answered_once() -> None:
     core, rank = Core(READY, max_tokens=32, steps_ahead=1), PageRank(READY)
-    core.submit(submit(0, [1, 2], max_tokens=3))
-    core.receive(AskStats(number=1, forecast=True))
+    core.submit(submit(0, [1, 2], max_tokens=3), 0.0)
+    core.receive(AskStats(number=1, forecast=True), 0.0)
     seen = []
     now = 0.0
     while steps := core.next_steps(now):
@@ -99,13 +99,12 @@ def test_one_look_is_answered_once() -> None:
     assert [stats.forecast is not None for stats in seen] == [True, *([False] * (len(seen) - 1))]
 
 
-def test_how_long_requests_wait_to_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_long_requests_wait_to_be_started() -> None:
     """Four rows, eight requests of three steps: half of them wait for the others."""
     now = 100.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
     core, rank = Core(READY, max_tokens=32, steps_ahead=1), PageRank(READY)
     for key in range(8):
-        core.submit(submit(key, [1, 2, key], max_tokens=3))
+        core.submit(submit(key, [1, 2, key], max_tokens=3), now)
     while steps := core.next_steps(now):
         for step in steps:
             core.complete(rank.run(step), now)
@@ -130,7 +129,7 @@ def run_to_the_end(core: Core, rank: PageRank, seconds: float = 1.0) -> Stats:
 def test_every_token_but_a_samples_first_has_a_gap(stream: bool, num_requests: int, n: int) -> None:
     core, rank = Core(READY, max_tokens=32, steps_ahead=1), PageRank(READY)
     for key in range(num_requests):
-        core.submit(submit(key, [1, 2, 3, key], n=n, max_tokens=6, stream=stream))
+        core.submit(submit(key, [1, 2, 3, key], n=n, max_tokens=6, stream=stream), 0.0)
     last = run_to_the_end(core, rank, 0.5)
     num_gaps = num_requests * n * 5
     assert last.token_gaps[GAP_SECONDS.index(0.5)] == sum(last.token_gaps) == num_gaps
@@ -141,7 +140,7 @@ def test_a_preemption_is_one_long_gap() -> None:
     ready = Ready(num_pages=12, page_size=4, max_seqs=4, max_context=64, vocab_size=23)
     core, rank = Core(ready, max_tokens=32, steps_ahead=1, admission=UntilFull), PageRank(ready)
     for key in range(4):
-        core.submit(submit(key, [1, 2, 3, key], max_tokens=16))
+        core.submit(submit(key, [1, 2, 3, key], max_tokens=16), 0.0)
     last = run_to_the_end(core, rank)
     assert last.num_preemptions > 0
     assert sum(last.token_gaps) == 4 * 15
@@ -150,14 +149,14 @@ def test_a_preemption_is_one_long_gap() -> None:
 
 def test_whoever_asks_is_answered_at_once() -> None:
     core, rank = Core(READY, max_tokens=32, steps_ahead=1), PageRank(READY)
-    core.submit(submit(0, [1, 2], max_tokens=200))
+    core.submit(submit(0, [1, 2], max_tokens=200), 0.0)
     for now in (0.0, INTERVAL / 10):
         for step in core.next_steps(now):
             core.complete(rank.run(step), now)
         core.take_messages(now)
     assert stats_at(core, INTERVAL / 5) == []
     for number in (1, 2):
-        core.receive(AskStats(number=number))
+        core.receive(AskStats(number=number), 0.0)
         (stats,) = stats_at(core, INTERVAL / 5)
         assert (stats.answers, stats.num_running) == (number, 1)
     assert stats_at(core, INTERVAL / 5) == []
@@ -167,11 +166,11 @@ def test_whoever_asks_is_answered_at_once() -> None:
 def test_all_samples_run_or_wait(steps_ahead: int) -> None:
     """To the last token, though the last steps are queued and nothing more is."""
     core, rank = Core(READY, max_tokens=32, steps_ahead=steps_ahead), PageRank(READY)
-    core.submit(submit(0, [1, 2, 3, 4, 5], n=10, max_tokens=7))
+    core.submit(submit(0, [1, 2, 3, 4, 5], n=10, max_tokens=7), 0.0)
     seen: list[tuple[int, int]] = []
     queued = core.next_steps(0.0)
     while queued:
-        core.receive(AskStats(number=len(seen) + 1))
+        core.receive(AskStats(number=len(seen) + 1), 0.0)
         (stats,) = stats_at(core, 0.0)
         seen.append((stats.num_running, stats.num_waiting))
         core.complete(rank.run(queued.pop(0)), 0.0)
@@ -187,11 +186,11 @@ def test_all_samples_run_or_wait(steps_ahead: int) -> None:
 def test_a_prompt_counts_for_each_of_its_samples() -> None:
     core, rank = Core(READY, max_tokens=32, steps_ahead=1), PageRank(READY)
     prompt = list(range(1, 10))
-    core.submit(submit(0, prompt, n=10, max_tokens=1))
+    core.submit(submit(0, prompt, n=10, max_tokens=1), 0.0)
     last = run_to_the_end(core, rank)
     assert (last.prefix_queries, last.prefix_hits, last.prefix_shared) == (10 * 9, 9 * 8, 9 * 8)
     assert last.prompt_tokens == 8  # each sample begins with the prompt's last token
-    core.submit(submit(1, prompt, n=1, max_tokens=1))
+    core.submit(submit(1, prompt, n=1, max_tokens=1), 0.0)
     last = run_to_the_end(core, rank)
     assert (last.prefix_queries, last.prefix_hits, last.prefix_shared) == (11 * 9, 9 * 8 + 8, 9 * 8)
     assert last.prompt_tokens == 8 + 1

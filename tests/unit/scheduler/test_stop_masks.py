@@ -25,7 +25,7 @@ def test_hits_are_tokens_of_the_rows_own_set() -> None:
     for stop_id in range(5):
         table.add(mask(stop_id, [stop_id], window=stop_id + 2))
     rows = ids(table.row(0), table.row(3), table.row(-1), table.row(4))
-    assert table.hits(rows, ids(0, 3, 0, 3)).tolist() == [True, True, False, False]
+    assert table.find_hits(rows, ids(0, 3, 0, 3)).tolist() == [True, True, False, False]
     assert [table.window(table.row(i)) for i in range(5)] == [2, 3, 4, 5, 6]
 
 
@@ -39,7 +39,7 @@ def test_a_dropped_row_is_used_again_without_its_tokens() -> None:
         table.row(0)
     table.add(mask(9, [5]))
     assert table.row(9) == row
-    assert table.hits(np.full(4, row, np.int32), ids(1, 2, 3, 5)).tolist() == [False, False, False, True]
+    assert table.find_hits(np.full(4, row, np.int32), ids(1, 2, 3, 5)).tolist() == [False, False, False, True]
 
 
 def test_a_set_sent_again_replaces_the_first() -> None:
@@ -48,5 +48,5 @@ def test_a_set_sent_again_replaces_the_first() -> None:
     row = table.row(4)
     table.add(mask(4, [2], window=9))
     assert table.row(4) == row
-    assert table.hits(ids(row, row), ids(1, 2)).tolist() == [False, True]
+    assert table.find_hits(ids(row, row), ids(1, 2)).tolist() == [False, True]
     assert table.window(row) == 9

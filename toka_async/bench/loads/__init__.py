@@ -1,0 +1,1 @@
+"""The requests that benchmarks send, and the server under test."""

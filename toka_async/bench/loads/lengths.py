@@ -1,4 +1,4 @@
-"""Workloads for policies: requests by their lengths, from a CSV file or drawn. Knows no tokens and no scheduler."""
+"""Workloads for policies: the lengths of requests, from a CSV file or drawn. Knows no tokens and no scheduler."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from toka_async.arrays import Float64, Int32
 from toka_async.bench.loads.served import BenchError
 
 COLUMNS = ("prompt_tokens", "output_tokens", "max_tokens", "group")
-SYSTEM = 650  # tokens of a GSM8K prompt that are its worked examples and the question's shortest part
+SYSTEM = 650  # tokens of a GSM8K prompt's worked examples and of the shortest question
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Requests in order of arrival, and the sequences of each, one request after the other.
 
-    prompt_tokens, max_tokens, samples: int32 [requests]. output_tokens: int32 [sequences], the end token included;
-    `max_tokens` where there is none.
+    prompt_tokens, max_tokens, samples: int32 [requests]. output_tokens: int32 [sequences], with the end token;
+    `max_tokens` without one.
     """
 
     prompt_tokens: Int32
@@ -32,7 +32,7 @@ class Workload:
 
     @property
     def starts(self) -> Int32:
-        """First sequence of each request."""
+        """Returns the first sequence of each request."""
         return (np.cumsum(self.samples) - self.samples).astype(np.int32)
 
     @property
@@ -41,13 +41,10 @@ class Workload:
 
 
 def read_lengths(path: Path) -> Workload:
-    """A workload from a CSV file with the columns `COLUMNS`, in any order, others ignored.
+    """Reads a CSV file with the columns `COLUMNS`, in any order; ignores others.
 
-    Rows with the same non-empty group are samples of one prompt, wherever they are; a request's place is its first
-    row's.
-
-    Raises:
-        BenchError: the file cannot be read, or a row is wrong; names line and column.
+    Rows with the same non-empty group are samples of one prompt, wherever they are; the first row is the request's
+    place. Raises BenchError, which names line and column, for a file that cannot be read or a wrong row.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -65,7 +62,7 @@ def read_lengths(path: Path) -> Workload:
 
 
 def _requests(path: Path, rows: Iterable[list[str]]) -> list[tuple[int, int, list[int]]]:
-    """(prompt_tokens, max_tokens, output_tokens of each sample) of each request."""
+    """Returns (prompt_tokens, max_tokens, output_tokens of each sample) of each request."""
     numbered = enumerate(rows, start=1)
     header = [name.strip() for name in next(numbered, (1, []))[1]]
     for name in COLUMNS:
@@ -108,9 +105,9 @@ def _column(values: Iterable[int]) -> Int32:
 
 
 def gsm8k(requests: int, samples: int, seed: int) -> Workload:
-    """Worked-out answers to school mathematics: many samples of each prompt, long tails, some run into the limit.
+    """Draws worked-out answers to school mathematics: many samples per prompt, long tails, some at the limit.
 
-    Prompts of about 700 tokens; lengths log-normal around a mean that is the prompt's own (about 230 tokens over all);
+    Prompts have about 700 tokens. Lengths are log-normal around a mean of the prompt's own (about 230 tokens over all);
     1 in 40 samples never stops by itself. max_tokens is 1024.
     """
     rng = np.random.default_rng(seed)
@@ -123,7 +120,7 @@ def gsm8k(requests: int, samples: int, seed: int) -> Workload:
 
 
 def chat(requests: int, samples: int, seed: int) -> Workload:
-    """A mix of short and long conversations: heavy tails of prompts and answers, limits far above most answers."""
+    """Draws short and long conversations: heavy tails of prompts and answers, limits far above most answers."""
     rng = np.random.default_rng(seed)
     prompts = 300 * np.exp(1.0 * rng.standard_normal(requests))
     short = rng.random(requests * samples) < 0.3
@@ -133,6 +130,6 @@ def chat(requests: int, samples: int, seed: int) -> Workload:
 
 
 def _workload(prompts: Float64, limit: Int32, samples: Int32, lengths: Float64) -> Workload:
-    """Lengths above the limit are at the limit."""
+    """Caps lengths at the limit."""
     outputs = np.clip(np.ceil(lengths), 1, np.repeat(limit, samples))
     return Workload(prompts.astype(np.int32), limit, samples, outputs.astype(np.int32))

@@ -1,7 +1,4 @@
-"""A server under test: the real `toka-async serve` in processes of its own, and what can be read of it from outside.
-
-Knows no load.
-"""
+"""Runs a server under test, the real `toka-async serve`, and reads its figures from outside. Knows no load."""
 
 from __future__ import annotations
 
@@ -18,34 +15,32 @@ STOP_TIMEOUT = 10.0  # seconds
 
 
 class BenchError(Exception):
-    """A benchmark that cannot run, or whose answers are wrong; one line for the user."""
+    """A benchmark cannot run, or its answers are wrong; the message is one line for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A running server: where it is, and the process ids of its children by name, such as `rank-0-0`."""
+    """A running server: its address, and the process ids of its children by name, such as `rank-0-0`."""
 
     url: str
     children: dict[str, int]
 
     def metrics(self) -> dict[str, float]:
-        """What /metrics says: name with labels, as it is written there, to value."""
+        """Returns /metrics: name with labels, as written there -> value."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as response:
             lines = response.read().decode().splitlines()
         pairs = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in pairs}
 
     def cpu_seconds(self) -> dict[str, float]:
-        """CPU time used up to now, by child."""
         return {name: cpu_seconds(pid) for name, pid in self.children.items()}
 
 
 @contextmanager
 def serve(overrides: Sequence[str]) -> Iterator[Served]:
-    """A server with that configuration, on a free port, stopped afterwards.
+    """Runs a server with that configuration on a free port, and stops it afterwards.
 
-    Raises:
-        BenchError: it does not start; why is on standard error.
+    Raises BenchError when it does not start; standard error says why.
     """
     command = [sys.executable, "-m", "toka_async.cli", "serve", "server.port=0", *overrides]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
@@ -66,13 +61,13 @@ def serve(overrides: Sequence[str]) -> Iterator[Served]:
 
 
 def children_of(pid: int) -> dict[str, int]:
-    """Process ids of a server's children by name, from /proc."""
+    """Returns the process ids of a server's children by name, from /proc."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
             command = (stat.parent / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-        except OSError:  # gone meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
         if parent == pid:
             found[command[-1].decode()] = int(stat.parent.name)
@@ -80,6 +75,6 @@ def children_of(pid: int) -> dict[str, int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time that a process has used, from /proc: all of its threads."""
+    """Returns the CPU time of a process with all its threads, from /proc."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

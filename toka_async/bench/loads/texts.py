@@ -1,7 +1,7 @@
-"""Prompts for loads: few-shot questions from JSONL files, or word problems that are made up.
+"""Prompts for loads: few-shot questions from JSONL files, or invented word problems.
 
-Few-shot prompts are built as in Large Language Monkeys (Brown et al., arXiv:2407.21787): each question has worked
-examples of its own before it. Knows no tokens and no server.
+Few-shot prompts follow Large Language Monkeys (Brown et al., arXiv:2407.21787): each question has worked examples of
+its own before it. Knows no tokens and no server.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from toka_async.bench.loads.served import BenchError
 NAMES = ("Amara", "Bo", "Chen", "Dina", "Elif", "Farid", "Grace", "Hugo", "Ines", "Jun", "Kofi", "Lena", "Mei", "Noah")
 THINGS = ("apples", "marbles", "stickers", "pencils", "postcards", "seeds", "buttons", "coins", "shells", "tickets")
 PLACES = ("at the market", "in the garden", "at school", "in the old workshop", "at the station", "by the lake")
-NUM_STEPS = 5  # of a made-up problem; with its solution it is about as long as one of GSM8K's
+NUM_STEPS = 5  # steps of an invented problem, which makes it about as long as one of GSM8K's with its solution
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """A line of a file, other fields ignored."""
+    """A line of a file; other fields are ignored."""
 
     question: str
     answer: str
@@ -32,7 +32,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 @contextmanager
 def opened(path: Path) -> Iterator[TextIO]:
-    """A text file, plain or .gz. Raises BenchError when it cannot be read."""
+    """Opens a text file, plain or .gz. Raises BenchError when it cannot be read."""
     try:
         if path.suffix == ".gz":
             with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
@@ -45,7 +45,7 @@ def opened(path: Path) -> Iterator[TextIO]:
 
 
 def read_problems(path: Path) -> list[Problem]:
-    """The problems of a JSONL file. Raises BenchError, which names the line that is wrong."""
+    """Reads a JSONL file. Raises BenchError, which names the wrong line."""
     problems = []
     with opened(path) as file:
         for number, line in enumerate(file, start=1):
@@ -61,10 +61,9 @@ def read_problems(path: Path) -> list[Problem]:
 def few_shot(
     questions: Sequence[Problem], shots: Sequence[Problem], num_prompts: int, num_shots: int, draw: random.Random
 ) -> list[str]:
-    """`num_prompts` different questions, each after `num_shots` worked examples drawn for it.
+    """Returns `num_prompts` different questions, each after `num_shots` worked examples drawn for it.
 
-    Raises:
-        BenchError: there are not enough questions or examples.
+    Raises BenchError when there are too few questions or examples.
     """
     if num_prompts > len(questions):
         raise BenchError(f"--prompts {num_prompts}: there are {len(questions)} questions")
@@ -79,7 +78,7 @@ def few_shot(
 
 
 def made_up(num_prompts: int, num_shots: int, draw: random.Random) -> list[str]:
-    """As `few_shot`, of problems that are made up; no two prompts begin alike for long."""
+    """Returns few-shot prompts of invented problems; no two prompts begin alike for long."""
     prompts = []
     for _ in range(num_prompts):
         problems = [word_problem(draw) for _ in range(num_shots + 1)]
@@ -88,7 +87,7 @@ def made_up(num_prompts: int, num_shots: int, draw: random.Random) -> list[str]:
 
 
 def word_problem(draw: random.Random) -> Problem:
-    """Someone's things become more and fewer, with the sums worked out."""
+    """Invents a problem of gains and losses, with the sums worked out."""
     name, friend = draw.sample(NAMES, 2)
     thing, place, count = draw.choice(THINGS), draw.choice(PLACES), draw.randint(40, 400)
     story = [f"One morning {place}, {name} counts {count} {thing} and writes the number down."]

@@ -14,7 +14,7 @@ from toka_async.bench.loads.served import BenchError
 from toka_async.bench.loads.texts import opened
 
 COLUMNS = ("ContextTokens", "GeneratedTokens")
-# Mean and deviation of the lengths' logarithms in the conversation trace of 2023, and its longest ones
+# Mean and deviation of the lengths' logarithms in the conversation trace of 2023, and its largest length
 # (github.com/Azure/AzurePublicDataset, AzureLLMInferenceTrace_conv).
 FITS = ((6.63, 0.985, 14050), (5.02, 0.859, 1000))
 
@@ -22,10 +22,9 @@ Lengths = list[tuple[int, int]]  # (prompt tokens, output tokens) of each reques
 
 
 def read_trace(path: Path, num_requests: int) -> Lengths:
-    """The first requests of a trace, plain or .gz, in order; a request generates one token at least.
+    """Reads the first requests of a trace, plain or .gz, in order; each generates at least one token.
 
-    Raises:
-        BenchError: the file cannot be read, is too short, or a row is wrong; names line and column.
+    Raises BenchError, which names line and column, for an unreadable or too short file or a wrong row.
     """
     lengths: Lengths = []
     with opened(path) as file:
@@ -42,7 +41,7 @@ def read_trace(path: Path, num_requests: int) -> Lengths:
 
 
 def drawn_trace(num_requests: int, draw: random.Random) -> Lengths:
-    """Log-normal lengths, prompt and output independent (their correlation in the trace is 0.09)."""
+    """Draws log-normal lengths, prompt and output independent (their correlation in the trace is 0.09)."""
     return [
         (_drawn(draw, *FITS[0]), _drawn(draw, *FITS[1]))
         for _ in range(num_requests)

@@ -1,7 +1,4 @@
-"""The loads of `bench serve-load`: the bodies of requests to /v1/completions, from the command's options.
-
-Knows no HTTP.
-"""
+"""Builds the loads of `bench serve-load` from its options: bodies of requests to /v1/completions. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -23,10 +20,9 @@ WARM_TOKENS = 32
 
 
 def bodies(options: argparse.Namespace, model: str, vocab_size: int | None, run: int) -> list[Body]:
-    """What the run of that number asks: the same lengths in every run, prompts of its own.
+    """Builds the requests of a run: the same lengths in every run, with new prompts.
 
-    Raises:
-        BenchError: a file cannot be used, or the vocabulary's size is needed and not known.
+    Raises BenchError when a file cannot be used, or the vocabulary's size is needed and unknown.
     """
     draw = random.Random(f"{options.load} {options.seed} {run}")
     match options.load:
@@ -45,7 +41,7 @@ def bodies(options: argparse.Namespace, model: str, vocab_size: int | None, run:
 
 
 def warm_bodies(options: argparse.Namespace, model: str, vocab_size: int | None) -> list[Body]:
-    """The first requests of another run, with fewer samples and tokens."""
+    """Builds the first requests of another run, with fewer samples and tokens."""
     few = bodies(options, model, vocab_size, run=-1)[: WARM_REQUESTS[options.load]]
     return [
         body | {"n": min(body["n"], WARM_SAMPLES), "max_tokens": min(body["max_tokens"], WARM_TOKENS)} for body in few
@@ -53,7 +49,7 @@ def warm_bodies(options: argparse.Namespace, model: str, vocab_size: int | None)
 
 
 def probe_bodies(options: argparse.Namespace, model: str, vocab_size: int | None) -> list[Body]:
-    """A small load of the same kind: one prompt, enough samples and tokens to tell how fast the server is."""
+    """Builds a small load of the same kind: one prompt, enough samples and tokens to tell the server's rate."""
     first = bodies(options, model, vocab_size, run=-2)[0]
     return [first | {"n": WARM_SAMPLES, "max_tokens": min(first["max_tokens"], WARM_TOKENS)}]
 
@@ -61,7 +57,7 @@ def probe_bodies(options: argparse.Namespace, model: str, vocab_size: int | None
 def shared_fields(options: argparse.Namespace, model: str) -> Body:
     fields: Body = {"model": model, "temperature": options.temperature, "n": 1}
     top_p = options.top_p
-    if top_p is None and options.load != "trace":  # whose requests keep the model's own
+    if top_p is None and options.load != "trace":  # requests of a trace keep the model's default
         top_p = 1.0
     if top_p is not None:
         fields["top_p"] = top_p
@@ -75,13 +71,13 @@ def shared_fields(options: argparse.Namespace, model: str) -> Body:
 
 
 def samples(options: argparse.Namespace, draw: random.Random) -> list[Body]:
-    """Many samples of each prompt, all of the same length."""
+    """Builds requests for many samples of each prompt, all of the same length."""
     fixed = {"n": options.samples, "max_tokens": options.output_tokens or 192, "ignore_eos": True}
     return [{"prompt": prompt, "seed": draw.getrandbits(31), **fixed} for prompt in prompts(options, draw)]
 
 
 def ends(options: argparse.Namespace, draw: random.Random, vocab_size: int) -> list[Body]:
-    """Many samples that end by themselves: a share 1 / mean of the vocabulary's tokens end them, drawn at random.
+    """Builds requests whose samples end by themselves: a random share 1 / mean of the vocabulary ends them.
 
     So a model with random weights ends each token with about that chance, in the engine's ordinary way.
     """
@@ -99,7 +95,7 @@ def ends(options: argparse.Namespace, draw: random.Random, vocab_size: int) -> l
 
 
 def trace(options: argparse.Namespace, draw: random.Random, vocab_size: int) -> list[Body]:
-    """Requests of a trace's lengths, their prompts random token ids."""
+    """Builds requests with a trace's lengths and random prompts."""
     num_requests = options.requests or REQUESTS["trace"]
     if options.trace is not None:
         lengths = read_trace(options.trace, num_requests)
@@ -113,14 +109,14 @@ def trace(options: argparse.Namespace, draw: random.Random, vocab_size: int) -> 
 
 
 def single(options: argparse.Namespace, draw: random.Random) -> list[Body]:
-    """Requests of one user, one after the other."""
+    """Builds requests of one user, to be sent one after the other."""
     num_requests = options.requests or REQUESTS["single"]
     fixed = {"max_tokens": options.output_tokens or 256, "ignore_eos": True}
     return [{"prompt": prompt, **fixed} for prompt in made_up(num_requests, options.shots, draw)]
 
 
 def prompts(options: argparse.Namespace, draw: random.Random) -> list[str]:
-    """Of the samples loads."""
+    """Returns the prompts of a load of many samples."""
     if options.questions is None:
         return made_up(options.prompts, options.shots, draw)
     questions = read_problems(options.questions)
@@ -129,7 +125,7 @@ def prompts(options: argparse.Namespace, draw: random.Random) -> list[str]:
 
 
 def vocab(options: argparse.Namespace, served: int | None) -> int:
-    """The vocabulary's size, as the user or else the server says."""
+    """Returns the vocabulary's size, from the user or else from the server."""
     size: int | None = options.vocab or served
     if size is None:
         raise BenchError(f"--load {options.load} draws token ids and the server does not say how many: give --vocab")

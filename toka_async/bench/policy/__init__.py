@@ -1,0 +1,1 @@
+"""Compares admission policies through the real scheduler, in simulated time."""

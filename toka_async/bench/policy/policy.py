@@ -1,6 +1,6 @@
-"""`toka-async bench policy`: admission policies on the same lengths, through the real scheduler, in simulated time.
+"""`toka-async bench policy`: compares admission policies on the same lengths, in simulated time.
 
-The scheduler's own, two simple ones, and one that knows all lengths beforehand.
+The real scheduler runs its own policy, two simple ones, and one that knows all lengths beforehand.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from toka_async.scheduler.admission.policy import Admission, UntilFull
 from toka_async.scheduler.sequences.running import RunningSet
 
 STEP_TOKENS = 32768
-KINDS = {"gsm8k": (gsm8k, 32, 512), "chat": (chat, 16384, 1)}  # drawn by, requests, samples of each
+KINDS = {"gsm8k": (gsm8k, 32, 512), "chat": (chat, 16384, 1)}  # (function that draws, requests, samples of each)
 FORECASTS = 100  # steps between two forecasts that are plotted
 
 
 class PolicyResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What one policy achieved.
+    """The result of one policy.
 
     cache_use: share of the pages in use while work waited for pages (a slot was free); null: rows were the limit.
-    limited_share: of the time, in which that was so. recomputed_share, wasted_share: of all tokens computed.
+    limited_share: share of the time in which work so waited. recomputed_share, wasted_share: of all tokens computed.
     seconds: simulated, until the last sequence ended.
     """
 
@@ -56,7 +56,6 @@ class PolicyComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run and print; the exit code."""
     try:
         if options.plot is not None:
             from toka_async.bench.policy.policy_plot import check_available
@@ -71,11 +70,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def compare(options: argparse.Namespace, work: Workload) -> PolicyComparison:
-    """Every policy on the workload.
-
-    Raises:
-        BenchError: a request needs more than the cache holds.
-    """
+    """Runs every policy on the workload. Raises BenchError when a request needs more than the cache holds."""
     ahead = options.steps_ahead
     ready = Ready(
         num_pages=options.cache_tokens // options.page_size,

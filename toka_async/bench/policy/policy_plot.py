@@ -1,4 +1,4 @@
-"""A picture of forecast and actual page use. Needs matplotlib, an optional extra. Knows the outcome of a replay."""
+"""Draws forecast and actual page use with matplotlib, an optional extra. Knows the outcome of a replay."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from toka_async.bench.policy.replay import Outcome
 
 
 def check_available() -> None:
-    """Raises BenchError where matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise BenchError("--plot needs matplotlib: pip install matplotlib")
 
 
 def plot(outcome: Outcome, num_pages: int, path: Path) -> None:
-    """Pages in use at each step, and the forecasts from where they were made, as an image.
+    """Draws the pages in use at each step, and the forecasts from where they were made.
 
-    Raises:
-        BenchError: the file cannot be written.
+    Raises BenchError when the file cannot be written.
     """
     from matplotlib.figure import Figure
 

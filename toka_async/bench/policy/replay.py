@@ -1,7 +1,7 @@
 """Replays a workload through the real scheduler in simulated time.
 
-The simulated rank ends each sequence at its given length; a step takes the time that a simple model says. Knows
-messages, and looks at the running set to see what is in use; decides nothing.
+The simulated rank ends each sequence at its given length; a simple model says how long a step takes. Knows messages,
+and reads the running set to see what is in use; decides nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from toka_async.scheduler.core import Core
 from toka_async.scheduler.sequences.requests import sample_seeds
 from toka_async.scheduler.sequences.running import RunningSet
 
-END = 1  # the token that ends a sequence; every other is 0
+END = 1  # the token that ends a sequence; all others are 0
 VOCAB = 50_000
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of a step: so much, and for each decoding row, and for each prompt token. Like a 1B model on one GPU."""
+    """Seconds of a step: a constant, plus some for each decoding row and prompt token. Like a 1B model on one GPU."""
 
     base: float = 2e-3
     row: float = 4.5e-6
@@ -38,7 +38,7 @@ class StepCost:
 
 
 class LengthRank:
-    """Runs steps on columns over slots: how many tokens a slot's sequence has, and with how many it ends."""
+    """Runs steps on columns over slots: the tokens of a slot's sequence, and the number at which it ends."""
 
     def __init__(self, workload: Workload, max_seqs: int, cost: StepCost) -> None:
         requests = np.repeat(np.arange(workload.samples.size), workload.samples)
@@ -50,11 +50,10 @@ class LengthRank:
         self._cost = cost
         self._end = np.zeros(max_seqs, np.int64)
         self._generated = np.zeros(max_seqs, np.int64)
-        self._known: dict[int, int] = {}  # prompt's key -> generated tokens in it
+        self._known: dict[int, int] = {}  # prompt's key -> generated tokens that are in the prompt
         self._rows = np.empty(0, np.int32)
 
     def run(self, step: Step) -> StepDone:
-        """One pass."""
         self._apply(step)
         chunks = as_i32(step.chunk_slots)[as_bool(step.chunk_samples)]
         slots = np.concatenate([self._rows, chunks])
@@ -78,10 +77,10 @@ class LengthRank:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a replay showed.
+    """The result of a replay.
 
-    limited: seconds in which work waited for pages: a slot was free, and tokens of the step were left over.
-    used: the integral of pages in use over them, in page-seconds. pages: in use at each step.
+    limited: seconds in which work waited for pages: a slot was free, and tokens of the step were left over. used: the
+    integral of pages in use over these seconds, in page-seconds. pages: in use at each step.
     """
 
     seconds: float = 0.0
@@ -92,7 +91,7 @@ class Outcome:
     forecasts: list[tuple[int, Float64]] = field(default_factory=list)
 
     def cache_use(self, num_pages: int) -> float | None:
-        """Share of the cache in use while it was the limit; None: it never was."""
+        """Returns the share of the cache in use while it was the limit; None: it never was."""
         return self.used / (self.limited * num_pages) if self.limited else None
 
 
@@ -110,7 +109,7 @@ class Replay:
         look: Callable[[], Float64] | None = None,
         look_every: int = 100,
     ) -> None:
-        """`look` reads the policy's forecast, every so many steps."""
+        """look: reads the policy's forecast, every `look_every` steps."""
         self._policy = policy
         self._running: RunningSet
         self._workload, self._max_tokens = workload, ready.max_tokens
@@ -122,17 +121,13 @@ class Replay:
         self._outcome = Outcome()
 
     def run(self) -> Outcome:
-        """All of it.
-
-        Raises:
-            BenchError: a request can never run.
-        """
+        """Raises BenchError when a request can never run."""
         outcome, queued, now = self._outcome, deque[Step](), 0.0
         self._submit()
         while True:
             for step in self._core.next_steps(now):
                 queued.extend(step.passes())
-            self._core.sent(now)
+            self._core.note_sent(now)
             if not queued:
                 break
             done = self._rank.run(queued[0])
@@ -151,24 +146,25 @@ class Replay:
         return self._policy(running)
 
     def _submit(self) -> None:
-        """Prompts are random, so that none is another's prefix."""
+        """Submits random prompts, so that none is another's prefix."""
         work, rng = self._workload, np.random.default_rng(0)
         sampling = SamplingParams(end_ids=i32_column([END]))
         columns = (work.prompt_tokens, work.max_tokens, work.samples)
         for i, (prompt, limit, n) in enumerate(zip(*(values.tolist() for values in columns), strict=True)):
             tokens = column(rng.integers(0, VOCAB, prompt, dtype=np.int32))
-            self._core.submit(Submit(request_id=i, prompt=tokens, n=n, max_tokens=limit, seed=i, sampling=sampling))
+            submit = Submit(request_id=i, prompt=tokens, n=n, max_tokens=limit, seed=i, sampling=sampling)
+            self._core.submit(submit, 0.0)
         self._receive(0.0)
 
     def _note(self, newest: Step, seconds: float) -> None:
-        """Page use while the oldest queued step runs, as the newest one left it."""
-        running, outcome, tables = self._running, self._outcome, self._running.lanes
+        """Records the page use, which the newest step left, for the time of the oldest queued step."""
+        running, outcome, table = self._running, self._outcome, self._running.table
         used = running.cache.num_used
         outcome.pages.append(used)
         if self._look is not None and len(outcome.pages) % self._look_every == 1:
             outcome.forecasts.append((len(outcome.pages) - 1, self._look()))
         spent = running.rows.size + int(as_i32(newest.chunk_lengths).sum()) >= self._max_tokens
-        started = np.count_nonzero(tables.alive & (tables.sample >= 0))
+        started = np.count_nonzero(table.alive & (table.sample >= 0))
         if self._num_open > started and running.num_free_slots and not spent:
             outcome.limited += seconds
             outcome.used += used * seconds

@@ -1,0 +1,1 @@
+"""What work may start, and what must make way."""

@@ -1,8 +1,8 @@
-"""The block forecast: how many pages will be in use at every future step, given when each sequence will end.
+"""The block forecast: the number of pages in use at every future step, given when each sequence will end.
 
-Exact, vectorised over sequences and steps: a sequence that decodes takes a page every `page_size` steps from its first
-crossing on, so new pages are histograms summed with stride `page_size`, and ends are one more histogram. Knows lengths
-and page counts, not how lengths were guessed.
+Exact, and vectorised over sequences and steps: a sequence that decodes takes a page every `page_size` steps from its
+first crossing on, so new pages are histograms summed with stride `page_size`, and ends are one more histogram. Knows
+lengths and page counts, not how lengths were predicted.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import numpy as np
 from toka_async.arrays import Float64, Int32, Int64
 
 
-def own_pages(position: Int32, remaining: Int32, held: Int32, page_size: int, horizon: int) -> Int64:
-    """Pages held by decoding sequences during each of the next `horizon` steps.
+def forecast_own_pages(position: Int32, remaining: Int32, held: Int32, page_size: int, horizon: int) -> Int64:
+    """Forecast the pages held by decoding sequences during each of the next `horizon` steps.
 
     Args:
-        position: int32 [s]: position of the token that a sequence computes in step 0; a page is taken in the step
-            that computes the first token of it.
+        position: int32 [s]: position of the token that a sequence computes in step 0; a page is taken in the step that
+            computes its first token.
         remaining: int32 [s], at least 1: steps that compute the sequence; its pages are free in the step after.
-        held: int32 [s]: pages of its own before step 0.
+        held: int32 [s]: its own pages before step 0.
 
     Returns:
         int64 [horizon].
     """
     span = (horizon // page_size + 1) * page_size
     first = (-position) % page_size
-    missed = remaining + (-(position + remaining)) % page_size  # its first crossing that does not happen
+    missed = remaining + (-(position + remaining)) % page_size  # the first crossing that does not happen
     crosses = first < remaining
     new = np.bincount(first[crosses], minlength=page_size + span)[:span]
     new = new - np.bincount(np.minimum(missed[crosses], span), minlength=span + 1)[:span]
@@ -40,20 +40,20 @@ def own_pages(position: Int32, remaining: Int32, held: Int32, page_size: int, ho
     return usage[:horizon]
 
 
-def shared_pages(ends: Int32, counts: Int32, horizon: int) -> Int64:
-    """Pages held until given steps: counts[i] pages in all steps before ends[i]. Returns int64 [horizon]."""
+def forecast_shared_pages(ends: Int32, counts: Int32, horizon: int) -> Int64:
+    """Forecast pages held until given steps, int64 [horizon]: counts[i] pages in all steps before ends[i]."""
     freed = np.bincount(np.minimum(ends, horizon), weights=counts, minlength=horizon + 1)[:horizon]
     usage: Int64 = int(counts.sum()) - freed.cumsum().astype(np.int64)
     return usage
 
 
-def last_use(pages: Int32, ends: Int32, num_pages: int) -> tuple[Int32, Int32]:
-    """Pages that several prompts share, counted once: each until the last of its users ends.
+def count_last_uses(pages: Int32, ends: Int32, num_pages: int) -> tuple[Int32, Int32]:
+    """Count pages that several prompts share once: each until the last of its users ends.
 
     Args:
         pages: int32 [p], with repeats: the pages of all prompts, one prompt after the other.
         ends: int32 [p]: the step before which the page's prompt is in use.
-        num_pages: of the cache.
+        num_pages: size of the cache.
 
     Returns:
         Distinct ends and the number of pages for each, both int32.
@@ -62,7 +62,7 @@ def last_use(pages: Int32, ends: Int32, num_pages: int) -> tuple[Int32, Int32]:
     pages, ends = pages[order], ends[order]
     places = np.arange(pages.size, dtype=np.int32)
     last = np.empty(num_pages, np.int32)  # only entries of `pages` are written and read
-    last[pages] = places  # of repeats the last assignment stays, which is the latest end
+    last[pages] = places  # the last assignment of a repeated page stays: its latest end
     ends = ends[last[pages] == places]
     first = np.flatnonzero(np.diff(ends, prepend=-1))
     return ends[first], np.diff(first, append=ends.size).astype(np.int32)
@@ -70,13 +70,13 @@ def last_use(pages: Int32, ends: Int32, num_pages: int) -> tuple[Int32, Int32]:
 
 @dataclass(slots=True, eq=False)
 class Profile:
-    """Pages of one candidate at each step from its start on, float64 [steps], and the most of them."""
+    """Pages of one candidate at each step from its start on, float64 [steps], and their maximum."""
 
     pages: Float64
     peak: float
 
 
-def evenly(curve: UsageCurve, most: int) -> tuple[int, ...]:
+def sample_evenly(curve: UsageCurve, most: int) -> tuple[int, ...]:
     """At most `most` numbers of a curve at evenly spaced steps, and the number after its last step."""
     num_parts = min(most, curve.curve.size)
     steps = np.linspace(0, curve.curve.size, num_parts + 1).astype(np.int64)
@@ -84,25 +84,24 @@ def evenly(curve: UsageCurve, most: int) -> tuple[int, ...]:
 
 
 class UsageCurve:
-    """A kept forecast to which candidates are added one after the other.
+    """A forecast to which candidates are added one after the other.
 
-    Candidates are put off until the curve is needed: as long as the sum of all peaks is below the limit, nobody has to
-    look when they come.
+    Adding is put off until the curve is needed: it is not while the sum of all peaks is below the limit.
 
     Args:
-        curve: float64 [horizon]: pages in use at each future step, in expectation.
-        rest: in use ever after.
+        curve: float64 [horizon]: expected pages in use at each future step.
+        rest: pages in use ever after.
     """
 
     def __init__(self, curve: Float64, rest: float = 0.0) -> None:
         self._curve = curve
         self.rest = rest
         self._later: Counter[Profile] = Counter()
-        self._most = self._peak()  # no step has more, those put off included
+        self._most = self._peak()  # an upper bound for every step, with what was put off
 
     @property
     def curve(self) -> Float64:
-        """With all that was added."""
+        """The curve with all that was added."""
         if self._later:
             later, self._later = self._later, Counter()
             for profile, count in later.items():
@@ -111,16 +110,16 @@ class UsageCurve:
         return self._curve
 
     def fits(self, profile: Profile, limit: int) -> bool:
-        """Whether one more fits below `limit` pages."""
-        return self._most + profile.peak <= limit or self.room(profile.pages, limit) > 0
+        """Whether one more candidate fits below `limit` pages."""
+        return self._most + profile.peak <= limit or self.count_that_fit(profile.pages, limit) > 0
 
     def put(self, profile: Profile) -> None:
-        """Reserve for one more."""
+        """Reserve for one more candidate."""
         self._later[profile] += 1
         self._most += profile.peak
 
-    def room(self, profile: Float64, limit: int) -> int:
-        """How many copies of `profile` (pages of one sample at each future step) fit below `limit` pages."""
+    def count_that_fit(self, profile: Float64, limit: int) -> int:
+        """Count the copies of `profile` (pages of one sample at each future step) that fit below `limit` pages."""
         curve = self.curve
         length = min(profile.size, curve.size)
         base, one = curve[:length], np.maximum(profile[:length], 1e-9)
@@ -131,7 +130,6 @@ class UsageCurve:
         return max(0, int(min(room + 1e-6, 2**31)))
 
     def add(self, profile: Float64, count: int = 1) -> None:
-        """Reserve for `count` copies of `profile`."""
         if profile.size > self._curve.size:
             longer = np.full(profile.size - self._curve.size, self.rest)
             self._curve = np.concatenate([self._curve, longer])
@@ -139,7 +137,7 @@ class UsageCurve:
         self._most += count * float(profile.max(initial=0.0))
 
     def hold(self, num_pages: float) -> None:
-        """Reserve pages for as long as there are steps."""
+        """Reserve pages for all steps."""
         self._curve += num_pages
         self.rest += num_pages
         self._most += num_pages

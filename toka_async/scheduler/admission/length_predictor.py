@@ -1,10 +1,10 @@
-"""The stopping predictor: how long sequences will get, learned from those that ended and those that still run.
+"""The length predictor: estimates lengths of sequences from those that ended and those that still run.
 
 Lengths are fractions of max_tokens, in bins. The estimate is Kaplan and Meier's (1958) product of per-bin survival,
 since running sequences say as much as ended ones: counting ends alone would favour short ones. Old evidence decays, so
-that the estimate follows the workload; samples of one prompt (a group) inform each other beyond what all requests say:
-bin by bin, and by ending faster or slower than all (gamma frailty, Vaupel et al. 1979), which shows early.
-Knows numbers of tokens only: no pages, no steps.
+that the estimate follows the workload. Samples of one prompt (a group) inform each other beyond what all requests say:
+bin by bin, and by ending faster or slower than all (gamma frailty, Vaupel et al. 1979), which shows early. Knows
+numbers of tokens only: no pages, no steps.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from toka_async.arrays import Float64, Int32
 
 NUM_BINS = 256
 PRIOR_HAZARD = 4.0 / NUM_BINS  # in each bin, without any evidence: a quarter of max_tokens, on average
-PRIOR_WEIGHT = 4.0  # how many observations the broader estimate counts for, in each bin
-FRAILTY = 16.0  # how many ends it takes to believe half of a group's being slower or faster than everyone
+PRIOR_WEIGHT = 4.0  # the broader estimate counts as this many observations, in each bin
+FRAILTY = 16.0  # ends after which a group's being slower or faster than everyone is believed by half
 MEMORY = 4096.0  # ended sequences after which the evidence about all requests has faded to 1/e
 EVERYONE = 0  # the group of all sequences
 MAX_GROUPS = 128
 
 
-def bins_of(tokens: Int32, max_tokens: Int32) -> Int32:
-    """The bin in which a sequence of that many tokens is, int32 [s]; reaching max_tokens is beyond the last bin."""
+def find_bins(tokens: Int32, max_tokens: Int32) -> Int32:
+    """Find the bin of each length, int32 [s]; reaching max_tokens is beyond the last bin."""
     return np.minimum(tokens.astype(np.int64) * NUM_BINS // np.maximum(max_tokens, 1), NUM_BINS).astype(np.int32)
 
 
 class StoppingPredictor:
     """Evidence and estimates by group; group 0 is everyone.
 
-    `curves` [groups, NUM_BINS + 1]: the share of a group's sequences that reaches each bin; the last entry is the
-    share that reaches max_tokens. Current as of the last `update`.
+    `curves` [groups, NUM_BINS + 1]: the share of a group's sequences that reaches each bin; the last entry is the share
+    that reaches max_tokens. Current as of the last `update`.
     """
 
     def __init__(self) -> None:
@@ -40,32 +40,32 @@ class StoppingPredictor:
         self._exposed: Float64 = np.zeros((1, NUM_BINS))
         self._free: list[int] = []
         self.curves: Float64 = (1.0 - PRIOR_HAZARD) ** np.arange(NUM_BINS + 1.0)[None, :]
-        self._keys = _search_keys(self.curves)
+        self._keys = _make_search_keys(self.curves)
 
     def open_group(self) -> int:
-        """A group for the samples of one prompt; everyone's, when there are too many groups."""
+        """Open a group for the samples of one prompt; returns EVERYONE when there are too many groups."""
         if self._free:
             group = self._free.pop()
             self.curves[group] = self.curves[EVERYONE]
-            self._keys = _search_keys(self.curves)
+            self._keys = _make_search_keys(self.curves)
             return group
         if len(self._ends) == MAX_GROUPS:
             return EVERYONE
         blank = np.zeros((1, NUM_BINS))
         self._ends, self._exposed = np.concatenate([self._ends, blank]), np.concatenate([self._exposed, blank])
         self.curves = np.concatenate([self.curves, self.curves[:1]])
-        self._keys = _search_keys(self.curves)
+        self._keys = _make_search_keys(self.curves)
         return len(self._ends) - 1
 
     def close_group(self, group: int) -> None:
-        """The group's request has ended; what everyone learned from it stays."""
+        """Forget the group of a request that has ended; what everyone learned from it stays."""
         if group != EVERYONE:
             self._ends[group] = self._exposed[group] = 0.0
             self._free.append(group)
 
     def observe(self, groups: Int32, tokens: Int32, max_tokens: Int32, by_length: npt.NDArray[np.bool_]) -> None:
-        """Sequences of these groups ended with so many tokens; `by_length`: since they reached max_tokens."""
-        ended_in = np.where(by_length, NUM_BINS, np.minimum(bins_of(tokens - 1, max_tokens), NUM_BINS - 1))
+        """Learn from sequences that ended with `tokens`; `by_length`: because they reached max_tokens."""
+        ended_in = np.where(by_length, NUM_BINS, np.minimum(find_bins(tokens - 1, max_tokens), NUM_BINS - 1))
         fade = np.exp(-groups.size / MEMORY)
         self._ends[EVERYONE] *= fade
         self._exposed[EVERYONE] *= fade
@@ -76,8 +76,8 @@ class StoppingPredictor:
             self._exposed += counts[:, ::-1].cumsum(axis=1)[:, ::-1][:, :NUM_BINS]
 
     def update(self, groups: Int32, tokens: Int32, max_tokens: Int32) -> None:
-        """Estimate anew, with the sequences that run now: they survived the bins before theirs."""
-        bins = bins_of(tokens, max_tokens)
+        """Estimate anew with the sequences that run now: they survived the bins before theirs."""
+        bins = find_bins(tokens, max_tokens)
         counts = _count(groups, bins, len(self._ends))
         counts[EVERYONE] = counts.sum(axis=0)
         survived = counts[:, ::-1].cumsum(axis=1)[:, ::-1][:, 1:]
@@ -89,10 +89,10 @@ class StoppingPredictor:
         hazards = (self._ends + PRIOR_WEIGHT * broader) / (exposed + PRIOR_WEIGHT)
         hazards[EVERYONE] = everyone
         self.curves = np.concatenate([np.ones((len(hazards), 1)), np.cumprod(1.0 - hazards, axis=1)], axis=1)
-        self._keys = _search_keys(self.curves)
+        self._keys = _make_search_keys(self.curves)
 
-    def lengths(self, groups: Int32, generated: Int32, max_tokens: Int32, ranks: Float64) -> Int32:
-        """The length at which each sequence ends if it is the `rank` quantile of those that got as far as it did.
+    def predict_lengths(self, groups: Int32, generated: Int32, max_tokens: Int32, ranks: Float64) -> Int32:
+        """Predict the length of each sequence as the `rank` quantile of those that got as far as it did.
 
         With ranks spread evenly over (0, 1), the lengths of many sequences follow the whole distribution, tail
         included, which a mean for each would not.
@@ -118,7 +118,7 @@ class StoppingPredictor:
         lengths = np.ceil(bins * max_tokens / NUM_BINS).astype(np.int64)
         return np.clip(lengths, np.minimum(generated + 1, max_tokens), max_tokens).astype(np.int32)
 
-    def survival(self, group: int, max_tokens: int) -> Float64:
+    def predict_survival(self, group: int, max_tokens: int) -> Float64:
         """The share of a group's new sequences that computes its token i, for i < max_tokens."""
         places = np.arange(max_tokens) * (NUM_BINS / max_tokens)
         alive: Float64 = np.interp(places, np.arange(NUM_BINS + 1), self.curves[group])
@@ -133,13 +133,13 @@ class StoppingPredictor:
 
 
 def _count(groups: Int32, bins: Int32, num_groups: int) -> Float64:
-    """How many sequences of each group are in each bin, [groups, NUM_BINS + 1]."""
+    """Count the sequences of each group in each bin, [groups, NUM_BINS + 1]."""
     width = NUM_BINS + 1
     flat = np.bincount(groups * width + bins, minlength=num_groups * width)
     return flat.reshape(num_groups, width).astype(np.float64)
 
 
-def _search_keys(curves: Float64) -> Float64:
-    """All curves as one ascending array: a group's falling shares, turned around, in an interval of its own."""
+def _make_search_keys(curves: Float64) -> Float64:
+    """Join all curves into one ascending array: each group's falling shares, inverted, in its own interval."""
     keys: Float64 = (2.0 * np.arange(len(curves))[:, None] + 1.0 - curves).reshape(-1)
     return keys

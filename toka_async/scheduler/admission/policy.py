@@ -1,4 +1,4 @@
-"""What an admission policy decides, and the two simplest ones. Knows counts of pages."""
+"""What an admission policy decides, and the simplest policy. Knows counts of pages."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ from toka_async.scheduler.sequences.running import RunningSet
 
 
 class Admission(Protocol):
-    """Decides how much new work may start; order is the queue's. Free pages are checked by the caller."""
+    """Decides how much new work may start; order is the queue's. The caller checks free pages."""
 
     def forecast_times(self) -> Sequence[float]:
         """Microseconds that each of the newest forecasts took."""
         ...
 
     def expected_length(self) -> tuple[float, float] | None:
-        """Mean and spread of new sequences' lengths, as shares of max_tokens; None: it does not guess."""
+        """Mean and spread of new sequences' lengths, as shares of max_tokens; None: no prediction."""
         ...
 
     def forecast(self) -> Forecast | None:
-        """Of what runs, to be shown; None: it makes none."""
+        """Forecast the page use of what runs, for display; None: the policy makes no forecast."""
         ...
 
     def begin(self, num_preemptions: int) -> None:
-        """A new step is built; so many preemptions happened since the last."""
+        """Begin a new step; `num_preemptions` happened since the last one."""
         ...
 
-    def prompt_fits(self, job: PrefillTask, num_new_pages: int) -> bool:
-        """May this prompt start, which takes so many pages now?"""
+    def prompt_fits(self, task: PrefillTask, num_new_pages: int) -> bool:
+        """Whether a prompt that takes `num_new_pages` may start."""
         ...
 
-    def add_prompt(self, job: PrefillTask, num_new_pages: int) -> None:
-        """It starts."""
+    def add_prompt(self, task: PrefillTask, num_new_pages: int) -> None:
+        """Reserve for a prompt that starts."""
         ...
 
-    def samples_that_fit(self, run: PromptRun) -> int:
-        """How many more samples of this computed prompt may start?"""
+    def count_fitting_samples(self, run: PromptRun) -> int:
+        """Count the further samples of a computed prompt that may start."""
         ...
 
     def add_samples(self, run: PromptRun, count: int) -> None:
-        """So many of them start."""
+        """Reserve for samples that start."""
         ...
 
-    def closed(self, request: Request) -> None:
-        """All of its samples have ended."""
+    def close_request(self, request: Request) -> None:
+        """Forget a request whose samples have all ended."""
         ...
 
-    def ended(self, lanes: Int32, tokens: Int32, by_length: Bool) -> None:
-        """Sequences ended by themselves with so many tokens; `by_length`: at max_tokens."""
+    def observe_ends(self, seqs: Int32, tokens: Int32, by_length: Bool) -> None:
+        """Learn from sequences that ended by themselves after `tokens`; `by_length`: at max_tokens."""
         ...
 
 
@@ -74,18 +74,18 @@ class UntilFull:
 
     def begin(self, num_preemptions: int) -> None: ...
 
-    def prompt_fits(self, job: PrefillTask, num_new_pages: int) -> bool:
-        del job, num_new_pages
+    def prompt_fits(self, task: PrefillTask, num_new_pages: int) -> bool:
+        del task, num_new_pages
         return True
 
-    def add_prompt(self, job: PrefillTask, num_new_pages: int) -> None: ...
+    def add_prompt(self, task: PrefillTask, num_new_pages: int) -> None: ...
 
-    def samples_that_fit(self, run: PromptRun) -> int:
+    def count_fitting_samples(self, run: PromptRun) -> int:
         del run
         return int(np.iinfo(np.int32).max)
 
     def add_samples(self, run: PromptRun, count: int) -> None: ...
 
-    def closed(self, request: Request) -> None: ...
+    def close_request(self, request: Request) -> None: ...
 
-    def ended(self, lanes: Int32, tokens: Int32, by_length: Bool) -> None: ...
+    def observe_ends(self, seqs: Int32, tokens: Int32, by_length: Bool) -> None: ...

@@ -1,15 +1,15 @@
-"""Taking slots and pages back from running work by recompute: when the cache is too small, the youngest first, and
-where work of a higher priority waits (`yielding`).
+"""Takes slots and pages back from running work, which is recomputed later: the youngest when the cache is too small,
+and others when work of a higher priority waits (`yielding`).
 
-A preempted lane gives up its slot and pages at once, but runs again only when its queued steps have come back: their
-tokens are valid and belong to it. Knows the running set and the queue.
+A preempted sequence gives up its slot and pages at once, but runs again only when its queued steps have come back:
+their tokens are valid and belong to it. Knows the running set and the queue.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from toka_async.scheduler.sequences.queues import JobQueue
+from toka_async.scheduler.sequences.queues import PrefillQueue
 from toka_async.scheduler.sequences.requests import Generated, PrefillTask, PromptRun, Request
 from toka_async.scheduler.sequences.running import RunningSet
 
@@ -17,91 +17,93 @@ Order = tuple[int, int, int]
 
 
 class Preemption:
-    """Chooses and preempts; keeps the lanes whose last steps are still on their way (`draining`)."""
+    """Chooses and preempts; `draining` holds sequences whose last steps are still on their way."""
 
-    def __init__(self, running: RunningSet, queue: JobQueue, requests: dict[int, Request]) -> None:
+    def __init__(self, running: RunningSet, queue: PrefillQueue, requests: dict[int, Request]) -> None:
         self._running = running
         self._queue = queue
         self._requests = requests
         self.draining: dict[int, Request] = {}
-        self.completed = -1  # the newest step that is complete
+        self.completed = -1  # newest complete step
         self.completed_at = 0.0
         self.num_preemptions = 0
-        self.num_yielded = 0  # of them, those that made way for a higher priority
+        self.num_yielded = 0  # preemptions for a higher priority
 
     def preempt_youngest(self) -> None:
-        """Make the work that is last in order give back its pages."""
+        """Preempt the work that is last in order."""
         running = self._running
-        idle, lane = self._youngest_idle(), running.lanes.youngest()
-        assert lane >= 0 or idle is not None, "nothing to preempt"
-        if idle is not None and (lane < 0 or idle.job.order > running.lanes.order(lane)):
+        idle, seq = self._find_youngest_idle(), running.table.find_youngest()
+        assert seq >= 0 or idle is not None, "nothing to preempt"
+        if idle is not None and (seq < 0 or idle.task.order > running.table.order(seq)):
             self._requeue_idle(idle)
         else:
-            self._preempt(lane)
+            self._preempt(seq)
         self.num_preemptions += 1
 
     def drop_idle_runs(self, order: Order, num_pages: int) -> None:
-        """Requeue computed prompts that are later than `order` and that no lane uses, until `num_pages` are free."""
+        """Requeue computed prompts after `order` that no sequence uses, until `num_pages` are free."""
         while self._running.cache.num_reclaimable < num_pages:
-            idle = self._youngest_idle()
-            if idle is None or idle.job.order <= order:
+            idle = self._find_youngest_idle()
+            if idle is None or idle.task.order <= order:
                 return
             self._requeue_idle(idle)
             self.num_preemptions += 1
 
-    def make_way(self, lane: int) -> None:
-        """The lane gives back its slot and its pages, for work of a higher priority."""
-        self._preempt(lane)
+    def make_way(self, seq: int) -> None:
+        """Preempt a sequence for work of a higher priority."""
+        self._preempt(seq)
         self.num_preemptions += 1
         self.num_yielded += 1
 
     def requeue_drained(self, step_id: int, now: float) -> None:
-        """A step is complete: preempted lanes that waited for it and still live go back to the queue."""
+        """Requeue preempted sequences that waited for this completed step and still live."""
         self.completed, self.completed_at = step_id, now
-        tables = self._running.lanes
-        for lane in [lane for lane in self.draining if tables.last_step[lane] <= step_id]:
-            self._requeue_lane(lane, self.draining.pop(lane))
+        table = self._running.table
+        for seq in [seq for seq in self.draining if table.last_step[seq] <= step_id]:
+            self._requeue_seq(seq, self.draining.pop(seq))
 
-    def _youngest_idle(self) -> PromptRun | None:
-        return next((run for run in reversed(self._running.forking) if run.num_lanes == 0), None)
+    def _find_youngest_idle(self) -> PromptRun | None:
+        return next((run for run in reversed(self._running.forking) if run.num_seqs == 0), None)
 
     def _requeue_idle(self, run: PromptRun) -> None:
         self._running.close(run)
-        self._queue.push(self._again(run.job))
+        self._requeue(run.task)
 
-    @staticmethod
-    def _again(job: PrefillTask) -> PrefillTask:
-        return PrefillTask(job.request, job.sample, job.token_ids, job.generated, again=True)
+    def _requeue(self, task: PrefillTask) -> None:
+        again = PrefillTask(task.request, task.sample, task.token_ids, task.generated, was_preempted=True)
+        self._queue.push(again)
 
-    def _preempt(self, lane: int) -> None:
+    def _preempt(self, seq: int) -> None:
         running = self._running
-        lanes = np.asarray([lane], np.int32)
-        run = running.runs[int(running.lanes.prompt_key[lane])]
-        if run.lane != lane:
-            running.release(lanes)
-            request = self._requests[int(running.lanes.request[lane])]
-            if running.lanes.last_step[lane] <= self.completed:
-                self._requeue_lane(lane, request)
+        seqs = np.asarray([seq], np.int32)
+        run = running.runs[int(running.table.prompt_key[seq])]
+        if run.seq != seq:
+            running.release(seqs)
+            request = self._requests[int(running.table.request[seq])]
+            if running.table.last_step[seq] <= self.completed:
+                self._requeue_seq(seq, request)
             else:
-                self.draining[lane] = request
+                self.draining[seq] = request
             return
-        running.lanes.alive[lane] = False  # it was computing its prompt, which starts anew
-        running.log.drop(lanes)
-        self._running.tops.pop(lane, None)
-        running.release(lanes)
+        running.table.alive[seq] = False  # it was computing its prompt, which starts over
+        running.log.drop(seqs)
+        self._running.tops.pop(seq, None)
+        running.release(seqs)
         if not run.closed:
             running.close(run)
-        running.retire(lanes, self.completed)
-        self._queue.push(self._again(run.job))
+        running.retire(seqs, self.completed)
+        self._requeue(run.task)
 
-    def _requeue_lane(self, lane: int, request: Request) -> None:
+    def _requeue_seq(self, seq: int, request: Request) -> None:
         running = self._running
-        if not running.lanes.alive[lane]:
-            return  # it ended, or its client left, meanwhile
-        lanes = np.asarray([lane], np.int32)
-        sample = int(running.lanes.sample[lane])
-        _, tokens, logprobs = running.log.take(lanes)
-        generated = Generated(tokens, logprobs, self._running.tops.pop(lane, None), self.completed_at)
-        running.lanes.alive[lane] = False
-        running.retire(lanes, self.completed)
-        self._queue.push(PrefillTask(request, sample, np.concatenate([request.prompt, tokens]), generated, again=True))
+        if not running.table.alive[seq]:
+            return  # it ended or was cancelled meanwhile
+        seqs = np.asarray([seq], np.int32)
+        sample = int(running.table.sample[seq])
+        _, tokens, logprobs = running.log.take(seqs)
+        generated = Generated(tokens, logprobs, self._running.tops.pop(seq, None), self.completed_at)
+        running.table.alive[seq] = False
+        running.retire(seqs, self.completed)
+        self._queue.push(
+            PrefillTask(request, sample, np.concatenate([request.prompt, tokens]), generated, was_preempted=True)
+        )

@@ -1,6 +1,6 @@
-"""The forecast of what runs: page use at each step to come, given how long each running sequence goes on.
+"""Forecasts page use of running sequences at each step to come, given how long each of them goes on.
 
-Knows the running set; not how the lengths were guessed, nor what may start.
+Knows the running set; not how the lengths were predicted, nor what may start.
 """
 
 from __future__ import annotations
@@ -8,43 +8,48 @@ from __future__ import annotations
 import numpy as np
 
 from toka_async.arrays import Int32
-from toka_async.scheduler.admission.forecast import UsageCurve, last_use, own_pages, shared_pages
+from toka_async.scheduler.admission.forecast import (
+    UsageCurve,
+    count_last_uses,
+    forecast_own_pages,
+    forecast_shared_pages,
+)
 from toka_async.scheduler.sequences.running import RunningSet
 
-FAR = 1 << 20  # steps: a prompt whose samples have not all started is held for longer than any forecast looks
+FAR = 1 << 20  # steps, beyond any forecast: the end of a prompt whose samples have not all started
 
 
-def sequence_lanes(running: RunningSet) -> Int32:
-    """Lanes that decode, then those that still compute the prompt of their one sample."""
-    computing = [run.lane for run in running.prefilling if run.job.sample >= 0]
+def find_running_seqs(running: RunningSet) -> Int32:
+    """Find the decoding sequences, then those that still compute the prompt of their one sample."""
+    computing = [run.seq for run in running.prefilling if run.task.sample >= 0]
     return np.concatenate([running.rows, np.asarray(computing, dtype=np.int32)])
 
 
-def running_usage(running: RunningSet, lanes: Int32, remaining: Int32) -> UsageCurve:
-    """Pages in use at each step from the one being built on.
+def forecast_running(running: RunningSet, seqs: Int32, remaining: Int32) -> UsageCurve:
+    """Forecast pages in use at each step from the one being built.
 
     Args:
-        running: as it is when the step's rows have the pages that they write to.
-        lanes: `sequence_lanes`. remaining: int32 [s], at least 1: steps for which each of them goes on.
+        running: the running set once the step's rows have the pages that they write to.
+        seqs: of `find_running_seqs`. remaining: int32 [s], at least 1: steps for which each of them goes on.
     """
-    tables, size = running.lanes, running.cache.page_size
-    position = tables.position[lanes]
-    computing = [run.num_to_compute for run in running.prefilling if run.job.sample >= 0]
-    position[running.rows.size :] = computing  # all pages of their prompts are taken; they decode soon
-    held = -(-position // size) - tables.num_shared[lanes]
+    table, size = running.table, running.cache.page_size
+    position = table.position[seqs]
+    computing = [run.num_to_compute for run in running.prefilling if run.task.sample >= 0]
+    position[running.rows.size :] = computing  # their prompts hold all pages already, and decode soon
+    held = -(-position // size) - table.num_shared[seqs]
     horizon = int(remaining.max(initial=1))
-    ends, counts = _shared(running, lanes, remaining)
-    curve = own_pages(position, remaining, held, size, horizon) + shared_pages(ends, counts, horizon)
+    ends, counts = _find_shared_ends(running, seqs, remaining)
+    curve = forecast_own_pages(position, remaining, held, size, horizon) + forecast_shared_pages(ends, counts, horizon)
     return UsageCurve(curve.astype(np.float64), rest=float(counts[ends == FAR].sum()))
 
 
-def _shared(running: RunningSet, lanes: Int32, remaining: Int32) -> tuple[Int32, Int32]:
-    """Ends of prompts' pages, each page counted once, and the number of pages for each end."""
+def _find_shared_ends(running: RunningSet, seqs: Int32, remaining: Int32) -> tuple[Int32, Int32]:
+    """Find the ends of prompts' pages, each page counted once, and the number of pages for each end."""
     if not running.runs:
         return np.empty(0, np.int32), np.empty(0, np.int32)
     keys = np.fromiter(running.runs, dtype=np.int32, count=len(running.runs))
     by_key = np.zeros(int(keys.max()) + 1, np.int32)
-    np.maximum.at(by_key, running.lanes.prompt_key[lanes], remaining)
+    np.maximum.at(by_key, running.table.prompt_key[seqs], remaining)
     by_key[[run.key for run in (*running.forking, *running.prefilling)]] = FAR
     ends = by_key[keys]
     runs = list(running.runs.values())
@@ -52,4 +57,4 @@ def _shared(running: RunningSet, lanes: Int32, remaining: Int32) -> tuple[Int32,
     sizes = np.fromiter(map(len, pages), dtype=np.int32, count=len(pages))
     tails = np.asarray([run.tail_page for run in runs if run.tail_page >= 0], dtype=np.int32)
     until = np.concatenate([np.repeat(np.sort(ends), sizes), np.full(tails.size, FAR)])
-    return last_use(np.concatenate([*pages, tails]), until.astype(np.int32), running.cache.num_pages)
+    return count_last_uses(np.concatenate([*pages, tails]), until.astype(np.int32), running.cache.num_pages)

@@ -1,0 +1,1 @@
+"""The pages of the KV cache and the prefix tree."""

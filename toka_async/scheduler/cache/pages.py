@@ -25,19 +25,18 @@ class PagePool:
         return self._num_free
 
     def take(self, count: int) -> Int32:
-        """`count` free pages; the caller has made sure that there are as many."""
+        """Take `count` pages; the caller has checked that they are free."""
         assert 0 <= count <= self._num_free
         self._num_free -= count
         return self._free[self._num_free : self._num_free + count].copy()
 
     def give(self, pages: Int32) -> None:
-        """Take back pages that nobody uses any more."""
+        """Take back pages that are no longer used."""
         assert self._num_free + pages.size <= self.num_pages
         self._free[self._num_free : self._num_free + pages.size] = pages
         self._num_free += pages.size
 
     def free_pages(self) -> Int32:
-        """The free pages, for checks."""
         return self._free[: self._num_free]
 
     def check(self) -> None:
@@ -47,10 +46,10 @@ class PagePool:
 
 
 class PageChains:
-    """Which pages each owner holds, as chains through one column: page -> the owner's page before it.
+    """The pages of each owner, as chains through one column: page -> the owner's page before it.
 
-    An owner is a number the caller gives to its newest page (`heads`); -1 ends a chain. Memory is four bytes a page,
-    however pages are spread over owners.
+    The caller knows an owner by its newest page (`heads`); -1 ends a chain. Memory is four bytes a page, however pages
+    are spread over owners.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -61,12 +60,12 @@ class PageChains:
         self._previous[pages] = heads
 
     def cut(self, pages: Int32, count: int) -> None:
-        """Take the first `count` off a chain, given all of its pages, oldest first."""
+        """Take the first `count` pages off a chain, given all of its pages, oldest first."""
         if count < pages.size:
             self._previous[pages[count]] = -1
 
     def collect(self, heads: Int32) -> Int32:
-        """All pages of the chains, each chain's newest before its older ones."""
+        """Collect all pages of the chains, newer pages of a chain before its older ones."""
         parts = [np.empty(0, np.int32)]
         current = heads[heads >= 0]
         while current.size > FEW:
@@ -74,7 +73,7 @@ class PageChains:
             current = self._previous[current]
             current = current[current >= 0]
         rest, previous = [], self._previous.data
-        for page in current.tolist():  # few long chains: a page costs less here than a round of array operations
+        for page in current.tolist():  # for few long chains a loop is faster than array operations
             while page >= 0:
                 rest.append(page)
                 page = previous[page]

@@ -1,6 +1,6 @@
-"""Pages as the scheduler hands them out: free ones, the prefix tree's, and those that lanes own.
+"""The pages that the scheduler gives out.
 
-Every page is in exactly one place: free, in the tree, owned by a lane (its chain), or owned by a prompt run.
+Every page is in exactly one place: free, in the prefix tree, owned by a sequence (its chain), or owned by a prompt run.
 Knows no steps and no requests.
 """
 
@@ -29,7 +29,7 @@ class PageCache:
 
     @property
     def num_reclaimable(self) -> int:
-        """Pages that can be had without taking any from somebody."""
+        """Pages that are free or cached without an owner."""
         return self.pool.num_free + self.tree.num_cached
 
     @property
@@ -37,7 +37,7 @@ class PageCache:
         return self.num_pages - self.num_reclaimable
 
     def take(self, count: int) -> Int32:
-        """`count` pages, of which there are as many; evicts cached pages when too few are free."""
+        """Take `count` of the reclaimable pages; evicts cached pages when too few are free."""
         short = count - self.pool.num_free
         if short > 0:
             self.pool.give(self.tree.evict(short))
@@ -47,7 +47,7 @@ class PageCache:
         self.pool.give(pages)
 
     def lookup(self, tokens: Int32, salt: int = 0) -> list[Node]:
-        """Acquires the longest cached prefix of a salt that leaves at least one token to compute."""
+        """Acquire the longest cached prefix of a salt that leaves at least one token to compute."""
         if not self.prefix:
             return []
         nodes = self.tree.match(tokens, (tokens.size - 1) // self.page_size, salt)
@@ -58,7 +58,7 @@ class PageCache:
         self.tree.release(nodes)
 
     def check(self, owned: list[Int32]) -> None:
-        """Free + tree + owned by lanes and prompt runs (`owned`) are all pages, each once."""
+        """Assert that free pages, the tree's and `owned` (by sequences and prompt runs) are all pages, each once."""
         self.pool.check()
         self.tree.check()
         in_tree = np.asarray([node.page for node in self.tree.nodes()], dtype=np.int32)

@@ -1,10 +1,9 @@
 """The prefix tree: full pages of prompts by their tokens, with owners, evicted least recently used first.
 
-Prompts of different salts share nothing: the salt is part of the key of a prompt's first page, so of all below it.
-
-One node a page. Whoever owns a node owns its ancestors, so unowned nodes have unowned descendants only, and every
-unowned page can be reclaimed. Knows tokens and page numbers; not requests, nor whether a page's content is computed
-(the scheduler inserts a page with the step that fills it, and ranks run steps in order).
+One node a page. Whoever owns a node owns its ancestors, so unowned nodes have only unowned descendants, and every
+unowned page can be reclaimed. Prompts of different salts share nothing: the salt is part of the key of the first page.
+Knows tokens and page numbers; not requests, nor whether a page's content is computed (the scheduler inserts a page with
+the step that fills it, and ranks run steps in order).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ SALT_BYTES = 8
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A full page: its tokens given its ancestors' tokens. key: they, in a prompt's first page after the salt."""
+    """A full page. key: its tokens, after the salt in the first page of a prompt."""
 
     page: int
     key: bytes
@@ -32,11 +31,11 @@ class Node:
     last_used: int = 0
 
 
-Offer = tuple[int, int, Node]  # last use, serial number, a leaf that nobody owned then
+Offer = tuple[int, int, Node]  # last use, serial number, a leaf without owners
 
 
 class PrefixTree:
-    """Pages by the tokens they hold. Counts: owned pages and cached (unowned) pages."""
+    """Pages by the tokens they hold, with counts of owned and of cached (unowned) pages."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -48,10 +47,7 @@ class PrefixTree:
         self.num_cached = 0
 
     def match(self, tokens: Int32, max_pages: int, salt: int = 0) -> list[Node]:
-        """The longest chain of nodes of a salt that holds the first tokens, at most `max_pages` long.
-
-        Not yet acquired.
-        """
+        """Find the longest chain of nodes of a salt that holds the first tokens, at most `max_pages` long."""
         node, nodes, width = self._root, [], 4 * self._page_size
         data, before = tokens.tobytes(), _salt_key(salt)
         for i in range(min(max_pages, tokens.size // self._page_size)):
@@ -84,9 +80,9 @@ class PrefixTree:
                     self._offer(node)
 
     def insert(self, parent: Node | None, tokens: Int32, page: int, salt: int = 0) -> Node | None:
-        """A new node of `tokens` (one page) below `parent` (None: the root, for a salt), which the caller owns.
+        """Add a node of `tokens` (one page) below `parent` (None: the root, for a salt), owned by the caller.
 
-        None if the tree has such a node already: `page` stays the caller's.
+        Returns None if the tree already has such a node; `page` then stays the caller's.
         """
         above = parent or self._root
         assert above.num_owners > 0
@@ -103,7 +99,7 @@ class PrefixTree:
         pages: list[int] = []
         while len(pages) < count:
             entry = heapq.heappop(self._evictable)
-            if not _valid(entry):
+            if not _is_valid(entry):
                 continue
             node = entry[2]
             pages.append(node.page)
@@ -116,14 +112,13 @@ class PrefixTree:
         return np.asarray(pages, dtype=np.int32)
 
     def _offer(self, node: Node) -> None:
-        if len(self._evictable) > 2 * self.num_cached + 64:  # most were used again since they were offered
-            self._evictable = [entry for entry in self._evictable if _valid(entry)]
+        if len(self._evictable) > 2 * self.num_cached + 64:  # most offers are outdated
+            self._evictable = [entry for entry in self._evictable if _is_valid(entry)]
             heapq.heapify(self._evictable)
         self._serial += 1
         heapq.heappush(self._evictable, (node.last_used, self._serial, node))
 
     def nodes(self) -> Iterator[Node]:
-        """Every node, for checks."""
         stack = list(self._root.children.values())
         while stack:
             node = stack.pop()
@@ -135,7 +130,7 @@ class PrefixTree:
         assert len({node.page for node in nodes}) == len(nodes)
         assert sum(node.num_owners > 0 for node in nodes) == self.num_owned
         assert sum(node.num_owners == 0 for node in nodes) == self.num_cached
-        offered = {id(entry[2]) for entry in self._evictable if _valid(entry)}
+        offered = {id(entry[2]) for entry in self._evictable if _is_valid(entry)}
         for node in nodes:
             assert node.parent is not None
             assert node.parent.children[node.key] is node
@@ -146,11 +141,11 @@ class PrefixTree:
 
 
 def _salt_key(salt: int) -> bytes:
-    """What the key of a first page begins with: nothing for salt 0."""
+    """The beginning of a first page's key: empty for salt 0."""
     return salt.to_bytes(SALT_BYTES, "little") if salt else b""
 
 
-def _valid(offer: Offer) -> bool:
-    """The node is still a leaf that nobody owns, and was not used since it was offered."""
+def _is_valid(offer: Offer) -> bool:
+    """The node is still a leaf without owners, not used since it was offered."""
     last_used, _, node = offer
     return not node.num_owners and not node.children and node.parent is not None and node.last_used == last_used

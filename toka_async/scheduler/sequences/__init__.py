@@ -1,0 +1,1 @@
+"""The state of waiting prompts and running sequences."""

@@ -1,11 +1,7 @@
-"""What is counted of prompts: what their samples need, what need not be computed, and how long they waited.
-
-Knows prompt runs.
-"""
+"""Counts of prompts: tokens that samples need, tokens found or shared, and time in the queue. Knows prompt runs."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from toka_async.scheduler.sequences.requests import PromptRun
@@ -13,7 +9,7 @@ from toka_async.scheduler.sequences.requests import PromptRun
 
 @dataclass(slots=True)
 class PromptCounts:
-    """Since the start; see `messages.Stats`."""
+    """Counts since the start; see `messages.Stats`."""
 
     prompt_tokens: int = 0
     recomputed_tokens: int = 0
@@ -23,20 +19,20 @@ class PromptCounts:
     num_started: int = 0
     queue_seconds: float = 0.0
 
-    def opened(self, run: PromptRun) -> None:
-        """A request counts once: after a preemption it finds its own pages."""
+    def count_opened(self, run: PromptRun, now: float) -> None:
+        """Count a request once: after a preemption it finds its own pages."""
         if run.request.num_found >= 0:
             return
         run.request.num_found = run.num_found
         num_samples = run.request.submit.n if run.forks else 1
-        shared = (num_samples - 1) * run.num_to_compute  # computed once, for the first of them
-        self.prefix_queries += num_samples * run.job.token_ids.size
+        shared = (num_samples - 1) * run.num_to_compute  # computed once, for the first sample
+        self.prefix_queries += num_samples * run.task.token_ids.size
         self.prefix_shared += shared
         self.prefix_hits += shared + run.num_found
         self.num_started += 1
-        self.queue_seconds += time.monotonic() - run.request.since
+        self.queue_seconds += now - run.request.since
 
-    def computed(self, run: PromptRun, num_tokens: int) -> None:
-        """So many of a prompt's tokens are built into a step."""
+    def count_computed(self, run: PromptRun, num_tokens: int) -> None:
+        """Count prompt tokens that are built into a step."""
         self.prompt_tokens += num_tokens
-        self.recomputed_tokens += num_tokens if run.job.again else 0
+        self.recomputed_tokens += num_tokens if run.task.was_preempted else 0

@@ -1,6 +1,6 @@
-"""What the scheduler keeps of a request, of a prompt on the ranks, and of a prompt that waits to be computed.
+"""The scheduler's records of a request, of a prompt on the ranks, and of a prompt that waits to be computed.
 
-Objects touched when something starts or ends, never per token. Knows no pages' bookkeeping and no lanes' columns.
+They are touched when something starts or ends, never per token. Know no bookkeeping of pages and no sequence table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MASK = 2**64 - 1
 
 @dataclass(slots=True)
 class PrefillScores:
-    """Log-probs of a prompt's tokens, filled chunk by chunk: entry i is of token i + 1."""
+    """Log-probs of a prompt's tokens, filled chunk by chunk: entry i belongs to token i + 1."""
 
     logprobs: Float32
     ranks: Int32
@@ -32,7 +32,7 @@ class PrefillScores:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A user's request: one prompt, n samples."""
+    """One prompt and its n samples."""
 
     submit: Submit
     prompt: Int32
@@ -44,9 +44,9 @@ class Request:
     scores: PrefillScores | None = None
     num_found: int = -1  # prompt tokens found in the prefix tree at first; -1 until the prompt is opened
     shared_run: PromptRun | None = None  # for n > 1: the prompt on the ranks, while samples are to start from it
-    waiting: dict[int, PrefillTask] = field(default_factory=dict)  # jobs in the queue, by sample
-    group: int = 0  # of the stopping predictor
-    since: float = 0.0  # when it arrived, in seconds of the monotonic clock
+    waiting: dict[int, PrefillTask] = field(default_factory=dict)  # tasks in the queue, by sample
+    group: int = 0  # in the length predictor
+    since: float = 0.0  # time of arrival, seconds
 
     @property
     def request_id(self) -> int:
@@ -62,7 +62,7 @@ class Request:
         return bool(self.submit.sampling.end_ids) or self.stop_row >= 0
 
     @property
-    def prompt_only(self) -> bool:
+    def is_prompt_only(self) -> bool:
         return self.submit.max_tokens == 0
 
     @property
@@ -71,7 +71,7 @@ class Request:
         return self.submit.n - self.next_sample
 
     def columns(self) -> tuple[int, ...]:
-        """What the lanes' tables have of it, in the order of `Lanes.describe`."""
+        """The request's entries in the sequence table, in the order of `SequenceTable.describe`."""
         submit, sampling = self.submit, self.submit.sampling
         return (
             submit.request_id,
@@ -90,7 +90,7 @@ class Request:
 
 @dataclass(slots=True)
 class Generated:
-    """Tokens of a sequence that was preempted, kept until it runs again. since: when the last of them came."""
+    """Tokens of a preempted sequence, kept until it runs again. since: when the last token came."""
 
     tokens: Int32
     logprobs: Float32
@@ -106,45 +106,45 @@ class PrefillTask:
     sample: int
     token_ids: Int32
     generated: Generated | None = None
-    again: bool = False  # it ran before and was preempted
+    was_preempted: bool = False
     cancelled: bool = False
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Lower runs first: priority, then arrival, then sample."""
+        """Priority, arrival, sample; lower runs first."""
         sample = self.sample if self.sample >= 0 else self.request.next_sample
         return (self.request.submit.priority, self.request.arrival, sample)
 
 
 @dataclass(slots=True, eq=False)
 class PromptRun:
-    """A prompt on the ranks and the pages that all of its sequences share, until the last of them is done with them.
+    """A prompt on the ranks and the pages that all of its sequences share, until the last of them ends.
 
-    A job of one sample computes the whole prompt in that sample's lane. For n > 1 a lane of its own computes all of
-    the prompt but its last token; every sample then starts as a decoding row whose token is the prompt's last, on a
-    copy of the page that is not full (`tail_page`).
+    For n = 1 the sample's own sequence computes the whole prompt. For n > 1 a sequence that is no sample (sample -1)
+    computes all of the prompt but its last token. Every sample then starts as a decoding row whose token is the
+    prompt's last, on a copy of the page that is not full (`tail_page`).
     """
 
     key: int
-    job: PrefillTask
+    task: PrefillTask
     num_to_compute: int
     num_found: int  # tokens found in the prefix tree
-    num_computed: int  # those, and tokens built into steps
-    nodes: list[Node]  # of the prefix tree, a chain from the root: pages found, then pages inserted
-    pages: Int32  # the shared full pages in order; those past `nodes` are the run's own
+    num_computed: int  # found, or built into steps
+    nodes: list[Node]  # a chain from the prefix tree's root: nodes found, then inserted
+    pages: Int32  # shared full pages in order; those beyond `nodes` are the run's own
     tail_page: int = -1
-    lane: int = -1  # computes the prompt; -1 when there is nothing (left) to compute
-    num_lanes: int = 0  # lanes that hold pages of the run, the computing one included
+    seq: int = -1  # the sequence that computes the prompt; -1: nothing (left) to compute
+    num_seqs: int = 0  # sequences that hold pages of the run, the computing one included
     closed: bool = False
     request: Request = field(init=False)
 
     def __post_init__(self) -> None:
-        self.request = self.job.request
+        self.request = self.task.request
 
     @property
     def forks(self) -> bool:
-        """Samples start from the computed prompt, rather than one continuing it."""
-        return self.job.sample < 0 and not self.request.prompt_only
+        """Several samples start from the computed prompt."""
+        return self.task.sample < 0 and not self.request.is_prompt_only
 
     @property
     def computed(self) -> bool:
@@ -155,15 +155,15 @@ class PromptRun:
         return self.request.num_pending if self.forks else 0
 
     def own_pages(self) -> Int32:
-        """Pages that are the run's and not in the prefix tree."""
+        """Pages of the run that are not in the prefix tree."""
         pages = self.pages[len(self.nodes) :]
         return np.append(pages, np.int32(self.tail_page)) if self.tail_page >= 0 else pages
 
 
 def sample_seeds(seed: int | UInt64, samples: Int32) -> Int64:
-    """Seeds of samples' random streams: the splitmix64 output function (Steele et al. 2014) of (seed, sample).
+    """Seeds of samples' random streams, int64 [samples]: splitmix64 (Steele et al. 2014) of (seed, sample).
 
-    `seed` is of all `samples`, or an array [samples].
+    `seed` is one for all `samples`, or an array [samples].
     """
     with np.errstate(over="ignore"):
         x = (np.uint64(seed & MASK) if isinstance(seed, int) else seed) + (

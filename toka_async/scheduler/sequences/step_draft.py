@@ -1,4 +1,4 @@
-"""The columns of a step while it is being built. Knows lanes and prompt runs, and decides nothing."""
+"""A step while it is being built. Knows sequences and prompt runs, and decides nothing."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from toka_async.scheduler.sequences.requests import PromptRun, UInt64
 class StepDraft:
     """The columns of a step while it is being built."""
 
-    admit_lanes: list[Int32] = field(default_factory=list)
-    seeds: list[UInt64] = field(default_factory=list)  # of the lanes' requests
+    admit_seqs: list[Int32] = field(default_factory=list)
+    seeds: list[UInt64] = field(default_factory=list)  # of the requests of `admit_seqs`
     copy_sources: list[Int32] = field(default_factory=list)
     copy_targets: list[Int32] = field(default_factory=list)
     page_slots: list[Int32] = field(default_factory=list)
     page_ids: list[Int32] = field(default_factory=list)
     joined: list[Int32] = field(default_factory=list)
-    forked: list[Int32] = field(default_factory=list)  # of those that join: their first token is this step's
-    chunks: list[tuple[PromptRun, int, int]] = field(default_factory=list)  # run, lane, tokens
+    forked: list[Int32] = field(default_factory=list)  # those of `joined` whose first token is this step's
+    chunks: list[tuple[PromptRun, int, int]] = field(default_factory=list)  # run, sequence, tokens
 
-    def chunk_lanes(self) -> Int32:
-        return np.asarray([lane for _, lane, _ in self.chunks], dtype=np.int32)
+    def chunk_seqs(self) -> Int32:
+        return np.asarray([seq for _, seq, _ in self.chunks], dtype=np.int32)
 
     def chunk_samples(self) -> Bool:
-        """Which chunks are the last of a sample's prompt."""
-        return np.asarray([run.job.sample >= 0 and run.computed for run, _, _ in self.chunks], dtype=np.bool_)
+        """Which chunks are the last of a sample's prompt, bool [chunks]."""
+        return np.asarray([run.task.sample >= 0 and run.computed for run, _, _ in self.chunks], dtype=np.bool_)
 
     def add_pages(self, slots: Int32, pages: Int32) -> None:
         self.page_slots.append(slots)

@@ -1,0 +1,1 @@
+"""Decides who may use the server, and logs requests and errors."""

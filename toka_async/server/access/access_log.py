@@ -1,7 +1,7 @@
-"""Every HTTP request as those see it who run the server: its id, how it was answered, how long that took.
+"""Logs every HTTP request for operators: its id, status and duration.
 
 An id comes from the client (`X-Request-Id`) or is made; the answer and all log lines about the request carry it. Knows
-no bodies: nothing of what is asked or answered is logged.
+no bodies: prompts and answers are never logged.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ logger = logging.getLogger(__name__)
 
 HEADER = "X-Request-Id"
 ID: web.RequestKey[str] = web.RequestKey("id", str)
-MOST_REASON = 200  # characters of an error's message that are logged
-COUNTED = {401, 403, 429}  # errors that load or strangers make many of: they are in the metrics
-GONE = 499  # the status of a request whose client left before it was answered, as nginx has it
+MOST_REASON = 200  # characters of a logged error message
+COUNTED = {401, 403, 429}  # only counted in the metrics: load or strangers cause many of them
+GONE = 499  # the client left before the answer; nginx' status
 
 _VALID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class AccessLog:
-    """Counts requests, and logs those that a client has to mend, with the reason. log: a line for every request."""
+    """Counts requests, and logs errors that a client has to fix, with the reason. log: log every request."""
 
     def __init__(self, metrics: Metrics, log: bool) -> None:
         self._metrics = metrics
         self._log = log
 
     def install(self, app: web.Application) -> None:
-        """To be called before the app's other middlewares are added: this one is around them."""
+        """Must be called before the app's other middlewares are added: this one is around them."""
 
         @web.middleware
         async def observe(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -65,7 +65,7 @@ class AccessLog:
         resource = request.match_info.route.resource
         path = "other" if resource is None else resource.canonical
         self._metrics.http_ended(path, status)
-        fault = request.get(FAULT) if resource is not None else None  # else it quotes the path, whatever is in it
+        fault = request.get(FAULT) if resource is not None else None  # a 404 would quote the path, which may be private
         if self._log or (fault is not None and 400 <= status < 500 and status not in COUNTED):
             fields = {"method": request.method, "path": path, "status": status, "seconds": round(seconds, 6), **tokens}
             line = f"{request.method} {path} {status} in {seconds:.3f} s"
@@ -78,6 +78,6 @@ class AccessLog:
 
 
 async def tell_id(request: web.Request, response: web.StreamResponse) -> None:
-    """The id goes back with every answer."""
+    """Sends the id with every answer."""
     if ID in request:
         response.headers[HEADER] = request[ID]

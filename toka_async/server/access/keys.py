@@ -1,6 +1,6 @@
-"""API keys: read from a file and from the environment, and compared in constant time.
+"""Reads API keys from a file and from the environment, and compares them in constant time.
 
-Knows no HTTP. No message has a key in it.
+Knows no HTTP. No message contains a key.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _SEES_ALL = "metrics=all"
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key, as its digest. Limits are None where the configured ones hold. is_named: by a person, not by its place.
+    """A key, as its digest. Limits of None: the configured ones hold. is_named: its line gives a name.
 
-    sees_all: its metrics name all keys and what they hold, not only itself.
+    sees_all: its metrics show all keys, not only itself.
     """
 
     digest: bytes
@@ -46,13 +46,13 @@ class Key:
 
     @property
     def owner(self) -> str:
-        """Of files and batches: the same as long as the name is; without a name of its own, as long as the key is."""
+        """Returns the owner of files and batches: the name if the key has one, else the key itself."""
         return f"name {self.name}" if self.is_named else f"digest {self.digest.hex()}"
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """All that are accepted; without any, no key is asked for."""
+    """All accepted keys; without any, requests need none."""
 
     keys: tuple[Key, ...] = ()
 
@@ -63,7 +63,7 @@ class Keys:
         return next((key for key in self.keys if key.owner == owner), None)
 
     def find(self, text: str) -> Key | None:
-        """The key that this is. It takes as long whichever it is, and however much of it is right."""
+        """Finds a key; takes as long for any text."""
         digest, found = digest_of(text), None
         for key in self.keys:
             if hmac.compare_digest(key.digest, digest):
@@ -72,13 +72,10 @@ class Keys:
 
 
 class KeySource:
-    """The keys as their file has them now: it is looked at when they are asked for, at most once in PAUSE seconds.
+    """The keys as their file has them now; looks at the file at most once in PAUSE seconds.
 
-    A file that is wrong, or gone, changes nothing but the log: the keys stay those that they were. So does one that is
-    being written: its last line has no end, or it changes while it is read.
-
-    Raises:
-        ConfigError: as `read_keys`, at first.
+    A file that is wrong or gone is logged and leaves the keys as they were. So does a file that is being written: its
+    last line has no end, or it changes while it is read. Raises ConfigError from the first `read_keys`.
     """
 
     def __init__(
@@ -92,7 +89,6 @@ class KeySource:
         self._keys = read_keys(config, environment)
 
     def __call__(self) -> Keys:
-        """As of now, or of a moment ago."""
         if self._config.api_keys and (now := self._clock()) >= self._looked + PAUSE:
             self._looked = now
             if (state := self._newest()) != self._state:
@@ -101,7 +97,7 @@ class KeySource:
         return self._keys
 
     def _newest(self) -> tuple[int, int, int] | None:
-        """The state of the file; None when there is none."""
+        """Returns the state of the file; None when there is none."""
         try:
             return _state(self._config.api_keys)
         except (OSError, ValueError):
@@ -117,7 +113,7 @@ class KeySource:
 
 
 def _state(path: str | Path) -> tuple[int, int, int]:
-    """What tells a file from what it was before."""
+    """Returns what changes when the file changes."""
     stat = os.stat(path)
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
@@ -144,7 +140,7 @@ def read_keys(config: AuthConfig, environment: Mapping[str, str]) -> Keys:
 
 
 def _file_keys(path: Path) -> Iterator[Key]:
-    if path.is_fifo():  # reading it could take for ever
+    if path.is_fifo():  # reading a pipe could take for ever
         raise ConfigError(f"auth.api_keys: {path}: a pipe, not a file")
     try:
         before = _state(path)
@@ -157,7 +153,7 @@ def _file_keys(path: Path) -> Iterator[Key]:
     if before != after:
         raise ConfigError(f"auth.api_keys: {path} changed while it was read")
     lines = text.splitlines()
-    if text and not text.endswith("\n"):  # a part of a key would be a key
+    if text and not text.endswith("\n"):  # a file in writing may end with a part of a key
         raise ConfigError(
             f"auth.api_keys: {path}, line {len(lines)}: it has no end, as in a file that is half written: "
             "end each line with a newline"
@@ -171,12 +167,12 @@ def _file_keys(path: Path) -> Iterator[Key]:
 
 
 def _is_said(word: str) -> bool:
-    """It does not begin a comment."""
+    """Tells whether a word does not begin a comment."""
     return not word.startswith("#")
 
 
 def _line_key(words: list[str], number: int, where: str) -> Key:
-    """Of `KEY [NAME] [max_requests=N] [max_held_tokens=N] [max_waiting=N] [metrics=all]`."""
+    """Parses `KEY [NAME] [max_requests=N] [max_held_tokens=N] [max_waiting=N] [metrics=all]`."""
     text, *rest = words
     sees_all = _SEES_ALL in rest
     rest = [word for word in rest if word != _SEES_ALL]

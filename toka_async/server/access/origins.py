@@ -1,10 +1,10 @@
-"""Which web pages may use a server, and under which names it is asked for. Knows header values; knows no web framework.
+"""Decides which web pages may use a server, and under which host names. Knows header values, no web framework.
 
-Without API keys whoever reaches a server may use it, and a page of any site reaches the servers of the machine that its
-browser runs on. A browser says where a request comes from (`Sec-Fetch-Site`, `Origin`), so requests of other pages can
-be refused. It does not see through a name that its owner points to this machine (DNS rebinding): such a page counts as
-the server's own, and only the `Host` header tells. An API key is never sent by a browser on its own, so with keys
-neither matters.
+Without API keys, whoever reaches a server may use it, and a page of any site reaches the servers of its browser's
+machine. A browser says where a request comes from (`Sec-Fetch-Site`, `Origin`), so requests of other pages can be
+refused. It does not see through a name that its owner points to this machine (DNS rebinding): such a page counts as the
+server's own, and only the `Host` header tells. Browsers never send an API key on their own, so with keys neither
+matters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from toka_async.config import AuthConfig, ConfigError
 
 ANY = "*"
-OWN = frozenset({"same-origin", "none"})  # values of Sec-Fetch-Site; none: a person's doing, such as the address bar
+OWN = frozenset({"same-origin", "none"})  # values of Sec-Fetch-Site; none: a person acts, e.g. in the address bar
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@*]+|null|\*")
 _HOST = re.compile(r"[\w.-]+|\*")
@@ -26,26 +26,27 @@ _HOST = re.compile(r"[\w.-]+|\*")
 
 @dataclass(frozen=True, slots=True)
 class Origins:
-    """Of one server. allowed: origins of pages. hosts: names, in lower case and without ports."""
+    """The allowed origins of pages, and the server's host names, in lower case and without ports."""
 
     allowed: frozenset[str] = frozenset()
     hosts: frozenset[str] = frozenset({"localhost"})
 
     def allows(self, origin: str | None) -> bool:
-        """The operator has named this origin, or all."""
+        """Tells whether the operator allows this origin, or all."""
         return origin is not None and (origin.lower() in self.allowed or ANY in self.allowed)
 
     def accepts(self, method: str, headers: Mapping[str, str]) -> bool:
-        """A request with these headers comes from no page, or from one that may use the server."""
+        """Tells whether a request comes from no page, or from one that may use the server."""
         site, origin = headers.get("Sec-Fetch-Site"), headers.get("Origin")
-        if site is None:  # no browser, or one that says it over HTTPS and to this machine only
+        if site is None:  # no browser, or one that sends it only over HTTPS and to this machine
             is_own = origin is None or origin.partition("://")[2].lower() == headers.get("Host", "").lower()
         else:
             is_own = site in OWN or is_followed_link(method, headers)
         return is_own or self.allows(origin)
 
     def is_own_host(self, host: str | None) -> bool:
-        """No owner of a name elsewhere can have pointed it here. host: the header; browsers always send it."""
+        """Tells whether no foreign owner can have pointed the name here. host: the header, which browsers always
+        send."""
         if host is None or ANY in self.hosts:
             return True
         name = name_of(host)
@@ -69,13 +70,13 @@ def read_origins(config: AuthConfig, host: str) -> Origins:
 
 
 def is_followed_link(method: str, headers: Mapping[str, str]) -> bool:
-    """A person goes to a page of this server: what is shown is in a window of its own, and nothing else sees it."""
+    """Tells whether a person opens a page of this server: only the new window sees the answer."""
     mode, target = headers.get("Sec-Fetch-Mode"), headers.get("Sec-Fetch-Dest")
     return method in ("GET", "HEAD") and (mode, target) == ("navigate", "document")
 
 
 def name_of(host: str) -> str:
-    """A `Host` header without its port and the brackets of an address."""
+    """Returns a `Host` header without its port and the brackets of an address."""
     name = host.strip().lower()
     if name.startswith("["):
         return name[1:].partition("]")[0]
@@ -83,7 +84,7 @@ def name_of(host: str) -> str:
 
 
 def is_loopback(address: object) -> bool:
-    """A socket's own address that only this machine reaches. None, of a connection that is gone, counts as one."""
+    """Tells whether only this machine reaches a socket's own address. None (a closed connection) counts as such."""
     if not isinstance(address, tuple):
         return address is None
     ip = ipaddress.ip_address(str(address[0]).partition("%")[0])
@@ -92,7 +93,7 @@ def is_loopback(address: object) -> bool:
 
 
 def _is_address(name: str) -> bool:
-    """Nobody can point an address elsewhere."""
+    """Tells whether a host is an address, which nobody can point elsewhere."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

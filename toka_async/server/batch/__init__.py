@@ -1,0 +1,1 @@
+"""Runs the lines of batches as requests to the engine."""

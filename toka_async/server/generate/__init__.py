@@ -1,0 +1,1 @@
+"""Turns requests into prompts, and token ids into the text of answers."""

@@ -1,0 +1,1 @@
+"""Routes, connections, bodies and responses over HTTP."""

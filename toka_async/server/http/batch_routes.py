@@ -36,7 +36,7 @@ from toka_async.server.http.receive import read_request
 from toka_async.server.http.respond import json_response
 
 PAGE, MAX_PAGE = 20, 100
-LIST_QUERY: dict[str, dict[str, Any]] = {  # the parameters of a list, and their schemas
+LIST_QUERY: dict[str, dict[str, Any]] = {  # parameters of a list -> schemas
     "after": {"type": "string"},
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": PAGE},
 }
@@ -76,7 +76,7 @@ async def create_batch(request: web.Request) -> web.Response:
 
 
 async def check_input(service: BatchService, file_id: str, viewer: str | None) -> None:
-    """Raises ApiError (400) when it is no file that the viewer can make a batch of."""
+    """Raises ApiError (400) unless it is a file that the viewer can make a batch of."""
     try:
         record = await asked(service, partial(service.store.file, file_id, viewer), "file", file_id)
     except ApiError as error:
@@ -92,7 +92,7 @@ def no_input(file_id: str) -> ApiError:
 
 
 def seconds_of(window: str) -> int:
-    """Of text like 24h. Raises ApiError (400)."""
+    """Parses text like 24h. Raises ApiError (400)."""
     match = re.fullmatch(WINDOW, window)
     seconds = int(window[:-1]) * UNITS[window[-1]] if match else 0
     if not 0 < seconds <= LONGEST_DAYS * UNITS["d"]:
@@ -141,7 +141,7 @@ async def cancel_batch(request: web.Request) -> web.Response:
 
 
 async def delete_batch(request: web.Request) -> web.Response:
-    """OpenAI has no such route. Here nobody else clears up, and a list of thousands that have ended is of no use."""
+    """OpenAI has no such route. Nobody else removes ended batches here, and thousands of them are useless."""
     service, batch_id = batch_service(request), request.match_info["batch"]
     try:
         remove = partial(service.store.remove_batch, batch_id, viewer_of(request))
@@ -152,7 +152,7 @@ async def delete_batch(request: web.Request) -> web.Response:
 
 
 def batch_object(service: BatchService, batch: Batch) -> BatchObject:
-    """The batch as the API shows it. While the disk takes no results, `errors` says so."""
+    """Returns the API's form of a batch. While the disk takes no results, `errors` says so."""
     record, progress = batch.record, batch.progress
     has_ended, trouble = record.status in FINAL, service.batches.ledger.trouble
     errors = [

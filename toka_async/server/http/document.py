@@ -1,6 +1,6 @@
 """The document that describes the API over HTTP: OpenAPI 3.1 (https://spec.openapis.org/oas/v3.1.1.html).
 
-Made of the table of routes and of the Structs that requests are parsed to. Knows no handlers.
+It is made from the table of routes and from the Structs that requests are parsed to. Knows no handlers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from toka_async.openai.requests import WireRequest
 from toka_async.openai.schemas import Schema, reference, request_schemas, response_schemas
 
 JSON, EVENTS, FORM_DATA = "application/json", "text/event-stream", "multipart/form-data"
-MEDIA: dict[str, Schema] = {  # answers that are no Struct
+MEDIA: dict[str, Schema] = {  # media types of answers that are no Struct
     JSON: {"type": "object"},
     "text/plain": {"type": "string"},
     "application/octet-stream": {},
@@ -29,7 +29,7 @@ MEDIA: dict[str, Schema] = {  # answers that are no Struct
     "text/css": {"type": "string"},
     "image/svg+xml": {"type": "string"},
 }
-# Bad HTTP; a web page that may not use the server; it comes too slowly; a strange Expect; too many connections from an
+# Bad HTTP; a web page that may not use the server; a slow request; a strange Expect; too many connections from an
 # address; an error of the server's; too many connections.
 ANY_TIME = (400, 403, 408, 417, 429, 500, 503)
 WITH_BODY = (413, 415)
@@ -39,11 +39,11 @@ _PLACE = re.compile(r"\{(\w+)(?::[^}]*)?\}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """What can be asked of a path.
+    """The description of one method of a path.
 
-    name: unique. body: of the request, JSON. form: the schema of one that is a form. answer: of a 200: a Struct, as
-    JSON, or a media type. event: of a 200 that streams. query: parameters and their schemas. statuses: of errors,
-    besides those that every operation can have. empty: statuses of answers without a body.
+    name: unique. body: the JSON request. form: the schema of a request that is a form. answer: a 200's Struct, as JSON,
+    or a media type. event: a streamed 200's. query: parameters and their schemas. statuses: of errors, besides those
+    that every operation can have. empty: statuses of answers without a body.
     """
 
     name: str
@@ -57,14 +57,13 @@ class Operation:
     empty: tuple[int, ...] = ()
 
     def errors(self, *, needs_key: bool) -> list[int]:
-        """Statuses of errors."""
         with_body = WITH_BODY if self.body or self.form else ()
         return sorted({*ANY_TIME, *with_body, *self.statuses, *((401,) if needs_key else ())})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Of one server. open_paths: need no key, where others do."""
+    """What the document needs to know of the server. open_paths: paths that never need a key."""
 
     model: str
     limits: RequestLimits
@@ -73,7 +72,7 @@ class Facts:
 
 
 def document(operations: Mapping[tuple[str, str], Operation], facts: Facts) -> dict[str, Any]:
-    """Of operations by method and path; a path's places may have patterns: `{model:.+}`."""
+    """Builds the document for operations by method and path; a path may have patterns: `{model:.+}`."""
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in operations.items():
         needs_key = facts.has_keys and path not in facts.open_paths
@@ -101,7 +100,7 @@ def document(operations: Mapping[tuple[str, str], Operation], facts: Facts) -> d
 
 
 def plain(path: str) -> str:
-    """Without patterns."""
+    """Removes the patterns from a path."""
     return _PLACE.sub(r"{\1}", path)
 
 
@@ -137,7 +136,7 @@ def responses_of(operation: Operation, errors: Iterable[int]) -> dict[str, Any]:
 
 
 def event_schema(kind: type[msgspec.Struct]) -> Schema:
-    """Of each event; the last one is [DONE], or an error."""
+    """Returns the schema of an event; the last event is [DONE], or an error."""
     payload = {"anyOf": [reference(kind), reference(ErrorResponse)]}
     data = {"type": "string", "contentMediaType": JSON, "contentSchema": payload}
     return {

@@ -1,4 +1,4 @@
-"""The routes of files. An upload goes to the disk as it comes. No name of a request becomes a path."""
+"""The routes of files. An upload goes to the disk as it arrives. No name of a request becomes a path."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from toka_async.server.http.unsent import FileDownload
 
 BATCHES: web.AppKey[BatchService | None] = web.AppKey("batches")
 PURPOSE = "batch"
-MAX_FIELD = 4096  # bytes of a form field
-MAX_NAME = 255  # characters of a file's name
-CHUNK = 1 << 20  # bytes of an upload that are written at once
+MAX_FIELD = 4096  # bytes in a form field
+MAX_NAME = 255  # characters in a file's name
+CHUNK = 1 << 20  # bytes of one write of an upload
 OVERHEAD = 1 << 16  # bytes of a form around its file
 PAGE = 10_000
 
 LIMIT = {"type": "integer", "minimum": 1, "maximum": PAGE, "default": PAGE}
 ORDER = {"enum": ["asc", "desc"], "default": "desc"}
-LIST_QUERY: dict[str, dict[str, Any]] = {  # the parameters of a list of files, and their schemas
+LIST_QUERY: dict[str, dict[str, Any]] = {  # parameters of a list of files -> schemas
     "after": {"type": "string"},
     "limit": LIMIT,
     "order": ORDER,
     "purpose": {"type": "string"},
 }
 LASTS = components([ExpiresAfter])["ExpiresAfter"]
-FORM: dict[str, Any] = {  # the schema of what `receive` takes
+FORM: dict[str, Any] = {  # the schema of the form of an upload
     "type": "object",
     "properties": {
         "file": {"contentMediaType": "application/octet-stream"},
@@ -103,7 +103,7 @@ async def create_file(request: web.Request) -> web.Response:
 
 
 async def new_upload(service: BatchService, owner: str, num_bytes: int) -> Upload:
-    """A form of about so many bytes. Raises ApiError (429) when its owner has as much as one may have."""
+    """Starts an upload of about `num_bytes`. Raises ApiError (429) when its owner is at a limit."""
     num_files, num_kept = await service.writer.run(partial(service.store.database.files_of, owner))
     num_coming = service.receiving[owner] + max(0, num_bytes - OVERHEAD)
     try:
@@ -121,7 +121,7 @@ async def new_upload(service: BatchService, owner: str, num_bytes: int) -> Uploa
 
 
 def check_upload(request: web.Request) -> None:
-    """Raises ApiError when the request says that its file is too large (413), compressed or in no form (415)."""
+    """Raises ApiError for a request whose headers show a too large (413), compressed or wrong form (415)."""
     check_encoding(request)
     if request.content_type != "multipart/form-data":
         raise ApiError(415, f"the body must be multipart/form-data, not {request.content_type[:64]}")
@@ -136,9 +136,9 @@ def too_large(max_file_mb: int) -> ApiError:
 
 @dataclass(slots=True)
 class Upload:
-    """A form as it comes. filename: None until the file was there.
+    """A form that is being received. filename: None until the file has come.
 
-    max_bytes: of its file. num_kept: bytes that its owner has in files. receiving: bytes of all uploads, by owner.
+    max_bytes: limit of the file. num_kept: bytes of its owner's files. receiving: bytes of all uploads, by owner.
     """
 
     path: Path
@@ -152,7 +152,7 @@ class Upload:
     num_bytes: int = 0
 
     def add(self, num_bytes: int) -> None:
-        """So many more bytes of its file come. Raises ApiError (413) or QuotaError when there is no room for them."""
+        """Counts further bytes of the file. Raises ApiError (413) or QuotaError when there is no room for them."""
         if self.num_bytes + num_bytes > self.max_bytes:
             raise too_large(self.max_bytes >> 20)
         self.quota.check_files(0, self.num_kept + self.receiving[self.owner] + num_bytes)
@@ -160,7 +160,7 @@ class Upload:
         self.receiving[self.owner] += num_bytes
 
     def record(self, now: int) -> FileRecord:
-        """The file. Raises ApiError (400) when something is missing or wrong."""
+        """Makes the file's record. Raises ApiError (400) when something is missing or wrong."""
         if self.filename is None:
             raise bad_request("'file' is required", param="file")
         purpose = self.fields.pop("purpose", None)
@@ -179,7 +179,7 @@ class Upload:
 
 
 def expires_after(fields: dict[str, str | None]) -> int | None:
-    """Seconds. Raises ApiError (400)."""
+    """Returns seconds. Raises ApiError (400)."""
     given = {name: value for name, value in fields.items() if value is not None}
     if not given:
         return None
@@ -216,7 +216,7 @@ async def receive(request: web.Request, upload: Upload, executor: Executor) -> N
 
 @contextmanager
 def form_errors() -> Iterator[None]:
-    """Whatever the framework's parser raises for a form is an ApiError (400): it has no error class for bad forms.
+    """Turns any error of the framework's form parser, which has no class for bad forms, into ApiError (400).
 
     Only calls of the parser belong inside. A body that does not come, or a client that is gone, is no bad form.
     """
@@ -224,7 +224,7 @@ def form_errors() -> Iterator[None]:
         yield
     except (web.RequestPayloadError, ConnectionError):
         raise
-    except HttpProcessingError:  # it quotes all of what was sent
+    except HttpProcessingError:  # the message would quote all that was sent
         raise bad_request(
             "the form cannot be read: a part has a header that is none, or one that is too long"
         ) from None
@@ -242,13 +242,13 @@ async def read_field(part: BodyPartReader, name: str) -> str:
 
 
 async def read_chunk(part: BodyPartReader, most: int) -> bytes:
-    """Nothing at its end. Raises ApiError (400)."""
+    """Returns no bytes at the end. Raises ApiError (400)."""
     with form_errors():
         return await part.read_chunk(most)
 
 
 async def receive_file(part: BodyPartReader, upload: Upload, executor: Executor) -> None:
-    """To the disk, in pieces, and synced."""
+    """Writes the file to the disk, in pieces, and syncs it."""
     if upload.filename is not None:
         raise bad_request("there is more than one 'file'", param="file")
     with form_errors():
@@ -277,7 +277,7 @@ def write(disk: Disk, path: Path, fd: int, data: bytearray, offset: int) -> None
 
 
 async def in_thread(executor: Executor, work: Callable[..., T], *values: Any) -> T:
-    """What `work` returns. It is over when this is left, whatever happens to the client."""
+    """Runs `work` to its end before returning, even if the client leaves."""
     future = asyncio.get_running_loop().run_in_executor(executor, partial(work, *values))
     try:
         return await asyncio.shield(future)
@@ -286,11 +286,11 @@ async def in_thread(executor: Executor, work: Callable[..., T], *values: Any) ->
 
 
 def clean(name: str) -> str:
-    """What a client calls a thing, as text that can be written as JSON."""
+    """Makes a client's text fit for JSON."""
     return name[:MAX_NAME].encode("utf-8", "replace").decode()
 
 
-# ---- what there is -------------------------------------------------------------------------------------------------
+# ---- existing files ------------------------------------------------------------------------------------------------
 
 
 async def list_files(request: web.Request) -> web.Response:
@@ -311,7 +311,7 @@ async def get_content(request: web.Request) -> web.StreamResponse:
     record, service = await find_file(request), batch_service(request)
     path = service.store.path(record.id)
     if not path.is_file():
-        await find_file(request)  # 404, when it was deleted meanwhile
+        await find_file(request)  # raises 404 if the file was deleted meanwhile
         raise ApiError(500, f"the content of {record.id} is lost: its file is gone from the disk")
     headers = {"Content-Type": "application/octet-stream", "Content-Disposition": "attachment"}
     return FileDownload(path, headers)
@@ -340,9 +340,9 @@ async def asked(
     name: str | None,
     run: Callable[[Callable[[], T]], Awaitable[T]] | None = None,
 ) -> T:
-    """What the store answers; raises ApiError when there is no such thing (404), or the disk does not work.
+    """Runs `work` on the store. Raises ApiError without such a thing (404), or when the disk does not work.
 
-    run: how it is asked; None: by the writer.
+    run: runs `work`; None: the writer does.
     """
     try:
         return await (run or service.writer.run)(work)
@@ -374,7 +374,7 @@ def file_object(record: FileRecord) -> FileObject:
 
 
 class Query:
-    """The parameters of a list. Raises ApiError (400) for others."""
+    """Reads the parameters of a list. Raises ApiError (400) for others."""
 
     def __init__(self, request: web.Request, known: Container[str]) -> None:
         self._values: dict[str, str] = {}

@@ -28,8 +28,8 @@ from toka_async.server.http.respond import SERVICE, json_response
 from toka_async.text.detokenize import Detokenizer
 from toka_async.text.tokenizer import Tokenizer
 
-MANY = 4096  # tokens that take milliseconds
-PART = 1 << 14  # tokens
+MANY = 4096  # more tokens than this take milliseconds, so a thread works on them
+PART = 1 << 14  # tokens of one part of a long text
 
 
 async def models(request: web.Request) -> web.Response:
@@ -37,7 +37,7 @@ async def models(request: web.Request) -> web.Response:
 
 
 async def model(request: web.Request) -> web.Response:
-    """Names may contain slashes."""
+    """Returns the model; its name may contain slashes."""
     service, name = request.app[SERVICE], request.match_info["model"]
     if name != service.name:
         raise model_not_found(name, service.name)
@@ -45,7 +45,7 @@ async def model(request: web.Request) -> web.Response:
 
 
 def served_model(service: Service) -> Model:
-    """503 until the engine is ready: clients wait for this route to answer."""
+    """Raises a 503 until the engine is ready: clients wait for this route to answer."""
     limits = service.limits()
     return Model(
         id=service.name,
@@ -57,18 +57,18 @@ def served_model(service: Service) -> Model:
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 when requests are taken and every replica is there, else 503."""
+    """Answers 200 when requests are taken and every replica is there, else 503."""
     request.app[SERVICE].engine.check_whole()
     return json_response(Health())
 
 
 async def ping(_request: web.Request) -> web.Response:
-    """200 while the process answers, whatever the engine does."""
+    """Answers 200 while the process runs, whatever the engine does."""
     return json_response(Health())
 
 
 async def load(request: web.Request) -> web.Response:
-    """How busy the server is now: for routers and autoscalers, cheaper to read than /metrics."""
+    """Returns how busy the server is, for routers and autoscalers; costs less than /metrics."""
     engine = request.app[SERVICE].engine
     await engine.replicas.refresh()
     return json_response(load_of(engine))
@@ -79,7 +79,7 @@ async def version(_request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """Prometheus' text: the schedulers' counts of now, and the accounts that the request's key may see."""
+    """Returns Prometheus' text: fresh counts of the schedulers, and the accounts that the request's key may see."""
     guard, engine = request.app[GUARD], request.app[SERVICE].engine
     await engine.replicas.refresh()
     text = engine.metrics.text() + account_metrics(guard, guard.shown(request))
@@ -87,7 +87,7 @@ async def metrics(request: web.Request) -> web.Response:
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """A prompt, with the special tokens that completions add; or messages, as chat tokenizes them."""
+    """Tokenizes a prompt, with the special tokens that completions add, or messages, as chat does."""
     service = request.app[SERVICE]
     wire = await read_request(request, TokenizeRequest)
     service.check_model(wire.model)
@@ -103,7 +103,7 @@ async def tokenize(request: web.Request) -> web.Response:
 
 
 def tokenized(tokenizer: Tokenizer, max_context: int, with_strs: bool, ids: Int32) -> bytes:
-    """The answer: from a thread, since millions of ids would take the event loop seconds."""
+    """Builds the answer in a thread, since millions of ids would block the event loop for seconds."""
     tokens = ids.tolist()
     strs = [tokenizer.spelling(token_id) for token_id in tokens] if with_strs else UNSET
     answer = TokenizeResponse(tokens=tokens, count=len(tokens), max_model_len=max_context, token_strs=strs)
@@ -111,7 +111,7 @@ def tokenized(tokenizer: Tokenizer, max_context: int, with_strs: bool, ids: Int3
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """The text of token ids, special tokens included."""
+    """Returns the text of token ids, special tokens included."""
     service = request.app[SERVICE]
     wire = await read_request(request, DetokenizeRequest)
     service.check_model(wire.model)
@@ -122,8 +122,9 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 def detokenized(tokenizer: Tokenizer, vocab_size: int, max_mb: int, tokens: Sequence[int]) -> bytes:
-    """The answer, made a part at a time: from a thread, that lets others have their turns. Raises ApiError (400), also
-    when its text has more than `max_mb` MiB.
+    """Builds the answer in a thread, in parts, between which other threads run.
+
+    Raises ApiError (400) for a text of more than `max_mb` MiB, among others.
     """
     ids = token_ids(tokens) if tokens else np.zeros(0, np.int32)
     check_vocabulary(ids, vocab_size, "tokens")

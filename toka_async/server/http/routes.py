@@ -1,4 +1,4 @@
-"""All routes: which handler answers, and what the document says of them. Nothing is routed that is not described."""
+"""All routes: the handler of each, and its description for the document. Every route is described."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ from toka_async.server.http.document import JSON, Facts, Operation, document
 from toka_async.server.http.receive import check_length
 from toka_async.server.http.respond import SERVICE
 
-OF_GENERATION = (404, 429, 504)  # another model; too much is held; limits.request_timeout
-OF_FILES = (404,)  # no such thing, or no server.data_dir
+OF_GENERATION = (404, 429, 504)  # another model; a limit is reached; limits.request_timeout
+OF_FILES = (404,)  # no such file or batch, or no server.data_dir
 
 
 Routes = dict[tuple[str, str], tuple[Handler, Operation]]
@@ -54,7 +54,7 @@ Routes = dict[tuple[str, str], tuple[Handler, Operation]]
 
 @dataclass(slots=True)
 class Described:
-    """The document, made when it is first wanted. routes: what it describes. facts: of which it was made."""
+    """The document, made at its first request. routes: the described routes. facts: what it was made from."""
 
     routes: Routes
     facts: Facts | None = None
@@ -65,7 +65,7 @@ DESCRIBED: web.AppKey[Described] = web.AppKey("described", Described)
 
 
 async def openapi(request: web.Request) -> web.Response:
-    """503 until the engine is ready: what a request can ask for depends on the model."""
+    """Answers 503 until the engine is ready, because the bounds of fields depend on the model."""
     service, guard, described = request.app[SERVICE], request.app[GUARD], request.app[DESCRIBED]
     has_keys = bool(guard.source())
     facts = Facts(model=service.name, limits=service.limits(), has_keys=has_keys, open_paths=guard.open_paths)
@@ -228,12 +228,12 @@ ROUTES: Routes = {
 
 
 def add_routes(app: web.Application, more: Routes) -> None:
-    """Those that every server has, and more."""
+    """Adds the routes that every server has, and `more`."""
     app[DESCRIBED] = Described(ROUTES | more)
     for (method, path), (handler, operation) in app[DESCRIBED].routes.items():
         asked = expect if operation.form is None else expect_upload
         if method == "GET":
-            app.router.add_get(path, handler, expect_handler=asked)  # and HEAD
+            app.router.add_get(path, handler, expect_handler=asked)  # adds HEAD too
         else:
             app.router.add_route(method, path, handler, expect_handler=asked)
 
@@ -244,7 +244,7 @@ async def expect(request: web.Request) -> web.StreamResponse | None:
 
 
 async def expect_upload(request: web.Request) -> web.StreamResponse | None:
-    """The same of a file."""
+    """Tells a client that asks first whether to send its file."""
     return await answer_expect(request, files.check_upload)
 
 
@@ -257,5 +257,5 @@ async def answer_expect(request: web.Request, check: Callable[[web.Request], Non
     except ApiError as error:
         return error_response(error)
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    request.writer.output_size = 0  # what aiohttp's own handler does: nothing of the response is sent yet
+    request.writer.output_size = 0  # like aiohttp's own handler: nothing of the response is sent yet
     return None

@@ -1,4 +1,4 @@
-"""The certificate and key of HTTPS. Knows no HTTP."""
+"""Loads the certificate and key of HTTPS. Knows no HTTP."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from toka_async.config import ConfigError, ServerConfig
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """TLS 1.2 or newer with `server.tls_cert` (with its chain, if it has one) and `server.tls_key`; None without them.
+    """Allows TLS 1.2 or newer with `server.tls_cert` (and its chain) and `server.tls_key`; None without them.
 
-    Raises:
-        ConfigError: one is missing, or wrong; the message names the key.
+    Raises ConfigError, which names the key, when one is missing or wrong.
     """
     if not config.tls_cert and not config.tls_key:
         return None
@@ -26,7 +25,7 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
         raise ConfigError(f"server.tls_cert: {config.tls_cert} is no certificate in PEM format") from None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        context.load_cert_chain(config.tls_cert, config.tls_key, password=lambda: "")  # or it would ask the terminal
+        context.load_cert_chain(config.tls_cert, config.tls_key, password=lambda: "")  # never ask the terminal
     except (ssl.SSLError, ValueError) as error:
         if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
             raise ConfigError(f"server.tls_key: {config.tls_key} is not the key of server.tls_cert") from None

@@ -1,8 +1,8 @@
-"""How much memory answers that clients have not taken yet may have together, and who is cut off when it is more.
+"""Limits the memory of answers that clients have not taken yet, and decides who is cut off above the limit.
 
-A whole answer stays in memory until its client has taken it. One that takes nothing is cut off after
+A whole answer stays in memory until its client has taken it. A client that takes nothing is cut off after
 `limits.client_timeout`, but until then any number of clients could leave any amount unread. Streams are not counted:
-they turn tokens into text only as their clients take it. Knows aiohttp; knows nothing of what is answered.
+they turn tokens into text only as their clients take it. Knows aiohttp, not what is answered.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from toka_async.server.access.errors import Handler
 from toka_async.server.engine.metrics import Metrics
 from toka_async.server.limits.free_memory import LARGE, release_free_memory
 
-LEAST = 1 << 14  # bytes of a whole answer that counts
-SLICE = 1 << 20  # bytes of an answer that are written at once
-CHUNK = 1 << 16  # bytes of a file that are read at once
-DOWNLOAD = 3 * CHUNK  # bytes of one that nobody takes, as measured: a chunk, a copy of it, and its connection
-IDLE = 10.0  # seconds without taking anything: a client on a slow line takes something more often
-INTERVAL = 1.0  # seconds between looks at who takes something, while there is little room left
+LEAST = 1 << 14  # bytes; smaller answers do not count
+SLICE = 1 << 20  # bytes of one write of an answer
+CHUNK = 1 << 16  # bytes of one read of a file
+DOWNLOAD = 3 * CHUNK  # measured bytes of an untaken download: a chunk, a copy of it, and its connection
+IDLE = 10.0  # seconds without taking anything; even a client on a slow line takes something more often
+INTERVAL = 1.0  # seconds between looks at who takes something, while room is short
 
 
 @dataclass(slots=True, eq=False)
 class Sending:
-    """An answer on its way. taken: what changes as long as its client takes something. since: when it last did."""
+    """An answer on its way. taken: a value that changes while its client takes something. since: its last change."""
 
     request: web.BaseRequest
     num_bytes: int
@@ -47,16 +47,16 @@ class Sending:
 
 
 class Unsent:
-    """All of one server.
+    """All unsent answers of a server.
 
-    most: bytes; answers whose clients have taken nothing for longest are cut off beyond that. release: called, in a
-    thread, when nothing is left of very many bytes.
+    most: bytes; above this, answers whose clients have taken nothing for longest are cut off. release: called in a
+    thread when very many bytes have left.
     """
 
     def __init__(self, most: int, release: Callable[[], None] = release_free_memory) -> None:
         self.most = most
         self.num_bytes = 0
-        self._peak = 0  # since nothing was unsent
+        self._peak = 0  # most bytes since all answers were taken
         self._release = release
         self.num_cut = 0
         self._sendings: dict[Sending, None] = {}
@@ -86,12 +86,13 @@ class Unsent:
             peak, self._peak = self._peak, 0
             if peak >= LARGE:
                 loop = asyncio.get_running_loop()
-                loop.call_later(INTERVAL, loop.run_in_executor, None, self._release)  # when they are really gone
+                loop.call_later(INTERVAL, loop.run_in_executor, None, self._release)  # the buffers are freed by then
 
     def _make_room(self, newest: Sending) -> None:
-        """Cuts off who has taken nothing for longest.
+        """Cuts off those who have taken nothing for longest.
 
-        More of those that do not read at all than is needed now, so that not every further answer looks at all others.
+        It cuts off more of those that do not read at all than necessary, so that not every further answer looks at all
+        others.
         """
         now = asyncio.get_running_loop().time()
         for sending in self._sendings:
@@ -121,11 +122,11 @@ class Unsent:
             self._timer.cancel()
 
     def check(self) -> None:
-        """For tests."""
+        """Asserts consistency; for tests."""
         assert self.num_bytes == sum(sending.num_bytes for sending in self._sendings)
 
     def show(self, metrics: Metrics) -> None:
-        """From now on they are metrics."""
+        """Adds the numbers to the metrics."""
         metrics.watch_gauge("http_unsent_bytes", "of answers that are being sent", lambda: self.num_bytes)
         metrics.watch_count("http_answers_cut", "that were not taken while memory was short", lambda: self.num_cut)
 
@@ -140,7 +141,7 @@ def create_unsent(config: LimitsConfig) -> Unsent:
 class Sliced(Payload):
     """A whole answer that is written a slice at a time, each when the client has taken the one before.
 
-    The event loop's TLS transport takes whatever it is given, encrypts it at once and does not say how much is left.
+    The event loop's TLS transport accepts all it is given, encrypts it at once and does not say how much is left.
     """
 
     def __init__(self, body: bytes | bytearray, request: web.BaseRequest, unsent: Unsent) -> None:
@@ -165,13 +166,10 @@ class Sliced(Payload):
 
 
 class FileDownload(web.FileResponse):
-    """A file that is sent as its client takes it."""
-
     def __init__(self, path: Path, headers: dict[str, str]) -> None:
         super().__init__(path, chunk_size=CHUNK, headers=headers)
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
-        """Sends all of it."""
         assert isinstance(request, web.Request)
         with request.app[UNSENT].sending(request, DOWNLOAD):
             return await super().prepare(request)
@@ -179,7 +177,7 @@ class FileDownload(web.FileResponse):
 
 @web.middleware
 async def count_answers(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Those that are in memory as a whole."""
+    """Counts answers that are in memory as a whole."""
     response = await handler(request)
     if isinstance(response, web.Response):
         body = response.body

@@ -1,7 +1,7 @@
-"""What the replicas have said of themselves in the last minutes, for a page that shows it as curves.
+"""Keeps the replicas' statistics of the last minutes, for a page that shows them as curves.
 
-It is kept as statistics arrive: an idle server keeps nothing and has no timer. Forecasts are asked for only while
-somebody looks. Knows statistics; knows no HTTP.
+Statistics are kept as they arrive: an idle server keeps nothing and needs no timer. Forecasts are requested only while
+a page is open. Knows statistics; knows no HTTP.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import msgspec
 from toka_async.messages import Forecast
 from toka_async.server.engine.replicas import Replicas
 
-INTERVAL = 0.5  # seconds between two points while statistics come
+INTERVAL = 0.5  # seconds between two points while statistics arrive
 NUM_POINTS = 1200
 ASK_EVERY = 0.75  # seconds
 NUM_FORECASTS = 180
 
 
 class PageForecast(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages in use at evenly spaced steps, from `step` on for `steps` of them, as was expected at the time `at`."""
+    """Forecast pages at evenly spaced steps, from `step` on for `steps` of them, as expected at time `at`."""
 
     at: int
     step: int
@@ -33,7 +33,7 @@ class PageForecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheHistory(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica's cache: columns beside those of all, and what was forecast."""
+    """One replica's cache: columns beside those of PageHistory, and its forecasts."""
 
     steps: list[int]
     pages_used: list[int]
@@ -42,7 +42,7 @@ class CacheHistory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageHistory(msgspec.Struct, frozen=True, kw_only=True):
-    """Columns, one value a point of time: `at` is in milliseconds of the server's own clock, counters only grow."""
+    """Columns with one value per point: `at` is in milliseconds of the server's own clock; counters only grow."""
 
     at: list[int]
     generated_tokens: list[int]
@@ -58,7 +58,7 @@ class PageHistory(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, frozen=True)
 class HistoryPoint:
-    """All at one time. totals: as the columns of PageHistory from the second on. caches: as CacheHistory's first."""
+    """All values at one time. totals: the columns of PageHistory after the first. caches: those of CacheHistory."""
 
     at: int
     totals: tuple[float, ...]
@@ -66,11 +66,10 @@ class HistoryPoint:
 
 
 class ReplicaHistory:
-    """Points and forecasts of the replicas, a bounded number of each.
+    """A bounded number of points and forecasts of the replicas.
 
-    Args:
-        replicas: are asked to tell when their statistics come.
-        first_tokens: requests that had their first token up to now, and after how many seconds, all together.
+    replicas: call back when statistics arrive. first_tokens: returns how many requests had their first token so far,
+    and the sum of their seconds.
     """
 
     def __init__(
@@ -92,32 +91,29 @@ class ReplicaHistory:
 
     @property
     def now(self) -> int:
-        """Milliseconds."""
+        """Returns milliseconds."""
         return round((self._clock() - self._began) * 1000)
 
     def add(self, index: int) -> None:
-        """A replica's statistics have come."""
+        """Records a replica's new statistics."""
         now, replica = self.now, self._replicas.replicas[index]
         if (forecast := replica.stats.forecast) is not None:
             self._add_forecast(index, now, replica.stats.num_steps, forecast)
         interval, last = round(INTERVAL * 1000), self._points[-1]
         if now - last.at >= interval:
-            if now - last.at > 2 * interval:  # nothing has changed for a while
+            if now - last.at > 2 * interval:  # the values were constant for a while
                 self._points.extend(replace(last, at=at) for at in (last.at + interval, now - interval))
             self._points.append(self._point(now))
         elif not any(each.stats.num_running for each in self._replicas.replicas):
-            self._points[-1] = self._point(now)  # it may be the last one for long
+            self._points[-1] = self._point(now)  # this may be the last point for long
 
     async def refresh(self) -> None:
-        """Somebody looks: what the replicas do now is wanted, and a forecast. However many look, they are asked now and
-        then only.
-        """
+        """Asks the replicas for statistics and forecasts, at most every ASK_EVERY seconds for all viewers."""
         if (now := self._clock()) - self._asked_at >= ASK_EVERY:
             self._asked_at = now
             await self._replicas.refresh(forecast=True)
 
     def since(self, after: int) -> PageHistory:
-        """Everything later than that."""
         points: deque[HistoryPoint] = deque()
         for point in reversed(self._points):
             if point.at <= after:
@@ -160,7 +156,7 @@ class ReplicaHistory:
 
     def _add_forecast(self, index: int, now: int, step: int, forecast: Forecast) -> None:
         forecasts, life = self._forecasts[index], self._replicas.replicas[index].life
-        if life != self._lives[index]:  # its steps are counted from 0 again
+        if life != self._lives[index]:  # a restarted replica counts its steps from 0
             forecasts.clear()
             self._lives[index] = life
         if any(forecast.pages):

@@ -1,4 +1,4 @@
-"""The page at `/`: its files, and the route of what it shows. The files hold no data, so they need no API key."""
+"""Serves the page at `/`: its files, and its data. The files hold no data, so they need no API key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".s
 STATE = "/page/state"
 LATEST = 10**12 - 1  # milliseconds
 STATE_QUERY = {"after": {"type": "integer", "minimum": 1, "maximum": LATEST}}
-# Nothing from elsewhere, and nothing that is not in a file of its own: what a model writes can never run.
+# Code comes only from files of this server, so what a model writes can never run.
 POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -39,8 +39,6 @@ HISTORY: web.AppKey[ReplicaHistory] = web.AppKey("history", ReplicaHistory)
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """One file of the page."""
-
     body: bytes
     media_type: str
     etag: ETag
@@ -53,7 +51,7 @@ class Asset:
 
 
 async def state(request: web.Request) -> web.Response:
-    """What the page asks for every second; `after`: the newest that it has of the history."""
+    """Answers the page's request of every second; `after`: the newest point that the page has."""
     query = Query(request, STATE_QUERY)
     after = -1 if query.text("after") is None else query.number("after", 1, LATEST)
     service, history, has_batches = request.app[SERVICE], request.app[HISTORY], request.app[BATCHES] is not None
@@ -63,7 +61,7 @@ async def state(request: web.Request) -> web.Response:
 
 
 def page_routes() -> Routes:
-    """A route for each file, and the one of what the page shows."""
+    """Returns a route for each file, and the one for the data."""
     made: Routes = {
         ("GET", STATE): (
             state,
@@ -93,11 +91,11 @@ def page_routes() -> Routes:
 
 
 def open_page(app: web.Application) -> None:
-    """From now on the history of the app's engine is kept."""
+    """Starts the history of the app's engine."""
     engine = app[SERVICE].engine
     app[HISTORY] = ReplicaHistory(engine.replicas, lambda: engine.metrics.first_tokens)
 
 
 def page_paths(routes: Routes) -> frozenset[str]:
-    """Of these the paths of files, which need no key."""
+    """Selects the paths of files, which need no key."""
     return frozenset(path for _, path in routes) - {STATE}

@@ -1,4 +1,4 @@
-"""What the page shows of a server, as one JSON object. Knows the engine's counts, and nothing of how they are shown."""
+"""The data of the page as one JSON object. Knows the engine's counts, not how they are shown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toka_async.server.page.history import PageHistory, ReplicaHistory
 
 
 class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's device; bytes of its memory, where known. `used` is what the rank has of it, weights and cache too."""
+    """A rank's device; bytes of its memory, where known. `used` is the rank's part, with weights and cache."""
 
     rank: int
     device: str
@@ -27,7 +27,7 @@ class DeviceState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
-    """`problem` says why a replica is away, while it is. `restarts`: how often it was lost."""
+    """problem: why a replica is away, if it is. restarts: how often it was lost."""
 
     problem: str | None
     restarts: int
@@ -38,7 +38,7 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageModel(msgspec.Struct, frozen=True, kw_only=True):
-    """`temperature` is what holds where a request says nothing. Numbers are 0 until the engine is ready."""
+    """temperature: the default of requests. Numbers are 0 until the engine is ready."""
 
     name: str
     has_chat: bool
@@ -49,7 +49,7 @@ class PageModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageState(msgspec.Struct, frozen=True, kw_only=True):
-    """`now` is of the clock of the history, which begins anew with another `started` (seconds since 1970)."""
+    """now: time of the history's clock, which begins anew with another `started` (seconds since 1970)."""
 
     version: str
     started: int
@@ -64,7 +64,7 @@ class PageState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def page_state(service: Service, history: ReplicaHistory, after: int, *, has_batches: bool) -> PageState:
-    """As of now; of the history what is later than `after`."""
+    """Returns the present state, and the history later than `after`."""
     engine = service.engine
     ready = engine.ready or Ready(num_pages=0, page_size=0, max_seqs=0, max_context=0, vocab_size=0)
     return PageState(
@@ -89,7 +89,7 @@ def page_state(service: Service, history: ReplicaHistory, after: int, *, has_bat
 
 
 def problem_of(engine: Engine) -> str | None:
-    """Why it is not as healthy as it should be."""
+    """Returns why the engine is not fully healthy."""
     try:
         engine.check_whole()
     except NotServingError as error:
@@ -111,7 +111,7 @@ def replica_state(engine: Engine, index: int) -> ReplicaState:
 
 
 def device_states(engine: Engine, index: int, ready: Ready) -> list[DeviceState]:
-    """As the ranks said when they were ready; what they use of a GPU as they said last."""
+    """Combines what the ranks said of their devices at the start with their last word on memory."""
     states = []
     for rank in ready.ranks:
         _, used, _ = engine.memory.get(f"rank-{index}-{rank.rank}", (0, rank.used, 0))

@@ -1,0 +1,1 @@
+"""The endpoint of direct submission over ZeroMQ."""

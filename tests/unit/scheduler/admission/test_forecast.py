@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toka_async.arrays import Int32
-from toka_async.scheduler.admission.forecast import UsageCurve, evenly, last_use, own_pages, shared_pages
+from toka_async.scheduler.admission.forecast import (
+    UsageCurve,
+    count_last_uses,
+    forecast_own_pages,
+    forecast_shared_pages,
+    sample_evenly,
+)
 
 SEQUENCES = st.lists(st.tuples(st.integers(1, 100), st.integers(1, 90), st.integers(0, 6)), min_size=1, max_size=20)
 
@@ -33,7 +39,7 @@ def columns(rows: list[tuple[int, int, int]]) -> tuple[Int32, Int32, Int32]:
 @given(rows=SEQUENCES, page_size=st.integers(1, 20), horizon=st.integers(1, 130))
 def test_own_pages_equal_a_simulation(rows: list[tuple[int, int, int]], page_size: int, horizon: int) -> None:
     position, remaining, held = columns(rows)
-    usage = own_pages(position, remaining, held, page_size, horizon)
+    usage = forecast_own_pages(position, remaining, held, page_size, horizon)
     assert usage.tolist() == simulate(position, remaining, held, page_size, horizon)
 
 
@@ -41,7 +47,7 @@ def test_own_pages_equal_a_simulation(rows: list[tuple[int, int, int]], page_siz
 def test_shared_pages_are_held_until_their_end(groups: list[tuple[int, int]], horizon: int) -> None:
     ends = np.asarray([end for end, _ in groups], dtype=np.int32)
     counts = np.asarray([count for _, count in groups], dtype=np.int32)
-    usage = shared_pages(ends, counts, horizon)
+    usage = forecast_shared_pages(ends, counts, horizon)
     assert usage.tolist() == [sum(count for end, count in groups if step < end) for step in range(horizon)]
 
 
@@ -49,7 +55,7 @@ def test_shared_pages_are_held_until_their_end(groups: list[tuple[int, int]], ho
 def test_a_page_of_several_prompts_counts_once_until_the_last_ends(prompts: list[tuple[int, set[int]]]) -> None:
     pages = np.asarray([page for _, used in prompts for page in sorted(used)], dtype=np.int32)
     ends = np.asarray([end for end, used in prompts for _ in used], dtype=np.int32)
-    distinct, counts = last_use(pages, ends, 12)
+    distinct, counts = count_last_uses(pages, ends, 12)
     latest = [max((end for end, used in prompts if page in used), default=0) for page in range(12)]
     assert dict(zip(distinct.tolist(), counts.tolist(), strict=True)) == {
         end: latest.count(end) for end in set(latest) if end > 0
@@ -60,9 +66,9 @@ def test_a_page_of_several_prompts_counts_once_until_the_last_ends(prompts: list
 def test_room_is_the_largest_count_that_fits(
     rows: list[tuple[int, int, int]], new: tuple[int, int], limit: int
 ) -> None:
-    curve = UsageCurve(own_pages(*columns(rows), page_size=4, horizon=40).astype(np.float64))
-    profile = own_pages(*columns([(new[0], new[1], 1)]), page_size=4, horizon=new[1]).astype(np.float64)
-    room = curve.room(profile, limit)
+    curve = UsageCurve(forecast_own_pages(*columns(rows), page_size=4, horizon=40).astype(np.float64))
+    profile = forecast_own_pages(*columns([(new[0], new[1], 1)]), page_size=4, horizon=new[1]).astype(np.float64)
+    room = curve.count_that_fit(profile, limit)
     if room > 0:
         fits = UsageCurve(curve.curve.copy())
         fits.add(profile, room)
@@ -74,7 +80,7 @@ def test_room_is_the_largest_count_that_fits(
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=100), st.integers(1, 40))
 def test_evenly_spaced_numbers_of_a_curve(pages: list[int], most: int) -> None:
-    numbers = evenly(UsageCurve(np.asarray(pages, np.float64), rest=11.0), most)
+    numbers = sample_evenly(UsageCurve(np.asarray(pages, np.float64), rest=11.0), most)
     assert len(numbers) == min(most, len(pages)) + 1
     assert (numbers[0], numbers[-1]) == (pages[0], 11)
     if most >= len(pages):

@@ -33,7 +33,7 @@ def learned(lengths: Int32) -> StoppingPredictor:
 
 def guesses(predictor: StoppingPredictor, generated: int = 0, group: int = EVERYONE) -> Int32:
     size = RANKS.size
-    return predictor.lengths(filled(group, size), filled(generated, size), filled(MAX_TOKENS, size), RANKS)
+    return predictor.predict_lengths(filled(group, size), filled(generated, size), filled(MAX_TOKENS, size), RANKS)
 
 
 def test_without_evidence_most_end_in_the_first_half() -> None:
@@ -125,7 +125,7 @@ def test_groups_are_reused_and_bounded() -> None:
 
 def test_survival_is_the_share_that_computes_each_token() -> None:
     predictor = learned(np.repeat(np.asarray([250, 1000], np.int32), 2000))
-    alive = predictor.survival(EVERYONE, MAX_TOKENS)
+    alive = predictor.predict_survival(EVERYONE, MAX_TOKENS)
     assert alive.size == MAX_TOKENS
     assert alive[200] == pytest.approx(1.0, abs=0.01)
     assert alive[300] == pytest.approx(0.5, abs=0.02)
@@ -146,5 +146,7 @@ def test_a_guess_lies_between_what_is_there_and_the_limit(
     predictor.observe(filled(EVERYONE, column.size), column, limit, column == max_tokens)
     predictor.update(NONE, NONE, NONE)
     generated = min(generated, max_tokens - 1)
-    guess = predictor.lengths(filled(EVERYONE, 1), filled(generated, 1), filled(max_tokens, 1), np.asarray([rank]))
+    guess = predictor.predict_lengths(
+        filled(EVERYONE, 1), filled(generated, 1), filled(max_tokens, 1), np.asarray([rank])
+    )
     assert generated < int(guess[0]) <= max_tokens

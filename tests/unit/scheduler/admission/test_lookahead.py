@@ -182,7 +182,7 @@ def test_samples_of_one_prompt_are_a_group_and_give_it_back() -> None:
     driver.submit(submit(1, [2, 2, 3], n=15, max_tokens=5, sampling=CAN_STOP))
     driver.turn()
     driver.turn()
-    groups = driver.running.lanes.group[driver.running.rows]
+    groups = driver.running.table.group[driver.running.rows]
     assert sorted(np.unique(groups, return_counts=True)[1].tolist()) == [15, 16]
     driver.drain()
     assert driver.policy.predictor.open_group() == groups.max()

@@ -14,9 +14,9 @@ def request(**fields: object) -> Request:
     return Request(message, np.asarray([1, 2, 3], np.int32), arrival=5, num_open=message.n)
 
 
-def run(job: PrefillTask, computed: int = 0) -> PromptRun:
+def run(task: PrefillTask, computed: int = 0) -> PromptRun:
     pages = np.asarray([8, 9], np.int32)
-    return PromptRun(0, job, num_to_compute=2, num_found=0, num_computed=computed, nodes=[], pages=pages)
+    return PromptRun(0, task, num_to_compute=2, num_found=0, num_computed=computed, nodes=[], pages=pages)
 
 
 def test_seeds_differ_by_sample_and_by_seed() -> None:
@@ -46,10 +46,10 @@ def test_seeds_of_many_requests_equal_seeds_of_each() -> None:
 
 def test_order_of_a_shared_prompt_is_that_of_its_next_sample() -> None:
     many = request(n=4, priority=-2)
-    job = PrefillTask(many, -1, many.prompt)
-    assert job.order == (-2, 5, 0)
+    task = PrefillTask(many, -1, many.prompt)
+    assert task.order == (-2, 5, 0)
     many.next_sample = 3
-    assert job.order == (-2, 5, 3)
+    assert task.order == (-2, 5, 3)
     assert PrefillTask(many, 1, many.prompt).order == (-2, 5, 1)
 
 
@@ -61,10 +61,10 @@ def test_pending_samples_are_of_shared_prompts_only() -> None:
 
 
 def test_own_pages_are_those_not_in_the_tree_and_the_tail() -> None:
-    job = PrefillTask(request(), 0, np.asarray([1, 2, 3], np.int32))
-    entry = run(job)
+    task = PrefillTask(request(), 0, np.asarray([1, 2, 3], np.int32))
+    entry = run(task)
     assert entry.own_pages().tolist() == [8, 9]
     entry.tail_page = 4
     assert entry.own_pages().tolist() == [8, 9, 4]
     assert not entry.computed
-    assert run(job, computed=2).computed
+    assert run(task, computed=2).computed

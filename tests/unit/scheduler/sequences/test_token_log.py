@@ -18,23 +18,23 @@ def floats(values: Int32) -> Float32:
 
 
 def filled(counts: list[int]) -> TokenLog:
-    """A log whose lane i has tokens 1000 i, 1000 i + 1, …"""
+    """A log whose sequence i has tokens 1000 i, 1000 i + 1, …"""
     log = TokenLog(len(counts))
     for k in range(max(counts)):
-        lanes = np.flatnonzero(np.asarray(counts) > k).astype(np.int32)
-        tokens = (lanes * 1000 + k).astype(np.int32)
-        log.append(lanes, tokens, floats(tokens))
+        seqs = np.flatnonzero(np.asarray(counts) > k).astype(np.int32)
+        tokens = (seqs * 1000 + k).astype(np.int32)
+        log.append(seqs, tokens, floats(tokens))
         log.check()
     return log
 
 
-def test_take_gives_every_lane_its_tokens_in_order() -> None:
+def test_take_gives_every_sequence_its_tokens_in_order() -> None:
     counts = [3, 0, BLOCK, BLOCK + 1, 3 * BLOCK - 1]
     log = filled(counts)
-    lanes = ids(4, 2, 1, 0)
-    taken, tokens, logprobs = log.take(lanes)
-    assert taken.tolist() == [counts[lane] for lane in lanes]
-    assert tokens.tolist() == [1000 * lane + k for lane in lanes.tolist() for k in range(counts[lane])]
+    seqs = ids(4, 2, 1, 0)
+    taken, tokens, logprobs = log.take(seqs)
+    assert taken.tolist() == [counts[seq] for seq in seqs]
+    assert tokens.tolist() == [1000 * seq + k for seq in seqs.tolist() for k in range(counts[seq])]
     assert logprobs.tolist() == floats(tokens).tolist()
     assert log.count.tolist() == [0, 0, 0, BLOCK + 1, 0]
     log.check()
@@ -79,7 +79,7 @@ def test_tail_is_the_newest_tokens(count: int) -> None:
     assert log.take(ids(1))[0].tolist() == [2 * BLOCK + 1]  # looking takes nothing
 
 
-def test_more_lanes_keep_what_is_there() -> None:
+def test_more_sequences_keep_what_is_there() -> None:
     log = filled([3])
     log.resize(5)
     log.append(ids(4, 0), ids(9, 3), None)
