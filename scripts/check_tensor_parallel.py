@@ -202,18 +202,18 @@ def find_overlap(bench: Bench, tiny: bool) -> OverlappedShards | None:
     """The shards that overlap; None where they cannot."""
     import torch
 
-    from toka_async.model.overlap import overlapped, reserve, why_not
+    from toka_async.model.overlap import build_overlapped, explain_obstacle, reserve
 
     comm, load = bench.comm, bench.load
     if tiny:  # what torch defines its fused products to be, in their place
         memory = importlib.import_module("torch.distributed._symmetric_memory")
         for name in ("all_gather_matmul", "matmul_reduce_scatter"):
             torch.library.impl(f"symm_mem::fused_{name}", "CPU", getattr(memory, f"_fused_{name}_fallback"))
-        return overlapped(comm)
+        return build_overlapped(comm)
     most = max(*load.counts, load.odd + comm.size) * max(shape.hidden for shape in load.shapes)
-    bench.report.overlap = why_not(comm, bench.device) or reserve(comm, 2 * 2 * most // comm.size)
+    bench.report.overlap = explain_obstacle(comm, bench.device) or reserve(comm, 2 * 2 * most // comm.size)
     bench.say(f"overlap: {bench.report.overlap or 'possible'}")
-    return None if bench.report.overlap else overlapped(comm)
+    return None if bench.report.overlap else build_overlapped(comm)
 
 
 def one_layer(bench: Bench, shape: Shape) -> Decoder:
@@ -276,15 +276,15 @@ def check_products(bench: Bench, decoder: Decoder, what: str, way: SequenceShard
     whole, layer = Replicated(bench.comm), decoder.layers[0]
     gate_up, down = layer.get_parameter("mlp.gate_up.weight"), layer.get_parameter("mlp.down.weight")
     x = same_on_all(decoder, bench.load.counts[-1], 1)
-    inner = whole.column(x, gate_up, None)
+    inner = whole.column_linear(x, gate_up, None)
     bench.check(
         f"{what}, gather and product",
-        error(way.column(own(x, bench.comm), gate_up, None), inner),
+        error(way.column_linear(own(x, bench.comm), gate_up, None), inner),
         MOST_ERROR,
     )
     half = inner.chunk(2, dim=1)[0].contiguous()
-    expected = own(whole.row(half, down, None), bench.comm)
-    bench.check(f"{what}, product and scatter", error(way.row(half, down, None), expected), MOST_ERROR)
+    expected = own(whole.row_linear(half, down, None), bench.comm)
+    bench.check(f"{what}, product and scatter", error(way.row_linear(half, down, None), expected), MOST_ERROR)
 
 
 def check_layer(bench: Bench, decoder: Decoder, what: str, way: SequenceSharded, num_tokens: int) -> None:
@@ -298,12 +298,12 @@ def check_layer(bench: Bench, decoder: Decoder, what: str, way: SequenceSharded,
     x, residual = same_on_all(decoder, num_tokens, 2), same_on_all(decoder, num_tokens, 3)
     rotation = decoder.rope(torch.arange(num_tokens, device=x.device), x.dtype)
     expected = layer(x, residual, rotation, attention, Replicated(bench.comm))
-    shares = [own(way.padded(each), bench.comm) for each in (x, residual)]
+    shares = [own(way.pad(each), bench.comm) for each in (x, residual)]
     what = f"{what}, layer of {num_tokens} tokens"
     for name, got, right in zip(
         ("output", "residual"), layer(*shares, rotation, attention, way), expected, strict=True
     ):
-        bench.check(f"{what}, {name}", error(way.trimmed(way.gathered(got), num_tokens), right), MOST_ERROR)
+        bench.check(f"{what}, {name}", error(way.trim(way.gather(got), num_tokens), right), MOST_ERROR)
     wanted = torch.tensor([num_tokens - 1, 0], device=x.device)
     got, _ = layer(*shares, rotation, attention, way, wanted)
     bench.check(f"{what}, wanted ones", error(got, expected[0][wanted]), MOST_ERROR)

@@ -9,8 +9,8 @@ import msgspec
 from hypothesis import strategies as st
 
 from tests.cases.wire import FLOATS, WORDS, bits, cuts
-from toka_async.batches.lines import Checker, custom_id_of, read_lines
-from toka_async.batches.results import done_line
+from toka_async.batches.lines import Checker, read_custom_id, read_lines
+from toka_async.batches.results import encode_line
 from toka_async.openai.errors import ApiError
 from toka_async.openai.requests import ChatRequest, CompletionRequest
 from toka_async.server.batch.line_answers import failed, num_prompts, parse_line
@@ -91,7 +91,7 @@ def checked(path: Path, data: bytes) -> Checker:
 
 def check_line(raw: bytes, endpoint: str) -> None:
     """It asks something, or what it is answered is one line of JSON with its name."""
-    custom_id = custom_id_of(raw)
+    custom_id = read_custom_id(raw)
     try:
         wire = parse_line(endpoint, raw)
     except ApiError as refusal:
@@ -99,7 +99,7 @@ def check_line(raw: bytes, endpoint: str) -> None:
     else:
         assert wire.n * num_prompts(wire) > 0
         return
-    done = done_line("batch_1", 0, len(raw), answered)
+    done = encode_line("batch_1", 0, len(raw), answered)
     assert (done.failed, answered.status) == (True, 400)
     assert done.data.count(b"\n") == 1
     assert msgspec.json.decode(done.data)["custom_id"] == custom_id

@@ -63,7 +63,7 @@ def draw(kernels: SamplingKernels, logits: Tensor, table: RowTable, slots: Seque
 
 def uniforms_of(num: int) -> Float64:
     """The numbers of rows in slots 0 to num."""
-    return streams.uniforms(np.arange(num), np.full(num, INDEX))
+    return streams.draw_uniforms(np.arange(num), np.full(num, INDEX))
 
 
 def penalised(logits: Tensor, params: Params, seen: npt.NDArray[np.bool_]) -> Tensor:

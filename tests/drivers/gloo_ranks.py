@@ -19,7 +19,7 @@ from toka_async.model.activation_layout import LayoutPolicy, Replicated
 from toka_async.model.comm import DistributedComm, join
 from toka_async.model.compiled import CompiledForward
 from toka_async.model.decoder import Decoder
-from toka_async.model.overlap import overlapped
+from toka_async.model.overlap import build_overlapped
 from toka_async.runner.links import StageLinks
 from toka_async.startup.process_groups import links_of, make_pairs
 from toka_async.startup.rank_coords import RankCoords
@@ -71,7 +71,7 @@ def fuse_on_cpus() -> None:
 
 def overlapping(comm: DistributedComm) -> LayoutPolicy:
     """Steps of 6 tokens and more are in shards, by fused products."""
-    return LayoutPolicy(Replicated(comm), overlapped(comm), 6)
+    return LayoutPolicy(Replicated(comm), build_overlapped(comm), 6)
 
 
 def _answers(comm: DistributedComm, checkpoints: list[Path]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def _answers(comm: DistributedComm, checkpoints: list[Path]) -> dict[str, Any]:
         "scattered": comm.reduce_scatter(torch.arange(4.0 * comm.size).view(-1, 2) * (comm.rank + 1)),
         "nothing": comm.all_gather(comm.all_reduce(own[:0]), 1),
         "minimum": comm.minimum(10 - comm.rank),
-        "first": comm.of_first(bytes([comm.rank]) * (3 + comm.rank)),
+        "first": comm.broadcast_first(bytes([comm.rank]) * (3 + comm.rank)),
         "models": {path.name: model_answers(load(path, comm), comm) for path in checkpoints},
         # Graphs with both ways in them, the one of few tokens and the one of many; seconds to make.
         "compiled": compiled_error(load(checkpoints[-1], comm, overlapping(comm))) if comm.size == 2 else 0.0,
@@ -95,8 +95,8 @@ def _answers(comm: DistributedComm, checkpoints: list[Path]) -> dict[str, Any]:
 def model_answers(decoder: Decoder, comm: DistributedComm) -> dict[str, torch.Tensor]:
     """Logits in all ways, and of 12 rows the rank's own."""
     answers = {"whole": run(decoder)}
-    for name, spreads in {"shards": in_shards(comm), "overlapped": overlapping(comm)}.items():
-        decoder.spreads = spreads
+    for name, layouts in {"shards": in_shards(comm), "overlapped": overlapping(comm)}.items():
+        decoder.layouts = layouts
         answers[name] = run(decoder)
     assert decoder.norm is not None
     with torch.inference_mode():

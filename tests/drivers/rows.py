@@ -18,7 +18,7 @@ from tests.fakes.model import FakeAttention, FakeCache, FakeModel, FakeStage, lo
 from toka_async.arrays import as_f32, as_i32, column, i32_column
 from toka_async.messages import Prompt, Ready, SamplingParams, Step, StepDone
 from toka_async.model.comm import Comm
-from toka_async.model.rng import uniforms
+from toka_async.model.rng import draw_uniforms
 from toka_async.model.sampling import params_of, sample
 from toka_async.runner.pipeline import StageSetup
 from toka_async.runner.row_shares import RowShares
@@ -69,7 +69,7 @@ def next_token(row_tokens: Sequence[int], request: Request, seed: int) -> int:
     for token in set(generated):
         logits[0, token] -= s.presence_penalty
         logits[0, token] -= s.frequency_penalty * generated.count(token)
-    uniform = uniforms(np.array([seed]), np.array([len(generated)]))
+    uniform = draw_uniforms(np.array([seed]), np.array([len(generated)]))
     return int(sample(logits, params_of(s), uniform)[0])
 
 

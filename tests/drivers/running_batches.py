@@ -32,7 +32,7 @@ class Running:
         self.answers = FakeAnswers()
         self.window = Window(1000)
         self.ended: asyncio.Queue[Batch] = asyncio.Queue()
-        writer = Writer(Transactions(self.store.database.connection, self.store.committed, self.store.forget))
+        writer = Writer(Transactions(self.store.database.connection, self.store.after_commit, self.store.forget))
         self.batches = Batches(
             self.store,
             writer,

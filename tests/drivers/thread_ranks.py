@@ -66,7 +66,7 @@ class ThreadComm:
     def minimum(self, number: int) -> int:
         return int(torch.stack(self._exchange(torch.tensor(number))).min())
 
-    def of_first(self, data: bytes) -> bytes:
+    def broadcast_first(self, data: bytes) -> bytes:
         return self._exchange(torch.tensor(list(data), dtype=torch.uint8))[0].numpy().tobytes()
 
     def _exchange(self, x: Tensor) -> list[Tensor]:

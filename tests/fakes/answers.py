@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from toka_async.batches.lines import custom_id_of
+from toka_async.batches.lines import read_custom_id
 from toka_async.batches.records import BatchRecord
 from toka_async.batches.results import Answered
 from toka_async.batches.work import LineRequest, TryLaterError
@@ -51,7 +51,7 @@ class FakeAnswers:
     most_running: int = 0
 
     async def question(self, record: BatchRecord, raw: bytes) -> LineRequest | Answered:
-        custom_id = custom_id_of(raw)
+        custom_id = read_custom_id(raw)
         line = json.loads(raw)
         if line.get("url") != record.endpoint:
             return Answered(custom_id, 400, b'{"error":{}}')

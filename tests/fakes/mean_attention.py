@@ -39,9 +39,9 @@ class MeanAttention:
         return query.roll(1, 0) + (key * value + layer).repeat_interleave(repeat, dim=1)
 
 
-def load(folder: Path, comm: Comm, spreads: LayoutPolicy | None = None) -> Decoder:
+def load(folder: Path, comm: Comm, layouts: LayoutPolicy | None = None) -> Decoder:
     """The rank's part of a checkpoint, in float64."""
-    decoder = build_decoder(read_spec(folder), torch.float64, torch.device("cpu"), comm, spreads=spreads)
+    decoder = build_decoder(read_spec(folder), torch.float64, torch.device("cpu"), comm, layouts=layouts)
     load_weights(decoder, folder, progress=False)
     return decoder
 

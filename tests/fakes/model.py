@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from toka_async.attention.base import AttentionBackend, AttentionBatch, PrefixGroup, QueryKeyNorm
-from toka_async.model.rng import uniforms
+from toka_async.model.rng import draw_uniforms
 
 _PRIME = 1_000_003
 _MODULUS = 2**40
@@ -34,7 +34,7 @@ def logits_of(tokens: Sequence[int], vocab_size: int) -> Tensor:
 def _logits(hidden: Tensor, vocab_size: int) -> Tensor:
     seeds = np.repeat(hidden[:, 0].numpy().astype(np.int64), vocab_size)
     indices = np.tile(np.arange(vocab_size), len(hidden))
-    return torch.from_numpy(6 * uniforms(seeds, indices).reshape(-1, vocab_size)).float()
+    return torch.from_numpy(6 * draw_uniforms(seeds, indices).reshape(-1, vocab_size)).float()
 
 
 class FakeCache:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from toka_async.model.logprobs import distribution
-from toka_async.model.rng import uniforms
+from toka_async.model.rng import draw_uniforms
 from toka_async.model.sampling import PARAMS, Flag, Params, clean, sample
 
 if TYPE_CHECKING:  # needs Triton
@@ -39,7 +39,7 @@ class PlainKernels:
         penalises = torch.from_numpy((params["flags"] & Flag.REPETITION) != 0)
         penalised = torch.where(penalises[:, None] & self.seen(table)[slots], _penalised(logits, params), logits)
         numbers = (contexts - table.num_prompt[slots]).long().numpy()
-        token_ids = sample(penalised, params, uniforms(table.seeds[slots].numpy(), numbers))
+        token_ids = sample(penalised, params, draw_uniforms(table.seeds[slots].numpy(), numbers))
         for slot, token in zip(slots[penalises].tolist(), token_ids[penalises].tolist(), strict=True):
             table.seen[slot, token // 32] |= torch.tensor(1 << token % 32).to(torch.int32)
         asks = torch.from_numpy((params["flags"] & Flag.LOGPROBS) != 0)

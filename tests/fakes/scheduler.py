@@ -183,10 +183,10 @@ class FakeScheduler:
             Prefilled(
                 request_id=request_id,
                 cached_tokens=len(as_i32(request.submit.prompt)) // 16 * 16,
-                logprobs=f32_column(logprobs_of(rest)),
+                logprobs=f32_column(select_logprobs(rest)),
                 ranks=i32_column(rest + 1),
                 top_ids=i32_column(top.ravel()),
-                top_logprobs=f32_column(logprobs_of(top.ravel())),
+                top_logprobs=f32_column(select_logprobs(top.ravel())),
             )
         )
 
@@ -238,14 +238,14 @@ class FakeScheduler:
                 reasons=i32_column([int(sample.reason)]),
                 token_ids=i32_column(ids),
                 num_logprobs=width,
-                logprobs=f32_column(logprobs_of(ids)) if width >= 0 else memoryview(b""),
+                logprobs=f32_column(select_logprobs(ids)) if width >= 0 else memoryview(b""),
                 top_ids=i32_column(top.ravel()),
-                top_logprobs=f32_column(logprobs_of(top.ravel())),
+                top_logprobs=f32_column(select_logprobs(top.ravel())),
             )
         )
 
 
-def logprobs_of(
+def select_logprobs(
     ids: np.ndarray[tuple[int, ...], np.dtype[np.int32]],
 ) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
     """A log-prob that follows from the id: even ids are likelier than odd ones."""

@@ -112,7 +112,7 @@ class Machine:
             except (Crash, StorageError):
                 continue
             connection = cast(sqlite3.Connection, FailingConnection(self.store.database.connection, self._step))
-            self.transactions = Transactions(connection, self.store.committed, self.store.forget)
+            self.transactions = Transactions(connection, self.store.after_commit, self.store.forget)
             return
 
     def run(self, work: Callable[[Store], T], again: bool = True) -> T | None:

@@ -26,7 +26,7 @@ from toka_async.kernels.decode import (
     splits_of,
     splits_of_any,
 )
-from toka_async.kernels.prefill import attend_chunks, attend_prefixes, span_config
+from toka_async.kernels.prefill import attend_chunks, attend_prefixes, prefill_config
 
 PREFIX_PROGRAMS_PER_SM = 2
 SHORT = 400  # keys of a row, on average, for which blocks are small
@@ -67,7 +67,7 @@ class TritonDecode:
         self.device = cache.keys[0].device
         self.num_sms = count_sms(self.device)
         group_size = num_heads // cache.num_kv_heads
-        self.tile_config = span_config(cache.head_dim, group_size, cache.keys[0].dtype)
+        self.tile_config = prefill_config(cache.head_dim, group_size, cache.keys[0].dtype)
         self.tile_rows = self.tile_config.queries(group_size)
         self.memory = _Memory(self.device)
         self.step: _DecodePlan | None = None
@@ -197,7 +197,7 @@ class TritonChunks:
         self.cache = cache
         self.scale = scale if scale is not None else cache.head_dim**-0.5
         group_size = num_heads // cache.num_kv_heads
-        self.config = span_config(cache.head_dim, group_size, cache.keys[0].dtype)
+        self.config = prefill_config(cache.head_dim, group_size, cache.keys[0].dtype)
         self.tile_queries = self.config.queries(group_size)
         self.step: tuple[AttentionBatch, int, Tensor] | None = None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from toka_async.batches.disk import opened, storage_errors
+from toka_async.batches.disk import open_fd, storage_errors
 from toka_async.batches.records import BatchProgress, Fault
 
 BLOCK = 1 << 18  # bytes that are read at once
@@ -75,7 +75,7 @@ def whole_lines(path: Path, length: int) -> int:
     """Bytes of the lines that end within the file's first `length` bytes. Raises StorageError."""
     if not length:
         return 0
-    with storage_errors(path), opened(path, os.O_RDONLY) as fd:
+    with storage_errors(path), open_fd(path, os.O_RDONLY) as fd:
         while length:
             start = max(0, length - BLOCK)
             if end := os.pread(fd, length - start, start).rfind(b"\n") + 1:
@@ -88,5 +88,5 @@ def num_lines(path: Path, length: int) -> int:
     """Of the file's first `length` bytes. Raises StorageError."""
     if not length:
         return 0
-    with storage_errors(path), opened(path, os.O_RDONLY) as fd:
+    with storage_errors(path), open_fd(path, os.O_RDONLY) as fd:
         return sum(os.pread(fd, min(BLOCK, length - at), at).count(b"\n") for at in range(0, length, BLOCK))

@@ -148,7 +148,7 @@ class Database:
     def expired_files(self, now: int) -> list[str]:
         return [row[0] for row in self.connection.execute("SELECT id FROM files WHERE expires_at <= ?", (now,))]
 
-    def files_of(self, owner: str) -> tuple[int, int]:
+    def count_files(self, owner: str) -> tuple[int, int]:
         """Returns the number and the bytes of the owner's files."""
         query = "SELECT count(*), coalesce(sum(bytes), 0) FROM files WHERE owner = ?"
         num_files, num_bytes = self.connection.execute(query, (owner,)).fetchone()
@@ -183,7 +183,7 @@ class Database:
     def num_open_batches(self, owner: str) -> int:
         return self._number("SELECT count(*) FROM batches WHERE is_open = 1 AND owner = ?", owner)
 
-    def reader_of(self, file_id: str) -> str | None:
+    def find_reader(self, file_id: str) -> str | None:
         """Returns the id of a batch that has not ended and has the file as its input."""
         query = "SELECT id FROM batches WHERE is_open = 1 AND input_file_id = ?"
         row = self.connection.execute(query, (file_id,)).fetchone()

@@ -33,7 +33,7 @@ class Disk:
 
         Raises StorageError without room, or for a file shorter than `length`.
         """
-        with storage_errors(path), opened(path, os.O_WRONLY | os.O_CREAT) as fd:
+        with storage_errors(path), open_fd(path, os.O_WRONLY | os.O_CREAT) as fd:
             size = os.fstat(fd).st_size
             if size < length:
                 raise StorageError(f"{path} has {size} bytes, {length} were written: somebody else has changed it")
@@ -59,7 +59,7 @@ class Disk:
             self.sync_folder(path.parent)
 
     def sync(self, path: Path) -> None:
-        with storage_errors(path), opened(path, os.O_RDONLY) as fd:
+        with storage_errors(path), open_fd(path, os.O_RDONLY) as fd:
             self.before("sync")
             os.fsync(fd)
 
@@ -75,12 +75,12 @@ class Disk:
             path.unlink()
 
     def sync_folder(self, folder: Path) -> None:
-        with opened(folder, os.O_RDONLY | os.O_DIRECTORY) as fd:
+        with open_fd(folder, os.O_RDONLY | os.O_DIRECTORY) as fd:
             os.fsync(fd)
 
 
 @contextmanager
-def opened(path: Path, flags: int) -> Iterator[int]:
+def open_fd(path: Path, flags: int) -> Iterator[int]:
     """Opens without waiting for the other end, should a pipe be there instead of a file."""
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     try:

@@ -71,11 +71,11 @@ class StoreFolder:
 
     def leftovers(self, known: set[str] | None) -> list[Path]:
         """Returns uploads, and files that are not known (unless None). Raises StorageError."""
-        uploads = named(self.uploads, UPLOAD_NAME)
+        uploads = list_named(self.uploads, UPLOAD_NAME)
         return (
             uploads
             if known is None
-            else uploads + [each for each in named(self.files, FILE_NAME) if each.name not in known]
+            else uploads + [each for each in list_named(self.files, FILE_NAME) if each.name not in known]
         )
 
     def discard(self) -> None:
@@ -89,7 +89,7 @@ class StoreFolder:
             self.path.rmdir()
 
 
-def named(folder: Path, form: re.Pattern[str]) -> list[Path]:
+def list_named(folder: Path, form: re.Pattern[str]) -> list[Path]:
     """Returns the files with names of that form; others are foreign. Raises StorageError."""
     with storage_errors(folder), os.scandir(folder) as entries:
         return [Path(each) for each in entries if form.fullmatch(each.name) and each.is_file(follow_symlinks=False)]

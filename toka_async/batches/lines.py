@@ -54,7 +54,7 @@ _LINE_ID = msgspec.json.Decoder(LineId)
 _LINE_MODEL = msgspec.json.Decoder(LineModel)
 
 
-def custom_id_of(raw: bytes) -> str:
+def read_custom_id(raw: bytes) -> str:
     """Reads the custom_id of a checked line. Raises StorageError when the line has changed."""
     try:
         return _LINE_ID.decode(raw).custom_id
@@ -73,12 +73,12 @@ def read_lines(path: Path, offset: int, max_lines: int, max_bytes: int) -> list[
         start = offset
         while len(lines) < max_lines and (not lines or start - offset < max_bytes) and (raw := file.readline()):
             first, start = not start, start + len(raw)
-            if raw := stripped(raw, first):
+            if raw := strip_line(raw, first):
                 lines.append(RawLine(raw, start))
     return lines
 
 
-def stripped(raw: bytes, first: bool) -> bytes:
+def strip_line(raw: bytes, first: bool) -> bytes:
     """Removes blanks, and the byte order mark that Windows may put before the `first` line of a file."""
     return (raw.removeprefix(BOM_UTF8) if first else raw).strip()
 
@@ -116,7 +116,7 @@ class Checker:
             lines, self._rest = [self._rest], b""
         for raw in lines:
             self._number += 1
-            if raw and (raw := stripped(raw, self._number == 1)):
+            if raw and (raw := strip_line(raw, self._number == 1)):
                 self._check(raw)
         if self._number > 2 * self.max_lines + MAX_BLANK:
             self._fault("too_many_lines", f"the input file has more than {self._number - 1} lines, blank ones counted")

@@ -42,7 +42,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a batch, except what changes with every line.
+    """A batch, except what changes with every line.
 
     endpoint: empty when each line names its own. output_id, error_id: chosen at the start; the files exist once
     something is written. total: lines, once they are counted. outcome: the end that was decided, while lines still run.
@@ -78,34 +78,34 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
         ended = self.completed_at or self.failed_at or self.expired_at or self.cancelled_at
         return None if ended is None or self.output_expires_after is None else ended + self.output_expires_after
 
-    def lean(self) -> BatchRecord:
+    def without_metadata(self) -> BatchRecord:
         """Returns a copy without fields that may be large and are not needed to run the batch."""
         return msgspec.structs.replace(self, metadata=None)
 
-    def accepted(self, total: int, now: int) -> BatchRecord:
+    def accept(self, total: int, now: int) -> BatchRecord:
         """Starts the batch: its input file is valid."""
         assert self.status == "validating"
         return msgspec.structs.replace(self, status="in_progress", in_progress_at=now, total=total)
 
-    def refused(self, faults: tuple[Fault, ...], now: int) -> BatchRecord:
+    def refuse(self, faults: tuple[Fault, ...], now: int) -> BatchRecord:
         """Fails the batch: a file is not valid, or no longer; no line runs any more."""
         return msgspec.structs.replace(self, status="failed", failed_at=now, faults=faults)
 
-    def again(self) -> BatchRecord:
+    def reopen(self) -> BatchRecord:
         """Reopens a batch that had ended, or whose end was decided."""
         assert self.in_progress_at is not None
         return msgspec.structs.replace(
             self, status="in_progress", outcome=None, faults=(), finalizing_at=None, completed_at=None
         )
 
-    def ending(self, outcome: Outcome, now: int) -> BatchRecord:
+    def begin_end(self, outcome: Outcome, now: int) -> BatchRecord:
         """Decides the end: no further line starts."""
         assert self.outcome is None, "the first outcome that is decided holds"
         if outcome == "cancelled":
             return msgspec.structs.replace(self, status="cancelling", cancelling_at=now, outcome=outcome)
         return msgspec.structs.replace(self, status="finalizing", finalizing_at=now, outcome=outcome)
 
-    def ended(self, now: int) -> BatchRecord:
+    def end(self, now: int) -> BatchRecord:
         """Ends the batch: every line is in one of its files, and these can be read."""
         match self.outcome:
             case "completed":

@@ -9,7 +9,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from toka_async.batches.disk import opened
+from toka_async.batches.disk import open_fd
 
 SIZE = 1 << 18  # bytes: enough for some transactions of the database
 
@@ -25,14 +25,14 @@ class Reserve:
     def give(self) -> None:
         """Frees the room for others until the next `refill`."""
         self._is_whole = False
-        with suppress(OSError), opened(self._path, os.O_WRONLY) as fd:
+        with suppress(OSError), open_fd(self._path, os.O_WRONLY) as fd:
             os.ftruncate(fd, 0)
 
     def refill(self) -> None:
         """Takes back as much room as there is."""
         if self._is_whole:
             return
-        with suppress(OSError), opened(self._path, os.O_WRONLY | os.O_CREAT) as fd:
+        with suppress(OSError), open_fd(self._path, os.O_WRONLY | os.O_CREAT) as fd:
             size = os.fstat(fd).st_size
             while size < SIZE:
                 size += os.pwrite(fd, os.urandom(min(4096, SIZE - size)), size)  # zeros might take no room

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from toka_async.batches.lines import custom_id_of
+from toka_async.batches.lines import read_custom_id
 from toka_async.batches.records import DoneLine, Outcome
 
 UNDONE = {
@@ -46,9 +46,9 @@ class Answered:
     output_tokens: int = 0
 
     @staticmethod
-    def of_error(raw: bytes, code: str, message: str) -> Answered:
-        """Makes the result of a line that could not run. Raises StorageError as `custom_id_of` does."""
-        return Answered(custom_id_of(raw), error=LineError(code, message))
+    def from_error(raw: bytes, code: str, message: str) -> Answered:
+        """Makes the result of a line that could not run. Raises StorageError as `read_custom_id` does."""
+        return Answered(read_custom_id(raw), error=LineError(code, message))
 
 
 _ENCODER = msgspec.json.Encoder()
@@ -56,10 +56,10 @@ _ENCODER = msgspec.json.Encoder()
 
 def cut_line(raw: bytes, outcome: Outcome) -> Answered:
     """Makes the result of a line in a batch that is cut short."""
-    return Answered.of_error(raw, *UNDONE[outcome])
+    return Answered.from_error(raw, *UNDONE[outcome])
 
 
-def done_line(batch_id: str, number: int, end: int, answered: Answered) -> DoneLine:
+def encode_line(batch_id: str, number: int, end: int, answered: Answered) -> DoneLine:
     """Encodes the line. Its id has the number of the batch's line that it answers, from 0."""
     name = f"{batch_id.removeprefix('batch_')}_{number}"
     response = None

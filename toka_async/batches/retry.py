@@ -34,14 +34,14 @@ def retry_failed(store: Store, batch: Batch) -> None:
         return
     errors = store.path(record.error_id)
     failed = set(failed_lines(errors, progress.error_bytes))
-    spans = done_spans(store.path(record.input_file_id), LineRanges.decode(progress.spans), failed)
+    spans = list_done(store.path(record.input_file_id), LineRanges.decode(progress.spans), failed)
     if len(failed) != progress.failed or spans.num_done != progress.completed:
         raise StorageError(f"{errors} is not what was written")
     again = msgspec.structs.replace(progress, failed=0, error_bytes=0, spans=spans.encode())
     with store.database.transaction():
         store.database.remove_file(record.error_id)
         store.database.put_progress(record.id, again)
-        store.database.put_record(record.again())
+        store.database.put_record(record.reopen())
     with storage_errors(errors):
         os.truncate(errors, 0)
 
@@ -56,7 +56,7 @@ def failed_lines(path: Path, length: int) -> Iterator[int]:
                 raise StorageError(f"{path} is not what was written") from None
 
 
-def done_spans(path: Path, before: LineRanges, undone: Container[int]) -> LineRanges:
+def list_done(path: Path, before: LineRanges, undone: Container[int]) -> LineRanges:
     """Returns the done lines of an input file without the `undone` ones. Raises StorageError."""
     spans, number, offset = LineRanges(), 0, 0
     for start, stop in zip(before.starts, before.stops, strict=True):

@@ -100,7 +100,7 @@ class Store:
     def path(self, file_id: str) -> Path:
         return self._places.get(file_id) or self.folder.files / file_id
 
-    def committed(self) -> None:
+    def after_commit(self) -> None:
         """Unlinks what the last transaction has forgotten."""
         self._unlink()
         self._reserve.refill()
@@ -125,7 +125,7 @@ class Store:
     def add_file(self, record: FileRecord, upload: Path, quota: Quota = ANY) -> None:
         """Turns a complete and synced upload into a file. Raises QuotaError."""
         self.remove_expired()
-        num_files, num_bytes = self.database.files_of(record.owner)
+        num_files, num_bytes = self.database.count_files(record.owner)
         quota.check_files(num_files + 1, num_bytes + record.bytes)
         self._disk.rename(upload, self.path(record.id))
         self.database.add_file(record)
@@ -153,7 +153,7 @@ class Store:
     def remove_file(self, file_id: str, viewer: str | None = None) -> None:
         """Raises NotFoundError or InUseError."""
         self.file(file_id, viewer)
-        if reader := self.database.reader_of(file_id):
+        if reader := self.database.find_reader(file_id):
             raise InUseError(reader)
         self._drop(file_id)
 
@@ -161,7 +161,7 @@ class Store:
         """Removes expired files, except inputs of open batches, and batches whose results have expired."""
         now = int(self.now())
         for file_id in self.database.expired_files(now):
-            if not self.database.reader_of(file_id):
+            if not self.database.find_reader(file_id):
                 self._drop(file_id)
         self.database.remove_expired_batches(now)
 
@@ -185,7 +185,7 @@ class Store:
             elif record.status in FINAL or batch.progress.is_broken:
                 lost.append(batch)
             else:
-                self.unfinished.append(record.lean())
+                self.unfinished.append(record.without_metadata())
             if file_ids is not None:
                 file_ids |= {record.output_id, record.error_id}
         for batch in lost:
@@ -247,10 +247,10 @@ class Store:
             return batch
         now = int(self.now())
         if faults:
-            return self._put(batch, batch.record.refused(tuple(faults), now))
+            return self._put(batch, batch.record.refuse(tuple(faults), now))
         for file_id in (batch.record.output_id, batch.record.error_id):
             self._disk.create(self.path(file_id))
-        return self._put(batch, batch.record.accepted(total, now))
+        return self._put(batch, batch.record.accept(total, now))
 
     def end(self, batch_id: str, outcome: Outcome, viewer: str | None = None) -> Batch:
         """Decides a batch's end: no further line starts. A batch whose end is decided stays as it is.
@@ -260,7 +260,7 @@ class Store:
         batch = self.batch(batch_id, viewer)
         if batch.record.status in FINAL or batch.record.outcome is not None:
             return batch  # without a write, for which there may be no room
-        return self._put(batch, batch.record.ending(outcome, int(self.now())))
+        return self._put(batch, batch.record.begin_end(outcome, int(self.now())))
 
     def fail(self, batch_id: str, fault: Fault) -> Batch:
         """Fails a batch that cannot go on: what was answered until now can be read, the rest is lost."""
@@ -318,7 +318,7 @@ class Store:
         if faults := self._damage(batch):
             return self._fail(batch, faults)
         self._publish_all(batch)
-        return self._put(batch, record.ended(int(self.now())))
+        return self._put(batch, record.end(int(self.now())))
 
     def _damage(self, batch: Batch) -> tuple[Fault, ...]:
         """Returns the damage of the result files; none if they can be appended to."""
@@ -337,7 +337,7 @@ class Store:
         left = Batch(batch.record, left_of(self._results(batch), batch.progress))
         self._publish_all(left)
         self.database.put_progress(left.record.id, left.progress)
-        return self._put(left, left.record.refused(faults, int(self.now())))
+        return self._put(left, left.record.refuse(faults, int(self.now())))
 
     def _publish_all(self, batch: Batch) -> None:
         """Turns the written results into files."""

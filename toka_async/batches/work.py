@@ -20,7 +20,7 @@ from toka_async.batches.ledger import Ledger
 from toka_async.batches.lines import Checker, RawLine, read_lines
 from toka_async.batches.quota import ANY, Quota
 from toka_async.batches.records import FINAL, Batch, BatchRecord, DoneLine, Fault, Outcome
-from toka_async.batches.results import Answered, cut_line, done_line
+from toka_async.batches.results import Answered, cut_line, encode_line
 from toka_async.batches.store import NotFoundError, Store
 from toka_async.batches.window import Window
 from toka_async.batches.writer import Writer
@@ -142,7 +142,7 @@ class Batches:
     async def create(self, record: BatchRecord, quota: Quota = ANY) -> Batch:
         """Raises NotFoundError, QuotaError or StorageError."""
         batch = await self.writer.run(lambda: self.store.add_batch(record, quota))
-        self.run(record.lean())
+        self.run(record.without_metadata())
         return batch
 
     async def cancel(self, batch_id: str, viewer: str | None = None) -> Batch:
@@ -256,7 +256,7 @@ class Batches:
         except StorageError as error:
             checker.faults.append(unreadable(error))
         batch = await self.ledger.persist(lambda: self.store.accept(record.id, checker.total, checker.faults))
-        return batch.record.lean()
+        return batch.record.without_metadata()
 
     async def _ask_all(self, record: BatchRecord, ending: Ending) -> BatchRecord:
         """Asks what is left, until all is answered or there is a reason to end."""
@@ -270,11 +270,11 @@ class Batches:
             await asyncio.gather(lines, return_exceptions=True)
         await self.ledger.flush()
         if was_done and (fault := lost_input(lines)) is not None:
-            return (await self.ledger.persist(lambda: self.store.fail(record.id, fault))).record.lean()
+            return (await self.ledger.persist(lambda: self.store.fail(record.id, fault))).record.without_metadata()
         outcome = "completed" if was_done else ending.result() if ending.done() else "expired"
         if outcome is None:
-            return (await self.ledger.persist(lambda: self.store.batch(record.id))).record.lean()
-        return (await self.ledger.persist(lambda: self.store.end(record.id, outcome))).record.lean()
+            return (await self.ledger.persist(lambda: self.store.batch(record.id))).record.without_metadata()
+        return (await self.ledger.persist(lambda: self.store.end(record.id, outcome))).record.without_metadata()
 
     async def _ask_lines(self, record: BatchRecord) -> None:
         """Leaving it by a cancellation takes back what has not been answered."""
@@ -318,7 +318,7 @@ class Batches:
             except TryLaterError as error:
                 num_tries += error.stopped
                 if num_tries == MAX_TRIES:
-                    answered = Answered.of_error(line.raw, "engine_stopped", str(error))
+                    answered = Answered.from_error(line.raw, "engine_stopped", str(error))
                     break
                 await self.window.changed()
         self._put(record, number, line, answered)
@@ -328,7 +328,7 @@ class Batches:
         self.window.leave(cost)
 
     def _put(self, record: BatchRecord, number: int, line: RawLine, answered: Answered) -> None:
-        self.ledger.put(record.id, done_line(record.id, number, line.end, answered))
+        self.ledger.put(record.id, encode_line(record.id, number, line.end, answered))
 
     async def _cut_short(self, record: BatchRecord) -> None:
         """Lines that are left without an answer get one that says why, unless the batch fails on it."""
@@ -337,7 +337,7 @@ class Batches:
         assert record.outcome is not None, "it ends for a reason"
         done: list[DoneLine] = []
         async for number, line in self._left_lines(record):
-            done.append(done_line(record.id, number, line.end, cut_line(line.raw, record.outcome)))
+            done.append(encode_line(record.id, number, line.end, cut_line(line.raw, record.outcome)))
             if len(done) == WRITE_LINES:
                 batch = await self.ledger.persist(partial(self.store.finish_lines, record.id, done))
                 if batch.record.status in FINAL:

@@ -16,7 +16,7 @@ import msgspec
 
 from toka_async.bench.load import LoadResult, LoadShape, run_apart
 from toka_async.bench.loads.served import BenchError, Served, serve
-from toka_async.bench.report import line
+from toka_async.bench.report import format_line
 from toka_async.checkpoint.hub import resolve_model
 from toka_async.checkpoint.spec import read_spec
 from toka_async.config import load_config
@@ -76,7 +76,9 @@ def main(options: argparse.Namespace) -> int:
     if options.json:
         print(msgspec.json.encode(result).decode())
     else:
-        print("\n".join(line(name.replace("_", " "), value) for name, value in msgspec.to_builtins(result).items()))
+        print(
+            "\n".join(format_line(name.replace("_", " "), value) for name, value in msgspec.to_builtins(result).items())
+        )
     return 0
 
 
@@ -103,7 +105,7 @@ def measure(options: argparse.Namespace) -> ControlPlaneResult:
         before = served.cpu_seconds()
         done = run_apart(load)
         cpu = {name: seconds - before[name] for name, seconds in served.cpu_seconds().items()}
-        metrics = settled(served, done.num_tokens, exact=not options.stop)
+        metrics = wait_for_counts(served, done.num_tokens, exact=not options.stop)
     return result_of(options, load, done, cpu | {"client": done.cpu_seconds}, metrics, load_average)
 
 
@@ -126,7 +128,7 @@ def server_overrides(options: argparse.Namespace, connections: int) -> Sequence[
     ]
 
 
-def settled(served: Served, num_tokens: int, exact: bool) -> dict[str, float]:
+def wait_for_counts(served: Served, num_tokens: int, exact: bool) -> dict[str, float]:
     """Waits until the scheduler's counters have all tokens, or more unless `exact`; returns the metrics.
 
     Raises BenchError when the counters stay below the tokens that the client received.

@@ -54,7 +54,7 @@ class Floor:
         size = (LARGE[device.type], 2 * spec.intermediate_size, spec.hidden_size)
         self.flops = 2 * math.prod(size) / self._matrix(*size)
 
-    def of(self, case: Case, grouped: bool) -> FloorParts:
+    def compute(self, case: Case, grouped: bool) -> FloorParts:
         """grouped: each group's prefix is read once, not once a row."""
         spec, num_sampled = self._spec, case.rows or 1
         query, key_value = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim
@@ -76,10 +76,10 @@ class Floor:
         """Returns the seconds of [tokens, in] times [in, out], at least those of reading the weights."""
         key = (num_tokens, num_out, num_in)
         if key not in self._seconds:
-            self._seconds[key] = max(self._measured(*key), num_out * num_in * self._dtype.itemsize / self.bandwidth)
+            self._seconds[key] = max(self._measure(*key), num_out * num_in * self._dtype.itemsize / self.bandwidth)
         return self._seconds[key]
 
-    def _measured(self, num_tokens: int, num_out: int, num_in: int) -> float:
+    def _measure(self, num_tokens: int, num_out: int, num_in: int) -> float:
         inputs = torch.randn(num_tokens, num_in, dtype=self._dtype, device=self._device)
         weight = torch.randn(num_out, num_in, dtype=self._dtype, device=self._device)
         with torch.inference_mode():
@@ -106,12 +106,12 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     """Returns the median time of a call, over runs that are long enough to be timed."""
     work()
     count = 1
-    while (took := _timed(work, count, device)) < LEAST_SECONDS:
+    while (took := _time(work, count, device)) < LEAST_SECONDS:
         count = max(2 * count, int(1.2 * count * LEAST_SECONDS / max(took, 1e-6)))
-    return statistics.median(_timed(work, count, device) for _ in range(REPEATS)) / count
+    return statistics.median(_time(work, count, device) for _ in range(REPEATS)) / count
 
 
-def _timed(work: Callable[[], object], count: int, device: torch.device) -> float:
+def _time(work: Callable[[], object], count: int, device: torch.device) -> float:
     _wait(device)
     began = time.perf_counter()
     for _ in range(count):

@@ -1,7 +1,7 @@
 """Sends a load of completion requests from its own process: `python -m toka_async.bench.load`.
 
-Reads a Load as JSON on standard input, prints a LoadResult as JSON. While the clock runs, it only counts bytes and
-events; it decodes and checks answers afterwards, except streamed ones, event by event.
+Reads a LoadShape as JSON on standard input, prints a LoadResult as JSON. While the clock runs, it only counts bytes and
+events, and decodes events as they arrive; it decodes and checks whole answers afterwards.
 """
 
 from __future__ import annotations
@@ -174,10 +174,10 @@ async def run(load: LoadShape) -> LoadResult:
         cpu, began = time.process_time(), time.perf_counter()
         tallies = [tally for mine in await asyncio.gather(*map(client, bodies)) for tally in mine]
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-    return summed(load, tallies, seconds, cpu)
+    return add_up(load, tallies, seconds, cpu)
 
 
-def summed(load: LoadShape, tallies: list[Tally], seconds: float, cpu: float) -> LoadResult:
+def add_up(load: LoadShape, tallies: list[Tally], seconds: float, cpu: float) -> LoadResult:
     """Adds up the answers once they are decoded and checked."""
     num_tokens = 0
     for tally in tallies:

@@ -36,7 +36,7 @@ class LoadBar:
         self._is_terminal = stream.isatty()
         self.interval = INTERVAL if self._is_terminal else QUIET_INTERVAL
 
-    def ended(self) -> None:
+    def count_ended(self) -> None:
         self.num_ended += 1
 
     def show(self, num_tokens: float | None) -> None:

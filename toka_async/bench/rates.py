@@ -55,38 +55,38 @@ async def counters(session: aiohttp.ClientSession, url: str) -> dict[str, float]
     return found
 
 
-async def settled(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+async def wait_for_counters(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
     """Returns the counters once they stand still, or after SETTLE seconds."""
     deadline, last = time.monotonic() + SETTLE, await counters(session, url)
     while last and time.monotonic() < deadline:
         await asyncio.sleep(2 * INTERVAL)
         now = await counters(session, url)
-        if _of_the_engine(now) == _of_the_engine(last):
+        if _select_engine(now) == _select_engine(last):
             break
         last = now
     return last
 
 
-def _of_the_engine(found: dict[str, float]) -> dict[str, float]:
+def _select_engine(found: dict[str, float]) -> dict[str, float]:
     """Selects counters that stand still without requests: reading the counters is an HTTP request."""
-    return {name: value for name, value in ours(found).items() if not name.startswith(HTTP)}
+    return {name: value for name, value in select_ours(found).items() if not name.startswith(HTTP)}
 
 
-def ours(found: dict[str, float]) -> dict[str, float]:
+def select_ours(found: dict[str, float]) -> dict[str, float]:
     """Selects this engine's own counters, without their prefix."""
     return {name.removeprefix(OURS): value for name, value in found.items() if name.startswith(OURS)}
 
 
-def generated(found: dict[str, float]) -> float | None:
+def sum_generated(found: dict[str, float]) -> float | None:
     """Returns the tokens generated since the server's start; None when it does not say."""
     values = [value for name, value in found.items() if name.endswith(TOKENS)]
     return sum(values) if values else None
 
 
 @asynccontextmanager
-async def watched(session: aiohttp.ClientSession, url: str) -> AsyncIterator[Rates]:
+async def watch_rates(session: aiohttp.ClientSession, url: str) -> AsyncIterator[Rates]:
     """Records tokens over time inside the context. Raises BenchError when the server has no such counter."""
-    if generated(await counters(session, url)) is None:
+    if sum_generated(await counters(session, url)) is None:
         raise BenchError(f"--plot: {url}/metrics does not count generated tokens (a name that ends in {TOKENS!r})")
     rates = Rates()
     task = asyncio.create_task(_watch(session, url, rates))
@@ -101,7 +101,7 @@ async def watched(session: aiohttp.ClientSession, url: str) -> AsyncIterator[Rat
 async def _watch(session: aiohttp.ClientSession, url: str, rates: Rates) -> None:
     began = time.perf_counter()
     while True:
-        tokens = generated(await counters(session, url))
+        tokens = sum_generated(await counters(session, url))
         if tokens is not None:
             rates.times.append(time.perf_counter() - began)
             rates.tokens.append(tokens)

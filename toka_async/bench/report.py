@@ -7,36 +7,36 @@ from collections.abc import Iterable, Mapping, Sequence
 WIDTH = 26
 
 
-def figure(value: float) -> str:
+def format_number(value: float) -> str:
     """Formats a number with separated thousands and its significant digits."""
     if value == int(value):
         return f"{value:,.0f}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def line(name: str, value: object) -> str:
+def format_line(name: str, value: object) -> str:
     """Formats one name and its value; a mapping or a sequence stays on the line."""
-    return f"{name:{WIDTH}} {shown(value)}"
+    return f"{name:{WIDTH}} {format_value(value)}"
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     match value:
         case None:
             return "-"
         case bool():
             return "yes" if value else "no"
         case int() | float():
-            return figure(value)
+            return format_number(value)
         case Mapping():
-            return ", ".join(f"{name} {shown(each)}" for name, each in value.items())
+            return ", ".join(f"{name} {format_value(each)}" for name, each in value.items())
         case str():
             return value
         case Sequence():
-            return ", ".join(map(shown, value)) or "-"
+            return ", ".join(map(format_value, value)) or "-"
     return str(value)
 
 
-def table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[float]]]) -> list[str]:
+def format_table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[float]]]) -> list[str]:
     """Formats named rows of figures below their heads; returns no lines without rows."""
-    lines = [f"{name:{WIDTH}} " + " ".join(f"{figure(value):>10}" for value in values) for name, values in rows]
+    lines = [f"{name:{WIDTH}} " + " ".join(f"{format_number(value):>10}" for value in values) for name, values in rows]
     return [f"{'':{WIDTH}} " + " ".join(f"{each:>10}" for each in head), *lines] if lines else []

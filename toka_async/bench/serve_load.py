@@ -18,11 +18,11 @@ import msgspec
 
 from toka_async.bench.client import ListedModel, Reply, Sent, new_session, send_all, served_models
 from toka_async.bench.loads.served import BenchError
-from toka_async.bench.loads.workloads import Body, bodies, num_sequences, probe_bodies, warm_bodies
+from toka_async.bench.loads.workloads import Body, build_bodies, build_probe_bodies, build_warm_bodies, num_sequences
 from toka_async.bench.progress import LoadBar
 from toka_async.bench.rate_plot import check_available, plot
-from toka_async.bench.rates import Rates, counters, generated, ours, settled, watched
-from toka_async.bench.report import figure, line, table
+from toka_async.bench.rates import Rates, counters, select_ours, sum_generated, wait_for_counters, watch_rates
+from toka_async.bench.report import format_line, format_number, format_table
 from toka_async.listening import raise_limits
 
 PERCENTILES = (50, 90, 99, 100)
@@ -97,26 +97,26 @@ async def measure(options: argparse.Namespace) -> tuple[list[ServeLoadResult], l
     """Returns every run, and its tokens over time if they are to be plotted. Ctrl-C ends the last run early."""
     url = options.url.rstrip("/").removesuffix("/v1")
     async with new_session() as session:
-        served = chosen_model(await served_models(session, url), options.model)
+        served = choose_model(await served_models(session, url), options.model)
         if options.samples is None:
             options.samples = MOST_SAMPLES
             if options.load in ("samples", "ends"):
                 options.samples = await fitting_samples(options, session, url, served)
         if options.warm:
-            asked = warm_bodies(options, served.id, served.vocab_size)
-            await send_whole(session, url, asked, limit(options), "warming up")
+            asked = build_warm_bodies(options, served.id, served.vocab_size)
+            await send_whole(session, url, asked, choose_concurrency(options), "warming up")
         results, all_rates = [], []
         for run in range(options.repeat):
-            asked = bodies(options, served.id, served.vocab_size, run)
+            asked = build_bodies(options, served.id, served.vocab_size, run)
             before = await counters(session, url)
             label = f"run {run + 1} of {options.repeat}" if options.repeat > 1 else "running"
             async with AsyncExitStack() as stack:
                 bar = LoadBar(sys.stderr, label, len(asked), num_tokens(options, asked))
-                await stack.enter_async_context(shown(bar, session, url, generated(before)))
+                await stack.enter_async_context(show_progress(bar, session, url, sum_generated(before)))
                 if options.plot is not None:
-                    all_rates.append(await stack.enter_async_context(watched(session, url)))
-                sent = await send_all(session, url, asked, limit(options), bar.ended)
-            after = await settled(session, url)
+                    all_rates.append(await stack.enter_async_context(watch_rates(session, url)))
+                sent = await send_all(session, url, asked, choose_concurrency(options), bar.count_ended)
+            after = await wait_for_counters(session, url)
             results.append(result_of(options, served.id, sent, asked, before, after))
             if sent.is_interrupted:
                 break
@@ -130,8 +130,8 @@ async def fitting_samples(
 
     A small load tells the rate. Raises BenchError when that load fails.
     """
-    asked = probe_bodies(options, served.id, served.vocab_size)
-    sent = await send_whole(session, url, asked, limit(options), "measuring how much fits")
+    asked = build_probe_bodies(options, served.id, served.vocab_size)
+    sent = await send_whole(session, url, asked, choose_concurrency(options), "measuring how much fits")
     if error := next((reply.error for reply in sent.replies if reply.error), ""):
         raise BenchError(error)
     rate = sum(reply.output_tokens for reply in sent.replies) / sent.seconds
@@ -149,8 +149,8 @@ async def send_whole(
 ) -> Sent:
     """Sends a load that is not measured; Ctrl-C cancels, because nothing is to be reported."""
     bar = LoadBar(sys.stderr, label, len(asked), None)
-    async with shown(bar, session, url, generated(await counters(session, url))):
-        sent = await send_all(session, url, asked, concurrency, bar.ended)
+    async with show_progress(bar, session, url, sum_generated(await counters(session, url))):
+        sent = await send_all(session, url, asked, concurrency, bar.count_ended)
     if sent.is_interrupted:
         raise asyncio.CancelledError
     return sent
@@ -164,7 +164,7 @@ def num_tokens(options: argparse.Namespace, asked: Sequence[Body]) -> int | None
 
 
 @asynccontextmanager
-async def shown(
+async def show_progress(
     bar: LoadBar, session: aiohttp.ClientSession, url: str, tokens_before: float | None
 ) -> AsyncIterator[None]:
     """Redraws the bar inside the context, with the server's count of tokens if it has one."""
@@ -172,7 +172,7 @@ async def shown(
     async def follow() -> None:
         while True:
             await asyncio.sleep(bar.interval)
-            tokens = generated(await counters(session, url))
+            tokens = sum_generated(await counters(session, url))
             bar.show(None if tokens is None or tokens_before is None else tokens - tokens_before)
 
     bar.show(None if tokens_before is None else 0)
@@ -185,13 +185,13 @@ async def shown(
         bar.close()
 
 
-def limit(options: argparse.Namespace) -> int:
+def choose_concurrency(options: argparse.Namespace) -> int:
     """Returns how many requests run at once: all, unless the user or the load says otherwise."""
     concurrency: int | None = options.concurrency
     return concurrency or (1 if options.load == "single" else 65536)
 
 
-def chosen_model(served: Sequence[ListedModel], name: str | None) -> ListedModel:
+def choose_model(served: Sequence[ListedModel], name: str | None) -> ListedModel:
     """Returns the model of that name, else the first."""
     if name is None:
         return served[0]
@@ -213,10 +213,10 @@ def result_of(
     """before, after: the server's counters, which also tell the tokens of an interrupted load."""
     good = [reply for reply in sent.replies if not reply.error]
     output_tokens = sum(reply.output_tokens for reply in good)
-    begun, ended = generated(before), generated(after)
+    begun, ended = sum_generated(before), sum_generated(after)
     if sent.is_interrupted and begun is not None and ended is not None:
         output_tokens = round(ended - begun)
-    grown = growth(ours(before), ours(after))
+    grown = growth(select_ours(before), select_ours(after))
     wasted, num_generated = grown.get("wasted_tokens_total"), grown.get("generation_tokens_total", 0.0)
     return ServeLoadResult(
         tokens_per_second=round(output_tokens / sent.seconds, 1),
@@ -244,33 +244,39 @@ def result_of(
 def lines_of(result: ServeLoadResult) -> list[str]:
     """Formats the main figures for people; `--json` has all."""
     lines = [
-        line("model", f"{result.model} at {result.url}"),
-        line("load", f"{result.load}: {result.requests:,} requests, {result.sequences:,} sequences"),
-        line("tokens/s", result.tokens_per_second),
-        *([line("of each run", result.runs)] if len(result.runs) > 1 else []),
-        line("seconds", result.seconds),
-        line("output tokens", result.output_tokens),
-        line("prompt tokens", result.prompt_tokens),
+        format_line("model", f"{result.model} at {result.url}"),
+        format_line("load", f"{result.load}: {result.requests:,} requests, {result.sequences:,} sequences"),
+        format_line("tokens/s", result.tokens_per_second),
+        *([format_line("of each run", result.runs)] if len(result.runs) > 1 else []),
+        format_line("seconds", result.seconds),
+        format_line("output tokens", result.output_tokens),
+        format_line("prompt tokens", result.prompt_tokens),
     ]
     if result.interrupted:
-        lines.append(line("interrupted", f"{result.ended:,} of {result.requests:,} requests had ended"))
+        lines.append(format_line("interrupted", f"{result.ended:,} of {result.requests:,} requests had ended"))
     if result.errors:
-        lines.append(line("errors", f"{result.errors:,}, the first: {result.first_error}"))
+        lines.append(format_line("errors", f"{result.errors:,}, the first: {result.first_error}"))
     server = result.server
     if queries := server.get("prefix_cache_queries_total"):
-        lines.append(line("prompt tokens saved", f"{server['prefix_cache_hits_total'] / queries:.1%} of all samples'"))
+        lines.append(
+            format_line("prompt tokens saved", f"{server['prefix_cache_hits_total'] / queries:.1%} of all samples'")
+        )
     if result.wasted_share is not None:
-        lines.append(line("tokens after the end", f"{result.wasted_share:.2%} of those computed"))
+        lines.append(format_line("tokens after the end", f"{result.wasted_share:.2%} of those computed"))
     if steps := server.get("steps_total"):
-        lines.append(line("steps", f"{figure(steps)} of {figure(server['step_seconds_total'] / steps * 1000)} ms"))
-        lines.append(line("preemptions", server["num_preemptions_total"]))
+        lines.append(
+            format_line(
+                "steps", f"{format_number(steps)} of {format_number(server['step_seconds_total'] / steps * 1000)} ms"
+            )
+        )
+        lines.append(format_line("preemptions", server["num_preemptions_total"]))
     rows = {
         "latency, s": result.latency,
         "first text, s": result.first_token,
         "tokens/s of a stream": result.stream_tokens_per_second,
     }
     found = [(name, (each.p50, each.p90, each.p99, each.max)) for name, each in rows.items() if each is not None]
-    return [*lines, *table(("p50", "p90", "p99", "max"), found)]
+    return [*lines, *format_table(("p50", "p90", "p99", "max"), found)]
 
 
 def stream_rate(reply: Reply) -> float | None:

@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace, config: Config) -> StepResult:
         try:
             times.append(time_case(case, options, config, runner, floor))
         except DoesNotFitError as error:
-            skipped.append(f"{described(case)}: {error}")
+            skipped.append(f"{describe_case(case)}: {error}")
     return StepResult(
         model=config.model.path,
         device=device_name(runner),
@@ -115,9 +115,9 @@ def time_case(case: Case, options: argparse.Namespace, config: Config, runner: R
         load = DecodeSteps(case, runner.ready, sampling, UNTIMED + options.steps + AHEAD + 1, grouped)
     for step in load.prepare():
         runner.run(step)
-    ms, device_ms = timed(runner, (load.step() for _ in range(UNTIMED + options.steps + AHEAD)))
+    ms, device_ms = time_steps(runner, (load.step() for _ in range(UNTIMED + options.steps + AHEAD)))
     runner.run(load.end())
-    parts = floor.of(case, grouped)
+    parts = floor.compute(case, grouped)
     return StepTime(
         rows=case.rows,
         context=case.context,
@@ -135,7 +135,7 @@ def time_case(case: Case, options: argparse.Namespace, config: Config, runner: R
     )
 
 
-def timed(runner: Runner, steps: Iterable[Step]) -> tuple[float, float]:
+def time_steps(runner: Runner, steps: Iterable[Step]) -> tuple[float, float]:
     """Returns median milliseconds between results, and as the rank measures, without the first and last steps."""
     launched, results, times = deque["LaunchedStep"](), list[StepDone](), list[float]()
 
@@ -163,7 +163,7 @@ def wants_groups(case: Case, config: Config, ready: Ready) -> bool:
     return 0 < least <= case.rows // case.groups and case.prefix >= tokens
 
 
-def described(case: Case) -> str:
+def describe_case(case: Case) -> str:
     if case.prompt:
         return f"prompt {case.prompt}"
     shared = f", {case.prefix} shared" if case.prefix else ""

@@ -10,7 +10,7 @@ import msgspec
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 
 
-def divides(spec: ModelSpec, tp: int) -> bool:
+def can_divide(spec: ModelSpec, tp: int) -> bool:
     """Tells whether `tp` divides query heads and inner units, and KV heads can be divided or copied."""
     whole = spec.num_heads % tp == 0 and spec.intermediate_size % tp == 0
     return whole and (spec.num_kv_heads % tp == 0 or tp % spec.num_kv_heads == 0)
@@ -18,12 +18,12 @@ def divides(spec: ModelSpec, tp: int) -> bool:
 
 def tensor_sizes(spec: ModelSpec) -> list[int]:
     """Returns every possible `tp`, ascending; any is possible for the vocabulary, which is padded."""
-    return [tp for tp in range(1, spec.num_heads + 1) if divides(spec, tp)]
+    return [tp for tp in range(1, spec.num_heads + 1) if can_divide(spec, tp)]
 
 
 def check_tensor_size(spec: ModelSpec, tp: int) -> None:
     """Raises ModelError, which lists the possible sizes, unless `tp` ranks can divide the shape."""
-    if not divides(spec, tp):
+    if not can_divide(spec, tp):
         sizes = ", ".join(map(str, tensor_sizes(spec)))
         raise ModelError(
             f"parallel.tp={tp}: the model's {spec.num_heads} heads, {spec.num_kv_heads} KV heads and "
@@ -33,7 +33,7 @@ def check_tensor_size(spec: ModelSpec, tp: int) -> None:
 
 def spec_of_rank(spec: ModelSpec, tp: int) -> ModelSpec:
     """Returns the shape that one of `tp` ranks computes; a rank sees all logits, so the vocabulary is undivided."""
-    assert divides(spec, tp), f"{tp} ranks"
+    assert can_divide(spec, tp), f"{tp} ranks"
     return msgspec.structs.replace(
         spec,
         num_heads=spec.num_heads // tp,
@@ -65,7 +65,7 @@ class StagePart(msgspec.Struct, frozen=True):
         return self.last == self.num_layers
 
 
-def whole(spec: ModelSpec) -> StagePart:
+def all_layers(spec: ModelSpec) -> StagePart:
     """Returns the part that has all layers."""
     return StagePart(0, spec.num_layers, spec.num_layers)
 

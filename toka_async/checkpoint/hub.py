@@ -40,12 +40,12 @@ def _resolve(path: str, field: str, patterns: list[str]) -> Path:
         return Path(__file__).parent.parent / "demo"
     folder = Path(path).expanduser()
     if path and folder.is_dir():
-        return _checked(folder, f"{field}={path}")
+        return _refuse_gguf(folder, f"{field}={path}")
     if path and folder.exists():
         raise ModelError(f"{field}={path}: {_wrong_file(folder)}")
     if not HUB_ID.fullmatch(path) or path.startswith("."):
         raise ModelError(f"{field}={path}: no such directory")
-    return _checked(_download(path, field, patterns), f"{field}={path}")
+    return _refuse_gguf(_download(path, field, patterns), f"{field}={path}")
 
 
 def _wrong_file(path: Path) -> str:
@@ -55,7 +55,7 @@ def _wrong_file(path: Path) -> str:
     return f"is a file; give the directory that holds it, with config.json ({path.parent})"
 
 
-def _checked(folder: Path, what: str) -> Path:
+def _refuse_gguf(folder: Path, what: str) -> Path:
     """Raises ModelError for a folder of GGUF files, which otherwise would only seem to miss config.json."""
     if not (folder / "config.json").exists() and next(folder.glob("*.gguf"), None) is not None:
         raise ModelError(f"{what}: {GGUF}")

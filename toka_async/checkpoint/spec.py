@@ -35,14 +35,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     norm_eps: float
     activation: str
     tie_embeddings: bool
-    attention_bias: bool  # of the query, key and value projections
-    output_bias: bool  # of the attention's output projection
+    attention_bias: bool  # query, key and value projections have one
+    output_bias: bool  # the attention's output projection has one
     mlp_bias: bool
     qk_norm: bool  # RMSNorm of each query and key head
     windows: tuple[int, ...]  # per layer: how many positions a token sees, itself included; 0: all before it
     rope: RopeSpec
     max_context: int  # tokens
-    dtype: str  # of the checkpoint: float32, bfloat16 or float16
+    dtype: str  # the checkpoint's: float32, bfloat16 or float16
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 

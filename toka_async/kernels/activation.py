@@ -9,7 +9,7 @@ NAMES = ("silu", "gelu", "gelu_pytorch_tanh")
 
 
 @triton.jit
-def gated(x, up, activation: tl.constexpr):
+def activate(x, up, activation: tl.constexpr):
     """Returns the activation of x, times up."""
     if activation == "silu":
         share = tl.sigmoid(x)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toka_async.kernels.activation import NAMES, gated
+from toka_async.kernels.activation import NAMES, activate
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.matmul import TunedProducts
 
@@ -134,4 +134,6 @@ def _gate(gate_up_at, output_at, inner: tl.constexpr, activation: tl.constexpr, 
     gate_at = gate_up_at + row * (2 * inner) + column
     gate = tl.load(gate_at, mask=within, other=0.0)
     up = tl.load(gate_at + inner, mask=within, other=0.0).to(tl.float32)
-    tl.store(output_at + row * inner + column, gated(gate.to(tl.float32), up, activation).to(gate.dtype), mask=within)
+    tl.store(
+        output_at + row * inner + column, activate(gate.to(tl.float32), up, activation).to(gate.dtype), mask=within
+    )

@@ -20,7 +20,7 @@ from triton.compiler.errors import CompileTimeAssertionFailure
 from triton.runtime.errors import OutOfResources, PTXASError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from toka_async.kernels.activation import gated
+from toka_async.kernels.activation import activate
 from toka_async.kernels.trial import SUSTAINED, ByRows, Clock, Way, fastest, rows_to_time
 
 logger = logging.getLogger(__name__)
@@ -240,4 +240,4 @@ def _gated_product(
             matrices = weight.load([0, column, begin]).reshape(2 * columns, depth)
             both = tl.dot(part, matrices.T, both)
         gate, up = both.reshape(rows, 2, columns).permute(0, 2, 1).split()
-        output.store([row, column], gated(gate, up, activation).to(output.dtype))
+        output.store([row, column], activate(gate, up, activation).to(output.dtype))

@@ -17,7 +17,7 @@ from toka_async.kernels.decode import LOG2E, Partial
 
 
 @dataclass(slots=True, frozen=True)
-class SpanConfig:
+class PrefillConfig:
     """block_queries: query heads of a tile, for all its queries. block_keys: keys of one iteration."""
 
     block_queries: int
@@ -30,14 +30,14 @@ class SpanConfig:
         return max(1, self.block_queries // group_size)
 
 
-def span_config(head_dim: int, group_size: int, dtype: torch.dtype) -> SpanConfig:
+def prefill_config(head_dim: int, group_size: int, dtype: torch.dtype) -> PrefillConfig:
     """Chooses tiles as large as registers and shared memory of a Hopper chip allow."""
     least = triton.next_power_of_2(group_size)
     if dtype == torch.float32:
-        return SpanConfig(max(16, least), 32 if head_dim <= 128 else 16, num_warps=4, num_stages=1)
+        return PrefillConfig(max(16, least), 32 if head_dim <= 128 else 16, num_warps=4, num_stages=1)
     if head_dim <= 128:
-        return SpanConfig(max(128, least), 64, num_warps=8 if head_dim <= 64 else 4, num_stages=3)
-    return SpanConfig(max(128, least), 32, num_warps=8, num_stages=2)
+        return PrefillConfig(max(128, least), 64, num_warps=8 if head_dim <= 64 else 4, num_stages=3)
+    return PrefillConfig(max(128, least), 32, num_warps=8, num_stages=2)
 
 
 def attend_chunks(
@@ -51,7 +51,7 @@ def attend_chunks(
     output: Tensor,
     scale: float,
     window: int,
-    config: SpanConfig,
+    config: PrefillConfig,
 ) -> None:
     """Writes causal attention of the tiles' queries to output; both are [tokens, heads, dim] and contiguous.
 
@@ -73,7 +73,7 @@ def attend_prefixes(
     num_programs: int,
     result: Partial,
     scale: float,
-    config: SpanConfig,
+    config: PrefillConfig,
 ) -> None:
     """Attends as `attend_chunks`, but all queries of a tile see the same keys, split over result's partials."""
     _launch(
@@ -94,7 +94,7 @@ def _launch(
     scale: float,
     window: int,
     causal: bool,
-    config: SpanConfig,
+    config: PrefillConfig,
 ) -> None:
     num_queries, num_heads, dim = query.shape
     kv_heads, page_size = keys.shape[1:3]
@@ -103,7 +103,7 @@ def _launch(
     assert output.is_contiguous()
     assert group <= config.block_queries
     splits = 1 if lse is None else lse.shape[0]
-    _spans[num_programs, kv_heads, splits](
+    _prefill[num_programs, kv_heads, splits](
         query,
         keys,
         values,
@@ -133,7 +133,7 @@ def _launch(
     do_not_specialize=["table_stride", "num_queries"],
     do_not_specialize_on_alignment=["page_table", "slots", "tiles"],
 )
-def _spans(
+def _prefill(
     query,
     keys,
     values,
@@ -210,7 +210,7 @@ def _spans(
             True, kv_heads, dim, dim_pad, page_size, window, block_keys,
         )  # fmt: skip
 
-        total = tl.where(total > 0.0, total, 1.0)  # of no keys: 0, and a log-sum-exp of -inf
+        total = tl.where(total > 0.0, total, 1.0)  # no keys give 0 and a log-sum-exp of -inf
         result = mixed / total[:, None]
         before = split.to(tl.int64) * num_queries * num_heads
         tl.store(output + before * dim + place, result.to(output.dtype.element_ty), mask=inside)

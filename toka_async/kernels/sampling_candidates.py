@@ -164,7 +164,7 @@ def _store_candidates(
         counts = tl.zeros((part, LINE), tl.int32)
         first = tl.zeros((), tl.int32)
         while first < num_picks:
-            ids, keys, _ = _picked(
+            ids, keys, _ = _read_picked(
                 logits_at, seen_at, penalised, repetition, picks_at, first, num_picks, vocab, num_lines, part, largest
             )
             counts += (keys >= middle).to(tl.int32)
@@ -179,7 +179,7 @@ def _store_candidates(
         counts = tl.zeros((part, LINE), tl.int32)
         first = tl.zeros((), tl.int32)
         while first < num_picks:
-            ids, keys, _ = _picked(
+            ids, keys, _ = _read_picked(
                 logits_at, seen_at, penalised, repetition, picks_at, first, num_picks, vocab, num_lines, part, largest
             )
             counts += (keys > low).to(tl.int32)
@@ -190,7 +190,7 @@ def _store_candidates(
     num_stored = tl.zeros((), tl.int32)
     first = tl.zeros((), tl.int32)
     while first < num_picks:
-        ids, keys, x = _picked(
+        ids, keys, x = _read_picked(
             logits_at, seen_at, penalised, repetition, picks_at, first, num_picks, vocab, num_lines, part, largest
         )
         taken = keys >= low
@@ -208,7 +208,7 @@ def _store_candidates(
 
 
 @triton.jit
-def _picked(
+def _read_picked(
     logits_at,
     seen_at,
     penalised,
@@ -260,13 +260,13 @@ def draw_candidate(
     x = tl.load(values_at + index, mask=ids < vocab, other=-INF)
     keys = tl.where(ids < vocab, key_of(x), NO_KEY)
     weights = weigh(x, top, scale)
-    kept, decided = _kept(keys, weights, num_sure, num_sure == vocab, top, scale, total, top_p, min_p, top_k)
+    kept, decided = _find_kept(keys, weights, num_sure, num_sure == vocab, top, scale, total, top_p, min_p, top_k)
     chosen, _ = invert(tl.where(kept, weights, 0.0).to(tl.float64), uniform)
     return tl.where(decided, tl.sum(tl.where(index == chosen, ids, 0), 0), -1)
 
 
 @triton.jit
-def _kept(keys, weights, num_sure, whole, top, scale, total, top_p, min_p, top_k):
+def _find_kept(keys, weights, num_sure, whole, top, scale, total, top_p, min_p, top_k):
     """Returns which of the candidates [n] are kept, and whether the row keeps no others.
 
     num_sure: this many of the likeliest tokens are among them; whole: all tokens are. total: the row's weight.

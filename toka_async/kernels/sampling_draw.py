@@ -133,7 +133,7 @@ def draw(
             sums = tl.load(sums_at + row * num_lines + line, mask=line < num_lines, other=0.0)
             chosen, share = invert(sums.to(tl.float64), share)
             start = (chunk * chunk_lines + chosen) * LINE
-            ids, x = _line(logits_at, seen_at, start, penalised, repetition, vocab, largest)
+            ids, x = _read_line(logits_at, seen_at, start, penalised, repetition, vocab, largest)
             column, _ = invert(tl.where(x >= lower, weigh(x, top, scale), 0.0).to(tl.float64), share)
             token = tl.where(possible, start + column, vocab)
             stands = possible & (tl.sum(tl.where(ids == token, x, 0.0), 0) >= sure_above)
@@ -143,7 +143,7 @@ def draw(
         line = chunk * chunk_lines + tl.arange(0, chunk_lines)
         line_maxima = tl.load(maxima_at + row * num_lines + line, mask=line < num_lines, other=-INF)
         line = tl.min(tl.where(line_maxima == top, line, num_lines - 1), 0)
-        ids, x = _line(logits_at, seen_at, line * LINE, penalised, repetition, vocab, largest)
+        ids, x = _read_line(logits_at, seen_at, line * LINE, penalised, repetition, vocab, largest)
         token = tl.where(top > -INF, tl.min(tl.where(x == top, ids, vocab - 1), 0), 0)
     tl.store(proposals_at + row, tl.where(stands, -1, token))
     if stands:
@@ -153,7 +153,7 @@ def draw(
 
 
 @triton.jit
-def _line(logits_at, seen_at, start, penalised, repetition, vocab: tl.constexpr, largest: tl.constexpr):
+def _read_line(logits_at, seen_at, start, penalised, repetition, vocab: tl.constexpr, largest: tl.constexpr):
     """Reads ids and logits of a line, [LINE]."""
     ids, x = read_lines(logits_at, seen_at, tl.full((1,), 0, tl.int32) + start, penalised, repetition, vocab, largest)
     return tl.reshape(ids, (LINE,)), tl.reshape(x, (LINE,))
@@ -177,7 +177,7 @@ def finish(
     tl.store(chosen_at + row, token.to(tl.int64))
     logprob = tl.zeros((), tl.float32)
     if (flags & LOGPROBS) != 0:
-        logprob = _logprob(logits_at, stats_at, token, num_chunks, padded_chunks, largest)
+        logprob = _find_logprob(logits_at, stats_at, token, num_chunks, padded_chunks, largest)
     tl.store(logprobs_at + row, logprob)
     if (flags & REPETITION) != 0:
         word_at = seen_at + token // 32
@@ -185,7 +185,9 @@ def finish(
 
 
 @triton.jit
-def _logprob(logits_at, stats_at, token, num_chunks: tl.constexpr, padded_chunks: tl.constexpr, largest: tl.constexpr):
+def _find_logprob(
+    logits_at, stats_at, token, num_chunks: tl.constexpr, padded_chunks: tl.constexpr, largest: tl.constexpr
+):
     """Returns a token's log-prob in the softmax of the raw logits; the smallest finite number for -inf or no token."""
     maxima = chunk_stats(stats_at, RAW_MAX, -INF, num_chunks, padded_chunks)
     top = tl.maximum(tl.max(maxima, 0), SMALLEST)

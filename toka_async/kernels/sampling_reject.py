@@ -144,7 +144,7 @@ def reject(
 
 
 @triton.jit
-def _part(
+def _read_part(
     logits_at,
     seen_at,
     part,
@@ -187,7 +187,7 @@ def _is_kept(
     before_mass = tl.zeros((part_lines, LINE), tl.float32)
     num_before = tl.zeros((part_lines, LINE), tl.int32)
     for part in tl.range(0, num_parts, num_stages=3):
-        ids, x = _part(logits_at, seen_at, part, penalised, repetition, vocab, part_lines, largest)
+        ids, x = _read_part(logits_at, seen_at, part, penalised, repetition, vocab, part_lines, largest)
         weights = weigh(x, top, scale)
         allowed = (x >= least) & (weights >= min_p) & (weights > 0)
         before = allowed & ((x > value) | ((x == value) & (ids < token)))
@@ -227,11 +227,11 @@ def _propose(
     parts = tl.arange(0, padded_parts)
     masses = tl.zeros((padded_parts,), tl.float64)
     for part in range(num_parts):
-        ids, x = _part(logits_at, seen_at, part, penalised, repetition, vocab, part_lines, largest)
+        ids, x = _read_part(logits_at, seen_at, part, penalised, repetition, vocab, part_lines, largest)
         weights = _weights_before(ids, x, token, value, top, scale, least, min_p)
         masses = tl.where(parts == part, tl.sum(weights).to(tl.float64), masses)
     part, share = invert(masses, uniform)
-    ids, x = _part(logits_at, seen_at, part, penalised, repetition, vocab, part_lines, largest)
+    ids, x = _read_part(logits_at, seen_at, part, penalised, repetition, vocab, part_lines, largest)
     line, column = invert_lines(_weights_before(ids, x, token, value, top, scale, least, min_p), share)
     token = (part * part_lines + line) * LINE + column
     return token, tl.sum(tl.where(ids == token, x, 0.0))
@@ -266,7 +266,7 @@ def _nth_largest(
         bound = value_of(middle)
         reached = tl.zeros((part_lines, LINE), tl.int32)
         for part in range(num_parts):
-            _, x = _part(logits_at, seen_at, part, penalised, repetition, vocab, part_lines, largest)
+            _, x = _read_part(logits_at, seen_at, part, penalised, repetition, vocab, part_lines, largest)
             reached += (x >= bound).to(tl.int32)
         count = tl.sum(reached)
         low = tl.where(count >= num, middle, low)

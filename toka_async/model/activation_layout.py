@@ -28,39 +28,37 @@ Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 class ActivationLayout(Protocol):
     @property
-    def whole(self) -> ActivationLayout:
-        """Returns the replicated layout."""
-        ...
+    def replicated(self) -> ActivationLayout: ...
 
-    def padded(self, x: Tensor) -> Tensor:
+    def pad(self, x: Tensor) -> Tensor:
         """[t, n] to [v, n]; the padding's rows have any values."""
         ...
 
-    def own(self, x: Tensor) -> Tensor:
+    def take_own(self, x: Tensor) -> Tensor:
         """[t, n] to [u, n]."""
         ...
 
-    def trimmed(self, x: Tensor, num_tokens: int) -> Tensor:
+    def trim(self, x: Tensor, num_tokens: int) -> Tensor:
         """[v, n] to [t, n]."""
         ...
 
-    def summed(self, x: Tensor) -> Tensor:
+    def reduce(self, x: Tensor) -> Tensor:
         """Sums [v, n] over ranks into [u, n]; may overwrite `x`."""
         ...
 
-    def gathered(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         """[u, n] to [v, n], the same on every rank."""
         ...
 
-    def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
+    def column_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
         """[u, inputs] to [v, the rank's outputs]: x Wᵀ + b. `linear` computes products that stand alone."""
         ...
 
-    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, ops: Ops) -> Tensor:
-        """[u, inputs] to [v, the rank's half of the outputs]: `column`, then the gate of `Ops.gated_linear`."""
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, ops: Ops) -> Tensor:
+        """[u, inputs] to [v, the rank's half of the outputs]: `column_linear`, then the gate of `Ops.gated_linear`."""
         ...
 
-    def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
+    def row_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
         """[v, the rank's inputs] to [u, outputs]: x Wᵀ summed over ranks, + b."""
         ...
 
@@ -72,31 +70,31 @@ class Replicated:
     comm: Comm
 
     @property
-    def whole(self) -> ActivationLayout:
+    def replicated(self) -> ActivationLayout:
         return self
 
-    def padded(self, x: Tensor) -> Tensor:
+    def pad(self, x: Tensor) -> Tensor:
         return x
 
-    def own(self, x: Tensor) -> Tensor:
+    def take_own(self, x: Tensor) -> Tensor:
         return x
 
-    def trimmed(self, x: Tensor, num_tokens: int) -> Tensor:  # noqa: ARG002
+    def trim(self, x: Tensor, num_tokens: int) -> Tensor:  # noqa: ARG002
         return x
 
-    def summed(self, x: Tensor) -> Tensor:
+    def reduce(self, x: Tensor) -> Tensor:
         return self.comm.all_reduce(x)
 
-    def gathered(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         return x
 
-    def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
+    def column_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
         return linear(x, weight, bias)
 
-    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, ops: Ops) -> Tensor:
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, ops: Ops) -> Tensor:
         return ops.gated_linear(x, weight, bias, activation)
 
-    def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
+    def row_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
         once = bias if self.comm.rank == 0 else None  # the sum must have it once
         return self.comm.all_reduce(linear(x, weight, once))
 
@@ -108,35 +106,35 @@ class SequenceSharded:
     comm: Comm
 
     @property
-    def whole(self) -> ActivationLayout:
+    def replicated(self) -> ActivationLayout:
         return Replicated(self.comm)
 
-    def padded(self, x: Tensor) -> Tensor:
+    def pad(self, x: Tensor) -> Tensor:
         missing = -len(x) % self.comm.size
         # Without this, a compiler would make a graph for each case.
         if torch.compiler.is_compiling() or missing:
             return F.pad(x, (0, 0, 0, missing))
         return x
 
-    def own(self, x: Tensor) -> Tensor:
-        return self.padded(x).chunk(self.comm.size)[self.comm.rank]
+    def take_own(self, x: Tensor) -> Tensor:
+        return self.pad(x).chunk(self.comm.size)[self.comm.rank]
 
-    def trimmed(self, x: Tensor, num_tokens: int) -> Tensor:
+    def trim(self, x: Tensor, num_tokens: int) -> Tensor:
         return x[:num_tokens]
 
-    def summed(self, x: Tensor) -> Tensor:
+    def reduce(self, x: Tensor) -> Tensor:
         return self.comm.reduce_scatter(x)
 
-    def gathered(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         return self.comm.all_gather(x, 0)
 
-    def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
+    def column_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
         return linear(self.comm.all_gather(x, 0), weight, bias)
 
-    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, ops: Ops) -> Tensor:
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, ops: Ops) -> Tensor:
         return ops.gated_linear(self.comm.all_gather(x, 0), weight, bias, activation)
 
-    def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
+    def row_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
         output = self.comm.reduce_scatter(linear(x, weight, None))
         return output if bias is None else output + bias
 
@@ -149,7 +147,7 @@ class LayoutPolicy:
     shards: ActivationLayout | None = None
     min_tokens: int = 0
 
-    def of(self, num_tokens: int) -> ActivationLayout:
+    def choose(self, num_tokens: int) -> ActivationLayout:
         if self.shards is None or num_tokens < self.min_tokens:
             return self.whole
         return self.shards

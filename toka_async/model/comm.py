@@ -44,7 +44,7 @@ class Comm(Protocol):
 
     def minimum(self, number: int) -> int: ...
 
-    def of_first(self, data: bytes) -> bytes:
+    def broadcast_first(self, data: bytes) -> bytes:
         """Returns rank 0's data on every rank."""
         ...
 
@@ -70,7 +70,7 @@ class LocalComm:
     def minimum(self, number: int) -> int:
         return number
 
-    def of_first(self, data: bytes) -> bytes:
+    def broadcast_first(self, data: bytes) -> bytes:
         return data
 
 
@@ -122,7 +122,7 @@ class DistributedComm:
         dist.all_reduce(least, dist.ReduceOp.MIN, self._group)
         return int(least)
 
-    def of_first(self, data: bytes) -> bytes:
+    def broadcast_first(self, data: bytes) -> bytes:
         length = torch.tensor([len(data)], device=self._device)
         dist.broadcast(length, group=self._group, group_src=0)
         content = torch.zeros(int(length), dtype=torch.uint8, device=self._device)

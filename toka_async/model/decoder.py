@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from toka_async.attention.base import AttentionBackend
 from toka_async.attention.rope import Rope
-from toka_async.checkpoint.division import StagePart, whole
+from toka_async.checkpoint.division import StagePart, all_layers
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import ActivationLayout, LayoutPolicy, Replicated
 from toka_async.model.comm import Comm, kv_share_of, share_of
@@ -35,13 +35,13 @@ class Decoder(nn.Module):
         spec: ModelSpec,
         comm: Comm,
         ops: Ops,
-        spreads: LayoutPolicy | None = None,
+        layouts: LayoutPolicy | None = None,
         part: StagePart | None = None,
     ) -> None:
-        """spec: the whole model. spreads: the layouts on the ranks of `comm`; None: replicated."""
+        """spec: the whole model. layouts: the layouts on the ranks of `comm`; None: replicated."""
         super().__init__()
-        self.spreads = spreads or LayoutPolicy(Replicated(comm))
-        self.part = part = part or whole(spec)
+        self.layouts = layouts or LayoutPolicy(Replicated(comm))
+        self.part = part = part or all_layers(spec)
         self.tied = spec.tie_embeddings
         self.num_heads = share_of(spec.num_heads, comm).size  # the rank's query heads
         self.embedding = VocabularyMatrix(spec.vocab_size, spec.hidden_size, comm, ops) if part.is_first else None
@@ -64,21 +64,21 @@ class Decoder(nn.Module):
         and skip the rest of the last layer.
         """
         num_tokens = len(inputs)
-        spread = self.spreads.of(num_tokens)
+        layout = self.layouts.choose(num_tokens)
         # [u, hidden] each
-        first = spread.own(inputs) if self.embedding is None else self.embedding.embed(inputs, spread)
+        first = layout.take_own(inputs) if self.embedding is None else self.embedding.embed(inputs, layout)
         rotation = self.rope(positions, first.dtype)  # cos, sin: [t, 1, dim]
         hidden: Tensor | None = first
         residual: Tensor | None = None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            hidden, residual = layer(hidden, residual, rotation, attention, spread, wanted if index == last else None)
+            hidden, residual = layer(hidden, residual, rotation, attention, layout, wanted if index == last else None)
         if self.norm is None:
             assert residual is not None
             total = residual if hidden is None else residual + hidden
-            return spread.trimmed(spread.gathered(total), num_tokens)
+            return layout.trim(layout.gather(total), num_tokens)
         normed: Tensor = self.norm(hidden, residual)[0]
-        return spread.trimmed(spread.gathered(normed), num_tokens) if wanted is None else normed
+        return layout.trim(layout.gather(normed), num_tokens) if wanted is None else normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[s, hidden] to [s, vocab], in the activations' dtype; the last stage only."""
@@ -107,7 +107,7 @@ class Layer(nn.Module):
         residual: Tensor | None,
         rotation: Rotation,
         backend: AttentionBackend,
-        spread: ActivationLayout,
+        layout: ActivationLayout,
         wanted: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """Returns what to add to the residual, and the residual: [u, hidden] each, or [w, hidden] of wanted tokens.
@@ -116,12 +116,12 @@ class Layer(nn.Module):
         residual.
         """
         normed, residual = self.attention_norm(hidden, residual)
-        mixed = self.attention(normed, rotation, backend, spread)
+        mixed = self.attention(normed, rotation, backend, layout)
         if wanted is not None:
-            mixed, residual = mixed.index_select(0, wanted), spread.gathered(residual).index_select(0, wanted)
-            spread = spread.whole
-        normed, residual = self.mlp_norm(*self.attention.output(spread.padded(mixed), residual, spread))
-        output: tuple[Tensor | None, Tensor] = self.mlp(normed, residual, spread)
+            mixed, residual = mixed.index_select(0, wanted), layout.gather(residual).index_select(0, wanted)
+            layout = layout.replicated
+        normed, residual = self.mlp_norm(*self.attention.output(layout.pad(mixed), residual, layout))
+        output: tuple[Tensor | None, Tensor] = self.mlp(normed, residual, layout)
         return output
 
 
@@ -141,11 +141,11 @@ class Attention(nn.Module):
         self.output = RowLinear(wide.total, spec.hidden_size, spec.output_bias, comm, ops)
 
     def forward(
-        self, hidden: Tensor, rotation: Rotation, backend: AttentionBackend, spread: ActivationLayout
+        self, hidden: Tensor, rotation: Rotation, backend: AttentionBackend, layout: ActivationLayout
     ) -> Tensor:
         """[u, hidden] to each token's mix of the values that it sees [t, heads * dim], for `output` to project."""
         num_tokens = len(rotation[0])
-        heads = spread.trimmed(self.qkv(hidden, spread), num_tokens)
+        heads = layout.trim(self.qkv(hidden, layout), num_tokens)
         heads = heads.view(num_tokens, -1, self.dim)  # [t, heads + 2 kv_heads, dim]
         norm = self.head_norm() if self.head_norm is not None else None
         return backend.attend(self.index, heads, rotation, norm).flatten(1)
@@ -162,8 +162,8 @@ class MLP(nn.Module):
         self.gate_up = ColumnLinear(spec.hidden_size, (share, share), spec.mlp_bias, ops)
         self.down = RowLinear(inner, spec.hidden_size, spec.mlp_bias, comm, ops)
 
-    def forward(self, hidden: Tensor, residual: Tensor, spread: ActivationLayout) -> tuple[Tensor | None, Tensor]:
+    def forward(self, hidden: Tensor, residual: Tensor, layout: ActivationLayout) -> tuple[Tensor | None, Tensor]:
         """Returns what to add to the residual, and the residual; all are [u, hidden]."""
-        inner = self.gate_up.gated(hidden, spread, self.activation)
-        output: tuple[Tensor | None, Tensor] = self.down(inner, residual, spread)
+        inner = self.gate_up.forward_gated(hidden, layout, self.activation)
+        output: tuple[Tensor | None, Tensor] = self.down(inner, residual, layout)
         return output

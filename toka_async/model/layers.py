@@ -42,16 +42,16 @@ class ColumnLinear(nn.Module):
         self.ops = ops
         self.shares = shares
         rows = sum(share.size for share in shares)
-        self.weight = unset(rows, num_inputs)
-        self.bias = unset(rows) if bias else None
+        self.weight = make_unset(rows, num_inputs)
+        self.bias = make_unset(rows) if bias else None
 
-    def forward(self, x: Tensor, spread: ActivationLayout) -> Tensor:
+    def forward(self, x: Tensor, layout: ActivationLayout) -> Tensor:
         """[u, inputs] to [v, the rank's outputs], matrix after matrix."""
-        return spread.column(x, self.weight, self.bias, self.ops.linear)
+        return layout.column_linear(x, self.weight, self.bias, self.ops.linear)
 
-    def gated(self, x: Tensor, spread: ActivationLayout, activation: str) -> Tensor:
+    def forward_gated(self, x: Tensor, layout: ActivationLayout, activation: str) -> Tensor:
         """Multiplies the activation of the first matrix' outputs with the second's outputs."""
-        return spread.gated(x, self.weight, self.bias, activation, self.ops)
+        return layout.gated_linear(x, self.weight, self.bias, activation, self.ops)
 
     def parts(self) -> Iterator[dict[str, WeightPart]]:
         """Yields the weight and bias of each fused matrix, by name."""
@@ -73,14 +73,14 @@ class RowLinear(nn.Module):
         self.comm = comm
         self.ops = ops
         self.share = share_of(num_inputs, comm)
-        self.weight = unset(num_outputs, self.share.size)
-        self.bias = unset(num_outputs) if bias else None
+        self.weight = make_unset(num_outputs, self.share.size)
+        self.bias = make_unset(num_outputs) if bias else None
 
-    def forward(self, x: Tensor, residual: Tensor, spread: ActivationLayout) -> tuple[Tensor | None, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor, layout: ActivationLayout) -> tuple[Tensor | None, Tensor]:
         """Takes x [v, the rank's inputs]; returns what to add to the residual, and the residual: [u, outputs]."""
         if self.comm.size == 1:
             return self.ops.add_linear(residual, x, self.weight, self.bias)
-        return spread.row(x, self.weight, self.bias, self.ops.linear), residual
+        return layout.row_linear(x, self.weight, self.bias, self.ops.linear), residual
 
     @property
     def adds(self) -> bool:
@@ -102,16 +102,16 @@ class VocabularyMatrix(nn.Module):
         self.ops = ops
         self.comm = comm
         self.share, rows = padded_share_of(num_ids, comm)
-        self.weight = unset(rows, dim)
+        self.weight = make_unset(rows, dim)
 
-    def embed(self, token_ids: Tensor, spread: ActivationLayout) -> Tensor:
+    def embed(self, token_ids: Tensor, layout: ActivationLayout) -> Tensor:
         """int64 [t] to [u, dim]."""
         if self.comm.size == 1:
             return F.embedding(token_ids, self.weight)
         rows = token_ids - self.share.start
         elsewhere = (rows < 0) | (rows >= self.share.size)
         own = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
-        return spread.summed(spread.padded(own.masked_fill(elsewhere[:, None], 0)))
+        return layout.reduce(layout.pad(own.masked_fill(elsewhere[:, None], 0)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[s, dim] to [s, ids]: the ids of all ranks, on every rank."""
@@ -132,7 +132,7 @@ class VocabularyMatrix(nn.Module):
 class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float, ops: Ops) -> None:
         super().__init__()
-        self.weight = unset(dim)
+        self.weight = make_unset(dim)
         self.eps = eps
         self.ops = ops
 
@@ -152,7 +152,7 @@ class HeadNorm(nn.Module):
 
     def __init__(self, num_heads: int, num_kv_heads: int, dim: int, eps: float) -> None:
         super().__init__()
-        self.weight = unset(num_heads + num_kv_heads, dim)
+        self.weight = make_unset(num_heads + num_kv_heads, dim)
         self.num_heads = num_heads
         self.shape = (dim,)
         self.eps = eps
@@ -166,6 +166,6 @@ class HeadNorm(nn.Module):
         return WeightPart(weight[: self.num_heads], self.shape), WeightPart(weight[self.num_heads :], self.shape)
 
 
-def unset(*shape: int) -> nn.Parameter:
+def make_unset(*shape: int) -> nn.Parameter:
     """Makes an unset parameter of torch's default dtype on its default device."""
     return nn.Parameter(torch.empty(shape), requires_grad=False)

@@ -10,14 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from toka_async.model.sampling import likeliest
+from toka_async.model.sampling import find_likeliest
 
 
 @dataclass(slots=True, frozen=True)
 class Logprobs:
-    """chosen: float32 [m]; top_ids: int64 [m, k]; top: float32 [m, k], likeliest first, ties by lowest id.
+    """Log-probs of m tokens.
 
-    ranks: int32 [m], of the chosen ones among all, from 1; None where nobody asks.
+    chosen: float32 [m]; top_ids: int64 [m, k]; top: float32 [m, k], likeliest first, ties by lowest id. ranks: int32
+    [m], ranks of the chosen tokens among all, from 1; None unless requested.
     """
 
     chosen: Tensor
@@ -32,21 +33,21 @@ def distribution(logits: Tensor) -> Tensor:
     return logits.float().log_softmax(-1).nan_to_num_(nan=smallest, neginf=smallest)
 
 
-def logprobs_of(distribution: Tensor, ids: Tensor, num_top: int) -> Logprobs:
-    """Of the given ids, int64 [m], and of the `num_top` likeliest, from log-probs [m, vocab]."""
-    top, top_ids = likeliest(distribution, min(num_top, distribution.shape[1]))
+def select_logprobs(distribution: Tensor, ids: Tensor, num_top: int) -> Logprobs:
+    """Takes the log-probs of `ids`, int64 [m], and of the `num_top` likeliest, from log-probs [m, vocab]."""
+    top, top_ids = find_likeliest(distribution, min(num_top, distribution.shape[1]))
     return Logprobs(distribution.gather(1, ids[:, None])[:, 0], top_ids, top)
 
 
-def with_ranks(distribution: Tensor, ids: Tensor, logprobs: Logprobs) -> Logprobs:
-    """The same with the ranks of `ids` [m] in log-probs [m, vocab], ties by lowest id, as likeliest ids have them."""
+def add_ranks(distribution: Tensor, ids: Tensor, logprobs: Logprobs) -> Logprobs:
+    """Adds the ranks of `ids` [m] in log-probs [m, vocab], ties by lowest id, as among the likeliest ids."""
     chosen, places = logprobs.chosen[:, None], torch.arange(distribution.shape[1], device=ids.device)
     ahead = (distribution > chosen) | ((distribution == chosen) & (places < ids[:, None]))
     return replace(logprobs, ranks=ahead.sum(-1, dtype=torch.int32) + 1)
 
 
 def concatenate(parts: list[Logprobs]) -> Logprobs:
-    """One after the other; at least one, all with the same number of likeliest ids, all with or without ranks."""
+    """Concatenates at least one, all with the same number of likeliest ids, all with or without ranks."""
     if len(parts) == 1:
         return parts[0]
     names = ("chosen", "top_ids", "top") if parts[0].ranks is None else ("chosen", "top_ids", "top", "ranks")

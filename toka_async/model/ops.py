@@ -39,9 +39,9 @@ class Ops(Protocol):
     def add_linear(
         self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
-        """x Wᵀ + b [t, outputs], which is yet to be added to the residual, and the residual.
+        """Returns x Wᵀ + b [t, outputs], which is yet to be added to the residual, and the residual.
 
-        None, if it was added to the residual in place.
+        The first is None if it was added to the residual in place.
         """
         ...
 

@@ -39,19 +39,19 @@ class OverlappedShards(SequenceSharded):
     product_scatter: Product
     operators: Operators
 
-    def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:  # noqa: ARG002
+    def column_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:  # noqa: ARG002
         output = self.gather_product(x, weight)
         return output if bias is None else output + bias
 
-    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, ops: Ops) -> Tensor:
-        return ops.gate(self.column(x, weight, bias), activation)
+    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, ops: Ops) -> Tensor:
+        return ops.gate(self.column_linear(x, weight, bias), activation)
 
-    def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:  # noqa: ARG002
+    def row_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:  # noqa: ARG002
         output = self.product_scatter(x, weight)
         return output if bias is None else output + bias
 
 
-def overlapped(comm: Comm) -> OverlappedShards:
+def build_overlapped(comm: Comm) -> OverlappedShards:
     """Builds the layout for a group whose workspace is reserved."""
     group, size, operators = _group(comm), comm.size, Operators()
 
@@ -75,15 +75,15 @@ def overlapped(comm: Comm) -> OverlappedShards:
     return OverlappedShards(comm, gather_product, product_scatter, operators)
 
 
-def why_not(comm: Comm, device: torch.device) -> str:
+def explain_obstacle(comm: Comm, device: torch.device) -> str:
     """Returns why the ranks cannot overlap; empty, on all ranks, if they can. Their GPUs have successive numbers."""
-    reason = _why_not_here(comm, device)
+    reason = _explain_obstacle_here(comm, device)
     if comm.minimum(int(not reason)):
         return ""
     return reason or "another rank's GPU cannot"
 
 
-def _why_not_here(comm: Comm, device: torch.device) -> str:
+def _explain_obstacle_here(comm: Comm, device: torch.device) -> str:
     if device.type != "cuda":
         return "it needs GPUs"
     if os.environ.get(NO_MULTICAST) != "1" or _has_multicast(device):

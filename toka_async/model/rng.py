@@ -17,7 +17,7 @@ _UInt64 = npt.NDArray[np.uint64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def uniforms(seeds: Int64, indices: Int64) -> Float64:
+def draw_uniforms(seeds: Int64, indices: Int64) -> Float64:
     """Returns numbers in [0, 1) with 53 random bits.
 
     SplitMix64 (Steele, Lea, Flood 2014) as a counter-based generator. The mixer first scrambles the seed, so that

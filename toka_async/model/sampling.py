@@ -115,7 +115,7 @@ def sample(logits: Tensor, params: Params, uniform: Float64) -> Tensor:
     return tokens
 
 
-def likeliest(values: Tensor, num: int) -> tuple[Tensor, Tensor]:
+def find_likeliest(values: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """Returns the `num` largest of each row of values [s, n] and their indices, [s, num] each; ties by lowest index.
 
     If the last value ties with values left out, it is undefined which of them are in.
@@ -146,9 +146,9 @@ def _sample_filtered(logits: Tensor, params: Params, uniform: Float64) -> Tensor
     tokens = torch.zeros(len(weights), dtype=torch.int64, device=logits.device)
     rows = torch.arange(len(weights), device=logits.device)
     for width in (*(w for w in _WIDTHS if w < vocab), vocab):
-        candidates, ids = likeliest(weights[rows], width)
+        candidates, ids = find_likeliest(weights[rows], width)
         total = weights[rows].sum(-1, dtype=torch.float64) if width < vocab else None
-        num_kept, decided = _kept(candidates, total, *(f[rows] for f in filters))
+        num_kept, decided = _count_kept(candidates, total, *(f[rows] for f in filters))
         kept = torch.where(torch.arange(width, device=rows.device) < num_kept[:, None], candidates, 0)
         # The order of ids makes a draw robust: rounding that swaps two almost equal weights hardly moves it.
         ids, by_id = ids.sort(dim=1)
@@ -159,7 +159,7 @@ def _sample_filtered(logits: Tensor, params: Params, uniform: Float64) -> Tensor
     return tokens
 
 
-def _kept(
+def _count_kept(
     candidates: Tensor, total: Tensor | None, top_p: Tensor, min_p: Tensor, top_k: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns how many of a row's candidates pass its filters, int64 [r] >= 1, and whether they decide that, bool [r].
@@ -187,7 +187,7 @@ def _kept(
         return torch.minimum(num_kept, nucleus), torch.ones_like(nucleus, dtype=torch.bool)
     cut = num_kept < width
     num_kept = torch.minimum(num_kept, nucleus)
-    # The last kept one must lie strictly above the last candidate, whose ties may have been left out.
+    # The last kept token must lie strictly above the last candidate, because ties of that may have been left out.
     apart = weights.gather(1, num_kept[:, None] - 1)[:, 0] > weights[:, -1]
     return num_kept, apart & (cut | (unlimited & (nucleus < width)))
 

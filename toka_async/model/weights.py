@@ -37,7 +37,7 @@ def build_decoder(
     device: torch.device,
     comm: Comm | None = None,
     ops: Ops | None = None,
-    spreads: LayoutPolicy | None = None,
+    layouts: LayoutPolicy | None = None,
     part: StagePart | None = None,
 ) -> Decoder:
     """Builds a decoder with unset parameters on `device` (`meta` included); `ops` default to plain torch.
@@ -45,7 +45,7 @@ def build_decoder(
     spec: the whole model. part: the layers of a stage; None: all.
     """
     with _default_dtype(dtype), torch.device(device):
-        return Decoder(spec, comm or LocalComm(), ops or TorchOps(), spreads, part).eval()
+        return Decoder(spec, comm or LocalComm(), ops or TorchOps(), layouts, part).eval()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 Lifetime = Annotated[int, Meta(ge=3600, le=2_592_000)]  # seconds
 WINDOW = "^[1-9][0-9]{0,8}[smhd]$"
-MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # of metadata
+MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512  # limits of metadata
 METADATA = {
     "maxProperties": MAX_PAIRS,
     "propertyNames": {"maxLength": MAX_KEY},
@@ -28,7 +28,7 @@ class ExpiresAfter(WireRequest, frozen=True, kw_only=True):
 
 
 class CreateBatch(WireRequest, frozen=True, kw_only=True):
-    """POST /v1/batches. `seconds_of` parses `completion_window`."""
+    """POST /v1/batches. `parse_window` parses `completion_window`."""
 
     input_file_id: Annotated[str, Meta(extra_json_schema={"minLength": 1})]
     endpoint: Endpoint

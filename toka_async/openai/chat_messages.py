@@ -27,7 +27,7 @@ _CONTENT: dict[str, Any] = {"anyOf": [{"type": "string"}, {"type": "array", "ite
 _CALL = {"type": "object", "properties": {"function": {"type": "object"}}, "required": ["function"]}
 _TEXTS: dict[str, Any] = {name: {"type": ["string", "null"]} for name in STRING_FIELDS}
 _TEXTS |= {name: {"enum": [*values, None]} for name, values in NEUTRAL.items()}
-MESSAGE: dict[str, Any] = {  # the schema of what `parse_message` takes
+MESSAGE: dict[str, Any] = {  # the schema of a message
     "anyOf": [
         {
             "type": "object",
@@ -63,7 +63,7 @@ def parse_messages(messages: list[Any], where: str = "messages") -> list[Message
 
 def parse_message(message: Any, where: str) -> Message:
     if not isinstance(message, dict):
-        raise wrong(where, "must be an object", message)
+        raise wrong_type(where, "must be an object", message)
     given = {name: value for name, value in message.items() if value is not None and value not in NEUTRAL.get(name, ())}
     role = given.get("role")
     if role not in ROLES:
@@ -74,7 +74,7 @@ def parse_message(message: Any, where: str) -> Message:
         if name == "content":
             parsed["content"] = parse_content(value, f"{where}.content")
         elif name in STRING_FIELDS:
-            parsed[name] = string(value, f"{where}.{name}")
+            parsed[name] = require_string(value, f"{where}.{name}")
         elif name == "tool_calls" and role == "assistant":
             parsed["tool_calls"] = parse_tool_calls(value, f"{where}.tool_calls")
         elif name != "role":
@@ -91,37 +91,37 @@ def parse_content(content: Any, where: str) -> str | list[Message]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise wrong(where, "must be a string or a list of text parts", content)
+        raise wrong_type(where, "must be a string or a list of text parts", content)
     return [parse_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
 
 
 def parse_part(part: Any, where: str) -> Message:
     """Returns a text part; other kinds (images, audio, …) raise ApiError."""
     if not isinstance(part, dict):
-        raise wrong(where, "must be an object", part)
+        raise wrong_type(where, "must be an object", part)
     if part.get("type") != "text":
         raise bad_request(f"'{where}.type': only text parts are supported", param=f"{where}.type")
     for name in part.keys() - {"type", "text"}:
         place = f"{where}.{name[:40]}"
         raise bad_request(f"'{place}' is not supported", param=place)
-    return {"type": "text", "text": string(part.get("text"), f"{where}.text")}
+    return {"type": "text", "text": require_string(part.get("text"), f"{where}.text")}
 
 
 def parse_tool_calls(calls: Any, where: str) -> list[Message]:
     """Checks that each earlier call has a `function` object; templates write the calls out."""
     if not isinstance(calls, list):
-        raise wrong(where, "must be a list", calls)
+        raise wrong_type(where, "must be a list", calls)
     for index, call in enumerate(calls):
         if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
-            raise wrong(f"{where}[{index}]", "must be an object with a 'function' object", call)
+            raise wrong_type(f"{where}[{index}]", "must be an object with a 'function' object", call)
     return calls
 
 
-def string(value: Any, where: str) -> str:
+def require_string(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise wrong(where, "must be a string", value)
+        raise wrong_type(where, "must be a string", value)
     return value
 
 
-def wrong(where: str, what: str, value: Any) -> ApiError:
+def wrong_type(where: str, what: str, value: Any) -> ApiError:
     return bad_request(f"'{where}' {what}, not {type(value).__name__}", param=where)

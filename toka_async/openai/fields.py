@@ -77,7 +77,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def known_fields(
+def check_fields(
     fields: dict[str, Any], supported: Collection[str], unsupported: Unsupported, where: str = ""
 ) -> dict[str, Any]:
     """Returns `fields` without nulls and without unsupported fields at a neutral value.
@@ -90,15 +90,15 @@ def known_fields(
         if value is None or name in supported:
             continue
         if name not in unsupported:
-            raise unknown(name, supported, where)
-        if not any(same(value, neutral) for neutral in unsupported[name]):
+            raise unknown_field(name, supported, where)
+        if not any(is_same(value, neutral) for neutral in unsupported[name]):
             refused.append(name)
     if refused:
-        raise not_supported(refused, unsupported, where)
+        raise unsupported_field(refused, unsupported, where)
     return {name: value for name, value in fields.items() if value is not None and name in supported}
 
 
-def unknown(name: str, supported: Collection[str], where: str) -> ApiError:
+def unknown_field(name: str, supported: Collection[str], where: str) -> ApiError:
     """Returns the error for an unknown name; it suggests the nearest name."""
     name = name[:MAX_SHOWN]
     near = difflib.get_close_matches(name, supported, n=1)
@@ -106,20 +106,20 @@ def unknown(name: str, supported: Collection[str], where: str) -> ApiError:
     return bad_request(f"unknown field '{where}{name}'{hint}", param=where + name)
 
 
-def not_supported(names: Collection[str], unsupported: Unsupported, where: str) -> ApiError:
+def unsupported_field(names: Collection[str], unsupported: Unsupported, where: str) -> ApiError:
     """Returns the error for unsupported fields; it is about the first of them in the order of `unsupported`."""
     first, *rest = [where + name for name in unsupported if name in names]
     nor = f"; nor {'are' if len(rest) > 1 else 'is'} {', '.join(rest)}" if rest else ""
-    neutral = " or ".join(in_words(value) for value in unsupported[first.removeprefix(where)])
+    neutral = " or ".join(describe(value) for value in unsupported[first.removeprefix(where)])
     instead = f"leave it out, or give {neutral}" if neutral else "leave it out"
     return bad_request(f"'{first}' is not supported{nor}; {instead}", param=first, code="unsupported_parameter")
 
 
-def same(value: Any, neutral: Any) -> bool:
+def is_same(value: Any, neutral: Any) -> bool:
     """Tells whether two values are equal; a bool does not equal a number."""
     return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-def in_words(value: Any) -> str:
+def describe(value: Any) -> str:
     text = json.dumps(value)
     return NOTHING.get(text, text)

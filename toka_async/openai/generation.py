@@ -114,7 +114,7 @@ def completion_generation(request: CompletionRequest, limits: RequestLimits, def
     num_logprobs = -1 if request.logprobs is None else request.logprobs
     max_tokens = COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     of_prompt = num_logprobs if request.echo and not request.logprobs_in_fingerprint else -1
-    made = generation(request, limits, defaults, max_tokens, num_logprobs, of_prompt, request.echo)
+    made = build_generation(request, limits, defaults, max_tokens, num_logprobs, of_prompt, request.echo)
     in_each_choice = request.echo or request.prompt_logprobs is not None or request.return_token_ids
     return replace(made, num_prompt_copies=made.n) if in_each_choice else made
 
@@ -128,22 +128,22 @@ def chat_generation(request: ChatRequest, limits: RequestLimits, defaults: Defau
         raise bad_request("'max_completion_tokens' and max_tokens differ; give one", param="max_completion_tokens")
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     num_logprobs = (request.top_logprobs or 0) if request.logprobs or request.top_logprobs else -1
-    made = generation(request, limits, defaults, max_tokens, num_logprobs, -1, False)
+    made = build_generation(request, limits, defaults, max_tokens, num_logprobs, -1, False)
     in_each_choice = request.return_token_ids and (request.stream or isinstance(request, ChatBatchRequest))
     return replace(made, num_prompt_copies=made.n) if in_each_choice else made
 
 
 def direct_generation(request: DirectRequest, limits: RequestLimits, defaults: Defaults) -> GenerationParams:
-    """Leaves out the seed: each prompt has its own. Raises ApiError (400), which names the field."""
+    """Refuses a seed, because each prompt has its own. Raises ApiError (400), which names the field."""
     for name in NOT_DIRECT:
         if getattr(request, name) not in (None, False):
             raise bad_request(f"'{name}' is no field of a direct submission", param=name)
     num_logprobs = -1 if request.logprobs is None else request.logprobs
-    made = generation(request, limits, defaults, request.max_tokens, num_logprobs, -1, False)
+    made = build_generation(request, limits, defaults, request.max_tokens, num_logprobs, -1, False)
     return replace(made, return_token_ids=True)
 
 
-def generation(
+def build_generation(
     fields: GenerationFields,
     limits: RequestLimits,
     defaults: Defaults,
@@ -165,7 +165,7 @@ def generation(
         n=fields.n,
         max_tokens=max_tokens,
         seed=secrets.randbits(63) if fields.seed is None else fields.seed,
-        sampling=sampling(fields, limits, defaults, num_logprobs, num_prompt_logprobs),
+        sampling=build_sampling(fields, limits, defaults, num_logprobs, num_prompt_logprobs),
         stops=parse_stops(fields.stop),
         include_stop=fields.include_stop_str_in_output,
         stop_token_ids=frozenset(fields.stop_token_ids),
@@ -181,11 +181,11 @@ def generation(
         pad_chunks=options.include_obfuscation,
         priority=fields.priority,
         cache_salt=fields.cache_salt or "",
-        truncation=truncation(fields),
+        truncation=build_truncation(fields),
     )
 
 
-def truncation(fields: GenerationFields) -> Truncation | None:
+def build_truncation(fields: GenerationFields) -> Truncation | None:
     if fields.truncate_prompt_tokens is None:
         return None
     if fields.truncate_prompt_tokens == 0:
@@ -193,7 +193,7 @@ def truncation(fields: GenerationFields) -> Truncation | None:
     return Truncation(fields.truncate_prompt_tokens, fields.truncation_side == "left")
 
 
-def truncated(prompt: Int32, how: Truncation, limits: RequestLimits, max_tokens: int | None) -> Int32:
+def truncate_prompt(prompt: Int32, how: Truncation, limits: RequestLimits, max_tokens: int | None) -> Int32:
     """Cuts a prompt [p]; -1 leaves room for `max_tokens`, or for one token."""
     room = min(limits.max_context, limits.cache_tokens) - (1 if max_tokens is None else max_tokens)
     num_kept = how.num_kept if how.num_kept > 0 else max(1, room)
@@ -217,7 +217,7 @@ def check_counts(fields: GenerationFields, limits: RequestLimits, max_tokens: in
             raise bad_request(f"'{name}' is not supported with stream: true", param=name)
 
 
-def sampling(
+def build_sampling(
     fields: GenerationFields, limits: RequestLimits, defaults: Defaults, num_logprobs: int, num_prompt_logprobs: int
 ) -> SamplingParams:
     """Builds the engine's sampling parameters. A top_k of -1 and of 0 both mean off."""
@@ -229,15 +229,15 @@ def sampling(
         raise bad_request(
             "'allowed_token_ids' are all end tokens, which min_tokens forbids at first", param="allowed_token_ids"
         )
-    temperature = chosen(fields.temperature, defaults.temperature)
+    temperature = choose(fields.temperature, defaults.temperature)
     return SamplingParams(
         temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
-        top_p=chosen(fields.top_p, defaults.top_p),
-        top_k=max(chosen(fields.top_k, defaults.top_k), 0),
-        min_p=chosen(fields.min_p, defaults.min_p),
+        top_p=choose(fields.top_p, defaults.top_p),
+        top_k=max(choose(fields.top_k, defaults.top_k), 0),
+        min_p=choose(fields.min_p, defaults.min_p),
         presence_penalty=fields.presence_penalty,
         frequency_penalty=fields.frequency_penalty,
-        repetition_penalty=chosen(fields.repetition_penalty, defaults.repetition_penalty),
+        repetition_penalty=choose(fields.repetition_penalty, defaults.repetition_penalty),
         min_tokens=fields.min_tokens,
         end_ids=i32_column(sorted(ends)) if ends else EMPTY,
         bias_ids=i32_column(bias.keys()),
@@ -248,7 +248,7 @@ def sampling(
     )
 
 
-def chosen(value: N | None, default: N) -> N:
+def choose(value: N | None, default: N) -> N:
     return default if value is None else value
 
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from toka_async.openai.errors import ApiError, bad_request
-from toka_async.openai.fields import MAX_SHOWN, known_fields
+from toka_async.openai.fields import MAX_SHOWN, check_fields
 from toka_async.openai.json_items import count_items
 from toka_async.openai.long_ids import Cut, cut_ids
 from toka_async.openai.requests import CompletionRequest, DetokenizeRequest, WireRequest
@@ -99,8 +99,8 @@ def parse_fields(fields: dict[str, Any], kind: type[T]) -> T:
 
 
 def given_fields(fields: dict[str, Any], kind: type[WireRequest], where: str = "") -> dict[str, Any]:
-    """See `known_fields`, also of the objects inside."""
-    given = known_fields(fields, kind.__struct_encode_fields__, kind.unsupported, where)
+    """See `check_fields`, also of the objects inside."""
+    given = check_fields(fields, kind.__struct_encode_fields__, kind.unsupported, where)
     for name, inner in objects_in(kind).items():
         if isinstance(value := given.get(name), dict):
             given[name] = given_fields(value, inner, f"{where}{name}.")

@@ -32,16 +32,16 @@ def parse_prompts(prompt: str | list[Any]) -> list[Prompt]:
     if first is str:
         return list(prompt)
     if first is int:
-        return [token_ids(prompt)]
+        return [parse_token_ids(prompt)]
     if first is list or first is np.ndarray:
-        return [token_ids(ids) for ids in prompt]
+        return [parse_token_ids(ids) for ids in prompt]
     raise bad_request(
         "'prompt' must be a string, a list of strings, a list of token ids or a list of lists of token ids",
         param="prompt",
     )
 
 
-def token_ids(items: Sequence[Any] | Int32) -> Int32:
+def parse_token_ids(items: Sequence[Any] | Int32) -> Int32:
     """Raises ApiError (400) for an empty list or anything that cannot be a token id."""
     if not len(items):
         raise bad_request("'prompt' must not hold an empty list of token ids", param="prompt")

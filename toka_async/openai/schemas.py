@@ -22,32 +22,32 @@ Schema = dict[str, Any]
 REF = "#/components/schemas/{name}"
 
 
-def reference(kind: type[msgspec.Struct]) -> Schema:
+def refer_to(kind: type[msgspec.Struct]) -> Schema:
     return {"$ref": REF.format(name=kind.__name__)}
 
 
 def request_schemas(kinds: Iterable[type[WireRequest]], model: str, limits: RequestLimits) -> dict[str, Schema]:
     """Returns schemas by name, those of inner Structs included. `model` is the model that is served."""
     kinds = list(kinds)
-    schemas = components(kinds)
-    bounds = bounds_of(limits)
+    schemas = build_components(kinds)
+    bounds = find_bounds(limits)
     for kind in kinds:
         fields = schemas[kind.__name__]["properties"]
         for name in fields.keys() & bounds.keys():
-            lower(fields[name], bounds[name])
+            lower_maxima(fields[name], bounds[name])
         if "model" in fields:
             fields["model"] = {"enum": [model, *ANY_MODEL, None]}
         for each in (kind, *objects_in(kind).values()):
             fields = schemas[each.__name__]["properties"]
             fields |= neutral_fields(each.unsupported, fields)
     for schema in schemas.values():
-        let_null(schema)
+        allow_null(schema)
     return schemas
 
 
 def response_schemas(kinds: Iterable[type[msgspec.Struct]]) -> dict[str, Schema]:
     """Returns schemas by name. A field with a default is always written, so it is required; UNSET is not."""
-    schemas = components(kinds)
+    schemas = build_components(kinds)
     for schema in schemas.values():
         fields = schema.get("properties", {})
         given = [name for name in fields if name in schema["required"] or "default" in fields[name]]
@@ -59,7 +59,7 @@ def response_schemas(kinds: Iterable[type[msgspec.Struct]]) -> dict[str, Schema]
     return schemas
 
 
-def components(kinds: Iterable[type[msgspec.Struct]]) -> dict[str, Schema]:
+def build_components(kinds: Iterable[type[msgspec.Struct]]) -> dict[str, Schema]:
     """Returns msgspec's schemas without the Structs' docstrings, which are for readers of the code."""
     _, schemas = msgspec.json.schema_components(kinds, ref_template=REF)
     for schema in schemas.values():
@@ -67,7 +67,7 @@ def components(kinds: Iterable[type[msgspec.Struct]]) -> dict[str, Schema]:
     return deepcopy(schemas)  # parts of them are constants
 
 
-def bounds_of(limits: RequestLimits) -> dict[str, int]:
+def find_bounds(limits: RequestLimits) -> dict[str, int]:
     """Returns the largest numbers in fields that this model allows; a Struct has the bounds of every model."""
     room, last_id = min(limits.max_context, limits.cache_tokens), limits.vocab_size - 1
     counts = {"n": limits.max_n, "best_of": limits.max_n, "min_tokens": limits.max_context}
@@ -75,13 +75,13 @@ def bounds_of(limits: RequestLimits) -> dict[str, int]:
     return counts | tokens | dict.fromkeys(("prompt", "tokens", "stop_token_ids", "allowed_token_ids"), last_id)
 
 
-def lower(schema: object, most: int) -> None:
+def lower_maxima(schema: object, most: int) -> None:
     if isinstance(schema, dict):
         if "maximum" in schema:
             schema["maximum"] = min(schema["maximum"], most)
         schema = list(schema.values())
     for each in schema if isinstance(schema, list) else ():
-        lower(each, most)
+        lower_maxima(each, most)
 
 
 def neutral_fields(unsupported: Unsupported, supported: Collection[str]) -> dict[str, Schema]:
@@ -93,7 +93,7 @@ def neutral_fields(unsupported: Unsupported, supported: Collection[str]) -> dict
     }
 
 
-def let_null(schema: Schema) -> None:
+def allow_null(schema: Schema) -> None:
     """Allows null for optional and unknown fields; a null means absent."""
     if schema.get("additionalProperties") is False:
         schema["additionalProperties"] = {"type": "null"}
@@ -102,11 +102,11 @@ def let_null(schema: Schema) -> None:
         field = fields[name]
         default = {"default": field.pop("default")} if field.get("default") is not None else {}
         field.pop("default", None)
-        if not takes_null(field):
+        if not accepts_null(field):
             each = field["anyOf"] if field.keys() == {"anyOf"} else [field]
             field = {"anyOf": [*each, {"type": "null"}]}
         fields[name] = field | default
 
 
-def takes_null(field: Schema) -> bool:
+def accepts_null(field: Schema) -> bool:
     return None in field.get("enum", ()) or field.get("const", 0) is None or {"type": "null"} in field.get("anyOf", ())

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from toka_async.arrays import Int32
-from toka_async.model.logprobs import Logprobs, concatenate, distribution, logprobs_of, with_ranks
+from toka_async.model.logprobs import Logprobs, add_ranks, concatenate, distribution, select_logprobs
 from toka_async.model.sampling import clean
 from toka_async.runner.copies import upload
 from toka_async.runner.inputs import StepRows
@@ -52,5 +52,5 @@ def prompt_logprobs(hidden: Tensor, asked: Sequence[AskedChunk], head: Head, voc
     parts = []
     for part in slabs(indices.size, vocab_size, hidden.device):
         values = distribution(clean(head(hidden[at[part]])))
-        parts.append(with_ranks(values, next_ids[part], logprobs_of(values, next_ids[part], num_top)))
+        parts.append(add_ranks(values, next_ids[part], select_logprobs(values, next_ids[part], num_top)))
     return concatenate(parts)

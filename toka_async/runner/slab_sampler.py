@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from toka_async.arrays import Int32, Int64
-from toka_async.model.logprobs import Logprobs, concatenate, distribution, logprobs_of
-from toka_async.model.rng import Float64, uniforms
+from toka_async.model.logprobs import Logprobs, concatenate, distribution, select_logprobs
+from toka_async.model.rng import Float64, draw_uniforms
 from toka_async.model.sampling import EDITS, Flag, Params, clean, sample
 from toka_async.runner.copies import upload
 from toka_async.runner.logits_processors import edit
@@ -60,7 +60,7 @@ class SlabSampler:
         params = table.params[slots]
         needed = int(np.bitwise_or.reduce(params["flags"]))
         # Draw i of a row's stream is for its output token i, even when that is computed again.
-        uniform = uniforms(table.seeds[slots], lengths - table.num_prompt[slots]) if needed & Flag.RANDOM else None
+        uniform = draw_uniforms(table.seeds[slots], lengths - table.num_prompt[slots]) if needed & Flag.RANDOM else None
         rows = SampledRows(slots, lengths, params, np.zeros(slots.size) if uniform is None else uniform, needed)
         parts = slabs(slots.size, table.vocab_size, hidden.device)
         tokens, logprobs = zip(*(self._sample_slab(hidden, rows, part) for part in parts), strict=True)
@@ -82,4 +82,4 @@ class SlabSampler:
         tokens = sample(logits, params, rows.uniform[part])
         if raw is None:
             return tokens, None
-        return tokens, logprobs_of(raw, tokens[asked_at], int(rows.params["num_logprobs"].max()))
+        return tokens, select_logprobs(raw, tokens[asked_at], int(rows.params["num_logprobs"].max()))

@@ -38,7 +38,7 @@ from toka_async.startup.rank_coords import ALONE, RankCoords
 from toka_async.startup.runner_factory import RunnerFactory
 from toka_async.startup.warmup import warm_up
 from toka_async.startup.weights_fit import allocating, check_weights_fit, free_bytes
-from toka_async.tuning.async_tp import RankShape, build_spreads
+from toka_async.tuning.async_tp import RankShape, build_layouts
 from toka_async.tuning.store import TuningCache, folder_of, gpu_platform
 
 
@@ -95,7 +95,7 @@ def build_runner(
     max_graph_seqs = min(compiling.max_graph_seqs, of_part.max_seqs) if compiling.graphs else 0
     with stages.stage("tensor ranks") if place.size > 1 else nullcontext():
         shape = RankShape(spec, dtype, device, ops, of_part.max_tokens)
-        spreads = build_spreads(
+        layouts = build_layouts(
             async_tp,
             meeting.tensor,
             shape,
@@ -104,10 +104,10 @@ def build_runner(
             tune=tuning.tune_layers,
             tuning_cache=tuning_cache,
         )
-    if spreads.shards is not None:
-        max_graph_seqs = min(max_graph_seqs, spreads.min_tokens - 1)  # what is in shards is not captured
+    if layouts.shards is not None:
+        max_graph_seqs = min(max_graph_seqs, layouts.min_tokens - 1)  # what is in shards is not captured
     with stages.stage("weights"), allocating(spec, part, place.size, dtype):
-        decoder = build_decoder(spec, dtype, device, meeting.tensor, ops, spreads, part)
+        decoder = build_decoder(spec, dtype, device, meeting.tensor, ops, layouts, part)
         _set_weights(decoder, model, model_dir, progress)
     if kind == "cpu":
         num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
@@ -134,7 +134,7 @@ def build_runner(
         setup=_setup(meeting.pairs, spec, limits, dtype, device) if meeting.pairs is not None else None,
     )
     with stages.stage("matrices"):
-        tuning.tune(decoder, _alone(_of_micro_batches(limits, num_parts), spreads), max_graph_seqs, stages.show)
+        tuning.tune(decoder, _alone(_of_micro_batches(limits, num_parts), layouts), max_graph_seqs, stages.show)
     with stages.stage("memory"):
         num_pages = parts.num_pages()
     with stages.stage("attention"):
@@ -220,11 +220,11 @@ def _ops(
     return ops, ProductTuning(ops, tuning_cache)
 
 
-def _alone(limits: RankLimits, spreads: LayoutPolicy) -> RankLimits:
+def _alone(limits: RankLimits, layouts: LayoutPolicy) -> RankLimits:
     """The limits of products that are not part of an overlapping operation; those of sampled tokens never are."""
-    if not isinstance(spreads.shards, OverlappedShards):
+    if not isinstance(layouts.shards, OverlappedShards):
         return limits
-    return replace(limits, max_tokens=min(limits.max_tokens, max(limits.max_seqs, spreads.min_tokens - 1)))
+    return replace(limits, max_tokens=min(limits.max_tokens, max(limits.max_seqs, layouts.min_tokens - 1)))
 
 
 def least_limits(comm: Comm, limits: RankLimits) -> RankLimits:

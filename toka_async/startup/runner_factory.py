@@ -113,7 +113,7 @@ class RunnerFactory:
             max_tokens=limits.max_tokens,
             group_min_seqs=group_min_seqs,
             group_min_tokens=group_min_tokens,
-            async_tp_min_tokens=self.decoder.spreads.min_tokens,
+            async_tp_min_tokens=self.decoder.layouts.min_tokens,
         )
         compiled, num_compiles = None, None
         if self.compiling.enabled and not trial:
@@ -136,7 +136,7 @@ class RunnerFactory:
             use_kernels=has_kernels(self.device),
             graphs=built.graphs,
             pays=self._pays(built),
-            agree=self.meeting.tensor.of_first,
+            agree=self.meeting.tensor.broadcast_first,
             shares=self._shares(),
             setup=self.setup,
         )
@@ -158,7 +158,7 @@ class RunnerFactory:
         sizes = sorted(set(found or ()))
         if not sizes or sizes[-1] != most or not set(sizes) <= set(graph_sizes(most)):
             sizes = []
-        return msgspec.json.decode(self.meeting.tensor.of_first(msgspec.json.encode(sizes)), type=list[int])
+        return msgspec.json.decode(self.meeting.tensor.broadcast_first(msgspec.json.encode(sizes)), type=list[int])
 
     def keep_graph_sizes(self, most: int, grouped: bool, sizes: Sequence[int]) -> None:
         """For the next start."""
@@ -195,9 +195,9 @@ class RunnerFactory:
 
 def group_of_first(comm: Comm, smallest: tuple[int, int]) -> tuple[int, int]:
     """The fewest rows and tokens of a group, as the first rank has it."""
-    return msgspec.json.decode(comm.of_first(msgspec.json.encode(smallest)), type=tuple[int, int])
+    return msgspec.json.decode(comm.broadcast_first(msgspec.json.encode(smallest)), type=tuple[int, int])
 
 
 def table_of_first(comm: Comm, table: ChoiceTable) -> ChoiceTable:
     """All ranks choose alike, or else they would compute a step in different ways."""
-    return msgspec.json.decode(comm.of_first(msgspec.json.encode(table)), type=ChoiceTable)
+    return msgspec.json.decode(comm.broadcast_first(msgspec.json.encode(table)), type=ChoiceTable)

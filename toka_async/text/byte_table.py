@@ -39,7 +39,7 @@ class ByteTable:
     def rows(self, token_ids: Int32) -> tuple[Bytes, Int32, list[bytes]]:
         """Returns each token's bytes, padded [t, width], their numbers [t], and the bytes of the long ones in order.
 
-        The row of a long token is LONG, which `packed` replaces by the bytes.
+        The row of a long token is LONG, which `pack` replaces by the bytes.
         """
         known = np.minimum(token_ids, len(self._rows) - 1)
         lengths = self._lengths.take(known)
@@ -50,10 +50,10 @@ class ByteTable:
     def split(self, token_ids: Int32, counts: Int32) -> list[bytes]:
         """Returns one row of bytes for each of `counts`, the number of tokens that it has of `token_ids`."""
         rows, lengths, long = self.rows(token_ids)
-        return cut(packed(rows, long), lengths, counts)
+        return cut(pack(rows, long), lengths, counts)
 
 
-def packed(rows: Bytes, long: Sequence[bytes]) -> bytes:
+def pack(rows: Bytes, long: Sequence[bytes]) -> bytes:
     """Returns the rows' bytes without padding, with the next of `long` in place of each LONG."""
     raw: bytes = rows[rows != PAD].tobytes()  # without the interpreter's lock, as `bytes.translate` is not
     if not long:

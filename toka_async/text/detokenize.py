@@ -28,7 +28,7 @@ class Detokenizer:
     def push(self, ids: Iterable[int]) -> str:
         """Returns the text that `ids` add and that is final."""
         raw, self._at_start = self._pieces.join(ids, self._skip_special, self._at_start)
-        return self._stripped(self._utf8.decode(raw))
+        return self._strip_start(self._utf8.decode(raw))
 
     @property
     def holds(self) -> bool:
@@ -36,9 +36,9 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Returns the rest: U+FFFD for a character that was never completed."""
-        return self._stripped(self._utf8.decode(b"", final=True))
+        return self._strip_start(self._utf8.decode(b"", final=True))
 
-    def _stripped(self, text: str) -> str:
+    def _strip_start(self, text: str) -> str:
         if self._strip and text:
             text, self._strip = strip_start(text, self._pieces.strip[0], self._strip)
         return text

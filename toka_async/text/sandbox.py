@@ -94,7 +94,7 @@ class _Code(CodeGenerator):
     """Compiles `~` to a call of the environment, as the sandbox does for other operators."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802  Jinja's name
-        self.write("environment.concatenated(context, (")
+        self.write("environment.concatenate(context, (")
         for part in node.nodes:
             self.visit(part, frame)
             self.write(", ")
@@ -108,15 +108,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options, optimized=False, finalize=_written)
+        super().__init__(**options, optimized=False, finalize=_spend_text)
         for name in REMOVED:
             del self.filters[name]
         del self.globals["lipsum"]
-        self.filters = {name: _bounded(name, each) for name, each in self.filters.items()}
-        self.filters[COUNTED] = _counted
+        self.filters = {name: _bound_filter(name, each) for name, each in self.filters.items()}
+        self.filters[COUNTED] = _count_turns
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
-        self.filters[name] = _bounded(name, function)
+        self.filters[name] = _bound_filter(name, function)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -132,7 +132,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         tree.set_environment(self)
         return tree
 
-    def concatenated(self, context: Context, parts: tuple[object, ...]) -> str:
+    def concatenate(self, context: Context, parts: tuple[object, ...]) -> str:
         """Evaluates `~`."""
         budget = budget_of(context)
         budget.spend(STEP + sum(text_size(part, budget.left) for part in parts))
@@ -168,7 +168,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if isinstance(owner, str | bytes | int):
                 budget.spend(_method_size(owner, name, args, kwargs, budget.left))
         elif isinstance(function, LoopContext):  # a recursive loop
-            args = tuple(_counted(context, each) for each in args)
+            args = tuple(_count_turns(context, each) for each in args)
         result = super().call(context, function, *args, **kwargs)
         budget.spend(length_of(result))
         return result
@@ -179,7 +179,7 @@ def budget_of(context: Context) -> Budget:
 
 
 @pass_context
-def _written(context: Context, value: Any) -> Any:
+def _spend_text(context: Context, value: Any) -> Any:
     """Spends the size of a value that goes into the prompt, or into a variable by a block."""
     budget = budget_of(context)
     budget.spend(len(value) if type(value) is str else text_size(value, budget.left))
@@ -187,22 +187,22 @@ def _written(context: Context, value: Any) -> Any:
 
 
 @pass_context
-def _counted(context: Context, values: Any) -> Any:
+def _count_turns(context: Context, values: Any) -> Any:
     """Spends a step for each element that a loop visits."""
     budget = budget_of(context)
     if isinstance(values, Sized):
         budget.spend(STEP * len(values))
         return values
-    return _counting(budget, values)
+    return _count_each(budget, values)
 
 
-def _counting(budget: Budget, values: Iterable[Any]) -> Iterator[Any]:
+def _count_each(budget: Budget, values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
         budget.spend(STEP)
         yield value
 
 
-def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _bound_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a filter that spends what it makes."""
     passed = getattr(getattr(function, "jinja_pass_arg", None), "name", "")
     is_whole, is_written = name in ("join", "list", "sum", "sort", "unique", "reverse"), name in WRITING
@@ -213,7 +213,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         budget = budget_of(context)
         budget.spend(CALL)
         if is_whole and not isinstance(value, Sized):
-            value = list(_counting(budget, value))
+            value = list(_count_each(budget, value))
         if is_written:
             budget.spend(text_size(value, budget.left))
         if adds:

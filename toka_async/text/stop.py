@@ -45,10 +45,8 @@ class StopStrings:
     """
 
     def __init__(self, strings: Sequence[str], include: bool = False) -> None:
-        """With `include` the stop string stays in the text.
-
-        Raises ValueError without strings, or for a string that is empty or has lone surrogates.
-        """
+        """include: the stop string stays in the text. Raises ValueError without strings, or for an empty one or lone
+        surrogates."""
         if not strings or not all(strings):
             raise ValueError("stop must be one or more strings that are not empty")
         self.strings = tuple(dict.fromkeys(strings))
@@ -71,9 +69,9 @@ class StopStrings:
             mask[: vocabulary.size] = True
         else:
             for string in self._encoded:
-                mask[vocabulary.containing(string)] = True
+                mask[vocabulary.find_containing(string)] = True
                 for begin in range(max(1, len(string) - vocabulary.max_bytes), len(string)):
-                    mask[vocabulary.starting(string[begin:])] = True
+                    mask[vocabulary.find_starting(string[begin:])] = True
         return mask[:size]
 
     def find(self, text: str, start: int = 0, min_end: int = 0) -> StopMatch | None:

@@ -62,7 +62,7 @@ class Tokenizer:
         """
         files = read_tokenizer_files(path)
         try:
-            return cls(_with_added_tokens(files), files.special_tokens, files.chat_template)
+            return cls(_add_tokens(files), files.special_tokens, files.chat_template)
         except TokenizerError as error:
             raise TokenizerError(f"{path / 'tokenizer.json'}: {error}") from error
 
@@ -127,7 +127,7 @@ def _pieces(backend: tokenizers.Tokenizer) -> Pieces:
         raise TokenizerError(str(error)) from error
 
 
-def _with_added_tokens(files: TokenizerFiles) -> tokenizers.Tokenizer:
+def _add_tokens(files: TokenizerFiles) -> tokenizers.Tokenizer:
     """Adds the configuration's tokens where they differ from the backend's, as transformers does."""
     backend = files.backend
     present = {token.content: token.__getstate__() for token in backend.get_added_tokens_decoder().values()}

@@ -28,15 +28,15 @@ class Vocabulary:
         self._rest = _Index(pieces.rest)
         self._first = self._rest if pieces.first is pieces.rest else _Index(pieces.first)
 
-    def containing(self, part: bytes) -> Int64:
+    def find_containing(self, part: bytes) -> Int64:
         """Returns the ids of tokens with `part` inside, in any order, perhaps repeated."""
         if self._first is self._rest:
-            return self._rest.containing(part)
-        return np.concatenate([self._rest.containing(part), self._first.containing(part)])
+            return self._rest.find_containing(part)
+        return np.concatenate([self._rest.find_containing(part), self._first.find_containing(part)])
 
-    def starting(self, prefix: bytes) -> Int64:
+    def find_starting(self, prefix: bytes) -> Int64:
         """Returns the ids of tokens that begin with `prefix` when they follow other tokens."""
-        return self._rest.starting(prefix)
+        return self._rest.find_starting(prefix)
 
 
 class _Index:
@@ -49,12 +49,12 @@ class _Index:
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(b"".join(self._sorted), dtype=np.uint8)
         self._owners = np.repeat(np.arange(len(items)), [len(piece) for piece in self._sorted])  # each byte's row
 
-    def starting(self, prefix: bytes) -> Int64:
+    def find_starting(self, prefix: bytes) -> Int64:
         low = bisect_left(self._sorted, prefix)
         high = bisect_left(self._sorted, True, lo=low, key=lambda piece: not piece.startswith(prefix))
         return self._ids[low:high]
 
-    def containing(self, part: bytes) -> Int64:
+    def find_containing(self, part: bytes) -> Int64:
         last = len(self._bytes) - len(part) + 1
         if last <= 0:
             return self._ids[:0]

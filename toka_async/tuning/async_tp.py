@@ -21,7 +21,7 @@ from toka_async.model.activation_layout import ActivationLayout, LayoutPolicy, R
 from toka_async.model.comm import Comm
 from toka_async.model.decoder import Decoder
 from toka_async.model.ops import Ops
-from toka_async.model.overlap import overlapped, release, reserve, why_not
+from toka_async.model.overlap import build_overlapped, explain_obstacle, release, reserve
 from toka_async.model.weights import build_decoder, random_weights
 from toka_async.tuning.store import Facts, TuningCache
 
@@ -68,7 +68,7 @@ def workspace_bytes(spec: ModelSpec, dtype: torch.dtype, max_tokens: int, num_ra
     return 2 * -(-max_tokens // num_ranks) * spec.hidden_size * dtype.itemsize
 
 
-def build_spreads(
+def build_layouts(
     asked: int | Literal["auto"],
     comm: Comm,
     shape: RankShape,
@@ -90,14 +90,14 @@ def build_spreads(
     whole, world = Replicated(comm), world or comm
     if comm.size == 1 or asked == 0:
         return LayoutPolicy(whole)
-    reason = why_not(comm, shape.device) or reserve(
+    reason = explain_obstacle(comm, shape.device) or reserve(
         comm, workspace_bytes(shape.spec, shape.dtype, shape.max_tokens, comm.size)
     )
     if not world.minimum(int(not reason)):
         reason = reason or "another stage's GPUs cannot"
     if reason:
         return _not_overlapped(asked, comm, world, reason)
-    shards = overlapped(comm)
+    shards = build_overlapped(comm)
     if asked != "auto":
         return LayoutPolicy(whole, shards, _with_two_each(asked, comm))
     counts = token_counts(most_captured, shape.max_tokens)
@@ -109,7 +109,7 @@ def build_spreads(
             cache.keep("async-tp", facts, timings)
     if shape.device.type == "cuda":
         torch.cuda.empty_cache()  # what was taken for it
-    least = int(world.of_first(str(least_tokens(timings)).encode()))
+    least = int(world.broadcast_first(str(least_tokens(timings)).encode()))
     _report(world, least, timings)
     if not least:
         release(comm)
@@ -122,7 +122,7 @@ def _timings_of_before(cache: TuningCache, facts: Facts, counts: Sequence[int], 
     timings = cache.find("async-tp", facts, list[Timing])
     if timings is not None and [timing.num_tokens for timing in timings] != [*counts]:
         timings = None
-    return msgspec.json.decode(world.of_first(msgspec.json.encode(timings)), type=list[Timing] | None)
+    return msgspec.json.decode(world.broadcast_first(msgspec.json.encode(timings)), type=list[Timing] | None)
 
 
 def _facts(shape: RankShape, comm: Comm, world: Comm, counts: Sequence[int]) -> Facts:
@@ -217,11 +217,11 @@ def _timed(run: LayerRun, comm: Comm, clock: LayoutClock) -> float:
 class LayerRun:
     """A step's layers, computed by one: `num_tokens`, of which the rank has `num_own`."""
 
-    def __init__(self, decoder: Decoder, spread: ActivationLayout, num_tokens: int, num_own: int) -> None:
+    def __init__(self, decoder: Decoder, layout: ActivationLayout, num_tokens: int, num_own: int) -> None:
         assert decoder.norm is not None
         norm = decoder.norm.weight
         self._layer = decoder.layers[0]
-        self.spread = spread
+        self.layout = layout
         self.num_tokens = num_tokens
         self._hidden = torch.randn(num_own, norm.numel(), dtype=norm.dtype, device=norm.device)
         self._rotation = decoder.rope(torch.arange(num_tokens, device=norm.device), norm.dtype)
@@ -230,7 +230,7 @@ class LayerRun:
     @torch.inference_mode()
     def __call__(self) -> None:
         for _ in range(LAYERS):
-            self._layer(self._hidden, self._hidden, self._rotation, self._attention, self.spread)
+            self._layer(self._hidden, self._hidden, self._rotation, self._attention, self.layout)
 
 
 class NoAttention:

@@ -72,7 +72,7 @@ def test_an_output_file_is_damaged(
     store.database.connection.execute("BEGIN")
     batch = notice(store)
     store.database.connection.execute("COMMIT")
-    store.committed()
+    store.after_commit()
     assert (batch.record.status, batch.record.failed_at) == ("failed", 1000)
     (fault,) = batch.record.faults
     assert (fault.code, fault.param) == ("output_file_damaged", "output_file_id")

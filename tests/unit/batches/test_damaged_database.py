@@ -167,6 +167,6 @@ def test_columns_of_a_version_before_limits_are_filled(tmp_path: Path) -> None:
     record = msgspec.json.encode(FileRecord(id="x", filename="", purpose="batch", bytes=7, created_at=1)).decode()
     change(tmp_path, f"INSERT INTO files (id, purpose, record) VALUES ('x', 'batch', '{record}'), ('y', '', '{{')")
     with closing(Store(tmp_path, lambda: 1000)) as store:
-        assert store.database.files_of("") == (3, 45)
-        assert store.database.files_of("name alice") == (2, 18)
+        assert store.database.count_files("") == (3, 45)
+        assert store.database.count_files("name alice") == (2, 18)
         assert store.database.num_open_batches("name alice") == 3

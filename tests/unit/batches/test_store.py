@@ -123,7 +123,7 @@ def test_an_append_cuts_what_was_not_committed(tmp_path: Path) -> None:
 
 
 async def writing(store: Store) -> Writer:
-    return Writer(Transactions(store.database.connection, store.committed, store.forget))
+    return Writer(Transactions(store.database.connection, store.after_commit, store.forget))
 
 
 async def test_what_comes_together_is_one_transaction(tmp_path: Path) -> None:

@@ -19,26 +19,26 @@ def floor() -> Floor:
         patch.setattr("toka_async.bench.floor.LEAST_SECONDS", 1e-4)
         patch.setitem(__import__("toka_async.bench.floor", fromlist=["x"]).COPY_BYTES, "cpu", 1 << 20)
         made = Floor(read_spec(Path(toka_async.__file__).parent / "demo"), torch.float32, CPU)
-        made.of(Case(rows=64, context=64), grouped=False)
+        made.compute(Case(rows=64, context=64), grouped=False)
     made.bandwidth, made.flops = 1e9, 1e15  # so that what is read decides
     return made
 
 
 def test_what_attention_reads(floor: Floor) -> None:
     each = 2 * 3 * 2 * 32 * 4  # bytes: keys and values, layers, heads, their size, float32
-    alone = floor.of(Case(rows=64, context=100, prefix=80, groups=4), grouped=False).attention
+    alone = floor.compute(Case(rows=64, context=100, prefix=80, groups=4), grouped=False).attention
     assert alone == pytest.approx(64 * 100 * each / 1e9)
-    together = floor.of(Case(rows=64, context=100, prefix=80, groups=4), grouped=True).attention
+    together = floor.compute(Case(rows=64, context=100, prefix=80, groups=4), grouped=True).attention
     assert together == pytest.approx((64 * 20 + 4 * 80) * each / 1e9)
-    assert floor.of(Case(prompt=64), grouped=False).attention == pytest.approx(64 * each / 1e9)
+    assert floor.compute(Case(prompt=64), grouped=False).attention == pytest.approx(64 * each / 1e9)
 
 
 def test_the_parts(floor: Floor) -> None:
-    parts = floor.of(Case(rows=64, context=64), grouped=False)
+    parts = floor.compute(Case(rows=64, context=64), grouped=False)
     assert parts.sampling == pytest.approx(64 * 608 * 4 / 1e9)
     assert parts.matrices > 0
     assert parts.total == pytest.approx(parts.matrices + parts.attention + parts.sampling)
-    assert floor.of(Case(prompt=64), grouped=False).sampling == pytest.approx(608 * 4 / 1e9)
+    assert floor.compute(Case(prompt=64), grouped=False).sampling == pytest.approx(608 * 4 / 1e9)
 
 
 def test_short_work_is_timed_many_times() -> None:

@@ -23,7 +23,7 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     stream, clock = Terminal(), Clock()
     bar = LoadBar(stream, "run 1 of 3", 16, 100_000, clock)
-    bar.ended()
+    bar.count_ended()
     clock.now += 10.0
     bar.show(25_000)
     bar.close()
@@ -57,8 +57,8 @@ def test_lines_elsewhere(num_tokens: int | None, counted: float | None, line: st
     """What the server does not count, or nobody knows before, is left out."""
     stream, clock = io.StringIO(), Clock()
     bar = LoadBar(stream, "running", 4, num_tokens, clock)
-    bar.ended()
-    bar.ended()
+    bar.count_ended()
+    bar.count_ended()
     clock.now += 10.0
     bar.show(counted)
     bar.close()

@@ -20,7 +20,7 @@ from toka_async.bench import rates, serve_load
 from toka_async.bench.client import ListedModel, Reply, Sent
 from toka_async.bench.loads.served import BenchError
 from toka_async.bench.loads.workloads import Body
-from toka_async.bench.rates import Rates, counters, generated, watched
+from toka_async.bench.rates import Rates, counters, sum_generated, watch_rates
 from toka_async.bench.serve_load import (
     LoadPercentiles,
     ServeLoadResult,
@@ -74,9 +74,11 @@ async def test_a_server_without_requests_stands_still(monkeypatch: pytest.Monkey
     monkeypatch.setattr(rates, "SETTLE", 60.0)
     async with web_server(FakeScheduler()) as server, aiohttp.ClientSession() as session, asyncio.timeout(5):
         first = await counters(session, server.url)
-        last = await rates.settled(session, server.url)
+        last = await rates.wait_for_counters(session, server.url)
     assert last["toka:http_requests_total"] > first.get("toka:http_requests_total", 0)
-    assert rates.ours(last).items() >= {item for item in rates.ours(first).items() if not item[0].startswith("http")}
+    assert rates.select_ours(last).items() >= {
+        item for item in rates.select_ours(first).items() if not item[0].startswith("http")
+    }
 
 
 async def test_a_trace_and_log_probs(parse: Parse, tmp_path: Path) -> None:
@@ -113,8 +115,8 @@ async def test_the_servers_counters() -> None:
     scheduler = FakeScheduler(ready=LARGE)
     async with web_server(scheduler) as server, aiohttp.ClientSession() as session:
         await server.ok("/v1/completions", {"prompt": "x", "max_tokens": 9})
-        assert generated(await counters(session, server.url)) == scheduler.generated == 9
-        async with watched(session, server.url) as rates:
+        assert sum_generated(await counters(session, server.url)) == scheduler.generated == 9
+        async with watch_rates(session, server.url) as rates:
             await server.ok("/v1/completions", {"prompt": "x", "max_tokens": 9})
         assert rates.tokens[0] >= 9
 
@@ -133,7 +135,7 @@ async def test_a_server_without_counters() -> None:
         async with aiohttp.ClientSession() as session:
             assert await counters(session, url) == {}
             with pytest.raises(BenchError, match="--plot"):
-                async with watched(session, url):
+                async with watch_rates(session, url):
                     pass
     finally:
         await runner.cleanup()

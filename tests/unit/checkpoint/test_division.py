@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.cases.models import make_checkpoint
 from toka_async.checkpoint.division import (
+    all_layers,
     check_division,
     check_tensor_size,
     spec_of_rank,
@@ -17,7 +18,6 @@ from toka_async.checkpoint.division import (
     stage_layers,
     stage_parts,
     tensor_sizes,
-    whole,
 )
 from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
 
@@ -82,6 +82,6 @@ def test_parts_of_stages_follow_each_other(tmp_path: Path) -> None:
         of_stages = [spec_of_stage(spec, part) for part in parts]
         assert [part.size for part in parts] == [stage.num_layers for stage in of_stages]
         assert sum((stage.windows for stage in of_stages), ()) == spec.windows == (0, 0, 0, 0, 64, 64, 64)
-    assert stage_parts(spec, 1, 1) == [whole(spec)]
+    assert stage_parts(spec, 1, 1) == [all_layers(spec)]
     with pytest.raises(ModelError, match=r"^parallel\.pp=8: the model has 7 layers; use at most 7$"):
         check_division(spec, 8, 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from toka_async.batches.disk import StorageError
-from toka_async.batches.results import Answered, done_line
+from toka_async.batches.results import Answered, encode_line
 from toka_async.cli import batch_run
 from toka_async.cli.batch_run import Bar, BatchFileError, bar_line, look, make_job, run
 from toka_async.config import Config, ModelConfig
@@ -147,7 +147,7 @@ def begin(folder: Path, model: ModelConfig, *failed: bool) -> BatchJob:
     store.accept(record.id, 3, [])
     for number, has_failed in enumerate(failed):
         answered = Answered(str(number), 500 if has_failed else 200, b"{}", output_tokens=7)
-        store.finish_lines(record.id, [done_line(record.id, number, 19 * (number + 1), answered)])
+        store.finish_lines(record.id, [encode_line(record.id, number, 19 * (number + 1), answered)])
     if len(failed) == 3:
         store.end(record.id, "completed")
         store.finalize(record.id)

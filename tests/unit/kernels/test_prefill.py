@@ -13,20 +13,20 @@ pytest.importorskip("triton")
 
 from tests.cases.paged import PagedCase
 from toka_async.kernels.decode import Partial, merge
-from toka_async.kernels.prefill import SpanConfig, attend_chunks, attend_prefixes, span_config
+from toka_async.kernels.prefill import PrefillConfig, attend_chunks, attend_prefixes, prefill_config
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLES = 60 if DEVICE.type == "cuda" else 3  # the interpreter is slow
 SCALE = 0.4
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-SMALL = SpanConfig(block_queries=16, block_keys=16, num_warps=4, num_stages=2)
+SMALL = PrefillConfig(block_queries=16, block_keys=16, num_warps=4, num_stages=2)
 
 
 def tile_table(tiles: list[tuple[int, int, int, int]]) -> torch.Tensor:
     return torch.tensor([(len(tiles), 0, 0, 0), *tiles], dtype=torch.int32, device=DEVICE)
 
 
-def check_chunks(case: PagedCase, window: int, config: SpanConfig, num_programs: int = 0) -> None:
+def check_chunks(case: PagedCase, window: int, config: PrefillConfig, num_programs: int = 0) -> None:
     """Each row's keys are cut into a context and a chunk, whose last tile is the shortest."""
     tiles, expected = [], []
     size, token = config.queries(case.group), 0
@@ -73,7 +73,7 @@ def test_chunks(shape: tuple[int, int, int], seed: int, lengths: list[int], page
 @pytest.mark.parametrize("dim", [64, 128])
 def test_chunks_as_configured(dim: int, dtype: torch.dtype) -> None:
     case = PagedCase(0, [140] if dtype == torch.bfloat16 else [40], 16, 1, 4, dim, DEVICE, dtype)
-    check_chunks(case, 0, span_config(dim, 4, dtype))
+    check_chunks(case, 0, prefill_config(dim, 4, dtype))
 
 
 @pytest.mark.parametrize("window", [0, 9])
@@ -128,4 +128,4 @@ def test_no_tiles() -> None:
 def test_tiles_hold_whole_queries() -> None:
     assert SMALL.queries(7) == 2
     assert SMALL.queries(16) == 1
-    assert span_config(64, 200, torch.bfloat16).queries(200) == 1
+    assert prefill_config(64, 200, torch.bfloat16).queries(200) == 1

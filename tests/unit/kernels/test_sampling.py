@@ -17,7 +17,7 @@ from toka_async.kernels.sampling import SamplingKernels
 from toka_async.kernels.sampling_row import random_bits, uniform_of
 from toka_async.messages import SamplingParams
 from toka_async.model.logprobs import distribution
-from toka_async.model.rng import uniforms
+from toka_async.model.rng import draw_uniforms
 from toka_async.model.sampling import clean, sample
 
 VOCAB, CHUNK, CANDIDATES = 300, 128, 8
@@ -50,7 +50,7 @@ def test_uniform_numbers_are_those_of_the_streams(device: torch.device) -> None:
     indices = np.append(rng.integers(0, 2**31, 60), [0, 1, 2, 3, 4])
     output = torch.zeros(seeds.size, dtype=torch.float64, device=device)
     _store_uniforms[(seeds.size,)](torch.from_numpy(seeds).to(device), torch.from_numpy(indices).to(device), output)
-    assert output.cpu().numpy().tobytes() == uniforms(seeds, indices).tobytes()
+    assert output.cpu().numpy().tobytes() == draw_uniforms(seeds, indices).tobytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -63,5 +63,5 @@ def test_a_rank_norms_its_share_of_the_tokens(tmp_path: Path) -> None:
 
 def test_steps_of_enough_tokens_are_in_shards() -> None:
     whole, shards = Replicated(LocalComm()), SequenceSharded(LocalComm())
-    assert [LayoutPolicy(whole, shards, 3).of(num) is shards for num in (1, 2, 3, 4)] == [False, False, True, True]
-    assert LayoutPolicy(whole).of(10**6) is whole
+    assert [LayoutPolicy(whole, shards, 3).choose(num) is shards for num in (1, 2, 3, 4)] == [False, False, True, True]
+    assert LayoutPolicy(whole).choose(10**6) is whole

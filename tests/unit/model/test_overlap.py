@@ -10,7 +10,7 @@ import torch
 from tests.drivers.thread_ranks import run_ranks
 from toka_async.model import overlap
 from toka_async.model.comm import Comm
-from toka_async.model.overlap import reserve, why_not
+from toka_async.model.overlap import explain_obstacle, reserve
 
 CPU = torch.device("cpu")
 
@@ -26,13 +26,13 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def reasons() -> list[str]:
-    return run_ranks(2, lambda comm: why_not(comm, torch.device("cuda", 4 + comm.rank)))
+    return run_ranks(2, lambda comm: explain_obstacle(comm, torch.device("cuda", 4 + comm.rank)))
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_linked_gpus_without_multicast_can() -> None:
     assert reasons() == ["", ""]
-    assert run_ranks(2, lambda comm: why_not(comm, CPU)) == ["it needs GPUs"] * 2
+    assert run_ranks(2, lambda comm: explain_obstacle(comm, CPU)) == ["it needs GPUs"] * 2
 
 
 def test_multicast_must_be_off(two_gpus: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from toka_async.model.rng import uniforms
+from toka_async.model.rng import draw_uniforms
 
 _MASK = 2**64 - 1
 
@@ -16,7 +16,7 @@ def _mix(z: int) -> int:
 def test_equals_the_definition(seed: int, index: int) -> None:
     start = _mix(seed & _MASK)
     expected = (_mix((start + (index + 1) * 0x9E3779B97F4A7C15) & _MASK) >> 11) / 2**53
-    assert uniforms(np.array([seed]), np.array([index])).tolist() == [expected]
+    assert draw_uniforms(np.array([seed]), np.array([index])).tolist() == [expected]
 
 
 def test_splitmix64_known_answer() -> None:
@@ -28,7 +28,7 @@ def test_splitmix64_known_answer() -> None:
 def test_uniform_along_a_stream_and_across_neighbouring_seeds(along: str) -> None:
     num, bins = 200_000, 200
     counter, fixed = np.arange(num), np.full(num, 17)
-    draws = uniforms(fixed, counter) if along == "indices" else uniforms(counter, fixed)
+    draws = draw_uniforms(fixed, counter) if along == "indices" else draw_uniforms(counter, fixed)
     assert draws.min() >= 0
     assert draws.max() < 1
     counts = np.bincount((draws * bins).astype(np.int64), minlength=bins)
@@ -38,5 +38,5 @@ def test_uniform_along_a_stream_and_across_neighbouring_seeds(along: str) -> Non
 
 
 def test_streams_of_different_seeds_are_not_shifted_copies() -> None:
-    draws = {seed: set(uniforms(np.full(500, seed), np.arange(500)).tolist()) for seed in range(20)}
+    draws = {seed: set(draw_uniforms(np.full(500, seed), np.arange(500)).tolist()) for seed in range(20)}
     assert len(set().union(*draws.values())) == 20 * 500

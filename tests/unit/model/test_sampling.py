@@ -18,7 +18,7 @@ from transformers import (
 
 from toka_async.arrays import i32_column
 from toka_async.messages import SamplingParams
-from toka_async.model.rng import Float64, uniforms
+from toka_async.model.rng import Float64, draw_uniforms
 from toka_async.model.sampling import Flag, clean, params_of, sample
 from toka_async.openai.generation import LEAST_TEMPERATURE
 
@@ -98,7 +98,7 @@ def test_chi_square(sampling: SamplingParams) -> None:
     logits = _logits(100, 1.5)
     expected = _exact(logits, sampling)
     num = 8000
-    tokens = _draw(logits, sampling, uniforms(np.arange(num), np.full(num, 3)))
+    tokens = _draw(logits, sampling, draw_uniforms(np.arange(num), np.full(num, 3)))
     counts = np.bincount(tokens, minlength=100)
     assert counts[expected == 0].sum() == 0
     rare = (expected > 0) & (num * expected < 5)
@@ -178,7 +178,7 @@ def test_logits_that_are_not_numbers(vocab: int, sampling: SamplingParams) -> No
 def test_extreme_temperatures(vocab: int) -> None:
     logits = _logits(vocab, 3.0)
     largest = int(logits.argmax())
-    uniform = uniforms(np.arange(100), np.zeros(100, dtype=np.int64))
+    uniform = draw_uniforms(np.arange(100), np.zeros(100, dtype=np.int64))
     assert set(_draw(logits, SamplingParams(temperature=1e-30), uniform).tolist()) == {largest}
     assert set(_draw(logits, SamplingParams(temperature=1e-4, top_p=0.9), uniform).tolist()) == {largest}
     hot = _draw(logits, SamplingParams(temperature=1e30), (np.arange(vocab) + 0.5) / vocab)
@@ -207,7 +207,7 @@ def test_a_row_alone_and_among_others_samples_the_same(rows: list[_Row], vocab: 
         [row.spread * torch.randn(1, vocab, generator=torch.Generator().manual_seed(row.seed)) for row in rows]
     )
     params = np.concatenate([params_of(row.sampling) for row in rows])
-    uniform = uniforms(np.array([row.seed for row in rows]), np.zeros(len(rows), dtype=np.int64))
+    uniform = draw_uniforms(np.array([row.seed for row in rows]), np.zeros(len(rows), dtype=np.int64))
     together = sample(logits.clone(), params, uniform).tolist()
     alone = [int(sample(logits[i : i + 1].clone(), params[i : i + 1], uniform[i : i + 1])) for i in range(len(rows))]
     assert together == alone

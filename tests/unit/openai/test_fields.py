@@ -8,7 +8,7 @@ import pytest
 
 import toka_async.openai
 from toka_async.openai.errors import ApiError
-from toka_async.openai.fields import UNSUPPORTED, known_fields
+from toka_async.openai.fields import UNSUPPORTED, check_fields
 
 README = Path(toka_async.openai.__file__).with_name("README.md")
 LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")  # taken, and nothing is done with them
@@ -34,14 +34,14 @@ def test_the_table_of_differences_names_every_field() -> None:
 )
 def test_what_to_write_instead(name: str, instead: str) -> None:
     with pytest.raises(ApiError) as caught:
-        known_fields({name: 5}, (), UNSUPPORTED)
+        check_fields({name: 5}, (), UNSUPPORTED)
     assert caught.value.message == f"'{name}' is not supported{instead}"
     assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
 
 
 def test_a_nested_field_is_named_with_its_place() -> None:
     with pytest.raises(ApiError) as caught:
-        known_fields({"padding": True}, ("usage",), {"padding": (False,)}, "options.")
+        check_fields({"padding": True}, ("usage",), {"padding": (False,)}, "options.")
     assert caught.value.param == "options.padding"
     assert caught.value.message == "'options.padding' is not supported; leave it out, or give false"
-    assert known_fields({"padding": False, "usage": 1}, ("usage",), {"padding": (False,)}, "options.") == {"usage": 1}
+    assert check_fields({"padding": False, "usage": 1}, ("usage",), {"padding": (False,)}, "options.") == {"usage": 1}

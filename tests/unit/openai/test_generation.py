@@ -14,7 +14,7 @@ from toka_async.openai.generation import (
     chat_generation,
     completion_generation,
     token_budget,
-    truncated,
+    truncate_prompt,
 )
 from toka_async.openai.requests import ChatRequest, CompletionRequest, StreamOptions
 
@@ -177,7 +177,7 @@ def test_allowed_token_ids() -> None:
 def test_truncation(num: int, side: Any, max_tokens: int | None, kept: list[int]) -> None:
     how = chat(truncate_prompt_tokens=num, truncation_side=side).truncation
     assert how is not None
-    assert truncated(np.arange(10, dtype=np.int32), how, LIMITS, max_tokens).tolist() == kept
+    assert truncate_prompt(np.arange(10, dtype=np.int32), how, LIMITS, max_tokens).tolist() == kept
 
 
 def test_no_truncation_and_none_to_nothing() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from toka_async.openai.errors import ApiError
-from toka_async.openai.prompts import check_vocabulary, parse_prompts, token_ids
+from toka_async.openai.prompts import check_vocabulary, parse_prompts, parse_token_ids
 
 
 def test_the_four_forms() -> None:
@@ -30,6 +30,6 @@ def test_what_is_no_prompt(prompt: list[Any]) -> None:
 
 
 def test_the_vocabulary_is_stated() -> None:
-    check_vocabulary(token_ids([0, 9]), 10)
+    check_vocabulary(parse_token_ids([0, 9]), 10)
     with pytest.raises(ApiError, match="token id 10, out of range: the model's vocabulary has 10 tokens"):
-        check_vocabulary(token_ids([0, 10]), 10)
+        check_vocabulary(parse_token_ids([0, 10]), 10)

@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 from toka_async.openai.fields import Unsupported
 from toka_async.openai.generation import RequestLimits
 from toka_async.openai.requests import CompletionRequest, WireRequest
-from toka_async.openai.schemas import reference, request_schemas, response_schemas
+from toka_async.openai.schemas import refer_to, request_schemas, response_schemas
 
 LIMITS = RequestLimits(max_context=100, cache_tokens=80, vocab_size=50, max_n=4)
 
@@ -38,7 +38,7 @@ def test_requests() -> None:
     fields = schemas["Asked"]["properties"]
     assert fields["needed"] == {"type": "integer"}
     assert fields["max_tokens"] == {"anyOf": [{"type": "integer", "minimum": 0, "maximum": 80}, {"type": "null"}]}
-    assert fields["inner"] == {"anyOf": [reference(Inner), {"type": "null"}]}
+    assert fields["inner"] == {"anyOf": [refer_to(Inner), {"type": "null"}]}
     assert schemas["Inner"]["properties"]["flag"] == {
         "anyOf": [{"type": "boolean"}, {"type": "null"}],
         "default": False,

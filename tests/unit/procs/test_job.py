@@ -70,7 +70,7 @@ def test_an_output_that_has_lost_something_is_told_and_not_waited_for(tmp_path: 
 
 
 def failed(num_lines: int, *faults: Fault) -> Batch:
-    return Batch(make_record({}).refused(faults, 1), BatchProgress(completed=num_lines))
+    return Batch(make_record({}).refuse(faults, 1), BatchProgress(completed=num_lines))
 
 
 def test_it_says_which_file_is_wrong() -> None:

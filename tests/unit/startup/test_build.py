@@ -18,7 +18,7 @@ from toka_async.startup import build, memory
 from toka_async.startup.build import build_runner
 from toka_async.startup.device import device_text
 from toka_async.startup.rank_coords import RankCoords
-from toka_async.tuning.async_tp import build_spreads
+from toka_async.tuning.async_tp import build_layouts
 from toka_async.tuning.store import TuningCache
 
 
@@ -105,12 +105,12 @@ def test_what_was_found_is_told(
     """All parts ask the same cache."""
     cache, given = TuningCache(tmp_path, {}), list[object]()
 
-    def spreads(*args: Any, **options: Any) -> LayoutPolicy:
+    def layouts(*args: Any, **options: Any) -> LayoutPolicy:
         given.append(options["tuning_cache"])
-        return build_spreads(*args, **options)
+        return build_layouts(*args, **options)
 
     monkeypatch.setattr(build, "_tuning_cache", lambda *_: cache)
-    monkeypatch.setattr(build, "build_spreads", spreads)
+    monkeypatch.setattr(build, "build_layouts", layouts)
     caplog.set_level(logging.INFO)
     _build(model_dir)
     assert given == [cache]

@@ -22,8 +22,8 @@ def test_search_equals_looking_at_every_token(build: Builder, data: st.DataObjec
     piece = data.draw(st.sampled_from([piece for piece in rest.values() if piece]) | st.binary(min_size=1, max_size=3))
     low = data.draw(st.integers(0, len(piece) - 1))
     part = piece[low : data.draw(st.integers(low + 1, len(piece)))]
-    assert set(vocabulary.starting(part).tolist()) == {i for i in rest if rest[i].startswith(part)}
-    assert set(vocabulary.containing(part).tolist()) == {i for i in rest if part in rest[i] or part in first[i]}
+    assert set(vocabulary.find_starting(part).tolist()) == {i for i in rest if rest[i].startswith(part)}
+    assert set(vocabulary.find_containing(part).tolist()) == {i for i in rest if part in rest[i] or part in first[i]}
 
 
 def test_sizes() -> None:
@@ -35,6 +35,6 @@ def test_sizes() -> None:
 
 def test_a_match_across_two_tokens_is_none() -> None:
     tokenizer = small.word_level()
-    found = Vocabulary(tokenizer).containing(b"answer")
+    found = Vocabulary(tokenizer).find_containing(b"answer")
     assert [tokenizer.token_text(i) for i in sorted(set(found.tolist()))] == [" answer"]
-    assert Vocabulary(tokenizer).containing(b"x" * 10_000).size == 0
+    assert Vocabulary(tokenizer).find_containing(b"x" * 10_000).size == 0

@@ -18,12 +18,12 @@ from toka_async.model.activation_layout import LayoutPolicy, Replicated, Sequenc
 from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.decoder import Decoder
 from toka_async.model.ops import TorchOps
-from toka_async.tuning import async_tp as spreads
+from toka_async.tuning import async_tp
 from toka_async.tuning.async_tp import (
     LayerRun,
     RankShape,
     Timing,
-    build_spreads,
+    build_layouts,
     least_tokens,
     token_counts,
     workspace_bytes,
@@ -46,35 +46,35 @@ def overlapping(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         bytes_taken.append(num_bytes)
         return ""
 
-    monkeypatch.setattr(spreads, "why_not", lambda *_: "")
-    monkeypatch.setattr(spreads, "reserve", reserve)
-    monkeypatch.setattr(spreads, "release", lambda _: bytes_taken.append(-1))
-    monkeypatch.setattr(spreads, "overlapped", SequenceSharded)
+    monkeypatch.setattr(async_tp, "explain_obstacle", lambda *_: "")
+    monkeypatch.setattr(async_tp, "reserve", reserve)
+    monkeypatch.setattr(async_tp, "release", lambda _: bytes_taken.append(-1))
+    monkeypatch.setattr(async_tp, "build_overlapped", SequenceSharded)
     return bytes_taken
 
 
 def test_one_rank_has_no_shards(shape: RankShape) -> None:
-    assert build_spreads("auto", LocalComm(), shape, 0).shards is None
+    assert build_layouts("auto", LocalComm(), shape, 0).shards is None
 
 
 def test_none_are_wanted(shape: RankShape, overlapping: list[int]) -> None:
-    built = run_ranks(2, lambda comm: build_spreads(0, comm, shape, 0))
+    built = run_ranks(2, lambda comm: build_layouts(0, comm, shape, 0))
     assert [(ways.shards, ways.min_tokens) for ways in built] == [(None, 0)] * 2
     assert overlapping == []
 
 
 def test_a_number_is_taken_as_it_is(shape: RankShape, overlapping: list[int]) -> None:
-    for ways in run_ranks(2, lambda comm: build_spreads(7, comm, shape, 512)):
-        assert isinstance(ways.of(7), SequenceSharded)
-        assert isinstance(ways.of(6), Replicated)
+    for ways in run_ranks(2, lambda comm: build_layouts(7, comm, shape, 512)):
+        assert isinstance(ways.choose(7), SequenceSharded)
+        assert isinstance(ways.choose(6), Replicated)
     assert overlapping == [2 * 1050 * shape.spec.hidden_size * 4] * 2
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_in_shards_each_rank_has_two_tokens(shape: RankShape, overlapping: list[int], size: int) -> None:
-    for ways in run_ranks(size, lambda comm: build_spreads(1, comm, shape, 0)):
-        assert isinstance(ways.of(size + 1), SequenceSharded)
-        assert isinstance(ways.of(size), Replicated)
+    for ways in run_ranks(size, lambda comm: build_layouts(1, comm, shape, 0)):
+        assert isinstance(ways.choose(size + 1), SequenceSharded)
+        assert isinstance(ways.choose(size), Replicated)
         assert ways.min_tokens == size + 1
     assert len(overlapping) == size
 
@@ -82,9 +82,9 @@ def test_in_shards_each_rank_has_two_tokens(shape: RankShape, overlapping: list[
 def test_without_overlap_a_number_stands_and_auto_is_never(shape: RankShape, caplog: pytest.LogCaptureFixture) -> None:
     """On a CPU, for one; rank 0 says why."""
     with caplog.at_level(logging.INFO):
-        asked = run_ranks(2, lambda comm: build_spreads(7, comm, shape, 0))
-        auto = run_ranks(2, lambda comm: build_spreads("auto", comm, shape, 0))
-    assert [isinstance(ways.of(7), SequenceSharded) for ways in asked] == [True, True]
+        asked = run_ranks(2, lambda comm: build_layouts(7, comm, shape, 0))
+        auto = run_ranks(2, lambda comm: build_layouts("auto", comm, shape, 0))
+    assert [isinstance(ways.choose(7), SequenceSharded) for ways in asked] == [True, True]
     assert [ways.shards for ways in auto] == [None, None]
     assert [record.getMessage() for record in caplog.records] == [
         "parallel.async_tp_min_tokens=7: steps from 7 tokens on are in shards, but nothing overlaps: it needs GPUs",
@@ -99,12 +99,12 @@ def test_auto_is_what_rank_0_measures(shape: RankShape, caplog: pytest.LogCaptur
 
         def clock(run: LayerRun) -> float:
             run()
-            in_shards = isinstance(run.spread, SequenceSharded)
+            in_shards = isinstance(run.layout, SequenceSharded)
             runs.append((run.num_tokens, in_shards))
             gain = 1.5 if run.num_tokens >= 2048 and comm.rank == 0 else 0.9
             return run.num_tokens / gain / 64 if in_shards else run.num_tokens / 64
 
-        ways = build_spreads("auto", comm, shape, 512, clock)
+        ways = build_layouts("auto", comm, shape, 512, clock)
         assert runs == [(count, which) for count in (1024, 2048) for _ in range(3) for which in (False, True)]
         return ways
 
@@ -129,7 +129,7 @@ def test_what_is_measured_is_tuned_before(shape: RankShape) -> None:
             events.append(run.num_tokens)
             return 1.0
 
-        build_spreads("auto", comm, shape, 512, clock, tune=tune)
+        build_layouts("auto", comm, shape, 512, clock, tune=tune)
         return events
 
     for events in run_ranks(2, measured):
@@ -147,10 +147,10 @@ def test_a_later_start_measures_nothing_if_the_first_rank_knows(shape: RankShape
 
             def clock(run: LayerRun) -> float:
                 runs.append(run.num_tokens)
-                return 1.0 if isinstance(run.spread, SequenceSharded) else 2.0
+                return 1.0 if isinstance(run.layout, SequenceSharded) else 2.0
 
             cache = TuningCache(tmp_path / folders[comm.rank], {})
-            return build_spreads("auto", comm, shape, 512, clock, tuning_cache=cache).min_tokens, len(runs)
+            return build_layouts("auto", comm, shape, 512, clock, tuning_cache=cache).min_tokens, len(runs)
 
         return run_ranks(2, build)
 
@@ -170,7 +170,7 @@ def test_times_of_layers_depend_on_what_is_timed(shape: RankShape) -> None:
     """Which is one layer, on however many ranks."""
 
     def facts(shape: RankShape, num_ranks: int = 2, counts: tuple[int, ...] = (1024, 2048)) -> object:
-        return run_ranks(num_ranks, lambda comm: dict(spreads._facts(shape, comm, comm, counts)))[0]
+        return run_ranks(num_ranks, lambda comm: dict(async_tp._facts(shape, comm, comm, counts)))[0]
 
     deeper = msgspec.structs.replace(shape.spec, num_layers=9, windows=(0,) * 9)
     assert facts(replace(shape, spec=deeper, max_tokens=2200)) == facts(shape)
@@ -186,9 +186,9 @@ def test_times_of_layers_depend_on_what_is_timed(shape: RankShape) -> None:
 
 def test_where_it_is_slower_nothing_is_kept(shape: RankShape, overlapping: list[int]) -> None:
     def slower(run: LayerRun) -> float:
-        return 2.0 if isinstance(run.spread, SequenceSharded) else 1.0
+        return 2.0 if isinstance(run.layout, SequenceSharded) else 1.0
 
-    built = run_ranks(2, lambda comm: build_spreads("auto", comm, shape, 512, slower))
+    built = run_ranks(2, lambda comm: build_layouts("auto", comm, shape, 512, slower))
     assert [(ways.shards, ways.min_tokens) for ways in built] == [(None, 0)] * 2
     assert overlapping[2:] == [-1, -1]
 
@@ -196,7 +196,7 @@ def test_where_it_is_slower_nothing_is_kept(shape: RankShape, overlapping: list[
 @pytest.mark.usefixtures("overlapping")
 def test_steps_too_small_are_not_measured(shape: RankShape) -> None:
     small = replace(shape, max_tokens=512)
-    built = run_ranks(2, lambda comm: build_spreads("auto", comm, small, 512, lambda _: 1 / 0))
+    built = run_ranks(2, lambda comm: build_layouts("auto", comm, small, 512, lambda _: 1 / 0))
     assert [ways.shards for ways in built] == [None, None]
 
 

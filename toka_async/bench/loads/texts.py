@@ -31,7 +31,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[TextIO]:
+def open_text(path: Path) -> Iterator[TextIO]:
     """Opens a text file, plain or .gz. Raises BenchError when it cannot be read."""
     try:
         if path.suffix == ".gz":
@@ -47,7 +47,7 @@ def opened(path: Path) -> Iterator[TextIO]:
 def read_problems(path: Path) -> list[Problem]:
     """Reads a JSONL file. Raises BenchError, which names the wrong line."""
     problems = []
-    with opened(path) as file:
+    with open_text(path) as file:
         for number, line in enumerate(file, start=1):
             try:
                 problems.append(msgspec.json.decode(line, type=Problem))
@@ -77,7 +77,7 @@ def few_shot(
     return prompts
 
 
-def made_up(num_prompts: int, num_shots: int, draw: random.Random) -> list[str]:
+def invent_prompts(num_prompts: int, num_shots: int, draw: random.Random) -> list[str]:
     """Returns few-shot prompts of invented problems; no two prompts begin alike for long."""
     prompts = []
     for _ in range(num_prompts):

@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 
 from toka_async.bench.loads.served import BenchError
-from toka_async.bench.loads.texts import opened
+from toka_async.bench.loads.texts import open_text
 
 COLUMNS = ("ContextTokens", "GeneratedTokens")
 # Mean and deviation of the lengths' logarithms in the conversation trace of 2023, and its largest length
@@ -27,7 +27,7 @@ def read_trace(path: Path, num_requests: int) -> Lengths:
     Raises BenchError, which names line and column, for an unreadable or too short file or a wrong row.
     """
     lengths: Lengths = []
-    with opened(path) as file:
+    with open_text(path) as file:
         rows = csv.DictReader(file)
         missing = [name for name in COLUMNS if name not in (rows.fieldnames or ())]
         if missing:
@@ -40,15 +40,15 @@ def read_trace(path: Path, num_requests: int) -> Lengths:
     return lengths
 
 
-def drawn_trace(num_requests: int, draw: random.Random) -> Lengths:
+def draw_trace(num_requests: int, draw: random.Random) -> Lengths:
     """Draws log-normal lengths, prompt and output independent (their correlation in the trace is 0.09)."""
     return [
-        (_drawn(draw, *FITS[0]), _drawn(draw, *FITS[1]))
+        (_draw_length(draw, *FITS[0]), _draw_length(draw, *FITS[1]))
         for _ in range(num_requests)
     ]  # fmt: skip
 
 
-def _drawn(draw: random.Random, mean: float, deviation: float, longest: int) -> int:
+def _draw_length(draw: random.Random, mean: float, deviation: float, longest: int) -> int:
     return min(max(round(draw.lognormvariate(mean, deviation)), 1), longest)
 
 

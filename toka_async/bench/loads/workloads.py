@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from toka_async.bench.loads.served import BenchError
-from toka_async.bench.loads.texts import few_shot, made_up, read_problems
-from toka_async.bench.loads.trace import drawn_trace, read_trace
+from toka_async.bench.loads.texts import few_shot, invent_prompts, read_problems
+from toka_async.bench.loads.trace import draw_trace, read_trace
 
 Body = dict[str, Any]
 
@@ -19,7 +19,7 @@ WARM_SAMPLES = 256
 WARM_TOKENS = 32
 
 
-def bodies(options: argparse.Namespace, model: str, vocab_size: int | None, run: int) -> list[Body]:
+def build_bodies(options: argparse.Namespace, model: str, vocab_size: int | None, run: int) -> list[Body]:
     """Builds the requests of a run: the same lengths in every run, with new prompts.
 
     Raises BenchError when a file cannot be used, or the vocabulary's size is needed and unknown.
@@ -27,30 +27,30 @@ def bodies(options: argparse.Namespace, model: str, vocab_size: int | None, run:
     draw = random.Random(f"{options.load} {options.seed} {run}")
     match options.load:
         case "samples":
-            asked = samples(options, draw)
+            asked = build_samples(options, draw)
         case "ends":
-            asked = ends(options, draw, vocab(options, vocab_size))
+            asked = build_ends(options, draw, choose_vocab(options, vocab_size))
         case "trace":
-            asked = trace(options, draw, vocab(options, vocab_size))
+            asked = build_trace(options, draw, choose_vocab(options, vocab_size))
         case "single":
-            asked = single(options, draw)
+            asked = build_single(options, draw)
         case _:
             raise AssertionError(f"no load {options.load}")
     common = shared_fields(options, model)
     return [common | body for body in asked]
 
 
-def warm_bodies(options: argparse.Namespace, model: str, vocab_size: int | None) -> list[Body]:
+def build_warm_bodies(options: argparse.Namespace, model: str, vocab_size: int | None) -> list[Body]:
     """Builds the first requests of another run, with fewer samples and tokens."""
-    few = bodies(options, model, vocab_size, run=-1)[: WARM_REQUESTS[options.load]]
+    few = build_bodies(options, model, vocab_size, run=-1)[: WARM_REQUESTS[options.load]]
     return [
         body | {"n": min(body["n"], WARM_SAMPLES), "max_tokens": min(body["max_tokens"], WARM_TOKENS)} for body in few
     ]
 
 
-def probe_bodies(options: argparse.Namespace, model: str, vocab_size: int | None) -> list[Body]:
+def build_probe_bodies(options: argparse.Namespace, model: str, vocab_size: int | None) -> list[Body]:
     """Builds a small load of the same kind: one prompt, enough samples and tokens to tell the server's rate."""
-    first = bodies(options, model, vocab_size, run=-2)[0]
+    first = build_bodies(options, model, vocab_size, run=-2)[0]
     return [first | {"n": WARM_SAMPLES, "max_tokens": min(first["max_tokens"], WARM_TOKENS)}]
 
 
@@ -70,13 +70,13 @@ def shared_fields(options: argparse.Namespace, model: str) -> Body:
     return fields
 
 
-def samples(options: argparse.Namespace, draw: random.Random) -> list[Body]:
+def build_samples(options: argparse.Namespace, draw: random.Random) -> list[Body]:
     """Builds requests for many samples of each prompt, all of the same length."""
     fixed = {"n": options.samples, "max_tokens": options.output_tokens or 192, "ignore_eos": True}
-    return [{"prompt": prompt, "seed": draw.getrandbits(31), **fixed} for prompt in prompts(options, draw)]
+    return [{"prompt": prompt, "seed": draw.getrandbits(31), **fixed} for prompt in build_prompts(options, draw)]
 
 
-def ends(options: argparse.Namespace, draw: random.Random, vocab_size: int) -> list[Body]:
+def build_ends(options: argparse.Namespace, draw: random.Random, vocab_size: int) -> list[Body]:
     """Builds requests whose samples end by themselves: a random share 1 / mean of the vocabulary ends them.
 
     So a model with random weights ends each token with about that chance, in the engine's ordinary way.
@@ -90,17 +90,17 @@ def ends(options: argparse.Namespace, draw: random.Random, vocab_size: int) -> l
             "stop_token_ids": draw.sample(range(vocab_size), count),
             **last,
         }
-        for prompt in prompts(options, draw)
+        for prompt in build_prompts(options, draw)
     ]
 
 
-def trace(options: argparse.Namespace, draw: random.Random, vocab_size: int) -> list[Body]:
+def build_trace(options: argparse.Namespace, draw: random.Random, vocab_size: int) -> list[Body]:
     """Builds requests with a trace's lengths and random prompts."""
     num_requests = options.requests or REQUESTS["trace"]
     if options.trace is not None:
         lengths = read_trace(options.trace, num_requests)
     else:
-        lengths = drawn_trace(num_requests, random.Random(options.seed))
+        lengths = draw_trace(num_requests, random.Random(options.seed))
     usual = range(vocab_size // 64, vocab_size * 3 // 4)  # special tokens are at a vocabulary's ends
     return [
         {"prompt": draw.choices(usual, k=num_prompt), "max_tokens": num_output, "ignore_eos": True}
@@ -108,23 +108,23 @@ def trace(options: argparse.Namespace, draw: random.Random, vocab_size: int) -> 
     ]
 
 
-def single(options: argparse.Namespace, draw: random.Random) -> list[Body]:
+def build_single(options: argparse.Namespace, draw: random.Random) -> list[Body]:
     """Builds requests of one user, to be sent one after the other."""
     num_requests = options.requests or REQUESTS["single"]
     fixed = {"max_tokens": options.output_tokens or 256, "ignore_eos": True}
-    return [{"prompt": prompt, **fixed} for prompt in made_up(num_requests, options.shots, draw)]
+    return [{"prompt": prompt, **fixed} for prompt in invent_prompts(num_requests, options.shots, draw)]
 
 
-def prompts(options: argparse.Namespace, draw: random.Random) -> list[str]:
+def build_prompts(options: argparse.Namespace, draw: random.Random) -> list[str]:
     """Returns the prompts of a load of many samples."""
     if options.questions is None:
-        return made_up(options.prompts, options.shots, draw)
+        return invent_prompts(options.prompts, options.shots, draw)
     questions = read_problems(options.questions)
     shots = questions if options.shots_file is None else read_problems(options.shots_file)
     return few_shot(questions, shots, options.prompts, options.shots, draw)
 
 
-def vocab(options: argparse.Namespace, served: int | None) -> int:
+def choose_vocab(options: argparse.Namespace, served: int | None) -> int:
     """Returns the vocabulary's size, from the user or else from the server."""
     size: int | None = options.vocab or served
     if size is None:

@@ -57,11 +57,11 @@ class AccessLog:
             status = response.status
             return response
         finally:
-            self._ended(request, status, monotonic() - began, tokens)
+            self._note_end(request, status, monotonic() - began, tokens)
             request_tokens.reset(counting)
             request_id.reset(token)
 
-    def _ended(self, request: web.Request, status: int, seconds: float, tokens: Counter[str]) -> None:
+    def _note_end(self, request: web.Request, status: int, seconds: float, tokens: Counter[str]) -> None:
         resource = request.match_info.route.resource
         path = "other" if resource is None else resource.canonical
         self._metrics.http_ended(path, status)

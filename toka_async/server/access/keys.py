@@ -158,7 +158,7 @@ def _file_keys(path: Path) -> Iterator[Key]:
             f"auth.api_keys: {path}, line {len(lines)}: it has no end, as in a file that is half written: "
             "end each line with a newline"
         )
-    rows = [(number, list(takewhile(_is_said, line.split()))) for number, line in enumerate(lines, 1)]
+    rows = [(number, list(takewhile(_is_content, line.split()))) for number, line in enumerate(lines, 1)]
     if not any(words for _, words in rows):
         raise ConfigError(f"auth.api_keys: {path} has no keys: expected one a line")
     for number, words in rows:
@@ -166,7 +166,7 @@ def _file_keys(path: Path) -> Iterator[Key]:
             yield _line_key(words, number, f"auth.api_keys: {path}, line {number}")
 
 
-def _is_said(word: str) -> bool:
+def _is_content(word: str) -> bool:
     """Tells whether a word does not begin a comment."""
     return not word.startswith("#")
 

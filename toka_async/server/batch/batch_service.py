@@ -70,7 +70,7 @@ class BatchService:
 
     async def start(self) -> None:
         """Goes on with what has not ended, as soon as the engine takes requests."""
-        self.writer = Writer(Transactions(self.store.database.connection, self.store.committed, self.store.forget))
+        self.writer = Writer(Transactions(self.store.database.connection, self.store.after_commit, self.store.forget))
         limits = InputFileLimits(self.config.max_batch_lines, self.service.config.max_body_mb << 20, self._model)
         self.batches = Batches(
             self.store,

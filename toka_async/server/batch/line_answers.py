@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from toka_async.batches.lines import Line, custom_id_of
+from toka_async.batches.lines import Line, read_custom_id
 from toka_async.batches.records import BatchRecord
 from toka_async.batches.results import Answered
 from toka_async.batches.work import LineRequest, TryLaterError
@@ -53,7 +53,7 @@ class LineAnswers:
         """See `Answers`."""
         account, endpoint = self.account_of(record.owner), record.endpoint
         await self.service.accounts.turns.gone(account)
-        custom_id = custom_id_of(raw)
+        custom_id = read_custom_id(raw)
         try:
             if len(raw) < LARGE:
                 wire = parse_line(endpoint, raw)

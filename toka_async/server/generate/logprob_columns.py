@@ -17,7 +17,7 @@ from toka_async.arrays import Int32, Int64
 from toka_async.server.engine.rows import TokenRows
 from toka_async.server.generate.json_numbers import decimals, integers
 from toka_async.server.generate.logprobs import legacy_name
-from toka_async.text.byte_table import Bytes, ByteTable, cut, packed
+from toka_async.text.byte_table import Bytes, ByteTable, cut, pack
 from toka_async.text.detokenize import Detokenizer
 from toka_async.text.tokenizer import Tokenizer
 
@@ -41,10 +41,10 @@ class LogprobColumns:
         names, name_lengths, long_names = self._names.rows(token_ids)
         keys, key_lengths, long_keys = self._keys.rows(token_ids)
         columns = (
-            cut(packed(names, long_names), name_lengths, counts),
-            cut(packed(followed(values, b","), ()), lengths + 1, counts),
-            cut(packed(followed(values, b"},", keys), long_keys), key_lengths + lengths + 2, counts),
-            cut(packed(followed(offsets, b","), ()), offset_lengths + 1, counts),
+            cut(pack(names, long_names), name_lengths, counts),
+            cut(pack(followed(values, b","), ()), lengths + 1, counts),
+            cut(pack(followed(values, b"},", keys), long_keys), key_lengths + lengths + 2, counts),
+            cut(pack(followed(offsets, b","), ()), offset_lengths + 1, counts),
         )
         return [
             msgspec.Raw(

@@ -33,7 +33,7 @@ from toka_async.openai.generation import (
     check_text,
     check_text_size,
     token_budget,
-    truncated,
+    truncate_prompt,
 )
 from toka_async.openai.prompts import Prompt, check_vocabulary
 from toka_async.openai.requests import ANY_MODEL
@@ -179,7 +179,7 @@ class Service:
             if not each.size:
                 raise bad_request(f"'{param}' is empty: it has no tokens", param=param)
             check_vocabulary(each, limits.vocab_size, param)
-            ids.append(truncated(each, truncation, limits, generation.max_tokens) if truncation else each)
+            ids.append(truncate_prompt(each, truncation, limits, generation.max_tokens) if truncation else each)
         return ids
 
     def check_text(self, text: str, param: str) -> None:

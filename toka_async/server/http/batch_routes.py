@@ -31,7 +31,7 @@ from toka_async.openai.batches import (
 from toka_async.openai.errors import ApiError, bad_request
 from toka_async.server.access.guard import viewer_of
 from toka_async.server.batch.batch_service import BatchService
-from toka_async.server.http.files import PURPOSE, Query, asked, batch_service, over_quota, storage_failed
+from toka_async.server.http.files import PURPOSE, Query, ask_store, batch_service, over_quota, storage_failed
 from toka_async.server.http.receive import read_request
 from toka_async.server.http.respond import json_response
 
@@ -48,7 +48,7 @@ async def create_batch(request: web.Request) -> web.Response:
     service = batch_service(request)
     wire = await read_request(request, CreateBatch)
     check_metadata(wire.metadata or {})
-    lasts, now = seconds_of(wire.completion_window), int(service.store.now())
+    lasts, now = parse_window(wire.completion_window), int(service.store.now())
     viewer = viewer_of(request)
     await check_input(service, wire.input_file_id, viewer)
     name = secrets.token_hex(12)
@@ -78,7 +78,7 @@ async def create_batch(request: web.Request) -> web.Response:
 async def check_input(service: BatchService, file_id: str, viewer: str | None) -> None:
     """Raises ApiError (400) unless it is a file that the viewer can make a batch of."""
     try:
-        record = await asked(service, partial(service.store.file, file_id, viewer), "file", file_id)
+        record = await ask_store(service, partial(service.store.file, file_id, viewer), "file", file_id)
     except ApiError as error:
         raise no_input(file_id) if error.status == 404 else error from None
     if record.purpose != PURPOSE:
@@ -91,7 +91,7 @@ def no_input(file_id: str) -> ApiError:
     return bad_request(f"'input_file_id': there is no file {file_id[:64]!r}", param="input_file_id", code="not_found")
 
 
-def seconds_of(window: str) -> int:
+def parse_window(window: str) -> int:
     """Parses text like 24h. Raises ApiError (400)."""
     match = re.fullmatch(WINDOW, window)
     seconds = int(window[:-1]) * UNITS[window[-1]] if match else 0
@@ -115,7 +115,9 @@ def check_metadata(metadata: dict[str, str]) -> None:
 async def list_batches(request: web.Request) -> web.Response:
     service, query = batch_service(request), Query(request, LIST_QUERY)
     limit, after = query.number("limit", PAGE, MAX_PAGE), query.text("after")
-    found = await asked(service, partial(service.store.batches, after, limit + 1, viewer_of(request)), "batch", after)
+    found = await ask_store(
+        service, partial(service.store.batches, after, limit + 1, viewer_of(request)), "batch", after
+    )
     data = [batch_object(service, batch) for batch in found[:limit]]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     return json_response(BatchList(data=data, first_id=first, last_id=last, has_more=len(found) > limit))
@@ -123,7 +125,7 @@ async def list_batches(request: web.Request) -> web.Response:
 
 async def get_batch(request: web.Request) -> web.Response:
     service, batch_id = batch_service(request), request.match_info["batch"]
-    batch = await asked(service, partial(service.store.batch, batch_id, viewer_of(request)), "batch", batch_id)
+    batch = await ask_store(service, partial(service.store.batch, batch_id, viewer_of(request)), "batch", batch_id)
     return json_response(batch_object(service, batch))
 
 
@@ -145,7 +147,7 @@ async def delete_batch(request: web.Request) -> web.Response:
     service, batch_id = batch_service(request), request.match_info["batch"]
     try:
         remove = partial(service.store.remove_batch, batch_id, viewer_of(request))
-        await asked(service, remove, "batch", batch_id, service.batches.insist)
+        await ask_store(service, remove, "batch", batch_id, service.batches.insist)
     except InUseError:
         raise ApiError(409, "the batch has not ended; cancel it first", code="batch_not_ended") from None
     return json_response(BatchDeleted(id=batch_id))

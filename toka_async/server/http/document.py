@@ -17,7 +17,7 @@ import toka_async
 from toka_async.openai.errors import ErrorResponse
 from toka_async.openai.generation import RequestLimits
 from toka_async.openai.requests import WireRequest
-from toka_async.openai.schemas import Schema, reference, request_schemas, response_schemas
+from toka_async.openai.schemas import Schema, refer_to, request_schemas, response_schemas
 
 JSON, EVENTS, FORM_DATA = "application/json", "text/event-stream", "multipart/form-data"
 MEDIA: dict[str, Schema] = {  # media types of answers that are no Struct
@@ -71,15 +71,15 @@ class Facts:
     open_paths: frozenset[str]
 
 
-def document(operations: Mapping[tuple[str, str], Operation], facts: Facts) -> dict[str, Any]:
+def build_document(operations: Mapping[tuple[str, str], Operation], facts: Facts) -> dict[str, Any]:
     """Builds the document for operations by method and path; a path may have patterns: `{model:.+}`."""
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in operations.items():
         needs_key = facts.has_keys and path not in facts.open_paths
-        described = described_operation(operation, path, needs_key=needs_key)
+        described = describe_operation(operation, path, needs_key=needs_key)
         if facts.has_keys and not needs_key:
             described["security"] = []
-        paths.setdefault(plain(path), {})[method.lower()] = described
+        paths.setdefault(strip_patterns(path), {})[method.lower()] = described
     bodies = [each.body for each in operations.values() if each.body is not None]
     given = [kind for each in operations.values() for kind in (each.answer, each.event)]
     answers = [kind for kind in (*given, ErrorResponse) if isinstance(kind, type)]
@@ -99,17 +99,17 @@ def document(operations: Mapping[tuple[str, str], Operation], facts: Facts) -> d
     return made
 
 
-def plain(path: str) -> str:
+def strip_patterns(path: str) -> str:
     """Removes the patterns from a path."""
     return _PLACE.sub(r"{\1}", path)
 
 
-def described_operation(operation: Operation, path: str, *, needs_key: bool) -> dict[str, Any]:
+def describe_operation(operation: Operation, path: str, *, needs_key: bool) -> dict[str, Any]:
     made: dict[str, Any] = {"operationId": operation.name, "summary": operation.summary}
     if parameters := parameters_of(path, operation.query or {}):
         made["parameters"] = parameters
     if operation.body is not None:
-        made["requestBody"] = {"required": True, "content": {JSON: {"schema": reference(operation.body)}}}
+        made["requestBody"] = {"required": True, "content": {JSON: {"schema": refer_to(operation.body)}}}
     if operation.form is not None:
         made["requestBody"] = {"required": True, "content": {FORM_DATA: {"schema": operation.form}}}
     made["responses"] = responses_of(operation, operation.errors(needs_key=needs_key))
@@ -127,7 +127,7 @@ def responses_of(operation: Operation, errors: Iterable[int]) -> dict[str, Any]:
     if isinstance(operation.answer, str):
         content[operation.answer] = {"schema": MEDIA[operation.answer]}
     else:
-        content[JSON] = {"schema": reference(operation.answer)}
+        content[JSON] = {"schema": refer_to(operation.answer)}
     if operation.event is not None:
         content[EVENTS] = {"schema": event_schema(operation.event)}
     good = {"200": {"description": "OK", "content": content}}
@@ -137,7 +137,7 @@ def responses_of(operation: Operation, errors: Iterable[int]) -> dict[str, Any]:
 
 def event_schema(kind: type[msgspec.Struct]) -> Schema:
     """Returns the schema of an event; the last event is [DONE], or an error."""
-    payload = {"anyOf": [reference(kind), reference(ErrorResponse)]}
+    payload = {"anyOf": [refer_to(kind), refer_to(ErrorResponse)]}
     data = {"type": "string", "contentMediaType": JSON, "contentSchema": payload}
     return {
         "description": "Each event.",
@@ -149,5 +149,5 @@ def event_schema(kind: type[msgspec.Struct]) -> Schema:
 
 def error_responses(operations: Iterable[Operation]) -> dict[str, Any]:
     statuses = {status for each in operations for status in each.errors(needs_key=True)}
-    content = {JSON: {"schema": reference(ErrorResponse)}}
+    content = {JSON: {"schema": refer_to(ErrorResponse)}}
     return {str(status): {"description": HTTPStatus(status).phrase, "content": content} for status in sorted(statuses)}

@@ -24,7 +24,7 @@ from toka_async.batches.records import FileRecord
 from toka_async.batches.store import InUseError, NotFoundError
 from toka_async.openai.batches import ExpiresAfter, FileDeleted, FileList, FileObject
 from toka_async.openai.errors import ApiError, bad_request
-from toka_async.openai.schemas import components
+from toka_async.openai.schemas import build_components
 from toka_async.server.access.guard import viewer_of
 from toka_async.server.batch.batch_service import BatchService
 from toka_async.server.http.receive import check_encoding, reserve
@@ -47,7 +47,7 @@ LIST_QUERY: dict[str, dict[str, Any]] = {  # parameters of a list of files -> sc
     "order": ORDER,
     "purpose": {"type": "string"},
 }
-LASTS = components([ExpiresAfter])["ExpiresAfter"]
+LASTS = build_components([ExpiresAfter])["ExpiresAfter"]
 FORM: dict[str, Any] = {  # the schema of the form of an upload
     "type": "object",
     "properties": {
@@ -55,7 +55,7 @@ FORM: dict[str, Any] = {  # the schema of the form of an upload
         "purpose": {"const": PURPOSE},
         **{
             f"expires_after[{name}]": schema
-            for name, schema in components([ExpiresAfter])["ExpiresAfter"]["properties"].items()
+            for name, schema in build_components([ExpiresAfter])["ExpiresAfter"]["properties"].items()
         },
     },
     "required": ["file", "purpose"],
@@ -104,7 +104,7 @@ async def create_file(request: web.Request) -> web.Response:
 
 async def new_upload(service: BatchService, owner: str, num_bytes: int) -> Upload:
     """Starts an upload of about `num_bytes`. Raises ApiError (429) when its owner is at a limit."""
-    num_files, num_kept = await service.writer.run(partial(service.store.database.files_of, owner))
+    num_files, num_kept = await service.writer.run(partial(service.store.database.count_files, owner))
     num_coming = service.receiving[owner] + max(0, num_bytes - OVERHEAD)
     try:
         service.quota.check_files(num_files + 1, num_kept + num_coming)
@@ -166,7 +166,9 @@ class Upload:
         purpose = self.fields.pop("purpose", None)
         if purpose != PURPOSE:
             raise bad_request(f"'purpose' must be {PURPOSE!r}, got {purpose!r}", param="purpose")
-        lasts = expires_after({name: self.fields.pop(f"expires_after[{name}]", None) for name in ("anchor", "seconds")})
+        lasts = parse_expires_after(
+            {name: self.fields.pop(f"expires_after[{name}]", None) for name in ("anchor", "seconds")}
+        )
         return FileRecord(
             id=f"file-{secrets.token_hex(12)}",
             filename=self.filename,
@@ -178,7 +180,7 @@ class Upload:
         )
 
 
-def expires_after(fields: dict[str, str | None]) -> int | None:
+def parse_expires_after(fields: dict[str, str | None]) -> int | None:
     """Returns seconds. Raises ApiError (400)."""
     given = {name: value for name, value in fields.items() if value is not None}
     if not given:
@@ -201,7 +203,7 @@ async def receive(request: web.Request, upload: Upload, executor: Executor) -> N
             return
         if not isinstance(part, BodyPartReader) or given is None:
             raise bad_request("a part of the form has no name")
-        name = clean(given)
+        name = clean_name(given)
         if part.headers.get("Content-Transfer-Encoding", "binary").lower() not in ("binary", "8bit", "7bit"):
             raise bad_request(f"'{name[:64]}' must not be encoded for transfer", param=name[:64])
         if name == "file":
@@ -229,7 +231,7 @@ def form_errors() -> Iterator[None]:
             "the form cannot be read: a part has a header that is none, or one that is too long"
         ) from None
     except Exception as error:
-        raise bad_request(f"the form cannot be read: {clean(str(error))}") from None
+        raise bad_request(f"the form cannot be read: {clean_name(str(error))}") from None
 
 
 async def read_field(part: BodyPartReader, name: str) -> str:
@@ -252,7 +254,7 @@ async def receive_file(part: BodyPartReader, upload: Upload, executor: Executor)
     if upload.filename is not None:
         raise bad_request("there is more than one 'file'", param="file")
     with form_errors():
-        upload.filename = clean(part.filename or "file")
+        upload.filename = clean_name(part.filename or "file")
     disk, written = Disk(), 0
     with storage_errors(upload.path):
         fd = os.open(upload.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -285,7 +287,7 @@ async def in_thread(executor: Executor, work: Callable[..., T], *values: Any) ->
         await asyncio.wait([future])
 
 
-def clean(name: str) -> str:
+def clean_name(name: str) -> str:
     """Makes a client's text fit for JSON."""
     return name[:MAX_NAME].encode("utf-8", "replace").decode()
 
@@ -297,7 +299,7 @@ async def list_files(request: web.Request) -> web.Response:
     service, query = batch_service(request), Query(request, LIST_QUERY)
     limit, order, after = query.number("limit", PAGE, PAGE), query.order(), query.text("after")
     find = partial(service.store.files, query.text("purpose"), after, order, limit + 1, viewer_of(request))
-    found = await asked(service, find, "file", after)
+    found = await ask_store(service, find, "file", after)
     data = [file_object(record) for record in found[:limit]]
     first, last = (data[0].id, data[-1].id) if data else (None, None)
     return json_response(FileList(data=data, first_id=first, last_id=last, has_more=len(found) > limit))
@@ -321,7 +323,7 @@ async def delete_file(request: web.Request) -> web.Response:
     service, file_id = batch_service(request), request.match_info["file"]
     try:
         remove = partial(service.store.remove_file, file_id, viewer_of(request))
-        await asked(service, remove, "file", file_id, service.batches.insist)
+        await ask_store(service, remove, "file", file_id, service.batches.insist)
     except InUseError as error:
         message = f"the file is the input of {error}, which has not ended; cancel that, or delete it if it has failed"
         raise ApiError(409, message, code="file_in_use") from None
@@ -330,10 +332,10 @@ async def delete_file(request: web.Request) -> web.Response:
 
 async def find_file(request: web.Request) -> FileRecord:
     service, file_id = batch_service(request), request.match_info["file"]
-    return await asked(service, partial(service.store.file, file_id, viewer_of(request)), "file", file_id)
+    return await ask_store(service, partial(service.store.file, file_id, viewer_of(request)), "file", file_id)
 
 
-async def asked(
+async def ask_store(
     service: BatchService,
     work: Callable[[], T],
     what: str,
@@ -347,7 +349,7 @@ async def asked(
     try:
         return await (run or service.writer.run)(work)
     except NotFoundError:
-        raise ApiError(404, f"there is no {what} {clean(name or '')!r}", param="id", code="not_found") from None
+        raise ApiError(404, f"there is no {what} {clean_name(name or '')!r}", param="id", code="not_found") from None
     except StorageError as error:
         raise storage_failed(error) from error
 
@@ -380,10 +382,10 @@ class Query:
         self._values: dict[str, str] = {}
         for name, value in request.query.items():
             if name not in known:
-                raise bad_request(f"'{clean(name)}' is not supported", param=clean(name))
+                raise bad_request(f"'{clean_name(name)}' is not supported", param=clean_name(name))
             if name in self._values:
                 raise bad_request(f"'{name}' is given more than once", param=name)
-            self._values[name] = clean(value)
+            self._values[name] = clean_name(value)
 
     def text(self, name: str) -> str | None:
         return self._values.get(name)

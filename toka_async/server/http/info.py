@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 import toka_async
 from toka_async.arrays import Int32
 from toka_async.openai.errors import bad_request, model_not_found
-from toka_async.openai.prompts import check_vocabulary, token_ids
+from toka_async.openai.prompts import check_vocabulary, parse_token_ids
 from toka_async.openai.requests import DetokenizeRequest, TokenizeRequest
 from toka_async.openai.responses import DetokenizeResponse, Health, Model, ModelList, TokenizeResponse, Version
 from toka_async.server.access.guard import GUARD
@@ -97,12 +97,12 @@ async def tokenize(request: web.Request) -> web.Response:
     special = wire.messages is None if wire.add_special_tokens is None else wire.add_special_tokens
     param = "prompt" if wire.messages is None else "messages"
     ids = await service.tokenize(text, special, param)
-    made = partial(tokenized, service.tokenizer, service.limits().max_context, wire.return_token_strs)
+    made = partial(encode_tokens, service.tokenizer, service.limits().max_context, wire.return_token_strs)
     body = await service.in_thread(made, ids, is_long=ids.size > MANY)
     return web.Response(body=body, content_type="application/json")
 
 
-def tokenized(tokenizer: Tokenizer, max_context: int, with_strs: bool, ids: Int32) -> bytes:
+def encode_tokens(tokenizer: Tokenizer, max_context: int, with_strs: bool, ids: Int32) -> bytes:
     """Builds the answer in a thread, since millions of ids would block the event loop for seconds."""
     tokens = ids.tolist()
     strs = [tokenizer.spelling(token_id) for token_id in tokens] if with_strs else UNSET
@@ -116,17 +116,17 @@ async def detokenize(request: web.Request) -> web.Response:
     wire = await read_request(request, DetokenizeRequest)
     service.check_model(wire.model)
     vocab_size, max_mb = service.limits().vocab_size, service.config.max_body_mb
-    made = partial(detokenized, service.tokenizer, vocab_size, max_mb)
+    made = partial(encode_text, service.tokenizer, vocab_size, max_mb)
     body = await service.in_thread(made, wire.tokens, is_long=len(wire.tokens) > MANY)
     return web.Response(body=body, content_type="application/json")
 
 
-def detokenized(tokenizer: Tokenizer, vocab_size: int, max_mb: int, tokens: Sequence[int]) -> bytes:
+def encode_text(tokenizer: Tokenizer, vocab_size: int, max_mb: int, tokens: Sequence[int]) -> bytes:
     """Builds the answer in a thread, in parts, between which other threads run.
 
     Raises ApiError (400) for a text of more than `max_mb` MiB, among others.
     """
-    ids = token_ids(tokens) if tokens else np.zeros(0, np.int32)
+    ids = parse_token_ids(tokens) if tokens else np.zeros(0, np.int32)
     check_vocabulary(ids, vocab_size, "tokens")
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
     parts: list[bytes] = []

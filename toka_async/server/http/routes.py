@@ -41,7 +41,7 @@ from toka_async.server.access.guard import GUARD
 from toka_async.server.engine.load import ServerLoad
 from toka_async.server.http import batch_routes, files, info
 from toka_async.server.http.completions import chat_batch, chat_completions, completions
-from toka_async.server.http.document import JSON, Facts, Operation, document
+from toka_async.server.http.document import JSON, Facts, Operation, build_document
 from toka_async.server.http.receive import check_length
 from toka_async.server.http.respond import SERVICE
 
@@ -53,7 +53,7 @@ Routes = dict[tuple[str, str], tuple[Handler, Operation]]
 
 
 @dataclass(slots=True)
-class Described:
+class DocumentCache:
     """The document, made at its first request. routes: the described routes. facts: what it was made from."""
 
     routes: Routes
@@ -61,18 +61,18 @@ class Described:
     encoded: bytes = b""
 
 
-DESCRIBED: web.AppKey[Described] = web.AppKey("described", Described)
+DOCUMENT_CACHE: web.AppKey[DocumentCache] = web.AppKey("document_cache", DocumentCache)
 
 
 async def openapi(request: web.Request) -> web.Response:
     """Answers 503 until the engine is ready, because the bounds of fields depend on the model."""
-    service, guard, described = request.app[SERVICE], request.app[GUARD], request.app[DESCRIBED]
+    service, guard, cache = request.app[SERVICE], request.app[GUARD], request.app[DOCUMENT_CACHE]
     has_keys = bool(guard.source())
     facts = Facts(model=service.name, limits=service.limits(), has_keys=has_keys, open_paths=guard.open_paths)
-    if facts != described.facts:
-        operations = {place: operation for place, (_, operation) in described.routes.items()}
-        described.encoded, described.facts = msgspec.json.encode(document(operations, facts)), facts
-    return web.Response(body=described.encoded, content_type=JSON)
+    if facts != cache.facts:
+        operations = {place: operation for place, (_, operation) in cache.routes.items()}
+        cache.encoded, cache.facts = msgspec.json.encode(build_document(operations, facts)), facts
+    return web.Response(body=cache.encoded, content_type=JSON)
 
 
 ROUTES: Routes = {
@@ -229,8 +229,8 @@ ROUTES: Routes = {
 
 def add_routes(app: web.Application, more: Routes) -> None:
     """Adds the routes that every server has, and `more`."""
-    app[DESCRIBED] = Described(ROUTES | more)
-    for (method, path), (handler, operation) in app[DESCRIBED].routes.items():
+    app[DOCUMENT_CACHE] = DocumentCache(ROUTES | more)
+    for (method, path), (handler, operation) in app[DOCUMENT_CACHE].routes.items():
         asked = expect if operation.form is None else expect_upload
         if method == "GET":
             app.router.add_get(path, handler, expect_handler=asked)  # adds HEAD too

@@ -50,7 +50,7 @@ class Unsent:
     """All unsent answers of a server.
 
     most: bytes; above this, answers whose clients have taken nothing for longest are cut off. release: called in a
-    thread when very many bytes have left.
+    thread when the last of very many bytes has left.
     """
 
     def __init__(self, most: int, release: Callable[[], None] = release_free_memory) -> None:

@@ -58,7 +58,7 @@ class PageHistory(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, frozen=True)
 class HistoryPoint:
-    """All values at one time. totals: the columns of PageHistory after the first. caches: those of CacheHistory."""
+    """All values at one time. totals: PageHistory's columns after `at`. caches: CacheHistory's first columns."""
 
     at: int
     totals: tuple[float, ...]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from toka_async.bench.loads.served import BenchError
-from toka_async.bench.loads.texts import Problem, few_shot, made_up, read_problems, word_problem
+from toka_async.bench.loads.texts import Problem, few_shot, invent_prompts, read_problems, word_problem
 
 PROBLEMS = [Problem(f"question {i}?", f"answer {i}") for i in range(8)]
 
@@ -40,7 +40,7 @@ def test_made_up_problems_are_right_and_differ() -> None:
             assert int(left) + (int(right) if sign == "+" else -int(right)) == int(result)
         assert problem.answer.endswith(f"#### {result}")
         assert problem.question.endswith("in the end?")
-    prompts = made_up(6, 4, draw)
+    prompts = invent_prompts(6, 4, draw)
     assert len({prompt[:120] for prompt in prompts}) == 6
     assert all(prompt.count("Question:") == 5 and prompt.endswith("Answer:") for prompt in prompts)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from toka_async.bench.loads.served import BenchError
-from toka_async.bench.loads.trace import drawn_trace, read_trace
+from toka_async.bench.loads.trace import draw_trace, read_trace
 
 ROWS = "TIMESTAMP,ContextTokens,GeneratedTokens\nt,374,44\nt,396,0\nt,879,55\n"
 
@@ -39,7 +39,7 @@ def test_a_wrong_file(tmp_path: Path, text: str, words: str) -> None:
 
 
 def test_drawn_lengths_are_like_the_trace() -> None:
-    lengths = drawn_trace(4000, random.Random(1))
+    lengths = draw_trace(4000, random.Random(1))
     prompts, outputs = zip(*lengths, strict=True)
     assert (min(prompts), min(outputs)) >= (1, 1)
     assert max(prompts) <= 14050

@@ -24,7 +24,7 @@ from toka_async.openai.requests import (
     TokenizeRequest,
 )
 from toka_async.server.access.keys import Key, Keys, digest_of
-from toka_async.server.http.document import plain
+from toka_async.server.http.document import strip_patterns
 from toka_async.server.http.routes import ROUTES
 from toka_async.server.page.page import STATE
 
@@ -72,7 +72,7 @@ async def test_it_is_openapi(document: dict[str, Any]) -> None:
 
 async def test_routes_and_document_are_the_same(server: WebServer, document: dict[str, Any]) -> None:
     routed = {
-        (route.method, plain(route.resource.canonical))
+        (route.method, strip_patterns(route.resource.canonical))
         for route in server.app.router.routes()
         if route.resource is not None and route.method != "HEAD"  # a GET's own
     }
@@ -192,5 +192,5 @@ def test_the_guide_names_every_route_and_field() -> None:
     guide = Path(toka_async.server.__file__).with_name("API.md").read_text(encoding="utf-8")
     structs = (CompletionRequest, ChatBatchRequest, TokenizeRequest, DetokenizeRequest, StreamOptions)
     fields = {field for struct in structs for field in struct.__struct_fields__}
-    routes = {f"{method} {plain(path)}" for method, path in ROUTES}
+    routes = {f"{method} {strip_patterns(path)}" for method, path in ROUTES}
     assert [name for name in sorted(fields | routes) if f"`{name}`" not in guide] == []
