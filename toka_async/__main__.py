@@ -1,4 +1,4 @@
-"""`python -m toka_async`, as `toka-async`."""
+"""Runs `toka-async` as `python -m toka_async`."""
 
 import sys
 

@@ -23,21 +23,19 @@ K = TypeVar("K", bound=Hashable)
 
 
 def column(values: npt.NDArray[np.generic]) -> memoryview:
-    """The bytes of a contiguous copy-free view of `values`, any shape, as a message field."""
+    """The bytes of `values`, of any shape, as a message field; copied only if they are not contiguous."""
     if values.size == 0:
         return EMPTY
     return np.ascontiguousarray(values).data.cast("B")
 
 
 def i32_column(values: Sequence[int] | Iterable[int] | Int32) -> memoryview:
-    """`values` as an int32 column."""
     if isinstance(values, np.ndarray):
         return column(values.astype(np.int32, copy=False))
     return column(np.fromiter(values, dtype=np.int32))
 
 
 def f32_column(values: Sequence[float] | Iterable[float] | Float32) -> memoryview:
-    """`values` as a float32 column."""
     if isinstance(values, np.ndarray):
         return column(values.astype(np.float32, copy=False))
     return column(np.fromiter(values, dtype=np.float32))
@@ -63,8 +61,8 @@ def as_bool(field: memoryview) -> Bool:
     return np.frombuffer(field, dtype=np.bool_)
 
 
-def places(keys: Iterable[K]) -> dict[K, list[int]]:
-    """Where each key stands: its indices, ascending."""
+def group_places(keys: Iterable[K]) -> dict[K, list[int]]:
+    """Find the indices of each key, ascending."""
     found: dict[K, list[int]] = {}
     for place, key in enumerate(keys):
         found.setdefault(key, []).append(place)
@@ -74,7 +72,7 @@ def places(keys: Iterable[K]) -> dict[K, list[int]]:
 def next_rows(rows: Int32, freed: Int32, joined: Int32) -> Int32:
     """The order of decoding slots after an event: freed slots leave, joined slots append.
 
-    The scheduler and the rank both apply this one rule, so the order itself need not travel.
+    The scheduler and the rank both apply this rule, so the order itself is not sent.
 
     Args:
         rows: slots in their present order, shape [n].

@@ -1,22 +1,22 @@
-"""A bar with what is said beside it, in one line of a terminal."""
+"""Draws a progress bar with text beside it in one line of a terminal, and formats counts and durations."""
 
 from __future__ import annotations
 
 import shutil
 from typing import TextIO
 
-WIDTH = 30  # of the bar, where there is room for it
+WIDTH = 30  # of the bar, if there is room
 
 
-def columns_of(stream: TextIO) -> int | None:
-    """How wide the terminal is; None where the stream is none, and lines can have any length."""
+def get_columns(stream: TextIO) -> int | None:
+    """The width of the terminal; None if the stream is not a terminal, where lines can have any length."""
     return shutil.get_terminal_size().columns if stream.isatty() else None
 
 
-def line_with_bar(share: float, before: str, after: str, columns: int | None) -> str:
-    """`before [###   ]  50% after`, in less than `columns`: a line that wraps could not be drawn over.
+def draw_line(share: float, before: str, after: str, columns: int | None) -> str:
+    """Draw `before [###   ]  50% after` in less than `columns`: a line that wraps could not be drawn over.
 
-    What does not fit shortens the bar, and then the end of the text.
+    The bar is shortened first, then the end of the text.
     """
     label = f"{before} " if before else ""
     text = f" {share:4.0%} {after}"
@@ -30,8 +30,13 @@ def _bar(share: float, width: int) -> str:
     return f"[{'#' * round(width * share):<{width}}]"
 
 
-def duration(seconds: float) -> str:
-    """`1:02:03` or `2:03`."""
+def format_count(number: int, what: str) -> str:
+    """Format as `1 line` or `2,000 lines`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def format_duration(seconds: float) -> str:
+    """Format as `1:02:03` or `2:03`."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

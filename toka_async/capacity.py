@@ -1,7 +1,7 @@
-"""`toka-async plan`: what would go on which GPU, worked out from the configuration and the model's shape alone.
+"""`toka-async plan`: what each GPU would hold, computed from the configuration and the model's shape alone.
 
-Starts nothing and loads no weights. Bytes are of weights, of the largest step as the start estimates it before it
-measures, and of the cache in what is left.
+Starts nothing and loads no weights. Counts the weights, the largest step as the start estimates it before it measures,
+and the cache in the rest.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from toka_async.attention.kv_cache import bytes_per_token
+from toka_async.bar import format_count
 from toka_async.checkpoint.division import (
     check_division,
     num_weights,
@@ -31,12 +32,12 @@ from toka_async.startup.weights_fit import advise
 from toka_async.tuning.async_tp import workspace_bytes
 
 GIB = 1 << 30
-LENGTHS = (512, 2048, 8192)  # tokens of the sequences that are counted
+LENGTHS = (512, 2048, 8192)  # tokens of the counted sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """What one GPU gets. layers: first and behind the last. Bytes, but num_tokens: those that its cache can hold."""
+    """What one GPU gets. layers: the first, and the one behind the last. num_tokens: in its cache. Others: bytes."""
 
     gpu: int
     replica: int
@@ -62,7 +63,7 @@ class CapacityPlan:
 
     @property
     def num_tokens(self) -> int:
-        """That one replica's cache holds: of its fullest GPU."""
+        """Tokens in one replica's cache: those of its fullest GPU."""
         return min(rank.num_tokens for rank in self.ranks)
 
 
@@ -73,7 +74,7 @@ def device_memory() -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What each rank of a stage has. part: the shape of it. first_layer: of the model's. weights: bytes."""
+    """What each rank of a stage has. part: its shape. first_layer: its number in the model. weights: bytes."""
 
     part: ModelSpec
     first_layer: int
@@ -82,7 +83,7 @@ class Stage:
     dtype: torch.dtype
 
     def largest_step(self, limits: RankLimits, config: Config) -> int:
-        """Bytes, with those that tensor ranks share; only the last stage has logits."""
+        """Bytes of the largest step, with those that tensor ranks share; only the last stage has logits."""
         page_size, num_parts = config.cache.page_size, config.parallel.num_micro_batches
         rows = self.part if self.is_last else msgspec.structs.replace(self.part, vocab_size=0)
         of_tokens = limits.max_tokens * token_bytes(self.part, self.dtype, num_parts)
@@ -90,7 +91,7 @@ class Stage:
         return of_tokens + of_rows + self._shared(limits, config.parallel)
 
     def _shared(self, limits: RankLimits, parallel: ParallelConfig) -> int:
-        """Bytes; if overlapping turns out not to pay, they are given back."""
+        """Bytes that tensor ranks share; a start gives them back if overlapping does not pay."""
         if parallel.tp == 1 or parallel.async_tp_min_tokens == 0:
             return 0
         num_tokens = most_tokens(limits.max_seqs, limits.max_tokens, parallel.num_micro_batches)
@@ -98,11 +99,7 @@ class Stage:
 
 
 def make_plan(config: Config, memory: int) -> CapacityPlan:
-    """The plan for GPUs of `memory` bytes.
-
-    Raises:
-        ModelError: there is no such model, it cannot be divided so, or the largest step does not fit.
-    """
+    """Plan for GPUs of `memory` bytes. Raises ModelError: no such model, not divisible, or too large a step."""
     spec = read_spec(resolve_model(config.model.path, weights=False))
     check_division(spec, config.parallel.pp, config.parallel.tp)
     dtype: torch.dtype = getattr(torch, spec.dtype if config.model.dtype == "auto" else config.model.dtype)
@@ -111,32 +108,32 @@ def make_plan(config: Config, memory: int) -> CapacityPlan:
     for index, stage in enumerate(stages):
         if stage.weights >= usable:
             raise ModelError(
-                f"stage {index} has {_gib(stage.weights)} of weights a GPU where {_gib(max(usable, 0))} of "
-                f"{_gib(memory)} can be used; {advise(spec, config.parallel.tp, dtype, usable)}"
+                f"stage {index} has {_format_gib(stage.weights)} of weights a GPU where {_format_gib(max(usable, 0))} "
+                f"of {_format_gib(memory)} can be used; {advise(spec, config.parallel.tp, dtype, usable)}"
             )
     asked = resolve_limits(config.model, config.schedule, spec, "cuda")
     limits = fitting_limits(asked, config.schedule, partial(_check_step, config, stages, usable))
     num_ranks = config.parallel.pp * config.parallel.tp
     ranks = [
-        _rank_plan(config, limits, usable, gpu, *divmod(gpu % num_ranks, config.parallel.tp), stages)
+        _make_rank_plan(config, limits, usable, gpu, *divmod(gpu % num_ranks, config.parallel.tp), stages)
         for gpu in range(config.parallel.dp * num_ranks)
     ]
     return CapacityPlan(config, spec, dtype, memory, limits, ranks)
 
 
 def _check_step(config: Config, stages: Sequence[Stage], usable: int, limits: RankLimits) -> None:
-    """Raises ModelError when a stage's largest step does not fit; as at the start, what is automatic takes half."""
+    """Raises ModelError when a stage's largest step does not fit; `auto` limits may take half, as at the start."""
     share = 0.5 if "auto" in (config.schedule.max_seqs, config.schedule.max_tokens) else 1.0
     for stage in stages:
         step, left = stage.largest_step(limits, config), usable - stage.weights
         if step > share * left:
             raise ModelError(
                 f"schedule.max_seqs={limits.max_seqs}, schedule.max_tokens={limits.max_tokens}: the largest step "
-                f"takes about {_gib(step)} where {_gib(left)} are left; use less"
+                f"takes about {_format_gib(step)} where {_format_gib(left)} are left; use less"
             )
 
 
-def _rank_plan(
+def _make_rank_plan(
     config: Config, limits: RankLimits, usable: int, gpu: int, index: int, tp_rank: int, stages: Sequence[Stage]
 ) -> RankPlan:
     stage, page_size = stages[index], config.cache.page_size
@@ -156,7 +153,6 @@ def _rank_plan(
 
 
 def make_stages(spec: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -> list[Stage]:
-    """The stages of one replica."""
     rank_spec = msgspec.structs.replace(spec_of_rank(spec, parallel.tp), vocab_size=-(-spec.vocab_size // parallel.tp))
     stages = []
     for index, part in enumerate(stage_parts(spec, parallel.pp, parallel.tp)):
@@ -167,22 +163,22 @@ def make_stages(spec: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -
 
 
 def plan_lines(plan: CapacityPlan) -> Iterator[str]:
-    """The plan for people: a line a GPU, and what it comes to."""
+    """The plan for people: a line for each GPU, and totals."""
     config, parallel = plan.config, plan.config.parallel
     yield (
         f"{config.model.path}: {plan.spec.num_layers} layers, {str(plan.dtype).removeprefix('torch.')}; "
-        f"parallel.dp={parallel.dp}, pp={parallel.pp}, tp={parallel.tp}: {len(plan.ranks)} GPUs of "
-        f"{_gib(plan.memory)}, {config.cache.memory_fraction:.0%} of each"
+        f"parallel.dp={parallel.dp}, pp={parallel.pp}, tp={parallel.tp}: {format_count(len(plan.ranks), 'GPU')} of "
+        f"{_format_gib(plan.memory)}, {config.cache.memory_fraction:.0%} of each"
     )
     yield f"schedule.max_seqs={plan.limits.max_seqs}, schedule.max_tokens={plan.limits.max_tokens}: at most"
-    yield from _table(
+    yield from _align(
         [("GPU", "replica", "stage", "tp rank", "layers", "weights", "largest step", "KV a token", "tokens that fit")]
         + [
             (
                 *map(str, (rank.gpu, rank.replica, rank.stage, rank.tp_rank)),
                 f"{rank.layers[0]}-{rank.layers[1] - 1}",
-                _gib(rank.weights),
-                _gib(rank.largest_step),
+                _format_gib(rank.weights),
+                _format_gib(rank.largest_step),
                 f"{rank.kv_token / 1024:.1f} KiB",
                 f"{rank.num_tokens:,}",
             )
@@ -193,22 +189,22 @@ def plan_lines(plan: CapacityPlan) -> Iterator[str]:
     if wanted != "auto":
         yield f"cache.num_tokens={wanted}: {'fits' if wanted <= plan.num_tokens else 'does not fit'}"
     yield f"{plan.num_tokens:,} tokens a replica, {plan.num_tokens * parallel.dp:,} in all"
-    yield "sequences that the cache of a replica holds at once: " + ", ".join(_held(plan))
+    yield "sequences that the cache of a replica holds at once: " + ", ".join(_count_held(plan))
 
 
-def _held(plan: CapacityPlan) -> Iterator[str]:
-    """How many sequences of some lengths run at once; a shared prompt counts once, so that samples are more."""
+def _count_held(plan: CapacityPlan) -> Iterator[str]:
+    """Count the sequences of some lengths that run at once. Samples share their prompt, so more of them fit."""
     context = plan.limits.max_context
     for length in [*(each for each in LENGTHS if each < context), context]:
         name = " (model.max_context)" if length == context else ""
         yield f"{min(plan.limits.max_seqs, plan.num_tokens // length):,} of {length:,} tokens{name}"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _align(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
 
 
-def _gib(size: int) -> str:
+def _format_gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB"

@@ -1,6 +1,6 @@
-"""A queue of several owners: in order within an owner, in turn between owners.
+"""A queue of several owners: first in, first out within an owner; round-robin between owners.
 
-Nobody's many stand before another's one. Work per event. Knows names of owners, and nothing of what waits.
+An owner with many items does not delay others. Work per event. Knows names of owners, and nothing of the items.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """What waits."""
-
     def __init__(self) -> None:
         self._lines: dict[str, deque[T]] = {}  # in the order of the owners' turns; none is empty
 
@@ -21,11 +19,10 @@ class FairQueue(Generic[T]):
         return bool(self._lines)
 
     def put(self, owner: str, item: T) -> None:
-        """The last of its owner."""
         self._lines.setdefault(owner, deque()).append(item)
 
     def take(self) -> T:
-        """The first of the owner whose turn it is; that owner's next turn is after all others'."""
+        """Take the first item of the owner whose turn it is; its next turn is after all others'."""
         owner = next(iter(self._lines))
         line = self._lines.pop(owner)
         item = line.popleft()

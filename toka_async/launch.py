@@ -1,7 +1,7 @@
-"""`toka-async serve` and `batch run`: prepares what the processes share, starts and supervises them until they end.
+"""`toka-async serve` and `batch run`: prepares what the processes share, and runs and supervises them until they end.
 
-Everything that a user can have got wrong and that is cheap to see is checked here, before any process starts.
-Loads no torch and knows nothing of HTTP or of models beyond their files.
+Checks all mistakes of users that are cheap to see before any process starts. Loads no torch and knows nothing of HTTP,
+nor of models beyond their files.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from toka_async.checkpoint.generation import read_generation_defaults
 from toka_async.checkpoint.hub import resolve_model, resolve_tokenizer
 from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.config import Config, ParallelConfig
-from toka_async.listening import check_direct, exposed, open_listener, raise_limits, url_of
-from toka_async.logs import announce, speaker
+from toka_async.listening import check_direct, find_exposures, find_url, open_listener, raise_limits
+from toka_async.logs import announce, configure_parent
 from toka_async.procs.child import BatchJob, ChildSpec, Resources, Started, Status
 from toka_async.server.access.keys import read_keys
 from toka_async.server.access.origins import read_origins
@@ -31,26 +31,25 @@ from toka_async.start_report import start_lines
 from toka_async.supervisor import Launch, Supervisor
 from toka_async.topology import Layout, local_topology
 
-BATCH_DRAIN = 5.0  # seconds in which a batch that is stopped keeps what is done
+BATCH_DRAIN = 5.0  # seconds for a stopped batch to keep what is done
 
 
 def serve(config: Config) -> int:
-    """Serve until a signal or a failure; the exit code.
+    """Serve until a signal or a failure; returns the exit code.
 
     Raises:
-        ConfigError: the address cannot be listened on, or needs keys; files of keys or certificates are wrong, or
-            origins and names.
+        ConfigError: the address cannot be used, or needs keys; keys, certificates, origins or names are wrong.
         ModelError: there is no such model or tokenizer, or its files are wrong.
     """
     check_direct(config.zmq)
     tls, keys = tls_context(config.server), read_keys(config.auth, os.environ)
     read_origins(config.auth, config.server.host)
-    model_dir, tokenizer_dir = _files(config)
-    say, ranks = speaker(config.log.format), _Ranks(config.parallel)
+    model_dir, tokenizer_dir = _find_files(config)
+    say, ranks = configure_parent(config.log.format), _Ranks(config.parallel)
     with closing(open_listener(config.server, config.limits.client_timeout)) as listener, socket_folder() as folder:
-        limits = [*raise_limits(), *exposed(config.server, has_keys=bool(keys))]
-        url = url_of(listener, "http" if tls is None else "https")
-        of_all = _spec("server", config, folder, model_dir, tokenizer_dir)
+        limits = [*raise_limits(), *find_exposures(config.server, has_keys=bool(keys))]
+        url = find_url(listener, "http" if tls is None else "https")
+        of_all = _make_spec("server", config, folder, model_dir, tokenizer_dir)
         spec = msgspec.structs.replace(of_all, listen_fd=listener.fileno())
 
         def on_started() -> None:
@@ -58,23 +57,23 @@ def serve(config: Config) -> int:
                 say(line)
             announce(f"toka-async: serving {spec.served_name} at {url}")
 
-        with _supervisor(spec, config.server.drain_timeout, ranks.hear) as supervisor:
-            for child in _children(spec):
-                supervisor.start(_launch(child))
-            listener.close()  # the server has it: what it stops accepting is refused
+        with _make_supervisor(spec, config.server.drain_timeout, ranks.hear) as supervisor:
+            for child in _list_children(spec):
+                supervisor.start(_make_launch(child))
+            listener.close()  # only the server keeps it, so connections are refused once it stops
             return supervisor.run(on_started)
 
 
 def run_batch(config: Config, job: BatchJob, show: Callable[[Status], int | None]) -> int:
-    """Run a batch without a server until it ends, a signal or a failure; the exit code.
+    """Run a batch without a server until it ends, a signal or a failure; returns the exit code.
 
-    `show` is called with what the processes say; a number that it returns is the exit code.
+    `show` gets the processes' statuses; a number that it returns is the exit code.
 
     Raises:
         ModelError: as in `serve`.
     """
-    model_dir, tokenizer_dir = _files(config)
-    say, ranks = speaker(config.log.format), _Ranks(config.parallel)
+    model_dir, tokenizer_dir = _find_files(config)
+    say, ranks = configure_parent(config.log.format), _Ranks(config.parallel)
 
     def on_status(status: Status) -> int | None:
         ranks.hear(status)
@@ -85,10 +84,10 @@ def run_batch(config: Config, job: BatchJob, show: Callable[[Status], int | None
             say(line)
 
     with socket_folder() as folder:
-        spec = msgspec.structs.replace(_spec("batch", config, folder, model_dir, tokenizer_dir), job=job)
-        with _supervisor(spec, BATCH_DRAIN, on_status) as supervisor:
-            for child in _children(spec):
-                supervisor.start(_launch(child))
+        spec = msgspec.structs.replace(_make_spec("batch", config, folder, model_dir, tokenizer_dir), job=job)
+        with _make_supervisor(spec, BATCH_DRAIN, on_status) as supervisor:
+            for child in _list_children(spec):
+                supervisor.start(_make_launch(child))
             return supervisor.run(on_started)
 
 
@@ -104,15 +103,15 @@ class _Ranks:
             self._resources.append(status.resources)
 
     def take_lines(self) -> list[str]:
-        """What to say of the start; later ranks are those of restarted replicas."""
+        """Take the lines about the start; later reports come from restarted replicas."""
         resources, self._resources = self._resources or [], None
         return list(start_lines(resources, self._parallel))
 
 
-def _spec(
+def _make_spec(
     role: Literal["server", "batch"], config: Config, folder: Path, model_dir: Path, tokenizer: Path
 ) -> ChildSpec:
-    """Of the process that speaks with the others; they have theirs from it."""
+    """The spec of the server or batch process, from which the others' are made."""
     return ChildSpec(
         role=role,
         config=config,
@@ -124,19 +123,19 @@ def _spec(
     )
 
 
-def _supervisor(
+def _make_supervisor(
     spec: ChildSpec, drain_timeout: float, on_status: Callable[[Status], int | None] = lambda _status: None
 ) -> Supervisor:
     def relaunch(replica: int, life: int) -> Iterator[Launch]:
-        return map(_launch, _replica(spec, replica, life))
+        return map(_make_launch, _list_replica(spec, replica, life))
 
     config = spec.config
-    say, several = speaker(config.log.format), config.parallel.dp > 1
+    say, several = configure_parent(config.log.format), config.parallel.dp > 1
     return Supervisor(drain_timeout, relaunch if several else None, on_status, config.server.hang_timeout, say)
 
 
-def _files(config: Config) -> tuple[Path, Path]:
-    """The folders of the model and of the tokenizer, their small files checked; raises ModelError."""
+def _find_files(config: Config) -> tuple[Path, Path]:
+    """Find the folders of the model and the tokenizer, and check their small files. Raises ModelError."""
     weights = config.model.device != "simulated" and config.model.load == "weights"
     model_dir = resolve_model(config.model.path, weights)
     spec = read_spec(model_dir)
@@ -151,22 +150,21 @@ def _files(config: Config) -> tuple[Path, Path]:
     return model_dir.absolute(), tokenizer_dir.absolute()
 
 
-def _children(server: ChildSpec) -> Iterator[ChildSpec]:
-    """The processes, in the order in which they are closed."""
+def _list_children(server: ChildSpec) -> Iterator[ChildSpec]:
+    """The processes, in the order in which they are stopped."""
     yield server
     for replica in range(len(server.topology.ranks)):
-        yield from _replica(server, replica)
+        yield from _list_replica(server, replica)
 
 
-def _replica(server: ChildSpec, replica: int, life: int = 0) -> Iterator[ChildSpec]:
-    """The processes of one replica."""
+def _list_replica(server: ChildSpec, replica: int, life: int = 0) -> Iterator[ChildSpec]:
     scheduler = msgspec.structs.replace(server, role="scheduler", listen_fd=-1, replica=replica, life=life)
     yield scheduler
     for rank in range(len(server.topology.ranks[replica])):
         yield msgspec.structs.replace(scheduler, role="rank", rank=rank)
 
 
-def _launch(child: ChildSpec) -> Launch:
+def _make_launch(child: ChildSpec) -> Launch:
     return Launch(
         name=child.name,
         command=[sys.executable, "-m", "toka_async.procs", child.name],

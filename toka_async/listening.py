@@ -13,20 +13,16 @@ from pathlib import Path
 from toka_async.config import ConfigError, LimitsConfig, ServerConfig, ZmqConfig
 
 BACKLOG = 16384  # connections that wait to be accepted
-CONNECTIONS = 8192  # at once, that the limits should allow
+CONNECTIONS = 8192  # at once, which the limits should allow
 LONGEST_PROBE = 32767  # seconds that TCP can wait before a probe
-DIRECT_CONNECTIONS = 2048  # of ZeroMQ at once
-SO_MEMINFO = 55  # socket(7): counts of a socket, in 32 bits each; the last is what it has dropped
+DIRECT_CONNECTIONS = 2048  # ZeroMQ connections at once
+SO_MEMINFO = 55  # socket(7): 32-bit counts of a socket; the last one counts drops
 _MEMINFO = ("rmem_alloc", "rcvbuf", "wmem_alloc", "sndbuf", "fwd_alloc", "wmem_queued", "optmem", "backlog", "drops")
 SPARE_FILES = 256  # descriptors for everything else
 
 
 def open_listener(server: ServerConfig, client_timeout: float) -> socket.socket:
-    """A listening socket at `server.host` and `server.port`. client_timeout: see `notice_the_dead`.
-
-    Raises:
-        ConfigError: the address cannot be listened on.
-    """
+    """Open a socket at `server.host` and `server.port`. Raises ConfigError if the address cannot be used."""
     where = f"{server.host}:{server.port}"
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
@@ -36,8 +32,8 @@ def open_listener(server: ServerConfig, client_timeout: float) -> socket.socket:
         raise ConfigError(f"server.host: cannot resolve {server.host!r}") from None
     listener = socket.socket(family, kind, proto)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port whose connections only linger is free
-        notice_the_dead(listener, client_timeout)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port with lingering connections only is free
+        set_keepalive(listener, client_timeout)
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:
@@ -52,8 +48,8 @@ def open_listener(server: ServerConfig, client_timeout: float) -> socket.socket:
     return listener
 
 
-def notice_the_dead(listener: socket.socket, timeout: float) -> None:
-    """Connections inherit it: one whose other end is gone without a word, or takes nothing, ends after `timeout` s."""
+def set_keepalive(listener: socket.socket, timeout: float) -> None:
+    """End connections, which inherit this, `timeout` seconds after their peer vanished or stopped reading."""
     interval = min(LONGEST_PROBE, max(1, round(timeout / 4)))
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, min(LONGEST_PROBE, max(1, round(timeout / 2))))
@@ -63,7 +59,7 @@ def notice_the_dead(listener: socket.socket, timeout: float) -> None:
 
 
 def max_connections(limits: LimitsConfig, direct: ZmqConfig) -> int:
-    """HTTP connections that this process can have at once, with what is spared for everything else."""
+    """HTTP connections that this process can have at once, beside all other files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = 2 * SPARE_FILES + max_direct_connections(direct)
     fitting = 2**31 if soft == resource.RLIM_INFINITY else max(1, soft - taken)
@@ -71,7 +67,7 @@ def max_connections(limits: LimitsConfig, direct: ZmqConfig) -> int:
 
 
 def max_direct_connections(direct: ZmqConfig) -> int:
-    """ZeroMQ connections at once, of which HTTP's are independent: 0 where there is no endpoint for them."""
+    """ZeroMQ connections at once, beside those of HTTP; 0 without an endpoint."""
     if not direct.bind:
         return 0
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -79,37 +75,34 @@ def max_direct_connections(direct: ZmqConfig) -> int:
     return min(DIRECT_CONNECTIONS if direct.max_connections == "auto" else direct.max_connections, fitting)
 
 
-def inherited(fd: int) -> socket.socket:
-    """The listener that another process has opened and handed on as descriptor `fd`."""
+def adopt_listener(fd: int) -> socket.socket:
+    """The listener that another process opened and passed on as descriptor `fd`."""
     os.set_inheritable(fd, False)
     listener = socket.socket(fileno=fd)
     listener.setblocking(False)
     return listener
 
 
-def url_of(listener: socket.socket, scheme: str = "http") -> str:
-    """The URL of a listener; where it listens on every address, one that reaches it from this machine."""
+def find_url(listener: socket.socket, scheme: str = "http") -> str:
+    """The URL of a listener; one that reaches it from this machine if it listens on every address."""
     host, port = listener.getsockname()[:2]
-    return url_at(host, port, scheme)
+    return make_url(host, port, scheme)
 
 
-def url_at(host: str, port: int, scheme: str) -> str:
-    """The URL of a server that listens there."""
+def make_url(host: str, port: int, scheme: str) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def exposed(server: ServerConfig, *, has_keys: bool) -> list[str]:
-    """A line for each thing that is missing where others can reach the server."""
+def find_exposures(server: ServerConfig, *, has_keys: bool) -> list[str]:
+    """Find the protections that a server lacks which others can reach; a line for each."""
     if _is_local(server.host):
         return []
     lines = []
     if not has_keys:
-        lines.append(f"whoever can reach {server.host} can use this server: set auth.api_keys or TOKA_API_KEYS")
+        lines.append(f"anybody who can reach {server.host} can use this server: set auth.api_keys or TOKA_API_KEYS")
     if not server.tls_cert:
-        lines.append(
-            "what is said over HTTP can be read on its way, keys too: set server.tls_cert, or put a proxy before it"
-        )
+        lines.append("plain HTTP can be read on its way, with API keys: set server.tls_cert, or put a proxy in front")
     return lines
 
 
@@ -118,7 +111,7 @@ def _is_port(port: str) -> bool:
 
 
 def check_direct(direct: ZmqConfig) -> None:
-    """Raises ConfigError when `zmq.bind` is no address, or one that others can reach and that has no keys."""
+    """Raise ConfigError if `zmq.bind` is invalid, or if others can reach it and it has no keys."""
     address = direct.bind
     if not address:
         return
@@ -139,7 +132,7 @@ def check_direct(direct: ZmqConfig) -> None:
 
 
 def _is_local(host: str) -> bool:
-    """Only this machine can reach it."""
+    """Whether only this machine can reach the host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -147,11 +140,7 @@ def _is_local(host: str) -> bool:
 
 
 def raise_limits() -> list[str]:
-    """Allow this process and its children as many open files as the system lets them.
-
-    Returns:
-        A line for each limit that is too low for 8,192 connections at once.
-    """
+    """Raise the limit of open files as far as permitted; returns a line if it is too low for 8,192 connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -162,9 +151,9 @@ def raise_limits() -> list[str]:
 
 
 class Delays:
-    """Whether connections had to wait because the listener's queue was full. The system counts what it turned away.
+    """Tells when connections waited because the listener's queue was full, by the system's count of rejected ones.
 
-    A client whose connection is turned away tries again by itself, after a second and later.
+    A client whose connection is rejected tries again by itself, after a second and later.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -172,8 +161,8 @@ class Delays:
         self._num_seen = 0
         self._has_spoken = False
 
-    def line(self) -> str | None:
-        """Says so once, and what to do; None: nothing new."""
+    def take_line(self) -> str | None:
+        """Return once a line that tells it, and what to do; otherwise None."""
         num_dropped = self._num_dropped()
         is_new, self._num_seen = num_dropped > self._num_seen, num_dropped
         if not is_new or self._has_spoken:
@@ -185,7 +174,7 @@ class Delays:
         return f"new connections were delayed: more than {queue} waited to be accepted; {cure}"
 
     def _num_dropped(self) -> int:
-        """Connections that the listener's queue had no room for; 0 where the system does not say."""
+        """Connections for which the listener's queue had no room; 0 where the system does not count."""
         try:
             counts = self._listener.getsockopt(socket.SOL_SOCKET, SO_MEMINFO, len(_MEMINFO) * 4)
         except OSError:

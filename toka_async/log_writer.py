@@ -1,4 +1,4 @@
-"""Lines to a descriptor, written by a thread: nobody who has something to say waits for those who read it.
+"""Writes lines to a descriptor in a thread, so that no caller waits for the reader.
 
 A reader that takes nothing (a stuck log collector, a terminal that is held) fills the bounded backlog. Later lines are
 dropped and counted, and the count is written when the reader is back. Knows no log records.
@@ -12,15 +12,15 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-MOST_BYTES = 1 << 20  # of lines that wait; more are dropped
+MOST_BYTES = 1 << 20  # of waiting lines; more are dropped
 
 
 class LogWriter:
-    """One descriptor. The thread starts with the first line.
+    """Writes to one descriptor. The thread starts with the first line.
 
     Args:
-        fd: is written to, and never closed.
-        lost: the line that tells that so many lines were dropped; None: nobody is told.
+        fd: the descriptor, which is never closed.
+        lost: makes the line about dropped lines from their number; None: there is no such line.
     """
 
     def __init__(self, fd: int, lost: Callable[[int], str] | None = None) -> None:
@@ -28,13 +28,13 @@ class LogWriter:
         self._lost = lost
         self._changed = threading.Condition()
         self._lines: deque[bytes] = deque()
-        self._num_bytes = 0  # of the lines, and of what is being written
+        self._num_bytes = 0  # of waiting lines and those being written
         self._num_lost = 0
         self._is_stuck = False
         self._thread: threading.Thread | None = None
 
     def put(self, line: str) -> None:
-        """Writes the line soon. Returns at once."""
+        """Queue the line. Returns at once."""
         data = line.encode("utf-8", "backslashreplace") + b"\n"
         with self._changed:
             if self._num_bytes + len(data) > MOST_BYTES:
@@ -46,7 +46,7 @@ class LogWriter:
                 self._thread.start()
 
     def flush(self, seconds: float) -> bool:
-        """Waits until every line is written, for so long at most; not at all while the reader is known to be stuck."""
+        """Wait until every line is written, at most `seconds`; not at all while the reader is known to be stuck."""
         with self._changed:
             if not self._is_stuck:
                 self._is_stuck = not self._changed.wait_for(lambda: not self._num_bytes, seconds)
@@ -76,7 +76,7 @@ class LogWriter:
                     self._changed.notify_all()
 
     def _take(self) -> list[bytes]:
-        """Lines for one write, which a pipe that several processes write to keeps together if it is short."""
+        """Take lines for one write; if it is short, a pipe with several writers keeps it together."""
         lines = [self._lines.popleft()]
         left = select.PIPE_BUF - len(lines[0])
         while self._lines and len(self._lines[0]) <= left:
@@ -85,11 +85,11 @@ class LogWriter:
         return lines
 
     def _write(self, data: bytes) -> bool:
-        """False when nobody can read it."""
+        """False if nobody can read it."""
         while data:
             try:
                 data = data[os.write(self._fd, data) :]
-            except BlockingIOError:  # somebody else has made the descriptor so
+            except BlockingIOError:  # another process made the descriptor non-blocking
                 poll = select.poll()
                 poll.register(self._fd, select.POLLOUT)
                 poll.poll()

@@ -97,19 +97,19 @@ class Submits(Tagged, frozen=True, kw_only=True):
 
 
 class Cancel(Tagged, frozen=True, kw_only=True):
-    """The client is gone: end all samples of the request; nothing more is sent for it."""
+    """The client has left: end all samples of the request without an answer."""
 
     request_id: int
 
 
 class Cancels(Tagged, frozen=True, kw_only=True):
-    """As a Cancel of each."""
+    """A Cancel of each request."""
 
     request_ids: memoryview  # int32 [r]
 
 
 class StopMask(Tagged, frozen=True, kw_only=True):
-    """Registers a set of stop strings: which token ids can complete one of them."""
+    """Registers a set of stop strings: the token ids that can complete one of them."""
 
     stop_id: int
     mask: memoryview  # bool [vocab]
@@ -117,7 +117,7 @@ class StopMask(Tagged, frozen=True, kw_only=True):
 
 
 class DropStop(Tagged, frozen=True, kw_only=True):
-    """Forget a StopMask; no running request uses it."""
+    """Forget a StopMask, which no running request uses."""
 
     stop_id: int
 
@@ -131,10 +131,10 @@ class EndSample(Tagged, frozen=True, kw_only=True):
 
 
 class AskStats(Tagged, frozen=True, kw_only=True):
-    """Send Stats in this turn, whatever was sent before: somebody looks. `number`: of the question, from 1."""
+    """Asks for Stats in this turn, whatever was sent before. `number`: the question's, from 1."""
 
     number: int
-    forecast: bool = False  # is wanted, too
+    forecast: bool = False  # include a forecast
 
 
 ToScheduler = Submit | Submits | Cancel | Cancels | StopMask | DropStop | EndSample | AskStats
@@ -144,9 +144,9 @@ ToScheduler = Submit | Submits | Cancel | Cancels | StopMask | DropStop | EndSam
 
 
 class RankDevice(Message, frozen=True, kw_only=True):
-    """What a rank computes on, and the bytes of its memory when the rank is ready. All bytes are 0 if nothing computes.
+    """A rank's device and the bytes of its memory when the rank is ready; all bytes are 0 if nothing is computed.
 
-    `used` is what the rank has taken in all, `free` what nobody has taken of `total`.
+    `used`: bytes that the rank has taken in all; `free`: bytes of `total` that no process has taken.
     """
 
     rank: int
@@ -166,16 +166,16 @@ class Ready(Tagged, frozen=True, kw_only=True):
     page_size: int
     max_seqs: int
     max_context: int  # tokens, prompt and completion
-    vocab_size: int  # of the model: ids below it are valid
+    vocab_size: int  # ids below it are valid
     max_tokens: int = 2048  # of one step
     # The smallest shared prefix that is worth a group of its own, as the rank measured it; 0: none is.
     group_min_seqs: int = 0
     group_min_tokens: int = 0
-    async_tp_min_tokens: int = 0  # steps of so many tokens are in shards of the tensor ranks; 0: none is
-    # Filled in by the scheduler: whose it is, and which of the replica's lives, counted from 0 (a restart begins one).
+    async_tp_min_tokens: int = 0  # steps of this size are sharded over tensor ranks; 0: none
+    # Filled in by the scheduler: the replica, and the number of its restarts.
     replica: int = 0
     life: int = 0
-    ranks: tuple[RankDevice, ...] = ()  # a rank tells of itself; the scheduler joins what all of them tell
+    ranks: tuple[RankDevice, ...] = ()  # a rank sends its own; the scheduler joins all of them
 
 
 class Tokens(Tagged, frozen=True, kw_only=True):
@@ -195,7 +195,7 @@ class Tokens(Tagged, frozen=True, kw_only=True):
 class Prefilled(Tagged, frozen=True, kw_only=True):
     """A request's prompt is computed. Sent once a request, before or with its first tokens.
 
-    With prompt log-probs: entry i is of prompt token i + 1 (the first token has none); p - 1 entries.
+    With prompt log-probs: entry i belongs to prompt token i + 1 (the first token has none); p - 1 entries.
     """
 
     request_id: int
@@ -207,14 +207,14 @@ class Prefilled(Tagged, frozen=True, kw_only=True):
 
 
 class Prefills(Tagged, frozen=True, kw_only=True):
-    """As Prefilled, for requests without prompt log-probs."""
+    """Prefilled of several requests, without prompt log-probs."""
 
     request_ids: memoryview  # int32 [r]
     cached_tokens: memoryview  # int32 [r]
 
 
 class StopChecks(Tagged, frozen=True, kw_only=True):
-    """Rows whose newest token can complete a stop string: the last ids, for the server to look at.
+    """Rows whose newest token can complete a stop string, with their last ids, for the server to check.
 
     The server answers with EndSample, or not at all. The sequences run on meanwhile.
     """
@@ -234,10 +234,10 @@ class Failed(Tagged, frozen=True, kw_only=True):
 
 
 class Forecast(Message, frozen=True, kw_only=True):
-    """Pages that the running sequences will have in use, as admission expects it.
+    """Pages that the running sequences will use, as admission expects it.
 
-    `pages` are numbers at evenly spaced steps: the first is of the next step to be built, the last of the step `steps`
-    later, when all of them have ended.
+    `pages` are numbers at evenly spaced steps: the first belongs to the next step to be built, the last to the step
+    `steps` later, when all sequences have ended.
     """
 
     steps: int
@@ -269,24 +269,24 @@ GAP_SECONDS = (
     160,
     640,
 )
-SCHEDULER_STAGES = ("results", "requests", "steps", "messages")  # taking, taking, building and sending them
+SCHEDULER_STAGES = ("results", "requests", "steps", "messages")  # receive, receive, build, and send them
 
 
 class Stats(Tagged, frozen=True, kw_only=True):
-    """The scheduler's state and counters since start: sent when they changed, a few times a second at most, and when
-    somebody asks (`AskStats`).
+    """The scheduler's state and counters since start: sent when they changed, a few times a second at most, and on
+    AskStats.
 
-    `num_running` and `num_waiting` are together the samples that have not ended, but for those whose last token is on
+    `num_running` and `num_waiting` together are the samples that have not ended, except those whose last token is on
     its way while another one has their slot. A prompt that is computed for several samples counts as one that runs.
     """
 
     num_running: int = 0  # sequences that are computed
     num_waiting: int = 0  # sequences queued
     pages_used: int = 0  # pages owned by running sequences and their requests
-    pages_cached: int = 0  # pages kept in the prefix tree that nobody owns
+    pages_cached: int = 0  # unowned pages in the prefix tree
     num_pages: int = 0
     prefix_queries: int = 0  # prompt tokens of all samples: a prompt counts for each sample of it
-    prefix_hits: int = 0  # of these, not computed: found in the cache, or shared by samples of one request
+    prefix_hits: int = 0  # those not computed: found in the cache, or shared by samples of one request
     num_preemptions: int = 0
     prompt_tokens: int = 0  # computed, cached ones not counted
     generated_tokens: int = 0  # delivered
@@ -294,28 +294,27 @@ class Stats(Tagged, frozen=True, kw_only=True):
     recomputed_tokens: int = 0  # computed again after a preemption
     num_steps: int = 0
     step_seconds: float = 0.0  # sum of the ranks' step times
-    idle_seconds: float = 0.0  # in which ranks had no step queued though there was work: the scheduler's doing
+    idle_seconds: float = 0.0  # ranks had no step queued though there was work: due to the scheduler
     device_idle_seconds: float = 0.0  # between steps that were queued in time
-    num_compiles: int = 0  # after the ranks were ready; 0, or a rank was not warm
+    num_compiles: int = 0  # after the ranks were ready; above 0, a rank was not warm
     depths: tuple[int, ...] = ()  # how often a step came back with 0, 1, … steps still queued behind it
-    # Percentiles (50, 99, 100) over the newest, in microseconds; empty: none yet.
-    scheduler_us: tuple[float, ...] = ()  # CPU time of the scheduler for a step, from its results to the messages sent
+    # Percentiles (50, 99, 100) of the newest times, in microseconds; empty: none yet.
+    scheduler_us: tuple[float, ...] = ()  # the scheduler's CPU time for a step, from its results to the messages
     forecast_us: tuple[float, ...] = ()  # time of one forecast for admission
-    expected_length: tuple[float, float] | None = None  # mean and spread of new sequences', as shares of max_tokens
+    expected_length: tuple[float, float] | None = None  # mean and spread for new sequences, as shares of max_tokens
     stage_seconds: tuple[float, ...] = ()  # CPU time of the scheduler in all, by SCHEDULER_STAGES
     replica: int = 0  # as in Ready
     life: int = 0
     num_started: int = 0  # requests whose prompt was opened
-    queue_seconds: float = 0.0  # that these waited for it, in all
-    # Of each stage of a pipeline: seconds in steps, of these waiting for other stages, and between steps.
+    queue_seconds: float = 0.0  # their time until then, in all
+    # For each stage of a pipeline: seconds in steps, the part of it waiting for other stages, and between steps.
     pipeline: tuple[tuple[float, float, float], ...] = ()
-    prefix_shared: int = 0  # of `prefix_hits`, those that samples of one request share
-    # Times between two tokens of a sample, of every sample's tokens but its first: how many by GAP_SECONDS, and their
-    # sum.
+    prefix_shared: int = 0  # the part of `prefix_hits` that samples of one request share
+    # Times between two tokens of a sample: their number by GAP_SECONDS, and their sum.
     token_gaps: tuple[int, ...] = ()
     token_gap_seconds: float = 0.0
-    answers: int = 0  # the newest AskStats that came before; 0: none
-    forecast: Forecast | None = None  # in the answer to an AskStats that wants it, if admission goes by one
+    answers: int = 0  # number of the newest AskStats so far; 0: none
+    forecast: Forecast | None = None  # only if an AskStats wants it and admission makes one
 
 
 ToServer = Ready | Tokens | Prefilled | Prefills | StopChecks | Failed | Stats
@@ -327,8 +326,8 @@ ToServer = Ready | Tokens | Prefilled | Prefills | StopChecks | Failed | Stats
 class Prompt(Message, frozen=True, kw_only=True):
     """What a rank must know of a prompt that rows will compute or continue.
 
-    `pages` are the full pages that rows admitted with this key share, in order; a row's own pages follow them.
-    `num_prompt` of the ids are the user's prompt, the rest tokens generated before a preemption (penalties care).
+    `pages` are the full pages that rows admitted with this key share, in order; a row's own pages follow them. The
+    first `num_prompt` ids are the user's prompt, the others tokens generated before a preemption (penalties differ).
     """
 
     key: int
@@ -341,8 +340,8 @@ class Prompt(Message, frozen=True, kw_only=True):
 class Step(Tagged, frozen=True, kw_only=True):
     """One forward pass, as events since the step before it. A rank applies them in the order of the fields.
 
-    What chunks compute is read by later chunks of the same pass, but not by its decoding rows: stages of a pipeline
-    compute it in parts, each with some of both.
+    Later chunks of the same pass read what chunks compute, but its decoding rows do not: stages of a pipeline compute
+    the pass in parts, each with some of both.
 
     Rows are slots (0 <= slot < max_seqs). The pass computes one token for each decoding row, in row order, then the
     chunks of prompts. Sampled tokens come back in the same order: decoding rows, then chunks with `chunk_samples`.
@@ -368,7 +367,7 @@ class Step(Tagged, frozen=True, kw_only=True):
     joined: memoryview = EMPTY  # int32 [j]
     # A whole new row order when it changed otherwise (grouping); empty: unchanged.
     order: memoryview = EMPTY  # int32 [rows]
-    # Shared-prefix groups among the decoding rows (contiguous in row order); empty: unchanged is not implied, none.
+    # Shared-prefix groups among the decoding rows (contiguous in row order); empty: there are none.
     group_starts: memoryview = EMPTY  # int32 [h]: first row of the group
     group_rows: memoryview = EMPTY  # int32 [h]: rows in it
     group_pages: memoryview = EMPTY  # int32 [h]: leading pages that all of its rows share
@@ -380,7 +379,7 @@ class Step(Tagged, frozen=True, kw_only=True):
     num_passes: int = 1
 
     def passes(self) -> Iterator[Step]:
-        """The step as passes of one each: the events belong to the first."""
+        """Split the step into single passes; the events belong to the first."""
         yield self if self.num_passes == 1 else msgspec.structs.replace(self, num_passes=1)
         for i in range(1, self.num_passes):
             yield Step(
@@ -398,7 +397,7 @@ ToRank = Step
 
 
 class ChunkLogprobs(Message, frozen=True, kw_only=True):
-    """Log-probs of prompt tokens computed by one chunk: entry i is of the token at position start + 1 + i."""
+    """Log-probs of prompt tokens computed by one chunk: entry i belongs to the token at position start + 1 + i."""
 
     slot: int
     start: int
@@ -416,22 +415,22 @@ class StepDone(Tagged, frozen=True, kw_only=True):
     token_ids: memoryview  # int32 [s]
     logprobs: memoryview = EMPTY  # float32 [s] when any row of the step wants log-probs
     top_rows: memoryview = EMPTY  # int32 [t]: rows of s with likeliest tokens
-    top_counts: memoryview = EMPTY  # int32 [t]: how many each
+    top_counts: memoryview = EMPTY  # int32 [t]: likeliest tokens of each
     top_ids: memoryview = EMPTY  # int32 [sum(top_counts)]
     top_logprobs: memoryview = EMPTY  # float32 [sum(top_counts)]
     prompts: tuple[ChunkLogprobs, ...] = ()
     seconds: float = 0.0  # on the device
-    waited: float = 0.0  # seconds that the device had nothing to do since the step before
-    num_compiles: int = 0  # kernels and graphs compiled since the rank was ready: 0, or it was not warm
+    waited: float = 0.0  # seconds that the device was idle before this step
+    num_compiles: int = 0  # kernels and graphs compiled since the rank was ready; above 0, it was not warm
     stalled: float = 0.0  # seconds of `seconds` in which the device waited for other stages
 
 
 class StageTimes(Tagged, frozen=True):
-    """What a stage of a pipeline has spent its time with, in seconds since the rank was ready; sent now and then."""
+    """How a pipeline stage spent its time, in seconds since the rank was ready; sent now and then."""
 
     stage: int
-    seconds: float  # in steps, from when they could begin
-    stalled: float  # of these: waiting for other stages
+    seconds: float  # in steps, from the time at which they could begin
+    stalled: float  # the part of it waiting for other stages
     waited: float  # between steps
 
 

@@ -1,9 +1,9 @@
 """The public protocol of direct submission over ZeroMQ: headers, columns, and how they become frames.
 
-A message to the server is several frames: the header (a msgpack map with its `type`), then one frame for each of the
-columns that the header names: raw little-endian numbers, one after the other. A message to a client is one frame: the
-header, with the columns' bytes in its `data`. client/PROTOCOL.md is the reference for clients in other
-languages. Knows no sockets and no state.
+A message to the server is several frames: the header (a msgpack map with its `type`), then one frame for each column
+that the header names: raw little-endian numbers, one after the other. A message to a client is one frame: the header,
+with the columns' bytes in its `data`. client/PROTOCOL.md is the reference for clients in other languages. Knows no
+sockets and no state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from msgspec import UNSET, Meta, Raw, UnsetType
 from msgspec.structs import replace
 
-VERSIONS = (2,)  # those spoken here; in version 1 columns of messages to clients were frames of their own
+VERSIONS = (2,)  # in version 1, columns of messages to clients were frames of their own
 
 Column = npt.NDArray[Any]
 Columns = dict[str, Column]
@@ -38,7 +38,7 @@ DTYPES: dict[str, str] = {
     "top_ids": "<i4",
     "top_logprobs": "<f4",
     "text_lengths": "<i4",  # bytes
-    "stops": "<i4",  # which of the request's stop strings was found, or -1
+    "stops": "<i4",  # index of the request's stop string that was found, or -1
 }
 
 Id = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -47,7 +47,7 @@ Seconds = Annotated[float, Meta(ge=0, le=86400)]
 
 
 class ProtocolError(ValueError):
-    """A message that is none of this protocol's. field: of the header, or the column at fault, where one is."""
+    """A message that does not follow this protocol. field: of the header, or the column, at fault, if known."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
@@ -55,7 +55,7 @@ class ProtocolError(ValueError):
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", forbid_unknown_fields=True):
-    """What a message says. columns: their names, in order."""
+    """The contents of a message. columns: their names, in order."""
 
     columns: Annotated[tuple[str, ...], Meta(max_length=len(DTYPES))] = ()
 
@@ -66,8 +66,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", forbid
 class Hello(Header, frozen=True, kw_only=True, tag="hello"):
     """The first message on every connection.
 
-    session: a name that nobody can guess; the same after a broken connection, so that the server knows whose it is.
-    received: the `seq` of the last message that was dealt with; what came after it is sent again.
+    session: an unguessable name, the same after a broken connection, so that the server finds the session. received:
+    the `seq` of the last message that was handled; later messages are sent again.
     """
 
     versions: Annotated[tuple[int, ...], Meta(min_length=1, max_length=64)]
@@ -78,8 +78,8 @@ class Hello(Header, frozen=True, kw_only=True, tag="hello"):
 class Submission(Header, frozen=True, kw_only=True, tag="submit"):
     """Requests that differ in their prompts and seeds only.
 
-    Columns: ids [r], lengths [r], prompts or texts [sum(lengths)], and perhaps seeds [r].
-    fields: a map with the fields of /v1/completions that say how to generate.
+    Columns: ids [r], lengths [r], prompts or texts [sum(lengths)], and optionally seeds [r]. fields: a map with the
+    fields of /v1/completions that control generation.
     """
 
     fields: Raw = Raw(b"\x80")
@@ -91,17 +91,17 @@ class Cancellation(Header, frozen=True, kw_only=True, tag="cancel"):
 
 
 class Ack(Header, frozen=True, kw_only=True, tag="ack"):
-    """All messages up to that `seq` were dealt with: the server forgets them, and their requests' credit is back."""
+    """All messages up to this `seq` were handled: the server forgets them and returns their requests' credit."""
 
     ack: Count
 
 
 class Ping(Header, frozen=True, kw_only=True, tag="ping"):
-    """The client lives; answered with a Pong."""
+    """A sign of life, answered with a Pong."""
 
 
 class Bye(Header, frozen=True, kw_only=True, tag="bye"):
-    """The session is over: what still runs is cancelled."""
+    """The session is over: running requests are cancelled."""
 
 
 FromClient = Hello | Submission | Cancellation | Ack | Ping | Bye
@@ -111,8 +111,9 @@ FromClient = Hello | Submission | Cancellation | Ack | Ping | Bye
 
 
 class ServerHeader(Header, frozen=True, kw_only=True):
-    """A message to a client. data: the bytes of the columns, in order; on the wire only, and absent without columns:
-    so clients of every version can read `closed`, which tells them that they are of another one.
+    """A message to a client. data: the bytes of the columns, in order, present on the wire only.
+
+    It is absent without columns, so clients of every version can read `closed`, which tells them that theirs is wrong.
     """
 
     data: Annotated[tuple[memoryview, ...], Meta(max_length=len(DTYPES))] | UnsetType = UNSET
@@ -123,8 +124,8 @@ class Welcome(ServerHeader, frozen=True, kw_only=True, tag="welcome"):
 
     resumed: the session was known, with all of its requests. credit: requests that may be open at once; one is open
     from its submission until the message that ended it was acknowledged. window: messages that the server sends ahead
-    of the last acknowledged one. heartbeat: seconds, at the longest, between two messages of a client. model, max_…:
-    what requests may ask for; max_message: bytes of a frame.
+    of the last acknowledged one. heartbeat: most seconds between two messages of a client. model, max_…: limits of
+    requests; max_message: bytes of a frame.
     """
 
     version: int
@@ -142,7 +143,7 @@ class Welcome(ServerHeader, frozen=True, kw_only=True, tag="welcome"):
 class Results(ServerHeader, frozen=True, kw_only=True, tag="results"):
     """Tokens of samples, one row each.
 
-    Columns: ids, samples, counts, reasons, cached [r], token_ids [t], t = sum(counts); where asked for: logprobs [t],
+    Columns: ids, samples, counts, reasons, cached [r], token_ids [t], t = sum(counts); if asked for: logprobs [t],
     top_ids and top_logprobs [t, num_top], text_lengths [r] and texts, stops [r]. A request has ended when each of its
     samples has had a row with a reason.
     """
@@ -152,7 +153,7 @@ class Results(ServerHeader, frozen=True, kw_only=True, tag="results"):
 
 
 class PromptLogprobs(ServerHeader, frozen=True, kw_only=True, tag="prompt"):
-    """Of one request that asked for `prompt_logprobs`, before its results: entry i is of prompt token i + 1.
+    """The answer to `prompt_logprobs` of one request, before its results: entry i belongs to prompt token i + 1.
 
     Columns: logprobs [p - 1], top_ids and top_logprobs [p - 1, num_top].
     """
@@ -163,9 +164,10 @@ class PromptLogprobs(ServerHeader, frozen=True, kw_only=True, tag="prompt"):
 
 
 class Error(ServerHeader, frozen=True, kw_only=True, tag="error"):
-    """Requests ended without (further) results, those of the column `ids`; or, without it, a message was wrong.
+    """The requests in the column `ids` ended without (further) results; without the column, a message was wrong and seq
+    is 0.
 
-    seq is 0 in the second case. status, code, param, message: as in HTTP's errors.
+    status, code, param, message: as in HTTP's errors.
     """
 
     seq: Count = 0
@@ -177,13 +179,13 @@ class Error(ServerHeader, frozen=True, kw_only=True, tag="error"):
 
 
 class Pong(ServerHeader, frozen=True, kw_only=True, tag="pong"):
-    """The server lives."""
+    """The answer to a Ping."""
 
 
 class Closed(ServerHeader, frozen=True, kw_only=True, tag="closed"):
-    """The server knows no (longer any) session of this connection; code: `unknown`, `too_slow`, `stopping`, `refused`.
+    """The connection has no session (any more); code: `unknown`, `too_slow`, `stopping`, `refused`.
 
-    Say Hello again to begin anew; after `refused` it would be refused again.
+    Another Hello begins a new session; after `refused` it would be refused again.
     """
 
     code: str
@@ -204,53 +206,49 @@ _FROM_SERVER: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(From
 
 
 def pack(header: Header, columns: Mapping[str, Column] | None = None) -> list[Buffer]:
-    """The frames of a message. Columns of a message to the server are not copied where they are contiguous."""
+    """Encode a message as frames. Contiguous columns of a message to the server are not copied."""
     columns = columns or {}
     assert header.columns == tuple(columns)
-    parts = map(_bytes_of, columns.items())
+    parts = map(_encode_column, columns.items())
     if isinstance(header, ServerHeader):
         return [_ENCODER.encode(replace(header, data=tuple(parts)) if columns else header)]
     return [_ENCODER.encode(header), *parts]
 
 
-def sealed(header: ServerHeader, columns: Columns) -> tuple[list[Buffer], Columns]:
-    """The frame of a message to a client, and the columns as views of it, to keep both in the memory of one."""
+def seal(header: ServerHeader, columns: Columns) -> tuple[list[Buffer], Columns]:
+    """Encode a message to a client; returns its frame, and the columns as views of it, which saves memory."""
     frames = pack(header, columns)
-    return frames, _columns(header, _data_of(_decoded(_FROM_SERVER, frames[0])), "columns have data")
+    return frames, _decode_columns(header, _get_data(_decode(_FROM_SERVER, frames[0])), "columns have data")
 
 
 def from_client(frames: Sequence[Buffer]) -> tuple[FromClient, Columns]:
-    """A client's message; its columns are views of the frames. Raises ProtocolError for anything else."""
+    """Decode a client's message; its columns are views of the frames. Raises ProtocolError."""
     if not frames:
         raise ProtocolError("a message without frames")
-    header = _decoded(_FROM_CLIENT, frames[0])
-    return header, _columns(header, frames[1:], "frames follow")
+    header = _decode(_FROM_CLIENT, frames[0])
+    return header, _decode_columns(header, frames[1:], "frames follow")
 
 
 def from_server(frames: Sequence[Buffer]) -> tuple[FromServer, Columns]:
-    """A server's message; its columns are copies, since in the frame they may lie at any address.
-
-    Raises:
-        ProtocolError: it is none.
-    """
+    """Decode a server's message; its columns are copies, since they may lie unaligned. Raises ProtocolError."""
     if len(frames) != 1:
         raise ProtocolError(f"a message of {len(frames)} frames, not of one")
-    header = _decoded(_FROM_SERVER, frames[0])
-    columns = _columns(header, _data_of(header), "columns have data")
+    header = _decode(_FROM_SERVER, frames[0])
+    columns = _decode_columns(header, _get_data(header), "columns have data")
     copies = {name: values.copy() for name, values in columns.items()}
     return header if header.data is UNSET else replace(header, data=UNSET), copies
 
 
-def _data_of(header: ServerHeader) -> tuple[memoryview, ...]:
+def _get_data(header: ServerHeader) -> tuple[memoryview, ...]:
     return () if header.data is UNSET else header.data
 
 
-def _bytes_of(named: tuple[str, Column]) -> memoryview:
+def _encode_column(named: tuple[str, Column]) -> memoryview:
     name, values = named
     return np.ascontiguousarray(values, _KINDS[name]).reshape(-1).view(np.uint8).data
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[H], frame: Buffer) -> H:
+def _decode(decoder: msgspec.msgpack.Decoder[H], frame: Buffer) -> H:
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -258,14 +256,14 @@ def _decoded(decoder: msgspec.msgpack.Decoder[H], frame: Buffer) -> H:
         raise ProtocolError(f"the header cannot be read: {what}", path.strip("`.") or None) from None
 
 
-def _columns(header: Header, parts: Sequence[Buffer], what: str) -> Columns:
+def _decode_columns(header: Header, parts: Sequence[Buffer], what: str) -> Columns:
     names = header.columns
     if len(names) != len(parts) or len(set(names)) != len(names):
         raise ProtocolError(f"{len(parts)} {what}, {len(names)} columns are named", "columns")
-    return {name: _column(name, part) for name, part in zip(names, parts, strict=True)}
+    return {name: _decode_column(name, part) for name, part in zip(names, parts, strict=True)}
 
 
-def _column(name: str, frame: Buffer) -> Column:
+def _decode_column(name: str, frame: Buffer) -> Column:
     kind = _KINDS.get(name)
     if kind is None:
         raise ProtocolError(f"there is no column {name[:64]!r}", "columns")

@@ -1,7 +1,4 @@
-"""When replicas that were lost are started again: soon the first time, later each time that it fails at once.
-
-Knows no processes; time is asked of a clock.
-"""
+"""Decides when lost replicas are restarted: soon at first, later after repeated failures. Knows no processes."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from collections.abc import Callable
 
 FIRST_DELAY = 0.5  # seconds
 LONGEST_DELAY = 60.0
-STEADY = 60.0  # seconds of service after which a loss is a first one again
+STEADY = 60.0  # seconds of service after which the next loss counts as the first
 
 
 class Restarts:
@@ -19,15 +16,15 @@ class Restarts:
         self._clock = clock
         self._lives: dict[int, int] = {}
         self._failures: dict[int, int] = {}  # in a row
-        self._since: dict[int, float] = {}  # when it last came back
+        self._since: dict[int, float] = {}  # time of the last successful start
         self._due: dict[int, float] = {}
 
     def life(self, replica: int) -> int:
-        """How often it was lost."""
+        """How often the replica was lost."""
         return self._lives.get(replica, 0)
 
-    def lost(self, replica: int) -> float:
-        """It is gone. Returns the seconds until it is due."""
+    def note_lost(self, replica: int) -> float:
+        """Schedule a restart; returns the seconds until it is due."""
         now = self._clock()
         self._lives[replica] = self.life(replica) + 1
         since = self._since.pop(replica, None)
@@ -37,16 +34,14 @@ class Restarts:
         self._due[replica] = now + delay
         return delay
 
-    def succeeded(self, replica: int) -> None:
-        """It is back."""
+    def note_success(self, replica: int) -> None:
         self._since[replica] = self._clock()
 
-    def wait(self) -> float | None:
-        """Seconds until the next one is due; None: none is."""
+    def time_until_due(self) -> float | None:
+        """Seconds until the next restart is due; None: there is none."""
         return max(0.0, min(self._due.values()) - self._clock()) if self._due else None
 
     def take_due(self) -> list[int]:
-        """The replicas that are to be started now."""
         now = self._clock()
         due = [replica for replica, at in self._due.items() if at <= now]
         for replica in due:

@@ -1,8 +1,8 @@
 """The private folder in which the processes of one start have their sockets.
 
-A start removes the folders of earlier ones whose processes were all killed. It removes nothing else: a folder counts
-as such a one only when it is this user's, has a marker file that nobody holds locked, and has nothing in it but what
-these processes make. Everything is removed by its name, and nothing is followed or waited for.
+A start removes the folders of earlier starts whose processes were all killed, and nothing else: such a folder is this
+user's, has a marker file that no process locks, and contains only what these processes make. Everything is removed by
+its name; no link is followed, and nothing is waited for.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PREFIX, MARKER = "toka-", "toka-sockets.lock"  # the marker is locked as long as the parent process lives
-MEETING = re.compile(r"group-\d+-\d+")  # files in which the ranks of a replica, in one of its lives, find each other
-LONGEST_BASE = 44  # characters; with all names in it, an address of a unix socket ends at about 100
+PREFIX, MARKER = "toka-", "toka-sockets.lock"  # the parent process locks the marker
+MEETING = re.compile(r"group-\d+-\d+")  # files through which the ranks of a replica's life find each other
+LONGEST_BASE = 44  # characters; a unix socket's address may have about 100 in all
 
 
 @contextmanager
 def socket_folder() -> Iterator[Path]:
-    """A new folder with a short name, removed at the end."""
+    """Make a folder with a short name, and remove it at the end."""
     base = tempfile.gettempdir()
     place = Path(base if len(base) < LONGEST_BASE else "/tmp")
     for left in place.glob(f"{PREFIX}*"):
@@ -31,7 +31,7 @@ def socket_folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
     with (folder / "new").open("x") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        (folder / "new").rename(folder / MARKER)  # it is locked from the first moment that others see it
+        (folder / "new").rename(folder / MARKER)  # others never see it unlocked
         try:
             yield folder
         finally:
@@ -39,26 +39,26 @@ def socket_folder() -> Iterator[Path]:
 
 
 def remove_unlocked(folder: Path) -> None:
-    """Removes the folder of an earlier start, unless a process of that start lives, or it is anything else."""
-    with suppress(OSError), _opened(folder, os.O_DIRECTORY) as fd, _opened(MARKER, 0, fd) as marker:
+    """Remove the folder of an earlier start, unless one of its processes lives or the folder is something else."""
+    with suppress(OSError), _open(folder, os.O_DIRECTORY) as fd, _open(MARKER, 0, fd) as marker:
         if _is_ours(os.fstat(marker)):
             fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove(folder, fd)
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes the folder of this start; one that has something else in it stays as it is."""
-    with suppress(OSError), _opened(folder, os.O_DIRECTORY) as fd:
+    """Remove the folder of this start; a folder with other contents stays as it is."""
+    with suppress(OSError), _open(folder, os.O_DIRECTORY) as fd:
         _remove(folder, fd)
 
 
 def _remove(folder: Path, fd: int) -> None:
-    """Raises OSError when somebody else changes the folder meanwhile."""
+    """Raises OSError if the folder changes meanwhile."""
     states = {name: os.stat(name, dir_fd=fd, follow_symlinks=False) for name in os.listdir(fd)}
     if MARKER not in states or not all(_is_made_by_us(name, state) for name, state in states.items()):
         return
-    for name in sorted(states, key=MARKER.__eq__):  # the marker is the last
-        with suppress(FileNotFoundError):  # another process of this start removes it too
+    for name in sorted(states, key=MARKER.__eq__):  # the marker goes last
+        with suppress(FileNotFoundError):  # another process of this start may remove it too
             os.unlink(name, dir_fd=fd)
     folder.rmdir()
 
@@ -70,13 +70,13 @@ def _is_made_by_us(name: str, state: os.stat_result) -> bool:
 
 
 def _is_ours(state: os.stat_result) -> bool:
-    """Whether it is a file, and this user's."""
+    """Whether it is a regular file of this user."""
     return stat.S_ISREG(state.st_mode) and state.st_uid == os.getuid()
 
 
 @contextmanager
-def _opened(path: Path | str, flags: int, folder: int | None = None) -> Iterator[int]:
-    """Opened without following a link, and without waiting for the other end of a pipe."""
+def _open(path: Path | str, flags: int, folder: int | None = None) -> Iterator[int]:
+    """Open without following a link, and without waiting for the other end of a pipe."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=folder)
     try:
         yield fd

@@ -1,7 +1,4 @@
-"""What a start says of itself: what it computes on and with, and how much fits.
-
-Knows what ranks report when they are ready; knows no processes.
-"""
+"""Describes a start in lines: devices, types, and how much fits. Knows ranks' reports, not processes."""
 
 from __future__ import annotations
 
@@ -13,12 +10,12 @@ from toka_async.procs.child import Resources
 
 
 def start_lines(ranks: Sequence[Resources], parallel: ParallelConfig) -> Iterator[str]:
-    """A line each for device, dtype, context, cache and sequences, and for the ranks where there are several."""
+    """A line each for device, dtype, context, cache and sequences, and for the ranks if there are several."""
     if not ranks:
         return
     first, num_tokens = ranks[0], min(rank.num_tokens for rank in ranks)
     each = " for each replica" if parallel.dp > 1 else ""
-    yield _line("device", ", ".join(_counted(Counter(rank.device for rank in ranks))))
+    yield _line("device", ", ".join(_count_devices(Counter(rank.device for rank in ranks))))
     if first.dtype:
         yield _line("dtype", first.dtype)
     if len(ranks) > 1:
@@ -33,6 +30,6 @@ def _line(name: str, what: str) -> str:
     return f"{name:<9}  {what}"
 
 
-def _counted(names: Counter[str]) -> Iterator[str]:
+def _count_devices(names: Counter[str]) -> Iterator[str]:
     for name, count in names.items():
         yield name if count == 1 else f"{count} x {name}"

@@ -1,8 +1,8 @@
 """The parent's side of the child processes: starting, waiting, restarting, draining, stopping. No child outlives it.
 
-With several replicas the death of one's child ends that replica only, and its processes are started anew. A child that
-does not answer is as good as dead, and is killed. Waits on the children's status pipes and on signals, with no polling.
-Knows what children say (`procs.child`) and nothing of what they do.
+With several replicas, the death of a replica's child ends that replica only, which is then restarted. A child that does
+not answer is killed. Waits on the children's status pipes and on signals, without polling. Knows the statuses of
+children (`procs.child`) and nothing of what they do.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Self
 
 import msgspec
 
+from toka_async.bar import format_count
 from toka_async.heartbeats import Heartbeats
 from toka_async.logs import Say, say
 from toka_async.procs.child import (
@@ -41,16 +42,16 @@ from toka_async.procs.child import (
 )
 from toka_async.restarts import Restarts
 
-ECHO = 1.0  # seconds in which a further signal is the same one (sent to the parent and to its group)
-FAIL_TIMEOUT = 2.0  # seconds for the server to tell its clients that the engine is gone
-START_PATIENCE = 10  # times as long may a child of a restarted replica be silent: it loads and compiles
-STOP_TIMEOUT = 3.0  # seconds for a child to exit once it is told to
+ECHO = 1.0  # seconds within which a second signal is the same one, sent to the parent and to its group
+FAIL_TIMEOUT = 2.0  # seconds for the server to tell its clients of the failure
+START_PATIENCE = 10  # factor of the timeout for a child of a restarted replica: it loads and compiles
+STOP_TIMEOUT = 3.0  # seconds for a child to exit after the order
 
 _STATUSES: msgspec.json.Decoder[Status] = msgspec.json.Decoder(Status)
 
 
 class ChildError(Exception):
-    """A child ended, or is about to, and was not told to. `user`: its message is all that the user needs."""
+    """A child ended, or is about to, without an order. `user`: the message is all that the user needs."""
 
     def __init__(self, message: str, child: Child, *, user: bool = False) -> None:
         super().__init__(message)
@@ -60,9 +61,9 @@ class ChildError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A child to be started. `spec` is the first line that it reads; `command` ends up reading it.
+    """A child to be started. `spec` is the first line on its standard input.
 
-    replica: whose it is, -1: nobody's. inherit: descriptors that it keeps under the same numbers.
+    replica: its replica, -1: none. inherit: descriptors that it keeps under the same numbers.
     """
 
     name: str
@@ -73,13 +74,11 @@ class Launch:
 
 
 class Child:
-    """A running child process."""
-
     def __init__(self, launch: Launch) -> None:
         self.name = launch.name
         self.replica = launch.replica
         self.started = False
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # inherited: none can kill it while it starts
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # inherited: none can kill a starting child
         try:
             self.process = subprocess.Popen(
                 launch.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=launch.inherit, bufsize=0
@@ -96,14 +95,14 @@ class Child:
     def order(self, order: Order) -> None:
         self._write(msgspec.json.encode(order) + b"\n")
 
-    def statuses(self) -> list[Status] | None:
-        """What the child has said since the last call; None: it has ended. Blocks when it has said nothing."""
+    def read_statuses(self) -> list[Status] | None:
+        """Read the statuses since the last call; None: the child has ended. Blocks if there is nothing to read."""
         data = os.read(self.status_fd, 65536)
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [_STATUSES.decode(line) for line in lines] if data else None
 
     def stop(self) -> None:
-        """Tell it to exit; kill it when it has not after a while. Returns when it is gone."""
+        """Order the child to exit, and kill it after STOP_TIMEOUT. Returns when it has ended."""
         self.order(Stop())
         with contextlib.suppress(OSError):
             self._orders.close()
@@ -116,7 +115,7 @@ class Child:
         self.process.stdout.close()
 
     def kill(self) -> None:
-        """End it without a word: what it belongs to is broken. Returns when it is gone, or a driver does not let it."""
+        """Kill the child. Returns when it has ended, or after STOP_TIMEOUT if a driver holds it."""
         self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_TIMEOUT)
@@ -124,8 +123,8 @@ class Child:
             assert pipe is not None
             pipe.close()
 
-    def how_it_ended(self) -> str:
-        """Waits for the exit of a child whose status pipe has closed."""
+    def describe_end(self) -> str:
+        """Wait for the exit of a child whose status pipe has closed, and describe it."""
         try:
             code = self.process.wait(STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
@@ -135,20 +134,20 @@ class Child:
         )
 
     def _write(self, data: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError, ValueError):  # dead, or closed by `stop`
+        with contextlib.suppress(BrokenPipeError, ValueError):  # the child is dead, or `stop` closed the pipe
             self._orders.write(data)
 
 
 class Supervisor:
     """Runs the children to their end. A context manager: leaving it stops every child, in the order of adding.
 
-    The first child added is the server: the one that drains and that tells clients of a failure.
+    The first child added is the server: it drains, and tells clients of a failure.
 
     Args:
         drain_timeout: seconds that running requests get.
-        relaunch: the children of a replica, by its number and how often it was lost. Without it a death ends all.
-        on_status: called with what children say; a number that it returns ends all, as the exit code.
-        hang_timeout: seconds without a sign of life, once all have started, after which a child is dead; 0: none is.
+        relaunch: makes the children of a replica from its number and life. Without it, any death ends all.
+        on_status: called with children's statuses; a number that it returns ends all, as the exit code.
+        hang_timeout: seconds without a sign of life after which a child is dead, once all have started; 0: never.
         say: writes a line for people, without waiting for them.
     """
 
@@ -217,10 +216,10 @@ class Supervisor:
             return 2 if failure.user and not (started and failure.child.replica >= 0) else 1
 
     def _wait_started(self) -> bool:
-        """False when a signal came first."""
+        """Wait for all children; False if a signal came first."""
         waiting = set(self._children)
         while waiting:
-            for child, status in self._events():
+            for child, status in self._wait_events():
                 if child is None:
                     self._say("stopped before it was ready")
                     return False
@@ -230,19 +229,20 @@ class Supervisor:
         return True
 
     def _wait_signal(self) -> None:
-        """Until a signal, or until a child has said what ends all; restarts what is lost."""
+        """Wait for a signal, or a status that ends all; restarts lost replicas meanwhile."""
         while self._code is None:
             for replica in self._restarts.take_due():
                 assert self._relaunch is not None
                 for launch in self._relaunch(replica, self._restarts.life(replica)):
                     self.start(launch)
-            waits = [wait for wait in (self._restarts.wait(), self._beats.wait()) if wait is not None]
-            if any(child is None for child, _ in self._surviving(min(waits, default=None))):
+            waits = (self._restarts.time_until_due(), self._beats.time_until_due())
+            timeout = min((wait for wait in waits if wait is not None), default=None)
+            if any(child is None for child, _ in self._handle_events(timeout)):
                 return
             self._ask_all()
 
     def _ask_all(self) -> None:
-        """Are they alive? Whoever has not answered for too long is not; the server hears who is about to be."""
+        """Send heartbeats if they are due, declare children dead that hang, and tell the server of silent ones."""
         if not self._beats.take_due():
             return
         for child in [*self._children]:
@@ -251,58 +251,57 @@ class Supervisor:
             patience = 1 if child.started else START_PATIENCE
             if self._beats.hangs(child.name, patience):
                 failure = ChildError(f"{child.name} has not answered for {patience * self._hang_timeout:g} s", child)
-                if not self._survives(failure):
+                if not self._handle_death(failure):
                     raise failure
             else:
-                self._beats.asked(child.name)
+                self._beats.note_asked(child.name)
                 child.order(Beat())
         self._tell_silent()
 
     def _tell_silent(self) -> None:
         started = {child.name for child in self._children if child.started}
-        if (silent := tuple(name for name in self._beats.silent() if name in started)) != self._silent:
+        if (silent := tuple(name for name in self._beats.find_silent() if name in started)) != self._silent:
             self._silent = silent
             self._children[0].order(Silent(silent))
 
-    def _survives(self, failure: ChildError) -> bool:
-        """Deals with the death of a replica's child, where replicas are restarted."""
+    def _handle_death(self, failure: ChildError) -> bool:
+        """Handle the death of a replica's child; False if it ends everything."""
         if self._relaunch is None or failure.child.replica < 0:
             return False
         self._lose(failure.child.replica, str(failure))
         return True
 
-    def _surviving(self, timeout: float | None) -> Iterator[tuple[Child | None, Status | None]]:
-        """As `_events`, but that the death of a replica's child is dealt with, where replicas are restarted."""
+    def _handle_events(self, timeout: float | None) -> Iterator[tuple[Child | None, Status | None]]:
+        """Like `_wait_events`, but handles statuses of the supervisor, and deaths that it survives."""
         try:
-            for child, status in self._events(timeout):
+            for child, status in self._wait_events(timeout):
                 if child is not None and isinstance(status, Started):
-                    self._started(child)
+                    self._note_started(child)
                 elif child is not None and isinstance(status, Alive):
-                    self._beats.answered(child.name)
+                    self._beats.note_answered(child.name)
                     self._tell_silent()
                     if status.memory is not None:
                         self._children[0].order(Memory(child.name, status.memory))
                 yield child, status
         except ChildError as failure:
-            if not self._survives(failure):
+            if not self._handle_death(failure):
                 raise
 
-    def _started(self, child: Child) -> None:
-        """Another of the children of a replica that was restarted does its work."""
+    def _note_started(self, child: Child) -> None:
         child.started = True
-        self._beats.answered(child.name)
+        self._beats.note_answered(child.name)
         if all(each.started for each in self._children if each.replica == child.replica):
-            self._restarts.succeeded(child.replica)
+            self._restarts.note_success(child.replica)
             self._say(f"replica {child.replica} is back")
 
     def _lose(self, replica: int, reason: str) -> None:
-        """End what is left of the replica, then let the server deal with its requests; it will be restarted."""
+        """Kill the rest of the replica, let the server end its requests, and schedule a restart."""
         for child in [child for child in self._children if child.replica == replica]:
             self._selector.unregister(child.status_fd)
             self._children.remove(child)
             self._beats.forget(child.name)
             child.kill()
-        delay = self._restarts.lost(replica)
+        delay = self._restarts.note_lost(replica)
         self._say(f"{reason}; replica {replica} is restarted in {delay:g} s", logging.ERROR)
         self._children[0].order(Lost(replica, self._restarts.life(replica), reason))
 
@@ -313,11 +312,11 @@ class Supervisor:
         self._say(f"finishing running requests, for {self._drain_timeout:g} s at most; a second signal stops at once")
         server.order(Drain(self._drain_timeout))
         while (now := time.monotonic()) < deadline:
-            for child, status in self._surviving(deadline - now):
+            for child, status in self._handle_events(deadline - now):
                 if isinstance(status, Drained):
                     self._say(
                         "stopped"
-                        + (f"; {_counted(status.num_cut, 'request')} did not finish" if status.num_cut else "")
+                        + (f"; {format_count(status.num_cut, 'request')} did not finish" if status.num_cut else "")
                     )
                     return 0
                 if child is None and time.monotonic() - signalled > ECHO:
@@ -327,14 +326,14 @@ class Supervisor:
         return 1
 
     def _fail(self, reason: str) -> None:
-        """Let the server tell its clients, if it lives."""
+        """Give the server time to tell its clients, if it lives."""
         server = self._children[0]
         server.order(Fail(reason))
         with contextlib.suppress(subprocess.TimeoutExpired):
             server.process.wait(FAIL_TIMEOUT)
 
-    def _events(self, timeout: float | None = None) -> Iterator[tuple[Child | None, Status | None]]:
-        """What happened, waiting for it: (child, status), or (None, None) for a signal.
+    def _wait_events(self, timeout: float | None = None) -> Iterator[tuple[Child | None, Status | None]]:
+        """Wait for events: (child, status), or (None, None) for a signal.
 
         Raises:
             ChildError: a child has ended or reports that it will.
@@ -345,9 +344,9 @@ class Supervisor:
                 os.read(self._wake_read, 4096)
                 yield None, None
                 continue
-            statuses = child.statuses()
+            statuses = child.read_statuses()
             if statuses is None:
-                raise ChildError(child.how_it_ended(), child)
+                raise ChildError(child.describe_end(), child)
             for status in statuses:
                 if isinstance(status, Fatal):
                     message = status.message if status.user else f"{child.name}: {status.message}"
@@ -355,10 +354,6 @@ class Supervisor:
                 if self._code is None:
                     self._code = self._on_status(status)
                 yield child, status
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _signal_name(number: int) -> str:
@@ -369,9 +364,9 @@ def _signal_name(number: int) -> str:
 
 
 def _is_wanted(number: int) -> bool:
-    """`nohup` has a hangup ignored: the server is meant to outlive its terminal."""
+    """`nohup` ignores SIGHUP: the server is meant to outlive its terminal."""
     return number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
 
 
 def _ignore(_number: int, _frame: object) -> None:
-    """Only wakes the selector up, through the wakeup descriptor."""
+    """Do nothing: the signal wakes the selector through the wakeup descriptor."""

@@ -22,16 +22,15 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def num_ranks(self) -> int:
-        """Of one replica."""
         return self.pp * self.tp
 
     @property
     def answering(self) -> int:
-        """The rank whose results count: the last stage's first. What the others of that stage sample is the same."""
+        """The rank whose results count: the first of the last stage. The others of that stage sample the same."""
         return (self.pp - 1) * self.tp
 
     def stage_of(self, rank: int) -> tuple[int, int]:
-        """A rank's stage, and its number within it."""
+        """A rank's stage, and its number within the stage."""
         return divmod(rank, self.tp)
 
     def gpu_of(self, replica: int, rank: int) -> int:
@@ -44,10 +43,9 @@ ONE_RANK = Layout()
 class Topology(msgspec.Struct, frozen=True):
     """Where each process listens (ZeroMQ addresses), one entry per data-parallel replica.
 
-    server: the server's inbox (Ready, Tokens, …). schedulers[d]: replica d's inbox of requests.
-    scheduler_ranks[d]: replica d's inbox of StepDone. ranks[d][r]: rank r of replica d's inbox of steps.
-    groups[d]: where the ranks of replica d find each other (a URL as torch.distributed takes it).
-    layout: which rank does what.
+    server: the server's inbox (Ready, Tokens, …). schedulers[d]: replica d's inbox of requests. scheduler_ranks[d]:
+    replica d's inbox of StepDone. ranks[d][r]: rank r of replica d's inbox of steps. groups[d]: where the ranks of
+    replica d find each other (a URL for torch.distributed). layout: the arrangement of ranks.
     """
 
     server: str
@@ -59,7 +57,7 @@ class Topology(msgspec.Struct, frozen=True):
 
 
 def local_topology(folder: Path, layout: Layout = ONE_RANK) -> Topology:
-    """A topology of unix sockets under `folder` (its path must be short: sockets allow about 100 bytes)."""
+    """Make a topology of unix sockets under `folder` (its path must be short: sockets allow about 100 bytes)."""
 
     dp, num_ranks = layout.dp, layout.num_ranks
 

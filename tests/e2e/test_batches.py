@@ -132,7 +132,7 @@ def test_the_command_goes_on_where_it_was(tmp_path: Path) -> None:
     again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (again.returncode, "toka-async: finished already: 270 lines" in again.stderr) == (1, True)
     retried = subprocess.run([*command, "--retry-failed"], capture_output=True, text=True, timeout=60, check=False)
-    assert "going on: 270 of 300 lines are done" in retried.stderr
+    assert "continuing: 270 of 300 lines are done" in retried.stderr
     check(output.read_bytes(), (tmp_path / "out.errors.jsonl").read_bytes(), 300)
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from toka_async.bar import duration, line_with_bar
+from toka_async.bar import draw_line, format_count, format_duration
 
 TEXT = "3/4 lines, 12 tokens"
 
@@ -20,8 +20,12 @@ TEXT = "3/4 lines, 12 tokens"
 )
 def test_a_line_stays_within_the_terminal(columns: int | None, line: str) -> None:
     """The bar gives way first, then the end of the text."""
-    assert line_with_bar(0.5, "run", TEXT, columns) == line
+    assert draw_line(0.5, "run", TEXT, columns) == line
 
 
 def test_times() -> None:
-    assert [duration(seconds) for seconds in (0, 59.6, 3723)] == ["0:00", "1:00", "1:02:03"]
+    assert [format_duration(seconds) for seconds in (0, 59.6, 3723)] == ["0:00", "1:00", "1:02:03"]
+
+
+def test_one_is_singular() -> None:
+    assert [format_count(number, "line") for number in (0, 1, 2000)] == ["0 lines", "1 line", "2,000 lines"]

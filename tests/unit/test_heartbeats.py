@@ -16,7 +16,7 @@ def ask(beats: Heartbeats, clock: Clock, *names: str) -> None:
     clock.now += 1.0
     assert beats.take_due()
     for name in names:
-        beats.asked(name)
+        beats.note_asked(name)
 
 
 def test_who_does_not_answer_is_silent_and_then_hangs() -> None:
@@ -24,13 +24,13 @@ def test_who_does_not_answer_is_silent_and_then_hangs() -> None:
     beats = Heartbeats(NUM_BEATS * 1.0, clock)
     for count in range(1, NUM_BEATS + 1):
         ask(beats, clock, "a", "b")
-        beats.answered("b")
-        assert beats.silent() == (("a",) if count >= SILENT_BEATS else ())
+        beats.note_answered("b")
+        assert beats.find_silent() == (("a",) if count >= SILENT_BEATS else ())
         assert beats.hangs("a") == (count == NUM_BEATS)
         assert not beats.hangs("b")
-    beats.answered("a")
+    beats.note_answered("a")
     assert not beats.hangs("a")
-    assert beats.silent() == ()
+    assert beats.find_silent() == ()
 
 
 def test_who_is_gone_is_forgotten() -> None:
@@ -40,8 +40,8 @@ def test_who_is_gone_is_forgotten() -> None:
         ask(beats, clock, "a")
     beats.forget("a")
     beats.forget("never asked")
-    beats.answered("a")  # what it said before it was killed
-    assert beats.silent() == ()
+    beats.note_answered("a")  # what it said before it was killed
+    assert beats.find_silent() == ()
     assert not beats.hangs("a")
 
 
@@ -51,17 +51,17 @@ def test_time_that_the_asker_slept_through_counts_once(jump: float) -> None:
     beats = Heartbeats(NUM_BEATS * 1.0, clock)
     ask(beats, clock, "a")
     clock.now += jump
-    assert beats.wait() == 0
+    assert beats.time_until_due() == 0
     assert beats.take_due()
     assert not beats.hangs("a")
-    beats.asked("a")
+    beats.note_asked("a")
     assert not beats.take_due()
-    assert beats.wait() == 1.0
+    assert beats.time_until_due() == 1.0
 
 
 def test_nobody_is_asked_without_a_timeout() -> None:
     clock = Clock()
     beats = Heartbeats(0.0, clock)
     clock.now += 1e6
-    assert beats.wait() is None
+    assert beats.time_until_due() is None
     assert not beats.take_due()

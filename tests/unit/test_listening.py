@@ -11,7 +11,7 @@ import pytest
 from toka_async import listening
 from toka_async.config import ConfigError, ServerConfig, ZmqConfig
 from toka_async.config.sections import LONGEST
-from toka_async.listening import Delays, check_direct, exposed, open_listener, raise_limits, url_of
+from toka_async.listening import Delays, check_direct, find_exposures, find_url, open_listener, raise_limits
 
 TIMEOUT = 60.0  # seconds
 
@@ -19,7 +19,7 @@ TIMEOUT = 60.0  # seconds
 def test_a_free_port() -> None:
     with closing(open_listener(ServerConfig(port=0), TIMEOUT)) as listener:
         port = listener.getsockname()[1]
-        assert url_of(listener) == f"http://127.0.0.1:{port}"
+        assert find_url(listener) == f"http://127.0.0.1:{port}"
         with closing(socket.create_connection(("127.0.0.1", port), timeout=5)):
             pass
 
@@ -33,8 +33,8 @@ def test_a_client_may_do_nothing_for_days() -> None:
 @pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "http://127.0.0.1"), ("localhost", "http://")])
 def test_the_url_reaches_it(host: str, url: str) -> None:
     with closing(open_listener(ServerConfig(host=host, port=0), TIMEOUT)) as listener:
-        assert url_of(listener).startswith(url)
-        address, port = url_of(listener).removeprefix("http://").rsplit(":", 1)
+        assert find_url(listener).startswith(url)
+        address, port = find_url(listener).removeprefix("http://").rsplit(":", 1)
         with closing(socket.create_connection((address.strip("[]"), int(port)), timeout=5)):
             pass
 
@@ -67,28 +67,28 @@ def test_connections_that_were_delayed_are_told_of_once(monkeypatch: pytest.Monk
     monkeypatch.setattr(listening, "BACKLOG", 1)
     with closing(open_listener(ServerConfig(port=0), TIMEOUT)) as listener, ExitStack() as stack:
         delays = Delays(listener)
-        assert delays.line() is None
+        assert delays.take_line() is None
         for _ in range(2):
             stack.enter_context(closing(socket.create_connection(listener.getsockname(), timeout=5)))
-        assert delays.line() is None
+        assert delays.take_line() is None
         for _ in range(8):  # one fits no more
             late = stack.enter_context(closing(socket.socket()))
             late.setblocking(False)
             late.connect_ex(listener.getsockname())
-        line = delays.line()
+        line = delays.take_line()
         assert line is not None
         assert line.startswith("new connections were delayed: more than 1 connections waited")
         late = stack.enter_context(closing(socket.socket()))
         late.setblocking(False)
         late.connect_ex(listener.getsockname())
-        assert delays.line() is None
+        assert delays.take_line() is None
 
 
 def test_a_system_that_counts_nothing() -> None:
     left, right = socket.socketpair()
     with closing(left), closing(right):
-        assert Delays(left).line() is None
-    assert Delays(left).line() is None  # closed
+        assert Delays(left).take_line() is None
+    assert Delays(left).take_line() is None  # closed
 
 
 @pytest.mark.parametrize(
@@ -137,4 +137,4 @@ def test_one_key_without_the_others_is_told() -> None:
     [("127.0.0.1", "", False, 0), ("0.0.0.0", "", False, 2), ("0.0.0.0", "x", False, 1), ("::", "x", True, 0)],
 )
 def test_what_others_can_reach(host: str, certificate: str, has_keys: bool, count: int) -> None:
-    assert len(exposed(ServerConfig(host=host, tls_cert=certificate), has_keys=has_keys)) == count
+    assert len(find_exposures(ServerConfig(host=host, tls_cert=certificate), has_keys=has_keys)) == count

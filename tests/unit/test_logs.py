@@ -15,10 +15,10 @@ from toka_async.logs import (
     LogHandler,
     TextLines,
     announce,
-    bounded,
     configure,
+    configure_parent,
     request_id,
-    speaker,
+    shorten,
 )
 
 DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
@@ -30,7 +30,7 @@ def as_before() -> Iterator[None]:
     root = logging.getLogger()
     level = root.level
     yield
-    if (handler := LogHandler.installed()) is not None:
+    if (handler := LogHandler.find_installed()) is not None:
         root.removeHandler(handler)
     root.setLevel(level)
 
@@ -114,15 +114,15 @@ def test_a_line_is_bounded(lines: logging.Formatter) -> None:
 
 def test_a_long_text_keeps_both_ends() -> None:
     text = "begin" + "." * MOST_TEXT + "end"
-    assert bounded(text).startswith("begin.")
-    assert bounded(text).endswith(".end")
-    assert " … 8 characters left out … " in bounded(text)
-    assert bounded("short") == "short"
+    assert shorten(text).startswith("begin.")
+    assert shorten(text).endswith(".end")
+    assert " … 8 characters left out … " in shorten(text)
+    assert shorten("short") == "short"
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_the_parents_lines(log_format: str, capfd: pytest.CaptureFixture[str]) -> None:
-    say = speaker(log_format)
+    say = configure_parent(log_format)
     say("100% stopped")
     say("gone", logging.ERROR)
     said = capfd.readouterr().err
@@ -137,10 +137,10 @@ def test_the_parents_lines(log_format: str, capfd: pytest.CaptureFixture[str]) -
 
 
 def test_the_parent_passes_over_what_packages_merely_note(capfd: pytest.CaptureFixture[str]) -> None:
-    speaker("text")
+    configure_parent("text")
     logging.getLogger("httpx").info("HTTP Request: GET …")
     logging.getLogger("httpx").warning("careful")
-    speaker("text")("done")
+    configure_parent("text")("done")
     assert [line.split(": ")[-1] for line in capfd.readouterr().err.splitlines()] == ["careful", "done"]
 
 
@@ -149,7 +149,7 @@ def test_configuring_again_replaces_what_was(capfd: pytest.CaptureFixture[str]) 
     configure("two", "text")
     logging.getLogger("toka_async.x").info("once")
     logging.getLogger("toka_async.x").debug("never")
-    handler = LogHandler.installed()
+    handler = LogHandler.find_installed()
     assert handler is not None
     handler.flush()
     assert re.fullmatch(f"{DATE} INFO two: once\n", capfd.readouterr().err)

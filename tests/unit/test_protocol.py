@@ -25,7 +25,7 @@ from toka_async.protocol import (
     from_client,
     from_server,
     pack,
-    sealed,
+    seal,
 )
 
 FIELDS = msgspec.Raw(msgspec.msgpack.encode({"max_tokens": 3}))
@@ -101,7 +101,7 @@ def test_columns_to_a_client_are_its_own() -> None:
 
 
 def test_what_is_sealed_is_kept_once() -> None:
-    frames, columns = sealed(Results(seq=1, columns=("ids",)), {"ids": np.arange(4)})
+    frames, columns = seal(Results(seq=1, columns=("ids",)), {"ids": np.arange(4)})
     assert columns["ids"].tolist() == [0, 1, 2, 3]
     assert np.shares_memory(columns["ids"], np.frombuffer(frames[0], np.uint8))
     assert from_server(frames)[1]["ids"].tolist() == [0, 1, 2, 3]

@@ -241,14 +241,14 @@ DIES = SAY + "started(); time.sleep(0.1); os.kill(os.getpid(), 9)"
 @pytest.fixture
 def ends_when_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if someone stopped everything as soon as a replica is back; restarts come soon."""
-    succeeded = restarts.Restarts.succeeded
+    succeeded = restarts.Restarts.note_success
 
     def end(self: restarts.Restarts, replica: int) -> None:
         succeeded(self, replica)
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(restarts, "FIRST_DELAY", 0.05)
-    monkeypatch.setattr(restarts.Restarts, "succeeded", end)
+    monkeypatch.setattr(restarts.Restarts, "note_success", end)
 
 
 @pytest.mark.usefixtures("ends_when_back")

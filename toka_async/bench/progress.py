@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from toka_async.bar import columns_of, duration, line_with_bar
+from toka_async.bar import draw_line, format_duration, get_columns
 
 INTERVAL, QUIET_INTERVAL = 0.5, 10.0  # seconds between redraws; between lines without a terminal
 
@@ -61,5 +61,5 @@ class LoadBar:
             of_all = f"/{self._num_tokens:,}" if self._num_tokens else ""
             parts += [f"{num_tokens:,.0f}{of_all} tokens", f"{num_tokens / max(seconds, 1e-9):,.0f}/s"]
         if 0 < share < 1:
-            parts.append(f"{duration(seconds / share - seconds)} left")
-        return line_with_bar(share, self._label, ", ".join(parts), columns_of(self._stream))
+            parts.append(f"{format_duration(seconds / share - seconds)} left")
+        return draw_line(share, self._label, ", ".join(parts), get_columns(self._stream))

@@ -1,4 +1,4 @@
-"""`toka-async ping`: one answer as it comes, or a few of many samples, their vote and how fast they were."""
+"""`toka-async ping`: prints one answer as it comes, or some of many samples, their vote and their speed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from typing import TextIO
 from toka_async.cli.ping import PingQuestion, PingSamples, Server
 from toka_async.cli.vote import count_answers
 
-NUM_SHOWN = 3  # samples that are printed
-NUM_OTHERS = 3  # answers that are counted beside the most frequent one
+NUM_SHOWN = 3  # printed samples
+NUM_OTHERS = 3  # listed answers beside the most frequent one
 LONGEST = 600  # characters of a printed sample
 SHORT = 30  # characters of an answer in a list
 CLEAR_LINE = "\r\x1b[K"
 
 
 def ask(server: Server, question: PingQuestion, out: TextIO | None = None) -> None:
-    """Ask and print. Raises PingError."""
     out = out or sys.stdout
     if question.n == 1:
         for piece in server.stream(question):
@@ -32,7 +31,7 @@ def ask(server: Server, question: PingQuestion, out: TextIO | None = None) -> No
         out.write(waiting)
         out.flush()
     try:
-        samples = server.samples(question)
+        samples = server.ask_samples(question)
     finally:
         if out.isatty():
             out.write(CLEAR_LINE)
@@ -40,36 +39,38 @@ def ask(server: Server, question: PingQuestion, out: TextIO | None = None) -> No
 
 
 def sample_lines(samples: PingSamples, width: int) -> Iterator[str]:
-    """The first samples, what all of them vote for, and their speed."""
+    """The first samples, the vote of all, and their speed."""
     for number, text in enumerate(samples.texts[:NUM_SHOWN], 1):
         yield f"sample {number}"
-        yield from _indented(text, width)
+        yield from _indent(text, width)
     yield ""
     num = len(samples.texts)
     (winner, votes), *others = count_answers(samples.texts)
-    tie = [_short(answer) for answer, count in others if count == votes]
-    yield f"vote   {_short(winner)}: {votes:,} of {num:,} samples" + (f", and as many {_list(tie)}" if tie else "")
+    tie = [_shorten(answer) for answer, count in others if count == votes]
+    yield f"vote   {_shorten(winner)}: {votes:,} of {num:,} samples" + (
+        f", as many for {_join_first(tie)}" if tie else ""
+    )
     if others:
-        counts = (f"{_short(answer)}: {count:,}" for answer, count in others)
-        yield f"others {_list(counts)}"
+        counts = (f"{_shorten(answer)}: {count:,}" for answer, count in others)
+        yield f"others {_join_first(counts)}"
     yield (
         f"speed  {num:,} samples, {samples.num_tokens:,} tokens in {samples.seconds:.2f} s: "
         f"{samples.num_tokens / max(samples.seconds, 1e-9):,.0f} tokens/s"
     )
 
 
-def _short(answer: str) -> str:
+def _shorten(answer: str) -> str:
     return f"{answer[:SHORT]}…" if len(answer) > SHORT else answer or "(none)"
 
 
-def _list(items: Iterable[str]) -> str:
-    """The first few, and how many more there are."""
+def _join_first(items: Iterable[str]) -> str:
+    """Join the first few, and count the others."""
     shown = list(items)
     more = len(shown) - NUM_OTHERS
     return ", ".join(shown[:NUM_OTHERS]) + (f", and {more:,} more" if more > 0 else "")
 
 
-def _indented(text: str, width: int) -> Iterator[str]:
+def _indent(text: str, width: int) -> Iterator[str]:
     text = text.strip()
     if len(text) > LONGEST:
         text = f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"

@@ -1,6 +1,6 @@
-"""`toka-async batch run`: a file of requests to a file of answers, with a bar that shows how far it is.
+"""`toka-async batch run`: answers a file of requests, with a bar that shows the progress.
 
-Knows the processes by what they say (`procs.child`); what a line is, they know.
+Knows the statuses of processes (`procs.child`), not what a line is.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from contextlib import closing
 from pathlib import Path
 from typing import TextIO
 
-from toka_async.bar import columns_of, duration, line_with_bar
+from toka_async.bar import draw_line, format_count, format_duration, get_columns
 from toka_async.batches.disk import StorageError
 from toka_async.batches.records import FINAL, Batch
 from toka_async.batches.retry import retry_failed
 from toka_async.config import Config, ModelConfig
 from toka_async.config.text import value_text
 from toka_async.launch import run_batch
-from toka_async.logs import say, speaker
+from toka_async.logs import configure_parent, say
 from toka_async.procs.child import Advanced, BatchJob, Finished, Started, Status
 from toka_async.procs.job import describe_fault, open_job
 
-INTERVAL, QUIET_INTERVAL = 0.2, 30.0  # seconds between redraws; between lines where there is no terminal
-SETTLED = 3.0  # seconds after which the rates say something
+INTERVAL, QUIET_INTERVAL = 0.2, 30.0  # seconds between redraws; between lines without a terminal
+SETTLED = 3.0  # seconds after which rates are meaningful
 ANSWERING = (  # the keys of [model] on which answers depend
     "path",
     "tokenizer",
@@ -38,71 +38,75 @@ ANSWERING = (  # the keys of [model] on which answers depend
 
 
 class BatchFileError(Exception):
-    """The files are not as they must be; one line for the user."""
+    """The files cannot be used; the message is one line for the user."""
 
 
 def run(config: Config, source: Path, output: Path, errors: Path | None, *, retry: bool = False) -> int:
-    """The exit code: 0 when every line has an answer, 1 when some failed or it was stopped before.
+    """Run the command; returns the exit code: 0 when every line has an answer, 1 when some failed or the run was
+    stopped.
 
     Args:
-        retry: lines that an earlier run of the command has failed on are asked again.
+        retry: ask lines again on which an earlier run failed.
 
     Raises:
-        BatchError, ModelError: nothing has begun.
+        BatchFileError, ModelError: nothing was begun.
     """
     job = make_job(source, output, errors, config.model)
-    tell = speaker(config.log.format)
+    tell = configure_parent(config.log.format)
     try:
-        before = look(job, retry=retry)
+        before = read_progress(job, retry=retry)
     except StorageError as error:
         raise BatchFileError(str(error)) from None
     if isinstance(before, Finished):
-        again = "; --retry-failed asks these again" if before.failed else ""
-        tell(f"finished already: {summary(job, before)}{again}")
+        again = "; --retry-failed retries these" if before.failed else ""
+        tell(f"finished already: {summarize(job, before)}{again}")
         return exit_code(before)
     if before.done:
-        tell(f"going on: {before.done:,} of {before.total:,} lines are done")
+        tell(f"continuing: {before.done:,} of {before.total:,} lines are done")
     bar = Bar(sys.stderr, tell, before)
     code = run_batch(config, job, bar.show)
     bar.finish()
     if bar.finished is None:
         if code == 0:
-            tell(f"stopped after {bar.latest.done:,} lines; the same command goes on from there")
+            tell(f"stopped after {format_count(bar.latest.done, 'line')}; the same command continues from there")
         return code or 1
-    tell(summary(job, bar.finished, bar.pace()))
+    tell(summarize(job, bar.finished, bar.pace()))
     return code
 
 
 def make_job(source: Path, output: Path, errors: Path | None, model: ModelConfig) -> BatchJob:
-    """Raises BatchError. errors: None for a file beside the output."""
+    """Check the files. errors: None for a file beside the output. Raises BatchFileError."""
     source, output = source.absolute(), output.absolute()
     if not source.is_file():
         raise BatchFileError(f"--input {source}: no such file")
     if output.is_dir():
-        raise BatchFileError(f"--output {output}: that is a folder")
+        raise BatchFileError(f"--output {output} is a folder")
     errors = (errors or output.with_name(f"{output.stem}.errors{output.suffix}")).absolute()
     folder = output.with_name(f"{output.name}.progress")
     if errors.is_dir():
-        raise BatchFileError(f"--errors {errors}: that is a folder")
+        raise BatchFileError(f"--errors {errors} is a folder")
     if len({each.resolve() for each in (source, output, errors)}) < 3:
         raise BatchFileError("--input, --output and --errors must be three files")
     for path in (output, errors):
         if not path.parent.is_dir():
             raise BatchFileError(f"{path.parent}: no such folder")
         if path.exists() and not path.is_file():
-            raise BatchFileError(f"{path} is no file; name another")
+            raise BatchFileError(f"{path} is not a file; name another")
         if path.exists() and path.stat().st_size and not folder.exists():
             raise BatchFileError(
-                f"{path} is there already, and no folder {folder.name} beside it, from which to go on: "
-                "remove it or name another"
+                f"{path} exists already, without a folder {folder.name} to continue from: remove it or name another"
             )
     return BatchJob(
-        input=str(source), output=str(output), errors=str(errors), folder=str(folder), model=answering(model)
+        input=str(source),
+        output=str(output),
+        errors=str(errors),
+        folder=str(folder),
+        model=collect_model_values(model),
     )
 
 
-def answering(model: ModelConfig) -> dict[str, str]:
-    """What of the configuration answers depend on, by key. A run goes on only where it is the same."""
+def collect_model_values(model: ModelConfig) -> dict[str, str]:
+    """The configuration on which answers depend, by key. A run continues only where it is the same."""
     values = {f"model.{name}": value_text(getattr(model, name)) for name in ANSWERING}
     for key in ("model.path", "model.tokenizer", "model.chat_template"):
         if values[key] and Path(values[key]).exists():
@@ -110,12 +114,8 @@ def answering(model: ModelConfig) -> dict[str, str]:
     return values | {"model.device": "simulated" if model.device == "simulated" else "one that computes"}
 
 
-def look(job: BatchJob, *, retry: bool) -> Finished | Advanced:
-    """What earlier runs of the command have done; afterwards nobody holds the folder.
-
-    Raises:
-        BatchError, StorageError: it cannot go on.
-    """
+def read_progress(job: BatchJob, *, retry: bool) -> Finished | Advanced:
+    """Read what earlier runs have done, and free the folder. Raises BatchFileError or StorageError."""
     if not Path(job.folder).exists():
         return Advanced(0, 0, 0)
     opened = open_job(job)
@@ -126,10 +126,10 @@ def look(job: BatchJob, *, retry: bool) -> Finished | Advanced:
             raise BatchFileError(describe_fault(job, opened.begun))
         if retry:
             retry_failed(store, opened.begun)
-        return state_of(store.batch(opened.record.id))
+        return make_status(store.batch(opened.record.id))
 
 
-def state_of(batch: Batch) -> Finished | Advanced:
+def make_status(batch: Batch) -> Finished | Advanced:
     progress = batch.progress
     if batch.record.status in FINAL:
         return Finished(progress.completed, progress.failed, progress.input_tokens, progress.output_tokens)
@@ -137,10 +137,10 @@ def state_of(batch: Batch) -> Finished | Advanced:
     return Advanced(done, progress.failed, batch.record.total, progress.output_tokens)
 
 
-def summary(job: BatchJob, finished: Finished, pace: str = "") -> str:
+def summarize(job: BatchJob, finished: Finished, pace: str = "") -> str:
     failed = f"; {finished.failed:,} failed: see {job.errors}" if finished.failed else ""
     tokens = f"{finished.prompt_tokens:,} prompt tokens, {finished.tokens:,} generated{pace}"
-    return f"{finished.completed:,} lines answered in {job.output}: {tokens}{failed}"
+    return f"{format_count(finished.completed, 'line')} answered in {job.output}: {tokens}{failed}"
 
 
 def exit_code(finished: Finished) -> int:
@@ -148,7 +148,7 @@ def exit_code(finished: Finished) -> int:
 
 
 class Bar:
-    """How far a batch is. before: what earlier runs have done. finished: how it ended, once it has."""
+    """The progress of a batch. before: what earlier runs have done. finished: how it ended, None until then."""
 
     def __init__(self, stream: TextIO, say: Callable[[str], None] = say, before: Advanced | None = None) -> None:
         self._say = say
@@ -160,7 +160,7 @@ class Bar:
         self._begin()
 
     def show(self, status: Status) -> int | None:
-        """A number ends all: the exit code."""
+        """Show a status; returns the exit code with the last one."""
         match status:
             case Started():
                 self._begin()
@@ -173,7 +173,6 @@ class Bar:
         return None
 
     def _begin(self) -> None:
-        """The engine is ready."""
         self._began_at = time.monotonic()
         self._next_draw = self._began_at + (0.0 if self._is_terminal else SETTLED)
 
@@ -183,17 +182,17 @@ class Bar:
             self._stream.flush()
 
     def pace(self) -> str:
-        """How fast this run was, to be said at its end."""
+        """How fast this run was, for its last line."""
         seconds = max(time.monotonic() - self._began_at, 1e-6)
         tokens = self.latest.tokens - self._before.tokens
-        return f", {tokens / seconds:,.0f} tokens/s in {duration(seconds)}"
+        return f", {tokens / seconds:,.0f} tokens/s in {format_duration(seconds)}"
 
     def _draw(self) -> None:
         now, is_last = time.monotonic(), self.latest.done == self.latest.total
         if now < self._next_draw and not is_last:
             return
         self._next_draw = now + (INTERVAL if self._is_terminal else QUIET_INTERVAL)
-        line = bar_line(self.latest, self._before, now - self._began_at, columns_of(self._stream))
+        line = bar_line(self.latest, self._before, now - self._began_at, get_columns(self._stream))
         if self._is_terminal:
             self._stream.write(f"\r{line}\x1b[K")
             self._stream.flush()
@@ -203,13 +202,13 @@ class Bar:
 
 
 def bar_line(status: Advanced, before: Advanced, seconds: float, columns: int | None = None) -> str:
-    """seconds: since it went on from `before`. Rates, and what is left, are of the lines of that time alone."""
+    """One line of progress, `seconds` after `before`. Rates and the time left count lines since then only."""
     share = status.done / status.total if status.total else 1.0
     failed = f", {status.failed:,} failed" if status.failed else ""
     text = f"{status.done:,}/{status.total:,} lines{failed}, {status.tokens:,} tokens"
     done = status.done - before.done
     if done and (seconds >= SETTLED or status.done >= status.total):
         rate, tokens = done / max(seconds, 1e-6), (status.tokens - before.tokens) / max(seconds, 1e-6)
-        left = f", {duration((status.total - status.done) / rate)} left" if status.done < status.total else ""
+        left = f", {format_duration((status.total - status.done) / rate)} left" if status.done < status.total else ""
         text += f", {rate:,.0f} lines/s, {tokens:,.0f} tokens/s{left}"
-    return line_with_bar(share, "", text, columns)
+    return draw_line(share, "", text, columns)

@@ -1,6 +1,6 @@
 """`toka-async chat`: a conversation with a running server in the terminal.
 
-The end of the input or /exit ends it. Ctrl-C stops the answer that is coming, and a line that is being typed.
+The end of the input or /exit ends it. Ctrl-C stops an answer, and a line that is being typed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import replace
 from toka_async.cli.ping import Message, PingError, PingQuestion, Server
 
 PROMPT = "> "
-HELP = "/clear begins anew, /exit or Ctrl-D ends; Ctrl-C stops an answer"
+HELP = "/clear starts over, /exit or Ctrl-D quits; Ctrl-C stops an answer"
 
 
 def chat(server: Server, settings: PingQuestion, system: str = "") -> int:
-    """Talk until the user ends it; the exit code: 1 when the first question already found no server.
+    """Talk until the user ends it; returns the exit code: 1 when the first question of a script fails.
 
-    settings: what all questions have in common; their messages are the conversation.
+    settings: what all questions share; the conversation becomes their messages.
     """
     begun: list[Message] = [{"role": "system", "content": system}] if system else []
     messages, has_spoken = [*begun], False
@@ -28,7 +28,7 @@ def chat(server: Server, settings: PingQuestion, system: str = "") -> int:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 - gives `input` its editing and history
         print(HELP)
-    for line in _lines(is_terminal):
+    for line in _read_lines(is_terminal):
         match line.strip():
             case "":
                 continue
@@ -36,7 +36,7 @@ def chat(server: Server, settings: PingQuestion, system: str = "") -> int:
                 break
             case "/clear":
                 messages = [*begun]
-                print("the conversation begins anew")
+                print("the conversation starts over")
                 continue
             case "/help":
                 print(HELP)
@@ -46,7 +46,7 @@ def chat(server: Server, settings: PingQuestion, system: str = "") -> int:
                 continue
         messages.append({"role": "user", "content": line})
         try:
-            answer = _answer(server, replace(settings, messages=messages))
+            answer = _print_answer(server, replace(settings, messages=messages))
         except PingError as error:
             print(f"toka-async: {error}", file=sys.stderr)
             messages.pop()
@@ -57,12 +57,11 @@ def chat(server: Server, settings: PingQuestion, system: str = "") -> int:
         if answer:
             messages.append({"role": "assistant", "content": answer})
         else:
-            messages.pop()  # nothing came: as if it had not been asked
+            messages.pop()  # nothing came, so the question is dropped
     return 0
 
 
-def _lines(is_terminal: bool) -> Iterator[str]:
-    """What the user says, up to the end of the input."""
+def _read_lines(is_terminal: bool) -> Iterator[str]:
     while True:
         try:
             line = input(PROMPT if is_terminal else "")
@@ -78,8 +77,8 @@ def _lines(is_terminal: bool) -> Iterator[str]:
         yield line
 
 
-def _answer(server: Server, question: PingQuestion) -> str:
-    """Prints the answer as it comes; what has come of it when Ctrl-C stops it."""
+def _print_answer(server: Server, question: PingQuestion) -> str:
+    """Print the answer as it comes; returns it, or the part that came before Ctrl-C."""
     pieces: list[str] = []
     with contextlib.closing(server.stream(question)) as stream:
         try:

@@ -1,7 +1,7 @@
-"""What people type who come from vLLM, SGLang or Tokasaurus, and what it is here. One table for each way of writing.
+"""Options of vLLM, SGLang and Tokasaurus, and what they are here. One table for each way of writing.
 
 `OPTIONS` are dashed options, with dashes for underscores; `ASSIGNMENTS` are Tokasaurus's `name=value`. A name either
-becomes a configuration key, or is answered with what to do instead: nothing is accepted and ignored.
+becomes a configuration key or is answered with what to do instead: nothing is accepted and ignored.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Habit:
     """What another engine's option is here.
 
     Args:
-        key: of our configuration; empty: there is none, and `answer` says what to do.
-        value: what a flag stands for; empty: the option comes with a value.
+        key: our configuration key; empty: there is none, and `answer` says what to do.
+        value: the value of a flag; empty: the option has a value of its own.
         words: other engines' names of values, and ours.
-        answer: said when there is no key, after the option's name.
+        answer: the error if there is no key, after the option's name.
     """
 
     key: str = ""
@@ -36,7 +36,7 @@ class Habit:
     answer: str = ""
 
     def assignment(self, value: str) -> str:
-        """As `section.key=value`."""
+        """The option as `section.key=value`."""
         return f"{self.key}={self.words.get(value, value)}"
 
 
@@ -48,7 +48,7 @@ def _flag(key: str, value: str) -> Habit:
     return Habit(key, value)
 
 
-def _no(answer: str) -> Habit:
+def _refuse(answer: str) -> Habit:
     return Habit(answer=answer)
 
 
@@ -108,34 +108,34 @@ OPTIONS: Mapping[str, Habit] = {
     "--enable-torch-compile": _flag("compile.enabled", "true"),
     "--cuda-graph-max-bs": Habit("compile.max_graph_seqs"),
     # What has no key.
-    "--api-key": _no("set TOKA_API_KEYS in the environment, or auth.api_keys to a file of keys, one a line"),
-    "--seed": _no("leave it out: each request has a `seed`"),
-    "--random-seed": _no("leave it out: each request has a `seed`"),
-    "--quantization": _no(QUANTIZED),
-    "-q": _no(QUANTIZED),
-    "--kv-cache-dtype": _no("leave it out: the cache has the type of model.dtype"),
-    "--num-gpu-blocks-override": _no("set cache.num_tokens, in tokens"),
-    "--trust-remote-code": _no(NO_REMOTE_CODE),
-    "--revision": _no("give a directory: model.path=DIR, as `hf download --revision` makes it"),
-    "--download-dir": _no("set HF_HOME in the environment"),
-    "--hf-token": _no("set HF_TOKEN in the environment"),
-    "--enable-chunked-prefill": _no(ALWAYS_ON),
-    "--max-logprobs": _no("leave it out: a request can have 20 likeliest tokens"),
-    "--swap-space": _no("leave it out: nothing is swapped to the CPU"),
-    "--cpu-offload-gb": _no("weights stay on the GPU; raise parallel.tp or parallel.pp"),
-    "--enable-lora": _no(NO_LORA),
-    "--lora-modules": _no(NO_LORA),
-    "--lora-paths": _no(NO_LORA),
-    "--enable-auto-tool-choice": _no(NO_TOOLS),
-    "--tool-call-parser": _no(NO_TOOLS),
-    "--reasoning-parser": _no("reasoning is not parted from the answer"),
-    "--guided-decoding-backend": _no("structured output is not supported"),
-    "--speculative-config": _no(NO_DRAFTS),
-    "--speculative-model": _no(NO_DRAFTS),
-    "--speculative-algorithm": _no(NO_DRAFTS),
-    "--distributed-executor-backend": _no(ONE_MACHINE),
-    "--nnodes": _no("all ranks are on one machine"),
-    "--api-server-count": _no("leave it out: one process serves HTTP"),
+    "--api-key": _refuse("set TOKA_API_KEYS in the environment, or auth.api_keys to a file of keys, one a line"),
+    "--seed": _refuse("leave it out: each request has a `seed`"),
+    "--random-seed": _refuse("leave it out: each request has a `seed`"),
+    "--quantization": _refuse(QUANTIZED),
+    "-q": _refuse(QUANTIZED),
+    "--kv-cache-dtype": _refuse("leave it out: the cache has the type of model.dtype"),
+    "--num-gpu-blocks-override": _refuse("set cache.num_tokens, in tokens"),
+    "--trust-remote-code": _refuse(NO_REMOTE_CODE),
+    "--revision": _refuse("give a directory: model.path=DIR, as `hf download --revision` makes it"),
+    "--download-dir": _refuse("set HF_HOME in the environment"),
+    "--hf-token": _refuse("set HF_TOKEN in the environment"),
+    "--enable-chunked-prefill": _refuse(ALWAYS_ON),
+    "--max-logprobs": _refuse("leave it out: a request can have 20 likeliest tokens"),
+    "--swap-space": _refuse("leave it out: nothing is swapped to the CPU"),
+    "--cpu-offload-gb": _refuse("weights stay on the GPU; raise parallel.tp or parallel.pp"),
+    "--enable-lora": _refuse(NO_LORA),
+    "--lora-modules": _refuse(NO_LORA),
+    "--lora-paths": _refuse(NO_LORA),
+    "--enable-auto-tool-choice": _refuse(NO_TOOLS),
+    "--tool-call-parser": _refuse(NO_TOOLS),
+    "--reasoning-parser": _refuse("reasoning is not separated from the answer"),
+    "--guided-decoding-backend": _refuse("structured output is not supported"),
+    "--speculative-config": _refuse(NO_DRAFTS),
+    "--speculative-model": _refuse(NO_DRAFTS),
+    "--speculative-algorithm": _refuse(NO_DRAFTS),
+    "--distributed-executor-backend": _refuse(ONE_MACHINE),
+    "--nnodes": _refuse("all ranks are on one machine"),
+    "--api-server-count": _refuse("leave it out: one process serves HTTP"),
 }
 
 ASSIGNMENTS: Mapping[str, Habit] = {
@@ -148,7 +148,7 @@ ASSIGNMENTS: Mapping[str, Habit] = {
     "pp_size": Habit("parallel.pp"),
     "tp_size": Habit("parallel.tp"),
     "async_tp_threshold": Habit("parallel.async_tp_min_tokens"),
-    "pp_num_buffer_stages": _no("leave it out, or set parallel.pp_micro_batches"),
+    "pp_num_buffer_stages": _refuse("leave it out, or set parallel.pp_micro_batches"),
     "page_size": Habit("cache.page_size"),
     "kv_cache_num_tokens": Habit("cache.num_tokens"),
     "max_num_tokens_per_request": Habit("model.max_context"),
@@ -161,16 +161,16 @@ ASSIGNMENTS: Mapping[str, Habit] = {
     "torch_compile": Habit("compile.enabled", words=TRUTHS),
     "use_cudagraphs": Habit("compile.graphs", words=TRUTHS),
     "cudagraph_max_size": Habit("compile.max_graph_seqs"),
-    "trust_remote_code": _no(NO_REMOTE_CODE),
-    "rope_scaling": _no("leave it out: it is read from config.json"),
-    "local_proc_name": _no(ONE_MACHINE),
-    "statsd_server_url": _no("leave it out: /metrics is for Prometheus"),
-    "cudagraph_step": _no("leave it out: sizes are chosen at the start"),
-    "cudagraph_max_kv_indices_per_seq": _no("leave it out: graphs take any length"),
-    "prefill_round_up_multiple": _no("leave it out: prompts are not padded"),
-    "stop_string_num_token_lookback": _no("leave it out: it follows from each request's stop strings"),
-    "max_topk_logprobs": _no(BY_REQUEST),
-    "enable_chosen_logprobs": _no(BY_REQUEST),
-    "track_early_stopping": _no("leave it out: the scheduler does so by itself"),
-    "greedy_prefill": _no("leave it out: there is nothing to set"),
+    "trust_remote_code": _refuse(NO_REMOTE_CODE),
+    "rope_scaling": _refuse("leave it out: it is read from config.json"),
+    "local_proc_name": _refuse(ONE_MACHINE),
+    "statsd_server_url": _refuse("leave it out: /metrics is for Prometheus"),
+    "cudagraph_step": _refuse("leave it out: sizes are chosen at the start"),
+    "cudagraph_max_kv_indices_per_seq": _refuse("leave it out: graphs take any length"),
+    "prefill_round_up_multiple": _refuse("leave it out: prompts are not padded"),
+    "stop_string_num_token_lookback": _refuse("leave it out: it follows from each request's stop strings"),
+    "max_topk_logprobs": _refuse(BY_REQUEST),
+    "enable_chosen_logprobs": _refuse(BY_REQUEST),
+    "track_early_stopping": _refuse("leave it out: the scheduler does so by itself"),
+    "greedy_prefill": _refuse("leave it out: there is nothing to set"),
 }

@@ -1,4 +1,4 @@
-"""The configuration as people read it: a list of keys, a Markdown table, and TOML that can be served again."""
+"""Lists the configuration for people: keys with their meaning, a Markdown table, and TOML that can be served again."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from toka_async.config.load import Field, sections
 from toka_async.config.text import toml_value
 
 HEAD = (
-    "# What is in effect. Marked values were `auto`, and are what it comes to on this machine,",
-    "# now. What still is `auto` is found out at the start. Meanings: toka-async config --help",
+    "# The configuration in effect. Marked values were `auto` and are resolved for this machine,",
+    "# now. What still is `auto` is resolved at the start. Meanings: toka-async config --help",
 )
-PLAIN_HEAD = ("# What is in effect. Meanings: toka-async config --help",)
+PLAIN_HEAD = ("# The configuration in effect. Meanings: toka-async config --help",)
 
 
 def key_lines(fields: Iterable[Field], width: int) -> Iterator[str]:
-    """A line with key and value, and below it type and meaning, no wider than `width`."""
+    """A line with key and value, and below it meaning and type, at most `width` wide."""
     for field in fields:
         yield f"  {field.key}={field.default}"
         yield from textwrap.wrap(
@@ -34,7 +34,7 @@ def markdown_lines(fields: Iterable[Field]) -> Iterator[str]:
 
 
 def toml_lines(config: Config, resolved: Config) -> Iterator[str]:
-    """`resolved` as TOML; what is `auto` in `config` and is not in `resolved` is marked."""
+    """`resolved` as TOML; values that are `auto` in `config` only are marked."""
     yield from PLAIN_HEAD if config == resolved else HEAD
     before = {name: dict(fields) for name, fields in sections(config)}
     for name, fields in sections(resolved):

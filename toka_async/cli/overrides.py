@@ -1,4 +1,4 @@
-"""Every way to write an override becomes `section.key=value`: options, other engines' names, a model without a key."""
+"""Translates every way to write an override to `section.key=value`: options, other engines' names, a bare model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ TRUTHS = ("true", "false")
 
 
 def translate_options(arguments: Sequence[str], own: Collection[str] = ()) -> list[str]:
-    """The arguments with `--section.key value` and other engines' options as overrides; what else is there stays.
+    """Translate `--section.key value` and other engines' options into overrides; other arguments stay.
 
-    own: options of the command itself. Raises ConfigError for an option that is answered rather than understood.
+    own: options of the command itself. Raises ConfigError for an option that has no key here.
     """
     rest = list(arguments)
     translated: list[str] = []
@@ -25,37 +25,37 @@ def translate_options(arguments: Sequence[str], own: Collection[str] = ()) -> li
             return [*translated, argument, *rest]
         name, equals, value = argument.partition("=")
         name = name.replace("_", "-") if name.startswith("--") and "." not in name else name
-        if argument.startswith("-") and name not in own and (habit := _habit(name)) is not None:
+        if argument.startswith("-") and name not in own and (habit := _find_habit(name)) is not None:
             if not habit.key:
                 raise ConfigError(f"{name}: {habit.answer}")
             if not equals:
-                value = habit.value or _value(name, habit, rest)
+                value = habit.value or _take_value(name, habit, rest)
             translated.append(habit.assignment(value))
         else:
             translated.append(argument)
     return translated
 
 
-def _habit(name: str) -> Habit | None:
+def _find_habit(name: str) -> Habit | None:
     if name.startswith("--") and "." in name:
         check_renamed(key := name.removeprefix("--"))
         return Habit(key)
     return OPTIONS.get(name)
 
 
-def _value(name: str, habit: Habit, rest: list[str]) -> str:
-    """The next argument; an option that is true or false may come without one, and is true then."""
+def _take_value(name: str, habit: Habit, rest: list[str]) -> str:
+    """Take the next argument. A true-or-false option may come without one, and is then true."""
     if is_flag(habit.key):
         return rest.pop(0).lower() if rest and rest[0].lower() in TRUTHS else "true"
-    if not rest or rest[0].startswith("--"):  # no value begins so, and it would be taken for one
+    if not rest or rest[0].startswith("--"):  # an option is not taken for a value
         raise ConfigError(f"{name}: expected a value, as in {name}=VALUE")
     return rest.pop(0)
 
 
 def complete_overrides(words: Sequence[str], *, has_model: bool) -> list[str]:
-    """The words as `section.key=value`: Tokasaurus's names translated, and the first bare word as the model.
+    """Translate words to `section.key=value`: Tokasaurus's names, and the first bare word as the model.
 
-    has_model: whether a bare word may be one. Raises ConfigError.
+    has_model: a bare word may be the model. Raises ConfigError.
     """
     return list(_complete(words, has_model=has_model))
 
@@ -70,7 +70,7 @@ def _complete(words: Sequence[str], *, has_model: bool) -> Iterator[str]:
                 raise ConfigError(f"{name}: {habit.answer}")
             yield habit.assignment(value)
         elif equals or not has_model or name in key_names() or not word:
-            yield word  # what is wrong with it, says whoever reads it
+            yield word  # load_config reports what is wrong with it
         elif model:
             raise ConfigError(f"{word!r}: the model is {model!r} already; expected section.key=value")
         elif word.endswith(".toml") and Path(word).is_file():

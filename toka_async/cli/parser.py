@@ -1,4 +1,4 @@
-"""The commands and their options. What the options of other engines are here, says `habits`."""
+"""The commands and their options. `habits` has the options of other engines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,8 +41,8 @@ often used, and accepted as other engines write them:
   --max-num-batched-tokens N       schedule.max_tokens
 """
 RESOLVED = """\
-What is printed can be served with --config. `auto` is resolved as far as that
-needs no start.
+The output can be served with --config. `auto` is resolved as far as possible
+without a start.
 
 keys:
 """
@@ -53,7 +54,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     Raises ConfigError for another engine's option that has no equal here. Mistakes end the process.
     """
-    parser = _parser()
+    parser = _make_parser()
     options: argparse.Namespace
     options, rest = parser.parse_known_args(arguments)
     if options.command is None:
@@ -84,7 +85,7 @@ class _Parser(argparse.ArgumentParser):
         self.own: set[str] = {"-h", "--help"}
 
     def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
-        if hasattr(self, "own"):  # not yet in the base's constructor
+        if hasattr(self, "own"):  # not set yet in the base's constructor
             self.own.update(names)
         return super().add_argument(*names, **settings)
 
@@ -93,40 +94,53 @@ class _Parser(argparse.ArgumentParser):
             args = translate_options(args, self.own)
         return super().parse_known_args(args, namespace)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Suggest the most similar choice, of a command or an option."""
+        known = list(action.choices or [value])
+        if value not in known:
+            near = get_close_matches(value, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"expected {' or '.join(known)}"
+            name = "/".join(action.option_strings) or action.dest
+            self.error(f"unknown {name} {value!r}; {hint}")
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"toka-async: {message} (see {self.prog} --help)\n")
 
 
-def _parser() -> _Parser:
+def _make_parser() -> _Parser:
     parser = _Parser(
         prog="toka-async", description="An LLM inference engine for high-throughput work.", epilog=EXAMPLES + KEYS
     )
     parser.add_argument("--version", action="version", version=f"toka-async {__version__}")
-    command = _adder(parser, "command", required=False)
+    command = _add_commands(parser, "command", required=False)
     serve = command("serve", "serve a model over HTTP until SIGTERM or SIGINT")
     _add_configuration(serve)
     serve.epilog = f"{OFTEN_USED}\n{KEYS}"
     _add_ping(command("ping", "ask a running server; with -n: many samples and their vote"))
     _add_chat(command("chat", "talk with a running server in the terminal"))
-    _add_batch(_adder(command("batch", "work on files of requests, without a server"), "action"))
+    _add_batch(_add_commands(command("batch", "answer files of requests, without a server"), "action"))
     plan = command("plan", "show what would go on which GPU, without starting anything")
-    plan.add_argument("--gpu-memory", type=_positive, metavar="GIB", help="of each GPU; default: of the one here")
+    plan.add_argument(
+        "--gpu-memory", type=_parse_positive, metavar="GIB", help="of each GPU; default: as this machine's"
+    )
     _add_configuration(plan)
     _add_config(command("config", "print the configuration in effect, as TOML"))
     pair = command("keys", "make a pair of keys for direct submission: NAME.key is public, NAME.key_secret is not")
-    pair.add_argument("name", type=_name)
+    pair.add_argument("name", type=_parse_name)
     pair.add_argument("--folder", type=Path, default=Path(), help="where to write them; default: here")
-    add_benchmarks(_adder(command("bench", "measure"), "benchmark"))
+    add_benchmarks(_add_commands(command("bench", "run a benchmark"), "benchmark"))
     command("version", "print the version")
     return parser
 
 
 def _add_ping(parser: _Parser) -> None:
     parser.add_argument("prompt", help="a text to complete, or a chat message; -: standard input")
-    parser.add_argument("-n", type=_count, default=1, metavar="N", help="samples; of many, some are shown and all vote")
+    parser.add_argument(
+        "-n", type=_parse_count, default=1, metavar="N", help="samples; with many, some are shown and all vote"
+    )
     _add_sampling(parser)
-    parser.add_argument("--seed", type=int, metavar="N", help="of the samples")
-    parser.add_argument("--chat", action="store_true", help="as a user's chat message, not as text to complete")
+    parser.add_argument("--seed", type=int, metavar="N", help="random seed of the samples")
+    parser.add_argument("--chat", action="store_true", help="send a user's chat message, not text to complete")
     _add_server(parser)
 
 
@@ -136,35 +150,34 @@ def _add_chat(parser: _Parser) -> None:
 
 
 def _add_sampling(parser: _Parser) -> None:
-    """What a question to a server can say."""
     parser.add_argument("--temperature", type=float, metavar="T", help="default: the model's")
     parser.add_argument("--top-p", type=float, metavar="P", help="default: the model's")
     parser.add_argument(
-        "--max-tokens", type=_count, metavar="N", help="of an answer; default: 256 of a text, in a chat what fits"
+        "--max-tokens", type=_parse_count, metavar="N", help="at most, of an answer; default: 256, in a chat what fits"
     )
     parser.add_argument("--system", default="", metavar="TEXT", help="system message of the chat")
-    parser.add_argument("--model", default="", metavar="NAME", help="default: the one that is served")
+    parser.add_argument("--model", default="", metavar="NAME", help="model name; default: the one that is served")
 
 
 def _add_server(parser: _Parser) -> None:
-    parser.add_argument("--url", help="of the server, such as http://127.0.0.1:10210; default: from the configuration")
+    parser.add_argument("--url", help="the server's, such as http://127.0.0.1:10210; default: from the configuration")
     _add_configuration(parser, has_model=False)
     parser.epilog = f"An API key is taken from TOKA_API_KEY in the environment.\n{parser.epilog}"
 
 
 def _add_config(parser: _Parser) -> None:
     parser.add_argument("--markdown", action="store_true", help="every key with its meaning, as a Markdown table")
-    parser.add_argument("--unresolved", action="store_true", help="leave `auto` as it is: no model is looked at")
+    parser.add_argument("--unresolved", action="store_true", help="leave `auto` as it is, and read no model")
     _add_configuration(parser)
     parser.epilog = RESOLVED + "\n".join(key_lines(describe(), WIDTH))
 
 
 def _add_batch(add: Callable[[str, str], _Parser]) -> None:
-    run = add("run", "answer every line of a file, as OpenAI's batches have them; after a stop, go on where it was")
+    run = add("run", "answer every line of a file in the format of OpenAI's batches; continues after a stop")
     run.add_argument("-i", "--input", type=Path, required=True, metavar="IN.jsonl", help="one request a line")
     run.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.jsonl", help="one answer a line")
     run.add_argument("-e", "--errors", type=Path, metavar="ERR.jsonl", help="failed lines; default: OUT.errors.jsonl")
-    run.add_argument("--retry-failed", action="store_true", help="ask lines again that failed in an earlier run")
+    run.add_argument("--retry-failed", action="store_true", help="retry lines that failed in an earlier run")
     _add_configuration(run)
 
 
@@ -173,14 +186,14 @@ def _add_configuration(parser: _Parser, *, has_model: bool = True) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE.toml", help="configuration file")
     metavar = f"MODEL | {OVERRIDE}" if has_model else OVERRIDE
     meaning = MODEL_HELP if has_model else "configuration, such as server.port=8000"
-    # Without a default argparse would count it among the arguments that are missing.
+    # Without a default argparse would list it among the missing arguments.
     parser.add_argument("overrides", nargs="*", default=[], metavar=metavar, help=meaning)
     parser.set_defaults(has_model=has_model)
     parser.epilog = KEYS
 
 
-def _adder(parser: _Parser, what: str, *, required: bool = True) -> Callable[[str, str], _Parser]:
-    """Gives the parser subcommands; what is returned adds one, by its name and meaning."""
+def _add_commands(parser: _Parser, what: str, *, required: bool = True) -> Callable[[str, str], _Parser]:
+    """Give the parser subcommands; returns what adds one, by its name and meaning."""
     commands = parser.add_subparsers(dest=what, required=required, metavar=what, parser_class=_Parser)
 
     def add(name: str, meaning: str) -> _Parser:
@@ -189,20 +202,23 @@ def _adder(parser: _Parser, what: str, *, required: bool = True) -> Callable[[st
     return add
 
 
-def _name(text: str) -> str:
+def _parse_name(text: str) -> str:
     if not text or Path(text).name != text:
-        raise argparse.ArgumentTypeError(f"{text!r} is no name of a file")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a file name")
     return text
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
-def _positive(text: str) -> float:
-    number = float(text)
+def _parse_positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
     if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return number

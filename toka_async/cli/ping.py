@@ -17,20 +17,20 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 TIMEOUT = 600.0  # seconds without a byte
-MAX_TOKENS = 256  # of a completion, for which the API's own default is 16
+MAX_TOKENS = 256  # for a completion; the API's own default is 16
 
 Message = dict[str, str]  # role and content
 
 
 class PingError(Exception):
-    """The server is not there or did not answer; the message is one line."""
+    """The server cannot be reached or did not answer; the message is one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PingQuestion:
-    """What is asked: a text to complete, or the messages of a chat. None: the server's default.
+    """A question: a text to complete, or the messages of a chat. None: the server's default.
 
-    `max_tokens` None: MAX_TOKENS for a text, in a chat what fits. `model` empty: the first that is served.
+    `max_tokens` None: MAX_TOKENS for a text, whatever fits in a chat. `model` empty: the first that is served.
     """
 
     prompt: str = ""
@@ -47,7 +47,7 @@ class PingQuestion:
         return "/v1/chat/completions" if self.messages else "/v1/completions"
 
     def body(self, model: str) -> dict[str, Any]:
-        """The request; what is not set is not said."""
+        """The request's body, without fields that are not set."""
         asked = {"messages": [*self.messages]} if self.messages else {"prompt": self.prompt, "max_tokens": MAX_TOKENS}
         optional = {
             "max_tokens": self.max_tokens,
@@ -61,7 +61,7 @@ class PingQuestion:
 
 @dataclass(frozen=True, slots=True)
 class PingSamples:
-    """All samples of a question. seconds: from asking to the whole answer."""
+    """All samples of a question. seconds: from the question to the whole answer."""
 
     texts: list[str]
     num_tokens: int
@@ -69,7 +69,7 @@ class PingSamples:
 
 
 class Server:
-    """A server at `url`. `key`: of its API; empty: none is sent."""
+    """A server at `url`. `key`: its API key; empty: none is sent."""
 
     def __init__(self, url: str, key: str = "") -> None:
         self._url = url
@@ -77,52 +77,48 @@ class Server:
         self._model = ""
 
     def stream(self, question: PingQuestion) -> Generator[str]:
-        """Pieces of the answer, as they come.
-
-        Raises:
-            PingError: no server there, or it answered with an error.
-        """
-        with self._speaking():
-            body = {**question.body(question.model or self._served()), "stream": True}
+        """Yield pieces of the answer as they come. Raises PingError."""
+        with self._translate_errors():
+            body = {**question.body(question.model or self._find_model()), "stream": True}
             with self._request("POST", question.path, body) as response:
-                yield from _pieces(response)
+                yield from _read_pieces(response)
 
-    def samples(self, question: PingQuestion) -> PingSamples:
-        """All samples, when the last one has ended. Raises PingError."""
-        with self._speaking():
-            body = question.body(question.model or self._served())
+    def ask_samples(self, question: PingQuestion) -> PingSamples:
+        """Wait for all samples. Raises PingError."""
+        with self._translate_errors():
+            body = question.body(question.model or self._find_model())
             began = time.perf_counter()
             with self._request("POST", question.path, body) as response:
                 answer = json.load(response)
             seconds = time.perf_counter() - began
             texts = [
-                _text(each["message"]["content"] if question.messages else each["text"]) for each in answer["choices"]
+                _check_text(each["message"]["content"] if question.messages else each["text"])
+                for each in answer["choices"]
             ]
             if not texts:
                 raise ValueError("no choices")
             return PingSamples(texts, int(answer["usage"]["completion_tokens"]), seconds)
 
-    def _served(self) -> str:
-        """The first model of the server."""
+    def _find_model(self) -> str:
         if not self._model:
             with self._request("GET", "/v1/models") as response:
                 self._model = str(json.load(response)["data"][0]["id"])
         return self._model
 
     @contextmanager
-    def _speaking(self) -> Iterator[None]:
-        """Whatever goes wrong is a PingError."""
+    def _translate_errors(self) -> Iterator[None]:
+        """Turn every error into a PingError."""
         try:
             yield
         except (OSError, http.client.HTTPException) as error:
-            raise PingError(f"no answer from {self._url}: {_reason(error)}") from None
+            raise PingError(f"no answer from {self._url}: {_explain(error)}") from None
         except (LookupError, TypeError, ValueError, RecursionError):
             raise PingError(f"{self._url} does not answer like an OpenAI server") from None
 
     @contextmanager
     def _request(self, method: str, path: str, body: object = None) -> Iterator[http.client.HTTPResponse]:
-        """The response to a request that went well, its body still to be read."""
-        parts = _parts(self._url)
+        """Yield the response to a request that succeeded, its body unread."""
+        parts = _parse_url(self._url)
         connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         with closing(connect(parts.hostname or "", parts.port, timeout=TIMEOUT)) as connection:
             headers = {"Content-Type": "application/json"}
@@ -131,26 +127,26 @@ class Server:
             connection.request(method, parts.path.rstrip("/").removesuffix("/v1") + path, json.dumps(body), headers)
             with connection.getresponse() as response:
                 if response.status == 401:
-                    now = "the key in TOKA_API_KEY is not one of this server's" if self._key else "it wants an API key"
+                    now = "the key in TOKA_API_KEY is not one of this server's" if self._key else "it needs an API key"
                     raise PingError(f"{self._url}: {now}; set TOKA_API_KEY in the environment")
                 if response.status != 200:
-                    raise PingError(f"{self._url}: {response.status} {_message(response)}")
+                    raise PingError(f"{self._url}: {response.status} {_read_message(response)}")
                 yield response
 
 
-def _parts(url: str) -> SplitResult:
+def _parse_url(url: str) -> SplitResult:
     try:
         parts = urlsplit(url if "//" in url else f"//{url}")
         wrong = not parts.hostname or parts.port == 0
-    except ValueError:  # such as a port that is no number
+    except ValueError:  # such as a port that is not a number
         wrong = True
     if wrong:
         raise PingError(f"{url!r}: expected a URL such as http://127.0.0.1:10210")
     return parts
 
 
-def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
-    """The text of server-sent events; an error event raises PingError."""
+def _read_pieces(response: http.client.HTTPResponse) -> Iterator[str]:
+    """Yield the text of server-sent events; an error event raises PingError."""
     for line in response:
         if not line.startswith(b"data:") or line.strip() == b"data: [DONE]":
             continue
@@ -158,24 +154,24 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
         if "error" in event:
             raise PingError(f"the server failed: {event['error']['message']}")
         for choice in event["choices"]:
-            yield _text(choice["delta"].get("content") if "delta" in choice else choice["text"])
+            yield _check_text(choice["delta"].get("content") if "delta" in choice else choice["text"])
 
 
-def _text(given: object) -> str:
-    """What can be printed: some servers cut a character between two pieces. Raises TypeError for what is no text."""
+def _check_text(given: object) -> str:
+    """Make text printable: some servers cut a character between two pieces. Raises TypeError for anything but text."""
     if given is not None and not isinstance(given, str):
         raise TypeError("no text")
     return (given or "").encode("utf-8", "replace").decode()
 
 
-def _message(response: http.client.HTTPResponse) -> str:
+def _read_message(response: http.client.HTTPResponse) -> str:
     try:
         return str(json.load(response)["error"]["message"])
     except (LookupError, TypeError, ValueError):
         return response.reason
 
 
-def _reason(error: Exception) -> str:
+def _explain(error: Exception) -> str:
     match error:
         case ConnectionRefusedError():
             return "nothing listens there; start a server with `toka-async serve`, or name one with --url"
@@ -186,7 +182,7 @@ def _reason(error: Exception) -> str:
         case ssl.SSLCertVerificationError():
             return (
                 f"its certificate is not trusted ({error.verify_message}); set SSL_CERT_FILE to the file of its "
-                "certificate, or of who signed it"
+                "certificate, or of its issuer"
             )
         case ssl.SSLError():
             return "it does not speak TLS there; try http://"

@@ -1,6 +1,6 @@
-"""What `auto` comes to on this machine, as far as that can be told without loading the model.
+"""Resolves `auto` for this machine, as far as possible without loading the model.
 
-What a start measures stays `auto`: on a GPU the size of the cache, kernels, and the groups worth sharing.
+Values that a start measures stay `auto`: on a GPU the size of the cache, kernels, and the groups worth sharing.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 def resolve(config: Config) -> Config:
-    """The configuration with every `auto` that can be told now. Raises ModelError: it could not be served."""
+    """Resolve every `auto` that is known now. Raises ModelError if the configuration could not be served."""
     spec = read_spec(resolve_model(config.model.path, weights=False))
     check_division(spec, config.parallel.pp, config.parallel.tp)
     raise_limits()
-    limits = _filled(
+    limits = _fill(
         config.limits,
         max_bodies_mb=8 * config.limits.max_body_mb,
         max_unsent_mb=8 * config.limits.max_body_mb,
         max_connections=max_connections(config.limits, config.zmq),
     )
-    direct = _filled(config.zmq, max_connections=max_direct_connections(config.zmq) or "auto")  # auto: no endpoint
-    several = config.parallel.pp > 1  # without, there is nothing to divide
-    parallel = _filled(
+    direct = _fill(config.zmq, max_connections=max_direct_connections(config.zmq) or "auto")  # auto: no endpoint
+    several = config.parallel.pp > 1  # otherwise there is nothing to divide
+    parallel = _fill(
         config.parallel,
         pp_micro_batches=config.parallel.num_micro_batches if several else "auto",
         async_tp_min_tokens=0 if config.parallel.tp == 1 else "auto",
     )
     config = replace(config, limits=limits, zmq=direct, parallel=parallel)
-    return _of_simulated(config, spec) if config.model.device == "simulated" else _of_device(config, spec)
+    return _resolve_simulated(config, spec) if config.model.device == "simulated" else _resolve_device(config, spec)
 
 
-def _of_simulated(config: Config, spec: ModelSpec) -> Config:
+def _resolve_simulated(config: Config, spec: ModelSpec) -> Config:
     from toka_async.startup.simulated import simulated_ready
 
     ready = simulated_ready(spec, config.model, config.cache, config.schedule)
     limits = resolve_limits(config.model, config.schedule, spec, "simulated")
-    return _limited(config, limits, ready.num_pages * ready.page_size)
+    return _fill_limits(config, limits, ready.num_pages * ready.page_size)
 
 
-def _of_device(config: Config, spec: ModelSpec) -> Config:
+def _resolve_device(config: Config, spec: ModelSpec) -> Config:
     from toka_async.capacity import device_memory, make_plan
     from toka_async.checkpoint.limits import resolve_num_pages
     from toka_async.startup.cache_size import page_bytes_of
@@ -61,38 +61,38 @@ def _of_device(config: Config, spec: ModelSpec) -> Config:
     device = resolve_device(config.model)
     kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
     dtype = resolve_dtype(config.model, spec, device)
-    model = _filled(config.model, device=kind, dtype=str(dtype).removeprefix("torch."))
-    compiling = _filled(config.compile, tuning_dir=str(folder_of(config.compile.tuning_dir) or ""))
+    model = _fill(config.model, device=kind, dtype=str(dtype).removeprefix("torch."))
+    compiling = _fill(config.compile, tuning_dir=str(folder_of(config.compile.tuning_dir) or ""))
     config = replace(config, model=model, compile=compiling)
     memory = device_memory() if kind == "cuda" else None
     if memory is not None:
-        return _limited(config, make_plan(config, memory).limits, "auto")
+        return _fill_limits(config, make_plan(config, memory).limits, "auto")
     num_sharing = config.parallel.dp * config.parallel.pp * config.parallel.tp
     num_parameters = num_weights(spec, 0, 1) // (config.parallel.pp * config.parallel.tp)
-    attention = _filled(
+    attention = _fill(
         config.attention,
         backend="reference",
         num_threads=resolve_num_threads(config.attention, num_parameters, num_sharing),
     )
     limits = resolve_limits(config.model, config.schedule, spec, kind)
     num_tokens: int | str = "auto"
-    if config.parallel.pp * config.parallel.tp == 1:  # else what fits is that of the fullest rank
+    if config.parallel.pp * config.parallel.tp == 1:  # otherwise the fullest rank decides
         pages = resolve_num_pages(
             config.cache, limits, page_bytes_of(spec, config.cache, dtype), *cpu_cache_bytes(num_sharing)
         )
         num_tokens = pages * config.cache.page_size
-    return _limited(replace(config, attention=attention), limits, num_tokens)
+    return _fill_limits(replace(config, attention=attention), limits, num_tokens)
 
 
-def _limited(config: Config, limits: RankLimits, num_tokens: int | str) -> Config:
+def _fill_limits(config: Config, limits: RankLimits, num_tokens: int | str) -> Config:
     return replace(
         config,
-        model=_filled(config.model, max_context=limits.max_context),
-        cache=_filled(config.cache, num_tokens=num_tokens),
-        schedule=_filled(config.schedule, max_seqs=limits.max_seqs, max_tokens=limits.max_tokens),
+        model=_fill(config.model, max_context=limits.max_context),
+        cache=_fill(config.cache, num_tokens=num_tokens),
+        schedule=_fill(config.schedule, max_seqs=limits.max_seqs, max_tokens=limits.max_tokens),
     )
 
 
-def _filled(section: AnySection, **values: Any) -> AnySection:
-    """The section with the values for those of its keys that are `auto`."""
+def _fill(section: AnySection, **values: Any) -> AnySection:
+    """Replace those values of the section that are `auto`."""
     return replace(section, **{name: value for name, value in values.items() if getattr(section, name) == "auto"})

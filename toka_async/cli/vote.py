@@ -1,6 +1,6 @@
-"""What the samples of one question agree on: the final answer of each, and how many samples have it.
+"""Counts the final answers of a question's samples.
 
-Knows how models are used to mark an answer; knows neither servers nor terminals.
+Knows how models mark an answer; knows neither servers nor terminals.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from collections.abc import Iterable
 from decimal import Decimal, InvalidOperation
 
 MARKED = re.compile(r"####[ \t]*(\S[^\n]*)")
-MOST_DIGITS = 30  # before or after the point; longer numbers stay as they are written
+MOST_DIGITS = 30  # before or after the point; longer numbers stay as written
 BOX = r"\boxed{"
 NUMBER = re.compile(r"(?<![\w.])-?\$?\d[\d,]*(?:\.\d+)?(?!\w)")
 
 
-def final_answer(text: str) -> str:
-    """What a text ends up with: after `####`, in `\\boxed{}`, its last number, else its last line; "" for an empty one.
+def find_answer(text: str) -> str:
+    """Find a text's answer: after `####`, in `\\boxed{}`, its last number, or its last line; "" for an empty text.
 
-    Numbers that are equal are written alike.
+    Equal numbers are written alike.
     """
     if marked := MARKED.findall(text):
-        return _plain(marked[-1])
+        return _normalize(marked[-1])
     if BOX in text:
-        return _plain(_boxed(text))
+        return _normalize(_find_boxed(text))
     if numbers := NUMBER.findall(text):
-        return _plain(numbers[-1])
+        return _normalize(numbers[-1])
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def count_answers(texts: Iterable[str]) -> list[tuple[str, int]]:
-    """(answer, samples that have it), the most frequent first; among equals the one that came first."""
-    return Counter(map(final_answer, texts)).most_common()
+    """Count (answer, samples that have it), the most frequent first; among equals the one that came first."""
+    return Counter(map(find_answer, texts)).most_common()
 
 
-def _boxed(text: str) -> str:
+def _find_boxed(text: str) -> str:
     """The content of the last box, its braces matched."""
     content = text[text.rindex(BOX) + len(BOX) :]
     depth = 1
@@ -46,7 +46,7 @@ def _boxed(text: str) -> str:
     return content
 
 
-def _plain(answer: str) -> str:
+def _normalize(answer: str) -> str:
     answer = answer.strip().rstrip(".").strip()
     try:
         number = Decimal(answer.replace(",", "").replace("$", ""))

@@ -146,7 +146,6 @@ class Client:
         self._wake()
 
     def _ping(self) -> None:
-        """Ping again and again while the connection lasts."""
         if self._pings is not None:
             self._pings.cancel()
             self._timers.discard(self._pings)

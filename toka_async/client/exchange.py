@@ -105,7 +105,6 @@ class Exchange:
             del self._open[pending.id]
 
     def fail_all(self, error: Exception) -> None:
-        """End all open requests with an error."""
         pendings = list(self._open.values())
         self._open.clear()
         self._waiting.clear()
@@ -116,7 +115,6 @@ class Exchange:
     # ---- the connection ----------------------------------------------------------------------------------------------
 
     def introduce(self) -> None:
-        """Introduce the session over a new connection."""
         self.welcome = None
         self._is_introduced = True
         self._send(Hello(versions=VERSIONS, session=self._session, received=self._received))
@@ -248,7 +246,7 @@ class Exchange:
     def _on_welcome(self, welcome: Welcome) -> None:
         """Submit all open requests again; a server that knows the session skips those that it has.
 
-        These go first, so that the others do not take the credit that they hold.
+        These go first, so that the others do not take their credit.
         """
         pendings = sorted(self._open.values(), key=lambda pending: not pending.may_run)
         self.welcome, self._num_sent = welcome, 0

@@ -93,7 +93,6 @@ class Pending:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what has come."""
         self.has_begun = False
         self.num_open = self.options.n
         self.samples: list[Sample | None] = []
@@ -170,13 +169,10 @@ class ManyResults:
 
 
 class RequestEvents:
-    """Waits for the events of a streamed request."""
-
     def __init__(self) -> None:
         self._queue: asyncio.Queue[News] = asyncio.Queue()
 
     async def next(self) -> Event:
-        """Wait for the next event. Raises RequestError or ConnectionLostError."""
         news = await self._queue.get()
         if isinstance(news, Exception):
             raise news
@@ -189,7 +185,6 @@ class RequestEvents:
 
 
 def make_lost_error(pending: Pending) -> ConnectionLostError:
-    """The error of a stream that cannot be restarted."""
     return ConnectionLostError(f"the server has forgotten stream {pending.id}, of which a part has come")
 
 

@@ -115,7 +115,6 @@ def check_rows(header: Results, columns: Columns) -> None:
 
 
 def check_size(columns: Columns, name: str, size: int) -> None:
-    """Check the size of a column, which may be absent."""
     if name in columns and columns[name].size != size:
         raise ProtocolError(f"{columns[name].size} {name} where {size} are needed", name)
 
@@ -131,7 +130,6 @@ def check_lengths(columns: Columns, name: str, of: str) -> None:
 
 
 def check_scores(num_top: int, columns: Columns, num_tokens: int) -> None:
-    """Check log-probs of tokens and of the likeliest ones, if there are any."""
     check_size(columns, "logprobs", num_tokens)
     for name in ("top_ids", "top_logprobs"):
         if num_top and name not in columns:
@@ -153,8 +151,6 @@ def _iterate_rows(header: Results, columns: Columns) -> Iterator[Row]:
 
 
 class _Details:
-    """The optional columns of a message."""
-
     def __init__(self, header: Results, columns: Columns) -> None:
         self._logprobs = columns.get("logprobs")
         self._top_ids = self._top_logprobs = None

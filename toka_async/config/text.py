@@ -6,11 +6,11 @@ import json
 
 from msgspec import inspect
 
-LARGEST = 2**31 - 1  # of numbers that have no limit of their own
+LARGEST = 2**31 - 1  # of numbers without a limit of their own
 
 
 def type_text(kind: object, *, in_full: bool = False) -> str:
-    """Which values a field takes; `in_full` with the limit that goes without saying."""
+    """The values that a field takes; `in_full` adds the limit of all numbers."""
     return _info_text(inspect.type_info(kind), in_full)
 
 
@@ -46,19 +46,17 @@ def choices(kind: object) -> list[str]:
 
 
 def meaning(kind: object) -> str:
-    """Its description."""
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.Metadata), f"{kind} has no description"
     return str((info.extra_json_schema or {}).get("description", ""))
 
 
 def value_text(value: object) -> str:
-    """As it is written in TOML, but for quotes."""
+    """The value as in TOML, without quotes."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def toml_value(value: bool | int | float | str) -> str:
-    """As it is written in TOML."""
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # its escapes are TOML's too
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML has JSON's escapes
     return value_text(value)

@@ -111,7 +111,6 @@ async def follow(
 
 
 async def wait_first(*futures: asyncio.Future[Any]) -> None:
-    """Wait until one of the futures is done."""
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 

@@ -44,8 +44,6 @@ class BatchJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a child is told at its start."""
-
     role: Literal["server", "batch", "scheduler", "rank"]  # batch: takes the server's place
     replica: int = 0
     rank: int = 0  # within the replica
@@ -195,7 +193,6 @@ class ParentLink:
             os.write(self._status_fd, msgspec.json.encode(status) + b"\n")
 
     def fatal(self, message: str, *, user: bool = False) -> NoReturn:
-        """Report why, in one line, and end."""
         self.report(Fatal(" ".join(message.split()), user))
         self.exit(1)
 

@@ -25,11 +25,7 @@ WAITING = 8  # times `max_body_mb`: data that arrived and was not read
 
 
 class DirectServer:
-    """Listens at `zmq.bind`. Needs a running event loop.
-
-    Raises:
-        ConfigError: it cannot listen there, or a key file is wrong.
-    """
+    """Listens at `zmq.bind`. Needs a running event loop. Raises ConfigError, also for a wrong key file."""
 
     def __init__(self, config: ZmqConfig, service: Service) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

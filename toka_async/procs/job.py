@@ -37,11 +37,7 @@ class OpenJob:
 
 
 def open_job(job: BatchJob) -> OpenJob:
-    """Open the store of the job.
-
-    Raises:
-        StorageError: the folder is unusable or belongs to another run, or the files have changed.
-    """
+    """Open the store of the job. Raises StorageError if the folder or the files do not fit the run."""
     store = Store(Path(job.folder), SettledClock(), places=map_files(job))
     try:
         begun = next(iter(store.batches(None, 1)), None)
@@ -85,21 +81,21 @@ def check_same(job: BatchJob, before: dict[str, str]) -> None:
     different = [name for name in now if before.get(name, now[name]) != now[name]]
     if not different:
         return
-    anew = f"remove {job.output}, {job.errors} and {job.folder} to begin anew"
+    anew = f"remove {job.output}, {job.errors} and {job.folder} to start over"
     for name in different:
         if name in job.model:
             raise StorageError(
                 f"{job.output} was begun with {name}={before[name]!r}, and now it is {now[name]!r}: "
-                f"go on with the former, or {anew}"
+                f"continue with the former, or {anew}"
             )
-    raise StorageError(f"{job.folder} is of another run, or {job.input} has changed since: {anew}")
+    raise StorageError(f"{job.folder} belongs to another run, or {job.input} has changed since: {anew}")
 
 
 def check_free(job: BatchJob) -> None:
     """Raise StorageError if files exist where a new run would write."""
     for path in (Path(job.output), Path(job.errors)):
         if path.exists() and path.stat().st_size:
-            raise StorageError(f"{path} is there already, and no run has begun it: remove it or name another")
+            raise StorageError(f"{path} exists already, and no run has begun it: remove it or name another")
 
 
 def check_results(job: BatchJob, progress: BatchProgress) -> None:
@@ -109,7 +105,7 @@ def check_results(job: BatchJob, progress: BatchProgress) -> None:
         if size < wanted:
             raise StorageError(
                 f"{path} has {size} bytes, but {wanted} were written: put it back, "
-                f"or remove it and {job.folder} to begin anew"
+                f"or remove it and {job.folder} to start over"
             )
 
 
@@ -120,7 +116,7 @@ def describe_fault(job: BatchJob, batch: Batch) -> str:
     results = {"output_file_id": job.output, "error_file_id": job.errors}
     where = results.get(fault.param or "") or (f"{job.input}, line {fault.line}" if fault.line else job.input)
     is_begun = batch.progress.completed + batch.progress.failed > 0
-    anew = f"; remove {job.output}, {job.errors} and {job.folder} to begin anew" if is_begun else ""
+    anew = f"; remove {job.output}, {job.errors} and {job.folder} to start over" if is_begun else ""
     return f"{where}: {fault.message}{anew}{more}"
 
 

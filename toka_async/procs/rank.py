@@ -49,8 +49,6 @@ STAGE_STREAMS = {
 
 
 class RunningStep(Protocol):
-    """A step that a device was told to compute."""
-
     def collect(self) -> StepDone:
         """Wait for the results."""
         ...
@@ -162,10 +160,7 @@ def send_results(
     send: Callable[[StepDone], None],
     enter_thread: Callable[[], None],
 ) -> None:
-    """Send every step's results, in order, as they are computed.
-
-    An error ends the process: no step may be missing.
-    """
+    """Send every step's results, in order, as they are computed. Any error ends the process: no step may be missing."""
     try:
         enter_thread()
         while True:

@@ -85,10 +85,7 @@ def run_turn(
     times: StepTimes,
     ready: Ready,
 ) -> None:
-    """Handle all that has arrived, queue the next steps, and only then tell the server: ranks must not wait.
-
-    `ready`: identifies the replica in its statistics.
-    """
+    """Handle all that has arrived, queue the next steps, and only then tell the server: ranks must not wait."""
     now = time.monotonic()
     times.begin()
     num_completed = 0

@@ -25,7 +25,7 @@ from toka_async.batches.store import Store
 from toka_async.checkpoint.generation import GenerationDefaults, read_generation_defaults
 from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.config import ConfigError, ModelConfig
-from toka_async.listening import Delays, inherited, max_connections
+from toka_async.listening import Delays, adopt_listener, max_connections
 from toka_async.messages import ToScheduler, ToServer
 from toka_async.procs.child import (
     Alive,
@@ -86,7 +86,7 @@ async def serve(link: ParentLink) -> NoReturn:
     limits.show(engine.metrics)
     runner = create_runner(app, spec.config.server.drain_timeout)
     await runner.setup()
-    listener = inherited(spec.listen_fd)
+    listener = adopt_listener(spec.listen_fd)
     site = Acceptor(runner, listener, limits, tls)
     await site.start()
     direct = open_direct(link, app[SERVICE])
@@ -149,7 +149,7 @@ def take_orders(
 
     def on_beat() -> None:
         link.report(Alive())
-        if delays is not None and (line := delays.line()) is not None:
+        if delays is not None and (line := delays.take_line()) is not None:
             logger.warning(line)
 
     link.on_beat = lambda: loop.call_soon_threadsafe(on_beat)  # answered by the event loop, to show that it runs

@@ -44,7 +44,6 @@ class StepTimes:
             self._open = 0.0
 
     def fill(self, stats: Stats) -> Stats:
-        """Add the times to a message."""
         newest = self._microseconds[: self._num_steps]
         stages = tuple(self._stages.values())
         return msgspec.structs.replace(stats, scheduler_us=percentiles(newest), stage_seconds=stages)

@@ -203,7 +203,6 @@ class StepBuilder:
         return not self._running.num_running and not self._starting
 
     def _start_opened(self, plan: StepDraft) -> None:
-        """Start sequences on all opened runs at once."""
         if not self._starting:
             return
         running, opened = self._running, self._starting
@@ -362,7 +361,6 @@ class StepBuilder:
         return record
 
     def _commit_repeat(self, step_id: int) -> StepRecord:
-        """Advance the tables by a further pass of the decoding rows."""
         rows = self._running.rows
         self._advance_rows(step_id, rows)
         return StepRecord(step_id=step_id, seqs=rows, firsts=NO_SEQS, resumed=[], computed=[], scored={})

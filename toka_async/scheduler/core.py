@@ -1,7 +1,7 @@
 """The scheduler of one replica, sans IO: requests in, steps out, results in, tokens out.
 
-Sockets drive it in production, lists in tests. Every time is passed in, in seconds of one clock. Loads no torch, no
-sockets and no event loop; knows token ids, not text.
+Sockets drive it in production, lists in tests. Every point in time is passed in, in seconds of one clock. Loads no
+torch, no sockets and no event loop; knows token ids, not text.
 """
 
 from __future__ import annotations
@@ -234,7 +234,6 @@ class Core:
         self._depth.note_sent(now, bool(self._in_flight))
 
     def complete(self, done: StepDone, now: float) -> None:
-        """Handle the results of the oldest queued step."""
         record = self._in_flight.popleft()
         self._depth.note_completed(now, done.seconds, len(self._in_flight))
         assert done.step_id == record.step_id, "steps come back in order"
@@ -251,7 +250,6 @@ class Core:
         self._running.table.complete(record.step_id)
 
     def note_stage_times(self, times: StageTimes) -> None:
-        """Keep what a stage of the ranks' pipeline does with its time."""
         self._stats.stages[times.stage] = (times.seconds, times.stalled, times.waited)
 
     def take_messages(self, now: float) -> list[ToServer]:
@@ -266,7 +264,6 @@ class Core:
 
     @property
     def num_requests(self) -> int:
-        """Open requests, running and queued."""
         return len(self._requests)
 
     # ---- prompts

@@ -47,7 +47,6 @@ class Stretches:
         return Stretches(self.starts[which], self.lengths[which], self.groups[which])
 
     def select_longest(self) -> Stretches:
-        """The longest stretch of each group."""
         order = np.lexsort((self.lengths, self.groups))
         ordered = self.groups[order]
         last = np.append(ordered[1:] != ordered[:-1], True)

@@ -12,10 +12,7 @@ from toka_async.scheduler.sequences.running import RunningSet
 
 
 def cache_outputs(running: RunningSet, seqs: Int32) -> None:
-    """Put the full pages of the sequences into the tree, if they still hold them and are their request's only sample.
-
-    Must be called before the sequences are released; they own the pages until then.
-    """
+    """Put full pages of sequences that hold them, and are their request's only sample, into the tree before release."""
     if not running.cache.prefix or not seqs.size:
         return
     table = running.table

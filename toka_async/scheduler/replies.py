@@ -92,7 +92,6 @@ class Replies:
             )
 
     def add_ends(self, request: Request, samples: Int32, reason: Reason) -> None:
-        """End samples without further tokens."""
         zeros = np.zeros(samples.size, np.int32)
         self._messages.append(
             Tokens(

@@ -67,7 +67,6 @@ class RunTree:
         self.group_of_run = np.concatenate([self.group_of_run, np.full(missing, -1, np.int32)])
 
     def add(self, key: int, pages: Int32) -> None:
-        """Add a run without rows."""
         assert key not in self._ends
         branch = self._ends[key] = self._find_end(pages)
         branch.keys.add(key)
@@ -85,7 +84,6 @@ class RunTree:
             branch = branch.parent
 
     def remove(self, key: int) -> None:
-        """Remove a run without rows."""
         branch = self._ends.pop(key)
         branch.keys.remove(key)
         self.group_of_run[key] = -1
@@ -185,7 +183,6 @@ def _first_page(branch: Branch) -> int:
 
 
 def _num_same(a: Int32, b: Int32) -> int:
-    """The number of leading pages that are the same."""
     size = min(a.size, b.size)
     if size and a[size - 1] == b[size - 1]:
         return size  # a page is at one place of one prompt

@@ -22,8 +22,6 @@ INTERVAL = 0.25  # seconds between two messages while work goes on
 
 
 class StatsSource:
-    """Counts what the core reports and reads the rest off the components."""
-
     def __init__(
         self, running: RunningSet, builder: StepBuilder, preemption: Preemption, depth: StepDepth, admission: Admission
     ) -> None:

@@ -21,9 +21,9 @@ from toka_async.arrays import (
     as_i64,
     column,
     f32_column,
+    group_places,
     i32_column,
     next_rows,
-    places,
 )
 from toka_async.checkpoint.limits import resolve_limits, resolve_num_pages
 from toka_async.checkpoint.spec import ModelSpec
@@ -144,7 +144,7 @@ class SimulatedRank:
         self._seeds[slots] = as_i64(step.admit_seeds).view(np.uint64)
         prompts = [self._prompts[key] for key in keys.tolist()]
         self._num_prompt[slots] = [prompt.num_prompt for prompt in prompts]
-        for want, rows in places(wants_of(prompt.sampling) for prompt in prompts).items():
+        for want, rows in group_places(wants_of(prompt.sampling) for prompt in prompts).items():
             self._describe(slots[rows], want)
 
     def _describe(self, slots: Int32, want: Want) -> None:

@@ -18,8 +18,6 @@ class Outbox(Protocol[T_contra]):
 
 
 class EveryOutbox(Generic[T]):
-    """Sends each message to every one of several inboxes."""
-
     def __init__(self, outboxes: Sequence[Outbox[T]]) -> None:
         self._outboxes = outboxes
 

@@ -1,4 +1,4 @@
-"""Bounds the connections of a listening ZeroMQ socket: their number, and the data that they sent and nobody has read.
+"""Bounds the connections of a listening ZeroMQ socket: their number, and the unread data that they sent.
 
 libzmq bounds neither: it accepts all connections, and keeps all frames of a message until the last one. So connections
 are counted by its monitor's events, the kernel tells what arrived over each, and connections over the limit are cut
@@ -134,7 +134,6 @@ class Connections:
             self._by_descriptor[descriptor].is_kept = True
 
     def release(self, name: bytes) -> None:
-        """Mark the connection as unwanted."""
         if (descriptor := self._by_name.get(name)) is not None:
             connection = self._by_descriptor[descriptor]
             connection.is_kept, connection.unwanted_since = False, monotonic()

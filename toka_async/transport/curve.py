@@ -32,11 +32,7 @@ class KeyPair:
 
 
 def make_keys(folder: Path, name: str) -> tuple[Path, Path]:
-    """Write a new pair to `folder`, which is created: NAME.key, and NAME.key_secret, which only its owner may read.
-
-    Raises:
-        KeyFileError: the files exist already or cannot be written.
-    """
+    """Create `folder` with a new NAME.key and a private NAME.key_secret. Raises KeyFileError if they exist already."""
     public, secret = folder / f"{name}.key", folder / f"{name}.key_secret"
     for path in (public, secret):
         if path.exists():

@@ -252,11 +252,7 @@ class Dealer(FrameSocket):
         on_connected: Callable[[], None],
         on_lost: Callable[[Loss], None],
     ) -> None:
-        """Connect. Calls `on_connected` for every connection made, and `on_lost` when one breaks or cannot be made.
-
-        Raises:
-            zmq.ZMQError: the address is invalid.
-        """
+        """Connect; calls `on_connected` for each connection, `on_lost` for each loss. Raises zmq.ZMQError."""
 
         def on_event() -> None:
             while not self._monitor.closed:

@@ -45,11 +45,7 @@ class ZmqOutbox(Generic[T]):
 
 
 class ZmqInbox(Generic[T]):
-    """The receiving end; binds.
-
-    Raises:
-        zmq.ZMQError: the address cannot be bound.
-    """
+    """The receiving end; binds. Raises zmq.ZMQError if the address cannot be bound."""
 
     def __init__(self, context: zmq.Context[Any], address: str, codec: Codec[T]) -> None:
         self._codec = codec
@@ -81,7 +77,6 @@ class ZmqInbox(Generic[T]):
         return messages, num_bytes, False
 
     def receive(self) -> T:
-        """Wait for the next message."""
         return self._codec.decode(self.socket.recv(copy=False).buffer)
 
     def attach(self, loop: asyncio.AbstractEventLoop, callback: Callable[[list[T]], None]) -> None:
@@ -122,8 +117,6 @@ class ZmqInbox(Generic[T]):
 
 
 class PollSet:
-    """Waits until any of several inboxes has a message."""
-
     def __init__(self, inboxes: Sequence[ZmqInbox[Any]]) -> None:
         self._poller = zmq.Poller()
         for inbox in inboxes:

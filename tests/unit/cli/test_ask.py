@@ -20,7 +20,7 @@ class Answers(Server):
         assert question.n == 1
         yield from self.texts
 
-    def samples(self, question: PingQuestion) -> PingSamples:
+    def ask_samples(self, question: PingQuestion) -> PingSamples:
         assert question.n == len(self.texts)
         return PingSamples(self.texts, num_tokens=100, seconds=0.5)
 
@@ -55,7 +55,7 @@ def test_a_terminal_says_that_it_waits() -> None:
 
 def test_a_tie_is_said_to_be_one() -> None:
     lines = list(sample_lines(PingSamples(["4", "5", ""], 3, 0.0), width=80))
-    assert "vote   4: 1 of 3 samples, and as many 5, (none)" in lines
+    assert "vote   4: 1 of 3 samples, as many for 5, (none)" in lines
     assert "others 5: 1, (none): 1" in lines
 
 

@@ -11,7 +11,7 @@ import pytest
 from toka_async.batches.disk import StorageError
 from toka_async.batches.results import Answered, encode_line
 from toka_async.cli import batch_run
-from toka_async.cli.batch_run import Bar, BatchFileError, bar_line, look, make_job, run
+from toka_async.cli.batch_run import Bar, BatchFileError, bar_line, make_job, read_progress, run
 from toka_async.config import Config, ModelConfig
 from toka_async.procs.child import Advanced, BatchJob, Finished, Started
 from toka_async.procs.job import open_job
@@ -34,7 +34,7 @@ def test_the_files_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_output_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str) -> None:
     monkeypatch.chdir(tmp_path)
     Path("in").touch()
-    with pytest.raises(BatchFileError, match="that is a folder"):
+    with pytest.raises(BatchFileError, match="is a folder"):
         make_job(Path("in"), Path(output), None, ModelConfig())
 
 
@@ -47,12 +47,12 @@ def test_an_output_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("in", "out", "out", "three files"),
         ("in", "out", "folder/../out", "three files"),
         ("in", "out", "link", "three files"),
-        ("in", "folder", "err", "that is a folder"),
-        ("in", "out", "folder", "that is a folder"),
+        ("in", "folder", "err", "is a folder"),
+        ("in", "out", "folder", "is a folder"),
         ("in", "no/out", "err", "no such folder"),
-        ("in", "full", "err", "is there already"),
-        ("in", "out", "full", "is there already"),
-        ("in", "pipe", "err", "is no file"),
+        ("in", "full", "err", "exists already"),
+        ("in", "out", "full", "exists already"),
+        ("in", "pipe", "err", "is not a file"),
     ],
 )
 def test_wrong_files(tmp_path: Path, source: str, output: str, errors: str, message: str) -> None:
@@ -157,7 +157,7 @@ def begin(folder: Path, model: ModelConfig, *failed: bool) -> BatchJob:
 
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path) -> None:
     job = begin(tmp_path, ModelConfig(), False, True)
-    assert look(job, retry=False) == Advanced(2, 1, 3, 14)
+    assert read_progress(job, retry=False) == Advanced(2, 1, 3, 14)
 
 
 @pytest.mark.parametrize(("failed", "code"), [(False, 0), (True, 1)])
@@ -176,7 +176,7 @@ def test_failed_lines_are_asked_again_on_demand(tmp_path: Path, done: tuple[bool
     job = begin(tmp_path, ModelConfig(), *done)
     output = (tmp_path / "out").read_bytes()
     for _ in range(2):
-        assert look(job, retry=True) == Advanced(len(done) - 1, 0, 3, 21 - 7 * (3 - len(done)))
+        assert read_progress(job, retry=True) == Advanced(len(done) - 1, 0, 3, 21 - 7 * (3 - len(done)))
     assert (tmp_path / "err").read_bytes() == b""
     opened = open_job(job)
     assert opened.record.status == "in_progress"
@@ -199,7 +199,7 @@ def test_failed_lines_are_asked_again_on_demand(tmp_path: Path, done: tuple[bool
 def test_a_run_does_not_go_on_with_another_model(tmp_path: Path, other: ModelConfig) -> None:
     begin(tmp_path, ModelConfig(), False)
     with pytest.raises(StorageError, match=r"was begun with model\.\w+='.*', and now it is"):
-        look(make_job(tmp_path / "in", tmp_path / "out", tmp_path / "err", other), retry=True)
+        read_progress(make_job(tmp_path / "in", tmp_path / "out", tmp_path / "err", other), retry=True)
 
 
 def test_a_run_goes_on_where_the_same_model_is_named_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,23 +207,23 @@ def test_a_run_goes_on_where_the_same_model_is_named_otherwise(tmp_path: Path, m
     begin(tmp_path, ModelConfig(path=str(tmp_path / "model")), False)
     monkeypatch.chdir(tmp_path)
     job = make_job(Path("in"), Path("out"), Path("err"), ModelConfig(path="model", device="cpu"))
-    assert look(job, retry=False) == Advanced(1, 0, 3, 7)
+    assert read_progress(job, retry=False) == Advanced(1, 0, 3, 7)
 
 
 def test_a_run_whose_results_were_taken_away_begins_anew(tmp_path: Path) -> None:
     job = begin(tmp_path, ModelConfig(), False, True, False)
     (tmp_path / "out").unlink()
     with pytest.raises(StorageError, match="out has 0 bytes, but"):
-        look(job, retry=False)
+        read_progress(job, retry=False)
     (tmp_path / "err").unlink()
-    assert look(job, retry=False) == Advanced(0, 0, 0)
+    assert read_progress(job, retry=False) == Advanced(0, 0, 0)
 
 
 def test_a_run_whose_input_has_changed_does_not_go_on(tmp_path: Path) -> None:
     job = begin(tmp_path, ModelConfig(), False)
     (tmp_path / "in").write_bytes(b"other")
     with pytest.raises(StorageError, match="has changed since"):
-        look(job, retry=False)
+        read_progress(job, retry=False)
 
 
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:

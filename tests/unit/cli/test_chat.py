@@ -80,7 +80,7 @@ def test_an_unknown_command_is_not_sent(say: Callable[..., None], capsys: pytest
     server = Talking()
     chat(server, PingQuestion())
     assert [asked[-1]["content"] for asked in server.asked] == ["/etc/passwd is a file?"]
-    assert "unknown command /helpp; /clear begins anew" in capsys.readouterr().out
+    assert "unknown command /helpp; /clear starts over" in capsys.readouterr().out
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_what_came(

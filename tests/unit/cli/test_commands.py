@@ -101,7 +101,10 @@ def test_what_config_prints_can_be_served(capsys: pytest.CaptureFixture[str], tm
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["srve"], "'srve'"),
+        (["srve"], "'srve'; did you mean serve?"),
+        (["bench", "polcy"], "'polcy'; did you mean policy?"),
+        (["batch", "work"], "'work'; expected run"),
+        (["plan", "--gpu-memory", "much"], "'much' is not a number above 0"),
         (["serve", "--bogus"], "'--bogus'"),
         (["version", "x"], "'x'"),
         (["serve", "--config"], "--config"),

@@ -33,5 +33,5 @@ def test_what_was_automatic_is_marked() -> None:
     config = Config()
     lines = list(toml_lines(config, replace(config, schedule=replace(config.schedule, max_seqs=256))))
     assert [line.split() for line in lines if line.endswith("  # auto")] == [["max_seqs", "=", "256", "#", "auto"]]
-    assert lines[0].startswith("# What is in effect. Marked")
+    assert lines[0].startswith("# The configuration in effect. Marked")
     assert "# auto" not in "\n".join(toml_lines(config, config))

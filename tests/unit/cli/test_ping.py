@@ -102,7 +102,7 @@ def test_many_samples(chat: bool) -> None:
     body = json.dumps({"choices": choices, "usage": {"completion_tokens": 9}}).encode()
     question = PingQuestion(prompt="x", messages=[{"role": "user", "content": "x"}] if chat else (), n=2)
     with answering(body) as server:
-        samples = Server(server.url).samples(question)
+        samples = Server(server.url).ask_samples(question)
         (_, asked) = server.asked[0]
     assert (samples.texts, samples.num_tokens) == (["a", "b"], 9)
     assert samples.seconds > 0
@@ -115,7 +115,7 @@ def test_many_samples(chat: bool) -> None:
     [
         (400, b'{"error":{"message":"the prompt is empty"}}', "400 the prompt is empty"),
         (502, b"<html>", "502 Bad Gateway"),
-        (401, b"{}", "it wants an API key; set TOKA_API_KEY in the environment"),
+        (401, b"{}", "it needs an API key; set TOKA_API_KEY in the environment"),
         (200, events({"error": {"message": "the engine has stopped"}}), "the engine has stopped"),
         (200, b"data: {not json\n\n", "does not answer like an OpenAI server"),
         (200, b"data: {}\n\n", "does not answer like an OpenAI server"),
@@ -133,7 +133,7 @@ def test_errors_are_one_line(status: int, body: bytes, message: str) -> None:
 def test_samples_that_are_none_are_an_error(choices: object) -> None:
     body = json.dumps({"choices": choices, "usage": {"completion_tokens": 9}}).encode()
     with answering(body) as server, pytest.raises(PingError, match="does not answer like an OpenAI server"):
-        Server(server.url).samples(PingQuestion(prompt="x", n=2))
+        Server(server.url).ask_samples(PingQuestion(prompt="x", n=2))
 
 
 def test_half_a_character_can_be_printed() -> None:

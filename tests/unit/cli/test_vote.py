@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from toka_async.cli.vote import count_answers, final_answer
+from toka_async.cli.vote import count_answers, find_answer
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from toka_async.cli.vote import count_answers, final_answer
     ],
 )
 def test_the_final_answer(text: str, answer: str) -> None:
-    assert final_answer(text) == answer
+    assert find_answer(text) == answer
 
 
 def test_the_most_frequent_answer_is_first() -> None:

@@ -49,7 +49,7 @@ def test_what_no_run_has_written_is_not_written_over(tmp_path: Path) -> None:
     job = begun(tmp_path)
     with closing(open_job(job).store) as store:
         store.database.remove_batch(open_id(store))
-    with pytest.raises(StorageError, match="out is there already, and no run has begun it"):
+    with pytest.raises(StorageError, match="out exists already, and no run has begun it"):
         open_job(job)
 
 
@@ -78,4 +78,4 @@ def test_it_says_which_file_is_wrong() -> None:
     wrong = failed(0, Fault(code="c", message="wrong", line=3), Fault(code="c", message="wrong too"))
     assert describe_fault(job, wrong) == "in, line 3: wrong (and 1 more fault)"
     damaged = failed(5, Fault(code="error_file_damaged", message="cut; ask again", param="error_file_id"))
-    assert describe_fault(job, damaged) == "err: cut; ask again; remove out, err and folder to begin anew"
+    assert describe_fault(job, damaged) == "err: cut; ask again; remove out, err and folder to start over"

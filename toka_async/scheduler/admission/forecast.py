@@ -110,7 +110,6 @@ class UsageCurve:
         return self._curve
 
     def fits(self, profile: Profile, limit: int) -> bool:
-        """Whether one more candidate fits below `limit` pages."""
         return self._most + profile.peak <= limit or self.count_that_fit(profile.pages, limit) > 0
 
     def put(self, profile: Profile) -> None:

@@ -28,7 +28,7 @@ def find_bins(tokens: Int32, max_tokens: Int32) -> Int32:
     return np.minimum(tokens.astype(np.int64) * NUM_BINS // np.maximum(max_tokens, 1), NUM_BINS).astype(np.int32)
 
 
-class StoppingPredictor:
+class LengthPredictor:
     """Evidence and estimates by group; group 0 is everyone.
 
     `curves` [groups, NUM_BINS + 1]: the share of a group's sequences that reaches each bin; the last entry is the share

@@ -19,7 +19,7 @@ import numpy as np
 from toka_async.arrays import Bool, Float64, Int32, Int64
 from toka_async.messages import Forecast
 from toka_async.scheduler.admission.forecast import Profile, UsageCurve, sample_evenly
-from toka_async.scheduler.admission.length_predictor import EVERYONE, StoppingPredictor
+from toka_async.scheduler.admission.length_predictor import EVERYONE, LengthPredictor
 from toka_async.scheduler.admission.running_usage import find_running_seqs, forecast_running
 from toka_async.scheduler.sequences.requests import PrefillTask, PromptRun, Request
 from toka_async.scheduler.sequences.running import RunningSet
@@ -57,7 +57,7 @@ class LookAhead:
     """The forecast of one build at a time, to which candidates are added."""
 
     running: RunningSet
-    predictor: StoppingPredictor = field(default_factory=StoppingPredictor)
+    predictor: LengthPredictor = field(default_factory=LengthPredictor)
     margin: float = 0.01
     _times: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _curve: UsageCurve | None = None
@@ -73,7 +73,6 @@ class LookAhead:
         return self.predictor.mean_and_spread(EVERYONE)
 
     def begin(self, num_preemptions: int) -> None:
-        """Begin a new step; `num_preemptions` happened since the last one."""
         self._curve = None
         self._growths.clear()
         rows = max(1, self.running.rows.size)

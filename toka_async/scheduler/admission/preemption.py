@@ -50,7 +50,6 @@ class Preemption:
             self.num_preemptions += 1
 
     def make_way(self, seq: int) -> None:
-        """Preempt a sequence for work of a higher priority."""
         self._preempt(seq)
         self.num_preemptions += 1
         self.num_yielded += 1

@@ -29,7 +29,7 @@ class Yielding:
         self._lacks_pages = task.request if self._running.num_free_slots > 0 else None
 
     def make_way(self) -> None:
-        """Preempt as many sequences of lower priorities as are needed."""
+        """Preempt sequences of lower priorities until the waiting work has what it needs."""
         refused, self._lacks_pages = self._lacks_pages, None
         first = self._find_first()
         lowest = None if first is None else self._running.table.lowest_priority()
@@ -48,14 +48,13 @@ class Yielding:
                 num_taken += 1
 
     def _find_first(self) -> Request | None:
-        """The first waiting request."""
         task, forking = self._queue.first(), self._running.forking
         if task is None or (forking and forking[0].task.order < task.order):
             return forking[0].request if forking else None
         return task.request
 
     def _count_wanted(self, priority: int) -> int:
-        """Slots for the sequences that come before a priority, as many as can start in a step."""
+        """Slots for the sequences that come before a priority and can start in a step."""
         num_tasks, num_tokens = self._queue.count_before(priority)
         if num_tokens > self._max_tokens:
             num_tasks = max(1, num_tasks * self._max_tokens // num_tokens)

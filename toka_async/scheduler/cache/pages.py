@@ -9,7 +9,7 @@ import numpy as np
 
 from toka_async.arrays import Int32
 
-FEW = 32  # chains
+FEW = 32  # chains up to which a loop is faster than array operations
 
 
 class PagePool:
@@ -31,7 +31,6 @@ class PagePool:
         return self._free[self._num_free : self._num_free + count].copy()
 
     def give(self, pages: Int32) -> None:
-        """Take back pages that are no longer used."""
         assert self._num_free + pages.size <= self.num_pages
         self._free[self._num_free : self._num_free + pages.size] = pages
         self._num_free += pages.size
@@ -73,7 +72,7 @@ class PageChains:
             current = self._previous[current]
             current = current[current >= 0]
         rest, previous = [], self._previous.data
-        for page in current.tolist():  # for few long chains a loop is faster than array operations
+        for page in current.tolist():
             while page >= 0:
                 rest.append(page)
                 page = previous[page]

@@ -33,6 +33,5 @@ class PromptCounts:
         self.queue_seconds += now - run.request.since
 
     def count_computed(self, run: PromptRun, num_tokens: int) -> None:
-        """Count prompt tokens that are built into a step."""
         self.prompt_tokens += num_tokens
         self.recomputed_tokens += num_tokens if run.task.was_preempted else 0

@@ -54,7 +54,6 @@ class PrefillQueue:
 
     @property
     def _is_in_line(self) -> bool:
-        """The first task of the line is the first of all."""
         return bool(self._line) and (not self._heap or self._line[0] < self._heap[0])
 
     def pop(self) -> PrefillTask:

@@ -32,8 +32,6 @@ class PrefillScores:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt and its n samples."""
-
     submit: Submit
     prompt: Int32
     arrival: int
@@ -161,10 +159,7 @@ class PromptRun:
 
 
 def sample_seeds(seed: int | UInt64, samples: Int32) -> Int64:
-    """Seeds of samples' random streams, int64 [samples]: splitmix64 (Steele et al. 2014) of (seed, sample).
-
-    `seed` is one for all `samples`, or an array [samples].
-    """
+    """Seeds of samples, int64 [samples]: splitmix64 (Steele et al. 2014) of (seed, sample); `seed` may be [samples]."""
     with np.errstate(over="ignore"):
         x = (np.uint64(seed & MASK) if isinstance(seed, int) else seed) + (
             samples.astype(np.uint64) + np.uint64(1)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from toka_async.arrays import Float64, Int32, places
+from toka_async.arrays import Float64, Int32, group_places
 from toka_async.messages import Ready
 from toka_async.scheduler.cache.prefix_cache import PageCache
 from toka_async.scheduler.sequences.requests import Generated, PrefillTask, PromptRun, Top
@@ -223,7 +223,6 @@ class RunningSet:
     # ---- sequences
 
     def take_tops(self, seqs: Int32) -> dict[int, list[Top]]:
-        """Take the likeliest tokens of those sequences that want them."""
         if not self.tops:
             return {}
         return {seq: self.tops.pop(seq) for seq in seqs.tolist() if seq in self.tops}
@@ -245,7 +244,7 @@ class RunningSet:
         table.remaining[where] = table.max_tokens[where]
         table.prompt_key[where] = [run.key for run in runs]
         table.num_shared[where] = [run.pages.size for run in runs]
-        for end_ids, rows in places(bytes(run.request.submit.sampling.end_ids) for run in runs).items():
+        for end_ids, rows in group_places(bytes(run.request.submit.sampling.end_ids) for run in runs).items():
             table.set_ends(seqs if len(runs) == 1 else seqs[rows], np.frombuffer(end_ids, np.int32))
         for run in runs:
             run.num_seqs += count if len(runs) == 1 else 1

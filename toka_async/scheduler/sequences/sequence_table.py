@@ -113,7 +113,6 @@ class SequenceTable:
             self._retired[step].append(seqs[steps == step])
 
     def complete(self, step: int) -> None:
-        """Free the rows that wait for this step."""
         for seqs in self._retired.pop(step, ()):
             self._free = np.concatenate([self._free, seqs])
 

@@ -48,7 +48,6 @@ class TokenLog:
         self.count[seqs] += 1
 
     def restore(self, seq: int, tokens: Int32, logprobs: Float32) -> None:
-        """Fill the empty log of a sequence."""
         assert self.count[seq] == 0
         for start in range(0, tokens.size, BLOCK):
             block = int(self._take_blocks(1)[0])
@@ -60,11 +59,7 @@ class TokenLog:
         self.count[seq] = tokens.size
 
     def take(self, seqs: Int32, scored: bool = True) -> tuple[Int32, Int32, Float32]:
-        """Empty the logs and return their counts [seqs], tokens [sum] and log-probs [sum], one sequence after the
-        other.
-
-        Without `scored` the log-probs are empty, [0].
-        """
+        """Empty logs; returns counts [seqs], tokens and log-probs [sum] in order; log-probs [0] without `scored`."""
         counts = self.count[seqs]
         total = int(counts.sum())
         tokens, logprobs = np.empty(total, np.int32), np.empty(total if scored else 0, np.float32)

@@ -27,7 +27,7 @@ from toka_async.protocol import (
     Results,
     ServerHeader,
     Submission,
-    sealed,
+    seal,
 )
 from toka_async.server.access.errors import as_api_error
 from toka_async.server.engine.direct_rows import DirectJobs, DirectRows, joined
@@ -355,7 +355,7 @@ class Session:
                 message = merged(header, parts)
                 self.delivery.add(message)
                 message.header = numbered = replace(header, seq=message.seq)
-                message.frames, message.columns = sealed(numbered, message.columns)
+                message.frames, message.columns = seal(numbered, message.columns)
                 messages.append(message)
         return messages
 

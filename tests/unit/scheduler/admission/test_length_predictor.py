@@ -1,4 +1,4 @@
-"""The stopping predictor on lengths whose distribution is known."""
+"""The length predictor on lengths whose distribution is known."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toka_async.arrays import Int32
-from toka_async.scheduler.admission.length_predictor import EVERYONE, MAX_GROUPS, NUM_BINS, StoppingPredictor
+from toka_async.scheduler.admission.length_predictor import EVERYONE, MAX_GROUPS, NUM_BINS, LengthPredictor
 
 NONE: Int32 = np.empty(0, np.int32)
 MAX_TOKENS = 1000
@@ -19,26 +19,26 @@ def filled(value: int, size: int) -> Int32:
     return np.full(size, value, dtype=np.int32)
 
 
-def observe(predictor: StoppingPredictor, lengths: Int32, group: int = EVERYONE) -> None:
+def observe(predictor: LengthPredictor, lengths: Int32, group: int = EVERYONE) -> None:
     limit = filled(MAX_TOKENS, lengths.size)
     predictor.observe(filled(group, lengths.size), lengths, limit, lengths == MAX_TOKENS)
 
 
-def learned(lengths: Int32) -> StoppingPredictor:
-    predictor = StoppingPredictor()
+def learned(lengths: Int32) -> LengthPredictor:
+    predictor = LengthPredictor()
     observe(predictor, lengths)
     predictor.update(NONE, NONE, NONE)
     return predictor
 
 
-def guesses(predictor: StoppingPredictor, generated: int = 0, group: int = EVERYONE) -> Int32:
+def guesses(predictor: LengthPredictor, generated: int = 0, group: int = EVERYONE) -> Int32:
     size = RANKS.size
     return predictor.predict_lengths(filled(group, size), filled(generated, size), filled(MAX_TOKENS, size), RANKS)
 
 
 def test_without_evidence_most_end_in_the_first_half() -> None:
     """Else the first sequences would have the cache to themselves; before and after an update alike."""
-    fresh, updated = StoppingPredictor(), StoppingPredictor()
+    fresh, updated = LengthPredictor(), LengthPredictor()
     updated.update(NONE, NONE, NONE)
     for predictor in (fresh, updated):
         guessed = guesses(predictor)
@@ -47,7 +47,7 @@ def test_without_evidence_most_end_in_the_first_half() -> None:
 
 
 def test_running_sequences_alone_correct_the_first_guess() -> None:
-    predictor = StoppingPredictor()
+    predictor = LengthPredictor()
     predictor.update(filled(EVERYONE, 500), filled(600, 500), filled(MAX_TOKENS, 500))
     assert np.quantile(guesses(predictor), 0.05) > 550
 
@@ -111,7 +111,7 @@ def test_a_group_starts_from_everyone_and_learns_its_own() -> None:
 
 
 def test_groups_are_reused_and_bounded() -> None:
-    predictor = StoppingPredictor()
+    predictor = LengthPredictor()
     groups = [predictor.open_group() for _ in range(MAX_GROUPS - 1)]
     assert len(set(groups)) == MAX_GROUPS - 1
     assert EVERYONE not in groups
@@ -140,7 +140,7 @@ def test_survival_is_the_share_that_computes_each_token() -> None:
 def test_a_guess_lies_between_what_is_there_and_the_limit(
     lengths: list[int], generated: int, rank: float, max_tokens: int
 ) -> None:
-    predictor = StoppingPredictor()
+    predictor = LengthPredictor()
     column = np.minimum(np.asarray(lengths, dtype=np.int32), max_tokens)
     limit = np.full_like(column, max_tokens)
     predictor.observe(filled(EVERYONE, column.size), column, limit, column == max_tokens)
