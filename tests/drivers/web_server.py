@@ -23,7 +23,7 @@ from toka_async.server.access.keys import Keys, KeySource
 from toka_async.server.app import create_app
 from toka_async.server.engine.engine import Engine
 from toka_async.server.http.acceptor import Acceptor
-from toka_async.server.http.connections import ConnectionLimits, connection_limits, create_runner
+from toka_async.server.http.connections import create_runner
 from toka_async.text.chat import ChatTemplate
 from toka_async.text.tokenizer import Tokenizer
 
@@ -47,7 +47,6 @@ class WebServer:
     app: web.Application
     runner: web.AppRunner
     address: tuple[str, int]
-    limits: ConnectionLimits
     http: aiohttp.ClientSession
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
@@ -115,17 +114,19 @@ async def web_server(
     store = Store(Path(folder), SettledClock()) if (folder := settings.server.data_dir) else None
     source = keys if isinstance(keys, KeySource) else lambda: keys or Keys()
     app = create_app(settings, NAME, tokenizer, chat_template, defaults or GenerationDefaults(), engine, store, source)
-    limits = connection_limits(max_connections(settings.limits, settings.zmq), settings.limits)
-    limits.show(engine.metrics)
     runner = create_runner(app)
     await runner.setup()
     listener = open_listener(settings.server, settings.limits.client_timeout)
     host, port = address = listener.getsockname()[:2]
-    await Acceptor(runner, listener, limits).start()
+    acceptor = Acceptor(
+        runner, listener, max_connections(settings.limits, settings.zmq), settings.limits.client_timeout
+    )
+    acceptor.show(engine.metrics)
+    await acceptor.start()
     scheduler.start(engine.on_messages)
     connector = aiohttp.TCPConnector(limit=0)
     try:
         async with aiohttp.ClientSession(connector=connector) as http:
-            yield WebServer(f"http://{host}:{port}", engine, scheduler, tokenizer, app, runner, address, limits, http)
+            yield WebServer(f"http://{host}:{port}", engine, scheduler, tokenizer, app, runner, address, http)
     finally:
         await runner.cleanup()

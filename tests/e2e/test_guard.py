@@ -1,25 +1,31 @@
-"""A server with certificate and keys, as a user starts it; and starts that must not succeed."""
+"""A server with certificate and keys, as a user starts it; starts that must not succeed; a server behind nginx."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import ssl
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
 from tests.processes.certificates import make_certificate
+from tests.processes.nginx import Proxy, find_nginx, proxying
 from tests.processes.serving import Serving, serving
 from toka_async.cli import main
 
 KEY, OTHER = "sk-e2e-0123456", "sk-e2e-variable"
+JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +40,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running(folder: Path) -> Iterator[Serving]:
     files = (f"server.tls_cert={folder}/server.pem", f"server.tls_key={folder}/server.key")
     keys = (f"auth.api_keys={folder}/keys", "limits.request_timeout=5")
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("TOKA_API_KEYS", OTHER)
-        with serving(folder, "model.device=simulated", *files, *keys) as server:
-            yield server
+        server = stack.enter_context(serving(folder, "model.device=simulated", *files, *keys))
+        patch.undo()
+        yield server
 
 
 def ask(server: Serving, folder: Path, path: str, key: str = "", body: object = None) -> tuple[int, bytes]:
     """Status and body."""
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    headers = JSON | ({"Authorization": f"Bearer {key}"} if key else {})
     data = None if body is None else json.dumps(body).encode()
     context = ssl.create_default_context(cafile=folder / "server.pem")
     request = urllib.request.Request(server.url + path, data, headers)
@@ -123,3 +130,44 @@ def test_wrong_files_are_one_line(
     assert written.out == ""
     assert written.err.startswith(f"toka-async: {key}: ")
     assert written.err.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Serving, Proxy]]:
+    """A server whose answers take a minute, and an nginx in front of it. One that is named has to be there."""
+    program = find_nginx()
+    if program is None:
+        pytest.skip("there is no nginx: install Debian's package `nginx`, or name one in NGINX")
+    if shutil.which(program) is None:
+        pytest.fail(f"NGINX={program}: there is no such program")
+    simulated = ("model.device=simulated", "simulated.step_ms=50", "limits.max_body_mb=1")
+    with (
+        serving(tmp_path_factory.mktemp("behind"), *simulated) as server,
+        proxying(program, tmp_path_factory.mktemp("nginx"), urlsplit(server.url).netloc, "1m") as proxy,
+    ):
+        yield server, proxy
+
+
+def test_a_proxy_passes_tokens_on_and_tells_when_a_client_leaves(behind: tuple[Serving, Proxy]) -> None:
+    server, proxy = behind
+    body = json.dumps({"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True})
+    with closing(proxy.connect()) as connection:
+        connection.request("POST", "/v1/completions", body, JSON)
+        with connection.getresponse() as response:
+            assert response.status == 200
+            assert response.readline().startswith(b"data: {")
+            assert server.metric("num_requests_running") == 1, "the first token is here, the last is not made yet"
+    deadline = time.monotonic() + 20
+    while server.metric("num_requests_running"):
+        assert time.monotonic() < deadline, "the server was not told that the client has left"
+        time.sleep(0.05)
+
+
+def test_a_proxy_takes_bodies_of_the_same_size(behind: tuple[Serving, Proxy]) -> None:
+    _, proxy = behind
+    for size, status in ((500_000, 200), (2_000_000, 413)):
+        with closing(proxy.connect()) as connection:
+            connection.request("POST", "/tokenize", json.dumps({"prompt": "x" * size}), JSON)
+            with connection.getresponse() as response:
+                assert response.status == status
+                assert status != 200 or json.loads(response.read())["count"] > 0

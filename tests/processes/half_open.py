@@ -45,7 +45,7 @@ async def main() -> None:
     set_network("up")
     async with web_server(FakeScheduler(held=True)) as server:
         listener = open_listener(ServerConfig(port=0), TIMEOUT)
-        await Acceptor(server.runner, listener, server.limits).start()
+        await Acceptor(server.runner, listener, 100, TIMEOUT).start()
         with closing(asking(listener.getsockname())), closing(asking(server.address)):
             await until_held(server, 2)
             set_network("down")

@@ -43,26 +43,21 @@ class ResultFile:
             param=f"{self.kind}_file_id",
         )
 
-    def num_left(self) -> int:
-        """Bytes of its whole lines. Raises StorageError."""
-        return whole_lines(self.path, min(size_of(self.path), self.written))
-
 
 def left_of(files: tuple[ResultFile, ResultFile], progress: BatchProgress) -> BatchProgress:
-    """The progress with the lengths that the output and the error file have now. Raises StorageError."""
-    output, errors = (each.num_left() if each.fault() else each.written for each in files)
+    """Returns the progress with the whole lines that damaged files still have. Raises StorageError."""
+    output, errors = (whole_lines(each.path)[0] if each.fault() else each.written for each in files)
     return msgspec.structs.replace(progress, output_bytes=output, error_bytes=errors)
 
 
 def salvaged(files: tuple[ResultFile, ResultFile]) -> BatchProgress:
-    """What can be told of a batch by its output and error file alone. Raises StorageError."""
-    sizes = [whole_lines(each.path, size_of(each.path)) for each in files]
-    counts = [num_lines(each.path, size) for each, size in zip(files, sizes, strict=True)]
-    return BatchProgress(completed=counts[0], failed=counts[1], output_bytes=sizes[0], error_bytes=sizes[1])
+    """Returns what the output and error file alone tell of a batch. Raises StorageError."""
+    (output, completed), (errors, failed) = (whole_lines(each.path) for each in files)
+    return BatchProgress(completed=completed, failed=failed, output_bytes=output, error_bytes=errors)
 
 
 def size_of(path: Path) -> int:
-    """0 when it is not there, though its folder is. Raises StorageError."""
+    """Returns 0 for a file that is not there, though its folder is. Raises StorageError."""
     with storage_errors(path):
         try:
             return path.stat().st_size
@@ -71,22 +66,14 @@ def size_of(path: Path) -> int:
             return 0
 
 
-def whole_lines(path: Path, length: int) -> int:
-    """Bytes of the lines that end within the file's first `length` bytes. Raises StorageError."""
-    if not length:
-        return 0
-    with storage_errors(path), open_fd(path, os.O_RDONLY) as fd:
-        while length:
-            start = max(0, length - BLOCK)
-            if end := os.pread(fd, length - start, start).rfind(b"\n") + 1:
-                return start + end
-            length = start
-    return 0
-
-
-def num_lines(path: Path, length: int) -> int:
-    """Of the file's first `length` bytes. Raises StorageError."""
-    if not length:
-        return 0
-    with storage_errors(path), open_fd(path, os.O_RDONLY) as fd:
-        return sum(os.pread(fd, min(BLOCK, length - at), at).count(b"\n") for at in range(0, length, BLOCK))
+def whole_lines(path: Path) -> tuple[int, int]:
+    """Returns the bytes and the number of a file's whole lines; none if it is not there. Raises StorageError."""
+    num_bytes = num_lines = at = 0
+    if size_of(path):
+        with storage_errors(path), open_fd(path, os.O_RDONLY) as fd:
+            while block := os.pread(fd, BLOCK, at):
+                if end := block.rfind(b"\n") + 1:
+                    num_bytes = at + end
+                num_lines += block.count(b"\n")
+                at += len(block)
+    return num_bytes, num_lines

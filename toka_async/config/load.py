@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from toka_async.config.renamed import RENAMED
+from toka_async.config.renamed import GONE, RENAMED
 from toka_async.config.sections import Config, Section, SimulatedConfig
 from toka_async.config.text import choices, meaning, type_text, value_text
 
@@ -82,9 +82,11 @@ def key_names() -> Collection[str]:
 
 
 def check_renamed(key: str) -> None:
-    """Raises ConfigError for a key that has another name now."""
+    """Raises ConfigError for a key that has another name now, or is gone."""
     if key in RENAMED:
         raise ConfigError(f"{key} is now {RENAMED[key]}")
+    if key in GONE:
+        raise ConfigError(f"{key} is gone: {GONE[key]}")
 
 
 def is_flag(key: str) -> bool:

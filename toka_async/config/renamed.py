@@ -1,4 +1,4 @@
-"""Keys of the configuration that have a new name. Nothing accepts an old key: the error names the new one."""
+"""Keys of the configuration that have a new name, or are gone. Nothing accepts them: the error says what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ RENAMED: Mapping[str, str] = {
     "server.max_waiting": "limits.max_waiting",
     "server.request_timeout": "limits.request_timeout",
     "server.max_connections": "limits.max_connections",
-    "server.max_address_connections": "limits.max_address_connections",
     "server.client_timeout": "limits.client_timeout",
     "server.receive_timeout": "limits.receive_timeout",
     "server.api_keys": "auth.api_keys",
@@ -44,4 +43,8 @@ RENAMED: Mapping[str, str] = {
     "server.log_requests": "log.requests",
     "server.log_prompts": "log.prompts",
     "server.stats_interval": "log.stats_interval",
+}
+
+GONE: Mapping[str, str] = {
+    "server.max_address_connections": "limit connections by address in a reverse proxy, see configs/proxy",
 }

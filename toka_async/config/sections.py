@@ -124,14 +124,12 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
         Count | Auto,
         Meta(description="most open HTTP connections; auto: the limit of open files, less 512 and ZeroMQ's"),
     ] = "auto"
-    max_address_connections: Annotated[
-        int,
-        Meta(ge=0, le=2**31 - 1, description="most open HTTP connections of one address; 0: no limit"),
-    ] = 0
     client_timeout: Annotated[
         float,
         Meta(
-            gt=0, le=LONGEST, description="seconds after which a connection that neither sends nor takes data is closed"
+            gt=0,
+            le=LONGEST,
+            description="seconds after which a connection without a request, or whose client takes nothing, is closed",
         ),
     ] = 75.0
     receive_timeout: Annotated[
@@ -139,8 +137,7 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=2**31,
-            description="seconds that a request's header, or its body, has to arrive, and 1 more per 16 KiB; 0: no "
-            "limit",
+            description="seconds that a request's body has to arrive, and 1 more per 16 KiB; 0: no limit",
         ),
     ] = 60.0
 

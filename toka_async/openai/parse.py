@@ -12,20 +12,16 @@ from functools import cache
 from typing import Any, TypeVar, get_args
 
 import msgspec
-import numpy as np
 
 from toka_async.openai.errors import ApiError, bad_request
 from toka_async.openai.fields import MAX_SHOWN, check_fields
 from toka_async.openai.json_items import count_items
-from toka_async.openai.long_ids import Cut, cut_ids
-from toka_async.openai.requests import CompletionRequest, DetokenizeRequest, WireRequest
+from toka_async.openai.requests import WireRequest
 
 LARGE = 1 << 20  # bytes of a request that callers parse in a thread
 T = TypeVar("T", bound=WireRequest)
 
-MANY = 1 << 18  # bytes of a body that may have so many token ids that they are read in pieces
-ID_FIELDS: dict[type[msgspec.Struct], str] = {CompletionRequest: "prompt", DetokenizeRequest: "tokens"}
-MAX_ITEMS = 1 << 20  # of a body, besides long lists of token ids; to parse so many takes some tenths of a second
+MAX_ITEMS = 1 << 20  # of a body; parsing them stops all other threads for some tenths of a second
 ITEM_BYTES = 128  # that an item becomes, all sorts of them considered
 FEW_BYTES = 1 << 16  # of a body that cannot have many items
 MAX_EXPLAINED = 1 << 20  # bytes of a broken body that is looked at again
@@ -42,9 +38,6 @@ def parse_request(raw: bytes | bytearray, kind: type[T]) -> T:
         ApiError: 400; not JSON, a lone surrogate, NaN, a wrong type, an unknown or unsupported field, … 413; it has so
             many items that parsing them would stop everything else.
     """
-    cut = cut_ids(raw) if len(raw) >= MANY else None
-    if cut is not None and (wire := _with_ids(cut, kind)) is not None:
-        return wire
     check_items(raw)
     return parse_fields(decode_object(raw), kind)
 
@@ -54,8 +47,8 @@ def check_items(raw: bytes | bytearray) -> None:
     if len(raw) > FEW_BYTES and (num := count_items(raw, MAX_ITEMS)) > MAX_ITEMS:
         raise ApiError(
             413,
-            f"the body has {num} JSON items (elements, pairs, arrays and objects), and can have {MAX_ITEMS} besides "
-            "a long list of token ids; send fewer in a request",
+            f"the body has {num} JSON items (elements, pairs, arrays and objects), and can have {MAX_ITEMS}; "
+            "send fewer in a request, or token ids over ZeroMQ",
             code="too_many_items",
         )
 
@@ -63,7 +56,7 @@ def check_items(raw: bytes | bytearray) -> None:
 def parsed_bytes(raw: bytes | bytearray) -> int:
     """The memory that a body takes at most when it is parsed, with what may be needed meanwhile.
 
-    A string takes up to four bytes a character, and an array of token ids two times its text.
+    A string takes up to four bytes a character.
     """
     is_plain = raw.isascii() and b"\\u" not in raw
     return (2 if is_plain else 4) * len(raw) + ITEM_BYTES * min(count_items(raw, MAX_ITEMS), MAX_ITEMS)
@@ -72,21 +65,6 @@ def parsed_bytes(raw: bytes | bytearray) -> int:
 def most_parsed_bytes(num_bytes: int) -> int:
     """`parsed_bytes` of a body of so many bytes, at most."""
     return 4 * num_bytes + ITEM_BYTES * MAX_ITEMS
-
-
-def _with_ids(cut: Cut, kind: type[T]) -> T | None:
-    """The request, when what was cut out of it is its ids. Raises ApiError as `parse_request` does."""
-    check_items(cut.rest)
-    try:
-        fields = msgspec.json.decode(cut.rest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    name, is_flat = ID_FIELDS.get(kind, ""), not isinstance(cut.ids, list)
-    if not isinstance(fields, dict) or fields.get(name) != cut.mark or (kind is DetokenizeRequest and not is_flat):
-        return None
-    wire = parse_fields(fields | {name: [0]}, kind)
-    ids = [np.asarray(cut.ids)] if is_flat and kind is CompletionRequest else cut.ids
-    return msgspec.structs.replace(wire, **{name: ids})
 
 
 def parse_fields(fields: dict[str, Any], kind: type[T]) -> T:

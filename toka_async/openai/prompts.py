@@ -5,7 +5,6 @@ Knows no tokenizer: strings stay strings.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,14 +25,14 @@ def parse_prompts(prompt: str | list[Any]) -> list[Prompt]:
         return [prompt]
     if not prompt:
         raise bad_request("'prompt' must not be an empty list", param="prompt")
-    first = type(prompt[0])
-    if any(type(item) is not first for item in prompt):
+    first, *others = set(map(type, prompt))
+    if others:
         raise bad_request("'prompt' must not mix strings, token ids and lists", param="prompt")
     if first is str:
         return list(prompt)
     if first is int:
         return [parse_token_ids(prompt)]
-    if first is list or first is np.ndarray:
+    if first is list:
         return [parse_token_ids(ids) for ids in prompt]
     raise bad_request(
         "'prompt' must be a string, a list of strings, a list of token ids or a list of lists of token ids",
@@ -41,17 +40,20 @@ def parse_prompts(prompt: str | list[Any]) -> list[Prompt]:
     )
 
 
-def parse_token_ids(items: Sequence[Any] | Int32) -> Int32:
+def parse_token_ids(items: Sequence[Any]) -> Int32:
     """Raises ApiError (400) for an empty list or anything that cannot be a token id."""
     if not len(items):
         raise bad_request("'prompt' must not hold an empty list of token ids", param="prompt")
-    if isinstance(items, array | np.ndarray):  # see `long_ids`
-        return np.asarray(items, np.int32)
-    if any(type(item) is not int for item in items):
+    if set(map(type, items)) != {int}:
         raise bad_request("'prompt': token ids must be integers", param="prompt")
     if min(items) < 0 or max(items) > np.iinfo(np.int32).max:
         raise bad_request("'prompt' has a token id out of range", param="prompt")
     return np.array(items, dtype=np.int32)
+
+
+def count_parts(prompt: str | list[Any]) -> int:
+    """Returns how many strings or token ids `parse_prompts` looks at."""
+    return 1 if isinstance(prompt, str) else sum(len(each) if isinstance(each, list) else 1 for each in prompt)
 
 
 def check_vocabulary(ids: Int32, vocab_size: int, param: str = "prompt") -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -170,7 +169,7 @@ class TokenizeRequest(WireRequest, frozen=True, kw_only=True):
 
 
 class DetokenizeRequest(WireRequest, frozen=True, kw_only=True):
-    """POST /detokenize. Very many `tokens` are an int32 array."""
+    """POST /detokenize."""
 
     model: str | None = None
-    tokens: Sequence[TokenId]
+    tokens: TokenIds

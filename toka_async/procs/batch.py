@@ -9,28 +9,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import uvloop
-import zmq
 
 from toka_async.batches.disk import StorageError
 from toka_async.batches.folder import StoreFolder
 from toka_async.batches.records import Batch
 from toka_async.checkpoint.spec import ModelError
-from toka_async.messages import ToServer
 from toka_async.procs.child import Advanced, Drain, Drained, Finished, Order, ParentLink, Started
+from toka_async.procs.engine_link import EngineLink
 from toka_async.procs.job import describe_fault, open_job
-from toka_async.procs.server import connect, load_texts, take_orders
+from toka_async.procs.server import load_texts
 from toka_async.server.app import create_service
 from toka_async.server.batch.batch_service import BatchService
-from toka_async.server.engine.engine import Engine
 from toka_async.text.chat import ChatTemplateError
 from toka_async.text.tokenizer_files import TokenizerError
-from toka_async.transport.codec import Codec
-from toka_async.transport.zmq_sockets import ZmqInbox
 
 REPORT_INTERVAL = 0.1  # seconds
 STOP_TIMEOUT = 4.0  # seconds
@@ -44,10 +39,8 @@ def run(link: ParentLink) -> None:
 async def work(link: ParentLink) -> NoReturn:
     spec, loop = link.spec, asyncio.get_running_loop()
     assert spec.job is not None
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox: ZmqInbox[ToServer] = ZmqInbox(context, spec.topology.server, Codec(ToServer))
-    outboxes = [connect(context, address) for address in spec.topology.schedulers]
-    engine = Engine(outboxes, spec.config.limits.max_requests, page_size=spec.config.cache.page_size)
+    schedulers = EngineLink(link)
+    engine = schedulers.engine
     try:
         job = open_job(spec.job)
         service = create_service(spec.config, spec.served_name, *load_texts(spec), engine)
@@ -63,21 +56,13 @@ async def work(link: ParentLink) -> NoReturn:
         on_end=ended.set_result,
         one_model=True,
     )
-    orders = take_orders(link, context, outboxes, engine)
-    is_ready = asyncio.Event()
-
-    def on_messages(messages: Sequence[ToServer]) -> None:
-        engine.on_messages(messages)
-        if engine.ready is not None:
-            is_ready.set()
-
-    inbox.attach(loop, on_messages)
+    schedulers.start()
     await batches.start()
     if job.begun is None:
         await batches.batches.create(job.record)
     elif job.is_finished:  # since the parent checked
         ended.set_result(job.begun)
-    await follow(link, ended, is_ready, order := asyncio.create_task(orders.get()))
+    await follow(link, ended, schedulers.is_ready, order := asyncio.create_task(schedulers.orders.get()))
     if not ended.done():
         engine.begin_drain()
         engine.fail_all("the run is stopped")

@@ -11,12 +11,10 @@ import gc
 import logging
 import os
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import uvloop
-import zmq
 from aiohttp import BadContentDispositionHeader, BadContentDispositionParam, web
 
 from toka_async.batches.clock import SettledClock
@@ -26,34 +24,20 @@ from toka_async.checkpoint.generation import GenerationDefaults, read_generation
 from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.config import ConfigError, ModelConfig
 from toka_async.listening import Delays, adopt_listener, max_connections
-from toka_async.messages import ToScheduler, ToServer
-from toka_async.procs.child import (
-    Alive,
-    ChildSpec,
-    Drain,
-    Drained,
-    Fail,
-    Lost,
-    Memory,
-    Order,
-    ParentLink,
-    Silent,
-    Started,
-)
+from toka_async.procs.child import ChildSpec, Drain, Drained, Fail, Order, ParentLink, Started
 from toka_async.procs.direct import DirectServer
+from toka_async.procs.engine_link import EngineLink
 from toka_async.server.access.keys import KeySource
 from toka_async.server.app import create_app
 from toka_async.server.engine.engine import Engine
 from toka_async.server.generate.service import Service
 from toka_async.server.http.acceptor import Acceptor
-from toka_async.server.http.connections import connection_limits, create_runner
+from toka_async.server.http.connections import create_runner
 from toka_async.server.http.respond import SERVICE
 from toka_async.server.http.tls import tls_context
 from toka_async.text.chat import ChatTemplate, ChatTemplateError
 from toka_async.text.tokenizer import Tokenizer
 from toka_async.text.tokenizer_files import TokenizerError
-from toka_async.transport.codec import Codec
-from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +54,8 @@ def run(link: ParentLink) -> None:
 
 
 async def serve(link: ParentLink) -> NoReturn:
-    spec, loop = link.spec, asyncio.get_running_loop()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox: ZmqInbox[ToServer] = ZmqInbox(context, spec.topology.server, Codec(ToServer))
-    outboxes = [connect(context, address) for address in spec.topology.schedulers]
-    engine = Engine(outboxes, spec.config.limits.max_requests, page_size=spec.config.cache.page_size)
+    spec, schedulers = link.spec, EngineLink(link)
+    engine = schedulers.engine
     try:
         app = build_app(spec, engine)
         tls = tls_context(spec.config.server)
@@ -82,32 +63,24 @@ async def serve(link: ParentLink) -> NoReturn:
         link.fatal(str(error), user=True)
     except StorageError as error:
         link.fatal(f"server.data_dir: {error}", user=True)
-    limits = connection_limits(max_connections(spec.config.limits, spec.config.zmq), spec.config.limits)
-    limits.show(engine.metrics)
     runner = create_runner(app, spec.config.server.drain_timeout)
     await runner.setup()
     listener = adopt_listener(spec.listen_fd)
-    site = Acceptor(runner, listener, limits, tls)
+    limits = spec.config.limits
+    site = Acceptor(runner, listener, max_connections(limits, spec.config.zmq), limits.client_timeout, tls)
+    site.show(engine.metrics)
     await site.start()
     direct = open_direct(link, app[SERVICE])
-    orders = take_orders(link, context, outboxes, engine, Delays(listener))
-    is_ready = asyncio.Event()
-
-    def on_messages(messages: Sequence[ToServer]) -> None:
-        engine.on_messages(messages)
-        if engine.ready is not None:
-            is_ready.set()
-
-    inbox.attach(loop, on_messages)
-    order = asyncio.create_task(orders.get())
-    await asyncio.wait({asyncio.create_task(is_ready.wait()), order}, return_when=asyncio.FIRST_COMPLETED)
-    if is_ready.is_set():
+    schedulers.start(Delays(listener))
+    order = asyncio.create_task(schedulers.orders.get())
+    await asyncio.wait({asyncio.create_task(schedulers.is_ready.wait()), order}, return_when=asyncio.FIRST_COMPLETED)
+    if schedulers.is_ready.is_set():
         gc.collect()
         gc.freeze()
         link.report(Started())
     first = await order
     await site.stop()
-    await finish(link, first, orders, engine, runner, direct)
+    await finish(link, first, schedulers.orders, engine, runner, direct)
 
 
 def open_direct(link: ParentLink, service: Service) -> DirectServer | None:
@@ -118,47 +91,6 @@ def open_direct(link: ParentLink, service: Service) -> DirectServer | None:
         return DirectServer(link.spec.config.zmq, service)
     except ConfigError as error:
         link.fatal(str(error), user=True)
-
-
-def take_orders(
-    link: ParentLink,
-    context: zmq.Context[zmq.Socket[bytes]],
-    outboxes: list[ZmqOutbox[ToScheduler]],
-    engine: Engine,
-    delays: Delays | None = None,
-) -> asyncio.Queue[Order]:
-    """Queue the parent's orders as they come. Losses of replicas are handled at once, even while draining, and not
-    queued.
-
-    What a lost replica has not received is dropped: its next life knows nothing of those requests.
-    """
-    orders: asyncio.Queue[Order] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-
-    def on_order(order: Order) -> None:
-        if isinstance(order, Lost):
-            outboxes[order.replica].drop()
-            outboxes[order.replica] = connect(context, link.spec.topology.schedulers[order.replica])
-            engine.lose(order.replica, order.life, order.reason, outboxes[order.replica])
-        elif isinstance(order, Silent):
-            engine.silent = order.names
-        elif isinstance(order, Memory):
-            engine.memory[order.name] = order.memory
-        else:
-            orders.put_nowait(order)
-
-    def on_beat() -> None:
-        link.report(Alive())
-        if delays is not None and (line := delays.take_line()) is not None:
-            logger.warning(line)
-
-    link.on_beat = lambda: loop.call_soon_threadsafe(on_beat)  # answered by the event loop, to show that it runs
-    link.on_order = lambda order: loop.call_soon_threadsafe(on_order, order)
-    return orders
-
-
-def connect(context: zmq.Context[zmq.Socket[bytes]], address: str) -> ZmqOutbox[ToScheduler]:
-    return ZmqOutbox(context, address, Codec(ToScheduler))
 
 
 async def finish(

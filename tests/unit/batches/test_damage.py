@@ -146,13 +146,11 @@ def test_a_folder_that_is_gone_says_nothing_of_its_files(tmp_path: Path) -> None
 def test_whole_lines_of_any_length(tmp_path: Path, size: int) -> None:
     path = tmp_path / "file"
     for text, expected in (
-        (b"", 0),
-        (b"a" * size, 0),
-        (b"a\n" + b"b" * size, 2),
-        (b"a" * size + b"\n", size + 1),
-        (b"a\n" + b"b" * size + b"\nc", size + 3),
+        (b"", (0, 0)),
+        (b"a" * size, (0, 0)),
+        (b"a\n" + b"b" * size, (2, 1)),
+        (b"a" * size + b"\n", (size + 1, 1)),
+        (b"a\n" + b"b" * size + b"\nc", (size + 3, 2)),
     ):
         path.write_bytes(text)
-        assert whole_lines(path, len(text)) == expected
-    path.write_bytes(b"a\nb\nc\n")
-    assert whole_lines(path, 3) == 2
+        assert whole_lines(path) == expected

@@ -9,7 +9,7 @@ import pytest
 from toka_async import cli
 from toka_async.config import ConfigError, load_config
 from toka_async.config.load import key_names
-from toka_async.config.renamed import RENAMED
+from toka_async.config.renamed import GONE, RENAMED
 
 
 @pytest.mark.parametrize("old", RENAMED)
@@ -22,6 +22,13 @@ def test_an_old_key_names_the_new_one(old: str, tmp_path: Path) -> None:
             load_config(*given)
         assert str(caught.value) == f"{old} is now {RENAMED[old]}"
     assert RENAMED[old] in key_names()
+    assert old not in key_names()
+
+
+@pytest.mark.parametrize("old", GONE)
+def test_a_key_that_is_gone_says_what_to_do(old: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{old} is gone: [a-z]"):
+        load_config(None, [f"{old}=1"])
     assert old not in key_names()
 
 

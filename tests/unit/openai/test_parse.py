@@ -179,7 +179,7 @@ def test_a_field_of_the_other_endpoint() -> None:
     assert caught.value.param == "echo"
 
 
-@pytest.mark.parametrize("unit", [b"[],", b"{},", b'{"a":0},', b"1.5,", b'"",', b"[[]],"])
+@pytest.mark.parametrize("unit", [b"[],", b"{},", b'{"a":0},', b"1.5,", b"7,", b'"",', b"[[]],"])
 def test_a_body_of_very_many_items_is_refused_before_it_is_parsed(unit: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     def parsed(*_: object) -> None:
         raise AssertionError("it was parsed")
@@ -194,15 +194,6 @@ def test_a_body_of_very_many_items_is_refused_before_it_is_parsed(unit: bytes, m
 def test_commas_in_a_text_are_no_items() -> None:
     text = ",[{" * (MAX_ITEMS + 1)
     assert parse_request(json.dumps({"prompt": text}).encode(), CompletionRequest).prompt == text
-
-
-def test_items_beside_a_long_list_of_ids_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("toka_async.openai.parse.MAX_ITEMS", 1000)
-    ids = [7] * 200_000
-    wire = parse_request(json.dumps({"prompt": ids, "stop": ["a"] * 900}).encode(), CompletionRequest)
-    assert len(wire.prompt[0]) == len(ids)
-    with pytest.raises(ApiError, match="JSON items"):
-        parse_request(json.dumps({"prompt": ids, "stop": ["a"] * 100_000}).encode(), CompletionRequest)
 
 
 @pytest.mark.parametrize("body", [{"prompt": "x" * 1000}, {"prompt": "é" * 1000}, {"prompt": ["ab", "c"] * 100}])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from toka_async.openai.errors import ApiError
-from toka_async.openai.prompts import check_vocabulary, parse_prompts, parse_token_ids
+from toka_async.openai.prompts import check_vocabulary, count_parts, parse_prompts, parse_token_ids
 
 
 def test_the_four_forms() -> None:
@@ -33,3 +33,10 @@ def test_the_vocabulary_is_stated() -> None:
     check_vocabulary(parse_token_ids([0, 9]), 10)
     with pytest.raises(ApiError, match="token id 10, out of range: the model's vocabulary has 10 tokens"):
         check_vocabulary(parse_token_ids([0, 10]), 10)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"), [("abc", 1), (["a", "b"], 2), ([1, 2, 3], 3), ([[1, 2, 3], [4]], 4), ([[], {}], 1)]
+)
+def test_parts_are_counted_of_any_prompt(prompt: str | list[object], count: int) -> None:
+    assert count_parts(prompt) == count

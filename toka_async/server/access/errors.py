@@ -33,10 +33,6 @@ FAULT: web.RequestKey[ApiError] = web.RequestKey("fault", ApiError)  # of a requ
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class SlowBodyError(web.RequestPayloadError):
-    """A body comes too slowly; the message says so."""
-
-
 def as_api_error(error: Exception) -> ApiError:
     """What a client is told of `error`; nothing of the inside of an unexpected one."""
     match error:
@@ -52,8 +48,6 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), code="request_failed")
         case EngineStoppedError():
             return ApiError(500, str(error), code="engine_stopped")
-        case SlowBodyError():
-            return ApiError(408, str(error), code="timeout")
         case web.RequestPayloadError():
             return ApiError(400, f"the body cannot be read: {error}")
         case web.HTTPException():

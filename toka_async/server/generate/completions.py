@@ -14,7 +14,7 @@ from toka_async.config import LimitsConfig
 from toka_async.messages import Reason
 from toka_async.openai.errors import bad_request
 from toka_async.openai.generation import GenerationParams, completion_generation
-from toka_async.openai.prompts import Prompt, parse_prompts
+from toka_async.openai.prompts import Prompt, count_parts, parse_prompts
 from toka_async.openai.requests import CompletionRequest
 from toka_async.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from toka_async.server.engine.rows import TokenRows
@@ -45,7 +45,7 @@ async def completion_run(
     """A request while it runs, and what makes its response. Raises as `Service.running` does."""
     service.check_model(wire.model)
     generation = completion_generation(wire, service.limits(), service.defaults)
-    given = await service.in_thread(parse_prompts, wire.prompt, is_long=len(wire.prompt) > SLICE)
+    given = await service.in_thread(parse_prompts, wire.prompt, is_long=count_parts(wire.prompt) > SLICE)
     check_size(given, generation, service.config)
     prompts = await service.encode(given, wire.add_special_tokens, "prompt", generation)
     whole = prompts if generation.truncation else given

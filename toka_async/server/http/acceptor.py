@@ -1,7 +1,7 @@
 """Accepts HTTP connections, with or without TLS: all that wait, some in each turn of the event loop.
 
-The event loop's own server accepts one connection a turn, so under load a burst of connections waits for as many turns;
-and it counts a TLS connection only when its handshake is over. Knows sockets; knows no HTTP beyond a refusal.
+The event loop's own server accepts one connection a turn, so under load a burst of connections waits for as many turns.
+Knows sockets; knows no HTTP beyond a refusal.
 """
 
 from __future__ import annotations
@@ -16,29 +16,41 @@ from functools import partial
 from aiohttp import web
 
 from toka_async.openai.errors import ApiError
-from toka_async.server.http.connections import ConnectionLimits, HttpConnection, Slot, refusal
+from toka_async.server.engine.metrics import Metrics
+from toka_async.server.http.connections import HttpConnection, refusal
 
 logger = logging.getLogger(__name__)
 
 BURST = 64  # connections that are accepted in one turn of the event loop: some milliseconds
-LONGEST_HANDSHAKE = 60.0  # seconds
 PAUSE = 1.0  # seconds after which to try again when the system lets no more connections in
 
 
 class Acceptor(web.BaseSite):
-    """A site at a listening socket. context: of TLS; None for plain connections."""
+    """A site at a listening socket.
+
+    Args:
+        most: connections at once, those in their TLS handshake too; further ones are refused.
+        client_timeout: see `HttpConnection`.
+        context: of TLS; None for plain connections.
+    """
 
     def __init__(
         self,
         runner: web.AppRunner,
         listener: socket.socket,
-        limits: ConnectionLimits,
+        most: int,
+        client_timeout: float,
         context: ssl.SSLContext | None = None,
     ) -> None:
         super().__init__(runner)
+        assert runner.server is not None
+        self.num_refused = 0
+        self._web_server = runner.server
         self._listener = listener
-        self._limits = limits
+        self._most = most
+        self._client_timeout = client_timeout
         self._context = context
+        self._connections: set[socket.socket] = set()
         self._opening: set[asyncio.Task[None]] = set()
         self._retry: asyncio.TimerHandle | None = None
 
@@ -46,6 +58,16 @@ class Acceptor(web.BaseSite):
     def name(self) -> str:
         host, port = self._listener.getsockname()[:2]
         return f"{'http' if self._context is None else 'https'}://{host}:{port}"
+
+    @property
+    def num_open(self) -> int:
+        """Connections, those in their handshake too."""
+        return len(self._connections)
+
+    def show(self, metrics: Metrics) -> None:
+        """From now on they are metrics."""
+        metrics.watch_gauge("http_connections", "open HTTP connections", lambda: self.num_open)
+        metrics.watch_count("http_connections_refused", "more than may be open at once", lambda: self.num_refused)
 
     async def start(self) -> None:
         await super().start()
@@ -75,7 +97,7 @@ class Acceptor(web.BaseSite):
             return
         for _ in range(BURST):
             try:
-                connection, peer = self._listener.accept()
+                connection, _ = self._listener.accept()
             except BlockingIOError:
                 return
             except ConnectionError:  # the client was gone before its connection was accepted
@@ -87,39 +109,35 @@ class Acceptor(web.BaseSite):
                 self._retry = loop.call_later(PAUSE, self._listen)
                 return
             connection.setblocking(False)
-            try:
-                slot = self._limits.enter(str(peer[0]) if peer else "")
-            except ApiError as error:
-                self._refuse(connection, error)
+            if self.num_open >= self._most:
+                self._refuse(connection)
                 continue
-            task = asyncio.create_task(self._open(connection, slot))
+            self._connections.add(connection)
+            task = asyncio.create_task(self._open(connection))
             self._opening.add(task)
-            task.add_done_callback(partial(self._opened, connection, slot))
+            task.add_done_callback(partial(self._opened, connection))
 
-    def _refuse(self, connection: socket.socket, error: ApiError) -> None:
+    def _refuse(self, connection: socket.socket) -> None:
         """Says why, but not over TLS: a handshake is what there is no room for."""
+        self.num_refused += 1
         with connection, suppress(OSError):
             if self._context is None:
-                connection.send(refusal(error))
+                connection.send(refusal(ApiError(503, "too many connections", code="overloaded", retry_after=1)))
                 connection.shutdown(socket.SHUT_WR)
                 connection.recv(1 << 16)  # closing a socket with unread data would take the refusal back
 
-    async def _open(self, connection: socket.socket, slot: Slot) -> None:
-        server = self._runner.server
-        assert server is not None
-        timeout = None if self._context is None else LONGEST_HANDSHAKE
-        slot.is_opening = self._context is not None
+    async def _open(self, connection: socket.socket) -> None:
+        on_lost = partial(self._connections.discard, connection)
         await asyncio.get_running_loop().connect_accepted_socket(
-            partial(HttpConnection, server, slot), connection, ssl=self._context, ssl_handshake_timeout=timeout
+            partial(HttpConnection, self._web_server, self._client_timeout, on_lost), connection, ssl=self._context
         )
 
-    def _opened(self, connection: socket.socket, slot: Slot, task: asyncio.Task[None]) -> None:
+    def _opened(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
         """The connection is open, or it never will be."""
         self._opening.discard(task)
-        slot.is_opening = False
         if not task.cancelled() and task.exception() is None:
             return
-        slot.release()
+        self._connections.discard(connection)
         connection.close()
         if not task.cancelled() and not isinstance(task.exception(), OSError):  # ssl.SSLError is one
             logger.error("a connection could not be opened", exc_info=task.exception())

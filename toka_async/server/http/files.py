@@ -27,6 +27,7 @@ from toka_async.openai.errors import ApiError, bad_request
 from toka_async.openai.schemas import build_components
 from toka_async.server.access.guard import viewer_of
 from toka_async.server.batch.batch_service import BatchService
+from toka_async.server.http.body_deadline import BodyDeadline
 from toka_async.server.http.receive import check_encoding, reserve
 from toka_async.server.http.respond import json_response
 from toka_async.server.http.unsent import FileDownload
@@ -117,6 +118,7 @@ async def new_upload(service: BatchService, owner: str, num_bytes: int) -> Uploa
         quota=service.quota,
         num_kept=num_kept,
         receiving=service.receiving,
+        deadline=BodyDeadline(service.service.config.receive_timeout),
     )
 
 
@@ -147,6 +149,7 @@ class Upload:
     quota: Quota
     num_kept: int
     receiving: Counter[str]
+    deadline: BodyDeadline
     fields: dict[str, str] = field(default_factory=dict)
     filename: str | None = None
     num_bytes: int = 0
@@ -192,13 +195,16 @@ def parse_expires_after(fields: dict[str, str | None]) -> int | None:
 
 
 async def receive(request: web.Request, upload: Upload, executor: Executor) -> None:
-    """Reads the form. Raises ApiError (400, 413) or StorageError."""
-    with form_errors():
-        reader = await request.multipart()
-    while True:
+    """Reads the form. Raises ApiError (400, 408, 413) or StorageError."""
+    deadline = upload.deadline
+    async with deadline.waiting():
         with form_errors():
-            part = await reader.next()
-            given = part.name if isinstance(part, BodyPartReader) else None
+            reader = await request.multipart()
+    while True:
+        async with deadline.waiting():
+            with form_errors():
+                part = await reader.next()
+                given = part.name if isinstance(part, BodyPartReader) else None
         if part is None:
             return
         if not isinstance(part, BodyPartReader) or given is None:
@@ -213,7 +219,7 @@ async def receive(request: web.Request, upload: Upload, executor: Executor) -> N
         elif name not in FORM["properties"]:
             raise bad_request(f"'{name}' is not supported", param=name)
         else:
-            upload.fields[name] = await read_field(part, name)
+            upload.fields[name] = await read_field(part, name, deadline)
 
 
 @contextmanager
@@ -234,19 +240,22 @@ def form_errors() -> Iterator[None]:
         raise bad_request(f"the form cannot be read: {clean_name(str(error))}") from None
 
 
-async def read_field(part: BodyPartReader, name: str) -> str:
+async def read_field(part: BodyPartReader, name: str, deadline: BodyDeadline) -> str:
     data = b""
-    while chunk := await read_chunk(part, MAX_FIELD):
+    while chunk := await read_chunk(part, MAX_FIELD, deadline):
         data += chunk
         if len(data) > MAX_FIELD:
             raise bad_request(f"'{name}' is too long", param=name)
     return data.decode("utf-8", "replace")
 
 
-async def read_chunk(part: BodyPartReader, most: int) -> bytes:
-    """Returns no bytes at the end. Raises ApiError (400)."""
-    with form_errors():
-        return await part.read_chunk(most)
+async def read_chunk(part: BodyPartReader, most: int, deadline: BodyDeadline) -> bytes:
+    """Returns no bytes at the end. Raises ApiError (400, 408)."""
+    async with deadline.waiting():
+        with form_errors():
+            chunk = await part.read_chunk(most)
+    deadline.num_bytes += len(chunk)
+    return chunk
 
 
 async def receive_file(part: BodyPartReader, upload: Upload, executor: Executor) -> None:
@@ -260,7 +269,7 @@ async def receive_file(part: BodyPartReader, upload: Upload, executor: Executor)
         fd = os.open(upload.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         held = bytearray()
-        while chunk := await read_chunk(part, CHUNK):
+        while chunk := await read_chunk(part, CHUNK, upload.deadline):
             upload.add(len(chunk))
             held += chunk
             if len(held) >= CHUNK:

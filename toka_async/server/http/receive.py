@@ -19,6 +19,7 @@ from toka_async.openai.requests import WireRequest
 from toka_async.server.access.errors import Handler
 from toka_async.server.access.guard import viewer_of
 from toka_async.server.engine.metrics import Metrics
+from toka_async.server.http.body_deadline import BodyDeadline
 from toka_async.server.limits.bodies import Bodies, Room
 
 T = TypeVar("T", bound=WireRequest)
@@ -116,32 +117,28 @@ async def read_body(request: web.Request) -> bytearray:
     """
     check_length(request)
     body, length = bytearray(), request.content_length
-    spent = await read_more(request, body, SMALL) if length is None else 0.0
+    config = request.app[RECEIVING].config
+    deadline = BodyDeadline(config.receive_timeout, config.request_timeout)
+    if length is None:
+        await read_more(request, body, SMALL, deadline)
     await reserve(request, request.app[RECEIVING].most if len(body) > SMALL else length or 0)
-    await read_more(request, body, request.app[RECEIVING].most, spent)
+    await read_more(request, body, request.app[RECEIVING].most, deadline)
     if length is None and ROOM in request:
         request[ROOM].shrink(len(body))
     return body
 
 
-async def read_more(request: web.Request, body: bytearray, most: int, spent: float = 0.0) -> float:
-    """Until there is no more of it, or there is more than `most` bytes. Raises as `read_body` does.
-
-    spent: seconds that reading what there is took. Returns those that this took.
-    """
-    receiving, loop = request.app[RECEIVING], asyncio.get_running_loop()
-    seconds, begin = receiving.config.request_timeout, loop.time()
-    try:
-        async with asyncio.timeout(seconds - spent if seconds else None):
-            while len(body) <= most and (chunk := await request.content.readany()):
-                body += chunk
-    except TimeoutError:
-        raise ApiError(
-            408, f"the body took longer than limits.request_timeout ({seconds:g} s)", code="timeout"
-        ) from None
-    if len(body) > receiving.most:
+async def read_more(request: web.Request, body: bytearray, most: int, deadline: BodyDeadline) -> None:
+    """Until there is no more of it, or there is more than `most` bytes. Raises as `read_body` does."""
+    content = request.content
+    while len(body) <= most and not content.at_eof():
+        if not (chunk := content.read_nowait()):  # most bodies come with their header
+            async with deadline.waiting():
+                chunk = await content.readany()
+        body += chunk
+        deadline.num_bytes = len(body)
+    if len(body) > request.app[RECEIVING].most:
         raise too_large(request)
-    return loop.time() - begin
 
 
 async def read_request(request: web.Request, kind: type[T]) -> T:

@@ -19,7 +19,7 @@ from toka_async.listening import open_listener
 from toka_async.server.engine.metrics import Metrics
 from toka_async.server.http import acceptor
 from toka_async.server.http.acceptor import BURST, Acceptor
-from toka_async.server.http.connections import ConnectionLimits, create_runner
+from toka_async.server.http.connections import create_runner
 from toka_async.server.http.tls import tls_context
 
 PING = b"GET /ping HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
@@ -35,7 +35,7 @@ def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, 
 
 
 @asynccontextmanager
-async def serving(context: ssl.SSLContext | None, limits: ConnectionLimits) -> AsyncIterator[int]:
+async def serving(context: ssl.SSLContext | None, most: int) -> AsyncIterator[tuple[int, Acceptor]]:
     """The port of an app that answers /ping."""
 
     async def ping(_request: web.Request) -> web.Response:
@@ -46,11 +46,11 @@ async def serving(context: ssl.SSLContext | None, limits: ConnectionLimits) -> A
     runner = create_runner(app)
     await runner.setup()
     listener = open_listener(ServerConfig(port=0), 60.0)
-    site = Acceptor(runner, listener, limits, context)
+    site = Acceptor(runner, listener, most, 75.0, context)
     await site.start()
     assert site.name == f"{'http' if context is None else 'https'}://127.0.0.1:{listener.getsockname()[1]}"
     try:
-        yield listener.getsockname()[1]
+        yield listener.getsockname()[1], site
     finally:
         await runner.cleanup()
 
@@ -81,75 +81,65 @@ async def closed(client: socket.socket) -> bytes:
         return b""
 
 
-async def test_one_address_cannot_take_all_handshakes(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
-    limits, metrics = ConnectionLimits(100, 75.0, most_of_address=3), Metrics()
-    limits.show(metrics)
-    async with serving(contexts[0], limits) as port:
+async def test_a_handshake_counts(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
+    metrics = Metrics()
+    async with serving(contexts[0], 3) as (port, site):
+        site.show(metrics)
         clients = [await silent(port) for _ in range(8)]
         assert [await closed(client) for client in clients[3:]] == [b""] * 5
-        assert (limits.num_opening, limits.num_open) == (3, 3)
-        assert b"toka:tls_handshakes 3.0" in metrics.text()
         assert b"toka:http_connections 3.0" in metrics.text()
         assert b"toka:http_connections_refused_total 5.0" in metrics.text()
-        with pytest.raises(OSError):  # noqa: PT011 - how it is told depends on the moment
-            await ask(port, contexts[1])
-        assert (await ask(port, contexts[1], "127.0.0.2")).endswith(b"pong")
         for client in clients:
             client.close()
-        await until(lambda: limits.num_opening == 0)
+        await until(lambda: site.num_open == 0)
         assert (await ask(port, contexts[1])).endswith(b"pong")
 
 
 async def test_a_connection_that_is_too_many_is_closed_before_its_handshake(
     contexts: tuple[ssl.SSLContext, ssl.SSLContext],
 ) -> None:
-    limits = ConnectionLimits(1, 75.0)
-    async with serving(contexts[0], limits) as port:
+    async with serving(contexts[0], 1) as (port, site):
         _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=contexts[1])
-        await until(lambda: limits.num_opening == 0)
         with closing(await silent(port)) as client:
             assert await closed(client) == b""
-        assert (limits.num_open, limits.num_refused) == (1, 1)
+        assert (site.num_open, site.num_refused) == (1, 1)
         writer.close()
-        await until(lambda: limits.num_open == 0)
+        await until(lambda: site.num_open == 0)
         assert (await ask(port, contexts[1])).endswith(b"pong")
 
 
 @pytest.mark.parametrize("sent", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00\x05hello", b"\xff" * 99])
 async def test_a_handshake_that_is_none(contexts: tuple[ssl.SSLContext, ssl.SSLContext], sent: bytes) -> None:
-    limits = ConnectionLimits(100, 75.0)
-    async with serving(contexts[0], limits) as port:
+    async with serving(contexts[0], 100) as (port, site):
         with closing(await silent(port)) as client:
             await asyncio.get_running_loop().sock_sendall(client, sent)
             assert b"HTTP" not in await closed(client)
-            await until(lambda: limits.num_opening == 0)
+            await until(lambda: site.num_open == 0)
         assert (await ask(port, contexts[1])).endswith(b"pong")
 
 
 async def test_the_end_cuts_off_who_is_in_a_handshake(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
-    limits = ConnectionLimits(100, 75.0)
-    async with serving(contexts[0], limits) as port:
+    async with serving(contexts[0], 100) as (port, site):
         client = await silent(port)
-        await until(lambda: limits.num_opening == 1)
-    assert limits.num_opening == 0
+        await until(lambda: site.num_open == 1)
+    assert site.num_open == 0
     with closing(client):
         assert await closed(client) == b""
 
 
 async def test_a_burst_is_accepted_in_few_turns() -> None:
     """All connections that wait are accepted before the event loop has turned as often as there are connections."""
-    limits = ConnectionLimits(10_000, 75.0)
-    async with serving(None, limits) as port:
+    async with serving(None, 10_000) as (port, site):
         clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(3 * BURST)]
         most = 12
         for _ in range(most):
             await asyncio.sleep(0)
-            if limits.num_open == len(clients):
+            if site.num_open == len(clients):
                 break
-        assert limits.num_open == len(clients)
+        assert site.num_open == len(clients)
         for client in clients:
             client.close()
-        await until(lambda: limits.num_open == 0)
+        await until(lambda: site.num_open == 0)
 
 
 async def test_a_place_is_free_when_its_connection_has_ended() -> None:
@@ -163,7 +153,7 @@ async def test_a_place_is_free_when_its_connection_has_ended() -> None:
                 answers.append(client.recv(4096)[:15])
         return answers
 
-    async with serving(None, ConnectionLimits(1, 75.0)) as port:
+    async with serving(None, 1) as (port, _):
         answers = await asyncio.get_running_loop().run_in_executor(None, ask_often, port)
         assert answers == [b"HTTP/1.1 200 OK"] * 20
 
@@ -174,8 +164,7 @@ async def test_no_descriptors_are_left(
 ) -> None:
     """Whoever waits is accepted when there are some again; the event loop rests until then."""
     monkeypatch.setattr(acceptor, "PAUSE", 0.05)
-    limits = ConnectionLimits(100, 75.0)
-    async with serving(contexts[0] if is_tls else None, limits) as port:
+    async with serving(contexts[0] if is_tls else None, 100) as (port, site):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with closing(socket.socket()) as client:
             client.setblocking(False)
@@ -183,8 +172,8 @@ async def test_no_descriptors_are_left(
             try:
                 await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
                 await asyncio.sleep(0.1)
-                assert limits.num_open == 0
+                assert site.num_open == 0
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            await until(lambda: limits.num_open == 1)
-        await until(lambda: limits.num_open == 0)
+            await until(lambda: site.num_open == 1)
+        await until(lambda: site.num_open == 0)

@@ -7,12 +7,11 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
 
 import pytest
 
 from tests.drivers.until import until
-from tests.drivers.web_server import WebServer, checked_error, web_server
+from tests.drivers.web_server import WebServer, web_server
 from tests.fakes.scheduler import FakeScheduler
 from tests.unit.server.test_app import transports
 from toka_async.config import LimitsConfig, ServerConfig, ZmqConfig
@@ -69,7 +68,6 @@ async def test_a_reader_that_stops_is_cut_off_and_its_request_cancelled() -> Non
         server.scheduler.step()
         assert not server.scheduler.requests, "cancelled before its 400 tokens"
         assert (await server.get("/health"))[0] == 200
-        assert b"toka:http_connections_cut_total 1.0" in server.engine.metrics.text()
 
 
 async def test_a_slow_reader_that_reads_is_served() -> None:
@@ -81,7 +79,6 @@ async def test_a_slow_reader_that_reads_is_served() -> None:
                 while b"data: [DONE]" not in data:
                     data += await loop.sock_recv(client, 65536)
                     await asyncio.sleep(0.005)
-        assert b"toka:http_connections_cut_total 0.0" in server.engine.metrics.text()
 
 
 async def test_a_long_wait_for_the_engine_is_nobodys_fault() -> None:
@@ -92,9 +89,9 @@ async def test_a_long_wait_for_the_engine_is_nobodys_fault() -> None:
         assert (await answer)["usage"]["completion_tokens"] == 1
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/compl", request(b"{", length=100)])
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/compl"])
 async def test_a_client_that_stops_sending_is_cut_off(sent: bytes) -> None:
-    """Nothing at all, half a header, half a body."""
+    """Nothing at all, half a header."""
     async with web_server(client_timeout=0.2) as server:
         with connected(server, sent) as client:
             assert await until_closed(client) == b""
@@ -124,27 +121,6 @@ async def test_a_flood_of_connections_leaves_the_first_ones_alone() -> None:
             assert (await until_closed(client)).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
-async def test_one_address_cannot_take_the_place_of_others() -> None:
-    """Real sockets: 127.0.0.1 floods, 127.0.0.2 gets in all the same."""
-    async with web_server(max_address_connections=4) as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        with ExitStack() as stack:
-            clients = [stack.enter_context(connected(server)) for _ in range(50)]
-            refused = await asyncio.gather(*map(until_closed, clients[4:]))
-            for data in refused:
-                head, _, body = data.partition(b"\r\n\r\n")
-                assert head.startswith(b"HTTP/1.1 429 Too Many Requests\r\n")
-                assert b"Retry-After: 1" in head
-                assert checked_error(json.loads(body))["code"] == "overloaded"
-            reader, writer = await asyncio.open_connection(host, int(port), local_addr=("127.0.0.2", 0))
-            writer.write(b"GET /ping HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-            assert (await reader.read()).startswith(b"HTTP/1.1 200 OK\r\n")
-            writer.close()
-            assert b"toka:http_connections_refused_total 46.0" in server.engine.metrics.text()
-        await until(lambda: not transports(server))
-        assert (await server.get("/ping"))[0] == 200
-
-
 async def trickle(client: socket.socket, data: bytes, seconds: float) -> None:
     """A byte at a time, until it is closed."""
     for byte in data:
@@ -158,72 +134,14 @@ async def trickle(client: socket.socket, data: bytes, seconds: float) -> None:
 @pytest.mark.parametrize("start", [b"", b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n"])
 async def test_a_header_that_trickles(start: bytes) -> None:
     """The first of its connection, or a later one."""
-    async with web_server(receive_timeout=0.2) as server:
+    async with web_server(client_timeout=0.2) as server:
         with connected(server, start) as client:
             if start:
                 assert (await asyncio.get_running_loop().sock_recv(client, 4096)).startswith(b"HTTP/1.1 200")
             trickling = asyncio.create_task(trickle(client, b"POST /v1/completions HTTP/1.1\r\nX: " + b"x" * 500, 0.02))
-            head, _, body = (await until_closed(client)).partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
-            error = checked_error(json.loads(body))
-            assert (error["code"], "header" in error["message"]) == ("timeout", True)
+            assert await until_closed(client) == b""
             await trickling
         await until(lambda: not transports(server))
-        assert b"toka:http_requests_late_total 1.0" in server.engine.metrics.text()
-
-
-FORM = (
-    b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=x\r\n"
-    b'Content-Length: 9000\r\n\r\n--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
-)
-
-
-@pytest.mark.parametrize("start", [request(b"{", length=1000), FORM])
-async def test_a_body_that_trickles(tmp_path: Path, start: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    async with web_server(receive_timeout=0.2, data_dir=str(tmp_path)) as server:
-        with connected(server, start) as client:
-            trickling = asyncio.create_task(trickle(client, b"x" * 500, 0.02))
-            head, _, body = (await until_closed(client)).partition(b"\r\n\r\n")
-            assert head.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
-            error = checked_error(json.loads(body))
-            assert (error["code"], "body" in error["message"]) == ("timeout", True)
-            await trickling
-        await until(lambda: not transports(server))
-        assert list((tmp_path / "uploads").iterdir()) == []
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
-
-
-async def test_a_next_header_has_time_while_an_answer_is_made() -> None:
-    async with web_server(FakeScheduler(held=True), receive_timeout=0.1) as server:
-        body = json.dumps({"prompt": [1, 2, 3], "max_tokens": 1}).encode()
-        with connected(server, request(body) + b"GET /ping HTTP/1.1\r\nHos") as client:
-            await asyncio.sleep(0.3)
-            assert b"toka:http_requests_late_total 0.0" in server.engine.metrics.text()
-            server.scheduler.step()
-            await until(lambda: not server.engine.num_requests)
-            await asyncio.get_running_loop().sock_sendall(client, b"t: localhost\r\nConnection: close\r\n\r\n")
-            data = await until_closed(client)
-            assert data.count(b"HTTP/1.1 200 OK\r\n") == 2
-
-
-async def test_who_sends_fast_enough_has_time() -> None:
-    """Requests one after the other, a body that takes longer than the timeout but is large, waits in between."""
-    async with web_server(receive_timeout=0.2) as server:
-        head = request(b"", length=200_000).replace(b"/v1/completions", b"/tokenize")
-        with connected(server, head) as client:
-            loop = asyncio.get_running_loop()
-            for part in (b'{"prompt":"', *[b"x" * 9999] * 20):
-                await loop.sock_sendall(client, part)
-                await asyncio.sleep(0.02)
-            left = 200_000 - 11 - 9999 * 20
-            await loop.sock_sendall(client, b"x" * (left - 2) + b'"}')
-            assert await loop.sock_recv(client, 12) == b"HTTP/1.1 200"
-        with connected(server) as client:
-            for _ in range(4):
-                await asyncio.sleep(0.1)
-                await loop.sock_sendall(client, b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                assert (await loop.sock_recv(client, 4096)).startswith(b"HTTP/1.1 200")
-        assert b"toka:http_requests_late_total 0.0" in server.engine.metrics.text()
 
 
 def test_the_kernel_notices_ends_that_are_gone() -> None:

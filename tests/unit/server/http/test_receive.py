@@ -156,7 +156,7 @@ async def test_a_body_in_chunks_has_one_timeout_though_it_is_read_in_two_parts()
         await asyncio.sleep(0.25)
         client.writer.write(chunk(b""))
         assert await client.status() == 408
-        assert "limits.request_timeout (0.4 s)" in str((await client.error())["message"])
+        assert "limits.request_timeout is 0.4 s" in str((await client.error())["message"])
 
 
 async def test_what_it_waits_for_room_is_no_part_of_that() -> None:

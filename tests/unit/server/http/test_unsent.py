@@ -21,7 +21,7 @@ from toka_async.config import ServerConfig
 from toka_async.listening import open_listener
 from toka_async.server.http import unsent as module
 from toka_async.server.http.acceptor import Acceptor
-from toka_async.server.http.connections import ConnectionLimits, create_runner
+from toka_async.server.http.connections import create_runner
 from toka_async.server.http.tls import tls_context
 from toka_async.server.http.unsent import DOWNLOAD, SLICE, UNSENT, FileDownload, Unsent, count_answers
 from toka_async.server.limits.free_memory import release_free_memory
@@ -49,7 +49,7 @@ async def serving(unsent: Unsent, folder: Path, context: ssl.SSLContext | None =
     await runner.setup()
     listener = open_listener(ServerConfig(port=0), 60.0)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)  # what the kernel takes nobody sees
-    await Acceptor(runner, listener, ConnectionLimits(100, 75.0), context).start()
+    await Acceptor(runner, listener, 100, 75.0, context).start()
     try:
         yield listener.getsockname()[1]
     finally:
