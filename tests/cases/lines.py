@@ -13,7 +13,7 @@ from toka_async.batches.lines import Checker, read_custom_id, read_lines
 from toka_async.batches.results import encode_line
 from toka_async.openai.errors import ApiError
 from toka_async.openai.requests import ChatRequest, CompletionRequest
-from toka_async.server.batch.line_answers import failed, num_prompts, parse_line
+from toka_async.server.batch.line_answers import answer_error, parse_line
 
 FIELDS = sorted({*ChatRequest.__struct_encode_fields__, *CompletionRequest.__struct_encode_fields__, "tools", "x"})
 URLS = ("/v1/completions", "/v1/chat/completions")
@@ -91,14 +91,13 @@ def checked(path: Path, data: bytes) -> Checker:
 
 def check_line(raw: bytes, endpoint: str) -> None:
     """It asks something, or what it is answered is one line of JSON with its name."""
-    custom_id = read_custom_id(raw)
-    try:
-        wire = parse_line(endpoint, raw)
-    except ApiError as refusal:
-        answered = failed(custom_id, refusal)
-    else:
-        assert wire.n * num_prompts(wire) > 0
+    custom_id, asked = parse_line(endpoint, raw)
+    assert custom_id == read_custom_id(raw)
+    if not isinstance(asked, Exception):
+        assert asked.n > 0
         return
+    assert isinstance(asked, ApiError)
+    answered = answer_error(custom_id, asked)
     done = encode_line("batch_1", 0, len(raw), answered)
     assert (done.failed, answered.status) == (True, 400)
     assert done.data.count(b"\n") == 1

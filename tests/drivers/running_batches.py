@@ -16,9 +16,9 @@ from toka_async.batches.clock import SettledClock
 from toka_async.batches.disk import Disk
 from toka_async.batches.records import Batch, BatchRecord, FileRecord
 from toka_async.batches.store import Store
-from toka_async.batches.window import EngineLoad, Window
 from toka_async.batches.work import Batches, InputFileLimits
 from toka_async.batches.writer import Transactions, Writer
+from toka_async.server.limits.window import EngineLoad
 
 URL = "/v1/completions"
 
@@ -30,14 +30,13 @@ class Running:
         self.disk = Disk()
         self.store = Store(folder, SettledClock(), self.disk)
         self.answers = FakeAnswers()
-        self.window = Window(1000)
+        self.window = self.answers.accounts.window
         self.ended: asyncio.Queue[Batch] = asyncio.Queue()
         writer = Writer(Transactions(self.store.database.connection, self.store.after_commit, self.store.forget))
         self.batches = Batches(
             self.store,
             writer,
             self.answers,
-            self.window,
             InputFileLimits(10_000, 1 << 16),
             executor,
             on_end=self.ended.put_nowait,

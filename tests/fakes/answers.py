@@ -11,20 +11,33 @@ from typing import Any
 from toka_async.batches.lines import read_custom_id
 from toka_async.batches.records import BatchRecord
 from toka_async.batches.results import Answered
-from toka_async.batches.work import LineRequest, TryLaterError
+from toka_async.batches.work import LineRequest
+from toka_async.config import AuthConfig, LimitsConfig
+from toka_async.server.limits.account import Account, Cost
+from toka_async.server.limits.accounts import Accounts
 
 
 @dataclass
-class FakeQuestion:
-    """Asked when the test opens the gate."""
+class FakeLine:
+    """Answered when the test opens the gate."""
 
     answers: FakeAnswers
+    account: Account
     custom_id: str
     body: dict[str, Any]
+    is_in: bool = False
 
     @property
-    def cost(self) -> int:
-        return int(self.body.get("n", 1))
+    def cost(self) -> Cost:
+        return Cost(1, 0, int(self.body.get("n", 1)))
+
+    async def enter(self) -> None:
+        await self.answers.accounts.enter(self.account, self.cost)
+        self.is_in = True
+
+    def leave(self) -> None:
+        assert self.is_in
+        self.account.give_back(self.cost)
 
     async def answer(self) -> Answered:
         answers = self.answers
@@ -33,9 +46,6 @@ class FakeQuestion:
         try:
             await answers.gate.wait()
             await asyncio.sleep(self.body.get("seconds", 0))
-            if self.body.get("stops", 0) > answers.stops[self.custom_id]:
-                answers.stops[self.custom_id] += 1
-                raise TryLaterError("the engine is gone", stopped=True)
         finally:
             answers.num_running -= 1
         answers.asked[self.custom_id] += 1
@@ -44,17 +54,20 @@ class FakeQuestion:
 
 @dataclass
 class FakeAnswers:
+    """Lines wait for room in accounts; nothing else of an engine is there."""
+
+    accounts: Accounts = field(default_factory=lambda: Accounts(LimitsConfig(), AuthConfig()))
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     asked: Counter[str] = field(default_factory=Counter)
-    stops: Counter[str] = field(default_factory=Counter)
     num_running: int = 0
     most_running: int = 0
 
-    async def question(self, record: BatchRecord, raw: bytes) -> LineRequest | Answered:
+    async def prepare(self, record: BatchRecord, raw: bytes) -> LineRequest | Answered:
         custom_id = read_custom_id(raw)
         line = json.loads(raw)
         if line.get("url") != record.endpoint:
             return Answered(custom_id, 400, b'{"error":{}}')
         if line.get("body", {}).get("breaks"):
             raise AssertionError("an error of this program")
-        return FakeQuestion(self, custom_id, line.get("body", {}))
+        account = self.accounts.batches_of(self.accounts.open(record.owner))
+        return FakeLine(self, account, custom_id, line.get("body", {}))

@@ -16,7 +16,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 CORE = {  # L0; "": the package
     *("", "config", "topology", "messages", "arrays"),
-    *("protocol", "logs", "log_writer", "fair_queue"),
+    *("protocol", "logs", "log_writer"),
 }
 FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and itself
     "checkpoint": set(),

@@ -66,7 +66,7 @@ class Ledger:
         if self._task is None:
             self._task = asyncio.create_task(self._run(), context=Context())  # not this line's context: it serves all
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         """Waits until memory can hold more results."""
         await self._has_room.wait()
 

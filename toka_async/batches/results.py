@@ -45,18 +45,13 @@ class Answered:
     cached_tokens: int = 0
     output_tokens: int = 0
 
-    @staticmethod
-    def from_error(raw: bytes, code: str, message: str) -> Answered:
-        """Makes the result of a line that could not run. Raises StorageError as `read_custom_id` does."""
-        return Answered(read_custom_id(raw), error=LineError(code, message))
-
 
 _ENCODER = msgspec.json.Encoder()
 
 
 def cut_line(raw: bytes, outcome: Outcome) -> Answered:
-    """Makes the result of a line in a batch that is cut short."""
-    return Answered.from_error(raw, *UNDONE[outcome])
+    """Makes the result of a line in a batch that is cut short. Raises StorageError as `read_custom_id` does."""
+    return Answered(read_custom_id(raw), error=LineError(*UNDONE[outcome]))
 
 
 def encode_line(batch_id: str, number: int, end: int, answered: Answered) -> DoneLine:

@@ -1,7 +1,7 @@
 """Runs batches: checks their input, gives their lines to the engine as it has room, brings them to their end.
 
-All that must survive is in the store: whatever of this is lost by a crash is found again by `start`. Knows no HTTP;
-what answers a line is given (`Answers`).
+The store keeps all that must survive: `start` goes on with every batch after a crash. This module knows no HTTP, and no
+engine: `Answers` answers a line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from toka_async.batches.quota import ANY, Quota
 from toka_async.batches.records import FINAL, Batch, BatchRecord, DoneLine, Fault, Outcome
 from toka_async.batches.results import Answered, cut_line, encode_line
 from toka_async.batches.store import NotFoundError, Store
-from toka_async.batches.window import Window
 from toka_async.batches.writer import Writer
 from toka_async.logs import request_id
 
@@ -33,8 +32,8 @@ Ending: TypeAlias = "asyncio.Future[Outcome | None]"
 
 MAX_RUNNING = 16  # batches of an owner at once; they take turns, line by line
 READ_LINES, READ_BYTES = 512, 1 << 18  # that are read ahead of a batch
+PREPARE_LINES = 32  # that are prepared at once: others have their turns of the event loop
 WRITE_LINES = 4096  # that are ended at once when a batch is cut short
-MAX_TRIES = 3  # of a line with which the engine stopped
 LONGEST_SLEEP = 60.0  # seconds until a batch with an expiry looks at the wall clock again
 YIELD_EVERY = 8  # lines started before others get a turn
 INTERNAL = Fault(
@@ -42,42 +41,39 @@ INTERNAL = Fault(
 )
 
 
-class TryLaterError(Exception):
-    """The engine does not take the line now, and that is not the line's fault. `stopped`: it had begun."""
-
-    def __init__(self, message: str, *, stopped: bool) -> None:
-        super().__init__(message)
-        self.stopped = stopped
-
-
 class LineRequest(Protocol):
-    """A line that can be asked. cost: samples."""
+    """The request of a line, without the line's text."""
 
-    @property
-    def cost(self) -> int: ...
+    async def enter(self) -> None:
+        """Takes room in the engine, to be given back by `leave`; waits until there is some."""
+        ...
 
     async def answer(self) -> Answered:
-        """Raises TryLaterError."""
+        """Asks the engine until it answers. To be called after `enter`."""
+        ...
+
+    def leave(self) -> None:
+        """Gives back the room in the engine, if the line has any."""
         ...
 
 
 class Answers(Protocol):
-    """What lines are given to."""
+    """Answers lines of batches."""
 
-    async def question(self, record: BatchRecord, raw: bytes) -> LineRequest | Answered:
-        """What a line of the batch asks; the error when it asks nothing that can be answered.
+    async def prepare(self, record: BatchRecord, raw: bytes) -> LineRequest | Answered:
+        """Reads a line of the batch. Returns its request, or at once its answer if that is an error.
 
-        Waits while lines of the batch's owner wait for room.
-
-        Raises:
-            StorageError: it is no line that was checked.
+        Raises StorageError when this is not a line that was checked.
         """
         ...
 
 
+Prepared: TypeAlias = tuple[int, int, LineRequest | Answered]  # a line's number, the byte after it, what it asks
+
+
 @dataclass(frozen=True, slots=True)
 class InputFileLimits:
-    """Of an input file. model: see `Checker`."""
+    """The limits of an input file. model: see `Checker`."""
 
     max_lines: int
     max_line_bytes: int
@@ -86,7 +82,7 @@ class InputFileLimits:
 
 @dataclass(slots=True)
 class Running:
-    """A batch that is worked on. ending: set when no line is to be started any more, with why; None: it has failed."""
+    """A batch that runs. ending: done when no further line is to start, with the outcome; None for a failed batch."""
 
     task: asyncio.Task[None]
     ending: Ending
@@ -106,7 +102,6 @@ class Batches:
         store: Store,
         writer: Writer,
         answers: Answers,
-        window: Window,
         limits: InputFileLimits,
         executor: Executor,
         on_progress: Callable[[Batch], None] = lambda _batch: None,
@@ -114,7 +109,6 @@ class Batches:
     ) -> None:
         self.store = store
         self.writer = writer
-        self.window = window
         self.ledger = Ledger(store, writer, self._progressed, self._broke)
         self._answers = answers
         self._limits = limits
@@ -134,25 +128,25 @@ class Batches:
     # ---- from outside ------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Goes on with every batch that has not ended."""
+        """Continues every batch that has not ended."""
         unfinished, self.store.unfinished = self.store.unfinished, []
         for record in unfinished:
             self.run(record)
 
     async def create(self, record: BatchRecord, quota: Quota = ANY) -> Batch:
-        """Raises NotFoundError, QuotaError or StorageError."""
+        """Stores a batch and begins to run it. Raises NotFoundError, QuotaError or StorageError."""
         batch = await self.writer.run(lambda: self.store.add_batch(record, quota))
         self.run(record.without_metadata())
         return batch
 
     async def cancel(self, batch_id: str, viewer: str | None = None) -> Batch:
-        """One that has ended stays as it is. Raises NotFoundError or StorageError."""
+        """Cancels a batch, unless it has ended. Raises NotFoundError or StorageError."""
         batch = await self.insist(lambda: self.store.end(batch_id, "cancelled", viewer))
         self._decide(batch_id, "cancelled")
         return batch
 
     async def insist(self, work: Callable[[], T]) -> T:
-        """As the writer's `run`, on a full disk with the store's reserve: for what makes room, or takes no more."""
+        """Runs work in the writer. On a full disk it may use the store's reserve, so it must not grow the store."""
         try:
             return await self.writer.run(work)
         except StorageError as error:
@@ -161,7 +155,7 @@ class Batches:
         return await self.writer.run(lambda: self.store.with_reserve(work))
 
     def run(self, record: BatchRecord) -> None:
-        """Works on it until it has ended."""
+        """Starts the task that brings a batch to its end."""
         if not self._stopped:
             ending: Ending = asyncio.get_running_loop().create_future()
             task = asyncio.create_task(self._run(record, ending))
@@ -169,13 +163,13 @@ class Batches:
             task.add_done_callback(partial(self._left, record.id))
 
     def suspend(self) -> None:
-        """Starts nothing more and takes back what runs: it is asked again after the next start."""
+        """Stops all work. Lines without an answer are asked again after the next start."""
         self._stopped = True
         for running in self._running.values():
             running.task.cancel()
 
     async def stop(self) -> None:
-        """As `suspend`; returns when all that has ended is kept."""
+        """Stops all work; returns when every answer that has come is on the disk."""
         self.suspend()
         await asyncio.gather(*(each.task for each in self._running.values()), return_exceptions=True)
         if self.ledger.trouble is None:
@@ -184,7 +178,7 @@ class Batches:
         self.store.close()
 
     def _decide(self, batch_id: str, outcome: Outcome | None) -> None:
-        """How it ends; the first that is decided holds."""
+        """Sets how a running batch ends, unless that is set already."""
         running = self._running.get(batch_id)
         if running is not None and not running.ending.done():
             running.ending.set_result(outcome)
@@ -195,7 +189,7 @@ class Batches:
         self._on_progress(batch)
 
     def _broke(self, batch_id: str, error: BaseException) -> None:
-        """What was answered of it cannot be kept."""
+        """Ends a batch with an error: its answers cannot be kept."""
         running = self._running.get(batch_id)
         if running is not None and not running.ending.done():
             running.ending.set_exception(error)
@@ -210,7 +204,7 @@ class Batches:
     # ---- one batch ---------------------------------------------------------------------------------------------------
 
     async def _run(self, record: BatchRecord, ending: Ending) -> None:
-        """To its end, whatever happens."""
+        """Brings a batch to its end, also when an error of this program occurs."""
         try:
             await self._bring_to_end(record, ending)
         except Exception as error:
@@ -235,7 +229,7 @@ class Batches:
             await self._finalize(record)
 
     async def _finalize(self, record: BatchRecord) -> None:
-        """Every line ends."""
+        """Ends every line that is left, and the batch."""
         try:
             if record.outcome != "completed":
                 async with self._passes[record.owner]:
@@ -247,7 +241,7 @@ class Batches:
             await self.ledger.persist(lambda: self.store.finalize(record.id))
 
     async def _check(self, record: BatchRecord, ending: Ending) -> BatchRecord:
-        """Goes through the input file before anything of it runs."""
+        """Checks the whole input file before its first line runs."""
         loop, path = asyncio.get_running_loop(), self.store.path(record.input_file_id)
         checker = Checker(path, self._limits.max_lines, self._limits.max_line_bytes, self._limits.model)
         try:
@@ -259,7 +253,7 @@ class Batches:
         return batch.record.without_metadata()
 
     async def _ask_all(self, record: BatchRecord, ending: Ending) -> BatchRecord:
-        """Asks what is left, until all is answered or there is a reason to end."""
+        """Asks the lines that are left, until all are answered or the batch is to end."""
         lines = asyncio.create_task(self._ask_lines(record))
         try:
             either: set[asyncio.Future[Any]] = {lines, ending}
@@ -277,24 +271,44 @@ class Batches:
         return (await self.ledger.persist(lambda: self.store.end(record.id, outcome))).record.without_metadata()
 
     async def _ask_lines(self, record: BatchRecord) -> None:
-        """Leaving it by a cancellation takes back what has not been answered."""
-        num_started = 0
-        async with self._slots[record.owner], asyncio.TaskGroup() as group:
-            async for number, line in self._left_lines(record):
-                await self.ledger.room()
-                question = await self._answers.question(record, line.raw)
-                if isinstance(question, Answered):
-                    self._put(record, number, line, question)
-                else:
-                    await self.window.enter(record.owner, question.cost)
-                    task = group.create_task(self._ask(record, number, line, question))
-                    task.add_done_callback(partial(self._leave, question.cost))
-                num_started += 1
-                if num_started % YIELD_EVERY == 0:
-                    await asyncio.sleep(0)
+        """Asks the lines that are left. A cancellation takes back those without an answer.
 
-    async def _left_lines(self, record: BatchRecord) -> AsyncIterator[tuple[int, RawLine]]:
-        """The lines that are not done, with their numbers, read as they are needed."""
+        A line waits at two gates: for room on the disk, and for room in the engine. Only one line of a batch is at the
+        gates at a time, so the batches of an owner share line by line.
+        """
+        async with self._slots[record.owner], asyncio.TaskGroup() as group:
+            async for prepared in self._prepare_left(record, group):
+                for number, end, request in prepared:
+                    await self.ledger.wait_for_room()
+                    if isinstance(request, Answered):
+                        self._put(record, number, end, request)
+                        continue
+                    await request.enter()
+                    task = group.create_task(self._ask(record, number, end, request))
+                    task.add_done_callback(partial(leave, request))
+                    if number % YIELD_EVERY == 0:
+                        await asyncio.sleep(0)
+
+    async def _prepare_left(self, record: BatchRecord, group: asyncio.TaskGroup) -> AsyncIterator[list[Prepared]]:
+        """Yields the requests of the lines that are left, in groups. While a group waits, the next one is prepared."""
+        ahead: list[asyncio.Task[Prepared]] = []
+        behind: list[asyncio.Task[Prepared]] = []
+        num_bytes = 0
+        async for number, line in self._read_left(record):
+            ahead.append(group.create_task(self._prepare(record, number, line)))
+            num_bytes += len(line.raw)
+            if len(ahead) == PREPARE_LINES or num_bytes >= READ_BYTES:
+                if behind:
+                    yield await asyncio.gather(*behind)
+                ahead, behind, num_bytes = [], ahead, 0
+        yield await asyncio.gather(*behind, *ahead)
+
+    async def _prepare(self, record: BatchRecord, number: int, line: RawLine) -> Prepared:
+        request_id.set(f"{record.id}-{number}")  # of this task alone
+        return number, line.end, await self._answers.prepare(record, line.raw)
+
+    async def _read_left(self, record: BatchRecord) -> AsyncIterator[tuple[int, RawLine]]:
+        """Yields the lines that are left, with their numbers; reads them as they are needed."""
         loop, path = asyncio.get_running_loop(), self.store.path(record.input_file_id)
         for gap in await self.ledger.persist(lambda: self.store.gaps(record.id)):
             number, offset = gap.first, gap.offset
@@ -307,36 +321,20 @@ class Batches:
                     yield number, line
                     number, offset = number + 1, line.end
 
-    async def _ask(self, record: BatchRecord, number: int, line: RawLine, question: LineRequest) -> None:
-        """Asks until there is an answer."""
+    async def _ask(self, record: BatchRecord, number: int, end: int, request: LineRequest) -> None:
         request_id.set(f"{record.id}-{number}")  # of this task alone
-        num_tries = 0
-        while True:
-            try:
-                answered = await question.answer()
-                break
-            except TryLaterError as error:
-                num_tries += error.stopped
-                if num_tries == MAX_TRIES:
-                    answered = Answered.from_error(line.raw, "engine_stopped", str(error))
-                    break
-                await self.window.changed()
-        self._put(record, number, line, answered)
+        self._put(record, number, end, await request.answer())
 
-    def _leave(self, cost: int, _line: asyncio.Task[None]) -> None:
-        """A line is over, also one that was cancelled before it could begin."""
-        self.window.leave(cost)
-
-    def _put(self, record: BatchRecord, number: int, line: RawLine, answered: Answered) -> None:
-        self.ledger.put(record.id, encode_line(record.id, number, line.end, answered))
+    def _put(self, record: BatchRecord, number: int, end: int, answered: Answered) -> None:
+        self.ledger.put(record.id, encode_line(record.id, number, end, answered))
 
     async def _cut_short(self, record: BatchRecord) -> None:
-        """Lines that are left without an answer get one that says why, unless the batch fails on it."""
+        """Gives each line that is left an answer that says why there is no other, unless the batch fails meanwhile."""
         if record.in_progress_at is None:
             return
         assert record.outcome is not None, "it ends for a reason"
         done: list[DoneLine] = []
-        async for number, line in self._left_lines(record):
+        async for number, line in self._read_left(record):
             done.append(encode_line(record.id, number, line.end, cut_line(line.raw, record.outcome)))
             if len(done) == WRITE_LINES:
                 batch = await self.ledger.persist(partial(self.store.finish_lines, record.id, done))
@@ -347,8 +345,13 @@ class Batches:
             await self.ledger.persist(partial(self.store.finish_lines, record.id, done))
 
 
+def leave(request: LineRequest, _task: asyncio.Task[None]) -> None:
+    """Gives back a line's room when its task is done, or was cancelled before it could begin."""
+    request.leave()
+
+
 async def first_before(futures: set[asyncio.Future[Any]], expires_at: int | None, now: Callable[[], float]) -> None:
-    """Waits until one of them is done, or until it is `expires_at` by a clock that may jump meanwhile."""
+    """Waits until one of the futures is done, or until `expires_at` by a clock that may jump meanwhile."""
     while True:
         left = None if expires_at is None else expires_at - now()
         if left is not None and left <= 0:
@@ -360,7 +363,7 @@ async def first_before(futures: set[asyncio.Future[Any]], expires_at: int | None
 
 
 def lost_input(task: asyncio.Task[None]) -> Fault | None:
-    """Why a task that is done could not read its lines, if so. Raises what else it has raised."""
+    """Returns why a task that is done could not read its lines, if it could not. Raises any other error of the task."""
     try:
         task.result()
     except ExceptionGroup as errors:

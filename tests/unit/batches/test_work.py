@@ -13,7 +13,7 @@ from tests.drivers.running_batches import line, names, running
 from toka_async.batches import work
 from toka_async.batches.records import FINAL, Batch, DoneLine
 from toka_async.batches.store import InUseError, NotFoundError
-from toka_async.batches.window import EngineLoad, Window
+from toka_async.server.limits.window import EngineLoad
 
 
 async def test_every_line_ends_in_one_of_the_files(tmp_path: Path) -> None:
@@ -75,25 +75,6 @@ async def test_nothing_is_asked_while_the_engine_takes_nothing(tmp_path: Path) -
         assert (await it.batch()).record.status == "in_progress"
         it.window.report(EngineLoad(4))
         assert (await it.end()).progress.completed == 20
-
-
-async def test_lines_that_were_running_when_the_engine_stopped_are_asked_again(tmp_path: Path) -> None:
-    async with running(tmp_path) as it:
-        await it.create([line(1, stops=2), line(2, stops=99), line(3)])
-        reports = asyncio.create_task(report_often(it.window))
-        batch = await it.end()
-        reports.cancel()
-        assert it.ids("b-out") == names([1, 3])
-        (failed,) = it.results("b-err")
-        assert failed["response"] is None
-        assert failed["error"] == {"code": "engine_stopped", "message": "the engine is gone"}
-        assert batch.record.status == "completed"
-
-
-async def report_often(window: Window) -> None:
-    while True:
-        await asyncio.sleep(0.001)
-        window.report(EngineLoad(8))
 
 
 @pytest.mark.parametrize("restart", [False, True])

@@ -1,6 +1,6 @@
-"""Who may ask: checks the key of every request, or the page that it comes from, and says whose account it counts in.
+"""Checks the key of every request, or the page that it comes from, and notes whose account the request counts in.
 
-Answers browsers that ask whether a page may send a request (CORS). Knows aiohttp; knows nothing of what is asked.
+Answers browsers that ask whether a page may send a request (CORS). Knows aiohttp, and nothing of what is asked.
 """
 
 from __future__ import annotations
@@ -24,11 +24,20 @@ EXPOSED = "Retry-After, X-Request-Id"  # headers of answers that pages of allowe
 METHODS = "GET, HEAD, POST, DELETE"
 
 
+@dataclass(frozen=True, slots=True)
+class RequestSender:
+    """Who sent a request. key: None where none is needed. account: what the request counts in."""
+
+    key: Key | None
+    account: Account
+
+
 @dataclass(slots=True)
 class Guard:
-    """Of one server. source: the keys as of now. open_paths: of the routes that need no key.
+    """Decides who may use one server. source: returns the keys as of now. open_paths: of the routes that need no key.
 
-    num_unauthorized: requests, ever. num_foreign: requests of web pages, or for names, that are not allowed; ever.
+    num_unauthorized: requests without a valid key, ever. num_foreign: requests of web pages, or for host names, that
+    are not allowed, ever.
     """
 
     source: Callable[[], Keys]
@@ -38,11 +47,23 @@ class Guard:
     num_unauthorized: int = 0
     num_foreign: int = 0
 
-    def check(self, request: web.Request) -> None:
-        """Raises ApiError: 401 without a key where there are keys, else 403 for a page that may not use this server."""
-        if self.source():
-            self.key(request)
-            return
+    def identify(self, request: web.Request) -> RequestSender:
+        """Finds out who sends a request; this is the only look at its key.
+
+        Raises ApiError: 401 without a key where there are keys, else 403 for a page that may not use this server.
+        """
+        keys = self.source()
+        if not keys:
+            self._check_page(request)
+            return RequestSender(None, self.accounts.total)
+        text, resource = key_text(request), request.match_info.route.resource
+        key = keys.find(text) if text else None
+        if key is None and (resource is None or resource.canonical not in self.open_paths):
+            self.num_unauthorized += 1
+            raise unauthorized(is_missing=not text)
+        return RequestSender(key, self._account(key))
+
+    def _check_page(self, request: web.Request) -> None:
         if not self.origins.accepts(request.method, request.headers):
             raise self._foreign(
                 "a web page of another origin may not use this server: name its origin in auth.allowed_origins"
@@ -62,51 +83,35 @@ class Guard:
         self.num_foreign += 1
         return ApiError(403, message, code="origin_not_allowed")
 
-    def key(self, request: web.Request) -> Key | None:
-        """Whose request it is; None where none is asked for. Raises ApiError (401) when it may not be answered."""
-        resource = request.match_info.route.resource
-        keys = self.source()
-        if not keys or (resource is not None and resource.canonical in self.open_paths):
-            return None
-        key = self._given(request, keys)
-        if key is None:
-            self.num_unauthorized += 1
-            raise unauthorized(is_missing=not key_text(request))
-        return key
-
-    def _given(self, request: web.Request, keys: Keys) -> Key | None:
-        text = key_text(request)
-        return keys.find(text) if text else None
-
     def shown(self, request: web.Request) -> frozenset[str] | None:
-        """The owners whose accounts are in the metrics that a request gets; None: all.
+        """Returns the owners whose accounts are in the metrics that a request gets; None for all.
 
         Where there are keys, one sees itself only, and who has none sees nobody, unless its line in the file says more.
         """
-        keys = self.source()
-        key = self._given(request, keys)
-        if not keys or (key is not None and key.sees_all):
+        key = request[SENDER].key
+        if not self.source() or (key is not None and key.sees_all):
             return None
         return frozenset() if key is None else frozenset({f"key {key.name}", f"batches of key {key.name}"})
 
-    def account(self, key: Key | None) -> Account:
-        """What a key's requests count in."""
+    def _account(self, key: Key | None) -> Account:
+        """Opens the account that a key's requests count in."""
         if key is None:
             return self.accounts.total
         limits = (key.max_requests, key.max_tokens, key.max_waiting)
         return self.accounts.open(f"key {key.name}", *limits, cache_owner=f"key {key.owner}")
 
     def owner_account(self, owner: str) -> Account | None:
-        """Of the key that is that owner; None when there is none (any more)."""
+        """Opens the account of an owner by name; None when no key has that owner (any more)."""
         key = self.source().of_owner(owner)
-        return None if key is None else self.account(key)
+        return None if key is None else self._account(key)
 
 
 GUARD: web.AppKey[Guard] = web.AppKey("guard", Guard)
+SENDER: web.RequestKey[RequestSender] = web.RequestKey("sender", RequestSender)
 
 
 def key_text(request: web.Request) -> str:
-    """The key that a request says, in either of two headers; empty: none."""
+    """Reads the key of a request from either of two headers; empty when there is none."""
     scheme, _, text = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     return text.strip() if scheme.lower() == "bearer" else request.headers.get(API_KEY, "").strip()
 
@@ -116,31 +121,39 @@ def unauthorized(*, is_missing: bool) -> ApiError:
     return ApiError(401, f"{message}: send the header 'Authorization: Bearer KEY'", code="invalid_api_key")
 
 
+def note_sender(request: web.Request) -> None:
+    """Notes who sends a request, unless that is noted: an expectation is answered before all middlewares.
+
+    Raises ApiError as `Guard.identify` does.
+    """
+    if SENDER not in request:
+        request[SENDER] = request.app[GUARD].identify(request)
+
+
 def account_of(request: web.Request) -> Account:
-    """What a request counts in. Raises ApiError (401)."""
-    guard = request.app[GUARD]
-    return guard.account(guard.key(request))
+    """Returns the account that a request counts in."""
+    return request[SENDER].account
 
 
 def viewer_of(request: web.Request) -> str | None:
-    """Whose files and batches the request is about; None: everybody's. Raises ApiError (401)."""
-    key = request.app[GUARD].key(request)
+    """Returns the owner whose files and batches a request may see; None for all of them."""
+    key = request[SENDER].key
     return None if key is None else key.owner
 
 
 @web.middleware
 async def check_sender(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Lets those in who may ask, and answers browsers that ask for a page."""
+    """Refuses senders that may not use this server, notes the others, and answers browsers that ask for a page."""
     guard = request.app[GUARD]
     if request.method == hdrs.METH_OPTIONS and hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers:
         guard.check_preflight(request)
         return preflight_answer(request)
-    guard.check(request)
+    note_sender(request)
     return await handler(request)
 
 
 def preflight_answer(request: web.Request) -> web.Response:
-    """What a page of an allowed origin may send: whatever it asks for."""
+    """Allows a page of an allowed origin whatever it asks for."""
     headers = {
         hdrs.ACCESS_CONTROL_ALLOW_METHODS: METHODS,
         hdrs.ACCESS_CONTROL_MAX_AGE: CORS_AGE,
@@ -152,7 +165,7 @@ def preflight_answer(request: web.Request) -> web.Response:
 
 
 async def add_cors_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """To every response that a page of an allowed origin may see, before it is sent."""
+    """Adds the headers without which a page of an allowed origin does not get to see a response."""
     origins = request.app[GUARD].origins
     if not origins.allowed:
         return

@@ -15,7 +15,6 @@ from prometheus_client.registry import Collector
 from toka_async.batches.quota import Quota
 from toka_async.batches.records import Batch
 from toka_async.batches.store import Store
-from toka_async.batches.window import EngineLoad, Window
 from toka_async.batches.work import Batches, InputFileLimits
 from toka_async.batches.writer import Transactions, Writer
 from toka_async.config import BatchesConfig
@@ -23,6 +22,7 @@ from toka_async.server.batch.line_answers import LineAnswers
 from toka_async.server.engine.engine import Engine
 from toka_async.server.generate.service import Service
 from toka_async.server.limits.account import Account
+from toka_async.server.limits.window import EngineLoad, Window
 
 NUM_THREADS = 4  # that read and write files
 
@@ -52,8 +52,6 @@ class BatchService:
         self.service = service
         self.config = config
         self.executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="files")
-        self.window = Window(max(1, service.config.max_requests // 2))  # the other half is for connections
-        service.accounts.batches.while_waiting = self.window.paused
         self.batches: Batches
         self.writer: Writer
         self.receiving: Counter[str] = Counter()  # bytes of uploads that are not files yet, by owner
@@ -76,20 +74,19 @@ class BatchService:
             self.store,
             self.writer,
             LineAnswers(self.service, self.account_of),
-            self.window,
             limits,
             self.executor,
             self._on_progress,
             self._on_end,
         )
         engine = self.service.engine
-        engine.metrics.registry.register(BatchCollector(self.batches))
+        engine.metrics.registry.register(BatchCollector(self.batches, self.service.accounts.window))
         engine.on_state = self.follow
         self.follow()
         self.batches.start()
 
     def account_of(self, owner: str) -> Account:
-        """What the lines of a batch count in: an owner who is gone has no limits but the server's own."""
+        """Returns the account of the owner's batches. An owner without a key any more has the server's limits only."""
         accounts = self.service.accounts
         if not owner:
             return accounts.batches_of(accounts.total)
@@ -97,11 +94,11 @@ class BatchService:
         return accounts.batches_of(self._owner_account(owner) or accounts.open(gone, 0, 0, 0, cache_owner=gone))
 
     def follow(self) -> None:
-        """The engine's state has changed."""
+        """Reports the engine's state, which has changed, to what depends on it."""
         engine = self.service.engine
         if engine.is_closing:
             self.batches.suspend()
-        self.window.report(load_of(engine))
+        self.service.accounts.window.report(read_load(engine))
 
     async def stop(self) -> None:
         """Keeps what has ended; the rest goes on after the next start."""
@@ -109,7 +106,8 @@ class BatchService:
         self.executor.shutdown(wait=False, cancel_futures=True)
 
 
-def load_of(engine: Engine) -> EngineLoad:
+def read_load(engine: Engine) -> EngineLoad:
+    """Reads how full the engine is; no rows where it takes no requests."""
     ready, stats = engine.ready, engine.stats
     if ready is None or engine.is_closing:
         return EngineLoad(0)
@@ -119,14 +117,15 @@ def load_of(engine: Engine) -> EngineLoad:
 class BatchCollector(Collector):
     """Metrics of batches."""
 
-    def __init__(self, batches: Batches) -> None:
+    def __init__(self, batches: Batches, window: Window) -> None:
         self._batches = batches
+        self._window = window
 
     def collect(self) -> Iterator[Metric]:
         batches = self._batches
         yield GaugeMetricFamily("toka:batches_open", "batches that have not ended", value=batches.num_open)
-        yield GaugeMetricFamily("toka:batch_samples_in_flight", "of batches", value=batches.window.in_flight)
-        yield GaugeMetricFamily("toka:batch_samples_allowed", "that may be", value=batches.window.size)
+        yield GaugeMetricFamily("toka:batch_samples_in_flight", "of batches", value=self._window.in_flight)
+        yield GaugeMetricFamily("toka:batch_samples_allowed", "that may be", value=self._window.size)
         trouble = batches.ledger.trouble is not None
         yield GaugeMetricFamily("toka:batches_paused", "1 while the disk takes no results", value=float(trouble))
         lines = CounterMetricFamily("toka:batch_lines", "lines of batches that have ended", labels=["result"])

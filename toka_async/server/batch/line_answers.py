@@ -1,39 +1,40 @@
 """Lines of a batch as requests to the engine, behind all that comes from connections.
 
-Knows the API's requests and the engine's errors; knows nothing of files.
+This module knows the API's requests and the engine's errors, and nothing of files.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import msgspec
 
 from toka_async.batches.lines import Line, read_custom_id
 from toka_async.batches.records import BatchRecord
-from toka_async.batches.results import Answered
-from toka_async.batches.work import LineRequest, TryLaterError
-from toka_async.openai.errors import bad_request
-from toka_async.openai.parse import LARGE, parse_request
+from toka_async.batches.results import Answered, LineError
+from toka_async.batches.work import LineRequest
+from toka_async.openai.errors import ApiError, bad_request
+from toka_async.openai.parse import LARGE, most_parsed_bytes, parse_request, parsed_bytes
 from toka_async.openai.requests import ChatRequest, CompletionRequest
 from toka_async.server.access.errors import as_api_error
 from toka_async.server.engine.inflight import EngineStoppedError
 from toka_async.server.generate.answers import Answer
-from toka_async.server.generate.chat import chat_run
-from toka_async.server.generate.completions import completion_run
-from toka_async.server.generate.service import Run, Service
+from toka_async.server.generate.chat import prepare_chat
+from toka_async.server.generate.completions import prepare_completion
+from toka_async.server.generate.service import PreparedRequest, Service
 from toka_async.server.generate.whole_body import whole_body
-from toka_async.server.limits.account import Account
+from toka_async.server.limits.account import Account, Cost
+from toka_async.server.limits.bodies import Bodies
 from toka_async.server.limits.jobs import NotServingError, OverloadedError
 
 logger = logging.getLogger(__name__)
 
 PRIORITY = 1 << 32  # behind the last that a request can ask for; a line's own priority counts among lines
+MAX_TRIES = 3  # of a line with which the engine stopped
+NOTHING = Cost(0, 0)
 KINDS: dict[str, type[CompletionRequest] | type[ChatRequest]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
@@ -42,37 +43,70 @@ KINDS: dict[str, type[CompletionRequest] | type[ChatRequest]] = {
 _LINE = msgspec.json.Decoder(Line)
 
 
-@dataclass(frozen=True, slots=True)
 class LineAnswers:
-    """Gives lines to the engine. account_of: what the lines of a batch of that owner count in."""
+    """Gives lines to the engine.
 
-    service: Service
-    account_of: Callable[[str], Account]
+    Args:
+        account_of: finds the account that the lines of an owner's batches count in.
+    """
 
-    async def question(self, record: BatchRecord, raw: bytes) -> LineRequest | Answered:
-        """See `Answers`."""
-        account, endpoint = self.account_of(record.owner), record.endpoint
-        await self.service.accounts.turns.gone(account)
-        custom_id = read_custom_id(raw)
+    def __init__(self, service: Service, account_of: Callable[[str], Account]) -> None:
+        self._service = service
+        self._account_of = account_of
+        self._most_parsed = most_parsed_bytes(service.config.max_body_mb << 20)
+        self._parsed = Bodies(2 * self._most_parsed, self._most_parsed)  # memory of large lines, as of large requests
+
+    async def prepare(self, record: BatchRecord, raw: bytes) -> LineRequest | Answered:
+        """See `Answers`. A large line waits for memory."""
+        account = self._account_of(record.owner)
+        if len(raw) < LARGE:
+            return await self._prepare(account, *parse_line(record.endpoint, raw))
+        num_bytes = await self._service.in_thread(parsed_bytes, raw, is_long=True)
+        room = await self._parsed.reserve(record.owner, min(num_bytes, self._most_parsed), 0.0)
         try:
-            if len(raw) < LARGE:
-                wire = parse_line(endpoint, raw)
-            else:
-                loop = asyncio.get_running_loop()
-                wire = await loop.run_in_executor(self.service.executor, parse_line, endpoint, raw)
-            return LineQuestion(self.service, account, custom_id, wire)
-        except Exception as error:
-            return failed(custom_id, error)
+            parsed = await self._service.in_thread(partial(parse_line, record.endpoint), raw, is_long=True)
+            return await self._prepare(account, *parsed)
+        finally:
+            room.shrink(0)
+
+    async def _prepare(
+        self, account: Account, custom_id: str, wire: CompletionRequest | ChatRequest | Exception
+    ) -> LineRequest | Answered:
+        """Waits for admission if the engine is not ready yet."""
+        service, accounts = self._service, self._service.accounts
+        while not isinstance(wire, Exception):
+            try:
+                if isinstance(wire, ChatRequest):
+                    return PreparedLine(service, account, custom_id, *await prepare_chat(service, wire))
+                return PreparedLine(service, account, custom_id, *await prepare_completion(service, wire))
+            except NotServingError:
+                accounts.window.close()
+                await accounts.enter(account, NOTHING)
+                account.give_back(NOTHING)
+            except Exception as error:
+                return answer_error(custom_id, error)
+        return answer_error(custom_id, wire)
 
 
-def parse_line(endpoint: str, raw: bytes) -> CompletionRequest | ChatRequest:
-    """What a line asks. Raises ApiError (400)."""
+def parse_line(endpoint: str, raw: bytes) -> tuple[str, CompletionRequest | ChatRequest | Exception]:
+    """Reads a line: its custom_id, and its request or why there is none. Raises StorageError as `read_custom_id` does.
+
+    Decodes the line once. The body follows by itself, as its items are counted before objects are made of them.
+    """
     try:
         line = _LINE.decode(raw)
     except msgspec.ValidationError as error:
-        raise bad_request(f"the line is not a request: {error}") from None
+        return read_custom_id(raw), bad_request(f"the line is not a request: {error}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request(f"the line is not valid JSON: {error}") from None
+        return read_custom_id(raw), bad_request(f"the line is not valid JSON: {error}")
+    try:
+        return line.custom_id, parse_body(endpoint, line)
+    except Exception as error:
+        return line.custom_id, error
+
+
+def parse_body(endpoint: str, line: Line) -> CompletionRequest | ChatRequest:
+    """Reads the request of a line. Raises ApiError (400)."""
     if line.method != "POST":
         raise bad_request(f"'method' must be POST, got {line.method[:64]!r}", param="method")
     if line.url not in ([endpoint] if endpoint else KINDS):
@@ -84,45 +118,56 @@ def parse_line(endpoint: str, raw: bytes) -> CompletionRequest | ChatRequest:
     return msgspec.structs.replace(wire, priority=PRIORITY + wire.priority)
 
 
-@dataclass(frozen=True, slots=True)
-class LineQuestion:
-    """A line that can be asked."""
+@dataclass(slots=True)
+class PreparedLine:
+    """A line that can be asked. response: makes its answer. _refusal: why it can never enter."""
 
     service: Service
     account: Account
     custom_id: str
-    wire: CompletionRequest | ChatRequest
+    request: PreparedRequest
+    response: Answer
+    _is_in: bool = False
+    _refusal: ApiError | None = None
 
-    @property
-    def cost(self) -> int:
-        """Samples."""
-        return self.wire.n * num_prompts(self.wire)
+    async def enter(self) -> None:
+        """See `LineRequest`. A line that its account can never admit does not enter; `answer` says why."""
+        try:
+            await self.service.accounts.enter(self.account, self.request.cost)
+            self._is_in = True
+        except ApiError as error:
+            self._refusal = error
+
+    def leave(self) -> None:
+        """See `LineRequest`."""
+        if self._is_in:
+            self._is_in = False
+            self.account.give_back(self.request.cost)
 
     async def answer(self) -> Answered:
         """See `LineRequest`."""
-        try:
-            async with self._start() as (run, answer):
-                body, usage = await whole_body(self.service, run, answer)
-        except (NotServingError, OverloadedError, EngineStoppedError) as error:
-            raise TryLaterError(str(error), stopped=isinstance(error, EngineStoppedError)) from None
-        except Exception as error:
-            return failed(self.custom_id, error)
-        cached = usage.prompt_tokens_details.cached_tokens
-        return Answered(self.custom_id, 200, body, None, usage.prompt_tokens, cached, usage.completion_tokens)
+        num_stops = 0
+        while self._refusal is None:
+            try:
+                async with self.service.submitted(self.request, self.account) as run:
+                    body, usage = await whole_body(self.service, run, self.response)
+                cached = usage.prompt_tokens_details.cached_tokens
+                return Answered(self.custom_id, 200, body, None, usage.prompt_tokens, cached, usage.completion_tokens)
+            except EngineStoppedError as error:
+                num_stops += 1
+                if num_stops == MAX_TRIES:
+                    return Answered(self.custom_id, error=LineError("engine_stopped", str(error)))
+            except (NotServingError, OverloadedError):
+                self.service.accounts.window.close()
+            except Exception as error:
+                return answer_error(self.custom_id, error)
+            self.leave()
+            await self.enter()
+        return answer_error(self.custom_id, self._refusal)
 
-    def _start(self) -> AbstractAsyncContextManager[tuple[Run, Answer]]:
-        if isinstance(self.wire, ChatRequest):
-            return chat_run(self.service, self.wire, self.account)
-        return completion_run(self.service, self.wire, self.account)
 
-
-def num_prompts(wire: CompletionRequest | ChatRequest) -> int:
-    prompt: str | list[Any] = wire.prompt if isinstance(wire, CompletionRequest) else ""
-    return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
-
-
-def failed(custom_id: str, error: Exception) -> Answered:
-    """Whatever a line raises is its own answer, and no other line's affair."""
+def answer_error(custom_id: str, error: Exception) -> Answered:
+    """Makes the answer of a line that has raised an error: other lines go on."""
     known = as_api_error(error)
     if known.code == "internal_error":
         logger.error("a line of a batch failed", exc_info=error)

@@ -20,7 +20,7 @@ from toka_async.server.engine.direct_rows import DirectJobs, DirectRows, parts_o
 from toka_async.server.engine.inflight import timed_out
 from toka_async.server.engine.metrics import Metrics
 from toka_async.server.engine.replicas import Placement, Replicas
-from toka_async.server.limits.account import Account
+from toka_async.server.limits.account import Account, Cost
 
 FIRST = 1 << 30  # of the request ids; other requests have lower ones
 MOST = 1 << 20  # at once
@@ -144,7 +144,7 @@ class Direct:
         self._num_prompt[slots] = lengths
         self._submitted[slots] = self._clock() if since is None else since
         self._tokens[slots] = lengths + np.int64(jobs.n * jobs.max_tokens)
-        owner.account.take(count, int(self._tokens[slots].sum()))
+        owner.account.take(Cost(count, int(self._tokens[slots].sum())))
         self._expect(slots, owner.account.timeout)
         self._open_samples[int(ids[0])] = count * jobs.n
         submits = Submits(
@@ -325,7 +325,7 @@ class Direct:
     def _release(self, slots: Int64) -> None:
         """Their requests are over."""
         for owner, mine in self._by_owner(slots):
-            owner.account.give_back(int(mine.sum()), int(self._tokens[slots[mine]].sum()))
+            owner.account.give_back(Cost(int(mine.sum()), int(self._tokens[slots[mine]].sum())))
         self._ids[slots] = -1
         self._free.extend(slots.tolist())
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -33,20 +32,23 @@ from toka_async.server.generate.answers import FINISH, AnswerHeader, fingerprint
 from toka_async.server.generate.events import ENCODER
 from toka_async.server.generate.logprobs import TokenNames, chat_logprobs, prompt_logprobs, prompt_rows
 from toka_async.server.generate.sample_text import Piece
-from toka_async.server.generate.service import Chat, Output, Run, Service
-from toka_async.server.limits.account import Account
+from toka_async.server.generate.service import Chat, Output, PreparedRequest, Run, Service
 
 
-@asynccontextmanager
-async def chat_run(service: Service, wire: ChatRequest, account: Account) -> AsyncIterator[tuple[Run, ChatAnswer]]:
-    """A request while it runs, and what makes its response. Raises as `Service.running` does."""
+async def prepare_chat(service: Service, wire: ChatRequest) -> tuple[PreparedRequest, ChatAnswer]:
+    """A request to submit, and what makes its response.
+
+    Raises:
+        ApiError: it cannot be answered. NotServingError: nothing can now.
+    """
     service.check_model(wire.model)
-    generation = chat_generation(wire, service.limits(), service.defaults)
+    ready = service.engine.check_serving()
+    generation = chat_generation(wire, service.limits_of(ready), service.defaults)
+    limits = service.limits_of(ready, generation.n)
     text = await service.render(wire_chat(wire))
-    prompts = await service.encode([text], wire.add_special_tokens, "messages", generation)
-    del wire, text  # while the request runs, nobody needs what its body was parsed to
-    async with service.running(generation, prompts, "messages", account) as run:
-        yield run, ChatAnswer(service, new_header("chatcmpl", service.name))
+    prompts = await service.encode([text], wire.add_special_tokens, "messages", generation, limits)
+    prepared = await service.prepare(generation, prompts, "messages", limits)
+    return prepared, ChatAnswer(service, new_header("chatcmpl", service.name))
 
 
 def wire_chat(wire: ChatRequest | TokenizeRequest) -> Chat:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from msgspec import UNSET, Raw, UnsetType
@@ -34,26 +33,22 @@ from toka_async.server.generate.logprobs import (
     text_offsets,
 )
 from toka_async.server.generate.sample_text import Piece
-from toka_async.server.generate.service import Output, Run, Service
-from toka_async.server.limits.account import Account
+from toka_async.server.generate.service import Output, PreparedRequest, Run, Service
 
 
-@asynccontextmanager
-async def completion_run(
-    service: Service, wire: CompletionRequest, account: Account
-) -> AsyncIterator[tuple[Run, CompletionAnswer]]:
-    """A request while it runs, and what makes its response. Raises as `Service.running` does."""
+async def prepare_completion(service: Service, wire: CompletionRequest) -> tuple[PreparedRequest, CompletionAnswer]:
+    """A request to submit, and what makes its response. Raises as `prepare_chat` does."""
     service.check_model(wire.model)
-    generation = completion_generation(wire, service.limits(), service.defaults)
+    ready = service.engine.check_serving()
+    generation = completion_generation(wire, service.limits_of(ready), service.defaults)
+    limits = service.limits_of(ready, generation.n)
     given = await service.in_thread(parse_prompts, wire.prompt, is_long=count_parts(wire.prompt) > SLICE)
     check_size(given, generation, service.config)
-    prompts = await service.encode(given, wire.add_special_tokens, "prompt", generation)
+    prompts = await service.encode(given, wire.add_special_tokens, "prompt", generation, limits)
     whole = prompts if generation.truncation else given
     echoed = [prompt_text(service, generation, each) async for each in in_slices(whole if generation.echo else [])]
-    del wire, given, whole  # while the request runs, nobody needs what its body was parsed to
-    num_echoed = sum(map(len, echoed))
-    async with service.running(generation, prompts, "prompt", account, num_echoed) as run:
-        yield run, CompletionAnswer(service, echoed, new_header("cmpl", service.name))
+    prepared = await service.prepare(generation, prompts, "prompt", limits, sum(map(len, echoed)))
+    return prepared, CompletionAnswer(service, echoed, new_header("cmpl", service.name))
 
 
 def check_size(prompts: list[Prompt], generation: GenerationParams, config: LimitsConfig) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from time import monotonic
@@ -49,7 +49,7 @@ from toka_async.server.generate.json_texts import JsonTexts
 from toka_async.server.generate.logprob_columns import LogprobColumns
 from toka_async.server.generate.sample_text import SampleText, TextOptions, sample_text
 from toka_async.server.generate.stop_sets import StopSets
-from toka_async.server.limits.account import Account
+from toka_async.server.limits.account import Account, Cost
 from toka_async.server.limits.accounts import Accounts
 from toka_async.server.limits.jobs import EngineRequest
 from toka_async.text.chat import MAX_CHARS, ChatTemplate, ChatTemplateError, TemplateKwargsError
@@ -73,6 +73,21 @@ class Chat:
     add_generation_prompt: bool
     continue_final_message: bool
     kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A checked request that can be submitted.
+
+    prompts: token ids [p] each. budgets: tokens that may be generated after each. cost: what it counts while it is
+    held. vocab_size: the model's.
+    """
+
+    generation: GenerationParams
+    prompts: list[Int32]
+    budgets: list[int]
+    cost: Cost
+    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,17 +170,22 @@ class Service:
         )
 
     async def encode(
-        self, prompts: Sequence[Prompt], add_special_tokens: bool, param: str, generation: GenerationParams
+        self,
+        prompts: Sequence[Prompt],
+        add_special_tokens: bool,
+        param: str,
+        generation: GenerationParams,
+        limits: RequestLimits,
     ) -> list[Int32]:
         """Token ids of each prompt, cut as `generation` says.
 
         Raises ApiError (400) for one without tokens, with too many or with ids out of range.
         """
-        limits, truncation = self.limits(generation.n), generation.truncation
+        truncation = generation.truncation
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         async for text in in_slices(texts):
             if truncation is None:
-                self.check_text(text, param)
+                self.check_text(text, param, limits)
             else:
                 check_text_size(text, self.config.max_text_mb, param)
         encoded: list[Int32] = []
@@ -182,9 +202,30 @@ class Service:
             ids.append(truncate_prompt(each, truncation, limits, generation.max_tokens) if truncation else each)
         return ids
 
-    def check_text(self, text: str, param: str) -> None:
+    async def prepare(
+        self,
+        generation: GenerationParams,
+        prompts: list[Int32],
+        param: str,
+        limits: RequestLimits,
+        num_echoed: int = 0,
+    ) -> PreparedRequest:
+        """A request of these prompts. `param` names their field in errors. num_echoed: characters of an echo.
+
+        Raises:
+            ApiError: 400, a prompt and its completion do not fit, or the answer could be too large.
+        """
+        budgets = [
+            token_budget(limits, len(prompt), generation.max_tokens, param) async for prompt in in_slices(prompts)
+        ]
+        num_prompt, max_new = sum(map(len, prompts)), generation.n * sum(budgets)
+        check_answer_size(generation, num_prompt, max_new, num_echoed, self.config.max_answer_mb)
+        cost = Cost(len(prompts), generation.num_prompt_copies * num_prompt + max_new, generation.n * len(prompts))
+        return PreparedRequest(generation, prompts, budgets, cost, limits.vocab_size)
+
+    def check_text(self, text: str, param: str, limits: RequestLimits) -> None:
         """Raises ApiError (400) for one that cannot fit, or that would take minutes and gigabytes to tokenize."""
-        check_text(self.limits(), len(text), self.tokenizer.longest, param)
+        check_text(limits, len(text), self.tokenizer.longest, param)
         check_text_size(text, self.config.max_text_mb, param)
 
     async def in_thread(self, work: Callable[[A], B], given: A, *, is_long: bool) -> B:
@@ -228,62 +269,50 @@ class Service:
             raise ApiError(400, str(error), param="messages", logged=logged) from None
 
     @asynccontextmanager
-    async def running(
-        self,
-        generation: GenerationParams,
-        prompts: list[Int32],
-        param: str,
-        account: Account | None = None,
-        num_echoed: int = 0,
-    ) -> AsyncIterator[Run]:
-        """Submits the prompts; leaving with an exception cancels them. `param` names the prompt's field in errors.
-        `num_echoed` is the number of characters of an echo.
-
-        They count in `account`, and wait for room in it; None: in the server's own only.
+    async def running(self, request: PreparedRequest, account: Account) -> AsyncIterator[Run]:
+        """Waits for room in the account and submits the request; leaving with an exception cancels it.
 
         Raises:
-            ApiError: 400, a prompt and its completion do not fit, the answer could be too large, or the account allows
-                so much to nobody.
+            ApiError: 400, the account allows so much to nobody.
             NotServingError, OverloadedError, TimedOutError: nothing was submitted.
         """
-        options, arrival = text_options(generation), monotonic()
-        limits = self.limits(generation.n)
-        budgets = [
-            token_budget(limits, len(prompt), generation.max_tokens, param) async for prompt in in_slices(prompts)
-        ]
-        num_prompt, max_new = sum(map(len, prompts)), generation.n * sum(budgets)
-        check_answer_size(generation, num_prompt, max_new, num_echoed, self.config.max_answer_mb)
-        num_tokens = generation.num_prompt_copies * num_prompt + max_new
-        account = self.accounts.total if account is None else account
-        async with AsyncExitStack() as stack:
-            await self._enter(account, len(prompts), num_tokens, generation.n * len(prompts))
-            stack.callback(account.give_back, len(prompts), num_tokens)
-            stop_id = -1
-            if options.stops is not None and not generation.stream:
-                stop_id = await stack.enter_async_context(self._stop_sets.use(options.stops, limits.vocab_size))
+        arrival = monotonic()
+        try:
+            async with asyncio.timeout(account.timeout or None):
+                await self.accounts.enter(account, request.cost)
+        except TimeoutError:
+            raise timed_out(account.timeout) from None
+        try:
+            async with self.submitted(request, account, monotonic() - arrival) as run:
+                yield run
+        finally:
+            account.give_back(request.cost)
+
+    @asynccontextmanager
+    async def submitted(self, request: PreparedRequest, account: Account, waited: float = 0.0) -> AsyncIterator[Run]:
+        """Submits a request for which there is room; leaving with an exception cancels it.
+
+        waited: seconds of the account's timeout that have passed.
+
+        Raises:
+            NotServingError, OverloadedError: nothing was submitted.
+        """
+        generation, prompts, options = request.generation, request.prompts, text_options(request.generation)
+        stops = None if generation.stream else options.stops
+        stop_set = nullcontext(-1) if stops is None else self._stop_sets.use(stops, request.vocab_size)
+        async with stop_set as stop_id:
             salt = self.accounts.salt_of(account, generation.cache_salt)
             jobs = (
                 job(generation, prompt, index, budget, stop_id, salt)
-                for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True))
+                for index, (prompt, budget) in enumerate(zip(prompts, request.budgets, strict=True))
             )
-            self.engine.check_serving(len(prompts))
             first = list(islice(jobs, SLICE))
-            batch = stack.enter_context(self.engine.submitted(first, account.timeout, monotonic() - arrival))
-            stack.callback(note_tokens, prompts, batch)
-            if stop_id >= 0:
-                stack.enter_context(self._stop_sets.watched(batch, options))
-            if len(prompts) > SLICE:
-                await stack.enter_async_context(submitted_too(self.engine, batch, jobs))
-            self.log_prompts(account, prompts)
-            yield Run(generation, prompts, options, batch)
-
-    async def _enter(self, account: Account, num_requests: int, num_tokens: int, num_samples: int) -> None:
-        """Takes room; waits for it where that is allowed. Raises as `running` does, or TimedOutError."""
-        try:
-            async with asyncio.timeout(account.timeout or None):
-                await self.accounts.turns.enter(account, num_requests, num_tokens, num_samples)
-        except TimeoutError:
-            raise timed_out(account.timeout) from None
+            with self.engine.submitted(first, account.timeout, waited) as batch, noted(prompts, batch):
+                watched = nullcontext() if stops is None else self._stop_sets.watched(batch, options)
+                with watched:
+                    async with submitted_too(self.engine, batch, jobs):
+                        self.log_prompts(account, prompts)
+                        yield Run(generation, prompts, options, batch)
 
     def log_prompts(self, account: Account, prompts: Iterable[npt.NDArray[np.generic]]) -> None:
         """Only where `log.prompts` asks for it. Quoted: a prompt is one line."""
@@ -358,11 +387,15 @@ def text_options(generation: GenerationParams) -> TextOptions:
     )
 
 
-def note_tokens(prompts: Sequence[Int32], batch: RequestGroup) -> None:
-    """For the request's line in the log: what it took, up to now."""
-    if (tokens := request_tokens.get()) is not None:
-        tokens["prompt_tokens"] += sum(map(len, prompts))
-        tokens["output_tokens"] += sum(flight.num_tokens for flight in batch.flights)
+@contextmanager
+def noted(prompts: Sequence[Int32], batch: RequestGroup) -> Iterator[None]:
+    """Notes what a request took when it is over, for its line in the log."""
+    try:
+        yield
+    finally:
+        if (tokens := request_tokens.get()) is not None:
+            tokens["prompt_tokens"] += sum(map(len, prompts))
+            tokens["output_tokens"] += sum(flight.num_tokens for flight in batch.flights)
 
 
 def job(

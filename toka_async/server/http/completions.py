@@ -10,8 +10,8 @@ from toka_async.openai.requests import ChatBatchRequest, ChatRequest, Completion
 from toka_async.server.access.guard import account_of
 from toka_async.server.engine.slices import SLICE
 from toka_async.server.generate.answers import new_header
-from toka_async.server.generate.chat import ChatAnswer, chat_run, one_chat
-from toka_async.server.generate.completions import check_counts, completion_run
+from toka_async.server.generate.chat import ChatAnswer, one_chat, prepare_chat
+from toka_async.server.generate.completions import check_counts, prepare_completion
 from toka_async.server.generate.service import Chat
 from toka_async.server.http.receive import read_request
 from toka_async.server.http.respond import SERVICE, respond
@@ -21,7 +21,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """Answer one completion request."""
     service = request.app[SERVICE]
     wire = read_request(request, CompletionRequest)
-    async with completion_run(service, await wire, account_of(request)) as (run, answer):
+    prepared, answer = await prepare_completion(service, await wire)
+    async with service.running(prepared, account_of(request)) as run:
         return await respond(request, run, answer)
 
 
@@ -29,7 +30,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     """Answer one chat."""
     service = request.app[SERVICE]
     wire = read_request(request, ChatRequest)
-    async with chat_run(service, await wire, account_of(request)) as (run, answer):
+    prepared, answer = await prepare_chat(service, await wire)
+    async with service.running(prepared, account_of(request)) as run:
         return await respond(request, run, answer)
 
 
@@ -44,12 +46,15 @@ async def chat_batch(request: web.Request) -> web.StreamResponse:
     for name, is_given in (("stream", wire.stream), ("prompt_logprobs", wire.prompt_logprobs is not None)):
         if is_given:
             raise bad_request(f"'{name}' is not supported for many conversations", param=name)
-    generation = chat_generation(wire, service.limits(), service.defaults)
+    ready = service.engine.check_serving()
+    generation = chat_generation(wire, service.limits_of(ready), service.defaults)
+    limits = service.limits_of(ready, generation.n)
     check_counts(len(wire.messages), generation.n, service.config, "messages")
     texts = await service.render_all(await service.in_thread(conversations, wire, is_long=len(wire.messages) > SLICE))
-    prompts = await service.encode(texts, wire.add_special_tokens, "messages", generation)
+    prompts = await service.encode(texts, wire.add_special_tokens, "messages", generation, limits)
+    prepared = await service.prepare(generation, prompts, "messages", limits)
     del wire, texts  # while the request runs, nobody needs what its body was parsed to
-    async with service.running(generation, prompts, "messages", account_of(request)) as run:
+    async with service.running(prepared, account_of(request)) as run:
         return await respond(request, run, ChatAnswer(service, new_header("chatcmpl", service.name), of_many=True))
 
 

@@ -37,7 +37,7 @@ from toka_async.openai.responses import (
     Version,
 )
 from toka_async.server.access.errors import Handler, error_response
-from toka_async.server.access.guard import GUARD
+from toka_async.server.access.guard import GUARD, note_sender
 from toka_async.server.engine.load import ServerLoad
 from toka_async.server.http import batch_routes, files, info
 from toka_async.server.http.completions import chat_batch, chat_completions, completions
@@ -252,7 +252,7 @@ async def answer_expect(request: web.Request, check: Callable[[web.Request], Non
     if request.headers.get(hdrs.EXPECT, "").lower() != "100-continue":
         return error_response(ApiError(417, "the only expectation that is met is 100-continue"))
     try:
-        request.app[GUARD].check(request)
+        note_sender(request)
         check(request)
     except ApiError as error:
         return error_response(error)

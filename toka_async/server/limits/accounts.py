@@ -1,4 +1,4 @@
-"""The accounts of one server. Knows no keys: names of owners only."""
+"""The accounts of one server, and the admission of requests to the engine. Knows no keys: names of owners only."""
 
 from __future__ import annotations
 
@@ -7,19 +7,25 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from toka_async.config import AuthConfig, LimitsConfig
-from toka_async.server.limits.account import Account
-from toka_async.server.limits.turns import Turns
+from toka_async.server.limits.account import Account, Cost
+from toka_async.server.limits.fair_queue import FairQueue
+from toka_async.server.limits.window import Window
 
 
 @dataclass(slots=True)
 class Accounts:
-    """All of one server. total: counts everything. batches: lines of batches, which leave half to connections."""
+    """All of one server.
+
+    total: counts everything. batches: counts lines of batches, which leave half to connections. window: the samples of
+    these. queue: what waits.
+    """
 
     config: LimitsConfig
     auth: AuthConfig
     total: Account = field(init=False)
     batches: Account = field(init=False)
-    turns: Turns = field(init=False, default_factory=Turns)
+    window: Window = field(init=False)
+    queue: FairQueue[Cost] = field(init=False, default_factory=FairQueue)
     by_name: dict[str, Account] = field(default_factory=dict)
     _secret: bytes = field(init=False, repr=False, default_factory=lambda: secrets.token_bytes(32))
 
@@ -31,10 +37,12 @@ class Accounts:
             config.max_held_tokens,
             timeout=config.request_timeout,
             max_waiting=config.max_waiting,
-            on_room=self.turns.let_in,
+            queue=self.queue,
         )
-        self.batches = self._account(
-            "lines of batches", 0, (config.max_held_tokens + 1) // 2, self.total, is_behind=True
+        self.window = Window(max(1, config.max_requests // 2), self.queue.admit)
+        most = (config.max_held_tokens + 1) // 2
+        self.batches = Account(
+            "lines of batches", 0, most, (self.total,), queue=self.queue, is_behind=True, limits=(self.window,)
         )
 
     def open(
@@ -45,7 +53,7 @@ class Accounts:
         max_waiting: int | None = None,
         cache_owner: str = "",
     ) -> Account:
-        """The account of that name, from now on with these limits; None: the configured ones.
+        """Returns the account of that name, from now on with these limits; None: the configured ones.
 
         cache_owner: see Account.
         """
@@ -55,18 +63,30 @@ class Accounts:
         waiting = (auth.key_max_waiting if max_waiting is None else max_waiting) or None
         account = self.by_name.get(name)
         if account is None:
-            timeout = self.config.request_timeout
-            account = self.by_name[name] = self._account(
-                name, requests, tokens, self.total, timeout=timeout, max_waiting=waiting
+            account = self.by_name[name] = Account(
+                name, requests, tokens, (self.total,), self.config.request_timeout, waiting, self.queue
             )
         elif (account.max_requests, account.max_tokens, account.max_waiting) != (requests, tokens, waiting):
             account.max_requests, account.max_tokens, account.max_waiting = requests, tokens, waiting
-            self.turns.let_in()
+            self.queue.admit()
         account.cache_owner = cache_owner
         return account
 
+    async def enter(self, account: Account, cost: Cost) -> None:
+        """Takes room for requests, for `Account.give_back` to give back; waits for it where the accounts allow that.
+
+        Raises:
+            ApiError: 400, there never will be so much.
+            OverloadedError: there is none now, and as many wait as may.
+        """
+        account.check_ever(cost)
+        if not self.queue.can_enter(account, cost) and not account.can_wait(cost.requests):
+            account.refuse(cost.requests)
+            raise next((each for each in account.lineage if not each.fits(cost)), account).make_overload_error()
+        await self.queue.enter(account, cost)
+
     def salt_of(self, account: Account, cache_salt: str) -> int:
-        """Under which an account's prompts are cached: only requests of equal salt find each other's.
+        """Derives the salt of an account's prompts in the cache: only requests of equal salt find each other's.
 
         0 is everybody's: without API keys, or where keys share on purpose, unless a request has a `cache_salt`. The
         secret keeps others from choosing a salt that meets somebody else's.
@@ -79,23 +99,10 @@ class Accounts:
         return max(1, int.from_bytes(digest, "little") >> 1)
 
     def batches_of(self, account: Account) -> Account:
-        """What the lines of an owner's batches count in: the limits of the owner, and those of all batches."""
+        """Returns the account of an owner's batches: it has the limits of the owner, and those of all batches."""
         name = f"batches of {account.owner}"
         if name not in self.by_name:
-            self.by_name[name] = self._account(name, 0, 0, account, self.batches, is_behind=True)
-            self.by_name[name].while_waiting = self.batches.while_waiting
+            parents = (account, self.batches)
+            self.by_name[name] = Account(name, parents=parents, queue=self.queue, is_behind=True)
         self.by_name[name].cache_owner = account.cache_owner
         return self.by_name[name]
-
-    def _account(
-        self,
-        name: str,
-        max_requests: int,
-        max_tokens: int,
-        *parents: Account,
-        timeout: float = 0.0,
-        max_waiting: int | None = None,
-        is_behind: bool = False,
-    ) -> Account:
-        on_room = self.turns.let_in
-        return Account(name, max_requests, max_tokens, parents, timeout, max_waiting, is_behind, on_room=on_room)

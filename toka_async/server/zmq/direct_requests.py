@@ -36,7 +36,8 @@ async def run_request(
         ApiError, NotServingError, OverloadedError, RequestFailedError, EngineStoppedError: it ends otherwise.
     """
     generation = replace(plan.generation, seed=seed)
-    async with service.running(generation, [prompt], "prompt", account) as run:
+    prepared = await service.prepare(generation, [prompt], "prompt", service.limits(generation.n))
+    async with service.running(prepared, account) as run:
         answer = DirectAnswer(service, plan, key, run, sink)
         if generation.stream:
             await answer.stream()

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from toka_async.arrays import Bool, Int32, Int64
 from toka_async.logs import request_id
 from toka_async.openai.errors import ApiError, bad_request
+from toka_async.openai.generation import RequestLimits
 from toka_async.protocol import (
     Cancellation,
     Columns,
@@ -189,11 +190,11 @@ class Session:
 
     def _encode(self, requests: Submitted, plan: RequestFields) -> None:
         """Texts to token ids, in a task. Raises NotServingError or OverloadedError: none is taken."""
-        self._service.engine.check_serving()
+        limits = self._service.limits()
         texts: dict[int, str] = {}
         for key, data in zip(requests.ids.tolist(), requests.prompts(), strict=True):
             try:
-                texts[key] = self._text(data.tobytes())
+                texts[key] = self._text(data.tobytes(), limits)
             except ApiError as error:
                 self.on_failed(np.asarray([key]), error)
         if texts:
@@ -206,13 +207,13 @@ class Session:
             task.add_done_callback(self._encoders.discard)
             task.add_done_callback(lambda _: self._texts.give_back(num_bytes))
 
-    def _text(self, data: bytes) -> str:
+    def _text(self, data: bytes, limits: RequestLimits) -> str:
         """A prompt. Raises ApiError."""
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
             raise bad_request(f"'prompt' is not valid UTF-8: {error.reason}", param="prompt") from None
-        self._service.check_text(text, "prompt")
+        self._service.check_text(text, "prompt", limits)
         return text
 
     async def _encode_all(self, texts: dict[int, str], seeds: Int64, plan: RequestFields) -> None:
@@ -243,7 +244,7 @@ class Session:
         wrong = faults(requests, limits, generation.max_tokens)
         tokens = requests.lengths + np.int64(generation.n * generation.max_tokens)
         for row in np.flatnonzero(tokens > self.account.most_tokens).tolist():
-            wrong.setdefault(row, self.account.too_large(1, int(tokens[row])))
+            wrong.setdefault(row, self.account.make_size_error(1, int(tokens[row])))
         good: Bool = np.ones(len(requests), np.bool_)
         good[list(wrong)] = False
         num_free, full = self._num_free(tokens[good])
@@ -261,11 +262,11 @@ class Session:
 
     def _num_free(self, tokens: Int64) -> tuple[int, OverloadedError]:
         """How many of requests with so many tokens there is room for, and why there is none for more."""
-        num_free, (num_fit, account) = self._service.engine.num_free, self.account.fullest(tokens)
-        if not self._service.accounts.turns.is_open(self.account):  # others wait for room, and are first
-            return 0, self.account.is_full()
+        num_free, (num_fit, account) = self._service.engine.num_free, self.account.find_fullest(tokens)
+        if not self._service.accounts.queue.is_open(self.account):  # others wait for room, and are first
+            return 0, self.account.make_overload_error()
         if num_fit < num_free:
-            return num_fit, account.is_full()
+            return num_fit, account.make_overload_error()
         return num_free, OverloadedError("as many requests as limits.max_requests are held")
 
     def _submit(self, requests: Submitted, plan: RequestFields) -> None:

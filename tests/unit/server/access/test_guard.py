@@ -84,6 +84,29 @@ async def test_the_other_header_of_a_key(server: WebServer) -> None:
             assert response.status == status
 
 
+@pytest.mark.parametrize("expect", [False, True])
+async def test_a_key_is_looked_up_once_for_a_request(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch, expect: bool
+) -> None:
+    """Also with a large body, which waits for room in the key's share, and one that is asked for before it is sent."""
+    looked_up: list[str] = []
+    find = Keys.find
+
+    def note(keys: Keys, text: str) -> Key | None:
+        looked_up.append(text)
+        return find(keys, text)
+
+    monkeypatch.setattr(Keys, "find", note)
+    body = {"prompt": [1, 2, 3], "max_tokens": 2, "metadata": {"long": " " * 100_000}}
+    url = server.url + "/v1/completions"
+    async with server.http.post(url, json=body, headers=bearer(ALICE), expect100=expect) as response:
+        assert response.status == 200, await response.text()
+    assert looked_up == [ALICE]
+    async with server.http.get(server.url + "/metrics", headers=bearer(BOB)) as response:
+        assert 'owner="key bob"' in await response.text()
+    assert looked_up == [ALICE, BOB]
+
+
 async def test_prompts_of_other_keys_are_not_found_in_the_cache(server: WebServer) -> None:
     """A count of cached tokens would tell what others have asked."""
     for key in (ALICE, BOB, ALICE):
