@@ -113,7 +113,7 @@ def fitting(options: argparse.Namespace, url: str) -> list[int]:
     return fits
 
 
-def samples_of(answer: Any) -> list[Sample]:
+def make_draws(answer: Any) -> list[Sample]:
     choices = sorted(answer["choices"], key=lambda choice: int(choice["index"]))
     return [Sample(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 
@@ -132,7 +132,7 @@ def ask(options: argparse.Namespace, served: Served) -> Answers:
         greedy = {"prompt": whole, "temperature": 0}
         sampled = {"prompt": whole[0], "n": options.samples, "temperature": options.temperature, "seed": length}
         for mode, asked in (("greedy", greedy), ("sampled", sampled)):
-            answers[length, mode] = samples_of(post(url, common | plain | asked))
+            answers[length, mode] = make_draws(post(url, common | plain | asked))
     return answers
 
 

@@ -335,8 +335,8 @@ def check_and_time_sampling(bench: Bench, tiny: bool) -> None:
     from toka_async.model.layers import VocabularyMatrix
     from toka_async.model.ops import TorchOps
     from toka_async.runner.kernel_sampler import KernelSampler
-    from toka_async.runner.row_shares import RowShares
     from toka_async.runner.rows import RowTables
+    from toka_async.runner.samples import RowShares
     from toka_async.runner.token_history import TokenHistory
     from toka_async.startup.synthetic import SyntheticRows
     from toka_async.startup.warmup import FAST

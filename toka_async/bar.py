@@ -30,6 +30,17 @@ def _bar(share: float, width: int) -> str:
     return f"[{'#' * round(width * share):<{width}}]"
 
 
+def write_line(stream: TextIO, line: str) -> None:
+    """Write over the terminal's line."""
+    stream.write(f"\r{line}\x1b[K")
+    stream.flush()
+
+
+def clear_line(stream: TextIO) -> None:
+    """Clear the terminal's line for what follows."""
+    write_line(stream, "")
+
+
 def format_count(number: int, what: str) -> str:
     """Format as `1 line` or `2,000 lines`."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"

@@ -26,10 +26,16 @@ from toka_async.checkpoint.hub import resolve_model
 from toka_async.checkpoint.limits import RankLimits, resolve_limits
 from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
 from toka_async.config import Config, ParallelConfig
-from toka_async.runner.micro_batches import most_tokens
-from toka_async.startup.cache_size import fitting_limits, page_bytes_of, row_bytes, spare_bytes, token_bytes
+from toka_async.runner.micro_batches import count_most_tokens
+from toka_async.startup.cache_size import (
+    compute_spare_bytes,
+    count_page_bytes,
+    count_row_bytes,
+    fit_limits,
+    token_bytes,
+)
 from toka_async.startup.weights_fit import advise
-from toka_async.tuning.async_tp import workspace_bytes
+from toka_async.tuning.async_tp import count_workspace_bytes
 
 GIB = 1 << 30
 LENGTHS = (512, 2048, 8192)  # tokens of the counted sequences
@@ -87,15 +93,15 @@ class Stage:
         page_size, num_parts = config.cache.page_size, config.parallel.num_micro_batches
         rows = self.part if self.is_last else msgspec.structs.replace(self.part, vocab_size=0)
         of_tokens = limits.max_tokens * token_bytes(self.part, self.dtype, num_parts)
-        of_rows = limits.max_seqs * row_bytes(rows, limits, self.dtype, page_size, num_parts)
+        of_rows = limits.max_seqs * count_row_bytes(rows, limits, self.dtype, page_size, num_parts)
         return of_tokens + of_rows + self._shared(limits, config.parallel)
 
     def _shared(self, limits: RankLimits, parallel: ParallelConfig) -> int:
         """Bytes that tensor ranks share; a start gives them back if overlapping does not pay."""
         if parallel.tp == 1 or parallel.async_tp_min_tokens == 0:
             return 0
-        num_tokens = most_tokens(limits.max_seqs, limits.max_tokens, parallel.num_micro_batches)
-        return workspace_bytes(self.part, self.dtype, num_tokens, parallel.tp)
+        num_tokens = count_most_tokens(limits.max_seqs, limits.max_tokens, parallel.num_micro_batches)
+        return count_workspace_bytes(self.part, self.dtype, num_tokens, parallel.tp)
 
 
 def make_plan(config: Config, memory: int) -> CapacityPlan:
@@ -104,7 +110,7 @@ def make_plan(config: Config, memory: int) -> CapacityPlan:
     check_division(spec, config.parallel.pp, config.parallel.tp)
     dtype: torch.dtype = getattr(torch, spec.dtype if config.model.dtype == "auto" else config.model.dtype)
     stages = make_stages(spec, config.parallel, dtype)
-    usable = int(config.cache.memory_fraction * memory) - spare_bytes(memory)
+    usable = int(config.cache.memory_fraction * memory) - compute_spare_bytes(memory)
     for index, stage in enumerate(stages):
         if stage.weights >= usable:
             raise ModelError(
@@ -112,7 +118,7 @@ def make_plan(config: Config, memory: int) -> CapacityPlan:
                 f"of {_format_gib(memory)} can be used; {advise(spec, config.parallel.tp, dtype, usable)}"
             )
     asked = resolve_limits(config.model, config.schedule, spec, "cuda")
-    limits = fitting_limits(asked, config.schedule, partial(_check_step, config, stages, usable))
+    limits = fit_limits(asked, config.schedule, partial(_check_step, config, stages, usable))
     num_ranks = config.parallel.pp * config.parallel.tp
     ranks = [
         _make_rank_plan(config, limits, usable, gpu, *divmod(gpu % num_ranks, config.parallel.tp), stages)
@@ -138,7 +144,7 @@ def _make_rank_plan(
 ) -> RankPlan:
     stage, page_size = stages[index], config.cache.page_size
     step = stage.largest_step(limits, config)
-    num_pages = max(0, usable - stage.weights - step) // page_bytes_of(stage.part, config.cache, stage.dtype)
+    num_pages = max(0, usable - stage.weights - step) // count_page_bytes(stage.part, config.cache, stage.dtype)
     return RankPlan(
         gpu=gpu,
         replica=gpu // (config.parallel.pp * config.parallel.tp),

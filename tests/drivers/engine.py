@@ -11,16 +11,23 @@ from pathlib import Path
 from tests.drivers.core import CoreDriver, Received
 from tests.drivers.page_rank import submit
 from toka_async.checkpoint.spec import read_spec
-from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
+from toka_async.config import (
+    AttentionConfig,
+    CacheConfig,
+    Config,
+    GraphsConfig,
+    ModelConfig,
+    ScheduleConfig,
+    TuningConfig,
+)
 from toka_async.messages import SamplingParams
-from toka_async.startup.build import build_runner
+from toka_async.startup.runner_factory import RunnerFactory
 
 GREEDY = SamplingParams(temperature=0.0)
-FEW_GRAPHS = CompileConfig(max_graph_seqs=16, tuning_dir="")
 
 
 class Engine:
-    """A model behind the scheduler; requests run when `run` is called."""
+    """A model behind the scheduler; requests run when `run` is called. max_graph_seqs: 0: nothing is captured."""
 
     def __init__(
         self,
@@ -38,18 +45,18 @@ class Engine:
         device: str = "cpu",
         dtype: str = "float32",
         backend: str = "auto",
-        compiling: CompileConfig | None = None,
+        max_graph_seqs: int = 16,
+        tuning_dir: str = "",
     ) -> None:
-        self.runner = build_runner(
-            model_dir,
-            read_spec(model_dir),
-            ModelConfig(path=str(model_dir), device=device, dtype=dtype),  # type: ignore[arg-type]
-            CacheConfig(page_size=page_size, num_tokens=num_tokens),
-            ScheduleConfig(max_seqs=max_seqs, max_tokens=max_tokens, group_min_seqs=group_min_seqs),
-            AttentionConfig(backend=backend),  # type: ignore[arg-type]
-            compiling or FEW_GRAPHS,
-            progress=False,
+        config = Config(
+            model=ModelConfig(path=str(model_dir), device=device, dtype=dtype),  # type: ignore[arg-type]
+            cache=CacheConfig(page_size=page_size, num_tokens=num_tokens),
+            schedule=ScheduleConfig(max_seqs=max_seqs, max_tokens=max_tokens, group_min_seqs=group_min_seqs),
+            attention=AttentionConfig(backend=backend),  # type: ignore[arg-type]
+            graphs=GraphsConfig(enabled=max_graph_seqs > 0, max_rows=max(1, max_graph_seqs)),
+            tuning=TuningConfig(dir=tuning_dir),
         )
+        self.runner = RunnerFactory(model_dir, read_spec(model_dir), config, progress=False).build()
         self.driver = CoreDriver(
             self.runner.ready,
             max_tokens=max_tokens,

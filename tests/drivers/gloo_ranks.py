@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.fakes.mean_attention import MeanAttention, in_shards, load, run
+from tests.fakes.mean_attention import in_shards, load, run
 from toka_async.model.activation_layout import LayoutPolicy, Replicated
 from toka_async.model.comm import DistributedComm, join
-from toka_async.model.compiled import CompiledForward
 from toka_async.model.decoder import Decoder
 from toka_async.model.overlap import build_overlapped
 from toka_async.runner.links import StageLinks
-from toka_async.startup.process_groups import links_of, make_pairs
+from toka_async.startup.process_groups import build_links, make_pairs
 from toka_async.startup.rank_coords import RankCoords
 
 NUM_RANKS = 4
@@ -54,7 +53,7 @@ def _rank(folder: Path, rank: int, checkpoints: dict[int, list[Path]]) -> None:
         group = dist.new_group(list(range(size)))
         if rank < size:
             torch.save(_answers(DistributedComm(group, CPU), checkpoints[size]), _file(folder, size, rank))
-    links = links_of(
+    links = build_links(
         make_pairs(RankCoords(rank % 2, 2, rank // 2, 2, num_micro_batches=1), CPU), 3, torch.float32, 7, 5
     )
     torch.save(stage_answers(links, rank), folder / f"stage-{rank}")
@@ -85,10 +84,8 @@ def _answers(comm: DistributedComm, checkpoints: list[Path]) -> dict[str, Any]:
         "scattered": comm.reduce_scatter(torch.arange(4.0 * comm.size).view(-1, 2) * (comm.rank + 1)),
         "nothing": comm.all_gather(comm.all_reduce(own[:0]), 1),
         "minimum": comm.minimum(10 - comm.rank),
-        "first": comm.broadcast_first(bytes([comm.rank]) * (3 + comm.rank)),
+        "first": comm.agree(["rank", *range(3 + comm.rank)], list[str | int]),
         "models": {path.name: model_answers(load(path, comm), comm) for path in checkpoints},
-        # Graphs with both ways in them, the one of few tokens and the one of many; seconds to make.
-        "compiled": compiled_error(load(checkpoints[-1], comm, overlapping(comm))) if comm.size == 2 else 0.0,
     }
 
 
@@ -129,19 +126,6 @@ def stage_answers(links: StageLinks, rank: int) -> list[Tensor]:
             received.append(links.tokens_from_last.take().clone())
             links.tokens_from_last.release()
     return received
-
-
-def compiled_error(decoder: Decoder) -> float:
-    """The largest difference that compiling makes, for several numbers of tokens."""
-    compiled = CompiledForward(decoder, MeanAttention(1), compiler="eager")
-    worst = 0.0
-    for num_tokens in (7, 9, 5):
-        ids = torch.arange(num_tokens)
-        with torch.inference_mode():
-            expected = decoder(ids, ids, MeanAttention(1))
-        worst = max(worst, float((compiled(ids, ids) - expected).abs().max()))
-    assert compiled.num_eager == 0
-    return worst
 
 
 def _file(folder: Path, size: int, rank: int) -> Path:

@@ -20,7 +20,6 @@ from tests.drivers.core import Sample
 from tests.drivers.engine import Engine
 from toka_async.arrays import as_i32
 from toka_async.attention.base import PrefixGroup
-from toka_async.config import CompileConfig
 from toka_async.messages import Step, StepDone
 from toka_async.runner.inputs import StepRows
 from toka_async.runner.runner import Runner
@@ -148,7 +147,7 @@ class WatchedEngine(Engine):
             "num_tokens": 16384,
             "group_min_seqs": 2 if grouped else 0,
             "group_min_tokens": 16,
-            "compiling": CompileConfig(graphs=graphs, max_graph_seqs=32, tuning_dir=""),
+            "max_graph_seqs": 32 if graphs else 0,
         }
         super().__init__(folder, device=DEVICE, dtype=dtype, **values | fields)
         self.driver.rank = self.watch = Watch(self.runner)

@@ -16,13 +16,14 @@ import torch
 from tests.drivers.stage_runners import StageRunners, setups
 from tests.fakes.model import FakeAttention, FakeCache, FakeModel, FakeStage, logits_of
 from toka_async.arrays import as_f32, as_i32, column, i32_column
+from toka_async.attention.build import BuiltAttention
 from toka_async.messages import Prompt, Ready, SamplingParams, Step, StepDone
 from toka_async.model.comm import Comm
 from toka_async.model.rng import draw_uniforms
 from toka_async.model.sampling import params_of, sample
 from toka_async.runner.pipeline import StageSetup
-from toka_async.runner.row_shares import RowShares
-from toka_async.runner.runner import Runner
+from toka_async.runner.runner import Runner, SamplingSetup
+from toka_async.runner.samples import RowShares
 
 VOCAB = 24
 
@@ -111,10 +112,8 @@ class Driver:
                     shares = RowShares(comm, lambda hidden: model.logits(hidden.chunk(size)[rank]), max_seqs)
             else:
                 model = FakeStage(VOCAB, cache, setup.is_first, setup.is_last)
-            return Runner(
-                model, cache, attention, ready, torch.device("cpu"), use_kernels=use_kernels, graphs=attention,
-                shares=shares, setup=setup,
-            )  # fmt: skip
+            built, sampling = BuiltAttention(attention, attention), SamplingSetup(use_kernels, shares)
+            return Runner(ready, torch.device("cpu"), model, cache, built, sampling, setup)
 
         of_stages = setups(num_stages, num_parts, 1, torch.float64, capacity=num_parts + 1)
         self.stages = [runner(setup) for setup in of_stages] if num_stages > 1 else [runner(None)]

@@ -10,9 +10,9 @@ from tests.cases.models import make_checkpoint
 from tests.fakes.graphs import FakeGraphs
 from tests.fakes.plain_kernels import PlainKernels
 from toka_async.checkpoint.spec import read_spec
-from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
+from toka_async.config import CacheConfig, Config, ScheduleConfig
 from toka_async.runner.runner import Runner
-from toka_async.startup.build import build_runner
+from toka_async.startup.runner_factory import RunnerFactory
 
 Reference = Callable[[list[int]], Tensor]
 
@@ -39,11 +39,8 @@ def reference(model_dir: Path) -> Reference:
 
 @pytest.fixture
 def runner(model_dir: Path) -> Runner:
-    cache = CacheConfig(page_size=5, num_tokens=400)
-    schedule = ScheduleConfig(max_seqs=8)
-    return build_runner(
-        model_dir, read_spec(model_dir), ModelConfig(), cache, schedule, AttentionConfig(), CompileConfig()
-    )
+    config = Config(cache=CacheConfig(page_size=5, num_tokens=400), schedule=ScheduleConfig(max_seqs=8))
+    return RunnerFactory(model_dir, read_spec(model_dir), config).build()
 
 
 @pytest.fixture

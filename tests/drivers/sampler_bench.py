@@ -12,9 +12,8 @@ from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.layers import VocabularyMatrix
 from toka_async.model.ops import TorchOps
 from toka_async.runner.kernel_sampler import KernelSampler
-from toka_async.runner.row_shares import RowShares
 from toka_async.runner.rows import RowTables
-from toka_async.runner.samples import Draws
+from toka_async.runner.samples import Draws, RowShares
 from toka_async.runner.slab_sampler import SlabSampler
 from toka_async.runner.token_history import TokenHistory
 

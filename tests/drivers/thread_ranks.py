@@ -8,8 +8,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -66,8 +67,10 @@ class ThreadComm:
     def minimum(self, number: int) -> int:
         return int(torch.stack(self._exchange(torch.tensor(number))).min())
 
-    def broadcast_first(self, data: bytes) -> bytes:
-        return self._exchange(torch.tensor(list(data), dtype=torch.uint8))[0].numpy().tobytes()
+    def agree(self, value: T, kind: Any) -> T:
+        data = torch.tensor(list(msgspec.json.encode(value)), dtype=torch.uint8)
+        agreed: T = msgspec.json.decode(self._exchange(data)[0].numpy().tobytes(), type=kind)
+        return agreed
 
     def _exchange(self, x: Tensor) -> list[Tensor]:
         self.num_values += x.numel()

@@ -42,7 +42,7 @@ class MeanAttention:
 def load(folder: Path, comm: Comm, layouts: LayoutPolicy | None = None) -> Decoder:
     """The rank's part of a checkpoint, in float64."""
     decoder = build_decoder(read_spec(folder), torch.float64, torch.device("cpu"), comm, layouts=layouts)
-    load_weights(decoder, folder, progress=False)
+    load_weights(decoder, folder)
     return decoder
 
 

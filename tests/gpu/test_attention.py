@@ -20,6 +20,7 @@ from toka_async.attention.build import NOT_MEASURED, build_attention
 from toka_async.attention.choice import ChoiceTable, MeasuredShape, only
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
+from toka_async.tuning.attention import measure_table
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 needs_flashinfer = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="no FlashInfer")
@@ -213,7 +214,7 @@ def test_measuring(backend: Literal["auto", "triton"]) -> None:
     before = [tensor.normal_().clone() for tensor in (cache.keys[0], cache.values[0])]
     for _ in range(2):
         begin = time.perf_counter()
-        built = build_attention(backend, cache, 32, (0,) * 16, max_seqs=8192, max_tokens=32768)
+        built = build_attention(backend, cache, 32, (0,) * 16, max_seqs=8192, max_tokens=32768, choose=measure_table)
         seconds = time.perf_counter() - begin
     assert built.table is not None
     print(f"\n{backend}: measured in {seconds:.1f} s: {built.table.summary()}\n{built.table}")

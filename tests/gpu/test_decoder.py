@@ -16,7 +16,6 @@ from toka_async.attention.blocks import TileLimits
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.checkpoint.spec import read_spec
-from toka_async.model.compiled import compile_forward
 from toka_async.model.ops import Ops, TorchOps
 from toka_async.model.weights import build_decoder, load_weights, random_weights
 
@@ -33,7 +32,7 @@ PAGE_SIZE = 16
 def logits_on(folder: Path, device: torch.device, dtype: torch.dtype, ops: Ops | None = None) -> Tensor:
     spec = read_spec(folder)
     decoder = build_decoder(spec, dtype, device, ops=ops)
-    load_weights(decoder, folder, progress=False)
+    load_weights(decoder, folder)
     cache = KVCache(spec.num_layers, 30, spec.num_kv_heads, PAGE_SIZE, spec.head_dim, dtype, device)
     attention = ReferenceAttention(cache, spec.num_heads, spec.windows)
     rows = [PagedRow(list(range(start, start + 60)), prompt) for start, prompt in ((0, 30), (50, 1), (100, 60))]
@@ -50,29 +49,6 @@ def test_logits(tmp_path: Path, family: str, overrides: dict[str, Any], dtype: t
     for ops in (TorchOps(), fused.FusedOps()):
         ours = logits_on(folder, torch.device("cuda"), dtype, ops)
         assert (ours - exact).norm() / exact.norm() < error
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of the compiler's own imports
-@pytest.mark.filterwarnings("ignore:TensorFloat32:UserWarning")  # we ask for float32
-@pytest.mark.parametrize(("family", "overrides"), CASES)
-@torch.inference_mode()
-def test_compiled(tmp_path: Path, family: str, overrides: dict[str, Any]) -> None:
-    device = torch.device("cuda")
-    spec = read_spec(make_checkpoint(tmp_path, family, **overrides))
-    decoder = build_decoder(spec, torch.float32, device)
-    load_weights(decoder, tmp_path, progress=False)
-    cache = KVCache(spec.num_layers, 30, spec.num_kv_heads, PAGE_SIZE, spec.head_dim, torch.float32, device)
-    attention = ReferenceAttention(cache, spec.num_heads, spec.windows)
-    forward = compile_forward(decoder, attention)
-    warm_up = (1, 2, 480)
-    for index, num_tokens in enumerate((*warm_up, 1, 3, 16, 33, 128, 400)):
-        if index == len(warm_up):
-            forward.freeze()
-        attention.plan(make_batch([(list(range(30)), num_tokens, num_tokens)], 0, PAGE_SIZE, device=device))
-        token_ids, positions = (torch.arange(num_tokens, device=device) + start for start in (1, 0))
-        compiled, eager = forward(token_ids % 256, positions), decoder(token_ids % 256, positions, attention)
-        torch.testing.assert_close(compiled, eager, atol=1e-4, rtol=1e-4)
-    assert forward.num_eager == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

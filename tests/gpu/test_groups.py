@@ -60,7 +60,7 @@ def run(engine: WatchedEngine, seed: int) -> list[Received]:
     return received
 
 
-def samples_of(received: Sequence[Received], seed: int) -> Pairs:
+def make_draws(received: Sequence[Received], seed: int) -> Pairs:
     prompts = [asked.prompt for asked in structure(seed)[1]]
     return [(p, sample) for p, result in zip(prompts, received, strict=True) for sample in result.samples]
 
@@ -81,7 +81,7 @@ def test_in_float32_the_tokens_are_the_same(reference: Reference, graphs: bool) 
     engines = [WatchedEngine(reference.folder, "float32", grouped=grouped, graphs=graphs) for grouped in (True, False)]
     num_samples, num_different, worst = 0, 0, 0.0
     for seed in range(NUM_STRUCTURES):
-        ours, alone = (samples_of(run(engine, seed), seed) for engine in engines)
+        ours, alone = (make_draws(run(engine, seed), seed) for engine in engines)
         for (_, sample), (_, other) in zip(ours, alone, strict=True):
             same = num_same(sample, other)
             num_samples += 1
@@ -101,7 +101,7 @@ def test_in_bfloat16_the_errors_are_no_larger(reference: Reference) -> None:
     errors = []
     for grouped in (True, False):
         engine = WatchedEngine(reference.folder, "bfloat16", grouped=grouped)
-        pairs = [pair for seed in range(NUM_SCORED) for pair in samples_of(run(engine, seed), seed)]
+        pairs = [pair for seed in range(NUM_SCORED) for pair in make_draws(run(engine, seed), seed)]
         scores, logprobs = reference.score_all(pairs)
         errors.append((logprobs - scores.logprobs).abs())
         assert (engine.watch.num_grouped_replays > 0) == grouped

@@ -42,12 +42,15 @@ def test_every_algorithm_computes_the_product(m: int, n: int, k: int, adds: bool
 def test_tuned_products(adds: bool) -> None:
     from toka_async.kernels.cublaslt import CublasLt
     from toka_async.kernels.matmul import TunedProducts
-    from toka_async.kernels.trial import event_clock
+    from toka_async.tuning.algorithms import AlgorithmChoice
 
     device = torch.device("cuda")
-    products = TunedProducts(CublasLt(device), event_clock)
+    products = TunedProducts(CublasLt(device))
     weights = [torch.randn(4096, 1024, device=device, dtype=torch.bfloat16) / 32 for _ in range(3)]
-    products.tune(weights, adds, [1, 16, 512, 2048])
+    choice = AlgorithmChoice(products, weights, adds, [1, 16, 512, 2048])
+    chosen = choice.measure()
+    assert choice.admits(chosen)
+    choice.use(chosen)
     for m in (1, 5, 16, 300, 2048, 3000):
         x = torch.randn(m, 1024, device=device, dtype=torch.bfloat16)
         residual = torch.randn(m, 4096, device=device, dtype=torch.bfloat16)
@@ -59,8 +62,8 @@ def test_tuned_products(adds: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("inner", "hidden"), [(256, 512), (4864, 896), (8192, 2048), (200, 72), (136, 40)])
 def test_every_tile_of_the_gated_product(inner: int, hidden: int, dtype: torch.dtype) -> None:
-    from toka_async.kernels.gated import TILES, GatedProducts
-    from toka_async.kernels.trial import event_clock
+    from toka_async.kernels.gated import GatedProducts
+    from toka_async.tuning.gated_tiles import TILES, GatedTileChoice
 
     device = torch.device("cuda")
     if torch.cuda.get_device_capability(device) < (9, 0):
@@ -73,8 +76,10 @@ def test_every_tile_of_the_gated_product(inner: int, hidden: int, dtype: torch.d
     generator = torch.Generator(device).manual_seed(0)
     weight = torch.randn(2 * inner, hidden, device=device, dtype=dtype, generator=generator) / hidden**0.5
     for tile in TILES:
-        gates = GatedProducts(event_clock, 132, [tile], fewest=1)
-        gates.tune([weight], "silu", [4096], slowly)
+        gates = GatedProducts(132, fewest=1)
+        choice = GatedTileChoice(gates, [weight], "silu", [4096], slowly, tiles=[tile])
+        assert choice.is_open
+        choice.use(choice.measure())
         for m in (1, 63, 64, 129, 1000, 2200, 4096):
             x = torch.randn(m, hidden, device=device, dtype=dtype, generator=generator)
             output = gates.compute(x, weight, "silu")

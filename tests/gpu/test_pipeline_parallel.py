@@ -21,7 +21,7 @@ TOKENS = 32
 SHAPE: dict[str, Any] = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 256}
 
 
-@pytest.mark.parametrize("options", [(), ("compile.graphs=false",), ("compile.enabled=true",)])
+@pytest.mark.parametrize("options", [(), ("graphs.enabled=false",)])
 @pytest.mark.parametrize(("dp", "pp", "tp"), [(1, 2, 1), (1, 4, 1), (1, 2, 2), (2, 2, 1)])
 def test_greedy_tokens_equal_the_reference(tmp_path: Path, dp: int, pp: int, tp: int, options: tuple[str, ...]) -> None:
     if torch.cuda.device_count() < dp * pp * tp:

@@ -20,7 +20,6 @@ pytest.importorskip("triton")
 from tests.cases.models import make_checkpoint
 from tests.cases.sampling_rows import kept_by, name_of, penalised, weights_of
 from tests.drivers.gpu_models import DEVICE, Reference, WatchedEngine, make_model
-from toka_async.config import CompileConfig
 from toka_async.messages import SamplingParams
 from toka_async.model.rng import Float64
 from toka_async.model.sampling import params_of
@@ -121,7 +120,7 @@ def start(reference: Reference) -> WatchedEngine:
         grouped=False,
         max_seqs=1024,
         max_tokens=2048,
-        compiling=CompileConfig(max_graph_seqs=1024, tuning_dir=""),
+        max_graph_seqs=1024,
     )
 
 

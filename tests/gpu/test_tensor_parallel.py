@@ -30,8 +30,8 @@ OPTIONS = (
     "model.dtype=float32",
     "cache.num_tokens=32768",
     "schedule.max_seqs=16",
-    "compile.max_graph_seqs=8",
-    "compile.tuning_dir=",
+    "graphs.max_rows=8",
+    "tuning.dir=",
 )
 SHARDS = "parallel.async_tp_min_tokens=3"  # of more rows than ranks, and of prompts
 ALL_WHOLE = "parallel.async_tp_min_tokens=0"
@@ -44,9 +44,7 @@ SAMPLED: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize(
-    "options", [(ALL_WHOLE,), (ALL_WHOLE, "compile.graphs=false"), (SHARDS,), (SHARDS, "compile.enabled=true")], ids=str
-)
+@pytest.mark.parametrize("options", [(ALL_WHOLE,), (ALL_WHOLE, "graphs.enabled=false"), (SHARDS,)], ids=str)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_greedy_tokens_equal_the_reference(tmp_path: Path, tp: int, options: tuple[str, ...]) -> None:
     need_gpus(tp)
@@ -61,7 +59,7 @@ def test_greedy_tokens_equal_the_reference(tmp_path: Path, tp: int, options: tup
     check_greedy(folder, answers)
 
 
-@pytest.mark.parametrize("options", [(ALL_WHOLE,), (ALL_WHOLE, "compile.graphs=false"), (SHARDS,)], ids=str)
+@pytest.mark.parametrize("options", [(ALL_WHOLE,), (ALL_WHOLE, "graphs.enabled=false"), (SHARDS,)], ids=str)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_sampled_tokens_equal_those_of_one_gpu(tmp_path: Path, tp: int, options: tuple[str, ...]) -> None:
     """With seeds, but for a sample or two: a number may fall between two tokens, as sums differ by rounding."""
@@ -119,7 +117,7 @@ def ask_samples(server: Serving) -> list[list[int]]:
 def test_a_killed_rank_leaves_no_process(tmp_path: Path) -> None:
     family, shape = SHAPES["llama"]
     folder = make_checkpoint(tmp_path / "model", family, seed=2, **shape)
-    options = ("schedule.max_seqs=16", "compile.max_graph_seqs=8", "parallel.tp=2")
+    options = ("schedule.max_seqs=16", "graphs.max_rows=8", "parallel.tp=2")
     with serving(tmp_path, f"model.path={folder}", "model.served_name=m", *options) as server:
         events = server.stream("/v1/completions", model="m", prompt="Q", max_tokens=400, ignore_eos=True)
         next(events)

@@ -11,22 +11,28 @@ pytest.importorskip("triton")
 
 from tests.drivers.engine import Engine
 from tests.drivers.gpu_models import make_model
-from toka_async.attention.measure import Bench
-from toka_async.config import CompileConfig
-from toka_async.kernels.gated import GatedProducts
-from toka_async.kernels.matmul import TunedProducts
 from toka_async.messages import SamplingParams
-from toka_async.runner import graphs
+from toka_async.tuning.algorithms import AlgorithmChoice
+from toka_async.tuning.attention import AttentionChoice
+from toka_async.tuning.gated_tiles import GatedTileChoice
+from toka_async.tuning.graph_sizes import GraphChoice
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 def test_a_second_start_measures_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, tuning_dir = make_model(tmp_path / "model", "llama"), tmp_path / "tuning"
-    compiling = CompileConfig(max_graph_seqs=64, tuning_dir=str(tuning_dir))
 
     def start() -> tuple[Engine, list[tuple[list[int], list[float]]]]:
-        engine = Engine(folder, device="cuda", dtype="bfloat16", max_seqs=128, max_tokens=512, compiling=compiling)
+        engine = Engine(
+            folder,
+            device="cuda",
+            dtype="bfloat16",
+            max_seqs=128,
+            max_tokens=512,
+            max_graph_seqs=64,
+            tuning_dir=str(tuning_dir),
+        )
         sampling = SamplingParams(temperature=0.8, num_logprobs=0)
         received = engine.run([[*range(40, 240)], [50, 60]], n=48, max_tokens=24, sampling=sampling)
         samples = [sample for each in received for sample in each.samples]
@@ -37,11 +43,12 @@ def test_a_second_start_measures_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     kinds = {path.name.rpartition("-")[0] for path in kept}
     assert kinds >= {"product", "attention", "graphs"}
     assert ("gated-product" in kinds) == (torch.cuda.get_device_capability() >= (9, 0))
-    for owner, name in ((Bench, "table"), (TunedProducts, "tune"), (GatedProducts, "tune"), (graphs, "fastest")):
-        monkeypatch.setattr(owner, name, None)
+    for choice in (AlgorithmChoice, AttentionChoice, GatedTileChoice, GraphChoice):
+        monkeypatch.setattr(choice, "measure", None)
     second, samples = start()
     assert samples == expected
     assert {path: path.read_bytes() for path in tuning_dir.iterdir()} == kept
-    assert first.runner.decode is not None
-    assert second.runner.decode is not None
-    assert second.runner.decode.graph_sizes == first.runner.decode.graph_sizes
+    graphs = [engine.runner.decode.graphs for engine in (first, second) if engine.runner.decode is not None]
+    assert graphs[0] is not None
+    assert graphs[1] is not None
+    assert graphs[0].sizes == graphs[1].sizes

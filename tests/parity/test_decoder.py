@@ -95,7 +95,7 @@ def reference_logits(model: Any, token_ids: list[int]) -> Tensor:
 def run_ours(folder: Path, spec: ModelSpec, rows: list[PagedRow], page_size: int, dtype: torch.dtype) -> None:
     device = torch.device("cpu")
     decoder = build_decoder(spec, dtype, device)
-    load_weights(decoder, folder, progress=False)
+    load_weights(decoder, folder)
     num_pages = sum(-(-len(row.token_ids) // page_size) for row in rows)
     cache = KVCache(spec.num_layers, num_pages, spec.num_kv_heads, page_size, spec.head_dim, dtype, device)
     attention = ReferenceAttention(cache, spec.num_heads, spec.windows)

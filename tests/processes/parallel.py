@@ -29,7 +29,7 @@ OPTIONS = (
     "schedule.max_seqs=64",
     "schedule.group_min_seqs=2",
     "schedule.group_min_tokens=32",
-    "compile.tuning_dir=",
+    "tuning.dir=",
     "attention.num_threads=1",
     "log.stats_interval=0",
 )

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toka_async.arrays import Int64
 from toka_async.attention.base import AttentionBatch, PrefixGroup
+from toka_async.attention.copies import to_device
 from toka_async.attention.kv_cache import KVCache
-from toka_async.attention.query_tiles import QueryTiles, batches, chunk_spans, decode_spans, prefix_spans
+from toka_async.attention.query_tiles import QueryTiles, batches, make_chunk_spans, make_decode_spans, make_prefix_spans
 
 
 @dataclass(slots=True, frozen=True)
@@ -102,7 +102,7 @@ class Planner:
         return bias.repeat_interleave(self.group_size, dim=1)[:, None]
 
     def _with_own_table(self, batch: AttentionBatch, width: int) -> AttentionBatch:
-        """The same batch with a page table of its rows alone, in their order, as wide as the longest needs."""
+        """The batch with a page table of its rows alone, in their order, as wide as the longest needs."""
         pages = batch.page_table[:, :width].index_select(0, batch.slots)
         return replace(batch, page_table=pages, slots=torch.arange(len(pages), device=pages.device))
 
@@ -113,18 +113,18 @@ class Planner:
         for group in groups:
             skip[group.first_row : group.first_row + group.num_rows] = group.num_pages
         alone, grouped = np.flatnonzero(skip == 0), np.flatnonzero(skip)
-        whole = self._blocks(batch, decode_spans(batch, skip, alone, self.page_size, window), window)
+        whole = self._blocks(batch, make_decode_spans(batch, skip, alone, self.page_size, window), window)
         if len(batch.query_lengths) > batch.num_decode:
-            whole += self._blocks(batch, chunk_spans(batch, self.page_size, window, cells), window)
+            whole += self._blocks(batch, make_chunk_spans(batch, self.page_size, window, cells), window)
         if not groups:
             return TilePlan(window, whole, [], [], None)
-        shared = prefix_spans(groups, self.page_size, 4 * cells // self.num_kv_heads)
+        shared = make_prefix_spans(groups, self.page_size, 4 * cells // self.num_kv_heads)
         return TilePlan(
             window,
             whole,
             self._blocks(batch, shared, 0),
-            self._blocks(batch, decode_spans(batch, skip, grouped, self.page_size, window), window),
-            self._upload(grouped),
+            self._blocks(batch, make_decode_spans(batch, skip, grouped, self.page_size, window), window),
+            to_device(grouped, self.device),
         )
 
     def _is_shared(self, group: PrefixGroup, batch: AttentionBatch, window: int) -> bool:
@@ -147,7 +147,7 @@ class Planner:
         every = len(tokens) == len(batch.write_indices) and np.array_equal(tokens, np.arange(len(tokens)))
         block = DenseBlock(
             size=len(spans),
-            tokens=None if every else self._upload(tokens),
+            tokens=None if every else to_device(tokens, self.device),
             slices=self._slices(batch, spans, num_pages),
             first=0,
             last=num_pages * self.page_size,
@@ -158,7 +158,7 @@ class Planner:
             block.last = int(ends[0, 0])
             block.first = max(0, block.last - window) if window else 0
             return block
-        block.ends = self._upload(ends)
+        block.ends = to_device(ends, self.device)
         if ends.size * block.last * self.group_size <= self.limits.kept_cells:
             block.bias = self.bias(block.ends, block.last, window)
         return block
@@ -170,9 +170,6 @@ class Planner:
             pages = batch.page_table[start : start + len(rows), :num_pages]
         else:
             columns = np.minimum(first[:, None] + np.arange(num_pages), batch.page_table.shape[1] - 1)
-            pages = batch.page_table[self._upload(rows)[:, None], self._upload(columns)]
+            pages = batch.page_table[to_device(rows, self.device)[:, None], to_device(columns, self.device)]
         slices = pages.long()[:, None] * self.num_kv_heads + self.heads[:, None]  # [b, kv_heads, m]
         return slices.flatten()
-
-    def _upload(self, values: Int64) -> Tensor:
-        return torch.from_numpy(values).to(self.device)

@@ -1,4 +1,4 @@
-"""Builds the attention backend that the configuration asks for, and measures what there is to choose.
+"""Builds the attention backend that the configuration asks for, out of the parts that work here.
 
 Knows what each implementation needs of device, numbers and shapes; knows no model.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -15,8 +15,8 @@ from toka_async.attention import flashinfer
 from toka_async.attention.base import AttentionBackend, GraphAttention
 from toka_async.attention.choice import AutoChunks, AutoDecode, ChoiceTable, every_group_pays, only
 from toka_async.attention.kv_cache import KVCache
-from toka_async.attention.measure import Bench, CudaClock, try_chunks, try_decode
 from toka_async.attention.reference import ReferenceAttention
+from toka_async.attention.try_out import try_chunks, try_decode
 from toka_async.checkpoint.spec import ModelError
 
 if TYPE_CHECKING:  # these need Triton, which is not everywhere
@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # these need Triton, which is not everywhere
 logger = logging.getLogger(__name__)
 
 Backend = Literal["auto", "reference", "triton", "flashinfer"]
-Settle = Callable[[Bench], ChoiceTable]  # from what can measure a table to the one to choose by
 LARGEST_HEAD = 256
 NOT_MEASURED = only("triton")  # a table to build with before there is something to measure on
 
@@ -36,13 +35,13 @@ class BuiltAttention:
 
     smallest_group: fewest rows of a group, and fewest tokens of a prefix, that can be worth sharing; (0, 0): none.
     pays: whether a group of so many rows and tokens is.
-    table: what was measured; None: there was nothing to measure.
+    table: what it chooses by; None: there is nothing to choose.
     """
 
     backend: AttentionBackend
-    graphs: GraphAttention | None
-    smallest_group: tuple[int, int]
-    pays: Callable[[int, int], bool]
+    graphs: GraphAttention | None = None
+    smallest_group: tuple[int, int] = (0, 0)
+    pays: Callable[[int, int], bool] = every_group_pays
     table: ChoiceTable | None = None
 
 
@@ -56,6 +55,18 @@ class AttentionLimits:
     scale: float
     max_seqs: int
     max_tokens: int
+
+
+@dataclass(slots=True, frozen=True)
+class AttentionParts:
+    """The parts to choose from, by name, the cache that they read, and the limits of a step."""
+
+    cache: KVCache
+    num_heads: int
+    max_seqs: int
+    max_tokens: int
+    decode: Mapping[str, DecodeKernel]
+    chunks: Mapping[str, PrefillKernel]
 
 
 @dataclass(slots=True)
@@ -75,13 +86,13 @@ def build_attention(
     max_seqs: int,
     max_tokens: int,
     scale: float | None = None,
-    table: ChoiceTable | None = None,
-    settle: Settle | None = None,
+    table: ChoiceTable = NOT_MEASURED,
+    choose: Callable[[AttentionParts], ChoiceTable] | None = None,
 ) -> BuiltAttention:
     """The backend over `cache`, with a sliding window per layer, for steps of up to max_seqs rows and max_tokens.
 
-    table: what to choose by; None: measured now, on the cache as it is, without writing to it.
-    settle: gives that table, measured or known from before; None: measured.
+    table: what to choose by. choose: gives the table, once every part has run; it may measure on the cache as it is,
+    without writing to it.
     Raises ModelError: the backend cannot attend over this cache; the message says why, and what can.
     """
     chosen = resolve_backend(backend, cache)
@@ -93,23 +104,22 @@ def build_attention(
     sources = Sources()
     if chosen != "flashinfer":
         _add_triton(sources, limits)
-        if table is None:
+        if choose is not None:
             _try_out(sources, limits)
-    if chosen == "flashinfer" or (chosen == "auto" and not flashinfer.why_not(cache)):
+    if chosen == "flashinfer" or (chosen == "auto" and not flashinfer.explain_no_flashinfer(cache)):
         sources = _with_flashinfer(sources, limits, must=chosen == "flashinfer")
-    if table is None:
-        bench = _bench(sources, limits)
-        table = bench.table() if settle is None else settle(bench)
+    if choose is not None:
+        table = choose(_make_parts(sources, limits))
         logger.info("attention: %s", table.summary())
-    parts = _assemble(sources, limits, table)
-    return BuiltAttention(parts, parts if sources.captured else None, table.smallest_group(), table.pays, table)
+    paged = _assemble(sources, limits, table)
+    return BuiltAttention(paged, paged if sources.captured else None, table.smallest_group(), table.pays, table)
 
 
 def resolve_backend(backend: Backend, cache: KVCache) -> Backend:
     """`auto` is the reference where there is no GPU or no Triton. Raises ModelError for what cannot be had."""
     if backend == "reference":
         return backend
-    reason = flashinfer.why_not(cache) if backend == "flashinfer" else why_not_triton(cache)
+    reason = flashinfer.explain_no_flashinfer(cache) if backend == "flashinfer" else explain_no_triton(cache)
     if not reason and importlib.util.find_spec("triton") is None:
         reason = "the package triton is not installed; pip install triton, or use reference"
     if not reason:
@@ -121,7 +131,7 @@ def resolve_backend(backend: Backend, cache: KVCache) -> Backend:
     return "reference"
 
 
-def why_not_triton(cache: KVCache) -> str:
+def explain_no_triton(cache: KVCache) -> str:
     """Why our own kernels cannot attend over the cache, and the fix; empty if they can."""
     device = cache.keys[0].device.type
     if device != "cuda":
@@ -159,7 +169,7 @@ def _add_flashinfer(sources: Sources, limits: AttentionLimits) -> None:
 
 
 def _with_flashinfer(sources: Sources, limits: AttentionLimits, must: bool) -> Sources:
-    """The same and FlashInfer's parts, if they work here: they are compiled at first use, which takes a compiler.
+    """Adds FlashInfer's parts, if they work here: they are compiled at first use, which takes a compiler.
 
     Raises ModelError: they do not, and they must.
     """
@@ -186,15 +196,14 @@ def _try_out(sources: Sources, limits: AttentionLimits) -> None:
             try_chunks(limits.cache, limits.num_heads, make_chunks(), window)
 
 
-def _bench(sources: Sources, limits: AttentionLimits) -> Bench:
-    return Bench(
+def _make_parts(sources: Sources, limits: AttentionLimits) -> AttentionParts:
+    return AttentionParts(
         limits.cache,
         limits.num_heads,
         limits.max_seqs,
         limits.max_tokens,
         {name: make() for name, make in sources.decode.items()},
         {name: make() for name, make in sources.chunks.items()},
-        CudaClock(len(limits.cache.keys)),
     )
 
 

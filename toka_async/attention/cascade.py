@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from toka_async.attention.base import AttentionBatch, PrefixGroup
+from toka_async.attention.copies import to_device
 from toka_async.attention.flashinfer import WHOLE, Prefill, WrapperShape, is_seen
-from toka_async.attention.query_tiles import prefix_spans
-from toka_async.attention.triton import TritonDecode, upload
+from toka_async.attention.query_tiles import make_prefix_spans
+from toka_async.attention.triton import TritonDecode
 from toka_async.kernels.decode import Partial, Splits, decode_attention
 
 
@@ -54,16 +55,16 @@ class CascadeDecode:
         for group in groups:
             skip[group.first_row : group.first_row + group.num_rows] = group.num_pages * page_size
         lengths = batch.context_lengths[: batch.num_decode] - skip
-        splits, order = self.own.work_of(np.minimum(lengths, window) if window else lengths)
+        splits, order = self.own.divide_work(np.minimum(lengths, window) if window else lengths)
         rows = np.flatnonzero(skip)
         is_run = len(rows) == rows[-1] - rows[0] + 1
         device = self.shape.workspace.device
         self.step = _CascadePlan(
             batch,
             window,
-            upload(skip, device),
-            self.prefill.plan(batch, prefix_spans(groups, page_size, WHOLE), 0),
-            slice(int(rows[0]), int(rows[-1]) + 1) if is_run else upload(rows.astype(np.int32), device),
+            to_device(skip, device),
+            self.prefill.plan(batch, make_prefix_spans(groups, page_size, WHOLE), 0),
+            slice(int(rows[0]), int(rows[-1]) + 1) if is_run else to_device(rows.astype(np.int32), device),
             splits,
             order,
         )

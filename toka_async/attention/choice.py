@@ -55,7 +55,7 @@ class ChoiceTable:
         return min(rows for rows, _ in self.groups), min(tokens for _, tokens in self.groups)
 
     def summary(self) -> str:
-        """For people: how often each part was fastest, and which groups share."""
+        """The table in words for people: how often each part was fastest, and which groups share."""
         counts = [
             f"{name} " + ", ".join(f"{choice} {n}" for choice, n in Counter(p.choice for p in points).most_common())
             for name, points in (("decode", self.decode), ("grouped", self.grouped), ("chunks", self.chunks))
@@ -85,7 +85,7 @@ def nearest(points: Sequence[MeasuredShape], size: float, tokens: float) -> str:
     return min(points, key=distance).choice
 
 
-def smallest_groups(worth: Mapping[tuple[int, int], bool]) -> tuple[tuple[int, int], ...]:
+def find_smallest_groups(worth: Mapping[tuple[int, int], bool]) -> tuple[tuple[int, int], ...]:
     """The smallest (rows, tokens) from which on every measured group is worth its merge; none of them within another.
 
     worth: by rows of a group and tokens of its prefix.

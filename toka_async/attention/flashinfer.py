@@ -18,8 +18,8 @@ from torch import Tensor
 
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.kv_cache import KVCache
-from toka_async.attention.query_tiles import QueryTiles, chunk_spans, decode_spans, prefix_spans
-from toka_async.attention.wrappers import WrapperRing, paged_keys, query_bounds
+from toka_async.attention.query_tiles import QueryTiles, make_chunk_spans, make_decode_spans, make_prefix_spans
+from toka_async.attention.wrappers import WrapperRing, put_paged_keys, put_query_bounds
 
 HEAD_DIMS = (64, 128, 256)
 WHOLE = 1 << 62  # cells of a span: it is not cut
@@ -31,7 +31,7 @@ LEAST_ROWS = 512  # that plans have room for: trying out kernels takes more than
 _DEFAULT_SCHEDULE = 8 << 20  # bytes, what a wrapper comes with
 
 
-def why_not(cache: KVCache) -> str:
+def explain_no_flashinfer(cache: KVCache) -> str:
     """Why FlashInfer cannot attend over the cache, and the fix; empty if it can."""
     keys = cache.keys[0]
     if importlib.util.find_spec("flashinfer") is None:
@@ -127,7 +127,7 @@ class Prefill:
     def plan(self, batch: AttentionBatch, spans: QueryTiles, window: int) -> Any:
         """A wrapper that is ready to run."""
         wrapper, inputs = self.ring.take()
-        columns = (query_bounds(inputs, spans), *paged_keys(inputs, batch, spans, self.shape.cache.page_size))
+        columns = (put_query_bounds(inputs, spans), *put_paged_keys(inputs, batch, spans, self.shape.cache.page_size))
         most = int(spans.counts.max())  # given, FlashInfer need not look for it, one row at a time
         self.shape.plan(wrapper, columns, window, causal=spans.causal, max_token_per_sequence=most)
         inputs.seal()
@@ -155,7 +155,7 @@ class FlashInferChunks:
         self.wrapper: Any = None
 
     def plan(self, batch: AttentionBatch, window: int) -> None:
-        spans = chunk_spans(batch, self.cache.page_size, window, WHOLE)
+        spans = make_chunk_spans(batch, self.cache.page_size, window, WHOLE)
         self.wrapper = self.prefill.plan(batch, spans, window)
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
@@ -191,15 +191,15 @@ class FlashInferDecode:
             skip[group.first_row : group.first_row + group.num_rows] = group.num_pages
         page_size = self.cache.page_size
         wrapper, inputs = self.ring.take()
-        own = decode_spans(batch, skip, np.arange(batch.num_decode), page_size, window)
-        self.shape.plan(wrapper, paged_keys(inputs, batch, own, page_size), window)
+        own = make_decode_spans(batch, skip, np.arange(batch.num_decode), page_size, window)
+        self.shape.plan(wrapper, put_paged_keys(inputs, batch, own, page_size), window)
         grouped: slice | Tensor = slice(0)
         if groups:
             rows = np.flatnonzero(skip)
             is_run = len(rows) == rows[-1] - rows[0] + 1
             grouped = slice(int(rows[0]), int(rows[-1]) + 1) if is_run else inputs.upload(rows)[0]
         inputs.seal()
-        prefix = self.prefill.plan(batch, prefix_spans(groups, page_size, WHOLE), 0) if groups else None
+        prefix = self.prefill.plan(batch, make_prefix_spans(groups, page_size, WHOLE), 0) if groups else None
         self.planned = _WrapperPlan(wrapper, prefix, grouped)
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:

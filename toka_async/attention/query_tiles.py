@@ -55,13 +55,13 @@ def make_spans(
     return QueryTiles(rows, tokens, counts, ends, first_pages, last_pages - first_pages)
 
 
-def decode_spans(batch: AttentionBatch, skip: Int64, rows: Int64, page_size: int, window: int) -> QueryTiles:
+def make_decode_spans(batch: AttentionBatch, skip: Int64, rows: Int64, page_size: int, window: int) -> QueryTiles:
     """One span for each of the decoding `rows`; `skip` leading pages of each are read elsewhere."""
     ends = batch.context_lengths[rows].astype(np.int64)
     return make_spans(rows, rows, np.ones_like(rows), ends, skip[rows], page_size, window)
 
 
-def chunk_spans(batch: AttentionBatch, page_size: int, window: int, cells: int) -> QueryTiles:
+def make_chunk_spans(batch: AttentionBatch, page_size: int, window: int, cells: int) -> QueryTiles:
     """Chunks of prompts, cut so that queries times keys of a span stay below about `cells`."""
     lengths = batch.query_lengths[batch.num_decode :].astype(np.int64)
     ends = batch.context_lengths[batch.num_decode :].astype(np.int64)
@@ -75,7 +75,7 @@ def chunk_spans(batch: AttentionBatch, page_size: int, window: int, cells: int) 
     return make_spans(batch.num_decode + chunk, tokens, counts, seen, np.zeros_like(chunk), page_size, window)
 
 
-def prefix_spans(groups: Sequence[PrefixGroup], page_size: int, cells: int) -> QueryTiles:
+def make_prefix_spans(groups: Sequence[PrefixGroup], page_size: int, cells: int) -> QueryTiles:
     """All rows of a group read its shared pages; cut like chunks."""
     columns: list[tuple[int, int, int, int]] = []
     for group in groups:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from toka_async.arrays import Int32, Int64
 from toka_async.attention.base import AttentionBatch, PrefixGroup
+from toka_async.attention.copies import pin, to_device
 from toka_async.attention.kv_cache import KVCache
 from toka_async.kernels.decode import (
     MOST_PARTIALS,
@@ -85,12 +86,12 @@ class TritonDecode:
             data, skip, num_tiles = self._describe(spans, batch.num_decode)
             lengths = contexts - skip
             rows = _padded(batch.num_decode)
-            tiles = upload(data, self.device)
+            tiles = to_device(data, self.device)
             shared = _Shared(
                 tiles[:rows], tiles[rows:].view(-1, 4), num_tiles, self._prefix_splits(num_tiles, batch.num_decode)
             )
         lengths = np.minimum(lengths, window) if window else lengths
-        splits, order = self.work_of(lengths)
+        splits, order = self.divide_work(lengths)
         config = self._config(float(lengths.mean()) < SHORT)
         self.step = _DecodePlan(batch, window, splits, config, shared, order)
 
@@ -118,7 +119,7 @@ class TritonDecode:
         if data is None:
             spans = _group_columns(groups)
             spans[:, 2] *= self.cache.page_size
-            data = pinned(self._describe(spans, self.graph_rows)[0], self.device)
+            data = pin(self._describe(spans, self.graph_rows)[0], self.device)
             if len(self.graph_kept) == KEPT_GROUPS:
                 del self.graph_kept[next(iter(self.graph_kept))]
         self.graph_kept[groups] = data
@@ -167,14 +168,14 @@ class TritonDecode:
     def _config(self, is_short: bool) -> DecodeConfig:
         return decode_config(self.cache.head_dim, self.cache.keys[0].dtype, is_short)
 
-    def work_of(self, lengths: Int32 | Int64) -> tuple[Splits, Tensor | None]:
+    def divide_work(self, lengths: Int32 | Int64) -> tuple[Splits, Tensor | None]:
         """How rows that read so many keys each are split, and the longest first where they differ."""
         num_rows, longest, total = len(lengths), int(lengths.max(initial=1)), int(lengths.sum())
         kv_heads, dim = self.cache.num_kv_heads, self.cache.head_dim
         splits = splits_of(longest, total, num_rows, self.num_heads, dim, kv_heads, self.num_sms)
         if longest * num_rows <= UNEVEN * total:
             return splits, None
-        return splits, upload(np.argsort(-lengths, kind="stable").astype(np.int32), self.device)
+        return splits, to_device(np.argsort(-lengths, kind="stable").astype(np.int32), self.device)
 
     def _describe(self, spans: Int64, num_rows: int) -> tuple[Int32, Int64, int]:
         """Spans [n, 3] of (first row, rows, keys) as device data: skips, padded, then tiles; also skips [num_rows]."""
@@ -208,7 +209,7 @@ class TritonChunks:
         tiles = _tiles(rows, np.cumsum(lengths) - lengths, lengths, seen, self.tile_queries, causal=True)
         # The last to start are the shortest, so that no program runs long when the others are done.
         tiles[1:] = tiles[1:][np.argsort(-tiles[1:, 3], kind="stable")]
-        self.step = (batch, window, upload(tiles.astype(np.int32), self.cache.keys[0].device))
+        self.step = (batch, window, to_device(tiles.astype(np.int32), self.cache.keys[0].device))
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
         assert self.step is not None
@@ -262,17 +263,6 @@ class _Memory:
 def count_sms(device: torch.device) -> int:
     """Multiprocessors of the device, 1 where there are none."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def pinned(values: Int32, device: torch.device) -> Tensor:
-    """A copy of `values` that a CUDA device can fetch on its own time."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory() if device.type == "cuda" else tensor
-
-
-def upload(values: Int32, device: torch.device) -> Tensor:
-    """`values` on the device, in the stream's order; the host does not wait."""
-    return pinned(values, device).to(device, non_blocking=True)
 
 
 def _padded(num_rows: int) -> int:

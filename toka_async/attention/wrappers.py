@@ -72,12 +72,12 @@ class WrapperRing:
         return wrapper, inputs
 
 
-def query_bounds(inputs: PinnedInputs, spans: QueryTiles) -> Tensor:
+def put_query_bounds(inputs: PinnedInputs, spans: QueryTiles) -> Tensor:
     """Where each span's queries begin and end, int32 [n + 1] on the host."""
     return inputs.put(_bounds(spans.counts))[0]
 
 
-def paged_keys(
+def put_paged_keys(
     inputs: PinnedInputs, batch: AttentionBatch, spans: QueryTiles, page_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The pages and keys of spans, each from its first page on, as a wrapper is told of them.

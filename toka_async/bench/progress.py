@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from toka_async.bar import draw_line, format_duration, get_columns
+from toka_async.bar import clear_line, draw_line, format_duration, get_columns, write_line
 
 INTERVAL, QUIET_INTERVAL = 0.5, 10.0  # seconds between redraws; between lines without a terminal
 
@@ -42,14 +42,16 @@ class LoadBar:
     def show(self, num_tokens: float | None) -> None:
         """Redraws with the tokens so far; None: the server does not say."""
         line = self._line(num_tokens, self._clock() - self._began)
-        self._stream.write(f"\r{line}\x1b[K" if self._is_terminal else f"{line}\n")
-        self._stream.flush()
+        if self._is_terminal:
+            write_line(self._stream, line)
+        else:
+            self._stream.write(f"{line}\n")
+            self._stream.flush()
 
     def close(self) -> None:
         """Clears the bar for the lines that follow."""
         if self._is_terminal:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
+            clear_line(self._stream)
 
     def _line(self, num_tokens: float | None, seconds: float) -> str:
         if num_tokens is not None and self._num_tokens:

@@ -67,12 +67,10 @@ def measure(options: argparse.Namespace, config: Config) -> StepResult:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     from toka_async.bench.floor import Floor
-    from toka_async.startup.build import build_runner
     from toka_async.startup.device import resolve_dtype
+    from toka_async.startup.runner_factory import RunnerFactory
 
-    runner = build_runner(
-        model_dir, spec, config.model, config.cache, config.schedule, config.attention, config.compile
-    )
+    runner = RunnerFactory(model_dir, spec, config).build()
     dtype = resolve_dtype(config.model, spec, runner.device)
     floor = Floor(spec, dtype, runner.device)
     times, skipped = [], []

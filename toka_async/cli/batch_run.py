@@ -12,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TextIO
 
-from toka_async.bar import draw_line, format_count, format_duration, get_columns
+from toka_async.bar import draw_line, format_count, format_duration, get_columns, write_line
 from toka_async.batches.disk import StorageError
 from toka_async.batches.records import FINAL, Batch
 from toka_async.batches.retry import retry_failed
@@ -194,8 +194,7 @@ class Bar:
         self._next_draw = now + (INTERVAL if self._is_terminal else QUIET_INTERVAL)
         line = bar_line(self.latest, self._before, now - self._began_at, get_columns(self._stream))
         if self._is_terminal:
-            self._stream.write(f"\r{line}\x1b[K")
-            self._stream.flush()
+            write_line(self._stream, line)
             self._is_drawn = True
         else:
             self._say(line)

@@ -16,6 +16,7 @@ NO_DRAFTS = "speculative decoding is not supported"
 NO_REMOTE_CODE = "leave it out: no code of a checkpoint is ever run"
 ONE_MACHINE = "leave it out: processes are started by `toka-async serve`, all on this machine"
 ALWAYS_ON = "leave it out: it is always so"
+NO_COMPILER = "leave it out: torch.compile was slower than our kernels"
 BY_REQUEST = "leave it out: a request asks for it"
 
 
@@ -103,10 +104,10 @@ OPTIONS: Mapping[str, Habit] = {
     "-dp": Habit("parallel.dp"),
     # What computes.
     "--attention-backend": Habit("attention.backend"),
-    "--enforce-eager": _flag("compile.graphs", "false"),
-    "--disable-cuda-graph": _flag("compile.graphs", "false"),
-    "--enable-torch-compile": _flag("compile.enabled", "true"),
-    "--cuda-graph-max-bs": Habit("compile.max_graph_seqs"),
+    "--enforce-eager": _flag("graphs.enabled", "false"),
+    "--disable-cuda-graph": _flag("graphs.enabled", "false"),
+    "--enable-torch-compile": _refuse(NO_COMPILER),
+    "--cuda-graph-max-bs": Habit("graphs.max_rows"),
     # What has no key.
     "--api-key": _refuse("set TOKA_API_KEYS in the environment, or auth.api_keys to a file of keys, one a line"),
     "--seed": _refuse("leave it out: each request has a `seed`"),
@@ -158,9 +159,9 @@ ASSIGNMENTS: Mapping[str, Habit] = {
     "use_hydragen": Habit("schedule.group_min_seqs", words={"T": "auto", "F": "0", "True": "auto", "False": "0"}),
     "hydragen_min_group_size": Habit("schedule.group_min_seqs"),
     "hydragen_min_prefix_len": Habit("schedule.group_min_tokens"),
-    "torch_compile": Habit("compile.enabled", words=TRUTHS),
-    "use_cudagraphs": Habit("compile.graphs", words=TRUTHS),
-    "cudagraph_max_size": Habit("compile.max_graph_seqs"),
+    "torch_compile": _refuse(NO_COMPILER),
+    "use_cudagraphs": Habit("graphs.enabled", words=TRUTHS),
+    "cudagraph_max_size": Habit("graphs.max_rows"),
     "trust_remote_code": _refuse(NO_REMOTE_CODE),
     "rope_scaling": _refuse("leave it out: it is read from config.json"),
     "local_proc_name": _refuse(ONE_MACHINE),

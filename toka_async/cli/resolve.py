@@ -43,9 +43,9 @@ def resolve(config: Config) -> Config:
 
 
 def _resolve_simulated(config: Config, spec: ModelSpec) -> Config:
-    from toka_async.startup.simulated import simulated_ready
+    from toka_async.startup.simulated import make_simulated_ready
 
-    ready = simulated_ready(spec, config.model, config.cache, config.schedule)
+    ready = make_simulated_ready(spec, config.model, config.cache, config.schedule)
     limits = resolve_limits(config.model, config.schedule, spec, "simulated")
     return _fill_limits(config, limits, ready.num_pages * ready.page_size)
 
@@ -53,17 +53,17 @@ def _resolve_simulated(config: Config, spec: ModelSpec) -> Config:
 def _resolve_device(config: Config, spec: ModelSpec) -> Config:
     from toka_async.capacity import device_memory, make_plan
     from toka_async.checkpoint.limits import resolve_num_pages
-    from toka_async.startup.cache_size import page_bytes_of
+    from toka_async.startup.cache_size import count_page_bytes
     from toka_async.startup.device import resolve_device, resolve_dtype, resolve_num_threads
-    from toka_async.startup.memory import cpu_cache_bytes
-    from toka_async.tuning.store import folder_of
+    from toka_async.startup.memory import choose_cpu_cache_bytes
+    from toka_async.tuning.store import find_folder
 
     device = resolve_device(config.model)
     kind: DeviceKind = "cuda" if device.type == "cuda" else "cpu"
     dtype = resolve_dtype(config.model, spec, device)
     model = _fill(config.model, device=kind, dtype=str(dtype).removeprefix("torch."))
-    compiling = _fill(config.compile, tuning_dir=str(folder_of(config.compile.tuning_dir) or ""))
-    config = replace(config, model=model, compile=compiling)
+    tuning = _fill(config.tuning, dir=str(find_folder(config.tuning.dir) or ""))
+    config = replace(config, model=model, tuning=tuning)
     memory = device_memory() if kind == "cuda" else None
     if memory is not None:
         return _fill_limits(config, make_plan(config, memory).limits, "auto")
@@ -78,7 +78,7 @@ def _resolve_device(config: Config, spec: ModelSpec) -> Config:
     num_tokens: int | str = "auto"
     if config.parallel.pp * config.parallel.tp == 1:  # otherwise the fullest rank decides
         pages = resolve_num_pages(
-            config.cache, limits, page_bytes_of(spec, config.cache, dtype), *cpu_cache_bytes(num_sharing)
+            config.cache, limits, count_page_bytes(spec, config.cache, dtype), *choose_cpu_cache_bytes(num_sharing)
         )
         num_tokens = pages * config.cache.page_size
     return _fill_limits(replace(config, attention=attention), limits, num_tokens)

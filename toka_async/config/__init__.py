@@ -6,8 +6,8 @@ from toka_async.config.sections import (
     AuthConfig,
     BatchesConfig,
     CacheConfig,
-    CompileConfig,
     Config,
+    GraphsConfig,
     LimitsConfig,
     LogConfig,
     ModelConfig,
@@ -15,6 +15,7 @@ from toka_async.config.sections import (
     ScheduleConfig,
     ServerConfig,
     SimulatedConfig,
+    TuningConfig,
     ZmqConfig,
 )
 
@@ -23,9 +24,9 @@ __all__ = [
     "AuthConfig",
     "BatchesConfig",
     "CacheConfig",
-    "CompileConfig",
     "Config",
     "ConfigError",
+    "GraphsConfig",
     "LimitsConfig",
     "LogConfig",
     "ModelConfig",
@@ -33,6 +34,7 @@ __all__ = [
     "ScheduleConfig",
     "ServerConfig",
     "SimulatedConfig",
+    "TuningConfig",
     "ZmqConfig",
     "load_config",
 ]

@@ -110,6 +110,8 @@ def _file_values(path: Path) -> Iterable[tuple[str, Any]]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     for name, table in tables.items():
+        for key in table if isinstance(table, dict) else ():
+            check_renamed(f"{name}.{key}")
         if name not in _SECTIONS and not isinstance(table, dict):
             raise ConfigError(
                 f"{name!r} in {path}: expected keys in a section, as in [server]{_nearest(name, _FIELDS)}"

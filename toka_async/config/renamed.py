@@ -43,8 +43,13 @@ RENAMED: Mapping[str, str] = {
     "server.log_requests": "log.requests",
     "server.log_prompts": "log.prompts",
     "server.stats_interval": "log.stats_interval",
+    "compile.graphs": "graphs.enabled",
+    "compile.max_graph_seqs": "graphs.max_rows",
+    "compile.tune": "tuning.products",
+    "compile.tuning_dir": "tuning.dir",
 }
 
 GONE: Mapping[str, str] = {
+    "compile.enabled": "leave it out: torch.compile was slower than our kernels",
     "server.max_address_connections": "limit connections by address in a reverse proxy, see configs/proxy",
 }

@@ -320,22 +320,24 @@ class AttentionConfig(Section, frozen=True, kw_only=True):
     ] = "auto"
 
 
-class CompileConfig(Section, frozen=True, kw_only=True):
-    enabled: Annotated[bool, Meta(description="compile the model with torch.compile")] = False
-    tune: Annotated[
+class GraphsConfig(Section, frozen=True, kw_only=True):
+    enabled: Annotated[
+        bool, Meta(description="capture decode steps in CUDA graphs, with the triton attention kernels")
+    ] = True
+    max_rows: Annotated[int, Meta(ge=1, le=8192, description="sequences of the largest captured step")] = 512
+
+
+class TuningConfig(Section, frozen=True, kw_only=True):
+    products: Annotated[
         bool, Meta(description="measure the algorithms for matrix products at startup and use the fastest")
     ] = True
-    tuning_dir: Annotated[
+    dir: Annotated[
         str,
         Meta(
             description="folder that keeps measurements for later starts; auto: in the user's cache folder; empty: "
             "they are not kept"
         ),
     ] = "auto"
-    graphs: Annotated[
-        bool, Meta(description="capture decode steps in CUDA graphs, with the triton attention kernels")
-    ] = True
-    max_graph_seqs: Annotated[int, Meta(ge=1, le=8192, description="sequences of the largest captured step")] = 512
 
 
 class SimulatedConfig(Section, frozen=True, kw_only=True):
@@ -359,5 +361,6 @@ class Config(Section, frozen=True, kw_only=True):
     schedule: ScheduleConfig = msgspec.field(default_factory=ScheduleConfig)
     parallel: ParallelConfig = msgspec.field(default_factory=ParallelConfig)
     attention: AttentionConfig = msgspec.field(default_factory=AttentionConfig)
-    compile: CompileConfig = msgspec.field(default_factory=CompileConfig)
+    graphs: GraphsConfig = msgspec.field(default_factory=GraphsConfig)
+    tuning: TuningConfig = msgspec.field(default_factory=TuningConfig)
     simulated: SimulatedConfig = msgspec.field(default_factory=SimulatedConfig)

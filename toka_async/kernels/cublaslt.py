@@ -1,7 +1,7 @@
 """Multiplies matrices with cuBLASLt and an algorithm of the caller's choice.
 
 torch takes the first algorithm that the library proposes for a shape; others of its proposals are often faster
-(`kernels.matmul` measures). Follows cublasLt.h of CUDA 12 and 13. Knows no layers and does not choose.
+(`tuning.algorithms` measures). Follows cublasLt.h of CUDA 12 and 13. Knows no layers and does not choose.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -111,10 +110,7 @@ class SequenceSharded:
 
     def pad(self, x: Tensor) -> Tensor:
         missing = -len(x) % self.comm.size
-        # Without this, a compiler would make a graph for each case.
-        if torch.compiler.is_compiling() or missing:
-            return F.pad(x, (0, 0, 0, missing))
-        return x
+        return F.pad(x, (0, 0, 0, missing)) if missing else x
 
     def take_own(self, x: Tensor) -> Tensor:
         return self.pad(x).chunk(self.comm.size)[self.comm.rank]

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+T = TypeVar("T")
 # The supervisor notices a dead rank; ranks may be minutes apart only while they load weights.
 TIMEOUT = timedelta(minutes=10)
 
@@ -44,8 +46,8 @@ class Comm(Protocol):
 
     def minimum(self, number: int) -> int: ...
 
-    def broadcast_first(self, data: bytes) -> bytes:
-        """Returns rank 0's data on every rank."""
+    def agree(self, value: T, kind: Any) -> T:
+        """Returns rank 0's value on every rank. kind: its type, which JSON can hold."""
         ...
 
 
@@ -70,8 +72,8 @@ class LocalComm:
     def minimum(self, number: int) -> int:
         return number
 
-    def broadcast_first(self, data: bytes) -> bytes:
-        return data
+    def agree(self, value: T, kind: Any) -> T:  # noqa: ARG002
+        return value
 
 
 class DistributedComm:
@@ -122,14 +124,16 @@ class DistributedComm:
         dist.all_reduce(least, dist.ReduceOp.MIN, self._group)
         return int(least)
 
-    def broadcast_first(self, data: bytes) -> bytes:
+    def agree(self, value: T, kind: Any) -> T:
+        data = msgspec.json.encode(value)
         length = torch.tensor([len(data)], device=self._device)
         dist.broadcast(length, group=self._group, group_src=0)
         content = torch.zeros(int(length), dtype=torch.uint8, device=self._device)
         if self.rank == 0:
             content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         dist.broadcast(content, group=self._group, group_src=0)
-        return content.cpu().numpy().tobytes()
+        agreed: T = msgspec.json.decode(content.cpu().numpy().tobytes(), type=kind)
+        return agreed
 
 
 def join(address: str, rank: int, size: int, device: torch.device) -> Comm:

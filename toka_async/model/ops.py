@@ -1,7 +1,6 @@
 """The operations between a decoder's matrices and its attention, as a seam: a GPU fuses each into one kernel.
 
-`TorchOps` is plain torch: for CPUs, and for torch.compile, which fuses operations itself. Knows no layers and no
-parameters.
+`TorchOps` is plain torch, for CPUs. Knows no layers and no parameters.
 """
 
 from __future__ import annotations

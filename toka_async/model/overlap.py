@@ -19,12 +19,10 @@ from torch import Tensor
 
 from toka_async.model.activation_layout import Linear, SequenceSharded
 from toka_async.model.comm import Comm, DistributedComm
-from toka_async.model.operators import Operators
 from toka_async.model.ops import Ops
 
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 Product = Callable[[Tensor, Tensor], Tensor]
-_SIGNATURE = "(Tensor x, Tensor weight) -> Tensor"
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,12 +30,10 @@ class OverlappedShards(SequenceSharded):
     """`SequenceSharded` with fused products.
 
     gather_product: [u, k] of each rank and [n, k] to [v, n]. product_scatter: [v, k] and [n, k] to the sum's [u, n].
-    operators: keeps both alive.
     """
 
     gather_product: Product
     product_scatter: Product
-    operators: Operators
 
     def column_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:  # noqa: ARG002
         output = self.gather_product(x, weight)
@@ -53,26 +49,18 @@ class OverlappedShards(SequenceSharded):
 
 def build_overlapped(comm: Comm) -> OverlappedShards:
     """Builds the layout for a group whose workspace is reserved."""
-    group, size, operators = _group(comm), comm.size, Operators()
+    group = _group(comm)
 
     def gather(x: Tensor, weight: Tensor) -> Tensor:
         _, (output,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [weight.t()], 0, group, return_A=False)
         product: Tensor = output
         return product
 
-    def gathered_shape(x: Tensor, weight: Tensor) -> Tensor:
-        return x.new_empty(x.shape[0] * size, weight.shape[0])
-
     def scatter(x: Tensor, weight: Tensor) -> Tensor:
         product: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight.t(), "sum", 0, group)
         return product
 
-    def scattered_shape(x: Tensor, weight: Tensor) -> Tensor:
-        return x.new_empty(x.shape[0] // size, weight.shape[0])
-
-    _, gather_product = operators.add("gather_product", _SIGNATURE, gather, gathered_shape)
-    _, product_scatter = operators.add("product_scatter", _SIGNATURE, scatter, scattered_shape)
-    return OverlappedShards(comm, gather_product, product_scatter, operators)
+    return OverlappedShards(comm, gather, scatter)
 
 
 def explain_obstacle(comm: Comm, device: torch.device) -> str:

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toka_async.attention.copies import to_device
 from toka_async.messages import SamplingParams
 from toka_async.model.rng import Float64
 
@@ -110,7 +111,7 @@ def sample(logits: Tensor, params: Params, uniform: Float64) -> Tensor:
     plain, filtered = kinds == Flag.RANDOM, kinds > Flag.RANDOM
     for chosen, draw in ((plain, _sample_plain), (filtered, _sample_filtered)):
         if chosen.any():
-            rows = torch.from_numpy(np.flatnonzero(chosen)).to(logits.device)
+            rows = to_device(np.flatnonzero(chosen), logits.device)
             tokens[rows] = draw(logits[rows], params[chosen], uniform[chosen])
     return tokens
 
@@ -239,4 +240,4 @@ def _weights(logits: Tensor, temperature: Tensor) -> Tensor:
 
 def _upload(device: torch.device, *columns: npt.NDArray[np.generic]) -> list[Tensor]:
     """Copies host columns [r] to the device as float64 tensors, in one copy."""
-    return list(torch.from_numpy(np.array(columns, dtype=np.float64)).to(device).unbind())
+    return list(to_device(np.array(columns, dtype=np.float64), device).unbind())

@@ -7,9 +7,8 @@ own part only. Knows the checkpoint's names; knows nothing of what the layers co
 from __future__ import annotations
 
 import re
-import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.decoder import Decoder, Layer
 from toka_async.model.layers import WeightPart
 from toka_async.model.ops import Ops, TorchOps
-from toka_async.model.progress import LoadProgress
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 
@@ -77,20 +75,21 @@ def random_weights(decoder: Decoder, seed: int) -> None:
 
 
 @torch.inference_mode()
-def load_weights(decoder: Decoder, model_dir: Path, progress: bool = True) -> None:
+def load_weights(decoder: Decoder, model_dir: Path, show: Callable[[int, int], None] | None = None) -> None:
     """Fills `decoder` from the safetensors files of `model_dir`, converting to its dtype.
 
-    progress: show a bar if standard error is a terminal. Raises ModelError, which names the tensor or file, for a
+    show: is told of the bytes that are loaded, and of all. Raises ModelError, which names the tensor or file, for a
     tensor that is missing, mis-shaped or unexpected and a file that is missing or corrupt.
     """
     parts = dict(checkpoint_parts(decoder))
     missing = set(parts)
-    total = sum(part.target.nbytes for part in parts.values())
-    bar = LoadProgress("loading weights", total, sys.stderr) if progress else None
+    done, total = 0, sum(part.target.nbytes for part in parts.values())
     for path in weight_files(model_dir):
-        missing -= _load_file(path, parts, decoder.part, bar)
-    if bar is not None:
-        bar.finish()
+        for name in _load_file(path, parts, decoder.part):
+            missing.discard(name)
+            done += parts[name].target.nbytes
+            if show is not None:
+                show(done, total)
     if missing:
         name = min(missing)
         shape = list(parts[name].shape)
@@ -162,9 +161,8 @@ def _name_within(index: Path, name: object) -> str:
     return name
 
 
-def _load_file(path: Path, parts: dict[str, WeightPart], stage: StagePart, bar: LoadProgress | None) -> set[str]:
-    """Copies the file's tensors into place; returns their names."""
-    loaded: set[str] = set()
+def _load_file(path: Path, parts: dict[str, WeightPart], stage: StagePart) -> Iterator[str]:
+    """Copies the file's tensors into place; gives the name of each."""
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
@@ -173,12 +171,9 @@ def _load_file(path: Path, parts: dict[str, WeightPart], stage: StagePart, bar: 
                     _check_unexpected(path, name, stage)
                     continue
                 part.target.copy_(_read(path, name, part, file.get_slice(name)))
-                loaded.add(name)
-                if bar is not None:
-                    bar.add(part.target.nbytes)
+                yield name
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path}: is not a readable safetensors file ({error}); download it again") from None
-    return loaded
 
 
 def _read(path: Path, name: str, part: WeightPart, tensor: Any) -> Tensor:

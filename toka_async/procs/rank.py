@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import msgspec
 import zmq
@@ -27,7 +27,7 @@ from toka_async.procs.child import Alive, ChildSpec, ParentLink, Resources, Star
 from toka_async.procs.progress import WorkProgress, answer_while_moving
 from toka_async.procs.stage_report import StageReport
 from toka_async.startup.rank_coords import RankCoords
-from toka_async.startup.simulated import SimulatedRank, simulated_ready
+from toka_async.startup.simulated import SimulatedRank, make_simulated_ready
 from toka_async.transport.base import Outbox
 from toka_async.transport.codec import Codec
 from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
@@ -48,10 +48,7 @@ STAGE_STREAMS = {
 }
 
 
-class RunningStep(Protocol):
-    def collect(self) -> StepDone:
-        """Wait for the results."""
-        ...
+Collect = Callable[[], StepDone]  # waits for a step that a device was told to compute
 
 
 def run(link: ParentLink) -> None:
@@ -74,7 +71,7 @@ def serve_simulated(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbo
     config = link.spec.config
     shape = read_spec(Path(link.spec.model_dir))
     ready = msgspec.structs.replace(
-        simulated_ready(shape, config.model, config.cache, config.schedule),
+        make_simulated_ready(shape, config.model, config.cache, config.schedule),
         ranks=(RankDevice(rank=link.spec.rank, device="simulated", dtype=""),),
     )
     rank = SimulatedRank(ready, config.simulated)
@@ -100,7 +97,7 @@ def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank
         let_others_end(link)
         raise
     announce(link, results, ready)
-    launched: SimpleQueue[RunningStep] = SimpleQueue()
+    launched: SimpleQueue[Collect] = SimpleQueue()
     progress, send = WorkProgress(), make_sender(link, results)
 
     def end_step(step: StepDone) -> None:
@@ -156,7 +153,7 @@ def make_sender(link: ParentLink, results: Outbox[FromRank]) -> Callable[[StepDo
 
 def send_results(
     link: ParentLink,
-    launched: SimpleQueue[RunningStep],
+    launched: SimpleQueue[Collect],
     send: Callable[[StepDone], None],
     enter_thread: Callable[[], None],
 ) -> None:
@@ -164,7 +161,7 @@ def send_results(
     try:
         enter_thread()
         while True:
-            send(launched.get().collect())
+            send(launched.get()())
     except RuntimeError as error:
         report_device_failure(link, error)
     except Exception as error:  # otherwise only this thread would end, and the scheduler wait for ever
@@ -205,7 +202,7 @@ def make_resources(ready: Ready) -> Resources:
     )
 
 
-def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], RunningStep], Callable[[], None]]:
+def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[], None]]:
     """Return Ready, the function that launches a step, and what a waiting thread calls first. Raises ModelError."""
     config, model_dir = spec.config, Path(spec.model_dir)
     shape = read_spec(model_dir)
@@ -221,20 +218,11 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], RunningStep], Callab
         os.environ.update(STAGE_STREAMS)
     if place.world_size > 1 and LOOPBACK in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # all ranks are on this machine
-    from toka_async.startup.build import build_runner
 
-    runner = build_runner(
-        model_dir,
-        shape,
-        config.model,
-        config.cache,
-        config.schedule,
-        config.attention,
-        config.compile,
-        place=place,
-        async_tp=config.parallel.async_tp_min_tokens,
-    )
-    return runner.ready, runner.launch, runner.enter_thread
+    from toka_async.startup.runner_factory import RunnerFactory
+
+    runner = RunnerFactory(model_dir, shape, config, place).build()
+    return runner.ready, lambda step: runner.launch(step).collect, runner.enter_thread
 
 
 def make_coords(spec: ChildSpec) -> RankCoords:

@@ -50,30 +50,33 @@ class StepClock:
 
     def stall_seconds(self, span: StepSpan) -> float:
         """How long the device waited within a step that has ended."""
-        return sum(_between(begin, end) for begin, end in span.stalls)
+        return sum(seconds_between(begin, end) for begin, end in span.stalls)
 
     def seconds(self, span: StepSpan) -> tuple[float, float]:
-        """Of a step that has ended: how long it took, and how long the device had waited for it.
+        """How long a step that has ended took, and how long the device had waited for it.
 
         Spans must be given in order.
         """
         assert span.end is not None
-        seconds, waited = _between(span.begin, span.end), 0.0
+        seconds, waited = seconds_between(span.begin, span.end), 0.0
         if self._last is not None and self._last.end is not None:
-            waited = max(0.0, _between(self._last.end, span.end) - seconds)
+            waited = max(0.0, seconds_between(self._last.end, span.end) - seconds)
         self._last = span
         return seconds, waited
 
     def _now(self) -> Mark:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return mark() if self._on_gpu else time.perf_counter()
 
 
-def _between(begin: Mark, end: Mark) -> float:
-    """Seconds; an event's `elapsed_time` needs both to have happened."""
+def mark() -> torch.cuda.Event:
+    """This place in the device's current stream."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def seconds_between(begin: Mark, end: Mark) -> float:
+    """Waits until both have happened, as an event's `elapsed_time` needs it."""
     if isinstance(begin, float):
         assert isinstance(end, float)
         return end - begin

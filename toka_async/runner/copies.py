@@ -13,13 +13,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from toka_async.attention.copies import to_device
+
 
 def upload(columns: Sequence[npt.NDArray[np.integer]], device: torch.device) -> list[Tensor]:
     """Integer columns of any lengths as int64 tensors on `device`, views of one."""
     sizes = [column.size for column in columns]
-    tensor = torch.from_numpy(np.concatenate(columns, dtype=np.int64, casting="safe"))
-    if device.type != "cpu":
-        tensor = tensor.pin_memory().to(device, non_blocking=True)
+    tensor = to_device(np.concatenate(columns, dtype=np.int64, casting="safe"), device)
     return list(torch.split(tensor, sizes))
 
 

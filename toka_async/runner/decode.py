@@ -16,12 +16,11 @@ from torch import Tensor
 from toka_async.arrays import Int32
 from toka_async.attention.base import AttentionBatch, GraphAttention, PrefixGroup
 from toka_async.runner.device_rows import DecodeInputs
-from toka_async.runner.graphs import Agree, DecodeGraphs, graph_sizes
-from toka_async.runner.inputs import StepRows
+from toka_async.runner.graphs import DecodeGraphs
+from toka_async.runner.inputs import StepModel, StepRows
 from toka_async.runner.kernel_sampler import KernelSampler
-from toka_async.runner.row_shares import RowShares
 from toka_async.runner.rows import RowTables
-from toka_async.runner.samples import Draws
+from toka_async.runner.samples import Draws, RowShares
 from toka_async.runner.token_history import TokenHistory
 
 _KINDS = 64  # arrays of slots that are remembered: as many as a step has micro-batches at most
@@ -35,66 +34,53 @@ class DecodePass:
 
     def __init__(
         self,
-        forward: Callable[[Tensor, Tensor], Tensor],
-        head: Callable[[Tensor], Tensor] | None,
+        model: StepModel,
         attention: GraphAttention | None,
         rows: RowTables,
         history: TokenHistory | None,
-        agree: Agree = bytes,
         shares: RowShares | None = None,
         residuals: Callable[[int], Tensor] | None = None,
     ) -> None:
-        """head, history: of a stage that samples. residuals: makes the memory that a graph reads so many rows from.
-
-        agree: see `DecodeGraphs`.
-        """
-        assert (head is None) == (history is None)
-        self._forward = forward
+        """history: of a stage that samples. residuals: makes the memory that a graph reads so many rows from."""
+        self._model = model
         self._attention = attention
-        self._agree = agree
         self._rows = rows
         self._history = history
         self._make_residuals = residuals
         self._residuals: Tensor | None = None
-        self.sampler = KernelSampler(head, rows, history, shares) if head is not None and history is not None else None
-        self._graphs: DecodeGraphs | None = None
+        self.sampler = None if history is None else KernelSampler(model.logits, rows, history, shares)
+        self.graphs: DecodeGraphs | None = None
         # Arrays of slots, whether kernels sample them all, and whether any wants log-probs; the newest last.
         self._kinds: deque[tuple[Int32, bool, bool]] = deque(maxlen=_KINDS)
 
-    def capture(self, most: int, grouped: bool, sizes: Sequence[int] = ()) -> Iterator[tuple[int, int]]:
-        """Capture graphs of up to `most` rows; gives (captured, all) after each. No row decodes meanwhile.
+    @property
+    def can_capture(self) -> bool:
+        """Whether attention can be captured."""
+        return self._attention is not None
 
-        sizes: the graphs' rows, as `graph_sizes` gave them after an earlier capture; empty: found out now.
-        """
-        if self._attention is None:
-            return
+    def capture(self, sizes: Sequence[int], grouped: bool) -> Iterator[tuple[int, int]]:
+        """Capture graphs of so many rows; gives (captured, all) after each. No row decodes meanwhile."""
+        assert self._attention is not None
         assert not self._rows.order.size
+        most = max(sizes)
         # What was there before has left: from here on it is padding that computes.
         self._rows.on_device.set_order(self._rows.order, most)
-        assert not sizes or max(sizes) == most
-        graphs = DecodeGraphs(
-            self._decode, self._attention, sizes or graph_sizes(most), grouped, self._agree, choose=not sizes
-        )
+        graphs = DecodeGraphs(self._decode, self._attention, sizes, grouped)
         with torch.inference_mode():
             if self._make_residuals is not None:
                 self._residuals = self._make_residuals(most)
             yield from graphs.capture()
-        self._graphs = graphs
-
-    @property
-    def graph_sizes(self) -> list[int]:
-        """Rows of the graphs that were captured and kept."""
-        return [] if self._graphs is None else self._graphs.sizes
+        self.graphs = graphs
 
     def padded(self, order: Int32) -> int:
         """Rows that a pass of these takes, padding included."""
-        size = 0 if self._graphs is None else self._graphs.size_for(order.size)
+        size = 0 if self.graphs is None else self.graphs.size_for(order.size)
         return size or order.size
 
     def can_replay(self, step_rows: StepRows, grouped: bool) -> bool:
         """Whether a graph computes the step: no chunks, not too many rows, and all sampled by kernels."""
         num_rows = step_rows.num_decode
-        if self._graphs is None or step_rows.slots.size != num_rows or not self._graphs.has(num_rows, grouped):
+        if self.graphs is None or step_rows.slots.size != num_rows or not self.graphs.has(num_rows, grouped):
             return False
         return self.sampler is None or self._kind_of(self.sampler, step_rows.slots)[0]
 
@@ -105,11 +91,11 @@ class DecodePass:
 
         residuals: [n, hidden], of a stage that is not the first.
         """
-        assert self._graphs is not None
+        assert self.graphs is not None
         if residuals is not None:
             assert self._residuals is not None
             self._residuals[: len(residuals)].copy_(residuals)
-        outputs = self._graphs.replay(step_rows.num_decode, groups)
+        outputs = self.graphs.replay(step_rows.num_decode, groups)
         if self.sampler is None:
             return None, outputs[0]
         token_ids, logprobs = outputs
@@ -140,7 +126,7 @@ class DecodePass:
         self._attention.plan_graph(batch, grouped)
         if self._history is not None:
             self._history.write(inputs.write_indices, inputs.token_ids)
-        hidden = self._forward(self._first_of(inputs), inputs.positions)
+        hidden = self._model.forward(self._first_of(inputs), inputs.positions, self._attention)
         rows.advance(inputs.slots, inputs.contexts)
         if self.sampler is None:
             return (hidden,)

@@ -18,7 +18,7 @@ from toka_async.runner.copies import upload
 
 @dataclass(slots=True, frozen=True)
 class DecodeInputs:
-    """Of decoding rows, one token each, [n]: int64, but contexts int32."""
+    """What a step reads of n decoding rows, one token each: [n] int64, but contexts int32."""
 
     slots: Tensor
     token_ids: Tensor
@@ -82,7 +82,7 @@ class DeviceRows:
             self.order[num_rows:num_padded].fill_(self.padding)
 
     def decode_inputs(self, num_rows: int) -> DecodeInputs:
-        """Of the first rows in order. Everything is computed on the device, from tables that stay where they are."""
+        """The inputs of the first rows in order, computed on the device from tables that stay where they are."""
         slots = self.order[:num_rows]
         positions = self.positions.index_select(0, slots)
         places = torch.div(positions, self.page_size, rounding_mode="floor")

@@ -7,12 +7,10 @@ of `DeviceRows` where they are, so that a replay needs no inputs. Knows no reque
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -20,10 +18,6 @@ from toka_async.attention.base import GraphAttention, PrefixGroup
 
 # What a captured step computes: from (rows, grouped) to tensors of as many rows.
 DecodeStep = Callable[[int, bool], tuple[Tensor, ...]]
-# Makes of what one rank measured what all ranks of a stage go by.
-Agree = Callable[[bytes], bytes]
-
-_REPLAYS = 3  # of a graph that is timed
 
 
 @dataclass(slots=True)
@@ -32,8 +26,8 @@ class _Captured:
     outputs: tuple[Tensor, ...]
 
 
-def graph_sizes(most: int) -> list[int]:
-    """Rows of the graphs up to `most`.
+def list_graph_sizes(most: int) -> list[int]:
+    """Rows of the graphs up to `most`, before any is dropped.
 
     Padding costs little while a step's time is that of reading the weights, to about 150 rows; above, sizes are whole
     tiles of matrix products.
@@ -45,28 +39,13 @@ def graph_sizes(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Graphs by number of rows, largest captured first, so that they share its memory.
+    """Graphs by number of rows, largest captured first, so that they share its memory."""
 
-    Libraries' matrix products are not always faster for being smaller (448 rows of an 8B model took 13.6 ms on an H200,
-    512 took 10.2): a graph is kept if it beats all larger ones.
-    """
-
-    def __init__(
-        self,
-        decode: DecodeStep,
-        attention: GraphAttention,
-        sizes: Sequence[int],
-        grouped: bool,
-        agree: Agree = bytes,
-        choose: bool = True,
-    ) -> None:
-        """choose: time the graphs and drop those that a larger one beats; False: that was done to the sizes before."""
+    def __init__(self, decode: DecodeStep, attention: GraphAttention, sizes: Sequence[int], grouped: bool) -> None:
         self._attention = attention
         self._sizes = sorted(sizes)
         self._graphs: dict[tuple[int, bool], _Captured] = {}
         self._decode = decode
-        self._agree = agree
-        self._choose = choose
         self._kinds = (False, True) if grouped else (False,)
 
     def capture(self) -> Iterator[tuple[int, int]]:
@@ -85,22 +64,20 @@ class DecodeGraphs:
                     outputs = self._decode(size, grouped)
                 self._graphs[size, grouped] = _Captured(graph, outputs)
                 yield number, len(todo)
-        if self._choose:
-            self._keep(fastest(self._sizes, self._times()))
 
-    def _times(self) -> list[float]:
-        """Milliseconds of all kinds of each size, as all ranks go by."""
-        times = [sum(_milliseconds(self._graphs[size, kind].graph) for kind in self._kinds) for size in self._sizes]
-        return msgspec.json.decode(self._agree(msgspec.json.encode(times)), type=list[float])
-
-    def _keep(self, sizes: list[int]) -> None:
-        self._sizes = sizes
+    def keep(self, sizes: Sequence[int]) -> None:
+        """Drops the graphs of other sizes."""
+        self._sizes = [size for size in self._sizes if size in sizes]
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] in sizes}
 
     @property
     def sizes(self) -> list[int]:
         """Rows of the graphs that there are, in ascending order."""
         return [*self._sizes] if self._graphs else []
+
+    def of_size(self, size: int) -> list[torch.cuda.CUDAGraph]:
+        """The graphs of so many rows, without groups and with them."""
+        return [self._graphs[size, grouped].graph for grouped in self._kinds]
 
     def size_for(self, num_rows: int) -> int:
         """Rows of the smallest graph that holds them; 0: there is none."""
@@ -118,30 +95,6 @@ class DecodeGraphs:
             self._attention.set_groups(groups)
         captured.graph.replay()
         return tuple(output[:num_rows] for output in captured.outputs)
-
-
-def fastest(sizes: Sequence[int], times: Sequence[float]) -> list[int]:
-    """Those of the ascending sizes that take less time than every larger one."""
-    kept: list[int] = []
-    best = math.inf
-    for size, milliseconds in zip(reversed(sizes), reversed(times), strict=True):
-        if milliseconds < best:
-            kept.append(size)
-            best = milliseconds
-    return kept[::-1]
-
-
-def _milliseconds(graph: torch.cuda.CUDAGraph) -> float:
-    """Of a replay, the shortest of some; the first one of all is not counted."""
-    times = []
-    for _ in range(1 + _REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(float(begin.elapsed_time(end)))
-    return min(times[1:])
 
 
 @contextmanager

@@ -7,16 +7,27 @@ the device at once. Knows no model and no sampling.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from toka_async.arrays import Bool, Int32, Int64, as_bool, as_i32
-from toka_async.attention.base import AttentionBatch, PrefixGroup
+from toka_async.attention.base import AttentionBackend, AttentionBatch, PrefixGroup
 from toka_async.messages import Step
 from toka_async.runner.copies import upload
 from toka_async.runner.rows import RowTables
+
+
+class StepModel(Protocol):
+    """What a step calls of a decoder; `model.decoder` is one."""
+
+    def forward(
+        self, inputs: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
+    ) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,7 +66,7 @@ class StepInputs:
     sample_contexts: Tensor
 
 
-def rows_of(rows: RowTables, step: Step) -> StepRows:
+def make_step_rows(rows: RowTables, step: Step) -> StepRows:
     """The rows of a step whose events `rows` have applied."""
     num_decode = rows.order.size
     if not step.chunk_slots:
@@ -81,7 +92,7 @@ def build_inputs(rows: RowTables, step_rows: StepRows, groups: tuple[PrefixGroup
     """The tensors of a step with at least one token."""
     decode = rows.on_device.decode_inputs(step_rows.num_decode)
     if step_rows.slots.size == step_rows.num_decode:
-        attention = attention_batch(rows, step_rows, decode.slots, decode.contexts, decode.write_indices, groups)
+        attention = make_attention_batch(rows, step_rows, decode.slots, decode.contexts, decode.write_indices, groups)
         return StepInputs(decode.token_ids, decode.positions, attention, None, decode.slots, decode.contexts)
     token_ids, positions, cells, offsets, slots, contexts, sampled, sample_slots, sample_contexts = upload(
         (_chunk_ids(rows, step_rows), *_chunk_layout(rows, step_rows), *_chunk_rows(step_rows)), rows.device
@@ -90,7 +101,7 @@ def build_inputs(rows: RowTables, step_rows: StepRows, groups: tuple[PrefixGroup
     write_indices = table.view(-1).index_select(0, cells).long() * rows.page_size + offsets
     contexts = torch.cat([decode.contexts, contexts.to(torch.int32)])
     slots = torch.cat([decode.slots, slots])
-    attention = attention_batch(
+    attention = make_attention_batch(
         rows, step_rows, slots, contexts, torch.cat([decode.write_indices, write_indices]), groups
     )
     return StepInputs(
@@ -103,7 +114,7 @@ def build_inputs(rows: RowTables, step_rows: StepRows, groups: tuple[PrefixGroup
     )
 
 
-def attention_batch(
+def make_attention_batch(
     rows: RowTables,
     step_rows: StepRows,
     slots: Tensor,
@@ -123,7 +134,7 @@ def attention_batch(
     )
 
 
-def groups_of(step: Step) -> tuple[PrefixGroup, ...]:
+def read_groups(step: Step) -> tuple[PrefixGroup, ...]:
     if not step.group_starts:
         return ()
     columns = (as_i32(step.group_starts), as_i32(step.group_rows), as_i32(step.group_pages))

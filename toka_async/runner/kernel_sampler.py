@@ -14,10 +14,8 @@ from toka_async.arrays import Bool, Int32, Int64
 from toka_async.kernels.sampling import RowTable, SamplingKernels
 from toka_async.model.sampling import Flag, Params
 from toka_async.runner.copies import upload
-from toka_async.runner.prompts import RowPrompt
-from toka_async.runner.row_shares import RowShares
-from toka_async.runner.rows import RowTables, indices_by_key
-from toka_async.runner.samples import Draws, TopLogprobs
+from toka_async.runner.rows import RowPrompt, RowTables, group_by_key
+from toka_async.runner.samples import Draws, RowShares, TopLogprobs
 from toka_async.runner.slab_sampler import Head, SlabSampler
 from toka_async.runner.token_history import TokenHistory
 
@@ -121,7 +119,7 @@ class KernelSampler:
         """The ids of the slots' prompts, and only those, are seen."""
         prompts = self._rows.prompts[slots]
         keys = np.fromiter((id(prompt) for prompt in prompts), dtype=np.int64, count=slots.size)
-        for indices in indices_by_key(keys):
+        for indices in group_by_key(keys):
             mask = _seen_bits(prompts[indices[0]], self._rows.vocab_size)
             at, bits = upload((slots[indices], mask), self._rows.device)
             self._table.seen.index_copy_(0, at, bits.to(torch.int32).expand(len(indices), -1))

@@ -6,10 +6,10 @@ Only rows that ask for it cost anything. Knows slots and prompts; how logits cha
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from toka_async.arrays import Float32, Int32, Int64
+from toka_async.attention.copies import to_device
 from toka_async.model import penalties
 from toka_async.model.penalties import Penalties
 from toka_async.model.sampling import Flag, Params
@@ -63,7 +63,7 @@ def _add_bias(logits: Tensor, rows: RowTables, slots: Int32, params: Params, len
         return
     at = np.repeat(np.concatenate([biased, held]), [part.size for part in ids])
     rows_at, ids_at = upload((at, np.concatenate(ids)), logits.device)
-    penalties.add_bias(logits, rows_at, ids_at, torch.from_numpy(np.concatenate(values)).to(logits.device))
+    penalties.add_bias(logits, rows_at, ids_at, to_device(np.concatenate(values), logits.device))
 
 
 def _penalise(
@@ -76,7 +76,7 @@ def _penalise(
         history.of(rows.on_device.page_table[:, :width].index_select(0, slots_at)),
         lengths_at,
         num_prompt,
-        *torch.from_numpy(floats).to(logits.device),
+        *to_device(floats, logits.device),
     )
     if (params["flags"] & Flag.REPETITION).any():
         penalties.apply_repetition(logits, seen)

@@ -35,15 +35,15 @@ class MicroBatch:
     places: Int64 | None = None
 
 
-def most_rows(max_seqs: int, num_parts: int) -> int:
+def count_most_rows(max_seqs: int, num_parts: int) -> int:
     """Decoding rows that a micro-batch can have."""
     return -(-max_seqs // num_parts)
 
 
-def most_tokens(max_seqs: int, max_tokens: int, num_parts: int, least_tokens: int = LEAST_TOKENS) -> int:
+def count_most_tokens(max_seqs: int, max_tokens: int, num_parts: int, least_tokens: int = LEAST_TOKENS) -> int:
     """Tokens that a micro-batch can have."""
     of_chunks = max(least_tokens, -(-max_tokens // num_parts))
-    return min(max_tokens, most_rows(max_seqs, num_parts) + of_chunks)
+    return min(max_tokens, count_most_rows(max_seqs, num_parts) + of_chunks)
 
 
 class Cutter:

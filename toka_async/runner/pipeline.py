@@ -99,7 +99,7 @@ class Pipeline:
             self._expect_tokens(rows.slots[rows.samples])
 
     def _expect_tokens(self, slots: Int32) -> None:
-        """At once: the last stage sends them whether or not another step follows."""
+        """Posts the receive at once: the last stage sends whether or not another step follows."""
         receiver = self._links.tokens_from_last
         assert receiver is not None
         while receiver.is_full:

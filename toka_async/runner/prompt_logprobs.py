@@ -17,7 +17,7 @@ from toka_async.model.sampling import clean
 from toka_async.runner.copies import upload
 from toka_async.runner.inputs import StepRows
 from toka_async.runner.rows import RowTables
-from toka_async.runner.slab_sampler import Head, slabs
+from toka_async.runner.slab_sampler import Head, cut_slabs
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,7 +31,7 @@ class AskedChunk:
     next_ids: Int32
 
 
-def asked_chunks(rows: RowTables, step_rows: StepRows) -> list[AskedChunk]:
+def find_asked_chunks(rows: RowTables, step_rows: StepRows) -> list[AskedChunk]:
     """The chunks whose requests want log-probs, and that have a following prompt token."""
     asked = []
     for row in range(step_rows.num_decode, step_rows.slots.size):
@@ -45,12 +45,12 @@ def asked_chunks(rows: RowTables, step_rows: StepRows) -> list[AskedChunk]:
 
 
 def prompt_logprobs(hidden: Tensor, asked: Sequence[AskedChunk], head: Head, vocab_size: int) -> Logprobs:
-    """Of the chunks' following tokens, with ranks, one chunk after the other; hidden [t, hidden] of the whole step."""
+    """Log-probs, with ranks, of the chunks' following tokens, chunk after chunk; hidden [t, hidden] of the step."""
     indices = np.concatenate([np.arange(a.first, a.first + a.next_ids.size) for a in asked])
     at, next_ids = upload((indices, np.concatenate([a.next_ids for a in asked])), hidden.device)
     num_top = max(a.num_top for a in asked)
     parts = []
-    for part in slabs(indices.size, vocab_size, hidden.device):
+    for part in cut_slabs(indices.size, vocab_size, hidden.device):
         values = distribution(clean(head(hidden[at[part]])))
         parts.append(add_ranks(values, next_ids[part], select_logprobs(values, next_ids[part], num_top)))
     return concatenate(parts)

@@ -103,7 +103,7 @@ def _in_order(parts: Sequence[npt.NDArray[Any]], places: Sequence[Int64 | None])
 
 
 def _tensors(logprobs: Logprobs | None) -> list[Tensor]:
-    """Of prompts, whose tokens have ranks."""
+    """The tensors of prompts' log-probs, whose tokens have ranks."""
     if logprobs is None:
         return []
     assert logprobs.ranks is not None

@@ -12,12 +12,50 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from toka_async.arrays import Int32, Int64, as_i32, as_i64, next_rows
-from toka_async.messages import Ready, Step
-from toka_async.model.sampling import PARAMS
+from toka_async.arrays import Float32, Int32, Int64, as_f32, as_i32, as_i64, next_rows
+from toka_async.messages import Prompt, Ready, Step
+from toka_async.model.sampling import PARAMS, Params, params_of
 from toka_async.runner.copies import upload
 from toka_async.runner.device_rows import DeviceRows
-from toka_async.runner.prompts import RowPrompt, read_prompt
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class RowPrompt:
+    """A prompt, shared by the rows admitted with its key; it lives as long as one of them, or as its key.
+
+    token_ids: int32 [p]. num_prompt: leading ids that are the user's. pages: int32, full pages shared by the rows.
+    params: sampling parameters, PARAMS [1]. end_ids, bias_ids, allowed_ids: int32, ids of the vocabulary only. bias:
+    float32.
+    """
+
+    token_ids: Int32
+    num_prompt: int
+    pages: Int32
+    params: Params
+    num_prompt_logprobs: int
+    end_ids: Int32
+    bias_ids: Int32
+    bias: Float32
+    allowed_ids: Int32
+
+
+def read_prompt(prompt: Prompt, vocab_size: int) -> RowPrompt:
+    """Copies, so that the received message can go. Ids outside the vocabulary have no logit: they are left out."""
+    sampling = prompt.sampling
+    end_ids, bias_ids = as_i32(sampling.end_ids), as_i32(sampling.bias_ids)
+    allowed_ids = as_i32(sampling.allowed_ids)
+    valid = (bias_ids >= 0) & (bias_ids < vocab_size)
+    return RowPrompt(
+        token_ids=as_i32(prompt.token_ids).copy(),
+        num_prompt=prompt.num_prompt,
+        pages=as_i32(prompt.pages).copy(),
+        params=params_of(sampling),
+        num_prompt_logprobs=sampling.num_prompt_logprobs,
+        end_ids=np.unique(end_ids[(end_ids >= 0) & (end_ids < vocab_size)]),
+        bias_ids=bias_ids[valid],
+        bias=as_f32(sampling.bias_values)[valid],
+        allowed_ids=np.unique(allowed_ids[(allowed_ids >= 0) & (allowed_ids < vocab_size)]),
+    )
 
 
 @dataclass(slots=True, frozen=True)
@@ -101,7 +139,7 @@ class RowTables:
         self.seeds[slots] = as_i64(step.admit_seeds)
         tokens = np.empty(slots.size, dtype=np.int32)
         cells = []
-        for indices in indices_by_key(keys):
+        for indices in group_by_key(keys):
             prompt = self._known[int(keys[indices[0]])]
             same = slots[indices]
             tokens[indices] = prompt.token_ids[starts[indices]]
@@ -126,7 +164,7 @@ class RowTables:
         return _Cells(ordered, places, pages[by_slot])
 
 
-def indices_by_key(keys: Int32 | Int64) -> list[npt.NDArray[np.intp]]:
+def group_by_key(keys: Int32 | Int64) -> list[npt.NDArray[np.intp]]:
     """The indices of each distinct key."""
     if not keys.size:
         return []

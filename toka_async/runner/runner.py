@@ -6,22 +6,23 @@ sockets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from toka_async.arrays import Int32, as_i32
-from toka_async.attention.base import AttentionBackend, GraphAttention, PrefixGroup
-from toka_async.attention.choice import every_group_pays
+from toka_async.attention.base import PrefixGroup
+from toka_async.attention.build import BuiltAttention
 from toka_async.messages import Ready, Step, StepDone
 from toka_async.runner.clock import StepClock, StepSpan
+from toka_async.runner.compiles import CompileCounter
 from toka_async.runner.copies import upload
-from toka_async.runner.inputs import StepInputs, StepRows, build_inputs, groups_of, rows_of
+from toka_async.runner.inputs import StepInputs, StepModel, StepRows, build_inputs, make_step_rows, read_groups
 from toka_async.runner.micro_batches import Cutter, MicroBatch
 from toka_async.runner.pipeline import Pipeline, StageSetup
-from toka_async.runner.prompt_logprobs import asked_chunks, prompt_logprobs
+from toka_async.runner.prompt_logprobs import find_asked_chunks, prompt_logprobs
 from toka_async.runner.results import LaunchedStep, PartResults
 from toka_async.runner.rows import RowTables
 from toka_async.runner.samples import Draws, Sampler
@@ -30,17 +31,7 @@ from toka_async.runner.token_history import TokenHistory
 
 if TYPE_CHECKING:  # needs Triton, which is not everywhere
     from toka_async.runner.decode import DecodePass
-    from toka_async.runner.row_shares import RowShares
-
-
-class StepModel(Protocol):
-    """What the runner calls of a decoder; `model.decoder` is one."""
-
-    def forward(
-        self, inputs: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
-    ) -> Tensor: ...
-
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    from toka_async.runner.samples import RowShares
 
 
 class Cache(Protocol):
@@ -49,69 +40,52 @@ class Cache(Protocol):
     def copy_pages(self, src: Tensor, dst: Tensor) -> None: ...
 
 
-def no_compiles() -> int:
-    return 0
+@dataclass(slots=True, frozen=True)
+class SamplingSetup:
+    """How next tokens are drawn. kernels: by kernels; a GPU's. shares: how tensor ranks divide rows; None: one rank."""
+
+    kernels: bool = False
+    shares: RowShares | None = None
 
 
 class Runner:
     """Runs steps on one device.
 
-    ready: what fits, for the scheduler. decode: passes of decoding rows alone, on a GPU with `use_kernels`.
-
-    Args:
-        forward: the model's forward pass, if it is not to be called itself (compiled).
-        num_compiles: how often something was compiled up to now.
-        freeze: called when the runner is warm.
-        use_kernels: sample with kernels; a GPU's.
-        graphs: the attention, if its decoding can be captured.
-        pays: whether a group of so many rows should read a prefix of so many tokens once.
-        agree: makes of what one rank measured what all ranks of the stage go by.
-        shares: how tensor ranks divide the rows that kernels sample; None: one rank alone.
-        setup: of a stage of a pipeline; its model is that stage's.
+    ready: what fits, for the scheduler. decode: passes of decoding rows alone, where kernels sample.
     """
 
     def __init__(
         self,
-        model: StepModel,
-        cache: Cache,
-        attention: AttentionBackend,
         ready: Ready,
         device: torch.device,
-        forward: Callable[[Tensor, Tensor], Tensor] | None = None,
-        num_compiles: Callable[[], int] | None = None,
-        freeze: Callable[[], None] | None = None,
-        use_kernels: bool = False,
-        graphs: GraphAttention | None = None,
-        pays: Callable[[int, int], bool] | None = None,
-        agree: Callable[[bytes], bytes] = bytes,
-        shares: RowShares | None = None,
-        setup: StageSetup | None = None,
+        model: StepModel,
+        cache: Cache,
+        attention: BuiltAttention,
+        sampling: SamplingSetup | None = None,
+        stage: StageSetup | None = None,
+        compiles: CompileCounter | None = None,
     ) -> None:
+        """stage: of a pipeline, whose model and cache these are; None: there is no pipeline."""
+        sampling = sampling or SamplingSetup()
         self.ready = ready
         self.device = device
         self._model = model
         self._cache = cache
         self._attention = attention
-        self._forward = forward
-        self._num_compiles = num_compiles or no_compiles
-        self._compiles_before = 0
-        self._freeze = freeze
-        self._pays = pays or every_group_pays
+        self._compiles = compiles or CompileCounter()
         self._rows = RowTables(ready, device)
-        self._pipeline = Pipeline(setup, self._rows.on_device) if setup is not None else None
+        self._pipeline = Pipeline(stage, self._rows.on_device) if stage is not None else None
         self._cutter = self._pipeline.cutter if self._pipeline is not None else Cutter()
         self._history: TokenHistory | None = None  # where nothing is sampled, none is needed
-        if setup is None or setup.is_last:
+        if stage is None or stage.is_last:
             self._history = TokenHistory(ready.num_pages + 1, ready.page_size, device)
         self._clock = StepClock(device)
         self.decode: DecodePass | None = None
-        if use_kernels:
+        if sampling.kernels:
             from toka_async.runner.decode import DecodePass
 
-            every = forward or (lambda inputs, positions: model.forward(inputs, positions, attention))
-            head = model.logits if self._history is not None else None
-            residuals = setup.residuals if setup is not None and not setup.is_first else None
-            self.decode = DecodePass(every, head, graphs, self._rows, self._history, agree, shares, residuals)
+            residuals = stage.residuals if stage is not None and not stage.is_first else None
+            self.decode = DecodePass(model, attention.graphs, self._rows, self._history, sampling.shares, residuals)
         self._sampler = self._make_sampler()
 
     def _make_sampler(self) -> Sampler | None:
@@ -122,13 +96,11 @@ class Runner:
         return SlabSampler(self._model.logits, self._rows, self._history)
 
     def warmed(self) -> None:
-        """From now on, a compilation counts."""
-        self._compiles_before = self._num_compiles()
-        if self._freeze is not None:
-            self._freeze()
+        """Counts compilations from now on: the runner is warm."""
+        self._compiles.reset()
 
     def enter_thread(self) -> None:
-        """To be called in a thread that waits for steps: it would begin with the first GPU, and take memory there."""
+        """Makes the rank's GPU that of the calling thread, which would else take memory on the first one."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -145,10 +117,10 @@ class Runner:
         span = self._clock.begin()
         rows = self._rows
         self._apply(step)
-        step_rows = rows_of(rows, step)
-        parts = [self._launch_part(part, span) for part in self._cutter.cut(step_rows, groups_of(step))]
+        step_rows = make_step_rows(rows, step)
+        parts = [self._launch_part(part, span) for part in self._cutter.cut(step_rows, read_groups(step))]
         rows.advance(step_rows.slots, step_rows.lengths)
-        return LaunchedStep(step.step_id, parts, self._clock, span, self._num_compiles() - self._compiles_before)
+        return LaunchedStep(step.step_id, parts, self._clock, span, self._compiles.count())
 
     def _launch_part(self, part: MicroBatch, span: StepSpan) -> PartResults:
         rows, step_rows, pipeline, residuals = self._rows, part.rows, self._pipeline, None
@@ -159,7 +131,7 @@ class Runner:
             rows.on_device.take_order(part.first_row, num_decode, padded)
             with self._clock.stalled(span):
                 residuals = pipeline.receive(step_rows)
-        asked = asked_chunks(rows, step_rows) if self._sampler is not None else []
+        asked = find_asked_chunks(rows, step_rows) if self._sampler is not None else []
         of_chunks = None
         if self.decode is not None and self.decode.can_replay(step_rows, bool(groups)):
             samples, hidden = self.decode.replay(step_rows, groups, residuals)
@@ -190,7 +162,7 @@ class Runner:
     def _paying(self, groups: tuple[PrefixGroup, ...]) -> tuple[PrefixGroup, ...]:
         """Those of the groups that pay here."""
         size = self.ready.page_size
-        return tuple(group for group in groups if self._pays(group.num_rows, group.num_pages * size))
+        return tuple(group for group in groups if self._attention.pays(group.num_rows, group.num_pages * size))
 
     def _set_order(self, order: Int32) -> None:
         if self._pipeline is not None:
@@ -212,7 +184,7 @@ class Runner:
         rows, batch = self._rows.on_device, inputs.attention
         if self._history is not None:
             self._history.write(batch.write_indices, inputs.token_ids)
-        self._attention.plan(batch)
+        self._attention.backend.plan(batch)
         every_token = every_token or self._sampler is None
         hidden = self._hidden(inputs, None if every_token else inputs.sampled, residuals)
         rows.advance(batch.slots, batch.contexts)
@@ -226,7 +198,4 @@ class Runner:
 
     def _hidden(self, inputs: StepInputs, wanted: Tensor | None, residuals: Tensor | None) -> Tensor:
         first = inputs.token_ids if residuals is None else residuals
-        if self._forward is None:
-            return self._model.forward(first, inputs.positions, self._attention, wanted)
-        hidden = self._forward(first, inputs.positions)
-        return hidden if wanted is None else hidden.index_select(0, wanted)
+        return self._model.forward(first, inputs.positions, self._attention.backend, wanted)

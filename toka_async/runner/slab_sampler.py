@@ -20,7 +20,7 @@ from toka_async.model.sampling import EDITS, Flag, Params, clean, sample
 from toka_async.runner.copies import upload
 from toka_async.runner.logits_processors import edit
 from toka_async.runner.rows import RowTables
-from toka_async.runner.samples import NO_ROWS, Draws, samples_of
+from toka_async.runner.samples import NO_ROWS, Draws, make_draws
 from toka_async.runner.token_history import TokenHistory
 
 # Float32 logits of one slab; sorting a whole vocabulary takes more than ten times as much.
@@ -29,7 +29,7 @@ SLAB_BYTES = {"cpu": 32 << 20, "cuda": 1 << 28}
 Head = Callable[[Tensor], Tensor]
 
 
-def slabs(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[slice]:
+def cut_slabs(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[slice]:
     """Parts of `num_rows` rows whose logits fit."""
     size = max(1, SLAB_BYTES[device.type] // (4 * vocab_size))
     return (slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size))
@@ -62,12 +62,12 @@ class SlabSampler:
         # Draw i of a row's stream is for its output token i, even when that is computed again.
         uniform = draw_uniforms(table.seeds[slots], lengths - table.num_prompt[slots]) if needed & Flag.RANDOM else None
         rows = SampledRows(slots, lengths, params, np.zeros(slots.size) if uniform is None else uniform, needed)
-        parts = slabs(slots.size, table.vocab_size, hidden.device)
+        parts = cut_slabs(slots.size, table.vocab_size, hidden.device)
         tokens, logprobs = zip(*(self._sample_slab(hidden, rows, part) for part in parts), strict=True)
         asked = np.flatnonzero(params["flags"] & Flag.LOGPROBS) if needed & Flag.LOGPROBS else NO_ROWS
         values = [part for part in logprobs if part is not None]
         token_ids = torch.cat(tokens) if len(tokens) > 1 else tokens[0]
-        return samples_of(token_ids, asked, params["num_logprobs"][asked], concatenate(values) if values else None)
+        return make_draws(token_ids, asked, params["num_logprobs"][asked], concatenate(values) if values else None)
 
     def _sample_slab(self, hidden: Tensor, rows: SampledRows, part: slice) -> tuple[Tensor, Logprobs | None]:
         """Token ids int64 of some rows, and the log-probs of those of them that ask."""

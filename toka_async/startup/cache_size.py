@@ -15,7 +15,7 @@ from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import CacheConfig, ScheduleConfig
 from toka_async.runner.slab_sampler import SLAB_BYTES
-from toka_async.startup.memory import free_cuda_memory
+from toka_async.startup.memory import read_free_cuda_memory
 
 _HISTORY_BYTES = 4  # per token: its id
 LINKED = 4  # residuals of a token that a stage holds beside its own: two that come, two that go
@@ -24,23 +24,25 @@ _SPARE_SHARE = 0.02
 _SPARE_BYTES = 1 << 30
 
 
-def page_bytes_of(spec: ModelSpec, cache: CacheConfig, dtype: torch.dtype) -> int:
+def count_page_bytes(spec: ModelSpec, cache: CacheConfig, dtype: torch.dtype) -> int:
     """Bytes of a page over all layers."""
     return cache.page_size * (bytes_per_token(spec, dtype) + _HISTORY_BYTES)
 
 
-def pages_of_largest_step(limits: RankLimits, page_size: int, most: int = 2**31) -> int:
+def count_largest_step_pages(limits: RankLimits, page_size: int, most: int = 2**31) -> int:
     """Enough for a step of the most rows and tokens, and a token more of each; `most`, where rows can share pages."""
     return max(1, min(limits.max_seqs * 2 + -(-limits.max_tokens // page_size), most))
 
 
-def pages_for_trial(limits: RankLimits, page_size: int, page_bytes: int, device: torch.device, fraction: float) -> int:
-    """Of the largest step, as far as they leave most of the memory to it."""
-    return pages_of_largest_step(limits, page_size, free_cuda_memory(device, fraction) // (8 * page_bytes))
+def count_trial_pages(
+    limits: RankLimits, page_size: int, page_bytes: int, device: torch.device, fraction: float
+) -> int:
+    """Pages for a trial of the largest step, as far as they leave most of the memory to it."""
+    return count_largest_step_pages(limits, page_size, read_free_cuda_memory(device, fraction) // (8 * page_bytes))
 
 
-def does_not_fit(limits: RankLimits) -> ModelError:
-    """What to say when the largest step ran out of memory."""
+def make_misfit_error(limits: RankLimits) -> ModelError:
+    """The error of a largest step that ran out of memory."""
     seqs, tokens = limits.max_seqs, limits.max_tokens
     return ModelError(
         f"schedule.max_seqs={seqs}, schedule.max_tokens={tokens}: the largest step does not fit the GPU's memory; try "
@@ -48,15 +50,15 @@ def does_not_fit(limits: RankLimits) -> ModelError:
     )
 
 
-def memory_for_cache(device: torch.device, fraction: float, peak: int) -> int:
+def compute_cache_memory(device: torch.device, fraction: float, peak: int) -> int:
     """Bytes that the cache may take when weights and the largest step together take `peak` of torch's."""
     reserved = torch.cuda.memory_reserved(device)
     total = torch.cuda.get_device_properties(device).total_memory
-    return free_cuda_memory(device, fraction) + reserved - peak - spare_bytes(total)
+    return read_free_cuda_memory(device, fraction) + reserved - peak - compute_spare_bytes(total)
 
 
-def spare_bytes(total: int) -> int:
-    """Of a GPU with `total` bytes: what neither weights, the largest step nor the cache get."""
+def compute_spare_bytes(total: int) -> int:
+    """Bytes of a GPU with `total` bytes that neither weights, the largest step nor the cache get."""
     return int(_SPARE_SHARE * total) + _SPARE_BYTES
 
 
@@ -75,8 +77,8 @@ def check_largest_step(
     num_parts: micro-batches that it is computed in, one after the other. Raises ModelError, which names the setting
     that takes more, and a value that would fit.
     """
-    free = int(share * (free_cuda_memory(device, fraction) - _slab_bytes(spec, limits)))
-    token, row = token_bytes(spec, dtype, num_parts), row_bytes(spec, limits, dtype, page_size, num_parts)
+    free = int(share * (read_free_cuda_memory(device, fraction) - _slab_bytes(spec, limits)))
+    token, row = token_bytes(spec, dtype, num_parts), count_row_bytes(spec, limits, dtype, page_size, num_parts)
     needed = limits.max_tokens * token + limits.max_seqs * row
     if needed <= free:
         return
@@ -90,7 +92,7 @@ def check_largest_step(
     )
 
 
-def fitting_limits(limits: RankLimits, schedule: ScheduleConfig, check: Callable[[RankLimits], None]) -> RankLimits:
+def fit_limits(limits: RankLimits, schedule: ScheduleConfig, check: Callable[[RankLimits], None]) -> RankLimits:
     """The limits, those that are `auto` halved until `check` accepts them.
 
     Raises ModelError when it does not accept what was asked for, or the smallest.
@@ -126,12 +128,12 @@ def _fitting(limits: RankLimits, token: int, row: int, free: int) -> dict[str, i
 
 
 def _slab_bytes(spec: ModelSpec, limits: RankLimits) -> int:
-    """Of what plain torch samples at once, and what it makes of that."""
+    """Bytes of the logits that plain torch samples at once, and of what it makes of them."""
     return 12 * min(SLAB_BYTES["cuda"], limits.max_tokens * spec.vocab_size * 4)
 
 
 def token_bytes(spec: ModelSpec, dtype: torch.dtype, num_parts: int = 1) -> int:
-    """Of a token in a step: a layer's widest moment (residual, norm, gate, up and their product) and its keys.
+    """Bytes of a token in a step: a layer's widest moment (residual, norm, gate, up and their product) and its keys.
 
     Of a step in parts, the moment is that of one part's tokens, whose residuals come and go as well.
     """
@@ -142,7 +144,7 @@ def token_bytes(spec: ModelSpec, dtype: torch.dtype, num_parts: int = 1) -> int:
     return a_token * dtype.itemsize + bytes_per_token(spec, dtype)
 
 
-def row_bytes(spec: ModelSpec, limits: RankLimits, dtype: torch.dtype, page_size: int, num_parts: int = 1) -> int:
-    """Of a row: its logits, its line in the page table, what sampling keeps of it."""
+def count_row_bytes(spec: ModelSpec, limits: RankLimits, dtype: torch.dtype, page_size: int, num_parts: int = 1) -> int:
+    """Bytes of a row: its logits, its line in the page table, what sampling keeps of it."""
     logits = -(-spec.vocab_size * dtype.itemsize // num_parts)
     return logits + spec.vocab_size // 4 + 4 * limits.max_context // page_size

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from toka_async.messages import RankDevice
-from toka_async.startup.device import device_text
-from toka_async.startup.memory import available_memory
+from toka_async.startup.device import name_device
+from toka_async.startup.memory import read_available_memory
 
 
 def describe_device(rank: int, device: torch.device, dtype: torch.dtype, weights: int, cache: int) -> RankDevice:
@@ -23,10 +23,10 @@ def describe_device(rank: int, device: torch.device, dtype: torch.dtype, weights
     else:
         used = weights + cache
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        free = max(0, available_memory() - cache)  # of which hardly a page has been written to yet
+        free = max(0, read_available_memory() - cache)  # of which hardly a page has been written to yet
     return RankDevice(
         rank=rank,
-        device=device_text(device),
+        device=name_device(device),
         dtype=str(dtype).removeprefix("torch."),
         weights=weights,
         cache=cache,
@@ -36,7 +36,7 @@ def describe_device(rank: int, device: torch.device, dtype: torch.dtype, weights
     )
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Of its parameters and buffers; what several of them share counts once."""
+def count_weight_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters and buffers; memory that several of them share counts once."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())

@@ -14,7 +14,7 @@ import torch
 
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import AttentionConfig, ModelConfig
-from toka_async.startup.gpu_absence import why_unusable
+from toka_async.startup.gpu_absence import explain_unusable
 from toka_async.startup.rank_coords import ALONE, RankCoords
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def resolve_device(model: ModelConfig, place: RankCoords = ALONE) -> torch.devic
             )
         torch.cuda.set_device(place.device_index)
         return torch.device("cuda", place.device_index)
-    unusable = why_unusable(reason)
+    unusable = explain_unusable(reason)
     if model.device == "cuda":
         raise ModelError(f"model.device=cuda: {unusable or 'there is no NVIDIA GPU here'}; or use model.device=cpu")
     if unusable and place.device_index == 0:
@@ -74,8 +74,8 @@ def resolve_num_threads(attention: AttentionConfig, num_parameters: int, num_sha
     return 1 if num_parameters < _SMALL_PARAMETERS else max(1, len(os.sched_getaffinity(0)) // num_sharing)
 
 
-def device_text(device: torch.device) -> str:
-    """For people: the GPU's name and memory, or how many threads of the CPU are used."""
+def name_device(device: torch.device) -> str:
+    """The device in words for people: the GPU's name and memory, or how many threads of the CPU are used."""
     if device.type == "cuda":
         of_gpu = torch.cuda.get_device_properties(device)
         return f"{of_gpu.name} ({of_gpu.total_memory / (1 << 30):.0f} GiB)"

@@ -20,7 +20,7 @@ OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 CHOOSE_TORCH = "https://pytorch.org/get-started/locally/"
 
 
-def why_unusable(
+def explain_unusable(
     reason: str = "",
     root: Path = Path("/"),
     environ: Mapping[str, str] = os.environ,

@@ -19,7 +19,7 @@ _CGROUPS = (
 )
 
 
-def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+def read_available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes that this process can still take without swapping, within limits of its container and its own."""
     available = _of_machine(proc / "meminfo")
     for names in _CGROUPS:
@@ -33,16 +33,16 @@ def available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/c
     return max(available, 0)
 
 
-def cpu_cache_bytes(num_sharing: int) -> tuple[int, int]:
+def choose_cpu_cache_bytes(num_sharing: int) -> tuple[int, int]:
     """What the cache of one of so many ranks may take by itself, and when it is told to.
 
     What is configured is not divided: who starts again finds that the others have taken theirs.
     """
-    available = available_memory()
+    available = read_available_memory()
     return int(_AUTO_CPU_SHARE * available / num_sharing), int(_MOST_CPU_SHARE * available)
 
 
-def free_cuda_memory(device: torch.device, fraction: float) -> int:
+def read_free_cuda_memory(device: torch.device, fraction: float) -> int:
     """Bytes still free of `fraction` of the GPU's memory; what other processes use counts as used."""
     free, total = torch.cuda.mem_get_info(device)
     return int(fraction * total) - (total - free)

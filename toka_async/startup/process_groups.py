@@ -42,7 +42,7 @@ class StagePairs:
 
 
 def meet(place: RankCoords, device: torch.device) -> ProcessGroups:
-    """Once all ranks are there. Raises RuntimeError when the others do not come in time."""
+    """Waits for all ranks, and makes their groups. Raises RuntimeError when the others do not come in time."""
     world = join(place.group, place.world_rank, place.world_size, device)
     if place.num_stages == 1:
         return ProcessGroups(world, world, None)
@@ -56,14 +56,14 @@ def meet(place: RankCoords, device: torch.device) -> ProcessGroups:
 
 
 def make_pairs(place: RankCoords, device: torch.device) -> StagePairs:
-    """Of a rank among those of torch's world."""
+    """Makes all groups of two, and returns those of this rank of torch's world."""
     mine: dict[str, dist.ProcessGroup] = {}
     last = place.num_stages - 1
     ways = [(stage, stage + 1) for stage in range(last)] + [(last, 0)]
     for source, target in ways:
         for rank in range(place.size):
             ranks = [source * place.size + rank, target * place.size + rank]
-            # In the order of ranks, whatever order they are given in: see `links_of`.
+            # In the order of ranks, whatever order they are given in: see `build_links`.
             group = dist.new_group(sorted(ranks), timeout=TIMEOUT, pg_options=_options(device))
             if place.world_rank not in ranks:
                 continue
@@ -83,7 +83,7 @@ def _options(device: torch.device) -> Any:
     return options
 
 
-def links_of(pairs: StagePairs, hidden_size: int, dtype: torch.dtype, num_tokens: int, num_rows: int) -> StageLinks:
+def build_links(pairs: StagePairs, hidden_size: int, dtype: torch.dtype, num_tokens: int, num_rows: int) -> StageLinks:
     """Links with their buffers, which have sent something: groups connect at their first use.
 
     num_tokens: of a micro-batch at most. num_rows: that one samples at most.

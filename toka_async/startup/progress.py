@@ -11,18 +11,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-_BAR = 30  # characters
+from toka_async.bar import clear_line, draw_line, get_columns, write_line
+
 _INTERVAL = 0.1  # seconds between redraws
 
 
 class StartupProgress:
     """Shows the stage at work and how long it has taken; `seconds` keeps every stage's time."""
 
-    def __init__(self, stream: TextIO, shown: bool = True) -> None:
+    def __init__(self, stream: TextIO, shown: bool = True, logged: bool = True) -> None:
+        """shown: on the stream, if it is a terminal. logged: `report` writes to the log."""
         self.seconds: dict[str, float] = {}
         self._stream = stream
         self._on_terminal = shown and stream.isatty()
-        self._logger = logging.getLogger(__name__) if shown else None
+        self._logger = logging.getLogger(__name__) if logged else None
         self._stage = ""
         self._began = 0.0
         self._drawn = 0.0
@@ -37,18 +39,16 @@ class StartupProgress:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - self._began
             if self._on_terminal:
-                self._stream.write("\r\x1b[K")
-                self._stream.flush()
+                clear_line(self._stream)
 
     def show(self, done: int, total: int) -> None:
-        """So much of the stage is done."""
+        """Redraws the bar, a few times a second: `done` of `total` parts of the stage are done."""
         now = time.monotonic()
         if not self._on_terminal or now < self._drawn + _INTERVAL:
             return
         self._drawn = now
-        bar = "#" * (_BAR * done // max(1, total))
-        self._stream.write(f"\r{self._stage} [{bar:<{_BAR}}] {done}/{total} {now - self._began:.1f} s\x1b[K")
-        self._stream.flush()
+        text = f"{now - self._began:.1f} s"
+        write_line(self._stream, draw_line(done / max(1, total), self._stage, text, get_columns(self._stream)))
 
     def report(self) -> None:
         """One line with all stages' times."""

@@ -1,203 +1,331 @@
-"""A rank's runner out of its parts: the cache as large as memory allows, attention over it, what samples.
+"""Makes a rank's runner from a model directory and the configuration: device, weights, cache, attention, warm-up.
 
-Knows how the parts fit together once the model is there; knows neither where it came from nor processes.
+Knows how the parts fit together; knows no processes and no sockets.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
-from toka_async.attention.build import NOT_MEASURED, BuiltAttention, build_attention
-from toka_async.attention.choice import ChoiceTable
-from toka_async.attention.kv_cache import KVCache
-from toka_async.attention.measure import Bench
-from toka_async.checkpoint.limits import RankLimits, resolve_num_pages
+from toka_async.attention.build import AttentionParts, BuiltAttention, build_attention
+from toka_async.attention.choice import ChoiceTable, every_group_pays
+from toka_async.attention.kv_cache import KVCache, bytes_per_token
+from toka_async.checkpoint.division import spec_of_rank, spec_of_stage, stage_parts
+from toka_async.checkpoint.limits import DeviceKind, RankLimits, resolve_limits, resolve_num_pages
 from toka_async.checkpoint.spec import ModelSpec
-from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ScheduleConfig
+from toka_async.config import Config
 from toka_async.messages import Ready
-from toka_async.model.comm import Comm
+from toka_async.model.activation_layout import LayoutPolicy
 from toka_async.model.decoder import Decoder
-from toka_async.runner.graphs import graph_sizes
+from toka_async.model.ops import TorchOps
+from toka_async.model.overlap import OverlappedShards
+from toka_async.model.weights import build_decoder, load_weights, random_weights
+from toka_async.runner.compiles import CompileCounter
+from toka_async.runner.micro_batches import count_most_rows, count_most_tokens
 from toka_async.runner.pipeline import StageSetup
-from toka_async.runner.row_shares import RowShares
-from toka_async.runner.runner import Runner
-from toka_async.startup.cache_size import does_not_fit, memory_for_cache, page_bytes_of, pages_for_trial
-from toka_async.startup.device import has_kernels
-from toka_async.startup.memory import cpu_cache_bytes
-from toka_async.startup.process_groups import ProcessGroups
-from toka_async.startup.warmup import largest_load
-from toka_async.tuning.store import TuningCache
+from toka_async.runner.runner import Runner, SamplingSetup
+from toka_async.runner.samples import RowShares
+from toka_async.startup.cache_size import (
+    check_largest_step,
+    compute_cache_memory,
+    count_page_bytes,
+    count_trial_pages,
+    fit_limits,
+    make_misfit_error,
+)
+from toka_async.startup.described import count_weight_bytes, describe_device
+from toka_async.startup.device import has_kernels, resolve_device, resolve_dtype, resolve_num_threads
+from toka_async.startup.memory import choose_cpu_cache_bytes
+from toka_async.startup.process_groups import build_links, meet
+from toka_async.startup.progress import StartupProgress
+from toka_async.startup.rank_coords import ALONE, RankCoords
+from toka_async.startup.warmup import make_largest_load, warm_up
+from toka_async.startup.weights_fit import allocating, check_weights_fit, measure_free_bytes
+from toka_async.tuning.async_tp import RankShape, build_layouts
+from toka_async.tuning.attention import AttentionChoice
+from toka_async.tuning.settle import settle
+from toka_async.tuning.store import Facts, TuningCache, describe_gpu, find_folder
+
+if TYPE_CHECKING:  # needs Triton, which is not everywhere
+    from toka_async.tuning.gemm import ProductTuning
 
 
-@dataclass(slots=True, frozen=True)
 class RunnerFactory:
-    """What a runner is made of, but for the size of its cache. spec: of the rank. setup: of a pipeline's stage."""
+    """Makes one runner. Ranks of one model are built at the same time: they wait for each other."""
 
-    decoder: Decoder
-    spec: ModelSpec
-    meeting: ProcessGroups
-    limits: RankLimits
-    cache: CacheConfig
-    schedule: ScheduleConfig
-    attention: AttentionConfig
-    compiling: CompileConfig
-    dtype: torch.dtype
-    device: torch.device
-    tuning_cache: TuningCache
-    num_sharing: int = 1
-    setup: StageSetup | None = None
+    def __init__(
+        self, model_dir: Path, spec: ModelSpec, config: Config, coords: RankCoords = ALONE, progress: bool = True
+    ) -> None:
+        """Meets the other ranks. Raises ModelError, which names the field and the fix."""
+        self.model_dir = model_dir
+        self.spec = spec
+        self.config = config
+        self.coords = coords
+        self.device = resolve_device(config.model, coords)
+        self.kind: DeviceKind = "cuda" if self.device.type == "cuda" else "cpu"
+        self.groups = meet(coords, self.device)
+        progress = progress and coords.world_rank == 0
+        self.stages = StartupProgress(sys.stderr, progress, logged=progress and self.kind == "cuda")
+        self.dtype = resolve_dtype(config.model, spec, self.device)
+        self.limits = resolve_limits(config.model, config.schedule, spec, self.kind)
+        self.part = stage_parts(spec, coords.num_stages, coords.size)[coords.stage]
+        self.rank_spec = spec_of_stage(spec_of_rank(spec, coords.size), self.part)
+        free = measure_free_bytes(self.device, config.cache.memory_fraction)
+        check_weights_fit(spec, self.part, coords.size, self.dtype, free, self.kind)
+        self.tuning_cache = open_tuning_cache(self.device, config)
+        self.tuning = self._make_tuning()
 
-    def num_pages(self) -> int:
-        """Of the cache: as many as every rank can have."""
-        return self.meeting.world.minimum(self._own_num_pages())
+    def build(self) -> Runner:
+        """The runner, ready for its first step. Raises ModelError."""
+        with self.stages.stage("tensor ranks") if self.coords.size > 1 else nullcontext():
+            layouts = self._build_layouts()
+        with self.stages.stage("weights"), allocating(self.spec, self.part, self.coords.size, self.dtype):
+            decoder = self._load_decoder(layouts)
+        if self.kind == "cuda":
+            self.limits = self._fit_limits()
+        else:
+            self._set_num_threads(decoder)
+        stage = self._connect_stage()
+        max_graph_rows = self._max_graph_rows(layouts)
+        with self.stages.stage("matrices"):
+            if self.tuning is not None:
+                limits = limit_separate(limit_part(self.limits, self.coords.num_micro_batches), layouts)
+                self.tuning.tune(decoder, limits, max_graph_rows, self.stages.show)
+        with self.stages.stage("memory"):
+            num_pages = self.groups.world.minimum(self._count_pages(decoder, stage))
+        with self.stages.stage("attention"):
+            runner = self._make_runner(decoder, stage, num_pages, self._choose_table)
+        self._warm_up(runner, decoder, max_graph_rows)
+        self.stages.report()
+        self.tuning_cache.report()
+        cache_bytes = (num_pages + 1) * self.config.cache.page_size * bytes_per_token(self.rank_spec, self.dtype)
+        described = describe_device(
+            self.coords.world_rank, self.device, self.dtype, count_weight_bytes(decoder), cache_bytes
+        )
+        runner.ready = msgspec.structs.replace(runner.ready, ranks=(described,))
+        return runner
 
-    def _own_num_pages(self) -> int:
-        """As configured or as memory allows once the largest step has what it needs."""
-        page_bytes = page_bytes_of(self.spec, self.cache, self.dtype)
-        if self.device.type == "cuda":
-            most = self._memory_for_cache(page_bytes)
-            return resolve_num_pages(self.cache, self.limits, page_bytes, most, most)
-        auto, most = cpu_cache_bytes(self.num_sharing)
-        return resolve_num_pages(self.cache, self.limits, page_bytes, auto, most)
+    def _make_tuning(self) -> ProductTuning | None:
+        """Tuned products and fused kernels on a GPU; None: plain torch."""
+        if not has_kernels(self.device):
+            return None
+        from toka_async.tuning.gemm import ProductTuning, make_ops
 
-    def _memory_for_cache(self, page_bytes: int) -> int:
-        """Bytes: what the largest step leaves, which is computed once to find out."""
-        fraction = self.cache.memory_fraction
-        page_size = self.cache.page_size
+        return ProductTuning(make_ops(self.device, self.dtype, self.config.tuning.products), self.tuning_cache)
+
+    def _build_layouts(self) -> LayoutPolicy:
+        """How steps are spread over the tensor ranks."""
+        limits = limit_part(self.limits, self.coords.num_micro_batches)
+        ops = TorchOps() if self.tuning is None else self.tuning.ops
+        return build_layouts(
+            self.config.parallel.async_tp_min_tokens,
+            self.groups.tensor,
+            RankShape(self.spec, self.dtype, self.device, ops, limits.max_tokens),
+            self._max_graph_rows(),
+            self.tuning_cache,
+            self.groups.world,
+            None if self.tuning is None else self.tuning.tune_layers,
+        )
+
+    def _max_graph_rows(self, layouts: LayoutPolicy | None = None) -> int:
+        """Rows of the largest graph; 0: none is captured. What is in shards is not captured."""
+        graphs = self.config.graphs
+        if not graphs.enabled:
+            return 0
+        most = min(graphs.max_rows, limit_part(self.limits, self.coords.num_micro_batches).max_seqs)
+        return most if layouts is None or layouts.shards is None else min(most, layouts.min_tokens - 1)
+
+    def _load_decoder(self, layouts: LayoutPolicy) -> Decoder:
+        ops = TorchOps() if self.tuning is None else self.tuning.ops
+        decoder = build_decoder(self.spec, self.dtype, self.device, self.groups.tensor, ops, layouts, self.part)
+        if self.config.model.load == "random":
+            random_weights(decoder, seed=0)
+        else:
+            load_weights(decoder, self.model_dir, self.stages.show)
+        return decoder
+
+    def _set_num_threads(self, decoder: Decoder) -> None:
+        num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
+        num_threads = resolve_num_threads(self.config.attention, num_parameters, self.coords.num_sharing)
+        torch.set_num_threads(num_threads)
+
+    def _fit_limits(self) -> RankLimits:
+        """The limits whose largest step fits every rank's GPU, as far as they are automatic. Raises ModelError."""
+        cache, schedule, world = self.config.cache, self.config.schedule, self.groups.world
+        # Only the last stage has logits.
+        counted = self.rank_spec if self.part.is_last else msgspec.structs.replace(self.rank_spec, vocab_size=0)
+        # What is automatic leaves half of the memory to the cache.
+        share = 0.5 if "auto" in (schedule.max_seqs, schedule.max_tokens) else 1.0
+
+        def check(tried: RankLimits) -> None:
+            check_largest_step(
+                counted,
+                tried,
+                self.dtype,
+                cache.page_size,
+                self.device,
+                cache.memory_fraction,
+                share,
+                self.coords.num_micro_batches,
+            )
+
+        fitting = fit_limits(self.limits, schedule, check)
+        return replace(fitting, max_seqs=world.minimum(fitting.max_seqs), max_tokens=world.minimum(fitting.max_tokens))
+
+    def _connect_stage(self) -> StageSetup | None:
+        """This rank's stage; None: there is no pipeline. Its links need memory, which what measures memory must see."""
+        if self.groups.pairs is None:
+            return None
+        hidden_size, num_parts = self.spec.hidden_size, self.coords.num_micro_batches
+        num_tokens = limit_part(self.limits, num_parts).max_tokens
+        links = build_links(self.groups.pairs, hidden_size, self.dtype, num_tokens, self.limits.max_seqs)
+        return StageSetup(links, num_parts, hidden_size, self.dtype, self.device)
+
+    def _count_pages(self, decoder: Decoder, stage: StageSetup | None) -> int:
+        """Pages of this rank's cache: as configured, or as memory allows beside the largest step."""
+        page_bytes = count_page_bytes(self.rank_spec, self.config.cache, self.dtype)
+        if self.kind == "cuda":
+            auto = most = self._measure_memory(decoder, stage, page_bytes)
+        else:
+            auto, most = choose_cpu_cache_bytes(self.coords.num_sharing)
+        return resolve_num_pages(self.config.cache, self.limits, page_bytes, auto, most)
+
+    def _measure_memory(self, decoder: Decoder, stage: StageSetup | None, page_bytes: int) -> int:
+        """Bytes that the largest step leaves to the cache; it is computed once to find out."""
+        cache = self.config.cache
         torch.cuda.reset_peak_memory_stats(self.device)
-        num_pages = pages_for_trial(self.limits, page_size, page_bytes, self.device, fraction)
+        num_pages = count_trial_pages(self.limits, cache.page_size, page_bytes, self.device, cache.memory_fraction)
         try:
-            runner = self.runner(num_pages, trial=True)
-            largest_load(runner.ready)(runner)
+            runner = self._make_runner(decoder, stage, num_pages)
+            make_largest_load(runner.ready)(runner)
             torch.cuda.synchronize(self.device)
         except torch.OutOfMemoryError:
-            raise does_not_fit(self.limits) from None
+            raise make_misfit_error(self.limits) from None
         peak = torch.cuda.max_memory_allocated(self.device) - (num_pages + 1) * page_bytes
         del runner
         gc.collect()
         torch.cuda.empty_cache()
-        return memory_for_cache(self.device, fraction, peak)
+        return compute_cache_memory(self.device, cache.memory_fraction, peak)
 
-    def runner(self, num_pages: int, trial: bool = False) -> Runner:
-        """A runner over a new cache; `trial`: nothing is measured or compiled for it."""
-        spec, limits = self.spec, self.limits
+    def _make_runner(
+        self,
+        decoder: Decoder,
+        stage: StageSetup | None,
+        num_pages: int,
+        choose: Callable[[AttentionParts], ChoiceTable] | None = None,
+    ) -> Runner:
+        """A runner over a new cache. choose: see `build_attention`; None: the runner is for a trial."""
+        spec, limits, page_size = self.rank_spec, self.limits, self.config.cache.page_size
         # One page more, for rows that only fill up a batch.
-        kv_cache = KVCache(
-            spec.num_layers, num_pages + 1, spec.num_kv_heads, self.cache.page_size, spec.head_dim, self.dtype,
-            self.device,
-        )  # fmt: skip
-        built = build_attention(
-            self.attention.backend,
-            kv_cache,
+        cache = KVCache(
+            spec.num_layers, num_pages + 1, spec.num_kv_heads, page_size, spec.head_dim, self.dtype, self.device
+        )
+        attention = build_attention(
+            self.config.attention.backend,
+            cache,
             spec.num_heads,
             spec.windows,
             max_seqs=limits.max_seqs,
             max_tokens=limits.max_tokens,
-            table=NOT_MEASURED if trial else None,
-            settle=self._settle,
+            choose=choose,
         )
-        group_min_seqs, group_min_tokens = group_of_first(self.meeting.world, built.smallest_group)
-        room = num_pages * self.cache.page_size
+        group_min_seqs, group_min_tokens = self.groups.world.agree(attention.smallest_group, tuple[int, int])
         ready = Ready(
             num_pages=num_pages,
-            page_size=self.cache.page_size,
+            page_size=page_size,
             max_seqs=limits.max_seqs,
-            max_context=limits.max_context if trial else min(limits.max_context, room),
+            max_context=limits.max_context if choose is None else min(limits.max_context, num_pages * page_size),
             vocab_size=spec.vocab_size,
             max_tokens=limits.max_tokens,
             group_min_seqs=group_min_seqs,
             group_min_tokens=group_min_tokens,
-            async_tp_min_tokens=self.decoder.layouts.min_tokens,
+            async_tp_min_tokens=decoder.layouts.min_tokens,
         )
-        compiled, num_compiles = None, None
-        if self.compiling.enabled and not trial:
-            from toka_async.model.compiled import compile_forward
-
-            compiled = compile_forward(self.decoder, built.backend)
+        compiles = CompileCounter()
         if has_kernels(self.device):
-            from toka_async.startup.compiles import CompileCounter
-
-            num_compiles = CompileCounter(partial(getattr, compiled, "num_eager") if compiled else int).count
+            compiles.watch()
         return Runner(
-            self.decoder,
-            kv_cache,
-            built.backend,
             ready,
             self.device,
-            forward=compiled,
-            num_compiles=num_compiles,
-            freeze=compiled.freeze if compiled else None,
-            use_kernels=has_kernels(self.device),
-            graphs=built.graphs,
-            pays=self._pays(built),
-            agree=self.meeting.tensor.broadcast_first,
-            shares=self._shares(),
-            setup=self.setup,
+            decoder,
+            cache,
+            replace(attention, pays=self._group_rule(attention)),
+            SamplingSetup(has_kernels(self.device), self._share_rows(decoder)),
+            stage,
+            compiles,
         )
 
-    def _settle(self, bench: Bench) -> ChoiceTable:
-        """What attention is chosen by: as measured before, or now; on all ranks what the first one has."""
-        facts = bench.facts()
-        found = self.tuning_cache.find("attention", facts, ChoiceTable)
-        if found is not None and not bench.admits(found):
-            found = None
-        table = table_of_first(self.meeting.tensor, found or bench.table())
-        if found is None:
-            self.tuning_cache.keep("attention", facts, table)
-        return table
+    def _choose_table(self, parts: AttentionParts) -> ChoiceTable:
+        """The same table on all ranks of a stage, or they would compute a step in different ways."""
+        return settle(AttentionChoice(parts), self.tuning_cache, self.groups.tensor)
 
-    def graph_sizes(self, most: int, grouped: bool) -> list[int]:
-        """Rows of the graphs that an earlier start kept, of those up to `most`; empty: it is to be found out."""
-        found = self.tuning_cache.find("graphs", self._of_graphs(most, grouped), list[int]) if most else None
-        sizes = sorted(set(found or ()))
-        if not sizes or sizes[-1] != most or not set(sizes) <= set(graph_sizes(most)):
-            sizes = []
-        return msgspec.json.decode(self.meeting.tensor.broadcast_first(msgspec.json.encode(sizes)), type=list[int])
+    def _group_rule(self, attention: BuiltAttention) -> Callable[[int, int], bool]:
+        """What was measured, unless the configuration says; a micro-batch's part of a group may be too small for it."""
+        schedule, least = self.config.schedule, self.config.schedule.group_min_seqs
+        if least == schedule.group_min_tokens == "auto":
+            return attention.pays
+        return every_group_pays if least == "auto" else lambda num_rows, num_tokens: num_rows >= least  # noqa: ARG005
 
-    def keep_graph_sizes(self, most: int, grouped: bool, sizes: Sequence[int]) -> None:
-        """For the next start."""
-        if sizes:
-            self.tuning_cache.keep("graphs", self._of_graphs(most, grouped), sizes)
+    def _share_rows(self, decoder: Decoder) -> RowShares | None:
+        """How ranks share the rows that they sample; None: this rank is alone, or its stage does not sample."""
+        tensor = self.groups.tensor
+        if tensor.size == 1 or decoder.head is None:
+            return None
+        return RowShares(tensor, decoder.own_logits, self.limits.max_seqs)
 
-    def _of_graphs(self, most: int, grouped: bool) -> dict[str, object]:
+    def _warm_up(self, runner: Runner, decoder: Decoder, max_graph_rows: int) -> None:
+        """Computes every kind of step, and captures graphs."""
+        schedule, most = self.config.schedule, min(max_graph_rows, self.limits.max_seqs)
+        least = runner.ready.group_min_seqs if schedule.group_min_seqs == "auto" else schedule.group_min_seqs
+
+        def capture() -> None:
+            from toka_async.tuning.graph_sizes import GraphChoice
+
+            assert runner.decode is not None
+            model = self._describe_graphs(decoder)
+            graphs = GraphChoice(runner.decode, most, least > 0, model, self.stages.show)
+            graphs.use(settle(graphs, self.tuning_cache, self.groups.tensor))
+
+        captures = most > 0 and runner.decode is not None and runner.decode.can_capture
+        warm_up(runner, self.stages, self.coords.num_micro_batches, capture if captures else None)
+
+    def _describe_graphs(self, decoder: Decoder) -> Facts:
         """What the times of graphs depend on."""
         return {
-            "model": self.spec,
-            "ends": [self.decoder.embedding is not None, self.decoder.head is not None],
+            "model": self.rank_spec,
+            "ends": [decoder.embedding is not None, decoder.head is not None],
             "dtype": str(self.dtype),
             "limits": [self.limits.max_seqs, self.limits.max_context],
-            "page_size": self.cache.page_size,
-            "attention": self.attention.backend,
-            "ranks": [self.meeting.tensor.size, self.meeting.world.size],
-            "graphs": [most, grouped],
+            "page_size": self.config.cache.page_size,
+            "attention": self.config.attention.backend,
+            "ranks": [self.groups.tensor.size, self.groups.world.size],
         }
 
-    def _shares(self) -> RowShares | None:
-        """Of the stage that samples, if it is of several ranks."""
-        tensor = self.meeting.tensor
-        if tensor.size == 1 or self.decoder.head is None:
-            return None
-        return RowShares(tensor, self.decoder.own_logits, self.limits.max_seqs)
 
-    def _pays(self, built: BuiltAttention) -> Callable[[int, int], bool] | None:
-        """What was measured, unless the configuration says; a micro-batch's part of a group may be too small for it."""
-        least = self.schedule.group_min_seqs
-        if least == self.schedule.group_min_tokens == "auto":
-            return built.pays
-        return None if least == "auto" else lambda num_rows, num_tokens: num_rows >= least  # noqa: ARG005
+def open_tuning_cache(device: torch.device, config: Config) -> TuningCache:
+    """What earlier starts measured. Most of it depends on whether products are tuned; on a CPU nothing is measured."""
+    if device.type == "cpu":
+        return TuningCache(None, {})
+    return TuningCache(find_folder(config.tuning.dir), {**describe_gpu(device), "tuned": config.tuning.products})
 
 
-def group_of_first(comm: Comm, smallest: tuple[int, int]) -> tuple[int, int]:
-    """The fewest rows and tokens of a group, as the first rank has it."""
-    return msgspec.json.decode(comm.broadcast_first(msgspec.json.encode(smallest)), type=tuple[int, int])
+def limit_part(limits: RankLimits, num_parts: int) -> RankLimits:
+    """The limits of each of a step's micro-batches."""
+    num_tokens = count_most_tokens(limits.max_seqs, limits.max_tokens, num_parts)
+    return replace(limits, max_seqs=count_most_rows(limits.max_seqs, num_parts), max_tokens=num_tokens)
 
 
-def table_of_first(comm: Comm, table: ChoiceTable) -> ChoiceTable:
-    """All ranks choose alike, or else they would compute a step in different ways."""
-    return msgspec.json.decode(comm.broadcast_first(msgspec.json.encode(table)), type=ChoiceTable)
+def limit_separate(limits: RankLimits, layouts: LayoutPolicy) -> RankLimits:
+    """The limits of products that overlap with no exchange between ranks; those of sampled tokens never do."""
+    if not isinstance(layouts.shards, OverlappedShards):
+        return limits
+    return replace(limits, max_tokens=min(limits.max_tokens, max(limits.max_seqs, layouts.min_tokens - 1)))

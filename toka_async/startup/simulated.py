@@ -38,7 +38,7 @@ HALF = np.uint64(32)
 LEAST = -1.0  # the highest log-prob; the next likeliest token is always 1 less likely, so that their sum is below 1
 
 
-def simulated_ready(spec: ModelSpec, model: ModelConfig, cache: CacheConfig, schedule: ScheduleConfig) -> Ready:
+def make_simulated_ready(spec: ModelSpec, model: ModelConfig, cache: CacheConfig, schedule: ScheduleConfig) -> Ready:
     """What fits: as much as is asked for. Raises ModelError for an impossible limit."""
     limits = resolve_limits(model, schedule, spec, "simulated")
     auto_pages = limits.max_seqs * -(-min(limits.max_context, AUTO_TOKENS) // cache.page_size)
@@ -144,7 +144,7 @@ class SimulatedRank:
         self._seeds[slots] = as_i64(step.admit_seeds).view(np.uint64)
         prompts = [self._prompts[key] for key in keys.tolist()]
         self._num_prompt[slots] = [prompt.num_prompt for prompt in prompts]
-        for want, rows in group_places(wants_of(prompt.sampling) for prompt in prompts).items():
+        for want, rows in group_places(read_wants(prompt.sampling) for prompt in prompts).items():
             self._describe(slots[rows], want)
 
     def _describe(self, slots: Int32, want: Want) -> None:
@@ -217,7 +217,7 @@ class SimulatedRank:
         return tuple(chunks)
 
 
-def wants_of(sampling: SamplingParams) -> Want:
+def read_wants(sampling: SamplingParams) -> Want:
     """What a simulated row looks at."""
     return (bytes(sampling.end_ids), sampling.min_tokens, sampling.num_logprobs, sampling.num_prompt_logprobs)
 

@@ -41,31 +41,22 @@ SLOW = (
 
 
 def warm_up(
-    runner: Runner,
-    stages: StartupProgress,
-    max_graph_seqs: int = 0,
-    grouped: bool = False,
-    num_parts: int = 1,
-    sizes: Sequence[int] = (),
+    runner: Runner, stages: StartupProgress, num_parts: int = 1, capture: Callable[[], None] | None = None
 ) -> None:
-    """Compute, and on a GPU capture, all that steps can be made of.
+    """Compute all that steps can be made of.
 
-    max_graph_seqs: rows of the largest graph; 0: none is captured. grouped: steps may have shared prefixes. num_parts:
-    micro-batches that they are computed in. sizes: see `DecodePass.capture`.
+    num_parts: micro-batches that steps are computed in. capture: captures decoding steps; None: none is captured.
     """
-    on_gpu = runner.decode is not None
     with stages.stage("warm-up"):
-        loads = gpu_loads(runner.ready, num_parts) if on_gpu else cpu_loads(runner.ready)
+        loads = list_gpu_loads(runner.ready, num_parts) if runner.decode is not None else list_cpu_loads(runner.ready)
         if runner.ready.async_tp_min_tokens:
-            loads.append(largest_load(runner.ready))
+            loads.append(make_largest_load(runner.ready))
         for number, load in enumerate(loads):
             load(runner)
             stages.show(number + 1, len(loads))
-    if runner.decode is not None and max_graph_seqs:
-        most = min(max_graph_seqs, runner.ready.max_seqs)
+    if capture is not None:
         with stages.stage("graphs"):
-            for done, total in runner.decode.capture(most, grouped, sizes):
-                stages.show(done, total)
+            capture()
             for load in loads:  # replayed once: a graph's first launch takes longer
                 load(runner)
     gc.collect()
@@ -75,14 +66,14 @@ def warm_up(
 Load = Callable[[Runner], None]
 
 
-def cpu_loads(ready: Ready) -> list[Load]:
-    """A prompt and some tokens after it."""
+def list_cpu_loads(ready: Ready) -> list[Load]:
+    """Steps of a prompt and of some tokens after it."""
     length = max(1, min(_PROMPT_TOKENS, SyntheticRows(ready).room(_DECODE_STEPS), ready.max_tokens))
-    return [rows_load([length], (SamplingParams(top_p=0.9),))]
+    return [make_rows_load([length], (SamplingParams(top_p=0.9),))]
 
 
-def gpu_loads(ready: Ready, num_parts: int = 1) -> list[Load]:
-    """Few rows and many, short and long, alone and grouped; in a step, and in each of its parts."""
+def list_gpu_loads(ready: Ready, num_parts: int = 1) -> list[Load]:
+    """Steps of few rows and of many, short and long, alone and grouped; in whole and in each of their parts."""
     size = ready.page_size
     room = max(1, min(SyntheticRows(ready).room(_DECODE_STEPS + 2), ready.max_tokens))
     length = min(_PROMPT_TOKENS, room)
@@ -91,35 +82,35 @@ def gpu_loads(ready: Ready, num_parts: int = 1) -> list[Load]:
     loads: list[Load] = []
     for count in dict.fromkeys((*in_parts((1, 2, 3, 17, 64, 300, 1100), num_parts), most)):
         if 0 < count <= most:
-            loads.append(rows_load([length] * count, FAST))
+            loads.append(make_rows_load([length] * count, FAST))
             if count in (1, 17, most):
-                loads.append(rows_load([length] * min(count, 300), (*SLOW, GREEDY)))
-    loads.append(rows_load([1], (GREEDY,)))
+                loads.append(make_rows_load([length] * min(count, 300), (*SLOW, GREEDY)))
+    loads.append(make_rows_load([1], (GREEDY,)))
     lengths = [room // part for part in (1, 2, 16)] + [LEAST_TOKENS * num_parts] * (num_parts > 1)
-    loads += [rows_load([length], (GREEDY,)) for length in lengths if 0 < length <= room]
+    loads += [make_rows_load([length], (GREEDY,)) for length in lengths if 0 < length <= room]
     for count, shared in (*((count, 4) for count in in_parts((64,), num_parts)), (2, 1), (most, 32)):
         fits = shared + count * pages <= ready.num_pages and 1 < count <= ready.max_seqs
         if fits and (shared + pages) * size <= ready.max_context and count * 2 <= ready.max_tokens:
-            loads.append(rows_load([shared * size + 2] * count, FAST, shared, count))
+            loads.append(make_rows_load([shared * size + 2] * count, FAST, shared, count))
     return loads
 
 
 def in_parts(counts: Sequence[int], num_parts: int) -> list[int]:
-    """Rows of a step: so many, and as many as give each part so many."""
+    """The counts, and for a step in parts also those that give each part so many rows."""
     return [*counts, *(count * num_parts for count in counts)] if num_parts > 1 else [*counts]
 
 
-def largest_load(ready: Ready) -> Load:
-    """As many tokens in one step as there may be, of as many rows as there may be, that sample in every way."""
+def make_largest_load(ready: Ready) -> Load:
+    """A step of the most tokens, of the most rows, that sample in every way."""
     each = max(1, min(ready.max_tokens // ready.max_seqs, ready.max_context - 2))
     lengths = np.full(ready.max_seqs, each)
     more = np.full(ready.max_seqs, max(0, ready.max_context - 2 - each)).cumsum()
     spare = ready.max_tokens - int(lengths.sum())
     lengths += np.diff(np.minimum(more, spare), prepend=0)
-    return rows_load(lengths.tolist(), (*FAST, SLOW[0]), num_decode=1, reuse=True)
+    return make_rows_load(lengths.tolist(), (*FAST, SLOW[0]), num_decode=1, reuse=True)
 
 
-def rows_load(
+def make_rows_load(
     lengths: Sequence[int],
     sampling: Sequence[SamplingParams],
     num_shared: int = 0,

@@ -20,15 +20,15 @@ from toka_async.checkpoint.division import (
     tensor_sizes,
 )
 from toka_async.checkpoint.spec import ModelError, ModelSpec
-from toka_async.startup.memory import available_memory, free_cuda_memory
+from toka_async.startup.memory import read_available_memory, read_free_cuda_memory
 
 MAX_TENSOR_RANKS = 16  # that are proposed
 MOST_WEIGHTS = 0.8  # of the free memory, where it is proposed how many GPUs to take
 GIB = 1 << 30
 
 
-def rank_bytes(spec: ModelSpec, part: StagePart, tp: int, dtype: torch.dtype) -> int:
-    """Of the weights of each of `tp` ranks of a stage; vocabularies are padded to be divided."""
+def count_rank_bytes(spec: ModelSpec, part: StagePart, tp: int, dtype: torch.dtype) -> int:
+    """Bytes of the weights of each of `tp` ranks of a stage; vocabularies are padded to be divided."""
     rank_spec = replace(spec_of_rank(spec, tp), vocab_size=-(-spec.vocab_size // tp))
     stage, num_stages = (0, 1) if part.is_first and part.is_last else (0 if part.is_first else 1 + part.is_last, 3)
     return dtype.itemsize * num_weights(spec_of_stage(rank_spec, part), stage, num_stages)
@@ -36,7 +36,7 @@ def rank_bytes(spec: ModelSpec, part: StagePart, tp: int, dtype: torch.dtype) ->
 
 def check_weights_fit(spec: ModelSpec, part: StagePart, tp: int, dtype: torch.dtype, free: int, kind: str) -> None:
     """Raises ModelError, which says what would fit, when a rank's weights take more than the `free` bytes."""
-    needed = rank_bytes(spec, part, tp, dtype)
+    needed = count_rank_bytes(spec, part, tp, dtype)
     if needed < free:
         return
     of_type = str(dtype).removeprefix("torch.")
@@ -54,10 +54,10 @@ def advise(spec: ModelSpec, tp: int, dtype: torch.dtype, free: int) -> str:
     """How many GPUs with so many free bytes would hold the weights, and leave room for steps and the cache."""
     free = int(MOST_WEIGHTS * free)
     for size in tensor_sizes(spec):
-        if tp < size <= MAX_TENSOR_RANKS and rank_bytes(spec, stage_parts(spec, 1, size)[0], size, dtype) < free:
+        if tp < size <= MAX_TENSOR_RANKS and count_rank_bytes(spec, stage_parts(spec, 1, size)[0], size, dtype) < free:
             return f"set parallel.tp={size} (or parallel.pp), with as many GPUs"
     for pp in range(2, spec.num_layers + 1):
-        if all(rank_bytes(spec, part, tp, dtype) < free for part in stage_parts(spec, pp, tp)):
+        if all(count_rank_bytes(spec, part, tp, dtype) < free for part in stage_parts(spec, pp, tp)):
             return f"set parallel.pp={pp}, with {pp * tp} GPUs"
     return "use a smaller model"
 
@@ -70,16 +70,16 @@ def allocating(spec: ModelSpec, part: StagePart, tp: int, dtype: torch.dtype) ->
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
-        needed = _gib(rank_bytes(spec, part, tp, dtype))
+        needed = _gib(count_rank_bytes(spec, part, tp, dtype))
         raise ModelError(
             f"model.path: there was no memory left for {needed} of weights; end what else uses it, or use fewer "
             "replicas or a smaller model"
         ) from None
 
 
-def free_bytes(device: torch.device, fraction: float) -> int:
+def measure_free_bytes(device: torch.device, fraction: float) -> int:
     """Memory that weights may take: of the machine, or a share of the GPU's."""
-    return available_memory() if device.type == "cpu" else free_cuda_memory(device, fraction)
+    return read_available_memory() if device.type == "cpu" else read_free_cuda_memory(device, fraction)
 
 
 def _gib(size: int) -> str:

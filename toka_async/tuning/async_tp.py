@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import msgspec
 import torch
@@ -23,6 +23,8 @@ from toka_async.model.decoder import Decoder
 from toka_async.model.ops import Ops
 from toka_async.model.overlap import build_overlapped, explain_obstacle, release, reserve
 from toka_async.model.weights import build_decoder, random_weights
+from toka_async.tuning.clock import time_alone
+from toka_async.tuning.settle import settle
 from toka_async.tuning.store import Facts, TuningCache
 
 logger = logging.getLogger(__name__)
@@ -32,13 +34,8 @@ _LEAST_TOKENS = 512  # nothing is gained below
 LAYERS = 8  # timed together, so that the host is ahead of the device where it can be
 _ROUNDS = 3
 
-
-class LayoutClock(Protocol):
-    def __call__(self, run: LayerRun) -> float:
-        """Milliseconds that it takes."""
-        ...
-
-
+# Milliseconds of a run.
+RunClock = Callable[["LayerRun"], float]
 # Finds the fastest products of a decoder's layers, for steps of these numbers of tokens.
 Tune = Callable[[Decoder, Sequence[int]], None]
 
@@ -63,7 +60,7 @@ class RankShape:
     max_tokens: int
 
 
-def workspace_bytes(spec: ModelSpec, dtype: torch.dtype, max_tokens: int, num_ranks: int) -> int:
+def count_workspace_bytes(spec: ModelSpec, dtype: torch.dtype, max_tokens: int, num_ranks: int) -> int:
     """What ranks read of each other: two parts of a product's output, a share of a step's tokens each."""
     return 2 * -(-max_tokens // num_ranks) * spec.hidden_size * dtype.itemsize
 
@@ -73,43 +70,36 @@ def build_layouts(
     comm: Comm,
     shape: RankShape,
     most_captured: int,
-    clock: LayoutClock | None = None,
+    cache: TuningCache,
     world: Comm | None = None,
     tune: Tune | None = None,
-    tuning_cache: TuningCache | None = None,
+    clock: RunClock = time_alone,
 ) -> LayoutPolicy:
     """How steps are spread over the ranks, the same on each of them, which wait for each other.
 
     comm: the ranks that hold the same layers. world: those of all stages, which do alike; None: there is one.
     asked: `parallel.async_tp_min_tokens`. most_captured: tokens of the largest step that is captured; what is measured
-    is never as little, as a captured step has no host's time. clock: of tests. tune: called of what is measured with
-    the numbers of tokens, so that it is as fast as what will be served. tuning_cache: what earlier starts measured;
-    None: nothing. In shards, each rank has two tokens at least: of one, Inductor (torch 2.11) fails to compile what
-    depends on it.
+    is never as little, as a captured step has no host's time. tune: called of what is measured with the numbers of
+    tokens, so that it is as fast as what will be served. In shards, each rank has more than one token.
     """
     whole, world = Replicated(comm), world or comm
     if comm.size == 1 or asked == 0:
         return LayoutPolicy(whole)
     reason = explain_obstacle(comm, shape.device) or reserve(
-        comm, workspace_bytes(shape.spec, shape.dtype, shape.max_tokens, comm.size)
+        comm, count_workspace_bytes(shape.spec, shape.dtype, shape.max_tokens, comm.size)
     )
     if not world.minimum(int(not reason)):
         reason = reason or "another stage's GPUs cannot"
     if reason:
-        return _not_overlapped(asked, comm, world, reason)
+        return _without_overlap(asked, comm, world, reason)
     shards = build_overlapped(comm)
     if asked != "auto":
         return LayoutPolicy(whole, shards, _with_two_each(asked, comm))
-    counts = token_counts(most_captured, shape.max_tokens)
-    cache, facts = tuning_cache or TuningCache(None, {}), _facts(shape, comm, world, counts)
-    timings = _timings_of_before(cache, facts, counts, world)
-    if timings is None:
-        timings = measure(whole, shards, comm, shape, counts, clock or cuda_clock, tune) if counts else []
-        if world.rank == 0:
-            cache.keep("async-tp", facts, timings)
+    counts = list_token_counts(most_captured, shape.max_tokens)
+    timings = settle(LayoutTimes(shape, shards, comm, world, counts, tune, clock), cache, world) if counts else []
     if shape.device.type == "cuda":
         torch.cuda.empty_cache()  # what was taken for it
-    least = int(world.broadcast_first(str(least_tokens(timings)).encode()))
+    least = find_least_tokens(timings)
     _report(world, least, timings)
     if not least:
         release(comm)
@@ -117,29 +107,58 @@ def build_layouts(
     return LayoutPolicy(whole, shards, least)
 
 
-def _timings_of_before(cache: TuningCache, facts: Facts, counts: Sequence[int], world: Comm) -> list[Timing] | None:
-    """Of an earlier start, as the first rank finds them, on all ranks: those who measure wait for each other."""
-    timings = cache.find("async-tp", facts, list[Timing])
-    if timings is not None and [timing.num_tokens for timing in timings] != [*counts]:
-        timings = None
-    return msgspec.json.decode(world.broadcast_first(msgspec.json.encode(timings)), type=list[Timing] | None)
+@dataclass(slots=True, frozen=True)
+class LayoutTimes:
+    """`Choice`: the times of a layer both ways at some token counts, which say from how many on shards are faster."""
 
+    shape: RankShape
+    shards: ActivationLayout
+    comm: Comm
+    world: Comm
+    counts: Sequence[int]
+    tune: Tune | None
+    clock: RunClock
+    name: ClassVar[str] = "async-tp"
+    kind: ClassVar[Any] = list[Timing]
 
-def _facts(shape: RankShape, comm: Comm, world: Comm, counts: Sequence[int]) -> Facts:
-    """What a layer's times depend on."""
-    return {
-        "model": _one_layer(shape.spec),
-        "dtype": str(shape.dtype),
-        "ranks": [comm.size, world.size],
-        "tokens": list(counts),
-    }
+    def describe(self) -> Facts:
+        return {
+            "model": _one_layer(self.shape.spec),
+            "dtype": str(self.shape.dtype),
+            "ranks": [self.comm.size, self.world.size],
+            "tokens": list(self.counts),
+        }
+
+    def admits(self, answer: Sequence[Timing]) -> bool:
+        return [timing.num_tokens for timing in answer] == [*self.counts]
+
+    def measure(self) -> list[Timing]:
+        """Both ways in turns, of a layer of random weights over no attention; medians."""
+        shape, comm = self.shape, self.comm
+        decoder = build_decoder(_one_layer(shape.spec), shape.dtype, shape.device, comm, shape.ops)
+        random_weights(decoder, seed=comm.rank)
+        if self.tune is not None:
+            self.tune(decoder, self.counts)
+        timings = []
+        for count in self.counts:
+            of_whole = LayerRun(decoder, Replicated(comm), count, count)
+            of_shards = LayerRun(decoder, self.shards, count, -(-count // comm.size))
+            for run in (of_whole, of_shards):
+                run()  # what happens once
+            rounds = [[self._time(run) for run in (of_whole, of_shards)] for _ in range(_ROUNDS)]
+            timings.append(Timing(count, *(median(times) / LAYERS for times in zip(*rounds, strict=True))))
+        return timings
+
+    def _time(self, run: LayerRun) -> float:
+        self.comm.minimum(0)  # ranks begin together
+        return self.clock(run)
 
 
 def _one_layer(spec: ModelSpec) -> ModelSpec:
     return msgspec.structs.replace(spec, num_layers=1, windows=spec.windows[:1])
 
 
-def _not_overlapped(asked: int | Literal["auto"], comm: Comm, world: Comm, reason: str) -> LayoutPolicy:
+def _without_overlap(asked: int | Literal["auto"], comm: Comm, world: Comm, reason: str) -> LayoutPolicy:
     """`auto` is never; a number stands, and collectives take their turn."""
     if asked == "auto":
         if world.rank == 0:
@@ -168,13 +187,13 @@ def _report(comm: Comm, least: int, timings: Sequence[Timing]) -> None:
         logger.info("async TP: %s; ms of a layer by tokens, without and with: %s", when, times or "not measured")
 
 
-def token_counts(most_captured: int, max_tokens: int) -> list[int]:
+def list_token_counts(most_captured: int, max_tokens: int) -> list[int]:
     """What to measure: powers of two above the captured steps."""
     counts = [_LEAST_TOKENS << doubled for doubled in range(32)]
     return [count for count in counts if most_captured < count <= max_tokens]
 
 
-def least_tokens(timings: Sequence[Timing]) -> int:
+def find_least_tokens(timings: Sequence[Timing]) -> int:
     """The least count from which on shards are faster by the margin; 0: there is none."""
     least = 0
     for timing in sorted(timings, key=lambda timing: -timing.num_tokens):
@@ -182,36 +201,6 @@ def least_tokens(timings: Sequence[Timing]) -> int:
             break
         least = timing.num_tokens
     return least
-
-
-def measure(
-    whole: ActivationLayout,
-    shards: ActivationLayout,
-    comm: Comm,
-    shape: RankShape,
-    counts: Sequence[int],
-    clock: LayoutClock,
-    tune: Tune | None = None,
-) -> list[Timing]:
-    """Both ways in turns, of a layer of random weights over no attention; medians."""
-    decoder = build_decoder(_one_layer(shape.spec), shape.dtype, shape.device, comm, shape.ops)
-    random_weights(decoder, seed=comm.rank)
-    if tune is not None:
-        tune(decoder, counts)
-    timings = []
-    for count in counts:
-        of_whole = LayerRun(decoder, whole, count, count)
-        of_shards = LayerRun(decoder, shards, count, -(-count // comm.size))
-        for run in (of_whole, of_shards):
-            run()  # what happens once
-        rounds = [[_timed(run, comm, clock) for run in (of_whole, of_shards)] for _ in range(_ROUNDS)]
-        timings.append(Timing(count, *(median(times) / LAYERS for times in zip(*rounds, strict=True))))
-    return timings
-
-
-def _timed(run: LayerRun, comm: Comm, clock: LayoutClock) -> float:
-    comm.minimum(0)  # ranks begin together
-    return clock(run)
 
 
 class LayerRun:
@@ -250,14 +239,3 @@ class NoAttention:
         norm: QueryKeyNorm | None = None,  # noqa: ARG002
     ) -> Tensor:
         return heads[:, : self._num_heads]
-
-
-def cuda_clock(run: LayerRun) -> float:
-    """Of the device, from the first launch to the end of the last."""
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
-    first.record()
-    run()
-    last.record()
-    last.synchronize()
-    return float(first.elapsed_time(last))

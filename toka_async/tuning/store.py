@@ -59,7 +59,7 @@ class TuningCache:
         return answer
 
     def keep(self, what: str, of: Facts, answer: object) -> None:
-        """For the next start; that it cannot be written is logged once, and not tried again."""
+        """Writes an answer for the next start. Logs once that it cannot be written, and does not try again."""
         if not self._writes:
             return
         asked = self._question(what, of)
@@ -68,7 +68,7 @@ class TuningCache:
             _write(self._file(what, asked), content)
         except (OSError, ValueError) as error:  # ValueError: no path can be so
             logger.warning(
-                "compile.tuning_dir=%s: %s; every start measures anew what is not there until it can be written",
+                "tuning.dir=%s: %s; every start measures anew what is not there until it can be written",
                 self.folder,
                 getattr(error, "strerror", None) or error,
             )
@@ -87,14 +87,14 @@ class TuningCache:
         return self.folder / f"{what}-{hashlib.sha256(question).hexdigest()[:24]}.json"
 
 
-def folder_of(tuning_dir: str) -> Path | None:
-    """Of `compile.tuning_dir`; None: nothing is kept. That a user has no home is logged."""
+def find_folder(tuning_dir: str) -> Path | None:
+    """The folder that `tuning.dir` stands for; None: nothing is kept. Logs that a user has no home."""
     if not tuning_dir:
         return None
     try:
         return _user_cache() / "toka-async" / "tuning" if tuning_dir == "auto" else Path(tuning_dir).expanduser()
     except RuntimeError as error:
-        logger.warning("compile.tuning_dir=%s: %s; every start measures anew; name a folder", tuning_dir, error)
+        logger.warning("tuning.dir=%s: %s; every start measures anew; name a folder", tuning_dir, error)
         return None
 
 
@@ -104,7 +104,7 @@ def _user_cache() -> Path:
     return base if base.is_absolute() else Path.home() / ".cache"
 
 
-def gpu_platform(device: torch.device) -> Facts:
+def describe_gpu(device: torch.device) -> Facts:
     """What measured times on a GPU depend on, beside shapes: the chip, the libraries, our own sources."""
     properties = torch.cuda.get_device_properties(device)
     return {

@@ -11,10 +11,9 @@ import torch
 from tests.cases.attention import make_case
 from tests.fakes import flashinfer as fake_flashinfer
 from toka_async.attention import build, flashinfer
-from toka_async.attention.build import NOT_MEASURED, Backend, build_attention, resolve_backend
+from toka_async.attention.build import AttentionParts, Backend, build_attention, resolve_backend
 from toka_async.attention.choice import AutoChunks, AutoDecode, ChoiceTable, only
 from toka_async.attention.kv_cache import KVCache
-from toka_async.attention.measure import Bench
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.checkpoint.spec import ModelError
 from toka_async.config.load import describe
@@ -113,7 +112,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     fake_flashinfer.install(monkeypatch)
     monkeypatch.setattr(build, "resolve_backend", lambda backend, _: backend)
-    monkeypatch.setattr(flashinfer, "why_not", lambda _: "")
+    monkeypatch.setattr(flashinfer, "explain_no_flashinfer", lambda _: "")
     monkeypatch.setattr(flashinfer, "compile_kernels", lambda *_: None)
     monkeypatch.setattr(build, "try_decode", lambda *_: None)
     monkeypatch.setattr(build, "try_chunks", lambda *_: None)
@@ -140,7 +139,7 @@ def parts_of(built: build.BuiltAttention, window: int) -> tuple[AutoDecode, Auto
 )
 def test_parts(backend: Backend, decode_names: list[str], chunk_names: list[str]) -> None:
     cache = cache_of(on_cuda=False)
-    built = build_attention(backend, cache, 2, (0, 7), max_seqs=8, max_tokens=8, table=NOT_MEASURED)
+    built = build_attention(backend, cache, 2, (0, 7), max_seqs=8, max_tokens=8)
     for window in (0, 7):
         decode, chunks = parts_of(built, window)
         assert (list(decode.parts), list(chunks.parts)) == (decode_names, chunk_names)
@@ -150,48 +149,25 @@ def test_parts(backend: Backend, decode_names: list[str], chunk_names: list[str]
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_the_measured_table_is_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    measured = only("flashinfer", ((4, 64),))
-    benches: list[Bench] = []
+def test_the_chosen_table_is_used(caplog: pytest.LogCaptureFixture) -> None:
+    chosen = only("flashinfer", ((4, 64),))
+    asked: list[AttentionParts] = []
 
-    def table(bench: Bench) -> ChoiceTable:
-        benches.append(bench)
-        return measured
+    def choose(parts: AttentionParts) -> ChoiceTable:
+        asked.append(parts)
+        return chosen
 
-    monkeypatch.setattr(Bench, "table", table)
     caplog.set_level(logging.INFO)
-    built = build_attention("auto", cache_of(on_cuda=False), 2, (0,), max_seqs=8, max_tokens=9)
+    built = build_attention("auto", cache_of(on_cuda=False), 2, (0,), max_seqs=8, max_tokens=9, choose=choose)
     assert built.smallest_group == (4, 64)
-    assert built.table is measured
-    assert (benches[0].max_seqs, benches[0].max_tokens, benches[0].num_heads) == (8, 9, 2)
-    assert list(benches[0].decode) == ["triton", "flashinfer", "mixed"]
+    assert built.table is chosen
+    (parts,) = asked
+    assert (parts.max_seqs, parts.max_tokens, parts.num_heads) == (8, 9, 2)
+    assert list(parts.decode) == ["triton", "flashinfer", "mixed"]
+    assert list(parts.chunks) == ["triton", "flashinfer"]
     assert "groups of rows x tokens 4x64" in caplog.text
     decode, chunks = parts_of(built, 0)
-    assert decode.table is chunks.table is measured
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
-def test_someone_else_settles_what_is_chosen_by(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """By what can measure, which does not of itself."""
-    measured, known = only("flashinfer"), only("flashinfer", ((8, 128),))
-    monkeypatch.setattr(Bench, "table", lambda _: measured)
-    asked: list[object] = []
-
-    def settle(bench: Bench) -> ChoiceTable:
-        asked.extend([bench.facts(), bench.table()])
-        return known
-
-    caplog.set_level(logging.INFO)
-    built = build_attention("auto", cache_of(on_cuda=False), 2, (0,), max_seqs=8, max_tokens=9, settle=settle)
-    assert built.table is known
-    assert built.smallest_group == (8, 128)
-    assert asked[1] is measured
-    facts = asked[0]
-    assert isinstance(facts, dict)
-    assert facts["parts"] == [["triton", "flashinfer", "mixed"], ["triton", "flashinfer"]]
-    assert "groups of rows x tokens 8x128" in caplog.text
+    assert decode.table is chunks.table is chosen
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -203,13 +179,13 @@ def test_without_a_compiler_auto_goes_without(
 
     monkeypatch.setattr(flashinfer, "compile_kernels", fail)
     cache = cache_of(on_cuda=False)
-    built = build_attention("auto", cache, 2, (0,), max_seqs=8, max_tokens=8, table=NOT_MEASURED)
+    built = build_attention("auto", cache, 2, (0,), max_seqs=8, max_tokens=8)
     assert list(parts_of(built, 0)[0].parts) == ["triton"]
     assert caplog.messages == [
         "attention.backend=auto: FlashInfer does not work here, so it is not used: Could not find nvcc"
     ]
     with pytest.raises(ModelError, match="backend=flashinfer: it does not work here: Could not find nvcc; use auto"):
-        build_attention("flashinfer", cache, 2, (0,), max_seqs=8, max_tokens=8, table=NOT_MEASURED)
+        build_attention("flashinfer", cache, 2, (0,), max_seqs=8, max_tokens=8)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -218,7 +194,7 @@ def test_every_window_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         build, "try_decode", lambda _, __, part, ___, window: tried.append((type(part).__name__, window))
     )
-    monkeypatch.setattr(Bench, "table", lambda _: only("triton"))
-    build_attention("auto", make_case(0, 4, 1, 2, 16, contexts=[5]).cache, 2, (7, 7), max_seqs=8, max_tokens=8)
+    cache = make_case(0, 4, 1, 2, 16, contexts=[5]).cache
+    build_attention("auto", cache, 2, (7, 7), max_seqs=8, max_tokens=8, choose=lambda _: only("triton"))
     names = ("TritonDecode", "FlashInferDecode", "CascadeDecode")
     assert sorted(tried) == sorted((name, window) for name in names for window in (0, 7))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.cases.attention import AttentionCase, make_case
 from toka_async.attention.base import AttentionBatch, PrefixGroup
-from toka_async.attention.choice import AutoChunks, AutoDecode, MeasuredShape, nearest, only, smallest_groups
+from toka_async.attention.choice import AutoChunks, AutoDecode, MeasuredShape, find_smallest_groups, nearest, only
 
 PAGE = 4
 
@@ -59,7 +59,7 @@ def test_the_nearest_point_is_so_by_factors() -> None:
     ],
 )
 def test_the_smallest_groups(worth: dict[tuple[int, int], bool], expected: tuple[tuple[int, int], ...]) -> None:
-    assert smallest_groups(worth) == expected
+    assert find_smallest_groups(worth) == expected
 
 
 def test_which_groups_pay() -> None:

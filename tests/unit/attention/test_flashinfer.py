@@ -19,8 +19,8 @@ from toka_async.attention.flashinfer import (
     FlashInferDecode,
     WrapperShape,
     compile_kernels,
+    explain_no_flashinfer,
     make_workspace,
-    why_not,
 )
 from toka_async.attention.kv_cache import KVCache
 
@@ -180,7 +180,7 @@ def test_kernels_are_compiled_at_once(
 
 
 class OnCuda:
-    """A tensor as `why_not` sees it."""
+    """A tensor as `explain_no_flashinfer` sees it."""
 
     device = torch.device("cuda")
 
@@ -192,7 +192,7 @@ def reason(dim: int, dtype: torch.dtype, on_cuda: bool = True) -> str:
     cache = KVCache(1, 2, 1, 4, dim, dtype, torch.device("cpu"))
     if on_cuda:
         cache.keys = [OnCuda(dtype)]  # type: ignore[list-item]
-    return why_not(cache)
+    return explain_no_flashinfer(cache)
 
 
 def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:

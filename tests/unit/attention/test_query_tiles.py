@@ -7,7 +7,7 @@ from hypothesis import given
 from tests.drivers.paged_rows import make_batch
 from toka_async.arrays import Int64
 from toka_async.attention.base import PrefixGroup
-from toka_async.attention.query_tiles import QueryTiles, batches, chunk_spans, decode_spans, prefix_spans
+from toka_async.attention.query_tiles import QueryTiles, batches, make_chunk_spans, make_decode_spans, make_prefix_spans
 
 
 def spans_of(counts: list[int], pages: list[int]) -> QueryTiles:
@@ -51,12 +51,12 @@ def columns(spans: QueryTiles) -> list[list[int]]:
 def test_chunks_are_cut_into_tiles() -> None:
     batch = make_batch([([0], 3, 1), ([1] * 10, 40, 35), ([2] * 3, 9, 9)], 1, 4)
     # row, first token, queries, keys that the first one sees, first page, pages
-    assert columns(chunk_spans(batch, 4, 0, 40 * 20)) == [
+    assert columns(make_chunk_spans(batch, 4, 0, 40 * 20)) == [
         [1, 1, 20, 6, 0, 7],
         [1, 21, 15, 26, 0, 10],
         [2, 36, 9, 1, 0, 3],
     ]
-    assert columns(chunk_spans(batch, 4, 6, 40 * 20)) == [
+    assert columns(make_chunk_spans(batch, 4, 6, 40 * 20)) == [
         [1, 1, 20, 6, 0, 7],
         [1, 21, 15, 26, 5, 5],
         [2, 36, 9, 1, 0, 3],
@@ -66,13 +66,13 @@ def test_chunks_are_cut_into_tiles() -> None:
 def test_decoding_rows_skip_what_is_shared_or_out_of_the_window() -> None:
     batch = make_batch([([0] * 5, 20, 1), ([1] * 5, 17, 1)], 2, 4)
     rows, skip = np.arange(2), np.array([3, 0])
-    assert columns(decode_spans(batch, skip, rows, 4, 0)) == [[0, 0, 1, 20, 3, 2], [1, 1, 1, 17, 0, 5]]
-    assert columns(decode_spans(batch, 0 * skip, rows, 4, 5)) == [[0, 0, 1, 20, 3, 2], [1, 1, 1, 17, 3, 2]]
+    assert columns(make_decode_spans(batch, skip, rows, 4, 0)) == [[0, 0, 1, 20, 3, 2], [1, 1, 1, 17, 0, 5]]
+    assert columns(make_decode_spans(batch, 0 * skip, rows, 4, 5)) == [[0, 0, 1, 20, 3, 2], [1, 1, 1, 17, 3, 2]]
 
 
 def test_prefixes_are_cut_by_rows() -> None:
     groups = [PrefixGroup(2, 40, 3), PrefixGroup(50, 2, 1)]
-    assert columns(prefix_spans(groups, 4, 12 * 30)) == [
+    assert columns(make_prefix_spans(groups, 4, 12 * 30)) == [
         [2, 2, 30, 12, 0, 3],
         [2, 32, 10, 12, 0, 3],
         [50, 50, 2, 4, 0, 1],

@@ -9,6 +9,7 @@ import torch
 from tests.fakes.model import FakeAttention, FakeCache, FakeModel, logits_of
 from toka_async.arrays import as_i32
 from toka_async.attention.base import PrefixGroup
+from toka_async.attention.build import BuiltAttention
 from toka_async.bench.step_load import Case, DecodeSteps, DoesNotFitError, PromptSteps, random_prompt
 from toka_async.messages import Ready, SamplingParams
 from toka_async.runner.runner import Runner
@@ -20,7 +21,8 @@ READY = Ready(num_pages=64, page_size=4, max_seqs=8, max_context=40, vocab_size=
 
 def make() -> tuple[Runner, FakeAttention]:
     cache, attention = FakeCache(READY.num_pages, READY.page_size), FakeAttention()
-    return Runner(FakeModel(VOCAB, cache), cache, attention, READY, torch.device("cpu")), attention
+    model = FakeModel(VOCAB, cache)
+    return Runner(READY, torch.device("cpu"), model, cache, BuiltAttention(attention)), attention
 
 
 def continued(prompt: list[int], num_tokens: int) -> list[int]:

@@ -27,7 +27,7 @@ GUIDE = Path(__file__).parents[3] / "configs" / "README.md"
         ("-tp 2 -pp 3 -dp=4", "parallel.tp=2 parallel.pp=3 parallel.dp=4"),
         ("--tensor_parallel_size 2", "parallel.tp=2"),
         ("--dtype half --max-model-len 8192", "model.dtype=float16 model.max_context=8192"),
-        ("--enforce-eager m", "compile.graphs=false m"),
+        ("--enforce-eager m", "graphs.enabled=false m"),
         ("--no-enable-prefix-caching", "cache.prefix=false"),
         ("--load-format dummy", "model.load=random"),
         ("--unknown 1 -x", "--unknown 1 -x"),
@@ -60,7 +60,7 @@ def test_what_has_no_key_is_answered() -> None:
         ("models/qwen", "model.path=models/qwen"),
         ("a.b=1 Qwen/Qwen2.5-0.5B", "a.b=1 model.path=Qwen/Qwen2.5-0.5B"),
         ("model=m kv_cache_num_tokens=5 tp_size=2", "model.path=m cache.num_tokens=5 parallel.tp=2"),
-        ("use_hydragen=F torch_compile=T", "schedule.group_min_seqs=0 compile.enabled=true"),
+        ("use_hydragen=F use_cudagraphs=T", "schedule.group_min_seqs=0 graphs.enabled=true"),
         ("server.port", "server.port"),  # a key without a value is no model
     ],
 )

@@ -1,4 +1,4 @@
-"""Old keys: each is an error that names the new one."""
+"""Old keys: each is an error that names the new one, or says that there is none."""
 
 from __future__ import annotations
 
@@ -26,9 +26,13 @@ def test_an_old_key_names_the_new_one(old: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("old", GONE)
-def test_a_key_that_is_gone_says_what_to_do(old: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{old} is gone: [a-z]"):
-        load_config(None, [f"{old}=1"])
+def test_a_key_that_is_gone_says_what_to_do(old: str, tmp_path: Path) -> None:
+    section, _, name = old.partition(".")
+    path = tmp_path / "old.toml"
+    path.write_text(f"[{section}]\n{name} = 1\n")
+    for given in ((path,), (None, [f"{old}=1"])):
+        with pytest.raises(ConfigError, match=f"^{old} is gone: [a-z]"):
+            load_config(*given)
     assert old not in key_names()
 
 

@@ -62,7 +62,7 @@ def test_ranks_exchange(answers: Answers, size: int) -> None:
         torch.testing.assert_close(answer["scattered"], summed[2 * rank : 2 * rank + 2])
         assert answer["nothing"].shape == (0, 2 * size)
         assert answer["minimum"] == 11 - size
-        assert answer["first"] == b"\0\0\0"
+        assert answer["first"] == ["rank", 0, 1, 2]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -86,11 +86,6 @@ def test_ranks_have_all_logits_of_their_rows(answers: Answers, size: int) -> Non
         for rank, answer in enumerate(answers[size]):
             own, every = answer["models"][name]["own"].split([12 // size, 12])
             torch.testing.assert_close(own, every[rank * len(own) : (rank + 1) * len(own)], atol=1e-12, rtol=1e-12)
-
-
-def test_a_split_model_compiles_as_a_whole(answers: Answers) -> None:
-    """Both ways to spread a step, chosen by its tokens, are in the graphs."""
-    assert [answer["compiled"] < 1e-6 for answer in answers[2]] == [True, True]
 
 
 @pytest.mark.parametrize("rank", range(4))

@@ -49,12 +49,21 @@ def test_every_tensor_is_in_its_place(tmp_path: Path, family: str, tied: bool) -
         assert torch.equal(part.target, stored[name].expand_as(part.target)), name
 
 
+def test_the_bytes_that_are_loaded_are_told(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama")
+    decoder, shown = decoder_of(folder), list[tuple[int, int]]()
+    load_weights(decoder, folder, lambda *progress: shown.append(progress))
+    assert len(shown) == len(dict(checkpoint_parts(decoder)))
+    assert shown == sorted(shown)
+    assert shown[-1][0] == shown[-1][1] > 0
+
+
 def test_every_parameter_is_filled(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen3", attention_bias=True)
     decoder = decoder_of(folder)
     for parameter in decoder.parameters():
         parameter.fill_(float("nan"))
-    load_weights(decoder, folder, progress=False)
+    load_weights(decoder, folder)
     assert not any(parameter.isnan().any() for parameter in decoder.parameters())
 
 
@@ -255,7 +264,7 @@ def test_a_stage_loads_its_own_tensors(tmp_path: Path, tied: bool) -> None:
     of_stages = []
     for stage in stage_parts(spec, 3, 1):
         decoder = build_decoder(spec, torch.float32, CPU, part=stage)
-        load_weights(decoder, folder, progress=False)
+        load_weights(decoder, folder)
         parts = dict(checkpoint_parts(decoder))
         assert {int(name.split(".")[2]) for name in parts if ".layers." in name} == {*range(stage.first, stage.last)}
         for name, part in parts.items():

@@ -23,7 +23,7 @@ from toka_async.messages import FromRank, RankDevice, Ready, StageTimes, Step, S
 from toka_async.procs import rank
 from toka_async.procs.child import Alive, ChildSpec, Fatal, ParentLink, Started, Status
 from toka_async.procs.progress import WorkProgress
-from toka_async.procs.rank import RunningStep, announce, make_resources, make_sender, send_results, serve
+from toka_async.procs.rank import Collect, announce, make_resources, make_sender, send_results, serve
 from toka_async.topology import Layout, local_topology
 from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
 
@@ -124,10 +124,10 @@ def ignore(_: StepDone) -> None:
     """What a rank does whose results are another's too."""
 
 
-def queue_of(*launched: RunningStep) -> SimpleQueue[RunningStep]:
-    queue: SimpleQueue[RunningStep] = SimpleQueue()
+def queue_of(*launched: Computed) -> SimpleQueue[Collect]:
+    queue: SimpleQueue[Collect] = SimpleQueue()
     for step in launched:
-        queue.put(step)
+        queue.put(step.collect)
     return queue
 
 
@@ -220,19 +220,20 @@ def test_announcing(link: Link, results: Results, frozen: list[str]) -> None:
 
 
 def run_serve(
-    patch: pytest.MonkeyPatch, launch: Callable[[Step], RunningStep], link: Link, results: Results, steps: Steps
+    patch: pytest.MonkeyPatch, launch: Callable[[Step], Computed], link: Link, results: Results, steps: Steps
 ) -> list[Status]:
     """Serves until the process ends; what it said. Its thread then ends too."""
     entered: list[str] = []
-    queue: SimpleQueue[RunningStep] = SimpleQueue()
+    queue: SimpleQueue[Collect] = SimpleQueue()
     patch.setattr(rank, "SimpleQueue", lambda: queue)
-    patch.setattr(rank, "build", lambda _: (READY, launch, lambda: entered.append(threading.current_thread().name)))
+    started = READY, lambda step: launch(step).collect, lambda: entered.append(threading.current_thread().name)
+    patch.setattr(rank, "build", lambda _: started)
     patch.setattr(threading, "excepthook", lambda _: None)
     before = set(threading.enumerate())
     with pytest.raises(SystemExit):
         serve(link, cast("ZmqInbox[ToRank]", steps), cast("ZmqOutbox[FromRank]", results))
     statuses = [*link.statuses]
-    queue.put(Computed(0, RuntimeError("the process has ended")))
+    queue.put(Computed(0, RuntimeError("the process has ended")).collect)
     for thread in set(threading.enumerate()) - before:
         assert (thread.name, thread.daemon) == ("results", True)
         thread.join(5)
@@ -297,7 +298,7 @@ def test_a_failing_launch_ends_the_process(
 def test_a_model_that_does_not_fit_is_never_ready(
     link: Link, results: Results, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def build(_: ChildSpec) -> tuple[Ready, Callable[[Step], RunningStep], Callable[[], None]]:
+    def build(_: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[], None]]:
         raise ModelError("cache.num_tokens=9: too many")
 
     monkeypatch.setattr(rank, "build", build)

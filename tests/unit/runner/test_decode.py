@@ -17,11 +17,14 @@ from tests.fakes.graphs import FakeGraphs
 from tests.fakes.model import FakeAttention, FakeCache, FakeModel, logits_of
 from toka_async.arrays import as_f32, as_i32
 from toka_async.attention.base import PrefixGroup
+from toka_async.attention.build import BuiltAttention
+from toka_async.attention.choice import every_group_pays
 from toka_async.kernels.sampling import SamplingKernels
 from toka_async.messages import Ready, SamplingParams, StepDone
 from toka_async.model.comm import Comm
 from toka_async.runner import kernel_sampler
-from toka_async.runner.runner import Runner
+from toka_async.runner.graphs import list_graph_sizes
+from toka_async.runner.runner import Runner, SamplingSetup
 from toka_async.startup.synthetic import SyntheticRows
 
 FAST = (
@@ -39,7 +42,7 @@ def start(driver: Driver, samplings: tuple[SamplingParams, ...], most: int, grou
     rows = [driver.start(Request([1, 2, 3, 4, 5], sampling), seed) for seed, sampling in enumerate(samplings)]
     driver.step([100] * len(rows))
     assert driver.runner.decode is not None
-    list(driver.runner.decode.capture(most, grouped))
+    list(driver.runner.decode.capture(list_graph_sizes(most), grouped))
     return [row for row in rows if row is not None]
 
 
@@ -159,19 +162,11 @@ def test_replays_keep_the_history(fake_graphs: FakeGraphs) -> None:
         assert ids[: row.computed].tolist() == row.tokens[: row.computed]
 
 
-def make(use_kernels: bool, pays: Callable[[int, int], bool] | None = None) -> tuple[Runner, FakeAttention]:
+def make(use_kernels: bool, pays: Callable[[int, int], bool] = every_group_pays) -> tuple[Runner, FakeAttention]:
     cache, attention = FakeCache(READY.num_pages + 1, READY.page_size), FakeAttention()
-    runner = Runner(
-        FakeModel(VOCAB, cache),
-        cache,
-        attention,
-        READY,
-        torch.device("cpu"),
-        use_kernels=use_kernels,
-        graphs=attention if use_kernels else None,
-        pays=pays,
-    )
-    return runner, attention
+    built = BuiltAttention(attention, attention if use_kernels else None, pays=pays)
+    model, sampling = FakeModel(VOCAB, cache), SamplingSetup(kernels=use_kernels)
+    return Runner(READY, torch.device("cpu"), model, cache, built, sampling), attention
 
 
 def run(
@@ -192,7 +187,7 @@ def test_log_probs_of_replays(fake_graphs: FakeGraphs) -> None:
     )
     replaying, plain = make(True)[0], make(False)[0]
     assert replaying.decode is not None
-    list(replaying.decode.capture(4, grouped=False))
+    list(replaying.decode.capture([1, 2, 4], grouped=False))
     pairs = [*zip(run(replaying, asking), run(plain, asking), strict=True)]
     assert fake_graphs.num_replays() == 5
     for done, expected in pairs:
@@ -206,7 +201,7 @@ def test_results_outlive_the_next_replay(fake_graphs: FakeGraphs) -> None:
     """A launched step is collected after the next one was launched, which writes the same memory."""
     runner = make(True)[0]
     assert runner.decode is not None
-    list(runner.decode.capture(2, grouped=False))
+    list(runner.decode.capture([1, 2], grouped=False))
     rows = SyntheticRows(READY)
     launched = [runner.launch(step) for step in (rows.step([3, 3], FAST[:2]), *(rows.step() for _ in range(4)))]
     tokens = [as_i32(step.collect().token_ids)[0] for step in launched]
@@ -221,7 +216,7 @@ def test_results_outlive_the_next_replay(fake_graphs: FakeGraphs) -> None:
 def test_groups_need_graphs_of_their_own(fake_graphs: FakeGraphs, grouped: bool) -> None:
     runner, attention = make(True)
     assert runner.decode is not None
-    list(runner.decode.capture(4, grouped))
+    list(runner.decode.capture([1, 2, 4], grouped))
     run(runner, FAST[:3], num_shared=2, num_grouped=2)
     assert fake_graphs.num_replays() == (5 if grouped else 0)
     assert attention.groups == [(PrefixGroup(0, 2, 2),)] * (5 if grouped else 0)
@@ -239,7 +234,7 @@ def test_groups_that_do_not_pay_are_computed_one_by_one(fake_graphs: FakeGraphs)
 
     runner, attention = make(True, pays)
     assert runner.decode is not None
-    list(runner.decode.capture(4, grouped=True))
+    list(runner.decode.capture([1, 2, 4], grouped=True))
     run(runner, FAST[:3], num_shared=2, num_grouped=2)
     assert asked == [(2, 2 * READY.page_size)] * 5
     assert attention.groups == [(PrefixGroup(0, 2, 2),)] * 3
@@ -254,22 +249,8 @@ def test_a_capture_changes_nothing_but_padding(fake_graphs: FakeGraphs) -> None:
     tables = runner._rows.on_device
     assert runner._history is not None
     before = [tables.positions.clone(), tables.last_tokens[:-1].clone(), runner._history.ids[:-1].clone()]
-    list(runner.decode.capture(4, grouped=True))
+    list(runner.decode.capture([1, 2, 4], grouped=True))
     after = [tables.positions, tables.last_tokens[:-1], runner._history.ids[:-1]]
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old, new)
     assert len(fake_graphs.graphs) == 2 * 3  # of 1, 2 and 4 rows
-
-
-def test_a_capture_of_sizes_that_are_known(fake_graphs: FakeGraphs) -> None:
-    """One is slower than the next, and stays."""
-    runner = make(True)[0]
-    assert runner.decode is not None
-    assert runner.decode.graph_sizes == []
-    fake_graphs.slow = {2: 9.0}
-    assert [*runner.decode.capture(4, grouped=False, sizes=[2, 4])] == [(1, 2), (2, 2)]
-    assert runner.decode.graph_sizes == [2, 4]
-    list(runner.decode.capture(4, grouped=False))
-    assert runner.decode.graph_sizes == [1, 4]
-    with pytest.raises(AssertionError):
-        list(runner.decode.capture(4, grouped=False, sizes=[2]))

@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fakes.graphs import NUM_TIMED, FakeGraphs
+from tests.fakes.graphs import FakeGraphs
 from tests.fakes.model import FakeAttention
 from toka_async.attention.base import PrefixGroup
-from toka_async.runner.graphs import DecodeGraphs, fastest, graph_sizes
+from toka_async.runner.graphs import DecodeGraphs, list_graph_sizes
 
 GROUP = (PrefixGroup(0, 2, 1),)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 8, 9, 12, 13, 100, 512, 700, 8192])
 def test_sizes_leave_little_padding(most: int) -> None:
-    sizes = graph_sizes(most)
+    sizes = list_graph_sizes(most)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == most
     for num_rows in range(1, most + 1):
@@ -60,9 +60,7 @@ def test_the_largest_is_captured_first_after_a_run_of_its_own(fake: FakeGraphs, 
     kinds = (False, True) if grouped else (False,)
     expected = [(size, kind) for size in (4, 2, 1) for kind in kinds]
     assert [*graphs.graphs.capture()] == [(done, len(expected)) for done in range(1, len(expected) + 1)]
-    # Once each, since what is captured is not computed; then they are timed.
-    assert graphs.calls[: len(expected)] == expected
-    assert sorted(graphs.calls[len(expected) :]) == sorted(expected * NUM_TIMED)
+    assert graphs.calls == expected  # once each, since what is captured is not computed
     assert len(fake.graphs) == fake.num_collections - 1 == len(expected)  # one before them all
     assert gc.isenabled()
 
@@ -79,15 +77,15 @@ def test_a_replay_gives_the_rows_without_padding(fake: FakeGraphs) -> None:
     graphs = Graphs(fake, [1, 2, 4], grouped=True)
     list(graphs.graphs.capture())
     first, logprobs = graphs.graphs.replay(3, ())
-    assert (first.tolist(), logprobs.tolist()) == ([3100, 3101, 3102], [-1.0] * 3)
+    assert (first.tolist(), logprobs.tolist()) == ([700, 701, 702], [-1.0] * 3)
     kept = first.clone()
     second, _ = graphs.graphs.replay(2, ())
-    assert second.tolist() == [3200, 3201]
+    assert second.tolist() == [800, 801]
     assert torch.equal(first, kept)  # of another graph
     third, _ = graphs.graphs.replay(4, ())
-    assert third.tolist() == [3300, 3301, 3302, 3303]
-    assert first.tolist() == [3300, 3301, 3302]  # the same memory again
-    assert graphs.calls[30:] == [(4, False), (2, False), (4, False)]
+    assert third.tolist() == [900, 901, 902, 903]
+    assert first.tolist() == [900, 901, 902]  # the same memory again
+    assert graphs.calls[6:] == [(4, False), (2, False), (4, False)]
 
 
 def test_groups_are_set_before_a_replay_that_has_any(fake: FakeGraphs) -> None:
@@ -98,7 +96,7 @@ def test_groups_are_set_before_a_replay_that_has_any(fake: FakeGraphs) -> None:
     assert graphs.attention.groups == [GROUP]
     graphs.graphs.replay(3, ())
     assert graphs.attention.groups == [GROUP]
-    assert graphs.calls[30:] == [(4, True), (4, False)]
+    assert graphs.calls[6:] == [(4, True), (4, False)]
 
 
 def test_collections_wait_for_the_capture(fake: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,21 +129,16 @@ def test_a_failed_capture_lets_collections_go_on() -> None:
     assert not graphs.has(1, grouped=False)
 
 
-def test_graphs_that_a_larger_one_beats_are_left_out(fake: FakeGraphs) -> None:
+def test_graphs_of_other_sizes_are_dropped(fake: FakeGraphs) -> None:
     graphs = Graphs(fake, [1, 2, 4, 8], grouped=True).graphs
-    fake.slow = {4: 4.5, 1: 0.5}
-    list(graphs.capture())
-    assert [graphs.size_for(num_rows) for num_rows in range(1, 10)] == [1, 2, 8, 8, 8, 8, 8, 8, 0]
-    assert all(graphs.has(num_rows, grouped) for num_rows in range(1, 9) for grouped in (False, True))
-
-
-def test_sizes_that_were_chosen_before_are_all_kept(fake: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a look at the clock."""
-    monkeypatch.setattr("toka_async.runner.graphs._milliseconds", None)
-    graphs = DecodeGraphs(fake.capturable(lambda n, _: (torch.zeros(n),)), FakeAttention(), [4, 1], False, choose=False)
     assert graphs.sizes == []
     list(graphs.capture())
-    assert graphs.sizes == [1, 4]
+    assert graphs.sizes == [1, 2, 4, 8]
+    assert [len(graphs.of_size(size)) for size in graphs.sizes] == [2] * 4
+    graphs.keep([1, 2, 8])
+    assert graphs.sizes == [1, 2, 8]
+    assert [graphs.size_for(num_rows) for num_rows in range(1, 10)] == [1, 2, 8, 8, 8, 8, 8, 8, 0]
+    assert all(graphs.has(num_rows, grouped) for num_rows in range(1, 9) for grouped in (False, True))
 
 
 def test_what_was_there_before_the_capture_is_not_looked_at(fake: FakeGraphs) -> None:
@@ -156,22 +149,3 @@ def test_what_was_there_before_the_capture_is_not_looked_at(fake: FakeGraphs) ->
     frozen.append(gc.get_freeze_count())
     assert frozen[1] > 10_000
     assert frozen[0] == frozen[2] == 0
-
-
-def test_ranks_leave_out_the_same(fake: FakeGraphs) -> None:
-    said: list[bytes] = []
-
-    def agree(times: bytes) -> bytes:
-        said.append(times)
-        return b"[2.0,1.0,3.0]"
-
-    decode = fake.capturable(lambda num_rows, _: (torch.zeros(num_rows), torch.zeros(num_rows)))
-    graphs = DecodeGraphs(decode, FakeAttention(), [1, 2, 4], False, agree)
-    list(graphs.capture())
-    assert said == [b"[1.0,2.0,4.0]"]
-    assert [graphs.size_for(num_rows) for num_rows in range(1, 5)] == [2, 2, 4, 4]
-
-
-def test_fastest() -> None:
-    assert fastest([1, 2, 4, 8], [3.0, 3.0, 2.0, 4.0]) == [4, 8]
-    assert fastest([], []) == []

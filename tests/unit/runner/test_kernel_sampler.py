@@ -15,7 +15,7 @@ from toka_async.arrays import f32_column, i32_column
 from toka_async.kernels.sampling import SamplingKernels
 from toka_async.messages import Prompt, SamplingParams
 from toka_async.runner import kernel_sampler
-from toka_async.runner.prompts import read_prompt
+from toka_async.runner.rows import read_prompt
 from toka_async.runner.samples import Draws
 
 GREEDY = SamplingParams(temperature=0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from toka_async.attention.base import PrefixGroup
 from toka_async.runner.inputs import StepRows
-from toka_async.runner.micro_batches import Cutter, MicroBatch, most_rows, most_tokens
+from toka_async.runner.micro_batches import Cutter, MicroBatch, count_most_rows, count_most_tokens
 
 
 def step_rows(num_decode: int, chunks: list[tuple[int, int, bool]]) -> StepRows:
@@ -70,8 +70,8 @@ def test_parts_are_even(
     assert len(parts) >= min(num_parts, num_decode)
     counts = [part.rows.num_decode for part in parts] or [0]
     assert max(counts) - min(counts) <= 1
-    assert max(counts) <= most_rows(num_decode, num_parts)
-    most = most_tokens(num_decode, num_decode + num_tokens, num_parts, least_tokens)
+    assert max(counts) <= count_most_rows(num_decode, num_parts)
+    most = count_most_tokens(num_decode, num_decode + num_tokens, num_parts, least_tokens)
     of_chunks = [int(part.rows.lengths[part.rows.num_decode :].sum()) for part in parts]
     assert all(decode + chunk <= most for decode, chunk in zip(counts, of_chunks, strict=False))
     with_chunks = [tokens for tokens in of_chunks if tokens]

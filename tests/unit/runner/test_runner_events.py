@@ -65,7 +65,7 @@ def new_driver(request: pytest.FixtureRequest) -> NewDriver:
         for stage in driver.stages:
             assert stage.decode is not None
             if kind == "graphs":
-                list(stage.decode.capture(4, grouped=False))
+                list(stage.decode.capture([1, 2, 4], grouped=False))
         return driver
 
     return new

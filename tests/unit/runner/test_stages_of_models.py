@@ -14,12 +14,12 @@ from tests.drivers.core import CoreDriver, Received
 from tests.drivers.page_rank import submit
 from tests.drivers.stage_runners import StageRunners, setups, stage_runners
 from toka_async.arrays import as_f32
+from toka_async.attention.build import BuiltAttention
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.checkpoint.division import spec_of_stage, stage_parts
 from toka_async.checkpoint.spec import read_spec
 from toka_async.messages import Ready, SamplingParams
-from toka_async.model.compiled import CompiledForward
 from toka_async.model.weights import build_decoder, load_weights
 from toka_async.runner.pipeline import StageSetup
 from toka_async.runner.runner import Runner
@@ -53,18 +53,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def in_stages(folder: Path, num_stages: int, num_parts: int, compiled: bool = False) -> StageRunners:
+def in_stages(folder: Path, num_stages: int, num_parts: int) -> StageRunners:
     spec = read_spec(folder)
     parts = stage_parts(spec, num_stages, 1)
 
     def runner(setup: StageSetup | None, stage: int) -> Runner:
         own = spec_of_stage(spec, parts[stage])
         decoder = build_decoder(spec, torch.float32, CPU, part=parts[stage])
-        load_weights(decoder, folder, progress=False)
+        load_weights(decoder, folder)
         cache = KVCache(own.num_layers, 301, spec.num_kv_heads, 4, spec.head_dim, torch.float32, CPU)
         attention = ReferenceAttention(cache, spec.num_heads, own.windows)
-        forward = CompiledForward(decoder, attention, "eager") if compiled else None
-        return Runner(decoder, cache, attention, READY, CPU, forward=forward, setup=setup)
+        return Runner(READY, CPU, decoder, cache, BuiltAttention(attention), stage=setup)
 
     if num_stages == 1:
         return StageRunners([runner(None, 0)])
@@ -105,14 +104,3 @@ def test_stages_answer_as_the_whole_model_does(
     folder: Path, whole: list[Received], num_stages: int, num_parts: int
 ) -> None:
     check(answers(in_stages(folder, num_stages, num_parts)), whole)
-
-
-def test_stages_compile(folder: Path, whole: list[Received]) -> None:
-    """First, middle and last: each takes and gives something else."""
-    torch._dynamo.reset()
-    rank = in_stages(folder, 3, 4, compiled=True)
-    check(answers(rank), whole)
-    for stage in rank.stages:
-        assert isinstance(stage._forward, CompiledForward)
-        assert stage._forward.num_eager == 0
-    torch._dynamo.reset()

@@ -20,11 +20,11 @@ from toka_async.config import CacheConfig, ScheduleConfig
 from toka_async.runner.token_history import TokenHistory
 from toka_async.startup.cache_size import (
     check_largest_step,
-    fitting_limits,
-    memory_for_cache,
-    page_bytes_of,
-    pages_of_largest_step,
-    row_bytes,
+    compute_cache_memory,
+    count_largest_step_pages,
+    count_page_bytes,
+    count_row_bytes,
+    fit_limits,
     token_bytes,
 )
 
@@ -62,12 +62,12 @@ def test_a_page_takes_what_cache_and_history_allocate(spec: ModelSpec, dtype: to
     cache = KVCache(spec.num_layers, 7, spec.num_kv_heads, page_size, spec.head_dim, dtype, cpu)
     tensors = [*cache.keys, *cache.values, TokenHistory(7, page_size, cpu).ids]
     allocated = sum(tensor.nbytes for tensor in tensors)
-    assert 7 * page_bytes_of(spec, CacheConfig(page_size=page_size), dtype) == allocated
+    assert 7 * count_page_bytes(spec, CacheConfig(page_size=page_size), dtype) == allocated
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=9), page_size=st.sampled_from([1, 2, 5, 16, 64]))
 def test_the_largest_step_and_a_token_more_of_each_fit(lengths: list[int], page_size: int) -> None:
-    num_pages = pages_of_largest_step(RankLimits(len(lengths), sum(lengths), 1000), page_size)
+    num_pages = count_largest_step_pages(RankLimits(len(lengths), sum(lengths), 1000), page_size)
     assert sum(-(-(length + 1) // page_size) for length in lengths) <= num_pages
 
 
@@ -75,11 +75,11 @@ def test_the_cache_gets_what_is_left(memory: Memory) -> None:
     """Of 0.9 * 80 GiB, others use 5; this process has reserved 20, of which a step needs 12 at its peak."""
     memory.free, memory.reserved = 80 * GIB - 25 * GIB, 20 * GIB
     spare = int(0.02 * memory.total) + GIB
-    assert memory_for_cache(GPU, 0.9, 12 * GIB) == pytest.approx(72 * GIB - 5 * GIB - 12 * GIB - spare, abs=2)
-    assert memory_for_cache(GPU, 0.9, 70 * GIB) < 0
+    assert compute_cache_memory(GPU, 0.9, 12 * GIB) == pytest.approx(72 * GIB - 5 * GIB - 12 * GIB - spare, abs=2)
+    assert compute_cache_memory(GPU, 0.9, 70 * GIB) < 0
     # What torch keeps without using it makes no difference.
     memory.free, memory.reserved = memory.free + 3 * GIB, memory.reserved - 3 * GIB
-    assert memory_for_cache(GPU, 0.9, 12 * GIB) == pytest.approx(72 * GIB - 5 * GIB - 12 * GIB - spare, abs=2)
+    assert compute_cache_memory(GPU, 0.9, 12 * GIB) == pytest.approx(72 * GIB - 5 * GIB - 12 * GIB - spare, abs=2)
 
 
 def test_limits_that_fit(memory: Memory, spec: ModelSpec) -> None:
@@ -153,7 +153,10 @@ def test_no_memory_at_all(memory: Memory, spec: ModelSpec) -> None:
 def test_rows_and_tokens_take_more_of_a_larger_vocabulary_and_model(tmp_path: Path, spec: ModelSpec) -> None:
     wide = read_spec(make_checkpoint(tmp_path / "wide", "llama", hidden_size=96, vocab_size=1000))
     limits, dtype = RankLimits(4, 8, 4096), torch.bfloat16
-    assert row_bytes(wide, limits, dtype, 16) - row_bytes(spec, limits, dtype, 16) == 739 * 2 + 1000 // 4 - 261 // 4
+    assert (
+        count_row_bytes(wide, limits, dtype, 16) - count_row_bytes(spec, limits, dtype, 16)
+        == 739 * 2 + 1000 // 4 - 261 // 4
+    )
     assert token_bytes(wide, dtype) - token_bytes(spec, dtype) == 4 * 48 * 2
     assert token_bytes(spec, torch.float32) == 2 * token_bytes(spec, dtype)
 
@@ -176,7 +179,7 @@ def test_automatic_limits_become_smaller_until_they_fit(
     limits = RankLimits(16 if schedule.max_seqs == 16 else 32, 128 if schedule.max_tokens == "auto" else 32, 100)
     if expected is None:
         with pytest.raises(ModelError, match="too much"):
-            fitting_limits(limits, schedule, check)
+            fit_limits(limits, schedule, check)
     else:
-        fitted = fitting_limits(limits, schedule, check)
+        fitted = fit_limits(limits, schedule, check)
         assert (fitted.max_seqs, fitted.max_tokens) == expected

@@ -8,8 +8,8 @@ from torch import nn
 
 from toka_async.messages import RankDevice
 from toka_async.startup import described
-from toka_async.startup.described import describe_device, weight_bytes
-from toka_async.startup.device import device_text
+from toka_async.startup.described import count_weight_bytes, describe_device
+from toka_async.startup.device import name_device
 
 
 def test_a_gpu_as_its_driver_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,17 +24,17 @@ def test_a_gpu_as_its_driver_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cpu_whose_cache_is_not_written_to_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(described, "available_memory", lambda: 100)
+    monkeypatch.setattr(described, "read_available_memory", lambda: 100)
     seen = describe_device(0, torch.device("cpu"), torch.float32, weights=30, cache=60)
-    assert (seen.device, seen.dtype, seen.used, seen.free) == (device_text(torch.device("cpu")), "float32", 90, 40)
+    assert (seen.device, seen.dtype, seen.used, seen.free) == (name_device(torch.device("cpu")), "float32", 90, 40)
     assert describe_device(0, torch.device("cpu"), torch.float32, weights=30, cache=160).free == 0
 
 
 def test_shared_weights_count_once() -> None:
     first, second = nn.Linear(3, 5, bias=False), nn.Linear(3, 5, bias=False)
     model = nn.Sequential(first, second)
-    assert weight_bytes(model) == 2 * 3 * 5 * 4
+    assert count_weight_bytes(model) == 2 * 3 * 5 * 4
     second.weight = first.weight
-    assert weight_bytes(model) == 3 * 5 * 4
+    assert count_weight_bytes(model) == 3 * 5 * 4
     second.weight = nn.Parameter(first.weight.data)  # another object, the same memory
-    assert weight_bytes(model) == 3 * 5 * 4
+    assert count_weight_bytes(model) == 3 * 5 * 4

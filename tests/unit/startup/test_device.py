@@ -10,11 +10,11 @@ import torch
 
 from tests.cases.models import make_checkpoint
 from toka_async.checkpoint.spec import ModelError, read_spec
-from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
+from toka_async.config import AttentionConfig, CacheConfig, Config, ModelConfig
 from toka_async.startup import device
-from toka_async.startup.build import build_runner
 from toka_async.startup.device import resolve_device, resolve_dtype, resolve_num_threads
 from toka_async.startup.rank_coords import RankCoords
+from toka_async.startup.runner_factory import RunnerFactory
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -50,10 +50,8 @@ def test_threads(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     try:
         for asked, used in ((AttentionConfig(num_threads=2), 2), (AttentionConfig(), 1)):
-            build_runner(
-                model_dir, read_spec(model_dir), ModelConfig(device="cpu"), CacheConfig(num_tokens=256),
-                ScheduleConfig(), asked, CompileConfig(),
-            )  # fmt: skip
+            config = Config(model=ModelConfig(device="cpu"), cache=CacheConfig(num_tokens=256), attention=asked)
+            RunnerFactory(model_dir, read_spec(model_dir), config).build()
             assert torch.get_num_threads() == used
         monkeypatch.setattr(device, "_SMALL_PARAMETERS", 1)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))

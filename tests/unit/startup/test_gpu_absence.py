@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toka_async.startup.gpu_absence import why_unusable
+from toka_async.startup.gpu_absence import explain_unusable
 
 
 def driver(root: Path, version: str) -> None:
@@ -32,7 +32,7 @@ def pci(root: Path, vendor: str = "0x10de", kind: str = "0x030200") -> None:
 
 
 def why(root: Path, reason: str = "", cuda: str | None = "13.0", **environ: str) -> str:
-    return why_unusable(reason, root, environ, "2.13.0", cuda)
+    return explain_unusable(reason, root, environ, "2.13.0", cuda)
 
 
 def test_without_a_gpu_there_is_nothing_to_say(tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ def test_a_bar_on_a_terminal(clock: Clock) -> None:
     with stages.stage("graphs"):
         clock.now += 1
         stages.show(1, 2)
-        assert terminal.getvalue().endswith(f"\rgraphs [{'#' * 15}{' ' * 15}] 1/2 1.0 s\x1b[K")
-    assert terminal.getvalue().startswith(f"\rgraphs [{' ' * 30}] 0/1 0.0 s")
+        assert terminal.getvalue().endswith(f"\rgraphs [{'#' * 15}{' ' * 15}]  50% 1.0 s\x1b[K")
+    assert terminal.getvalue().startswith(f"\rgraphs [{' ' * 30}]   0% 0.0 s")
     assert terminal.getvalue().endswith("\r\x1b[K")
 
 
@@ -70,7 +70,7 @@ def test_it_is_redrawn_ten_times_a_second(clock: Clock) -> None:
 def test_nothing_is_drawn_elsewhere(
     stream: io.StringIO, shown: bool, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
-    stages = StartupProgress(stream, shown)
+    stages = StartupProgress(stream, shown, logged=shown)
     with stages.stage("weights"):
         clock.now += 1
         stages.show(1, 0)

@@ -1,254 +1,264 @@
-"""What a stage's ranks choose by is the same on all of them, and known from an earlier start if it was kept."""
+"""A runner from a model directory and the configuration, and what its measurements depend on."""
 
 from __future__ import annotations
 
+import ast
+import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
+import toka_async
 from tests.cases.models import make_checkpoint
-from tests.drivers.thread_ranks import run_ranks
-from toka_async.attention.build import NOT_MEASURED
-from toka_async.attention.choice import ChoiceTable, MeasuredShape, only
+from tests.fakes.graphs import FakeGraphs
+from tests.fakes.model import FakeAttention, FakeCache, FakeModel
+from toka_async.attention.build import BuiltAttention
 from toka_async.checkpoint.division import StagePart
-from toka_async.checkpoint.limits import RankLimits
-from toka_async.checkpoint.spec import ModelSpec, read_spec
-from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ScheduleConfig
-from toka_async.model.comm import Comm, LocalComm
+from toka_async.checkpoint.spec import ModelError, read_spec
+from toka_async.config import (
+    AttentionConfig,
+    CacheConfig,
+    Config,
+    GraphsConfig,
+    ModelConfig,
+    ScheduleConfig,
+    TuningConfig,
+)
+from toka_async.messages import Ready
+from toka_async.model.activation_layout import LayoutPolicy, Replicated, SequenceSharded
+from toka_async.model.comm import LocalComm
 from toka_async.model.weights import build_decoder
-from toka_async.startup import build
-from toka_async.startup import runner_factory as parts
-from toka_async.startup.process_groups import ProcessGroups
-from toka_async.startup.runner_factory import RunnerFactory, table_of_first
-from toka_async.tuning.store import TuningCache
-
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
-    return read_spec(make_checkpoint(tmp_path_factory.mktemp("model"), "llama"))
+from toka_async.runner.runner import Runner, SamplingSetup
+from toka_async.startup import memory, runner_factory
+from toka_async.startup.device import name_device
+from toka_async.startup.rank_coords import RankCoords
+from toka_async.startup.runner_factory import RunnerFactory, open_tuning_cache
+from toka_async.tuning.async_tp import build_layouts
+from toka_async.tuning.store import Facts, TuningCache
 
 
-class OneOfTwo(LocalComm):
-    size = 2
+def _factory(folder: Path, num_sharing: int = 1, **sections: Any) -> RunnerFactory:
+    small = ScheduleConfig(max_seqs=4, max_tokens=64)
+    config = Config(**{"model": ModelConfig(device="cpu"), "schedule": small} | sections)
+    return RunnerFactory(folder, read_spec(folder), config, RankCoords(num_sharing=num_sharing))
 
 
-def parts_of(spec: ModelSpec, folder: Path | None, comm: Comm | None = None, **fields: Any) -> RunnerFactory:
-    comm = comm or LocalComm()
-    values: dict[str, Any] = {
-        "decoder": build_decoder(spec, torch.float32, torch.device("meta")),
-        "spec": spec,
-        "meeting": ProcessGroups(comm, comm, None),
-        "limits": RankLimits(max_context=512, max_seqs=48, max_tokens=300),
-        "cache": CacheConfig(),
-        "schedule": ScheduleConfig(),
-        "attention": AttentionConfig(),
-        "compiling": CompileConfig(),
-        "dtype": torch.float32,
-        "device": CPU,
-        "tuning_cache": TuningCache(folder, {}),
-    }
-    return RunnerFactory(**values | fields)
+def _build(folder: Path, num_sharing: int = 1, **sections: Any) -> Runner:
+    return _factory(folder, num_sharing, **sections).build()
 
 
-class Bench:
-    """Measures a table of its one part, and says so."""
-
-    def __init__(self, part: str, facts: object = "alike") -> None:
-        self.part = part
-        self.num_measured = 0
-        self._facts = facts
-
-    def facts(self) -> dict[str, object]:
-        return {"facts": self._facts}
-
-    def table(self) -> ChoiceTable:
-        self.num_measured += 1
-        return only(self.part)
-
-    def admits(self, table: ChoiceTable) -> bool:
-        return table.decode[0].choice == self.part
+def test_replicas_share_the_machine(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory."""
+    page_bytes = 16 * (2 * 2 * 2 * 8 * 4 + 4)
+    monkeypatch.setattr(memory, "read_available_memory", lambda: 4 * 48 * page_bytes)
+    assert [_build(model_dir, num_sharing=number).ready.num_pages for number in (1, 2, 3)] == [48, 24, 16]
 
 
-def settled(parts: RunnerFactory, part: str, facts: object = "alike") -> tuple[str, int]:
-    """The part that is chosen, and how often it was measured."""
-    bench: Any = Bench(part, facts)
-    return parts._settle(bench).decode[0].choice, bench.num_measured
-
-
-def test_a_table_survives_its_way_to_the_other_ranks() -> None:
-    table = ChoiceTable(
-        (MeasuredShape(1, 2, "a"),), (MeasuredShape(3, 4, "b"),), (MeasuredShape(5, 6, "c"),), ((7, 8), (9, 10))
+def test_ready_says_what_fits(model_dir: Path) -> None:
+    ready = msgspec.structs.replace(_build(model_dir).ready, ranks=())
+    num_pages = 4 * 512 // 16
+    assert ready == Ready(
+        num_pages=num_pages,
+        page_size=16,
+        max_seqs=4,
+        max_context=512,
+        vocab_size=261,
+        max_tokens=64,
+        group_min_seqs=16,
+        group_min_tokens=137 * 16,  # 2 KiB a page: 15 times as much is spared, 4 MiB in all
     )
-    assert table_of_first(LocalComm(), table) == table
 
 
-def test_a_later_start_measures_no_attention(spec: ModelSpec, tmp_path: Path) -> None:
-    assert settled(parts_of(spec, tmp_path), "own") == ("own", 1)
-    (file,) = tmp_path.iterdir()
-    written = file.stat().st_ino
-    assert settled(parts_of(spec, tmp_path), "own") == ("own", 0)
-    assert file.stat().st_ino == written
-    assert settled(parts_of(spec, tmp_path), "own", "others") == ("own", 1)
-    assert settled(parts_of(spec, None), "own") == ("own", 1)
+def test_it_tells_what_its_memory_is_taken_by(model_dir: Path) -> None:
+    runner = _build(model_dir, cache=CacheConfig(num_tokens=160))
+    (rank,) = runner.ready.ranks
+    assert (rank.rank, rank.device, rank.dtype) == (0, name_device(torch.device("cpu")), "float32")
+    with (model_dir / "model.safetensors").open("rb") as weights:
+        assert 0.5 * weights.seek(0, 2) < rank.weights < 3 * weights.seek(0, 2)  # as float32
+    assert rank.cache == 11 * 16 * 2 * 2 * 2 * 8 * 4  # a page more than sequences can have
+    assert rank.used == rank.weights + rank.cache
+    assert 0 < rank.free < rank.total
 
 
-def test_a_table_that_cannot_be_chosen_by_is_measured_anew(spec: ModelSpec, tmp_path: Path) -> None:
-    settled(parts_of(spec, tmp_path), "own")
-    assert settled(parts_of(spec, tmp_path), "library") == ("library", 1)
-    assert settled(parts_of(spec, tmp_path), "library") == ("library", 0)
+@pytest.mark.parametrize("num_tokens", [1, 3, 5, 100])
+def test_a_sequence_is_no_longer_than_the_cache(model_dir: Path, num_tokens: int) -> None:
+    ready = _build(model_dir, cache=CacheConfig(page_size=1, num_tokens=num_tokens)).ready
+    assert (ready.num_pages, ready.max_context) == (num_tokens, num_tokens)
 
 
-def test_ranks_choose_by_the_table_of_the_first(spec: ModelSpec, tmp_path: Path) -> None:
-    """Whether each finds one or measures; the others keep it, too."""
-
-    def start(*folders: str) -> list[tuple[str, int]]:
-        def rank(comm: Comm) -> tuple[str, int]:
-            parts = parts_of(spec, tmp_path / folders[comm.rank], comm)
-            bench: Any = Bench(f"of rank {comm.rank}")
-            bench.admits = lambda _: True
-            return parts._settle(bench).decode[0].choice, bench.num_measured
-
-        return run_ranks(2, rank)
-
-    assert start("here", "there") == [("of rank 0", 1)] * 2
-    assert start("here", "there") == [("of rank 0", 0)] * 2
-    assert start("here", "elsewhere") == [("of rank 0", 0), ("of rank 0", 1)]
-    assert start("nowhere", "here") == [("of rank 0", 1), ("of rank 0", 0)]
+def test_a_cache_that_memory_cannot_hold(model_dir: Path) -> None:
+    with pytest.raises(ModelError, match=r"cache.num_tokens=10000000000000: .*use at most \d+"):
+        _build(model_dir, cache=CacheConfig(num_tokens=10**13))
 
 
-@pytest.mark.parametrize("trial", [False, True])
-def test_nothing_is_settled_for_a_trial(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch, trial: bool) -> None:
-    asked: dict[str, Any] = {}
+def test_random_weights_need_no_files(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "qwen3")
+    (folder / "model.safetensors").unlink()
+    assert _build(folder, model=ModelConfig(load="random", device="cpu")).ready.vocab_size == 261
+    with pytest.raises(ModelError, match="safetensors"):
+        _build(folder)
 
-    def built(*_: object, **options: object) -> None:
-        asked.update(options)
+
+def test_on_a_cpu_nothing_is_measured_or_kept(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _build(model_dir)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_found_is_told(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All choices ask the same cache."""
+    cache = TuningCache(tmp_path, {})
+
+    def layouts(*args: Any) -> LayoutPolicy:
+        (given,) = [value for value in args if isinstance(value, TuningCache)]
+        given.find("async-tp", {}, list[int])
+        return build_layouts(*args)
+
+    monkeypatch.setattr(runner_factory, "open_tuning_cache", lambda *_: cache)
+    monkeypatch.setattr(runner_factory, "build_layouts", layouts)
+    caplog.set_level(logging.INFO)
+    _build(model_dir)
+    assert f"0 of 1 measurements found in {tmp_path}" in caplog.messages
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_attention_is_tried_out_unless_it_is_for_a_trial(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    options: dict[str, Any] = {}
+
+    def built(*_: object, **given: object) -> None:
+        options.update(given)
         raise InterruptedError
 
-    monkeypatch.setattr(parts, "build_attention", built)
-    of = parts_of(spec, None)
+    factory = _factory(model_dir)
+    decoder = factory._load_decoder(factory._build_layouts())
+    monkeypatch.setattr(runner_factory, "build_attention", built)
     with pytest.raises(InterruptedError):
-        of.runner(4, trial)
-    assert asked["table"] == (NOT_MEASURED if trial else None)
-    assert asked["settle"] == of._settle
+        factory._make_runner(decoder, None, 4, factory._choose_table if asked else None)
+    assert options["choose"] == (factory._choose_table if asked else None)
 
 
-def test_a_later_start_knows_which_graphs_are_kept(spec: ModelSpec, tmp_path: Path) -> None:
-    assert parts_of(spec, tmp_path).graph_sizes(16, True) == []
-    parts_of(spec, tmp_path).keep_graph_sizes(16, True, [])  # of attention that is not captured
-    assert not list(tmp_path.iterdir())
-    parts_of(spec, tmp_path).keep_graph_sizes(16, True, [1, 8, 16])
-    assert parts_of(spec, tmp_path).graph_sizes(16, True) == [1, 8, 16]
-    assert parts_of(spec, tmp_path).graph_sizes(16, False) == []
-    assert parts_of(spec, tmp_path).graph_sizes(8, True) == []
-    assert parts_of(spec, None).graph_sizes(16, True) == []
+def test_graphs_depend_on_the_model_and_its_limits(model_dir: Path) -> None:
+    """And on the ends that a pipeline's stage has: without them, the stages would be alike."""
+
+    def facts(num_layers: int = 2, stage: StagePart | None = None, **sections: Any) -> Facts:
+        factory = _factory(model_dir, **sections)
+        spec = msgspec.structs.replace(factory.spec, num_layers=6, windows=(0,) * 6) if stage else factory.spec
+        factory.rank_spec = msgspec.structs.replace(spec, num_layers=num_layers, windows=(0,) * num_layers)
+        decoder = build_decoder(spec, torch.float32, torch.device("meta"), part=stage)
+        return factory._describe_graphs(decoder)
+
+    assert facts() == facts()
+    others = [
+        facts(num_layers=1),
+        facts(model=ModelConfig(device="cpu", dtype="bfloat16")),
+        facts(model=ModelConfig(device="cpu", max_context=64)),
+        facts(schedule=ScheduleConfig(max_seqs=5, max_tokens=64)),
+        facts(cache=CacheConfig(page_size=32)),
+        facts(attention=AttentionConfig(backend="reference")),
+        *(facts(stage=stage) for stage in (StagePart(0, 2, 6), StagePart(2, 4, 6), StagePart(4, 6, 6))),
+    ]
+    assert all(each != facts() for each in others)
+    assert all(one != other for number, one in enumerate(others) for other in others[:number])
 
 
-def test_without_graphs_none_are_asked_for(spec: ModelSpec, tmp_path: Path) -> None:
-    of = parts_of(spec, tmp_path)
-    assert of.graph_sizes(0, True) == []
-    assert of.tuning_cache.num_asked == 0
-
-
-@pytest.mark.parametrize(
-    ("kept", "sizes"),
-    [
-        ([16, 4, 4, 1, 16], [1, 4, 16]),
-        *(([1, 8], []), ([1, 3, 16], []), ([0, 16], []), ([-1, 16], []), ([16, 24], []), ([10**30], []), ([], [])),
-    ],
-)
-def test_sizes_of_graphs_that_cannot_be_are_found_out(
-    spec: ModelSpec, tmp_path: Path, kept: list[int], sizes: list[int]
+def test_graphs_are_captured_and_a_later_start_knows_which_ones(
+    model_dir: Path, tmp_path: Path, fake_graphs: FakeGraphs
 ) -> None:
-    parts_of(spec, tmp_path).keep_graph_sizes(16, True, [1, 8, 16])
-    (file,) = tmp_path.iterdir()
-    file.write_bytes(file.read_bytes().replace(b"[1,8,16]", str(kept).encode()))
-    assert parts_of(spec, tmp_path).graph_sizes(16, True) == sizes
+    """Also with other groups they are other graphs."""
+
+    def start(group_min_seqs: int) -> tuple[list[int], int]:
+        """Rows of the graphs, and how many were captured to find out."""
+        factory = _factory(model_dir, schedule=ScheduleConfig(max_seqs=8, group_min_seqs=group_min_seqs))
+        factory.tuning_cache = TuningCache(tmp_path, {})
+        cache, attention = FakeCache(41, 4), FakeAttention()
+        ready = Ready(num_pages=40, page_size=4, max_seqs=8, max_context=60, vocab_size=50, max_tokens=64)
+        built, sampling = BuiltAttention(attention, attention), SamplingSetup(kernels=True)
+        runner = Runner(ready, torch.device("cpu"), FakeModel(50, cache), cache, built, sampling)
+        before = len(fake_graphs.graphs)
+        decoder = build_decoder(factory.spec, torch.float32, torch.device("meta"))
+        factory._warm_up(runner, decoder, 8)
+        assert runner.decode is not None
+        assert runner.decode.graphs is not None
+        return runner.decode.graphs.sizes, len(fake_graphs.graphs) - before
+
+    fake_graphs.slow = {4: 9.0}
+    assert start(0) == ([1, 2, 8], 4)
+    assert start(0) == ([1, 2, 8], 3)
+    assert start(2) == ([1, 2, 8], 8)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"dtype": torch.bfloat16},
-        {"limits": RankLimits(max_context=512, max_seqs=64, max_tokens=300)},
-        {"limits": RankLimits(max_context=1024, max_seqs=48, max_tokens=300)},
-        {"cache": CacheConfig(page_size=32)},
-        {"attention": AttentionConfig(backend="triton")},
-        {"meeting": ProcessGroups(OneOfTwo(), LocalComm(), None)},
-        {"meeting": ProcessGroups(LocalComm(), OneOfTwo(), None)},
-    ],
-    ids=lambda other: next(iter(other)),
-)
-def test_graphs_of_something_else_are_other_graphs(spec: ModelSpec, tmp_path: Path, other: dict[str, Any]) -> None:
-    parts_of(spec, tmp_path).keep_graph_sizes(16, True, [1, 8, 16])
-    assert parts_of(spec, tmp_path, **other).graph_sizes(16, True) == []
+@pytest.mark.parametrize("most", [0, 8])
+def test_what_cannot_be_captured_is_not_asked_for(model_dir: Path, most: int) -> None:
+    factory = _factory(model_dir)
+    runner = factory.build()
+    before = factory.tuning_cache.num_asked
+    factory._warm_up(runner, build_decoder(factory.spec, torch.float32, torch.device("meta")), most)
+    assert factory.tuning_cache.num_asked == before
 
 
-def test_graphs_of_other_layers_and_other_ends_are_other_graphs(spec: ModelSpec, tmp_path: Path) -> None:
-    """The stages of a pipeline are alike but for their ends."""
-    parts_of(spec, tmp_path).keep_graph_sizes(16, True, [1, 8, 16])
-    other = msgspec.structs.replace(spec, num_layers=1, windows=(0,))
-    assert parts_of(other, tmp_path).graph_sizes(16, True) == []
-    for stage in (StagePart(0, 2, 6), StagePart(2, 4, 6), StagePart(4, 6, 6)):
-        decoder = build_decoder(
-            msgspec.structs.replace(spec, num_layers=6, windows=(0,) * 6),
-            torch.float32,
-            torch.device("meta"),
-            part=stage,
-        )
-        assert parts_of(spec, tmp_path, decoder=decoder).graph_sizes(16, True) == []
-        parts_of(spec, tmp_path, decoder=decoder).keep_graph_sizes(16, True, [16])
+def test_groups_pay_as_measured_or_as_configured(model_dir: Path) -> None:
+    measured = BuiltAttention(FakeAttention(), pays=lambda num_rows, num_tokens: num_rows * num_tokens > 100)
 
+    def rule(**schedule: Any) -> list[bool]:
+        pays = _factory(model_dir, schedule=ScheduleConfig(**schedule))._group_rule(measured)
+        return [pays(4, 16), pays(4, 64), pays(8, 4)]
 
-def test_ranks_capture_what_the_first_one_knows(spec: ModelSpec, tmp_path: Path) -> None:
-    def rank(comm: Comm) -> list[list[int]]:
-        """Either of them knows."""
-        found = []
-        for knows in range(2):
-            parts = parts_of(spec, tmp_path / str(knows) / str(comm.rank), comm)
-            if comm.rank == knows:
-                parts.keep_graph_sizes(16, True, [1, 8, 16])
-            found.append(parts.graph_sizes(16, True))
-        return found
-
-    assert run_ranks(2, rank) == [[[1, 8, 16], []]] * 2
-
-
-@pytest.mark.parametrize(("known", "kept"), [([1, 16], []), ([], [[4, 16]])])
-def test_sizes_are_kept_once_they_were_found_out(
-    monkeypatch: pytest.MonkeyPatch, known: list[int], kept: list[list[int]]
-) -> None:
-    warmed: list[Any] = []
-    monkeypatch.setattr(build, "warm_up", lambda *args: warmed.append(args[-1]))
-    found: list[Any] = []
-    parts: Any = SimpleNamespace(
-        graph_sizes=lambda *asked: known if asked == (16, True) else None,
-        keep_graph_sizes=lambda *of: found.append(of),
-    )
-    runner: Any = SimpleNamespace(decode=SimpleNamespace(graph_sizes=[4, 16]))
-    stages: Any = None
-    build._warm_up(runner, parts, stages, 16, True, 1)
-    assert warmed == [known]
-    assert found == [(16, True, sizes) for sizes in kept]
+    assert rule() == [False, True, False]
+    assert rule(group_min_seqs=5) == [False, False, True]
+    assert rule(group_min_seqs=4, group_min_tokens=1) == [True, True, True]
+    assert rule(group_min_tokens=64) == [True, True, True]  # the scheduler has looked at the tokens
 
 
 def test_answers_depend_on_how_products_are_computed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Compiled or not, tuned or not: a layer's time depends on it, and a graph's."""
+    """Tuned or not: a layer's time depends on it, and a graph's."""
     gpu = {"gpu": "large"}
-    monkeypatch.setattr(build, "gpu_platform", lambda _: gpu)
-    usual = CompileConfig(tuning_dir=str(tmp_path))
+    monkeypatch.setattr(runner_factory, "describe_gpu", lambda _: gpu)
 
-    def cache_of(compiling: CompileConfig) -> TuningCache:
-        return build._tuning_cache(torch.device("cuda"), compiling)
+    def cache_of(**changed: Any) -> TuningCache:
+        return open_tuning_cache(torch.device("cuda"), Config(tuning=TuningConfig(dir=str(tmp_path), **changed)))
 
-    cache_of(usual).keep("async-tp", {}, [1])
+    cache_of().keep("async-tp", {}, [1])
     assert len(list(tmp_path.iterdir())) == 1
-    for changed, found in (({}, [1]), ({"enabled": True}, None), ({"tune": False}, None), ({"graphs": False}, [1])):
-        assert cache_of(msgspec.structs.replace(usual, **changed)).find("async-tp", {}, list[int]) == found
+    assert cache_of().find("async-tp", {}, list[int]) == [1]
+    assert cache_of(products=False).find("async-tp", {}, list[int]) is None
     gpu["gpu"] = "small"
-    assert cache_of(usual).find("async-tp", {}, list[int]) is None
+    assert cache_of().find("async-tp", {}, list[int]) is None
+
+
+@pytest.mark.parametrize(("shards", "rows"), [(False, 12), (True, 6)])
+def test_steps_in_shards_are_not_captured(model_dir: Path, shards: bool, rows: int) -> None:
+    factory = _factory(model_dir, graphs=GraphsConfig(max_rows=12), schedule=ScheduleConfig(max_seqs=16))
+    whole = Replicated(LocalComm())
+    layouts = LayoutPolicy(whole, SequenceSharded(LocalComm()), 7) if shards else LayoutPolicy(whole)
+    assert factory._max_graph_rows(layouts) == rows
+    assert _factory(model_dir, graphs=GraphsConfig(enabled=False))._max_graph_rows(layouts) == 0
+    assert _factory(model_dir, schedule=ScheduleConfig(max_seqs=3))._max_graph_rows(LayoutPolicy(whole)) == 3
+
+
+def test_a_rank_on_a_cpu_imports_no_kernels() -> None:
+    """Triton is not everywhere: no module that is always imported imports one that needs it."""
+    todo, done = {"toka_async.startup.runner_factory"}, set[str]()
+    while todo:
+        name = todo.pop()
+        done.add(name)
+        todo |= imported_at_once(name) - done
+    assert {"toka_async.runner.runner", "toka_async.attention.build"} <= done
+    assert not [name for name in done if name.startswith("toka_async.kernels")]
+    assert "toka_async.kernels.sampling" in imported_at_once("toka_async.runner.kernel_sampler")
+
+
+def imported_at_once(name: str) -> set[str]:
+    """Our modules that the module imports at its top, whatever happens."""
+    package = Path(toka_async.__file__).parent.parent
+    tree = ast.parse((package / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8"))
+    froms = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    names = {name for node in froms for name in (node.module, *(f"{node.module}.{a.name}" for a in node.names)) if name}
+    return {name for name in names if (package / f"{name.replace('.', '/')}.py").exists()}

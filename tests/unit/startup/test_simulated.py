@@ -17,7 +17,7 @@ from toka_async.checkpoint.hub import resolve_model
 from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.config import CacheConfig, ModelConfig, ScheduleConfig, SimulatedConfig
 from toka_async.messages import Prompt, Ready, SamplingParams, Step, StepDone
-from toka_async.startup.simulated import SimulatedRank, simulated_ready
+from toka_async.startup.simulated import SimulatedRank, make_simulated_ready
 
 VOCAB = 23
 
@@ -186,15 +186,15 @@ def test_a_step_that_takes_longer_is_not_slept_for() -> None:
 
 def test_what_fits() -> None:
     spec = read_spec(resolve_model("demo"))
-    auto = simulated_ready(spec, ModelConfig(), CacheConfig(), ScheduleConfig())
+    auto = make_simulated_ready(spec, ModelConfig(), CacheConfig(), ScheduleConfig())
     assert (auto.max_seqs, auto.max_tokens, auto.max_context) == (8192, 32768, spec.max_context)
     assert auto.num_pages == 8192 * spec.max_context // 16
-    wide = simulated_ready(spec, ModelConfig(max_context=100_000), CacheConfig(), ScheduleConfig(max_seqs=2))
+    wide = make_simulated_ready(spec, ModelConfig(max_context=100_000), CacheConfig(), ScheduleConfig(max_seqs=2))
     assert (wide.max_context, wide.num_pages) == (8192, 512)
-    small = simulated_ready(spec, ModelConfig(), CacheConfig(num_tokens=100), ScheduleConfig(max_seqs=4))
+    small = make_simulated_ready(spec, ModelConfig(), CacheConfig(num_tokens=100), ScheduleConfig(max_seqs=4))
     assert (small.num_pages, small.max_context, small.vocab_size) == (6, 96, spec.vocab_size)
     with pytest.raises(ModelError, match=r"cache.num_tokens=3"):
-        simulated_ready(spec, ModelConfig(), CacheConfig(num_tokens=3), ScheduleConfig())
+        make_simulated_ready(spec, ModelConfig(), CacheConfig(num_tokens=3), ScheduleConfig())
 
 
 def test_seeds_are_read_as_they_are_sent() -> None:

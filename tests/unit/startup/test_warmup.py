@@ -17,6 +17,7 @@ from tests.drivers.step_checker import StepChecker
 from tests.fakes.graphs import FakeGraphs
 from tests.fakes.model import FakeAttention, FakeCache, FakeModel
 from toka_async.arrays import EMPTY
+from toka_async.attention.build import BuiltAttention
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.checkpoint.limits import RankLimits
@@ -24,11 +25,11 @@ from toka_async.checkpoint.spec import ModelSpec, read_spec
 from toka_async.messages import Ready, Step, StepDone
 from toka_async.model.decoder import Decoder
 from toka_async.model.weights import build_decoder, random_weights
-from toka_async.runner.graphs import graph_sizes
-from toka_async.runner.runner import Runner
-from toka_async.startup.cache_size import pages_of_largest_step
+from toka_async.runner.graphs import list_graph_sizes
+from toka_async.runner.runner import Runner, SamplingSetup
+from toka_async.startup.cache_size import count_largest_step_pages
 from toka_async.startup.progress import StartupProgress
-from toka_async.startup.warmup import Load, cpu_loads, gpu_loads, largest_load, warm_up
+from toka_async.startup.warmup import Load, list_cpu_loads, list_gpu_loads, make_largest_load, warm_up
 
 CPU = torch.device("cpu")
 
@@ -71,13 +72,13 @@ def readys(draw: st.DrawFn, largest: int = 40) -> Ready:
 @settings(max_examples=80, deadline=None)
 @given(ready=readys())
 def test_loads_of_a_gpu_fit(ready: Ready) -> None:
-    checked(ready, gpu_loads(ready))
+    checked(ready, list_gpu_loads(ready))
 
 
 @settings(max_examples=100, deadline=None)
 @given(ready=readys())
 def test_loads_of_a_cpu_fit(ready: Ready) -> None:
-    checked(ready, cpu_loads(ready))
+    checked(ready, list_cpu_loads(ready))
 
 
 @settings(max_examples=150, deadline=None)
@@ -86,14 +87,14 @@ def test_the_largest_load_fits_the_pages_set_aside_for_it(ready: Ready, context:
     """Of as many rows as there may be, with as many tokens as there may be, or as they can have."""
     limits = RankLimits(ready.max_seqs, ready.max_tokens, context)
     ready = Ready(
-        num_pages=pages_of_largest_step(limits, ready.page_size),
+        num_pages=count_largest_step_pages(limits, ready.page_size),
         page_size=ready.page_size,
         max_seqs=limits.max_seqs,
         max_context=context,
         vocab_size=20,
         max_tokens=limits.max_tokens,
     )
-    checker = checked(ready, [largest_load(ready)])
+    checker = checked(ready, [make_largest_load(ready)])
     assert checker.rows[0] == (0, ready.max_seqs)
     most = ready.max_seqs * max(context - 2, 1)
     assert checker.tokens[0] == min(ready.max_tokens, most)
@@ -103,7 +104,7 @@ def test_the_largest_load_fits_the_pages_set_aside_for_it(ready: Ready, context:
 
 def test_loads_of_a_gpu_are_of_all_kinds() -> None:
     ready = Ready(num_pages=2000, page_size=4, max_seqs=80, max_context=400, vocab_size=20, max_tokens=2000)
-    checker = checked(ready, gpu_loads(ready))
+    checker = checked(ready, list_gpu_loads(ready))
     assert {(n, 0) for n in (1, 2, 3, 17, 64, 80)} | {(0, n) for n in (1, 2, 3, 17, 64, 80)} <= {*checker.rows}
     assert {(n, 1) for n in (1, 2, 3, 17, 64)} <= {*checker.rows}  # chunks beside decoding rows
     assert {*checker.groups} == {(0, 2, 1), (0, 64, 4), (0, 80, 32)}
@@ -139,59 +140,52 @@ def decoder(spec: ModelSpec) -> Iterator[Decoder]:
 
 @pytest.mark.parametrize("ready", ODD, ids=lambda ready: f"{ready.num_pages}x{ready.page_size}")
 @pytest.mark.parametrize(
-    "loads", [gpu_loads, cpu_loads, lambda ready: [largest_load(ready)]], ids=["gpu", "cpu", "most"]
+    "loads", [list_gpu_loads, list_cpu_loads, lambda ready: [make_largest_load(ready)]], ids=["gpu", "cpu", "most"]
 )
 def test_loads_are_computed_within_odd_limits(
     ready: Ready, loads: Callable[[Ready], list[Load]], decoder: Decoder, spec: ModelSpec
 ) -> None:
     """With a model: its cache has no page too many, but for the padding's."""
-    if loads not in (gpu_loads, cpu_loads):
+    if loads not in (list_gpu_loads, list_cpu_loads):
         limits = RankLimits(ready.max_seqs, ready.max_tokens, ready.max_context)
-        ready = msgspec.structs.replace(ready, num_pages=pages_of_largest_step(limits, ready.page_size))
+        ready = msgspec.structs.replace(ready, num_pages=count_largest_step_pages(limits, ready.page_size))
     cache = KVCache(
         spec.num_layers, ready.num_pages + 1, spec.num_kv_heads, ready.page_size, spec.head_dim, torch.float32, CPU
     )
-    runner = Runner(decoder, cache, ReferenceAttention(cache, spec.num_heads, spec.windows), ready, CPU)
+    attention = ReferenceAttention(cache, spec.num_heads, spec.windows)
+    runner = Runner(ready, CPU, decoder, cache, BuiltAttention(attention))
     for load in loads(ready):
         load(runner)
         assert not runner._rows.order.size
 
 
+def runner_with_kernels(ready: Ready) -> Runner:
+    cache, attention = FakeCache(ready.num_pages + 1, ready.page_size), FakeAttention()
+    model = FakeModel(ready.vocab_size, cache)
+    return Runner(ready, CPU, model, cache, BuiltAttention(attention, attention), SamplingSetup(kernels=True))
+
+
 @pytest.mark.parametrize("ready", ODD, ids=lambda ready: f"{ready.num_pages}x{ready.page_size}")
 @pytest.mark.parametrize("grouped", [False, True])
 def test_warm_up_captures_and_replays(fake_graphs: FakeGraphs, ready: Ready, grouped: bool) -> None:
-    cache, attention = FakeCache(ready.num_pages + 1, ready.page_size), FakeAttention()
-    frozen: list[bool] = []
-    runner = Runner(
-        FakeModel(ready.vocab_size, cache),
-        cache,
-        attention,
-        ready,
-        CPU,
-        num_compiles=lambda: 7,  # all before it is warm
-        freeze=lambda: frozen.append(True),
-        use_kernels=True,
-        graphs=attention,
-    )
+    runner, sizes = runner_with_kernels(ready), list_graph_sizes(min(4, ready.max_seqs))
+    runner._compiles._num_kernels = 7  # all before it is warm
+
+    def capture() -> None:
+        assert runner.decode is not None
+        list(runner.decode.capture(sizes, grouped))
+        assert not fake_graphs.num_replays()
+
     stages = StartupProgress(io.StringIO(), shown=False)
-    warm_up(runner, stages, max_graph_seqs=4, grouped=grouped)
-    assert len(fake_graphs.graphs) == len(graph_sizes(min(4, ready.max_seqs))) * (1 + grouped)
+    warm_up(runner, stages, capture=capture)
+    assert len(fake_graphs.graphs) == len(sizes) * (1 + grouped)
+    assert bool(fake_graphs.num_replays()) == (ready.max_context > 1)
     assert [*stages.seconds] == ["warm-up", "graphs"]
-    assert frozen == [True]
     assert runner.run(Step(step_id=1)).num_compiles == 0
-    most = min(4, ready.max_seqs)
-    warm_up(runner, stages, 4, grouped, sizes=[most])
-    assert runner.decode is not None
-    assert runner.decode.graph_sizes == [most]
 
 
 def test_warm_up_without_graphs(fake_graphs: FakeGraphs) -> None:
-    ready = ODD[-1]
-    cache, attention = FakeCache(ready.num_pages + 1, ready.page_size), FakeAttention()
-    runner = Runner(
-        FakeModel(ready.vocab_size, cache), cache, attention, ready, CPU, use_kernels=True, graphs=attention
-    )
     stages = StartupProgress(io.StringIO(), shown=False)
-    warm_up(runner, stages)
+    warm_up(runner_with_kernels(ODD[-1]), stages)
     assert [*stages.seconds] == ["warm-up"]
     assert fake_graphs.graphs == []

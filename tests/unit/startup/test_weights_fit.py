@@ -10,11 +10,11 @@ import torch
 from tests.cases.models import make_checkpoint
 from toka_async.checkpoint.division import stage_parts
 from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
-from toka_async.config import AttentionConfig, CacheConfig, CompileConfig, ModelConfig, ScheduleConfig
+from toka_async.config import Config, ModelConfig
 from toka_async.model.weights import build_decoder
 from toka_async.startup import weights_fit
-from toka_async.startup.build import build_runner
-from toka_async.startup.weights_fit import allocating, check_weights_fit, rank_bytes
+from toka_async.startup.runner_factory import RunnerFactory
+from toka_async.startup.weights_fit import allocating, check_weights_fit, count_rank_bytes
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def check(spec: ModelSpec, free: int, kind: str, dtype: torch.dtype = torch.bflo
 
 
 def whole(spec: ModelSpec, dtype: torch.dtype = torch.bfloat16) -> int:
-    return rank_bytes(spec, stage_parts(spec, 1, 1)[0], 1, dtype)
+    return count_rank_bytes(spec, stage_parts(spec, 1, 1)[0], 1, dtype)
 
 
 def test_the_size_is_that_of_the_parameters(spec: ModelSpec) -> None:
@@ -73,11 +73,8 @@ def test_memory_that_others_took_meanwhile(spec: ModelSpec, error: RuntimeError)
 
 
 def test_it_is_refused_before_anything_is_loaded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_fit, "available_memory", lambda: 1000)
+    monkeypatch.setattr(weights_fit, "read_available_memory", lambda: 1000)
     for path in model.glob("*.safetensors"):
         path.unlink()
     with pytest.raises(ModelError, match="this model does not fit into memory"):
-        build_runner(
-            model, read_spec(model), ModelConfig(device="cpu"), CacheConfig(), ScheduleConfig(), AttentionConfig(),
-            CompileConfig(),
-        )  # fmt: skip
+        RunnerFactory(model, read_spec(model), Config(model=ModelConfig(device="cpu")))

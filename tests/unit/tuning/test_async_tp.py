@@ -21,14 +21,17 @@ from toka_async.model.ops import TorchOps
 from toka_async.tuning import async_tp
 from toka_async.tuning.async_tp import (
     LayerRun,
+    LayoutTimes,
     RankShape,
     Timing,
     build_layouts,
-    least_tokens,
-    token_counts,
-    workspace_bytes,
+    count_workspace_bytes,
+    find_least_tokens,
+    list_token_counts,
 )
 from toka_async.tuning.store import TuningCache
+
+NONE = TuningCache(None, {})
 
 
 @pytest.fixture(scope="module")
@@ -54,17 +57,17 @@ def overlapping(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_one_rank_has_no_shards(shape: RankShape) -> None:
-    assert build_layouts("auto", LocalComm(), shape, 0).shards is None
+    assert build_layouts("auto", LocalComm(), shape, 0, NONE).shards is None
 
 
 def test_none_are_wanted(shape: RankShape, overlapping: list[int]) -> None:
-    built = run_ranks(2, lambda comm: build_layouts(0, comm, shape, 0))
+    built = run_ranks(2, lambda comm: build_layouts(0, comm, shape, 0, NONE))
     assert [(ways.shards, ways.min_tokens) for ways in built] == [(None, 0)] * 2
     assert overlapping == []
 
 
 def test_a_number_is_taken_as_it_is(shape: RankShape, overlapping: list[int]) -> None:
-    for ways in run_ranks(2, lambda comm: build_layouts(7, comm, shape, 512)):
+    for ways in run_ranks(2, lambda comm: build_layouts(7, comm, shape, 512, NONE)):
         assert isinstance(ways.choose(7), SequenceSharded)
         assert isinstance(ways.choose(6), Replicated)
     assert overlapping == [2 * 1050 * shape.spec.hidden_size * 4] * 2
@@ -72,7 +75,7 @@ def test_a_number_is_taken_as_it_is(shape: RankShape, overlapping: list[int]) ->
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_in_shards_each_rank_has_two_tokens(shape: RankShape, overlapping: list[int], size: int) -> None:
-    for ways in run_ranks(size, lambda comm: build_layouts(1, comm, shape, 0)):
+    for ways in run_ranks(size, lambda comm: build_layouts(1, comm, shape, 0, NONE)):
         assert isinstance(ways.choose(size + 1), SequenceSharded)
         assert isinstance(ways.choose(size), Replicated)
         assert ways.min_tokens == size + 1
@@ -82,8 +85,8 @@ def test_in_shards_each_rank_has_two_tokens(shape: RankShape, overlapping: list[
 def test_without_overlap_a_number_stands_and_auto_is_never(shape: RankShape, caplog: pytest.LogCaptureFixture) -> None:
     """On a CPU, for one; rank 0 says why."""
     with caplog.at_level(logging.INFO):
-        asked = run_ranks(2, lambda comm: build_layouts(7, comm, shape, 0))
-        auto = run_ranks(2, lambda comm: build_layouts("auto", comm, shape, 0))
+        asked = run_ranks(2, lambda comm: build_layouts(7, comm, shape, 0, NONE))
+        auto = run_ranks(2, lambda comm: build_layouts("auto", comm, shape, 0, NONE))
     assert [isinstance(ways.choose(7), SequenceSharded) for ways in asked] == [True, True]
     assert [ways.shards for ways in auto] == [None, None]
     assert [record.getMessage() for record in caplog.records] == [
@@ -104,7 +107,7 @@ def test_auto_is_what_rank_0_measures(shape: RankShape, caplog: pytest.LogCaptur
             gain = 1.5 if run.num_tokens >= 2048 and comm.rank == 0 else 0.9
             return run.num_tokens / gain / 64 if in_shards else run.num_tokens / 64
 
-        ways = build_layouts("auto", comm, shape, 512, clock)
+        ways = build_layouts("auto", comm, shape, 512, NONE, clock=clock)
         assert runs == [(count, which) for count in (1024, 2048) for _ in range(3) for which in (False, True)]
         return ways
 
@@ -129,7 +132,7 @@ def test_what_is_measured_is_tuned_before(shape: RankShape) -> None:
             events.append(run.num_tokens)
             return 1.0
 
-        build_layouts("auto", comm, shape, 512, clock, tune=tune)
+        build_layouts("auto", comm, shape, 512, NONE, tune=tune, clock=clock)
         return events
 
     for events in run_ranks(2, measured):
@@ -150,7 +153,7 @@ def test_a_later_start_measures_nothing_if_the_first_rank_knows(shape: RankShape
                 return 1.0 if isinstance(run.layout, SequenceSharded) else 2.0
 
             cache = TuningCache(tmp_path / folders[comm.rank], {})
-            return build_layouts("auto", comm, shape, 512, clock, tuning_cache=cache).min_tokens, len(runs)
+            return build_layouts("auto", comm, shape, 512, cache, clock=clock).min_tokens, len(runs)
 
         return run_ranks(2, build)
 
@@ -170,7 +173,10 @@ def test_times_of_layers_depend_on_what_is_timed(shape: RankShape) -> None:
     """Which is one layer, on however many ranks."""
 
     def facts(shape: RankShape, num_ranks: int = 2, counts: tuple[int, ...] = (1024, 2048)) -> object:
-        return run_ranks(num_ranks, lambda comm: dict(async_tp._facts(shape, comm, comm, counts)))[0]
+        def rank(comm: Comm) -> object:
+            return LayoutTimes(shape, SequenceSharded(comm), comm, comm, counts, None, lambda _: 0.0).describe()
+
+        return run_ranks(num_ranks, rank)[0]
 
     deeper = msgspec.structs.replace(shape.spec, num_layers=9, windows=(0,) * 9)
     assert facts(replace(shape, spec=deeper, max_tokens=2200)) == facts(shape)
@@ -188,7 +194,7 @@ def test_where_it_is_slower_nothing_is_kept(shape: RankShape, overlapping: list[
     def slower(run: LayerRun) -> float:
         return 2.0 if isinstance(run.layout, SequenceSharded) else 1.0
 
-    built = run_ranks(2, lambda comm: build_layouts("auto", comm, shape, 512, slower))
+    built = run_ranks(2, lambda comm: build_layouts("auto", comm, shape, 512, NONE, clock=slower))
     assert [(ways.shards, ways.min_tokens) for ways in built] == [(None, 0)] * 2
     assert overlapping[2:] == [-1, -1]
 
@@ -196,7 +202,7 @@ def test_where_it_is_slower_nothing_is_kept(shape: RankShape, overlapping: list[
 @pytest.mark.usefixtures("overlapping")
 def test_steps_too_small_are_not_measured(shape: RankShape) -> None:
     small = replace(shape, max_tokens=512)
-    built = run_ranks(2, lambda comm: build_layouts("auto", comm, small, 512, lambda _: 1 / 0))
+    built = run_ranks(2, lambda comm: build_layouts("auto", comm, small, 512, NONE, clock=lambda _: 1 / 0))
     assert [ways.shards for ways in built] == [None, None]
 
 
@@ -213,15 +219,15 @@ def test_steps_too_small_are_not_measured(shape: RankShape) -> None:
 )
 def test_the_least_count_from_which_on_shards_are_faster(shards: tuple[float, ...], least: int) -> None:
     counts = (1024, 2048, 4096)
-    assert least_tokens([Timing(n, 1.0, t) for n, t in zip(counts, shards, strict=True)]) == least
+    assert find_least_tokens([Timing(n, 1.0, t) for n, t in zip(counts, shards, strict=True)]) == least
 
 
 def test_counts_are_above_what_is_captured() -> None:
-    assert token_counts(0, 4096) == [512, 1024, 2048, 4096]
-    assert token_counts(511, 600) == [512]
-    assert token_counts(512, 4000) == [1024, 2048]
-    assert token_counts(8192, 8192) == []
+    assert list_token_counts(0, 4096) == [512, 1024, 2048, 4096]
+    assert list_token_counts(511, 600) == [512]
+    assert list_token_counts(512, 4000) == [1024, 2048]
+    assert list_token_counts(8192, 8192) == []
 
 
 def test_the_workspace_holds_two_parts_of_the_largest_step(shape: RankShape) -> None:
-    assert workspace_bytes(shape.spec, shape.dtype, shape.max_tokens, 4) == 2 * 525 * shape.spec.hidden_size * 4
+    assert count_workspace_bytes(shape.spec, shape.dtype, shape.max_tokens, 4) == 2 * 525 * shape.spec.hidden_size * 4

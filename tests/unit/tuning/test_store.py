@@ -13,7 +13,7 @@ import torch
 
 from toka_async.attention.choice import ChoiceTable, MeasuredShape, only
 from toka_async.tuning import store as tuning_cache
-from toka_async.tuning.store import TuningCache, folder_of, gpu_platform
+from toka_async.tuning.store import TuningCache, describe_gpu, find_folder
 
 PLATFORM = {"gpu": "large", "packages": {"torch": "2"}}
 FACTS = {"shape": [64, 32], "sizes": [1, 2, 4], "dtype": "bfloat16"}
@@ -86,7 +86,7 @@ def test_a_folder_that_cannot_be_written_is_named_once(tmp_path: Path, caplog: p
         cache.keep("graphs", FACTS, [1, 2])
         assert cache.find("graphs", FACTS, list[int]) is None
     assert caplog.messages == [
-        f"compile.tuning_dir={tmp_path}/file/folder: Not a directory; "
+        f"tuning.dir={tmp_path}/file/folder: Not a directory; "
         "every start measures anew what is not there until it can be written"
     ]
     cache = TuningCache(Path("no\0path"), PLATFORM)
@@ -147,13 +147,13 @@ def test_what_was_found_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture
 def test_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert folder_of("") is None
-    assert folder_of("auto") == Path("/home/me/.cache/toka-async/tuning")
-    assert folder_of("~/measured") == Path("/home/me/measured")
+    assert find_folder("") is None
+    assert find_folder("auto") == Path("/home/me/.cache/toka-async/tuning")
+    assert find_folder("~/measured") == Path("/home/me/measured")
     monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert folder_of("auto") == Path("/caches/toka-async/tuning")
+    assert find_folder("auto") == Path("/caches/toka-async/tuning")
     monkeypatch.setenv("XDG_CACHE_HOME", "caches")
-    assert folder_of("auto") == Path("/home/me/.cache/toka-async/tuning")
+    assert find_folder("auto") == Path("/home/me/.cache/toka-async/tuning")
 
 
 def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -167,8 +167,8 @@ def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, caplog:
     for name in ("getpwuid", "getpwnam"):
         monkeypatch.setattr(f"pwd.{name}", homeless)
     for tuning_dir in ("auto", "~/measured", "~another/measured"):
-        assert folder_of(tuning_dir) is None
-        assert caplog.messages[-1].startswith(f"compile.tuning_dir={tuning_dir}: ")
+        assert find_folder(tuning_dir) is None
+        assert caplog.messages[-1].startswith(f"tuning.dir={tuning_dir}: ")
     assert len(caplog.messages) == 3
 
 
@@ -184,13 +184,13 @@ def test_the_platform_is_the_chip_the_libraries_and_our_sources(
     (package / "runner").mkdir(parents=True)
     (package / "kernel.py").write_text("fast = 1")
     monkeypatch.setattr(tuning_cache, "__file__", str(package / "runner" / "tuning_cache.py"))
-    first = gpu_platform(torch.device("cuda"))
+    first = describe_gpu(torch.device("cuda"))
     assert msgspec.json.decode(msgspec.json.encode(first)) == first
-    assert first == gpu_platform(torch.device("cuda"))
+    assert first == describe_gpu(torch.device("cuda"))
     assert (first["gpu"], first["multiprocessors"], first["torch"]) == ("large", 7, torch.__version__)
 
     def changed() -> set[str]:
-        second = gpu_platform(torch.device("cuda"))
+        second = describe_gpu(torch.device("cuda"))
         return {name for name in first if first[name] != second[name]}
 
     (package / "kernel.py").write_text("fast = 2")

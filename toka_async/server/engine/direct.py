@@ -16,7 +16,7 @@ import numpy as np
 
 from toka_async.arrays import Bool, Float64, Int32, Int64, as_i32, as_i64, column, i32_column
 from toka_async.messages import Cancels, Prefills, Submits, Tokens
-from toka_async.server.engine.direct_rows import DirectJobs, DirectRows, parts_of, rows_of
+from toka_async.server.engine.direct_rows import DirectJobs, DirectRows, make_step_rows, parts_of
 from toka_async.server.engine.inflight import timed_out
 from toka_async.server.engine.metrics import Metrics
 from toka_async.server.engine.replicas import Placement, Replicas
@@ -216,7 +216,7 @@ class Direct:
         """Takes the rows that are of direct requests; what is left."""
         if not self._allocated:
             return message
-        rows = rows_of(message)
+        rows = make_step_rows(message)
         direct: Bool = rows.keys >= FIRST
         if not direct.any():
             return message

@@ -88,7 +88,7 @@ class DirectRows:
         )
 
 
-def rows_of(message: Tokens) -> DirectRows:
+def make_step_rows(message: Tokens) -> DirectRows:
     """The rows of a message."""
     return DirectRows(
         keys=as_i32(message.request_ids).astype(np.int64),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
-from toka_async.kernels.trial import ByRows, Way, fastest, rows_to_time, tuned_sizes
+from toka_async.tuning.trial import Way, find_fastest, pick_rows_to_time
 
 
 class Timed:
@@ -35,7 +34,7 @@ class Timed:
 
 def chosen(timed: Timed, *num_rows: int) -> int:
     operands = [(torch.empty(num, 2), torch.empty(num, 3)) for num in num_rows]
-    return fastest(timed.ways(), [torch.empty(3, 2)], operands, timed.clock)
+    return find_fastest(timed.ways(), [torch.empty(3, 2)], operands, timed.clock)
 
 
 def test_the_fastest_of_all_rows_together() -> None:
@@ -57,7 +56,7 @@ def test_there_may_be_no_other_way() -> None:
 
 def test_weights_are_used_in_turn() -> None:
     timed, weights = Timed(lambda _: 0.1, lambda _: 0.05), [torch.empty(3, 2) for _ in range(3)]
-    fastest(timed.ways(), weights, [(torch.empty(4, 2), torch.empty(4, 3))], timed.clock)
+    find_fastest(timed.ways(), weights, [(torch.empty(4, 2), torch.empty(4, 3))], timed.clock)
     used = [id(weight) for index, _, weight in timed.calls if index == 1]
     assert used[:5] == [id(weights[0]), id(weights[0]), id(weights[1]), id(weights[2]), id(weights[0])]
 
@@ -69,33 +68,17 @@ def test_turns_of_long_products_last(cost: float, num_calls: int) -> None:
     chosen(timed, 4)
     assert len(timed.calls) == 2 + 2 * 3 * num_calls
     timed.calls.clear()
-    fastest(timed.ways(), [torch.empty(3, 2)], [(torch.empty(4, 2), torch.empty(4, 3))], timed.clock, sustained=60)
+    find_fastest(timed.ways(), [torch.empty(3, 2)], [(torch.empty(4, 2), torch.empty(4, 3))], timed.clock, sustained=60)
     assert len(timed.calls) == 2 + 2 * 3 * (num_calls if cost < 1 else math.ceil(60 / cost))
 
 
 def test_how_much_faster_another_must_be() -> None:
     timed, operands = Timed(lambda _: 10, lambda _: 9.9), [(torch.empty(4, 2), torch.empty(4, 3))]
-    assert fastest(timed.ways(), [torch.empty(3, 2)], operands, timed.clock, gain=1.0) == 1
-    assert fastest(timed.ways(), [torch.empty(3, 2)], operands, timed.clock, gain=0.99) == 0
-
-
-def test_choices_by_rows() -> None:
-    choices = ByRows([2, 8], ["few", "many"])
-    assert [choices.of(num) for num in (0, 1, 2, 3, 8, 9)] == [None, "few", "few", "many", "many", None]
+    assert find_fastest(timed.ways(), [torch.empty(3, 2)], operands, timed.clock, gain=1.0) == 1
+    assert find_fastest(timed.ways(), [torch.empty(3, 2)], operands, timed.clock, gain=0.99) == 0
 
 
 def test_far_sizes_are_timed_in_the_middle_too() -> None:
-    assert rows_to_time(100, 64) == [100]
-    assert rows_to_time(1024, 512) == [1024, 768]
-    assert rows_to_time(16384, 12288) == [16384]  # alike
-
-
-@pytest.mark.parametrize("most", [1, 4, 5, 512, 8192, 10_000, 32_768])
-def test_sizes_are_those_of_graphs_and_then_not_far_apart(most: int) -> None:
-    graphs = [1, 2, 4, 8, 64, 512]
-    sizes = tuned_sizes(graphs, most)
-    assert sizes[-1] == most
-    usual = [size for size in graphs if size <= most]
-    assert sizes[: len(usual)] == usual
-    assert all(low < high <= 2 * low for low, high in pairwise(size for size in sizes if size >= 512))
-    assert tuned_sizes([], 40)[:4] == [1, 2, 3, 4]
+    assert pick_rows_to_time(100, 64) == [100]
+    assert pick_rows_to_time(1024, 512) == [1024, 768]
+    assert pick_rows_to_time(16384, 12288) == [16384]  # alike

@@ -7,18 +7,16 @@ chip that is out of power slows down. Knows neither libraries nor kernels.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
-from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
+from toka_async.tuning.clock import time_calls
+
 # Milliseconds that so many calls take on the device.
-Clock = Callable[[Callable[[], None], int], float]
+CallClock = Callable[[Callable[[], None], int], float]
 # Computes from x [t, k] and a weight [n, k] what belongs into an output, if not into another of its own.
 Way = Callable[[Tensor, Tensor, Tensor], object]
 
@@ -31,33 +29,23 @@ SUSTAINED = 12.0  # milliseconds of a round of such products: what is fastest at
 _MOST_SHORT = 8  # calls of a round
 _FAR = 128  # rows between sizes that are not alike,
 _MANY = 4096  # unless there are so many
-_HEAD_START = 100_000  # cycles of the device for each of a short round's calls, in which the host makes it
-
-T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class ByRows(Generic[T]):
-    """For up to sizes[i] rows, more than sizes[i - 1], the i-th choice."""
-
-    sizes: list[int]
-    choices: list[T]
-
-    def of(self, num_rows: int) -> T | None:
-        """None for no rows, and for more than there are choices for."""
-        return self.choices[bisect_left(self.sizes, num_rows)] if 0 < num_rows <= self.sizes[-1] else None
-
-
-def rows_to_time(size: int, before: int) -> list[int]:
+def pick_rows_to_time(size: int, before: int) -> list[int]:
     """Numbers of rows to choose by for more rows than `before`, up to `size`."""
     return [size, (size + before) // 2] if size - before >= _FAR and size <= _MANY else [size]
 
 
-def fastest(
+def time_products(call: Callable[[], None], num_calls: int) -> float:
+    """The device's clock, without the host's time to make the calls."""
+    return time_calls(call, num_calls, head_start=min(num_calls, _MOST_SHORT))
+
+
+def find_fastest(
     ways: Sequence[Way],
     weights: Sequence[Tensor],
     operands: Sequence[tuple[Tensor, Tensor]],
-    clock: Clock,
+    clock: CallClock,
     gain: float = GAIN,
     sustained: float = SUSTAINED,
 ) -> int:
@@ -89,30 +77,7 @@ def fastest(
 
 
 def _calls_of_a_round(milliseconds: float, sustained: float) -> int:
-    """Of products that take so long each."""
+    """How many calls a round has of a product that takes so long."""
     if milliseconds >= _LONG:
         return math.ceil(sustained / milliseconds)
     return max(1, min(_MOST_SHORT, math.ceil(_LEAST_MILLISECONDS / max(milliseconds, 1e-6))))
-
-
-def event_clock(call: Callable[[], None], num_calls: int) -> float:
-    """Milliseconds of the calls, by events on the current stream; the host's time to make them does not count."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda._sleep(_HEAD_START * min(num_calls, _MOST_SHORT))  # type: ignore[no-untyped-call]
-    begin.record()
-    for _ in range(num_calls):
-        call()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end))
-
-
-def tuned_sizes(graph_sizes: Sequence[int], most: int) -> list[int]:
-    """Rows to tune for: those of graphs, and two sizes for each doubling after them, up to `most`."""
-    sizes = [size for size in graph_sizes if size <= most] or [1]
-    step = 1
-    while sizes[-1] < most:
-        while 4 * step <= sizes[-1]:
-            step *= 2
-        sizes.append(min(most, (sizes[-1] // step + 1) * step))
-    return sizes

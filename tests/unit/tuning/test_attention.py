@@ -5,70 +5,41 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.fakes.attention_part import Cost, FakePart
 from toka_async.attention.base import AttentionBatch, PrefixGroup
+from toka_async.attention.build import AttentionParts
 from toka_async.attention.choice import ChoiceTable, MeasuredShape, nearest
 from toka_async.attention.kv_cache import KVCache
-from toka_async.attention.measure import (
-    GROUP_ROWS,
-    GROUP_TOKENS,
-    Bench,
-    CudaClock,
-    TrialShape,
-    synthetic,
-    try_chunks,
-    try_decode,
-)
+from toka_async.tuning.attention import GROUP_ROWS, GROUP_TOKENS, AttentionChoice, time_part
 
 PAGE = 16
-Cost = Callable[[AttentionBatch, tuple[PrefixGroup, ...]], float]
 
 
-@dataclass(slots=True)
-class Part:
-    """Both kinds of part; `cost` says what a step would take."""
-
-    cost: Cost
-    spent: list[float]
-    batches: list[AttentionBatch] = field(default_factory=list)
-    groups: tuple[PrefixGroup, ...] = ()
-
-    def plan(self, batch: AttentionBatch, *more: tuple[PrefixGroup, ...] | int) -> None:
-        groups = more[0] if len(more) == 2 else ()
-        assert isinstance(groups, tuple)
-        self.groups = groups
-        self.batches.append(batch)
-
-    def run(self, layer: int, query: Tensor, output: Tensor) -> None:
-        assert layer == 0
-        assert query.shape == output.shape == (self.batches[-1].query_lengths.sum(), 4, 8)
-        self.spent.append(self.cost(self.batches[-1], self.groups))
-
-
-def bench_of(
+def choice_of(
     costs: dict[str, Cost], num_pages: int = 1 << 14, max_seqs: int = 8192, max_tokens: int = 32768
-) -> tuple[Bench, dict[str, Part]]:
+) -> tuple[AttentionChoice, dict[str, FakePart]]:
     spent: list[float] = []
 
-    def clock(plan: Callable[[], None], run: Callable[[], None]) -> float:
+    def clock(plan: Callable[[], None], run: Callable[[], None], num_layers: int) -> float:
+        assert num_layers == 2
         plan()
         run()
         return spent.pop()
 
     cache = KVCache(2, num_pages, 1, PAGE, 8, torch.bfloat16, torch.device("meta"))
     cache.keys = [torch.zeros(1, dtype=torch.bfloat16)] * 2  # only the device and the type are looked at
-    parts = {name: Part(cost, spent) for name, cost in costs.items()}
-    return Bench(cache, 4, max_seqs, max_tokens, parts, parts, clock), parts
+    parts = {name: FakePart(cost, spent) for name, cost in costs.items()}
+    return AttentionChoice(AttentionParts(cache, 4, max_seqs, max_tokens, parts, parts), clock), parts
 
 
-def measured(costs: dict[str, Cost], **limits: int) -> tuple[ChoiceTable, dict[str, Part]]:
-    bench, parts = bench_of(costs, **limits)
-    return bench.table(), parts
+def measured(costs: dict[str, Cost], **limits: int) -> tuple[ChoiceTable, dict[str, FakePart]]:
+    choice, parts = choice_of(costs, **limits)
+    return choice.measure(), parts
 
 
 def unshared(batch: AttentionBatch, groups: tuple[PrefixGroup, ...]) -> float:
@@ -135,37 +106,11 @@ def test_nothing_fits() -> None:
     assert [points[0].choice for points in (table.decode, table.grouped, table.chunks)] == ["own"] * 3
 
 
-def test_a_synthetic_batch() -> None:
-    cache = KVCache(1, 100, 1, PAGE, 8, torch.float32, torch.device("cpu"))
-    group = PrefixGroup(1, 2, 3)
-    batch = synthetic(cache, TrialShape(((40, 1), (70, 1), (80, 1), (33, 20)), 3, (group,)), (group,))
-    assert (batch.num_decode, batch.groups) == (3, (group,))
-    assert batch.context_lengths.tolist() == batch.contexts.tolist() == [40, 70, 80, 33]
-    assert batch.query_lengths.tolist() == [1, 1, 1, 20]
-    assert batch.page_table.shape == (4, 5)
-    assert torch.equal(batch.page_table[1, :3], batch.page_table[2, :3])
-    assert not torch.equal(batch.page_table[1, 3:], batch.page_table[2, 3:])
-    assert len(set(batch.page_table.flatten().tolist())) > 10
-
-
-def test_trying_out_takes_every_path() -> None:
-    cache = KVCache(1, 2, 2, PAGE, 8, torch.float32, torch.device("cpu"))
-    spent: list[float] = []
-    part = Part(lambda _, groups: float(len(groups)), spent)
-    try_decode(cache, 4, part, max_seqs=20)
-    assert spent == [0.0] * 4 + [1.0] * 8 + [0.0]
-    assert [int(batch.context_lengths.max()) for batch in part.batches] == [17, 4112, 300, 640] * 3 + [4112]
-    assert [len(batch.slots) for batch in part.batches] == [2, 2, 2, 20] * 3 + [20]
-    assert part.batches[12].context_lengths.tolist() == [4112] + [17] * 19
-    try_chunks(cache, 4, part)
-    assert [batch.num_decode for batch in part.batches[13:]] == [0, 0]
-
-
 def test_the_facts_say_what_is_measured() -> None:
     """So that a cache of a few pages more, as every start finds other memory, asks the same question."""
-    bench, parts = bench_of({"own": unshared, "planned": planned})
-    bench.table()
-    facts = json.loads(json.dumps(bench.facts()))
+    choice, parts = choice_of({"own": unshared, "planned": planned})
+    choice.measure()
+    facts = json.loads(json.dumps(choice.describe()))
     decode, chunks, groups = facts["shapes"]
     shapes = [(batch.num_decode, len(batch.query_lengths)) for batch in parts["own"].batches]
     assert [rows for rows, total in shapes if rows == 0] == [0] * len(chunks)
@@ -180,16 +125,16 @@ def test_the_facts_say_what_is_measured() -> None:
         "parts": [["own", "planned"]] * 2,
     }
     facts["shapes"] = [decode, chunks, groups]
-    assert facts == json.loads(json.dumps(bench_of({"own": unshared, "planned": planned}, 16400)[0].facts()))
-    for other in (bench_of({"own": unshared}), bench_of({"own": unshared, "planned": planned}, max_seqs=64)):
-        assert other[0].facts() != facts
+    assert facts == json.loads(json.dumps(choice_of({"own": unshared, "planned": planned}, 16400)[0].describe()))
+    for other in (choice_of({"own": unshared}), choice_of({"own": unshared, "planned": planned}, max_seqs=64)):
+        assert other[0].describe() != facts
 
 
 def test_a_table_of_the_same_parts_is_admitted() -> None:
-    bench, _ = bench_of({"own": unshared, "planned": planned}, max_seqs=64)
-    assert bench.admits(bench.table())
-    alone, _ = bench_of({"own": unshared})
-    assert alone.admits(alone.table())
+    choice, _ = choice_of({"own": unshared, "planned": planned}, max_seqs=64)
+    assert choice.admits(choice.measure())
+    alone, _ = choice_of({"own": unshared})
+    assert alone.admits(alone.measure())
 
 
 POINT = (MeasuredShape(1, 2, "own"),)
@@ -213,34 +158,10 @@ POINT = (MeasuredShape(1, 2, "own"),)
 )
 def test_a_table_that_could_not_be_chosen_by_is_not_admitted(table: ChoiceTable) -> None:
     """Steps would fail."""
-    bench, parts = bench_of({"own": unshared})
-    bench = replace(bench, decode={**parts, "decodes": parts["own"]})
-    assert bench.admits(ChoiceTable((MeasuredShape(1, 2, "decodes"),), POINT, POINT, ((4, 64),)))
-    assert not bench.admits(table)
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 8, 32])
-@pytest.mark.parametrize("window", [0, 512])
-def test_trying_out_merges_the_parts_of_few_rows_and_of_many(
-    monkeypatch: pytest.MonkeyPatch, kv_heads: int, window: int
-) -> None:
-    """Which are two kernels: a service without large graphs would build one of them at some odd step."""
-    pytest.importorskip("triton")
-    from toka_async.attention import triton as own
-    from toka_async.kernels.decode import MANY_ROWS
-
-    merged: set[bool] = set()
-
-    class Planned(own.TritonDecode):
-        def run(self, layer: int, query: Tensor, output: Tensor) -> None:  # noqa: ARG002
-            assert self.step is not None
-            if self.step.splits.count > 1:
-                merged.add(len(query) > MANY_ROWS)
-
-    monkeypatch.setattr(own, "count_sms", lambda _: 132)
-    cache = KVCache(1, 2, kv_heads, PAGE, 8, torch.float32, torch.device("cpu"))
-    try_decode(cache, 32, Planned(cache, 32), max_seqs=512, window=window)
-    assert merged == {False, True}
+    choice, parts = choice_of({"own": unshared})
+    choice = replace(choice, parts=replace(choice.parts, decode={**parts, "decodes": parts["own"]}))
+    assert choice.admits(ChoiceTable((MeasuredShape(1, 2, "decodes"),), POINT, POINT, ((4, 64),)))
+    assert not choice.admits(table)
 
 
 def test_the_clock_takes_the_least_of_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,6 +192,6 @@ def test_the_clock_takes_the_least_of_its_rounds(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(time, "perf_counter", lambda: host[0])
-    assert CudaClock(num_layers=10)(plan, run) == pytest.approx(3 + 10 * 0.5)
+    assert time_part(plan, run, num_layers=10) == pytest.approx(3 + 10 * 0.5)
     assert next(plans, None) is None
     assert next(runs, None) is None

@@ -1,0 +1,108 @@
+"""Runs attention's parts on synthetic batches, so that what they compile at first use is there, and works.
+
+Pages are random, what is in them does not matter, and nothing is written to the cache. Knows parts by name only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toka_async.attention.base import AttentionBatch, PrefixGroup
+from toka_async.attention.kv_cache import KVCache
+
+if TYPE_CHECKING:  # these need Triton, which is not everywhere
+    from toka_async.attention.paged import DecodeKernel, PrefillKernel
+
+LONG_TOKENS = 4096  # of a row that several programs share
+MIDDLE_TOKENS = 640  # of a row that one program reads where there are many
+UNEVEN_ROWS = 200  # whose parts are merged one after the other, as there are rows enough to fill the chip
+SPLIT_TOKENS = 300  # of a row that several programs share, short as it is
+
+
+@dataclass(slots=True, frozen=True)
+class TrialShape:
+    """A batch to try or to measure: (context, queries) of each row, decoding rows first."""
+
+    rows: Sequence[tuple[int, int]]
+    num_decode: int
+    groups: tuple[PrefixGroup, ...] = ()
+
+
+def make_batch(cache: KVCache, shape: TrialShape, alike: Sequence[PrefixGroup] = ()) -> AttentionBatch:
+    """A batch over random pages, the first of which are the same in all rows of a group of `alike`."""
+    device = cache.keys[0].device
+    contexts, queries = np.asarray(shape.rows, dtype=np.int32).T.copy()
+    width = -(-int(contexts.max()) // cache.page_size)
+    pages = np.random.default_rng(0).integers(cache.num_pages, size=(len(contexts), width), dtype=np.int32)
+    for group in alike:
+        rows = slice(group.first_row, group.first_row + group.num_rows)
+        pages[rows, : group.num_pages] = pages[group.first_row, : group.num_pages]
+    return AttentionBatch(
+        num_decode=shape.num_decode,
+        query_lengths=queries,
+        context_lengths=contexts,
+        contexts=torch.from_numpy(contexts).to(device),
+        slots=torch.arange(len(contexts), device=device),
+        page_table=torch.from_numpy(pages).to(device),
+        write_indices=torch.empty(0, dtype=torch.int64, device=device),
+        groups=shape.groups,
+    )
+
+
+def try_decode(cache: KVCache, num_heads: int, part: DecodeKernel, max_seqs: int, window: int = 0) -> None:
+    """Runs a part at shapes that take each of its paths.
+
+    Paths: keys of a row read by one or several programs, few keys and many, no groups, one group, as many as fill the
+    chip; many rows, one of which is read by several programs.
+    """
+    device = cache.keys[0].device
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    full = num_processors // cache.num_kv_heads + 1
+    for num_groups in (0, 1, full):
+        groups = tuple(PrefixGroup(2 * i, 2, 1) for i in range(num_groups))
+        few = 2 * max(1, num_groups)
+        many = max(few, min(max_seqs, 32 * full))  # or all there can be: none of them needs several programs
+        short, long = _contexts(cache, window)
+        for num_rows, context in ((few, short), (few, long), (few, SPLIT_TOKENS), (many, min(MIDDLE_TOKENS, long))):
+            _try(cache, num_heads, part, TrialShape(((context, 1),) * num_rows, num_rows, groups), window)
+    short, long = _contexts(cache, window)
+    num_rows = min(max_seqs, UNEVEN_ROWS)
+    _try(cache, num_heads, part, TrialShape(((long, 1), *((short, 1),) * (num_rows - 1)), num_rows), window)
+    _wait(device)
+
+
+def _try(cache: KVCache, num_heads: int, part: DecodeKernel, shape: TrialShape, window: int) -> None:
+    query = _zeros(cache, shape.num_decode, num_heads)
+    part.plan(make_batch(cache, shape, shape.groups), shape.groups, window)
+    part.run(0, query, torch.empty_like(query))
+
+
+def try_chunks(cache: KVCache, num_heads: int, part: PrefillKernel, window: int = 0) -> None:
+    """Runs a part at a short context and at a long one."""
+    query = _zeros(cache, 2, num_heads)
+    for context in _contexts(cache, window):
+        part.plan(make_batch(cache, TrialShape(((context, 1),) * 2, 0)), window)
+        part.run(0, query, torch.empty_like(query))
+    _wait(cache.keys[0].device)
+
+
+def _contexts(cache: KVCache, window: int) -> tuple[int, int]:
+    """A short and a long one, of a page and some tokens more, and within the window if they can be."""
+    short, long = cache.page_size + 1, cache.page_size + LONG_TOKENS
+    return short, min(long, max(window, short)) if window else long
+
+
+def _zeros(cache: KVCache, num_tokens: int, num_heads: int) -> Tensor:
+    keys = cache.keys[0]
+    return torch.zeros((num_tokens, num_heads, cache.head_dim), dtype=keys.dtype, device=keys.device)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,202 @@
+"""The choice between attention's parts: times them at a handful of shapes, and makes the table that chooses.
+
+A part is timed as a step uses it: planned once on the host, run once for each layer. Knows parts by name only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from toka_async.attention.base import PrefixGroup
+from toka_async.attention.build import AttentionParts
+from toka_async.attention.choice import MARGIN, ChoiceTable, MeasuredShape, find_smallest_groups, only
+from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.try_out import TrialShape, make_batch
+from toka_async.tuning.clock import time_calls, time_host
+from toka_async.tuning.store import Facts
+
+ROWS = (1, 16, 128, 1024, 8192)
+CONTEXTS = (128, 1024, 8192, 32768)
+CHUNKS = (
+    *((1, 512, 0), (1, 4096, 0), (8, 512, 0), (8, 1024, 0), (16, 1024, 0), (32, 1024, 0)),
+    *((1, 512, 8192), (32, 256, 1024), (128, 64, 1024)),
+)
+GROUP_ROWS = (4, 8, 16, 64, 512)
+GROUP_TOKENS = (64, 256, 512, 1024, 4096)
+GROUPED_ROWS = 4096  # of all groups together
+OWN_TOKENS = 64  # of a grouped row
+MOST_TOKENS = 1 << 22  # of all rows of a measured batch: some milliseconds to read
+LARGEST = 1 << 30  # rows or tokens of any shape
+_ROUNDS = 3
+_REPEATS = 3  # of a run in each
+
+
+class PartClock(Protocol):
+    def __call__(self, plan: Callable[[], None], run: Callable[[], None], num_layers: int) -> float:
+        """Seconds that a step takes: one plan, and a run for each layer."""
+        ...
+
+
+def time_part(plan: Callable[[], None], run: Callable[[], None], num_layers: int) -> float:
+    """Host time of planning and device time of running, the least of some rounds: what else is at work only adds.
+
+    The first round, which may compile, is not counted.
+    """
+    plan()
+    run()
+    rounds = [(time_host(plan), time_calls(run, _REPEATS) / 1000 / _REPEATS) for _ in range(_ROUNDS)]
+    return min(planned for planned, _ in rounds) + num_layers * min(ran for _, ran in rounds)
+
+
+@dataclass(slots=True, frozen=True)
+class AttentionChoice:
+    """`Choice` of the part for each shape of a step, and of the groups whose prefix is worth reading once."""
+
+    parts: AttentionParts
+    clock: PartClock = time_part
+    name: ClassVar[str] = "attention"
+    kind: ClassVar[Any] = ChoiceTable
+
+    @property
+    def cache(self) -> KVCache:
+        return self.parts.cache
+
+    def measure(self) -> ChoiceTable:
+        """The fastest parts; a single part is measured for its groups alone."""
+        grouped, groups = self._groups()
+        table = only(next(iter(self.parts.decode)), groups)
+        if len(self.parts.decode) == 1 and len(self.parts.chunks) == 1:
+            return table
+        return ChoiceTable(
+            decode=self._decode_points() or table.decode,
+            grouped=grouped or table.grouped,
+            chunks=self._chunk_points() or table.chunks,
+            groups=groups,
+        )
+
+    def describe(self) -> Facts:
+        cache = self.cache
+        return {
+            "heads": [self.parts.num_heads, cache.num_kv_heads, cache.head_dim],
+            "layers": len(cache.keys),
+            "page_size": cache.page_size,
+            "dtype": str(cache.keys[0].dtype),
+            "parts": [list(self.parts.decode), list(self.parts.chunks)],
+            "shapes": [self._decode_shapes(), self._chunk_shapes(), self._group_shapes()],
+        }
+
+    def admits(self, answer: ChoiceTable) -> bool:
+        """Whether it can be chosen by: it names parts that there are, at shapes that can be."""
+        decode, chunks = (*answer.decode, *answer.grouped), answer.chunks
+        return (
+            bool(answer.decode and answer.grouped and answer.chunks)
+            and {point.choice for point in decode} <= set(self.parts.decode)
+            and {point.choice for point in chunks} <= set(self.parts.chunks)
+            and all(0 < number <= LARGEST for point in (*decode, *chunks) for number in (point.size, point.tokens))
+            and set(answer.groups) <= {(rows, tokens) for rows, tokens, _ in self._group_shapes()}
+        )
+
+    def _decode_points(self) -> tuple[MeasuredShape, ...]:
+        return tuple(
+            MeasuredShape(rows, context, _fastest(self._decode_times(TrialShape(((context, 1),) * rows, rows))))
+            for rows, context in self._decode_shapes()
+        )
+
+    def _decode_shapes(self) -> list[tuple[int, int]]:
+        """Rows and context of each."""
+        most_tokens = min(MOST_TOKENS, self.cache.num_pages * self.cache.page_size)
+        return [
+            (rows, context)
+            for rows in ROWS
+            for context in CONTEXTS
+            if rows <= self.parts.max_seqs and rows * context <= most_tokens
+        ]
+
+    def _chunk_points(self) -> tuple[MeasuredShape, ...]:
+        return tuple(
+            MeasuredShape(rows * length, before + length, _fastest(self._chunk_times(rows, length, before)))
+            for rows, length, before in self._chunk_shapes()
+        )
+
+    def _chunk_shapes(self) -> list[tuple[int, int, int]]:
+        """Rows, tokens of a row's chunk and before it."""
+        most_tokens = self.cache.num_pages * self.cache.page_size
+        return [
+            (rows, length, before)
+            for rows, length, before in CHUNKS
+            if rows <= self.parts.max_seqs
+            and rows * length <= self.parts.max_tokens
+            and rows * (before + length) <= most_tokens
+        ]
+
+    def _groups(self) -> tuple[tuple[MeasuredShape, ...], tuple[tuple[int, int], ...]]:
+        """The fastest part with groups, and which groups are faster than the fastest part without."""
+        points: list[MeasuredShape] = []
+        worth: dict[tuple[int, int], bool] = {}
+        for num_rows, num_tokens, num_groups in self._group_shapes():
+            num_pages = self._pages_of(num_tokens)
+            groups = tuple(PrefixGroup(i * num_rows, num_rows, num_pages) for i in range(num_groups))
+            num_decode = num_rows * num_groups
+            rows = ((num_pages * self.cache.page_size + OWN_TOKENS, 1),) * num_decode
+            shared = self._decode_times(TrialShape(rows, num_decode, groups))
+            alone = self._decode_times(TrialShape(rows, num_decode), groups)
+            points.append(MeasuredShape(num_rows, num_tokens, _fastest(shared)))
+            worth[num_rows, num_tokens] = min(shared.values()) < MARGIN * min(alone.values())
+        return tuple(points), find_smallest_groups(worth)
+
+    def _group_shapes(self) -> list[tuple[int, int, int]]:
+        """Rows of a group, tokens of its prefix, and groups: as many as a full step has, if the cache holds one."""
+        shapes = []
+        for num_rows in GROUP_ROWS:
+            for num_tokens in GROUP_TOKENS:
+                context = self._pages_of(num_tokens) * self.cache.page_size + OWN_TOKENS
+                num_groups = min(self.parts.max_seqs, GROUPED_ROWS, MOST_TOKENS // context) // num_rows
+                if num_groups and context <= self.cache.num_pages * self.cache.page_size:
+                    shapes.append((num_rows, num_tokens, num_groups))
+        return shapes
+
+    def _pages_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.cache.page_size)
+
+    def _decode_times(self, shape: TrialShape, alike: tuple[PrefixGroup, ...] = ()) -> dict[str, float]:
+        """Seconds of each part; rows of `alike` share pages, too, but the parts are not told."""
+        batch = make_batch(self.cache, shape, shape.groups or alike)
+        query = self._queries(shape.num_decode)
+        output = torch.empty_like(query)
+        return {
+            name: self._time(partial(part.plan, batch, shape.groups, 0), partial(part.run, 0, query, output))
+            for name, part in self.parts.decode.items()
+        }
+
+    def _chunk_times(self, num_rows: int, length: int, before: int) -> dict[str, float]:
+        batch = make_batch(self.cache, TrialShape(((before + length, length),) * num_rows, 0))
+        query = self._queries(num_rows * length)
+        output = torch.empty_like(query)
+        return {
+            name: self._time(partial(part.plan, batch, 0), partial(part.run, 0, query, output))
+            for name, part in self.parts.chunks.items()
+        }
+
+    def _queries(self, num_tokens: int) -> Tensor:
+        keys = self.cache.keys[0]
+        return torch.randn((num_tokens, self.parts.num_heads, self.cache.head_dim), device=keys.device).to(keys.dtype)
+
+    def _time(self, plan: Callable[[], None], run: Callable[[], None]) -> float:
+        return self.clock(plan, run, len(self.cache.keys))
+
+
+def measure_table(parts: AttentionParts) -> ChoiceTable:
+    """The table of the parts, measured now."""
+    return AttentionChoice(parts).measure()
+
+
+def _fastest(times: Mapping[str, float]) -> str:
+    """The first that is as fast as the fastest, but for chance."""
+    best = min(times.values())
+    return next(name for name, seconds in times.items() if seconds * MARGIN <= best)

@@ -1,0 +1,130 @@
+"""The choice of tiles for gated products in one kernel, by numbers of rows, where that kernel is the fastest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from triton.compiler.errors import CompileTimeAssertionFailure
+from triton.runtime.errors import OutOfResources, PTXASError
+
+from toka_async.kernels.gated import GatedProducts, Tile, can_copy
+from toka_async.tuning.algorithms import describe_weights
+from toka_async.tuning.store import Facts
+from toka_async.tuning.trial import SUSTAINED, CallClock, Way, find_fastest, pick_rows_to_time, time_products
+
+logger = logging.getLogger(__name__)
+
+TILES = (Tile(128, 128, 64, 3, 8), Tile(64, 128, 64, 4, 4))
+LONGER = 200.0  # milliseconds of a turn at the most rows
+_SIZES = (128, 256, 512, 1024, 2048, 4096)
+_CANNOT_BE_BUILT = (OutOfResources, PTXASError, CompileTimeAssertionFailure)
+
+
+class GatedTileChoice:
+    """`Choice` of a tile for up to each of `sizes` rows; None: what computes `separately` from x and a weight.
+
+    weights: [2 * inner, hidden] each, of several layers, which are used in turn. library: version of cuBLASLt, which
+    separate products are computed by. Measuring allocates inputs and outputs of the most rows.
+    """
+
+    name = "gated-product"
+    kind = list[Tile | None]
+
+    def __init__(
+        self,
+        gates: GatedProducts,
+        weights: Sequence[Tensor],
+        activation: str,
+        sizes: Sequence[int],
+        separately: Callable[[Tensor, Tensor], Tensor],
+        library: int | None = None,
+        tiles: Sequence[Tile] = TILES,
+        clock: CallClock = time_products,
+    ) -> None:
+        self._gates = gates
+        self._weights = weights
+        self._activation = activation
+        self._sizes = sorted(sizes)
+        self._separately = separately
+        self._library = library
+        self._tiles = tiles
+        self._clock = clock
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the kernel can compute any of it: enough rows, of values that the chip can copy."""
+        return self._sizes[-1] >= self._gates.fewest and can_copy(*self._operands(1), self._weights[0])
+
+    def describe(self) -> Facts:
+        return {
+            **describe_weights(self._weights, self._sizes),
+            "activation": self._activation,
+            "library": self._library,
+        }
+
+    def admits(self, answer: Sequence[Tile | None]) -> bool:
+        """Whether all of its tiles can be built here."""
+        tiles = {tile for tile in answer if tile is not None}
+        return len(answer) == len(self._sizes) and tiles <= set(self._tiles) and all(map(self._is_built, tiles))
+
+    def measure(self) -> list[Tile | None]:
+        """The fastest way for each size.
+
+        The most rows are timed until the chip has slowed down as far as each way makes it: our kernel draws less power,
+        and may be the faster one only then.
+        """
+        x, output = self._operands(self._sizes[-1])
+        tiles: list[Tile | None] = [None]
+        ways: list[Way] = [self._compute_separately]
+        for tile in self._tiles:
+            if self._is_built(tile):
+                tiles.append(tile)
+                ways.append(partial(self._gates.run, self._activation, tile))
+        chosen = []
+        for size, before in zip(self._sizes, [0, *self._sizes], strict=False):
+            operands = [(x[:n], output[:n]) for n in pick_rows_to_time(size, before)]
+            turn = LONGER if size == self._sizes[-1] else SUSTAINED
+            # Alike in time, ours needs less memory.
+            index = find_fastest(ways, self._weights, operands, self._clock, gain=1.0, sustained=turn)
+            chosen.append(tiles[index])
+        return chosen
+
+    def use(self, answer: Sequence[Tile | None]) -> None:
+        """Gated products of this shape are computed so from now on.
+
+        If our kernel computes the most rows, it computes all above a third of them: the largest step must stay the one
+        that needs the most memory, which is what the cache is sized by.
+        """
+        largest, most = answer[-1], self._sizes[-1]
+        tiles = [tile or largest if 3 * size > most else tile for size, tile in zip(self._sizes, answer, strict=True)]
+        self._gates.use(self._weights[0], self._activation, self._sizes, tiles)
+
+    def _compute_separately(self, x: Tensor, weight: Tensor, output: Tensor) -> None:
+        del output
+        self._separately(x, weight)
+
+    def _is_built(self, tile: Tile) -> bool:
+        """Whether the kernel can be built here, with the shared memory that its tile needs."""
+        x, output = self._operands(1)
+        try:
+            self._gates.run(self._activation, tile, x, self._weights[0], output)
+        except _CANNOT_BE_BUILT as error:
+            reason = str(error).partition("\n")[0]
+            logger.info("gated products: tiles of %d x %d are not used here: %s", tile.rows, tile.columns, reason)
+            return False
+        return True
+
+    def _operands(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """x [t, hidden] and output [t, inner]."""
+        outputs, hidden = (weight := self._weights[0]).shape
+        x = torch.randn(num_rows, hidden, device=weight.device, dtype=weight.dtype)
+        return x, torch.empty(num_rows, outputs // 2, device=weight.device, dtype=weight.dtype)
+
+
+def list_gated_sizes(most: int) -> list[int]:
+    """Rows to choose for: the more rows, the more alike; and the most take their time."""
+    return [*(size for size in _SIZES if size < most), most]

@@ -1,0 +1,57 @@
+"""Settles a question by measuring once: what an earlier start kept is taken, and all ranks take the first one's answer.
+
+Knows neither what is measured nor how.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeVar
+
+from toka_async.model.comm import Comm, LocalComm
+from toka_async.tuning.store import Facts, TuningCache
+
+T = TypeVar("T")
+
+
+class Choice(Protocol[T]):
+    """A question that is answered by measuring on this chip."""
+
+    @property
+    def name(self) -> str:
+        """The prefix of its files' names."""
+        ...
+
+    @property
+    def kind(self) -> Any:
+        """The type of an answer, which JSON can hold."""
+        ...
+
+    def describe(self) -> Facts:
+        """What the answer depends on, beside the chip and the libraries."""
+        ...
+
+    def admits(self, answer: T) -> bool:
+        """Whether an answer from a file can be used here."""
+        ...
+
+    def measure(self) -> T:
+        """The answer, measured now."""
+        ...
+
+
+def settle(choice: Choice[T], cache: TuningCache, comm: Comm | None = None) -> T:
+    """The answer that an earlier start kept, or else the one that is measured now, which is then kept.
+
+    comm: the ranks that ask together; they wait for each other, and all get the answer of the first. If the first has
+    none, all measure.
+    """
+    comm, facts = comm or LocalComm(), choice.describe()
+    found: T | None = cache.find(choice.name, facts, choice.kind)
+    if found is not None and not choice.admits(found):
+        found = None
+    answer = comm.agree(found, choice.kind | None)
+    if answer is None:
+        answer = comm.agree(choice.measure(), choice.kind)
+        if comm.rank == 0:
+            cache.keep(choice.name, facts, answer)
+    return answer
