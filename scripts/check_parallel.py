@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.processes.parallel import OPTIONS, Reference, ask_all, check_tokens, kill_under_load, make_model
-from tests.processes.serving import Serving, is_alive, serving, wait_until_gone
+from tests.processes.serving import Serving, alive, serving, wait_until_gone
 from toka_async.bench.loads.served import children_of
 from toka_async.checkpoint.division import tensor_sizes
 from toka_async.checkpoint.spec import read_spec
@@ -95,7 +95,7 @@ def line(
         answers = ask_all(server, TOKENS)
         server.signal_group(signal.SIGTERM)
         assert server.wait() == 0, "the server did not end by itself"
-        wait_until_gone(server.pids, 0)
+        assert not alive(server.pids)
     num_ties = check_tokens(reference, expected, answers, TOKENS)
     killed = "; ".join(kill_each(folder, model, layout)) if kills else "not tried"
     return f"{layout.dp:2} {layout.pp:2} {layout.tp:2} | {start:7.1f} | {num_ties} of {len(expected)} | {killed}"
@@ -125,18 +125,18 @@ def kill_each(folder: Path, model: Path, layout: Layout) -> Iterator[str]:
                 pids |= {*server.pids}
             if layout.dp == 1 or name == "server":
                 assert server.wait() == 1, f"{name} was killed: the exit code is {server.process.returncode}"
-                wait_until_gone([*pids], 5)
+                wait_until_gone(pids)
             else:
                 server.signal_group(signal.SIGTERM)
                 server.wait()
-                wait_until_gone([*pids], 5)
+                wait_until_gone(pids)
 
 
 def wait_until_whole(server: Serving, name: str) -> None:
     """Until the replica of the process is back."""
     deadline = time.monotonic() + 120
     old = server.children[name]
-    while is_alive(old) or server.get("/health")[0] != 200:
+    while alive([old]) or server.get("/health")[0] != 200:
         assert time.monotonic() < deadline, f"{name} was killed: its replica is not back"
         time.sleep(0.1)
     server.children = children_of(server.process.pid)

@@ -1,7 +1,7 @@
 """Kernels are interpreted where there is no GPU: decided here, before any test module imports one.
 
-No example of a property has a deadline: how long one takes says how busy the machine is. SIGHUP has its default, also
-under nohup, whose children would ignore it.
+No example of a property has a deadline: how long one takes says how busy the machine is. SIGHUP and SIGINT have
+their defaults, also under nohup and in a shell's background, whose children would ignore them.
 """
 
 from __future__ import annotations
@@ -14,5 +14,6 @@ from tests.fakes.triton_interpreter import interpret_kernels
 
 interpret_kernels()
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("no-deadline", parent=settings(), deadline=None)
 settings.load_profile("no-deadline")

@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from tests.processes.serving import Serving, is_alive
+from tests.processes.serving import Serving, alive
 from toka_async.bench.loads.served import children_of
 
 START_TRIES = 20  # what is left of the server before may hold the folder for a moment
@@ -34,7 +34,7 @@ class Process:
 
     @property
     def lives(self) -> bool:
-        return is_alive(self.pid) and beginning(self.pid) == self.began
+        return bool(alive([self.pid])) and beginning(self.pid) == self.began
 
 
 def beginning(pid: int) -> int | None:

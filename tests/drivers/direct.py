@@ -13,6 +13,8 @@ import numpy as np
 
 from tests.cases.tokenizers import byte_level
 from tests.drivers.config import make_config
+from tests.drivers.until import SECONDS
+from tests.drivers.until import turns as turns
 from tests.fakes.scheduler import FakeScheduler
 from toka_async.checkpoint.generation import GenerationDefaults
 from toka_async.config import Config
@@ -161,12 +163,6 @@ def bare_endpoint(scheduler: FakeScheduler | None = None, **config: Any) -> Iter
         service.executor.shutdown()
 
 
-async def turns(count: int = 4) -> None:
-    """Lets what is scheduled run."""
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
 async def run(bare: Bare, steps: int = 20) -> None:
     for _ in range(steps):
         bare.scheduler.step()
@@ -184,7 +180,8 @@ def runs(scheduler: FakeScheduler) -> int:
 
 
 async def wait_for_runs(scheduler: FakeScheduler, count: int) -> None:
-    async with asyncio.timeout(5):
+    """Steps meanwhile."""
+    async with asyncio.timeout(SECONDS):
         while runs(scheduler) < count:
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.002)
             scheduler.step()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.drivers.until import SECONDS, until_async
 from tests.fakes.answers import FakeAnswers
 from toka_async.batches.clock import SettledClock
 from toka_async.batches.disk import Disk
@@ -52,7 +53,13 @@ class Running:
         await self.batches.create(BatchRecord(id=name, output_id=f"{name}-out", error_id=f"{name}-err", **given))
 
     async def end(self) -> Batch:
-        return await asyncio.wait_for(self.ended.get(), 10)
+        return await asyncio.wait_for(self.ended.get(), SECONDS)
+
+    async def until(self, is_so: Callable[[Batch], bool], name: str = "b") -> None:
+        async def find() -> bool:
+            return is_so(await self.batch(name))
+
+        await until_async(find)
 
     async def batch(self, name: str = "b") -> Batch:
         return await self.batches.writer.run(lambda: self.store.batch(name))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tests.drivers.core import CoreDriver, Received
 from tests.drivers.page_rank import PageRank, expected
 from toka_async.arrays import as_i32
-from toka_async.messages import Ready
+from toka_async.messages import Ready, Step
 
 VOCAB = 23
 
@@ -60,3 +60,10 @@ def wanted(received: Received) -> list[list[int]]:
 def got(received: Received) -> list[list[int]]:
     """The tokens that arrived of a request's samples."""
     return [sample.token_ids for sample in received.samples]
+
+
+def built(core: SmallCore) -> Step:
+    """The one step that is queued now."""
+    core.build()
+    (step,) = core.queued
+    return step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 Found = TypeVar("Found")
@@ -12,7 +12,7 @@ Found = TypeVar("Found")
 SECONDS = 60.0
 
 
-async def until(find: Callable[[], Found]) -> Found:
+async def until(find: Callable[[], Found | None]) -> Found:
     """What `find` returns once that is true. The loop runs meanwhile."""
     async with asyncio.timeout(SECONDS):
         while not (found := find()):
@@ -20,10 +20,26 @@ async def until(find: Callable[[], Found]) -> Found:
     return found
 
 
-def wait_until(find: Callable[[], Found], tell: Callable[[], object] = lambda: "") -> Found:
+async def until_async(find: Callable[[], Awaitable[Found | None]]) -> Found:
+    """As `until`, for what has to be awaited."""
+    async with asyncio.timeout(SECONDS):
+        while not (found := await find()):
+            await asyncio.sleep(0.002)
+    return found
+
+
+def wait_until(
+    find: Callable[[], Found | None], tell: Callable[[], object] = lambda: "", seconds: float = SECONDS
+) -> Found:
     """What `find` returns once that is true. A failure shows what `tell` returns."""
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + seconds
     while not (found := find()):
         assert time.monotonic() < deadline, tell()
         time.sleep(0.01)
     return found
+
+
+async def turns(count: int = 4) -> None:
+    """Lets what is scheduled run."""
+    for _ in range(count):
+        await asyncio.sleep(0)

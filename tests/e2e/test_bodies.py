@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
+from tests.drivers.until import wait_until
 from tests.drivers.web_server import JSON_HEAD
 from tests.processes.serving import Serving, serving
 
@@ -31,13 +31,6 @@ def memory(server: Serving) -> int:
     """Bytes that the server's process has in memory."""
     text = Path(f"/proc/{server.children['server']}/status").read_text()
     return int(text.partition("VmRSS:")[2].split()[0]) << 10
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def send_what_fits(client: socket.socket, data: memoryview) -> memoryview:
@@ -65,7 +58,7 @@ def test_huge_bodies_take_their_share_of_memory_and_all_are_answered(running: Se
         clients[0].sendall(whole[:most])
         left = [whole[:0], *(send_what_fits(client, whole[:most]) for client in clients[1:])]
         assert all(left[1:]), "one address has half of it: room for one body"
-        wait_for(lambda: running.metric("http_bodies_waiting") == NUM_CLIENTS - 1)
+        wait_until(lambda: running.metric("http_bodies_waiting") == NUM_CLIENTS - 1)
         assert memory(running) - before < 2 * SIZE + NUM_CLIENTS * MIB
         assert running.metric("http_body_bytes") == SIZE
         assert running.post("/v1/completions", prompt="x", max_tokens=1)[0] == 200
@@ -78,4 +71,4 @@ def test_huge_bodies_take_their_share_of_memory_and_all_are_answered(running: Se
         for client in clients:
             client.settimeout(10)
             assert client.recv(15) == b"HTTP/1.1 200 OK"
-        wait_for(lambda: running.metric("http_body_bytes") == 0)
+        wait_until(lambda: running.metric("http_body_bytes") == 0)

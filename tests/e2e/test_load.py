@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
-import time
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import aiohttp
 import pytest
 
+from tests.drivers.until import until
 from tests.processes.serving import Serving, serving
 
 
@@ -54,7 +58,24 @@ async def test_clients_that_leave_at_random_leave_nothing(server: Serving, numbe
 
     async with client() as session:
         await asyncio.gather(*(leave(session, index, chance.uniform(0, 3)) for index in range(number)))
-    deadline = time.monotonic() + 20
-    while any(server.metric(name) for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")):
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.1)
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    await until(lambda: not any(server.metric(name) for name in names))
+
+
+ROOT = Path(__file__).parents[2]
+NAMESPACE = ["unshare", "--user", "--map-root-user", "--net"]  # needs no privileges, where the system allows it
+
+
+def can_make_networks() -> bool:
+    try:
+        return subprocess.run([*NAMESPACE, "ip", "link"], capture_output=True, timeout=10, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not can_make_networks(), reason="this system allows no user namespaces, or has no unshare or ip")
+def test_a_client_that_vanishes_is_noticed_and_its_request_cancelled() -> None:
+    command = [*NAMESPACE, sys.executable, "-m", "tests.processes.half_open"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [0], "without the listener's options nobody notices"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes.parallel import OPTIONS, REQUESTS, TIE, Reference, ask_all, kill_under_load, make_model
-from tests.processes.serving import serving, wait_until_gone
+from tests.processes.serving import alive, serving
 from toka_async.topology import Layout
 
 TOKENS = 8
@@ -31,7 +31,7 @@ def test_greedy_tokens_equal_the_reference_and_no_death_is_missed(
         assert (outcomes.num_right, outcomes.num_wrong) == (0, 0)
         assert sum(f"{victim} was killed by SIGKILL" in message for message in outcomes.messages) > len(REQUESTS)
         assert server.wait() == 1
-        wait_until_gone(server.pids, 0)
+        assert not alive(server.pids)
     for stage in range(layout.pp):
         assert f'toka:pipeline_seconds_total{{stage="{stage}",state="stalled"}}' in metrics
     reference = Reference(model)

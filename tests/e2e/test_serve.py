@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from tests.drivers.until import wait_until
 from tests.processes.serving import Serving, serving
-from toka_async.bench.loads.served import cpu_seconds
 
 QUESTION = "Question: Wei has 26 apples. Ivan has 2 times as many. How many do they have together?\nAnswer:"
 
@@ -21,14 +21,6 @@ QUESTION = "Question: Wei has 26 apples. Ivan has 2 times as many. How many do t
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     with serving(tmp_path_factory.mktemp("serve")) as running:
         yield running
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """The counters are a quarter of a second old at most."""
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_says_what_it_serves_and_where(server: Serving) -> None:
@@ -77,9 +69,9 @@ def test_many_at_once(server: Serving) -> None:
 def test_a_client_that_leaves_costs_nothing_more(server: Serving) -> None:
     events = server.stream("/v1/completions", model="demo", prompt=QUESTION, n=8, max_tokens=1900, ignore_eos=True)
     next(events)
-    wait_for(lambda: server.metric("num_requests_running") == 8 and server.metric("kv_cache_usage_perc") > 0)
+    wait_until(lambda: server.metric("num_requests_running") == 8 and server.metric("kv_cache_usage_perc") > 0)
     events.close()
-    wait_for(lambda: server.metric("num_requests_running") == 0 and server.metric("kv_cache_usage_perc") == 0)
+    wait_until(lambda: server.metric("num_requests_running") == 0 and server.metric("kv_cache_usage_perc") == 0)
 
 
 @pytest.mark.parametrize("arguments", [[QUESTION], ["Ana has 12 pens. How many pens has she?", "--chat"]])
@@ -100,8 +92,9 @@ def test_errors_are_of_the_apis_shape(server: Serving) -> None:
     assert answer["error"]["param"] == "temperature"
 
 
-def test_idle_processes_use_no_cpu(server: Serving) -> None:
-    time.sleep(0.5)  # for what the requests before have left
-    before = [cpu_seconds(pid) for pid in server.pids]
-    time.sleep(2)
-    assert sum(cpu_seconds(pid) for pid in server.pids) - sum(before) <= 0.05
+def test_idle_processes_sleep(server: Serving) -> None:
+    def states() -> set[str]:
+        stats = [stat for pid in server.pids for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+        return {stat.read_text().rpartition(")")[2].split()[0] for stat in stats}
+
+    wait_until(lambda: states() == {"S"}, states)

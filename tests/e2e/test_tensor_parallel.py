@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from tests.cases.models import make_checkpoint
+from tests.drivers.until import wait_until
 from tests.processes.greedy_reference import ask_all, check_greedy
-from tests.processes.serving import serving, wait_until_gone
+from tests.processes.serving import alive, serving
 
 SHAPE: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64}
 GROUPED = ("schedule.group_min_seqs=2", "schedule.group_min_tokens=16")  # two prompts share 200 tokens
@@ -40,7 +41,7 @@ def test_greedy_tokens_equal_the_reference(
         answers = ask_all(server)
         server.signal_group(signal.SIGTERM)
         assert server.wait() == 0
-        wait_until_gone(server.pids, 0)
+        assert not alive(server.pids)
     assert not list(place.glob("toka-*"))
     shutil.rmtree(place)
     check_greedy(folder, answers)
@@ -52,14 +53,15 @@ def test_a_killed_rank_ends_everything_and_clients_hear_why(tmp_path: Path, vict
         whole = pool.submit(server.post, "/v1/completions", **LONG)
         events = server.stream("/v1/completions", **LONG)
         next(events)
+        wait_until(lambda: server.metric("requests_held") == 2)
         os.kill(server.children[victim], signal.SIGKILL)
-        status, answer = whole.result(timeout=10)
+        status, answer = whole.result(timeout=60)
         assert status == 500
         assert f"{victim} was killed by SIGKILL" in answer["error"]["message"]
         *_, last = events
         assert f"{victim} was killed by SIGKILL" in last["error"]["message"]
         assert server.wait() == 1
-        wait_until_gone(server.pids, 0)
+        assert not alive(server.pids)
 
 
 def test_a_size_that_cannot_be_is_refused_before_anything_starts() -> None:

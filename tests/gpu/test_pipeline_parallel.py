@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.processes.parallel import OPTIONS, REQUESTS, TIE, Reference, ask_all, make_model
-from tests.processes.serving import serving, wait_until_gone
+from tests.processes.serving import alive, serving
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,4 +48,4 @@ def test_a_killed_rank_leaves_no_process(tmp_path: Path, victim: str) -> None:
         *_, last = events
         assert f"{victim} was killed by SIGKILL" in last["error"]["message"]
         assert server.wait() == 1
-        wait_until_gone(server.pids, 0)
+        assert not alive(server.pids)

@@ -18,7 +18,7 @@ import torch
 from tests.cases.models import make_checkpoint
 from tests.drivers.gpu_models import SHAPES
 from tests.processes.greedy_reference import ask_all, check_greedy
-from tests.processes.serving import Serving, serving, wait_until_gone
+from tests.processes.serving import Serving, alive, serving
 
 pytestmark = [
     pytest.mark.gpu,
@@ -125,4 +125,4 @@ def test_a_killed_rank_leaves_no_process(tmp_path: Path) -> None:
         *_, last = events
         assert "rank-0-1 was killed by SIGKILL" in last["error"]["message"]
         assert server.wait() == 1
-        wait_until_gone(server.pids, 0)
+        assert not alive(server.pids)

@@ -197,7 +197,7 @@ async def browser_page(program: str, folder: Path) -> AsyncIterator[Page]:
                     await page.close()
     finally:
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await process.wait()
         except TimeoutError:
             process.kill()

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import openai
 from openai.types import Batch
 
 from tests.cases.lines import URLS, encoded
+from tests.drivers.until import wait_until
 from tests.processes.serving import Serving
 
 ROOT = Path(__file__).parents[2]
@@ -68,11 +68,12 @@ def run_batch(server: Serving, lines: Sequence[dict[str, Any]]) -> Batch:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         file = client.files.create(file=("in.jsonl", data), purpose="batch")
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
-        deadline = time.monotonic() + LONGEST
-        while batch.status in ("validating", "in_progress", "finalizing"):
-            assert time.monotonic() < deadline, batch
-            time.sleep(0.05)
-            batch = client.batches.retrieve(batch.id)
+
+        def final() -> Batch | None:
+            found = client.batches.retrieve(batch.id)
+            return None if found.status in ("validating", "in_progress", "finalizing") else found
+
+        batch = wait_until(final, seconds=LONGEST)
         assert batch.status == "completed", batch
         files = [client.files.content(name).content for name in (batch.output_file_id, batch.error_file_id) if name]
     ended = [json.loads(line) for content in files for line in content.splitlines()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import openai
 from openai.types import Batch
 
+from tests.drivers.until import until_async
 from tests.drivers.web_server import WebServer
 from toka_async.server.access.keys import Key, Keys, digest_of
 
@@ -37,9 +37,9 @@ async def batch_of(client: openai.AsyncOpenAI, num_lines: int) -> Batch:
 
 
 async def ended(client: openai.AsyncOpenAI, batch: Batch, each: Callable[[], None] = lambda: None) -> Batch:
-    async with asyncio.timeout(10):
-        while batch.status != "completed":
-            each()
-            await asyncio.sleep(0.001)
-            batch = await client.batches.retrieve(batch.id)
-    return batch
+    async def completed() -> Batch | None:
+        each()
+        found = await client.batches.retrieve(batch.id)
+        return found if found.status == "completed" else None
+
+    return await until_async(completed)

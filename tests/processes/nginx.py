@@ -7,12 +7,12 @@ import os
 import shutil
 import ssl
 import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.drivers.until import wait_until
 from tests.processes.certificates import make_certificate
 from tests.processes.serving import free_port
 
@@ -68,23 +68,18 @@ def proxying(program: str, folder: Path, server: str, max_body: str) -> Iterator
     assert "[warn]" not in tried.stderr
     process = subprocess.Popen(command)
     try:
-        _wait_until_listening(port, process)
+        wait_until(lambda: _listens(port, process))
         yield Proxy(port, certificate)
     finally:
         process.terminate()
         process.wait()
 
 
-def _wait_until_listening(port: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 10
-    while True:
-        assert process.poll() is None
-        connection = http.client.HTTPConnection("127.0.0.1", port)
+def _listens(port: int, process: subprocess.Popen[bytes]) -> bool:
+    assert process.poll() is None
+    with closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
         try:
             connection.connect()
         except ConnectionRefusedError:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        else:
-            connection.close()
-            return
+            return False
+        return True

@@ -12,17 +12,17 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.drivers.until import wait_until
 from toka_async.bench.loads.served import children_of
 
 SMALL = ("server.port=0", "cache.num_tokens=32768")
-STOP_TIMEOUT = 15.0
+STOP_TIMEOUT = 60.0
 
 
 class Serving:
@@ -64,11 +64,10 @@ class Serving:
         self.process.kill()
         self.process.wait()
         try:
-            wait_until_gone(self.pids, STOP_TIMEOUT)  # children clean up after a killed parent
+            wait_until_gone(self.pids)  # children clean up after a killed parent
         finally:
-            for pid in self.pids:
-                if is_alive(pid):
-                    os.kill(pid, signal.SIGKILL)
+            for pid in alive(self.pids):
+                os.kill(pid, signal.SIGKILL)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -119,17 +118,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def is_alive(pid: int) -> bool:
-    """False for a zombie too."""
+def alive(pids: Iterable[int]) -> list[int]:
+    """Those of the processes that live. A zombie does not."""
+    return [pid for pid in pids if _state(pid) not in ("", "Z")]
+
+
+def wait_until_gone(pids: Iterable[int]) -> None:
+    wait_until(lambda: not alive(pids), lambda: f"processes {alive(pids)} are left")
+
+
+def _state(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
-
-
-def wait_until_gone(pids: list[int], timeout: float) -> None:
-    """Fails when a process still lives after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    while left := [pid for pid in pids if is_alive(pid)]:
-        assert time.monotonic() < deadline, f"processes {left} are left"
-        time.sleep(0.01)
+        return ""

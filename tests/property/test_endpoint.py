@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.cases.wire import Frames
 from tests.cases.wire_messages import SAID
-from tests.drivers.direct import Bare, bare_endpoint, turns
+from tests.drivers.direct import Bare, bare_endpoint
+from tests.drivers.until import turns
 from tests.fakes.scheduler import FakeScheduler
 from toka_async.protocol import Ack, Bye, Error
 

@@ -2,14 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.fakes.clock import Clock
 from toka_async.heartbeats import NUM_BEATS, SILENT_BEATS, Heartbeats
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def ask(beats: Heartbeats, clock: Clock, *names: str) -> None:

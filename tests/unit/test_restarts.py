@@ -1,13 +1,7 @@
 from __future__ import annotations
 
+from tests.fakes.clock import Clock
 from toka_async.restarts import FIRST_DELAY, LONGEST_DELAY, STEADY, Restarts
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_delays_grow_until_it_has_served_a_while() -> None:

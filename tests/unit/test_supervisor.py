@@ -6,17 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.processes.children import SAY, command
+from tests.processes.serving import wait_until_gone
 from toka_async import restarts
 from toka_async import supervisor as module
-from toka_async.procs.child import Finished, Status
+from toka_async.procs.child import Beat, Finished, Status
 from toka_async.supervisor import Child, Launch, Supervisor
 
 WORKER = SAY + "started(); read()"
@@ -31,7 +31,8 @@ elif b"Fail" in order:
     sys.stderr.write("clients hear: " + order.decode())
 """
 )
-DEAF = SAY + "started(); time.sleep(60)"
+DEAF = SAY + "started(); signal.pause()"
+INTERRUPT = "os.kill(os.getppid(), signal.SIGTERM)"
 
 
 @pytest.fixture(autouse=True)
@@ -57,19 +58,14 @@ def start(supervisor: Supervisor, *programs: str, cut: int = 0) -> list[Child]:
     ]
 
 
-def signal_later(number: int, *delays: float) -> None:
-    def send() -> None:
-        for delay in delays:
-            time.sleep(delay)
-            os.kill(os.getpid(), number)
-
-    threading.Thread(target=send).start()
+def interrupt(number: int = signal.SIGTERM) -> None:
+    os.kill(os.getpid(), number)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_drains_and_stops(supervisor: Supervisor, number: int, capfd: pytest.CaptureFixture[str]) -> None:
     start(supervisor, SERVER, WORKER, WORKER)
-    assert supervisor.run(lambda: signal_later(number, 0)) == 0
+    assert supervisor.run(lambda: interrupt(number)) == 0
     err = capfd.readouterr().err
     assert "finishing running requests" in err
     assert err.endswith("toka-async: stopped\n")
@@ -77,36 +73,34 @@ def test_a_signal_drains_and_stops(supervisor: Supervisor, number: int, capfd: p
 
 def test_says_how_many_requests_were_cut(supervisor: Supervisor, capfd: pytest.CaptureFixture[str]) -> None:
     start(supervisor, SERVER, WORKER, cut=3)
-    assert supervisor.run(lambda: signal_later(signal.SIGTERM, 0)) == 0
+    assert supervisor.run(interrupt) == 0
     assert "3 requests did not finish" in capfd.readouterr().err
 
 
 def test_a_server_that_does_not_drain_is_stopped(supervisor: Supervisor, capfd: pytest.CaptureFixture[str]) -> None:
     start(supervisor, DEAF, WORKER)
-    begin = time.monotonic()
-    assert supervisor.run(lambda: signal_later(signal.SIGTERM, 0)) == 1
-    assert 0.7 < time.monotonic() - begin < 3
+    assert supervisor.run(interrupt) == 1
     assert "did not finish in time" in capfd.readouterr().err
 
 
 def test_a_second_signal_stops_at_once(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "ECHO", 0.1)
+    monkeypatch.setattr(module, "ECHO", 0.0)
     supervisor._drain_timeout = 60
-    start(supervisor, DEAF, WORKER)
-    assert supervisor.run(lambda: signal_later(signal.SIGTERM, 0, 0.2)) == 1
+    start(supervisor, SAY + f"started(); read(); {INTERRUPT}; signal.pause()", WORKER)
+    assert supervisor.run(interrupt) == 1
     assert "second signal" in capfd.readouterr().err.splitlines()[-1]
 
 
-def test_the_same_signal_twice_is_one(supervisor: Supervisor) -> None:
-    start(supervisor, SAY + 'started(); read(); time.sleep(0.2); say(\'{"type":"Drained","num_cut":0}\')', WORKER)
-    assert supervisor.run(lambda: signal_later(signal.SIGTERM, 0, 0.05)) == 0
+def test_the_same_signal_twice_is_one(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ECHO", 60.0)
+    start(supervisor, SAY + f'started(); read(); {INTERRUPT}; say(\'{{"type":"Drained","num_cut":0}}\')', WORKER)
+    assert supervisor.run(interrupt) == 0
 
 
 def test_a_signal_before_the_start_is_done(supervisor: Supervisor, capfd: pytest.CaptureFixture[str]) -> None:
-    start(supervisor, SERVER, SAY + "time.sleep(60)")
-    signal_later(signal.SIGTERM, 0.1)
+    start(supervisor, SERVER, SAY + f"{INTERRUPT}; signal.pause()")
     assert supervisor.run(lambda: pytest.fail("it did not start")) == 0
     assert "stopped before it was ready" in capfd.readouterr().err
 
@@ -119,28 +113,22 @@ def test_a_signal_before_the_start_is_done(supervisor: Supervisor, capfd: pytest
         ("os._exit(0)", "scheduler-0 exited with code 0"),
         ("os._exit(7)", "scheduler-0 exited with code 7"),
         ('say(\'{"type":"Fatal","message":"out of luck"}\')', "scheduler-0: out of luck"),
-        ("os.close(1); time.sleep(60)", "scheduler-0 closed its status pipe"),
+        ("os.close(1); signal.pause()", "scheduler-0 closed its status pipe"),
     ],
 )
 def test_a_death_is_named_and_told_to_clients(
     supervisor: Supervisor, end: str, what: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    start(supervisor, SERVER, SAY + f"started(); time.sleep(0.1); {end}", WORKER)
-    assert supervisor.run(lambda: None) == 1
+    _, scheduler, _ = start(supervisor, SERVER, SAY + f"started(); read(); {end}", WORKER)
+    assert supervisor.run(lambda: scheduler.order(Beat())) == 1
     err = capfd.readouterr().err
     assert f"toka-async: {what}\n" in err
     assert f'clients hear: {{"type":"Fail","reason":"{what}"}}' in err
 
 
-def test_the_servers_death(supervisor: Supervisor, capfd: pytest.CaptureFixture[str]) -> None:
-    start(supervisor, SAY + "started(); os.kill(os.getpid(), 9)", WORKER)
-    assert supervisor.run(lambda: None) == 1
-    assert "toka-async: server was killed by SIGKILL\n" in capfd.readouterr().err
-
-
 def test_a_users_error_during_the_start(supervisor: Supervisor, capfd: pytest.CaptureFixture[str]) -> None:
     fatal = '{"type":"Fatal","message":"tensor x is missing","user":true}'
-    start(supervisor, SAY + "read()", SAY + f"say('{fatal}')", SAY + "time.sleep(60)")
+    start(supervisor, SAY + "read()", SAY + f"say('{fatal}')", SAY + "signal.pause()")
     assert supervisor.run(lambda: pytest.fail("it did not start")) == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.endswith(" ERROR toka-async: tensor x is missing")
@@ -167,35 +155,27 @@ with Supervisor(drain_timeout=1) as supervisor:
 """
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_a_killed_parent_leaves_no_children() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(parent.stdout.readline()) for _ in range(2)]
         assert parent.stdout.readline() == "started\n"
         parent.kill()
-    deadline = time.monotonic() + 1
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until_gone(pids)
 
 
-def test_waiting_uses_no_cpu(supervisor: Supervisor) -> None:
+def test_nothing_is_asked_while_nothing_happens(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
     start(supervisor, SERVER, WORKER)
-    used: list[float] = []
+    select, timeouts = supervisor._selector.select, list[float | None]()
 
-    def measure() -> None:
-        used.append(time.process_time())
-        signal_later(signal.SIGTERM, 0.4)
+    def waited(timeout: float | None) -> Any:
+        timeouts.append(timeout)
+        return select(timeout)
 
-    assert supervisor.run(measure) == 0
-    assert time.process_time() - used[0] < 0.1
+    monkeypatch.setattr(supervisor._selector, "select", waited)
+    assert supervisor.run(interrupt) == 0
+    *before, _ = timeouts
+    assert set(before) == {None}, "it waits for events, and for a time only while the server drains"
 
 
 LOSER = """
@@ -222,20 +202,26 @@ class Replicas:
             Launch(f"rank-{replica}-0", command(program), b"spec", replica),
         ]
 
-    def run(self) -> int:
-        """To the end, which is that a replica is back (`ends_when_back`) or all there is to do."""
+    def run(self, victim: str = "") -> int:
+        """To the end, which is that a replica is back (`ends_when_back`) or all there is to do.
+
+        victim: the child that is killed once all have started.
+        """
         with Supervisor(0.3, self.launch) as supervisor:
             supervisor.start(Launch("server", command(SAY + LOSER), b"spec"))
             for replica in range(2):
                 for launch in self.launch(replica, 0):
                     supervisor.start(launch)
-            code = supervisor.run(lambda: None)
             children = supervisor._children
+
+            def kill() -> None:
+                for child in children:
+                    if child.name == victim:
+                        child.process.kill()
+
+            code = supervisor.run(kill)
         assert all(child.process.returncode is not None for child in children)
         return code
-
-
-DIES = SAY + "started(); time.sleep(0.1); os.kill(os.getpid(), 9)"
 
 
 @pytest.fixture
@@ -253,8 +239,8 @@ def ends_when_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("ends_when_back")
 def test_a_lost_replica_is_started_again(capfd: pytest.CaptureFixture[str]) -> None:
-    replicas = Replicas([WORKER], [DIES, WORKER])
-    assert replicas.run() == 0
+    replicas = Replicas([WORKER], [WORKER])
+    assert replicas.run("rank-1-0") == 0
     assert replicas.launched == [(0, 0), (1, 0), (1, 1)]
     err = capfd.readouterr().err
     assert 'told: {"type":"Lost","replica":1,"life":1,"reason":"rank-1-0 was killed by SIGKILL"}' in err
@@ -264,8 +250,8 @@ def test_a_lost_replica_is_started_again(capfd: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.usefixtures("ends_when_back")
 def test_one_that_fails_again_waits_longer(capfd: pytest.CaptureFixture[str]) -> None:
-    replicas = Replicas([DIES, SAY + "os._exit(3)", WORKER], [WORKER])
-    assert replicas.run() == 0
+    replicas = Replicas([WORKER, SAY + "os._exit(3)", WORKER], [WORKER])
+    assert replicas.run("rank-0-0") == 0
     assert replicas.launched == [(0, 0), (1, 0), (0, 1), (0, 2)]
     err = capfd.readouterr().err
     assert "rank-0-0 exited with code 3; replica 0 is restarted in 0.1 s" in err

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 
 import pytest
 
@@ -14,7 +13,6 @@ from toka_async import restarts
 from toka_async import supervisor as module
 from toka_async.supervisor import Launch, Supervisor
 
-DIES = SAY + "started(); time.sleep(0.1); os.kill(os.getpid(), 9)"
 ANSWERS = (
     SAY
     + """
@@ -62,9 +60,7 @@ def test_a_child_that_hangs_ends_everything(capfd: pytest.CaptureFixture[str]) -
         supervisor.start(Launch("server", answers("server"), b"spec"))
         supervisor.start(Launch("scheduler-0", answers("scheduler"), b"spec", 0))
         supervisor.start(Launch("rank-0-0", command(STOPPED), b"spec", 0))
-        begin = time.monotonic()
         assert supervisor.run(lambda: None) == 1
-        assert 0.3 < time.monotonic() - begin < 3
         children = supervisor._children
     assert [child.process.returncode for child in children] == [0, 0, -signal.SIGKILL]
     err = capfd.readouterr().err
@@ -101,9 +97,9 @@ def test_a_replica_that_hangs_while_it_starts_again_is_started_once_more(
 ) -> None:
     """Later than one that runs; and whoever was silent for long by the time it has started is not blamed for that."""
     monkeypatch.setattr(restarts, "FIRST_DELAY", 0.05)
-    monkeypatch.setattr(module, "START_PATIENCE", 3)
+    monkeypatch.setattr(module, "START_PATIENCE", 5)
     slow = SAY + "time.sleep(0.7)\n" + ANSWERS.removeprefix(SAY)
-    programs = [DIES, SAY + "os.kill(os.getpid(), signal.SIGSTOP)", slow]
+    programs = [SAY + "started(); read(); os.kill(os.getpid(), 9)", SAY + "os.kill(os.getpid(), signal.SIGSTOP)", slow]
     lives: list[int] = []
 
     def launch(replica: int, life: int) -> list[Launch]:
@@ -116,14 +112,14 @@ def test_a_replica_that_hangs_while_it_starts_again_is_started_once_more(
         assert run_to_the_end(supervisor) == 0
     assert lives == [0, 1, 2]
     err = capfd.readouterr().err
-    assert "rank-0-0 has not answered for 1.2 s; replica 0 is restarted in 0.1 s\n" in err
+    assert "rank-0-0 has not answered for 2 s; replica 0 is restarted in 0.1 s\n" in err
     assert err.count("replica 0 is back\n") == 1
     assert '"names":["rank-0-0"]' not in err.partition('"life":1')[2], "it is away, which the server knows"
 
 
 def test_a_slow_start_is_no_hang(capfd: pytest.CaptureFixture[str]) -> None:
-    slow = SAY + "time.sleep(0.8)\n" + ANSWERS.removeprefix(SAY)
-    with Supervisor(0.3, hang_timeout=0.2) as supervisor:
+    slow = SAY + "time.sleep(1.0)\n" + ANSWERS.removeprefix(SAY)
+    with Supervisor(0.3, hang_timeout=0.6) as supervisor:
         supervisor.start(Launch("server", answers("server"), b"spec"))
         supervisor.start(Launch("rank-0-0", command(slow, NAME="rank", ENOUGH=2), b"spec", 0))
         assert run_to_the_end(supervisor) == 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import count
 from typing import Any, cast
 
+from tests.drivers.until import SECONDS, turns
 from toka_async.batches.ledger import Ledger
 from toka_async.batches.records import DoneLine
 from toka_async.batches.store import Store
@@ -20,7 +22,7 @@ class FakeStore:
 
 class FakeWriter:
     async def run(self, work: Callable[[], Any]) -> Any:
-        await asyncio.sleep(0.002)
+        await turns()
         return work()
 
 
@@ -49,14 +51,14 @@ async def test_a_flush_waits_for_nothing_that_comes_after_it() -> None:
     ledger = Ledger(cast(Store, FakeStore()), cast(Writer, FakeWriter()), kept.append, stop)
 
     async def go_on() -> None:
-        for number in range(10_000):
+        for number in count():
             ledger.put("other", DoneLine(line=number, end=1, failed=False, data=b"x"))
-            await asyncio.sleep(0.0005)
+            await asyncio.sleep(0)
 
     others = asyncio.create_task(go_on())
-    await asyncio.sleep(0.005)
+    await turns(10)
     ledger.put("batch_1", DoneLine(line=0, end=1, failed=True, data=b"x"))
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(SECONDS):
         await ledger.flush()
     assert ("batch_1", 1, "") in kept
     others.cancel()

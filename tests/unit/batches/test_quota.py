@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.unit.batches.test_damaged_database import ID, batch_record
+from tests.unit.batches.test_database import ID, batch_record
 from toka_async.batches.quota import ANY, Quota, QuotaError
 from toka_async.batches.records import FileRecord
 from toka_async.batches.store import InUseError, NotFoundError, Store

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.drivers.running_batches import line, names, running
+from tests.drivers.until import SECONDS, turns, until
 from toka_async.batches import work
 from toka_async.batches.records import FINAL, Batch, DoneLine
 from toka_async.batches.store import InUseError, NotFoundError
@@ -54,11 +55,9 @@ async def test_a_stop_and_a_start_lose_and_repeat_nothing(tmp_path: Path) -> Non
     async with running(tmp_path) as it:
         it.answers.gate.clear()
         await it.create([line(number, seconds=0.001 * (number % 7)) for number in range(200)])
-        while it.answers.num_running < 8 + 64:
-            await asyncio.sleep(0.001)
+        await until(lambda: it.answers.num_running == 8 + 64)
         it.answers.gate.set()
-        while not it.answers.asked:
-            await asyncio.sleep(0.001)
+        await until(lambda: it.answers.asked)
         assert it.answers.most_running == 8 + 64  # what can run, and what waits behind it
     async with running(tmp_path) as it:
         batch = await it.end()
@@ -70,9 +69,9 @@ async def test_a_stop_and_a_start_lose_and_repeat_nothing(tmp_path: Path) -> Non
 async def test_nothing_is_asked_while_the_engine_takes_nothing(tmp_path: Path) -> None:
     async with running(tmp_path, rows=0) as it:
         await it.create([line(number) for number in range(20)])
-        await asyncio.sleep(0.05)
+        await it.until(lambda batch: batch.record.status == "in_progress")
+        await turns(50)
         assert not it.answers.asked
-        assert (await it.batch()).record.status == "in_progress"
         it.window.report(EngineLoad(4))
         assert (await it.end()).progress.completed == 20
 
@@ -81,8 +80,7 @@ async def test_nothing_is_asked_while_the_engine_takes_nothing(tmp_path: Path) -
 async def test_a_cancelled_batch_says_so_of_every_line_that_is_left(tmp_path: Path, restart: bool) -> None:
     async with running(tmp_path) as it:
         await it.create([line(number, seconds=0.0 if number < 50 else 60.0) for number in range(9000)])
-        while (await it.batch()).progress.completed < 50:
-            await asyncio.sleep(0.01)
+        await it.until(lambda batch: batch.progress.completed == 50)
         assert (await it.batches.cancel("b")).record.status == "cancelling"
         if not restart:
             batch = await it.end()
@@ -112,17 +110,22 @@ async def test_expiry_follows_a_wall_clock_that_jumps(
     monkeypatch: pytest.MonkeyPatch, jump: float, waits: bool
 ) -> None:
     """Forward: it has expired soon after. Back: it has not, whatever was reckoned before."""
-    now = 1_000_000.0
-    monkeypatch.setattr(work, "LONGEST_SLEEP", 0.02)
+    now, asked = 1_000_000.0, list[float]()
+    monkeypatch.setattr(work, "LONGEST_SLEEP", 0.01)
+
+    def clock() -> float:
+        asked.append(now)
+        return now
+
     never = asyncio.get_running_loop().create_future()
-    waiting = asyncio.create_task(work.first_before({never}, 1_000_000 + (3600 if jump > 0 else 1), lambda: now))
-    await asyncio.sleep(0.01)
+    waiting = asyncio.create_task(work.first_before({never}, 1_000_000 + (3600 if jump > 0 else 1), clock))
+    await until(lambda: asked)
     assert not waiting.done()
     now += jump
-    await asyncio.sleep(0.1)
+    await until(lambda: asked.count(now) >= 2 or waiting.done())
     assert waiting.done() != waits
     now = 1_000_000.0 + 3600
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, SECONDS)
 
 
 async def test_a_batch_that_is_cancelled_before_it_was_looked_at(tmp_path: Path) -> None:
@@ -194,9 +197,10 @@ async def test_one_owners_many_lines_do_not_stand_before_anothers(tmp_path: Path
             await it.create([line(each, n=100) for each in range(30)], f"a{number}", owner="name alice")
         await it.create([line(each, n=100) for each in range(100, 130)], "b", owner="name bob")
         for name in ("a0", "a1", "a2", "a3", "a4", "a5", "b"):
-            while (await it.batch(name)).record.status == "validating":
-                await asyncio.sleep(0.001)
-        await asyncio.sleep(0.02)  # until all their first lines wait
+            await it.until(lambda batch: batch.record.status != "validating", name)
+        accounts = it.answers.accounts
+        owners = [accounts.batches_of(accounts.open(f"name {name}")) for name in ("alice", "bob")]
+        await until(lambda: [each.num_waiting for each in owners] == [6, 1])  # each batch's first line
         it.window.report(EngineLoad(1))
         assert (await it.end()).record.id == "b"
 
@@ -237,5 +241,6 @@ async def test_all_end_states_are_final(tmp_path: Path) -> None:
         await it.create([b"no"], "b")
         assert {(await it.end()).record.status for _ in range(2)} <= FINAL
     async with running(tmp_path) as it:
-        await asyncio.sleep(0.02)
+        assert (await it.batch("b")).record.status in FINAL
+        await turns(50)
         assert it.ended.empty()

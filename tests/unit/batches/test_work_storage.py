@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 from pathlib import Path
 
 import pytest
 
 from tests.drivers.running_batches import Running, line, names, running
+from tests.drivers.until import until
 from toka_async.batches import ledger, work
 from toka_async.batches.disk import StorageError
 from toka_async.batches.records import BatchRecord
@@ -19,8 +19,7 @@ from toka_async.batches.reserve import SIZE
 async def test_an_input_file_that_somebody_damages(tmp_path: Path, damage: str) -> None:
     async with running(tmp_path, rows=0) as it:
         await it.create([line(number) for number in range(2000)])
-        while (await it.batch()).record.status == "validating":
-            await asyncio.sleep(0.001)
+        await it.until(lambda batch: batch.record.status != "validating")
     path = tmp_path / "files" / "file-b"
     path.unlink() if damage == "gone" else path.write_bytes(path.read_bytes()[:20000])
     async with running(tmp_path) as it:
@@ -35,8 +34,8 @@ async def test_a_damaged_output_file_ends_its_batch_alone(tmp_path: Path, restar
     async with running(tmp_path) as it:
         for name in ("b", "other"):
             await it.create([line(number, seconds=0.02) for number in range(800)], name)
-        while min([(await it.batch(name)).progress.completed for name in ("b", "other")]) < 8:
-            await asyncio.sleep(0.001)
+        for name in ("b", "other"):
+            await it.until(lambda batch: batch.progress.completed >= 8, name)
         if not restart:
             it.store.path("b-out").unlink()
             await end_damaged(it)
@@ -67,8 +66,7 @@ async def test_a_batch_whose_file_is_damaged_while_it_is_cut_short(
     monkeypatch.setattr(work, "WRITE_LINES", 10)
     async with running(tmp_path) as it:
         await it.create([line(number, seconds=0.0 if number < 5 else 60.0) for number in range(100)])
-        while (await it.batch()).progress.completed < 5:
-            await asyncio.sleep(0.001)
+        await it.until(lambda batch: batch.progress.completed == 5)
         it.store.path("b-out").unlink()
         await it.batches.cancel("b")
         batch = await it.end()
@@ -81,11 +79,9 @@ async def test_a_folder_that_is_away_pauses_batches(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(ledger, "FIRST_WAIT", 0.05)
     async with running(tmp_path) as it:
         await it.create([line(number, seconds=0.01) for number in range(200)])
-        while not (await it.batch()).progress.completed:
-            await asyncio.sleep(0.001)
+        await it.until(lambda batch: batch.progress.completed > 0)
         (tmp_path / "files").rename(tmp_path / "away")
-        while (trouble := it.batches.ledger.trouble) is None:
-            await asyncio.sleep(0.001)
+        trouble = await until(lambda: it.batches.ledger.trouble)
         assert not trouble.full
         assert (await it.batch()).record.status == "in_progress"
         (tmp_path / "away").rename(tmp_path / "files")
@@ -94,21 +90,24 @@ async def test_a_folder_that_is_away_pauses_batches(tmp_path: Path, monkeypatch:
 
 
 async def test_a_full_disk_pauses_batches_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "FIRST_WAIT", 0.05)
+    monkeypatch.setattr(ledger, "FIRST_WAIT", 0.01)
     monkeypatch.setattr(ledger, "MAX_BYTES", 2000)  # few lines are asked while a slow machine finds out
+    tries: list[str] = []
+
+    def full(step: str) -> None:
+        tries.append(step)
+        raise OSError(errno.ENOSPC, "no space left on device")
+
     async with running(tmp_path) as it:
         it.answers.gate.clear()
         await it.create([line(number) for number in range(500)])
-        while (await it.batch()).record.status != "in_progress":
-            await asyncio.sleep(0.001)
+        await it.until(lambda batch: batch.record.status == "in_progress")
         it.disk.before = full
         it.answers.gate.set()
-        while (trouble := it.batches.ledger.trouble) is None:
-            await asyncio.sleep(0.001)
+        trouble = await until(lambda: it.batches.ledger.trouble)
         assert trouble.full
-        await asyncio.sleep(0.02)
-        num_asked = it.answers.asked.total()
-        assert num_asked < 500  # it does not go on
+        await until(lambda: len(tries) >= 3)
+        assert it.answers.asked.total() < 500  # it does not go on
         assert (await it.batch()).progress.completed == 0  # and answers meanwhile
         it.disk.before = lambda _step: None
         batch = await it.end()
@@ -124,8 +123,7 @@ async def test_a_batch_can_be_cancelled_on_a_full_disk(
 ) -> None:
     async with running(tmp_path, rows=0) as it:
         await it.create([line(1)])
-        while checked and (await it.batch()).record.status == "validating":
-            await asyncio.sleep(0.001)
+        await it.until(lambda batch: not checked or batch.record.status != "validating")
         put, reserve = it.store.database.put_record, tmp_path / "reserve"
 
         def put_in_reserve(record: BatchRecord) -> None:
@@ -137,10 +135,6 @@ async def test_a_batch_can_be_cancelled_on_a_full_disk(
         assert (await it.batches.cancel("b")).record.status == "cancelling"
         assert (await it.end()).record.status == "cancelled"
         assert reserve.stat().st_size == SIZE
-
-
-def full(_step: str) -> None:
-    raise OSError(errno.ENOSPC, "no space left on device")
 
 
 async def test_results_that_cannot_be_kept_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,19 +4,9 @@ import io
 
 import pytest
 
+from tests.fakes.clock import Clock
+from tests.fakes.terminal import Terminal
 from toka_async.bench.progress import LoadBar
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

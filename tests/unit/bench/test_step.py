@@ -7,7 +7,6 @@ from tests.unit.bench.conftest import Parse
 from toka_async.bench.step import cases, table, wants_groups
 from toka_async.bench.step_load import Case
 from toka_async.bench.step_result import StepResult, StepTime
-from toka_async.cli import main
 from toka_async.config import load_config
 from toka_async.messages import Ready
 
@@ -58,26 +57,3 @@ def test_a_table_for_people() -> None:
     assert row.split()[0] == "64"
     assert row.endswith("50.0%")
     assert skipped == "skipped: 9 rows, context 1: no"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--rows", "1,x"], "--rows"),
-        (["--rows", "0"], "--rows"),
-        (["model.device=simulated"], "model.device=simulated"),
-        (["parallel.tp=2"], "parallel.tp=2: one rank alone is measured"),
-        (["model.path=/does/not/exist"], "/does/not/exist"),
-        (["schedule.max_seq=8"], "schedule.max_seqs"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_2(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
-) -> None:
-    try:
-        code = main(["bench", "step", *arguments])
-    except SystemExit as stop:
-        code = int(str(stop.code))
-    error = capsys.readouterr().err
-    assert (code, error.count("\n")) == (2, 1)
-    assert words in error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 
+from tests.fakes.terminal import Terminal
 from toka_async.cli.ask import ask, sample_lines
 from toka_async.cli.ping import PingQuestion, PingSamples, Server
 
@@ -23,11 +24,6 @@ class Answers(Server):
     def ask_samples(self, question: PingQuestion) -> PingSamples:
         assert question.n == len(self.texts)
         return PingSamples(self.texts, num_tokens=100, seconds=0.5)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_one_answer_comes_in_pieces() -> None:

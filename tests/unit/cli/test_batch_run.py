@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.terminal import Terminal
 from toka_async.batches.disk import StorageError
 from toka_async.batches.results import Answered, encode_line
 from toka_async.cli import batch_run
@@ -15,11 +16,6 @@ from toka_async.cli.batch_run import Bar, BatchFileError, bar_line, make_job, re
 from toka_async.config import Config, ModelConfig
 from toka_async.procs.child import Advanced, BatchJob, Finished, Started
 from toka_async.procs.job import open_job
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_the_files_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.drivers.direct import World, direct_server, runs, wait_for_runs
+from tests.drivers.until import until
 from tests.fakes.scheduler import FakeScheduler
 from toka_async.client import Client, ConnectionLostError, Event, RequestError, Result, Sample, SyncClient
 from toka_async.messages import Cancel, Cancels, Submit, Submits
@@ -184,18 +184,6 @@ async def test_before_and_after_the_connection_there_is_an_error() -> None:
             await asyncio.to_thread(open_and_close, sync)
 
 
-async def test_a_call_that_comes_while_another_thread_closes_ends_too() -> None:
-    def call() -> None:
-        client = SyncClient(world.url)
-        with client:
-            late = client._start(asyncio.sleep(60))
-        with pytest.raises(CancelledError):
-            late.result(timeout=1)
-
-    async with direct_server() as world:
-        await asyncio.to_thread(call)
-
-
 def open_and_close(client: SyncClient) -> None:
     with client:
         pass
@@ -209,10 +197,9 @@ async def test_a_task_that_is_cancelled_cancels_its_request() -> None:
         task.cancel()
         texts.cancel()
         await asyncio.wait({task, texts})
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await world.engine.wait_idle()
-            while client._exchange.num_open:
-                await asyncio.sleep(0.005)
+            await until(lambda: not client._exchange.num_open)
         world.scheduler.step()
         assert {type(message) for message in world.scheduler.log if not isinstance(message, Submit | Submits)} == {
             Cancel,
@@ -225,7 +212,7 @@ async def test_leaving_a_stream_cancels_its_request() -> None:
         async with contextlib.aclosing(client.stream(PROMPT, max_tokens=400, text=False)) as events:
             async for _ in events:
                 break
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await world.engine.wait_idle()
 
 
@@ -263,27 +250,6 @@ async def test_keys_let_their_clients_in_and_nobody_else(tmp_path: Path) -> None
 
 
 # ---- without asyncio
-
-
-async def test_the_same_without_asyncio() -> None:
-    async with direct_server() as world:
-        await asyncio.to_thread(use, world.url)
-
-
-def use(url: str) -> None:
-    with SyncClient(url) as client:
-        result = client.generate(PROMPT, max_tokens=4, seed=1, text=False)
-        events = list(client.stream(PROMPT, max_tokens=4, seed=1, text=False))
-        assert [int(i) for event in events for i in event.token_ids] == result.samples[0].token_ids.tolist()
-        assert len(client.generate_many([PROMPT, PROMPT], max_tokens=2)) == 2
-        for event in client.stream(PROMPT, max_tokens=300):
-            assert event.finish_reason is None
-            break
-        with pytest.raises(RequestError, match="temperature"):
-            client.generate(PROMPT, temperature=-1.0)
-    with pytest.raises(ConnectionLostError) as caught, SyncClient("tcp://127.0.0.1:9"):
-        pass
-    assert {frame.name for frame in caught.traceback} <= {"use", "__enter__", "_run"}, "not the inside of the client"
 
 
 def test_a_result_is_shown_in_a_line() -> None:

@@ -9,6 +9,7 @@ import socket
 import pytest
 
 from tests.drivers.direct import direct_server, runs, wait_for_runs
+from tests.drivers.until import SECONDS, turns, until
 from tests.fakes.scheduler import FakeScheduler
 from tests.processes.cuttable import Cuttable
 from toka_async.client import Client, ConnectionLostError
@@ -30,7 +31,7 @@ async def test_a_connection_that_breaks_costs_nothing_and_runs_nothing_twice(tex
         for _ in range(4):
             world.scheduler.step()
             await asyncio.sleep(0)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             results = await asyncio.gather(*calls)
             await wait_for_runs(world.scheduler, 6)
             world.scheduler.held = False
@@ -55,10 +56,13 @@ async def test_a_stream_goes_on_over_a_new_connection() -> None:
 
         reading = asyncio.create_task(read())
         await wait_for_runs(world.scheduler, 1)
-        async with asyncio.timeout(10):
-            while len(tokens) < 5:
-                world.scheduler.step()
-                await asyncio.sleep(0.005)
+
+        def stepped() -> bool:
+            world.scheduler.step()
+            return len(tokens) >= 5
+
+        async with asyncio.timeout(SECONDS):
+            await until(stepped)
             cuttable.cut()
             world.scheduler.held = False
             world.scheduler.step()
@@ -78,9 +82,9 @@ async def test_a_server_that_comes_back_without_memory_runs_them_again() -> None
             reading = asyncio.create_task(begun.__anext__())
             await wait_for_runs(first, 2)
             first.step()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await reading
-        async with direct_server(bind=address), asyncio.timeout(5):
+        async with direct_server(bind=address), asyncio.timeout(60):
             assert (await call).samples[0].token_ids.size == 3
             with pytest.raises(ConnectionLostError, match="forgotten"):
                 async for _ in begun:
@@ -115,7 +119,7 @@ async def test_what_is_no_address_is_one_error() -> None:
         with pytest.raises(ConnectionLostError):
             async with Client(url, timeout=0.3):
                 pass
-    await asyncio.sleep(0.01)
+    await turns()
     assert not others
 
 
@@ -128,7 +132,7 @@ async def test_closing_fails_what_is_open() -> None:
             await call
         with pytest.raises(ConnectionLostError):
             await client.generate(PROMPT)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await world.engine.wait_idle()
 
 

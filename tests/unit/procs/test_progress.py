@@ -2,16 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.fakes.clock import Clock
 from tests.unit.procs.test_rank import Link
 from toka_async.procs.child import Alive, Fatal
 from toka_async.procs.progress import WorkProgress, answer_while_moving
-
-
-class Clock:
-    now = 5.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_work_that_moves_is_not_stuck() -> None:

@@ -269,7 +269,7 @@ def test_steps_are_launched_while_others_are_computed(
 
     class Slow(Computed):
         def collect(self) -> StepDone:
-            assert all_launched.wait(5)
+            assert all_launched.wait(60)
             return super().collect()
 
     def launch(step: Step) -> Computed:

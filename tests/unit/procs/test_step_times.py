@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.fakes.clock import Clock
 from toka_async.messages import SCHEDULER_STAGES, Stats
 from toka_async.procs.step_times import StepTimes
-
-
-class Clock:
-    """Seconds, moved by hand."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def turn(times: StepTimes, clock: Clock, seconds: float, num_steps: int, stage: str = "steps") -> None:

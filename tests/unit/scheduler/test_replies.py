@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.cases.columns import ids
 from tests.drivers.page_rank import submit
 from toka_async.arrays import Float32, Int32, as_f32, as_i32
 from toka_async.messages import EndSample, Failed, Prefilled, Prefills, Reason, SamplingParams, StopChecks, Tokens
@@ -12,10 +13,6 @@ from toka_async.scheduler.replies import Replies
 from toka_async.scheduler.sequences.requests import Generated, PrefillScores, Request
 from toka_async.scheduler.sequences.sequence_table import SequenceTable
 from toka_async.scheduler.sequences.token_log import TokenLog
-
-
-def ids(*values: int) -> Int32:
-    return np.asarray(values, dtype=np.int32)
 
 
 def floats(*values: float) -> Float32:

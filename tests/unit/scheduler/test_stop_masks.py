@@ -5,13 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from toka_async.arrays import Int32, column
+from tests.cases.columns import ids
+from toka_async.arrays import column
 from toka_async.messages import StopMask
 from toka_async.scheduler.stop_masks import StopTable
-
-
-def ids(*values: int) -> Int32:
-    return np.asarray(values, dtype=np.int32)
 
 
 def mask(stop_id: int, tokens: list[int], window: int = 4) -> StopMask:

@@ -5,13 +5,9 @@ import time
 
 import pytest
 
+from tests.fakes.terminal import Terminal
 from toka_async.startup import progress as stages_module
 from toka_async.startup.progress import StartupProgress
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 class Clock:

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import zmq
 
+from tests.drivers.until import until
 from toka_async.transport import connections
 from toka_async.transport.curve import Gate, KeyPair, make_keys, read_pair, read_public
 from toka_async.transport.zmq_frames import Dealer, Frame, RouterSocket
@@ -70,7 +71,7 @@ async def client(url: str, folder: Path | None = None) -> AsyncIterator[Dealer]:
     server_key = None if folder is None else read_public(folder / "server.key")
     dealer, connected = Dealer(context, url, keys=keys, server_key=server_key), asyncio.Event()
     dealer.connect(asyncio.get_running_loop(), lambda _: None, connected.set, lambda _: None)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await connected.wait()
     try:
         yield dealer
@@ -79,16 +80,10 @@ async def client(url: str, folder: Path | None = None) -> AsyncIterator[Dealer]:
         await asyncio.get_running_loop().run_in_executor(None, context.term)
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
 async def ended(stranger: socket.socket) -> None:
     """Waits for the other end to end the connection."""
     stranger.setblocking(False)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         with contextlib.suppress(ConnectionError):
             while await asyncio.get_running_loop().sock_recv(stranger, 4096):
                 pass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import struct
-import time
 from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 
@@ -12,8 +11,10 @@ import numpy as np
 import pytest
 import zmq
 
+from tests.drivers.until import turns, until
 from tests.processes.cuttable import Cuttable
-from toka_async.transport.zmq_frames import SMALL, TURN_SECONDS, Dealer, Frame, Loss, RouterSocket
+from toka_async.transport import zmq_frames
+from toka_async.transport.zmq_frames import SMALL, Dealer, Frame, Loss, RouterSocket
 
 MAX_FRAME = 1 << 20
 WHOSE: ContextVar[str] = ContextVar("whose", default="nobody's")
@@ -34,7 +35,7 @@ class Wires:
         made, connected = Dealer(self.context, url or self.router.address), asyncio.Event()
         self._dealers.append(made)
         made.connect(asyncio.get_running_loop(), heard, connected.set, self.lost.append)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await connected.wait()
         return made
 
@@ -50,12 +51,6 @@ async def wires() -> AsyncIterator[Wires]:
     made = Wires()
     yield made
     made.close()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def test_frames_go_both_ways(wires: Wires) -> None:
@@ -117,21 +112,21 @@ async def test_what_comes_belongs_to_nobody_who_sends(wires: Wires) -> None:
     asyncio.get_running_loop().remove_reader(dealer.socket.fileno())
     wires.router.send([wires.heard[0][0], b"news"])
     WHOSE.set("a task's")
-    await asyncio.sleep(0.05)
+    await until(lambda: dealer.socket.poll(0))
     dealer.send([b"more"])
     await until(lambda: seen)
     assert seen == ["nobody's"]
 
 
-async def test_messages_that_take_long_let_others_have_their_turn() -> None:
-    wires, numbers, turns = Wires(), list[int](), list[int]()
+async def test_messages_that_take_long_let_others_have_their_turn(
+    wires: Wires, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_frames, "TURN_SECONDS", 0.0)
+    numbers, turns = list[int](), list[int]()
 
     def take(frames: list[Frame]) -> None:
         numbers.append(int(bytes(frames[1])))
         asyncio.get_running_loop().call_soon(lambda: turns.append(len(numbers)))
-        busy_until = time.monotonic() + TURN_SECONDS
-        while time.monotonic() < busy_until:
-            pass
 
     wires.router.attach(asyncio.get_running_loop(), take)
     dealer = await wires.dealer()
@@ -140,7 +135,6 @@ async def test_messages_that_take_long_let_others_have_their_turn() -> None:
     await until(lambda: len(turns) == 6)
     assert numbers == list(range(6))
     assert turns == [1, 2, 3, 4, 5, 6], "one a turn of the loop"
-    wires.close()
 
 
 async def test_a_frame_that_is_too_long_ends_its_connection_and_no_other(wires: Wires) -> None:
@@ -164,13 +158,13 @@ async def test_a_connection_that_breaks_cuts_no_message_in_two(wires: Wires) -> 
         await until(lambda: server.poll(0))
         name, _ = server.recv_multipart()
         asyncio.get_running_loop().remove_reader(dealer.socket.fileno())
-        await asyncio.sleep(0.01)
+        await turns()
         for _ in range(9):
             server.send_multipart([name, *([b"x"] * 97)])
-        await asyncio.sleep(0.1)
+        await until(lambda: dealer.socket.poll(0))
         assert len(dealer.socket.recv_multipart(zmq.NOBLOCK)) == 97
         proxy.cut()
-        await asyncio.sleep(0.1)
+        await until(lambda: wires.lost)
         dealer.drain()
     server.close()
     assert {len(frames) for frames in heard} == {97}

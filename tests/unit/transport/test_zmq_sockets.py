@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import zmq
 
+from tests.drivers.until import turns, wait_until
 from toka_async.arrays import as_i32, column
 from toka_async.messages import Cancel, SamplingParams, Submit, ToScheduler
 from toka_async.transport import zmq_sockets
@@ -70,7 +71,7 @@ def drained(inbox: ZmqInbox[ToScheduler], count: int) -> list[ToScheduler]:
     """Drains until `count` messages have come."""
     poll, messages = PollSet([inbox]), list[ToScheduler]()
     while len(messages) < count:
-        assert poll.wait(5.0), f"{len(messages)} messages of {count}"
+        assert poll.wait(60), f"{len(messages)} messages of {count}"
         messages += inbox.drain()
     return messages
 
@@ -97,15 +98,16 @@ def test_messages_sent_before_the_inbox_is_bound_arrive(wires: Wires) -> None:
 
 
 def test_what_a_dropped_outbox_had_not_sent_reaches_nobody(wires: Wires) -> None:
-    lost, kept = wires.outbox(), wires.outbox()
+    kept, num_files = wires.outbox(), len(os.listdir("/proc/self/fd"))
+    lost = wires.outbox()
     lost.send(Cancel(request_id=1))
     lost.drop()
-    time.sleep(0.05)  # it is closed by a thread of the library's
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= num_files)  # a thread of the library's closes it
     kept.send(Cancel(request_id=2))
     inbox = wires.inbox()
     assert drained(inbox, 1) == [Cancel(request_id=2)]
-    time.sleep(0.05)
-    assert inbox.drain() == []
+    kept.send(Cancel(request_id=3))
+    assert drained(inbox, 1) == [Cancel(request_id=3)]
 
 
 def test_every_senders_messages_arrive(wires: Wires, inbox: ZmqInbox[ToScheduler]) -> None:
@@ -158,9 +160,8 @@ def test_an_address_that_cannot_be_bound_is_an_error(wires: Wires) -> None:
 
 
 def test_wait_ends_with_its_timeout(inbox: ZmqInbox[ToScheduler]) -> None:
-    poll, start = PollSet([inbox]), time.perf_counter()
-    assert not poll.wait(0.05)
-    assert 0.04 < time.perf_counter() - start < 1.0
+    poll = PollSet([inbox])
+    assert not poll.wait(0.01)
     assert not poll.wait(0.0)
 
 
@@ -168,7 +169,7 @@ def test_wait_ends_with_a_message_in_any_inbox(wires: Wires, inbox: ZmqInbox[ToS
     other = wires.inbox(f"{wires.address}-2")
     poll = PollSet([inbox, other])
     wires.outbox(f"{wires.address}-2").send(Cancel(request_id=7))
-    assert poll.wait(5.0)
+    assert poll.wait(60)
     assert inbox.drain() == []
     assert other.drain() == [Cancel(request_id=7)]
     wires.outbox().send(Cancel(request_id=1))
@@ -193,7 +194,7 @@ class Arrivals:
         self._event.set()
 
     async def wait(self, count: int) -> list[int]:
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60):
             while len(self.messages) < count:
                 self._event.clear()
                 await self._event.wait()
@@ -204,7 +205,7 @@ async def test_messages_from_before_attach_are_called_back(wires: Wires, inbox: 
     sender, arrivals, loop = wires.outbox(), Arrivals(), asyncio.get_running_loop()
     for i in range(3):
         sender.send(Cancel(request_id=i))
-    assert PollSet([inbox]).wait(5.0)
+    assert PollSet([inbox]).wait(60)
     inbox.attach(loop, arrivals)
     assert await arrivals.wait(3) == [0, 1, 2]
     inbox.detach(loop)
@@ -234,12 +235,12 @@ async def test_others_have_their_turns_between_many_messages(
     sender, arrivals, loop = wires.outbox(), Arrivals(), asyncio.get_running_loop()
     for i in range(10):
         sender.send(Cancel(request_id=i))
-    assert PollSet([inbox]).wait(5.0)
+    assert PollSet([inbox]).wait(60)
     inbox.attach(loop, arrivals)
     assert await arrivals.wait(5) == list(range(arrivals.num_calls))
     inbox.detach(loop)
     num_calls = arrivals.num_calls
-    await asyncio.sleep(0.02)
+    await turns()
     assert arrivals.num_calls == num_calls < 10
     rest = drained(inbox, 10 - num_calls)
     assert arrivals.messages + rest == [Cancel(request_id=i) for i in range(10)]
@@ -250,11 +251,12 @@ async def test_nothing_is_called_back_without_messages_or_after_detach(
 ) -> None:
     sender, arrivals, loop = wires.outbox(), Arrivals(), asyncio.get_running_loop()
     inbox.attach(loop, arrivals)
-    await asyncio.sleep(0.01)
+    await turns()
     assert arrivals.num_calls == 0
     inbox.detach(loop)
     sender.send(Cancel(request_id=1))
-    await asyncio.sleep(0.02)
+    assert PollSet([inbox]).wait(60)
+    await turns()
     assert arrivals.messages == []
     assert drained(inbox, 1) == [Cancel(request_id=1)]
 

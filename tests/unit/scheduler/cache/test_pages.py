@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
-from toka_async.arrays import Int32
+from tests.cases.columns import ids
 from toka_async.scheduler.cache.pages import FEW, PageChains, PagePool
-
-
-def ids(*values: int) -> Int32:
-    return np.asarray(values, dtype=np.int32)
 
 
 def test_pages_taken_are_distinct_and_come_back() -> None:
@@ -79,10 +73,8 @@ def test_no_chains_have_no_pages() -> None:
     assert PageChains(4).collect(ids(-1, -1)).tolist() == []
 
 
-def test_a_very_long_chain_is_collected_quickly() -> None:
+def test_a_very_long_chain() -> None:
     num_pages = 131_072
     chains = PageChains(num_pages)
     chains.append(np.arange(-1, num_pages - 1, dtype=np.int32), np.arange(num_pages, dtype=np.int32))
-    start = time.perf_counter()
-    assert chains.collect(ids(num_pages - 1)).size == num_pages
-    assert time.perf_counter() - start < 0.25
+    assert chains.collect(ids(num_pages - 1)).tolist() == list(range(num_pages - 1, -1, -1))

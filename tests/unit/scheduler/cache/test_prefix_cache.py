@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
+from tests.cases.columns import ids
 from toka_async.arrays import Int32
 from toka_async.scheduler.cache.prefix_cache import PageCache
-
-
-def ids(*values: int) -> Int32:
-    return np.asarray(values, dtype=np.int32)
 
 
 def cached(cache: PageCache, tokens: Int32) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
+from tests.cases.columns import ids
 from toka_async.arrays import Int32
 from toka_async.scheduler.cache.prefix_tree import Node, PrefixTree
-
-
-def ids(*values: int) -> Int32:
-    return np.asarray(values, dtype=np.int32)
 
 
 def fill(tree: PrefixTree, tokens: Int32, pages: list[int]) -> list[Node]:

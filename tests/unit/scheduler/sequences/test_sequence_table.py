@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from tests.cases.columns import ids
 from toka_async.arrays import Int32
 from toka_async.scheduler.sequences.sequence_table import NUM_ENDS, SequenceTable, index
-
-
-def ids(*values: int) -> Int32:
-    return np.asarray(values, dtype=np.int32)
 
 
 def end(table: SequenceTable, done: Int32, last_step: int, completed: int) -> None:

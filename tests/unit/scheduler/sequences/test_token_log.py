@@ -5,12 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.cases.columns import ids
 from toka_async.arrays import Float32, Int32
 from toka_async.scheduler.sequences.token_log import BLOCK, TokenLog
-
-
-def ids(*values: int) -> Int32:
-    return np.asarray(values, dtype=np.int32)
 
 
 def floats(values: Int32) -> Float32:

@@ -10,10 +10,11 @@ import openai
 import pytest
 from openai.types import BatchRequestCounts
 
-from tests.drivers.until import until
+from tests.drivers.until import until, until_async
 from tests.drivers.web_server import WebServer, web_server
 from tests.fakes.scheduler import FakeScheduler
 from tests.processes.keyed import ALICE, BOB, KEYS, ask, batch_of, bearer, ended
+from toka_async.batches.records import Batch as StoredBatch
 from toka_async.messages import Submit
 from toka_async.server.access.keys import Key, Keys, digest_of
 from toka_async.server.http.files import BATCHES
@@ -73,10 +74,8 @@ async def test_a_key_s_request_goes_before_its_batch(tmp_path: Path) -> None:
         await until(lambda: lines.num_waiting > 0)
         asked = asyncio.create_task(ask(server, ALICE))
         await until(lambda: accounts.by_name["key alice"].num_waiting == 1)
-        num_steps = 0
         while not asked.done():
             server.scheduler.step()
-            num_steps += 1
             await asyncio.sleep(0)
         assert (await asked)[0] == 200
         assert lines.num_waiting > 0
@@ -127,9 +126,12 @@ async def test_after_a_restart_keys_may_be_gone(tmp_path: Path) -> None:
     async with web_server(keys=Keys((Key(digest_of(BOB), "bob"),)), data_dir=data_dir) as server:
         service = server.app[BATCHES]
         assert service is not None
-        while (record := await service.writer.run(lambda: service.store.batch(batch.id))).record.status != "completed":
-            await asyncio.sleep(0.001)
-        assert record.progress.completed == 5
+
+        async def completed() -> StoredBatch | None:
+            entry = await service.writer.run(lambda: service.store.batch(batch.id))
+            return entry if entry.record.status == "completed" else None
+
+        assert (await until_async(completed)).progress.completed == 5
         assert "key alice" not in server.app[SERVICE].accounts.by_name
         async with server.http.get(f"{server.url}/v1/batches/{batch.id}", headers=bearer(BOB)) as response:
             assert response.status == 404

@@ -265,7 +265,7 @@ async def test_how_a_body_is_sent(version: str, lines: list[str], status: int) -
         reader, writer = await asyncio.open_connection(*server.address)
         head = [f"POST /v1/completions HTTP/{version}", "Host: localhost", "Content-Type: application/json", *lines]
         writer.write("\r\n".join([*head, "Connection: keep-alive", "", ""]).encode() + CHUNKED)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             got = (await reader.readuntil(b"\r\n\r\n")).decode()
             length = int(got.lower().split("content-length: ")[1].split("\r\n")[0])
             answer = json.loads(await reader.readexactly(length))

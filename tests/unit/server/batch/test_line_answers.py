@@ -55,7 +55,7 @@ class Lines:
         self.scheduler.start(self.server.engine.on_messages)
 
     async def step_until_done(self, task: asyncio.Task[Any]) -> Any:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not task.done():
                 self.scheduler.step()
                 await asyncio.sleep(0)

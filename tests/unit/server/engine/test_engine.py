@@ -66,7 +66,7 @@ async def test_whole_samples(engine: Engine, scheduler: FakeScheduler) -> None:
         assert [len(ids) for ids in tokens_of(batch)] == [3, 3, 5]
         assert [flight.samples[0].reason for flight in batch.flights] == [Reason.LENGTH] * 2
         assert engine.busy
-    await asyncio.wait_for(engine.wait_idle(), 1)
+    await asyncio.wait_for(engine.wait_idle(), 60)
     assert [type(message) for message in scheduler.log] == [Submit, Submit]
 
 
@@ -141,7 +141,7 @@ async def test_leaving_with_an_error_cancels(engine: Engine, scheduler: FakeSche
     scheduler.step()
     assert [message.request_id for message in scheduler.log if isinstance(message, Cancel)] == [0]
     assert not scheduler.requests
-    await asyncio.wait_for(engine.wait_idle(), 1)
+    await asyncio.wait_for(engine.wait_idle(), 60)
 
 
 async def test_leaving_early_without_an_error_lets_it_run(engine: Engine, scheduler: FakeScheduler) -> None:

@@ -82,7 +82,7 @@ async def test_requests_are_spread_and_tokens_come_back(pair: Pair) -> None:
         assert (pair.submitted(0), pair.submitted(1)) == ([0], [1, 2])
         pair.step()
         pair.step()
-        await asyncio.wait_for(batch.finished(), 1)
+        await asyncio.wait_for(batch.finished(), 60)
     assert pair.outstanding == [0, 0]
     assert [sample.num_tokens for flight in batch.flights for sample in flight.samples] == [3, 3, 3, 3]
 
@@ -129,7 +129,7 @@ async def test_a_lost_replicas_requests_are_answered_by_another(pair: Pair, in_b
         for _ in range(3):
             lost.step()  # what it had sent before its end still comes
             pair.step()
-        await asyncio.wait_for(batch.finished(), 1)
+        await asyncio.wait_for(batch.finished(), 60)
         (flight,) = batch.flights
         if in_blocks:
             assert flight.take_block().token_ids.tolist() == [7] * 12

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+
+import pytest
 
 from tests.drivers.until import until
 from tests.drivers.web_server import web_server
@@ -54,25 +57,29 @@ async def test_the_line_is_of_its_moment() -> None:
 
 async def test_lines_while_busy_and_none_while_idle() -> None:
     lines: list[str] = []
-    engine = Engine([FakeScheduler(held=True)], 1)
-    status = StatusLine(engine, 0.005, lines.append)
-    engine.on_busy = status.start
-    await asyncio.sleep(0.02)
-    assert not lines
-    engine._idle.clear()
-    engine.on_busy()
-    await asyncio.sleep(0.05)
-    assert len(lines) >= 2
-    engine._idle.set()
-    await asyncio.sleep(0.02)
-    count = len(lines)
-    assert status._timer is None
-    await asyncio.sleep(0.02)
-    assert len(lines) == count
-    status.start()
-    status.stop()
-    await asyncio.sleep(0.02)
-    assert len(lines) == count
+    others: asyncio.Queue[str] = asyncio.Queue()
+    async with web_server(FakeScheduler(held=True)) as server, web_server(FakeScheduler(held=True)) as other:
+        body = {"prompt": "x", "max_tokens": 1}
+        answers = [asyncio.create_task(each.ok("/v1/completions", body)) for each in (server, other)]
+        await until(lambda: server.engine.num_requests == other.engine.num_requests == 1)
+        stopped = StatusLine(server.engine, 0.001, pytest.fail)
+        stopped.start()
+        stopped.stop()
+        StatusLine(server.engine, 0.0, pytest.fail).start()  # never
+        StatusLine(server.engine, 0.001, lines.append).start()
+        await until(lambda: len(lines) >= 2)
+        server.scheduler.step()
+        await answers[0]
+        await until(lambda: lines[-1].startswith("idle again"))
+        count = len(lines)
+        busy = StatusLine(other.engine, 0.001, others.put_nowait)
+        busy.start()
+        for _ in range(3):
+            await others.get()
+        assert len(lines) == count
+        busy.stop()
+        other.scheduler.step()
+        await answers[1]
 
 
 async def test_a_line_is_about_no_request() -> None:
@@ -91,16 +98,8 @@ async def test_a_line_is_about_no_request() -> None:
     assert about == [""]
 
 
-async def test_zero_means_never() -> None:
-    status = StatusLine(Engine([FakeScheduler(held=True)], 1), 0.0)
-    status.start()
-    assert status._timer is None
-
-
-async def test_the_app_starts_it() -> None:
-    async with web_server(log_stats_interval=5.0) as server:
+async def test_the_app_starts_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    async with web_server(log_stats_interval=0.001) as server:
         assert (await server.ok("/v1/completions", {"prompt": "x"}))["choices"]
-        status = server.engine.on_busy.__self__  # type: ignore[attr-defined]
-        assert isinstance(status, StatusLine)
-        assert status._timer is not None
-    assert status._timer is None
+        await until(lambda: "tokens/s" in caplog.text)

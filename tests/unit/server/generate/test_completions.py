@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -16,12 +16,6 @@ from toka_async.text.tokenizer import Tokenizer
 
 PATH = "/v1/completions"
 TEXT = "Question: what is the answer? Answer: the answer is 42. Question: the end"
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[WebServer]:
-    async with web_server() as running:
-        yield running
 
 
 def says(text: str, build: Callable[[], Tokenizer] = small.byte_level, end: bool = False) -> FakeScheduler:

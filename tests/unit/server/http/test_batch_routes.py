@@ -12,6 +12,7 @@ import openai
 import pytest
 from openai.types import Batch
 
+from tests.drivers.until import until, until_async
 from tests.drivers.web_server import WebServer, checked_error, web_server
 from tests.fakes.scheduler import FakeScheduler
 from toka_async.batches.disk import StorageError
@@ -33,12 +34,6 @@ async def server(tmp_path: Path) -> AsyncIterator[WebServer]:
         yield running
 
 
-@pytest.fixture
-async def client(server: WebServer) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
 def line(number: int, url: str = TEXT, method: str = "POST", **body: object) -> dict[str, object]:
     asks: dict[str, object] = {"messages": [{"role": "user", "content": "hi"}]} if url == CHAT else {"prompt": "hi"}
     return {"custom_id": f"c{number}", "method": method, "url": url, "body": {"max_tokens": 4} | asks | body}
@@ -55,11 +50,11 @@ async def created(
 
 
 async def ended(client: openai.AsyncOpenAI, batch: Batch) -> Batch:
-    async with asyncio.timeout(10):
-        while batch.status in ("validating", "in_progress", "finalizing", "cancelling"):
-            await asyncio.sleep(0.01)
-            batch = await client.batches.retrieve(batch.id)
-    return batch
+    async def final() -> Batch | None:
+        found = await client.batches.retrieve(batch.id)
+        return None if found.status in ("validating", "in_progress", "finalizing", "cancelling") else found
+
+    return await until_async(final)
 
 
 async def results(client: openai.AsyncOpenAI, file_id: str | None) -> dict[str, Any]:
@@ -152,8 +147,7 @@ async def test_a_file_that_is_no_batch(client: openai.AsyncOpenAI) -> None:
 async def test_cancelling(client: openai.AsyncOpenAI, server: WebServer) -> None:
     server.scheduler.held = True
     batch = await created(client, [line(number) for number in range(10)])
-    while not server.engine.num_requests:
-        await asyncio.sleep(0.001)
+    await until(lambda: server.engine.num_requests)
     assert (await client.batches.cancel(batch.id)).status == "cancelling"
     batch = await ended(client, batch)
     assert batch.status == "cancelled"
@@ -297,13 +291,16 @@ async def test_a_server_that_ends_keeps_what_is_done(tmp_path: Path) -> None:
         openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none") as client,
     ):
         batch = await created(client, [line(number, max_tokens=1 + number % 3) for number in range(30)])
-        while server.engine.num_requests < 30:
-            await asyncio.sleep(0.001)
+        await until(lambda: server.engine.num_requests >= 30)
         scheduler.step()
-        while (await client.batches.retrieve(batch.id)).request_counts.completed < 10:  # type: ignore[union-attr]
-            await asyncio.sleep(0.001)
+
+        async def has_results() -> bool:
+            counts = (await client.batches.retrieve(batch.id)).request_counts
+            return counts is not None and counts.completed == 10
+
+        await until_async(has_results)
         server.engine.begin_drain()
-        await asyncio.wait_for(server.engine.wait_idle(), 5)
+        await asyncio.wait_for(server.engine.wait_idle(), 60)
     async with (
         web_server(data_dir=str(tmp_path)) as server,
         openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none") as client,
@@ -321,11 +318,9 @@ async def test_requests_that_find_no_place_wait_for_one(tmp_path: Path) -> None:
         openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none") as client,
     ):
         other = asyncio.create_task(server.ok(TEXT, {"prompt": ["a", "b", "c"], "max_tokens": 3}))
-        while server.engine.num_requests < 3:
-            await asyncio.sleep(0.001)
+        await until(lambda: server.engine.num_requests >= 3)
         batch = await created(client, [line(number) for number in range(9)])
-        while server.engine.num_requests < 4:
-            await asyncio.sleep(0.001)
+        await until(lambda: server.engine.num_requests >= 4)
         scheduler.held = False
         scheduler.step()
         await other
@@ -339,8 +334,7 @@ async def test_the_object_says_that_the_disk_is_full(client: openai.AsyncOpenAI,
     service = server.app[BATCHES]
     assert service is not None
     batch = await created(client, [line(0)])
-    while not server.engine.num_requests:
-        await asyncio.sleep(0.001)
+    await until(lambda: server.engine.num_requests)
     service.batches.ledger.trouble = StorageError("no space left", full=True)
     batch = await client.batches.retrieve(batch.id)
     assert batch.errors is not None

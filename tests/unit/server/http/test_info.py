@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -10,12 +9,6 @@ from tests.cases import tokenizers as small
 from tests.drivers.web_server import NAME, WebServer, checked_error, web_server
 from tests.fakes.scheduler import READY, FakeScheduler
 from toka_async.text.tokenizer import Tokenizer
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[WebServer]:
-    async with web_server() as running:
-        yield running
 
 
 async def test_models(server: WebServer) -> None:

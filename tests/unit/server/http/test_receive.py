@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.drivers.until import until
+from tests.drivers.until import turns, until
 from tests.drivers.web_server import WebServer, checked_error, web_server
 from tests.fakes.scheduler import FakeScheduler
 from toka_async.openai.parse import most_parsed_bytes
@@ -45,12 +45,12 @@ class Client:
     writer: asyncio.StreamWriter
 
     async def status(self) -> int:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return int((await self.reader.readuntil(b"\r\n")).split()[1])
 
     async def error(self) -> dict[str, object]:
         """The body of an answer whose first line is read."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             fields = await self.reader.readuntil(b"\r\n\r\n")
             length = next(int(line.split()[1]) for line in fields.split(b"\r\n") if line.startswith(b"Content-Length"))
             return checked_error(json.loads(await self.reader.readexactly(length)))
@@ -87,7 +87,7 @@ def room_taken(server: WebServer, *owners: str) -> Iterator[None]:
 async def settled(condition: Callable[[], bool]) -> None:
     """It is so, and still is when everything has had its turn."""
     await until(condition)
-    await asyncio.sleep(0.02)
+    await turns(20)
     assert condition()
 
 
@@ -161,14 +161,14 @@ async def test_a_body_in_chunks_has_one_timeout_though_it_is_read_in_two_parts()
 
 async def test_what_it_waits_for_room_is_no_part_of_that() -> None:
     async with (
-        web_server(max_body_mb=1, max_bodies_mb=1, request_timeout=0.6) as server,
+        web_server(max_body_mb=1, max_bodies_mb=1, request_timeout=1.0) as server,
         connected(server, head(None)) as client,
     ):
         with room_taken(server, "somebody"):
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.5)
             client.writer.write(chunk(padded(SMALL + 1)))
             await settled(lambda: bodies_of(server).num_waiting == 1)
-            await asyncio.sleep(0.35)
+            await asyncio.sleep(0.6)  # together longer than either may take
         client.writer.write(chunk(b""))
         assert await client.status() == 200
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-import threading
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from pathlib import Path
@@ -73,7 +72,7 @@ async def rest(client: socket.socket) -> bytes:
     """What still comes; less than there is when the connection is cut off."""
     data = bytearray()
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while more := await asyncio.get_running_loop().sock_recv(client, MIB):
                 data += more
     except ConnectionResetError:
@@ -100,7 +99,14 @@ async def test_who_takes_nothing_for_longest_is_cut_off(tmp_path: Path) -> None:
 
 async def test_who_reads_slowly_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It came first, but takes something; those that came later and take nothing go."""
-    monkeypatch.setattr(module, "INTERVAL", 0.02)
+    monkeypatch.setattr(module, "INTERVAL", 0.01)
+    looks, look = list[float](), module.Sending.look
+
+    def looked(self: module.Sending, now: float) -> None:
+        looks.append(now)
+        look(self, now)
+
+    monkeypatch.setattr(module.Sending, "look", looked)
     unsent = Unsent(20 * MIB)
     async with serving(unsent, tmp_path) as port:
         with asking(port, "/whole") as slow, asking(port, "/whole") as stuck:
@@ -108,7 +114,8 @@ async def test_who_reads_slowly_stays(tmp_path: Path, monkeypatch: pytest.Monkey
             await until(lambda: unsent.num_bytes == 2 * len(BODY))
             while len(data) < MIB // 4:
                 data += await loop.sock_recv(slow, 1 << 16)
-                await asyncio.sleep(0.01)
+                looks.clear()
+                await until(lambda: len(looks) >= 2)  # at both
             with asking(port, "/whole"):
                 await until(lambda: unsent.num_cut == 1)
             assert (data + await rest(slow)).endswith(BODY)
@@ -118,17 +125,16 @@ async def test_who_reads_slowly_stays(tmp_path: Path, monkeypatch: pytest.Monkey
 async def test_memory_goes_back_to_the_system_after_a_flood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LARGE", len(BODY) + 1)
     monkeypatch.setattr(module, "INTERVAL", 0.01)
-    released = threading.Event()
-    unsent = Unsent(MIB, released.set)
+    released: list[int] = []
+    unsent = Unsent(MIB, lambda: released.append(unsent.most))
     async with serving(unsent, tmp_path) as port:
         with asking(port, "/whole") as one:
             assert (await rest(one)).endswith(BODY)
-        await asyncio.sleep(0.05)
-        assert not released.is_set()
         unsent.most = 100 * MIB
         with asking(port, "/whole"), asking(port, "/whole"):
             await until(lambda: unsent.num_bytes == 2 * len(BODY))
-        await until(released.is_set)
+        await until(lambda: released)
+        assert released == [100 * MIB], "not after the small answer"
     release_free_memory()
 
 
@@ -165,10 +171,8 @@ async def test_an_answer_over_tls_is_not_encrypted_before_it_is_taken(tmp_path: 
             writer.write(b"GET /whole HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             await until(lambda: unsent.num_bytes == len(BODY))
             (sending,) = unsent._sendings
-            taken = 0
-            while taken != (taken := sending.request.writer.output_size):
-                await asyncio.sleep(0.05)
-            assert taken < len(BODY) - SLICE
+            await until(lambda: sending.request.protocol.writing_paused)
+            assert sending.request.writer.output_size < len(BODY) - SLICE
             assert (await reader.read()).endswith(BODY)
         await until(lambda: unsent.num_bytes == 0)
 

@@ -16,7 +16,6 @@ from toka_async.messages import Forecast, RankDevice, Stats
 from toka_async.server.page.page import FOLDER, STATE
 
 RANK = RankDevice(rank=0, device="H", dtype="bfloat16", weights=10, cache=20, used=40, free=50, total=100)
-FORECAST = Forecast(steps=1, pages=(2, 0), limit=250)
 FILES = sorted(path.name for path in FOLDER.iterdir())
 REFERENCE = re.compile(r'(?:src|href|from|import)[ =]+"([^"]+)"')
 
@@ -103,6 +102,9 @@ async def test_with_keys_only_the_files_are_open() -> None:
         assert (await answer(server, STATE))[0] == 401
         assert (await answer(server, STATE, **bearer("sk-wrong-012345")))[0] == 401
         assert (await answer(server, STATE, **bearer(ALICE)))[0] == 200
+
+
+FORECAST = Forecast(steps=1, pages=(2, 0), limit=250)
 
 
 async def test_state(server: WebServer) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.drivers.direct import Bare, bare_endpoint, ids_column, run, turns
+from tests.drivers.until import until_async
 from toka_async.protocol import (
     Ack,
     Bye,
@@ -178,10 +179,12 @@ async def test_whatever_goes_wrong_requests_end_and_give_their_credit_back(
                 say_text(bare, 1, 2)
             else:
                 bare.submit(1, 2, max_tokens=1)
-            async with asyncio.timeout(10):
-                while len(all_ended(bare)) < 2:
-                    await run(bare, 1)
-                    await asyncio.sleep(0.002)  # for the threads of texts
+
+            async def has_ended() -> bool:
+                await run(bare, 1)
+                return len(all_ended(bare)) == 2
+
+            await until_async(has_ended)  # threads encode texts meanwhile
         assert sorted(all_ended(bare)) == [1, 2]
         seqs = [error.seq for error, _ in bare.heard(Error)] + [results.seq for results, _ in bare.heard(Results)]
         before = len(bare.ended())

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from tests.cases.tokenizers import byte_level
+from tests.drivers.until import until
 from tests.drivers.web_server import NAME, WebServer, web_server
 from tests.fakes.scheduler import FakeScheduler
 from toka_async.messages import Submit
@@ -21,12 +22,6 @@ async def server() -> AsyncIterator[WebServer]:
     assert end is not None
     async with web_server(FakeScheduler(lambda _submit, _sample: [*ids, *[end] * 400])) as running:
         yield running
-
-
-@pytest.fixture
-async def client(server: WebServer) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as made:
-        yield made
 
 
 async def test_completions(client: openai.AsyncOpenAI) -> None:
@@ -123,8 +118,7 @@ async def test_errors(client: openai.AsyncOpenAI, server: WebServer) -> None:
 async def test_an_error_in_a_stream(client: openai.AsyncOpenAI, server: WebServer) -> None:
     server.scheduler.held = True
     creating = asyncio.create_task(client.completions.create(model=NAME, prompt="x", max_tokens=50, stream=True))
-    while not server.engine.num_requests:
-        await asyncio.sleep(0.001)
+    await until(lambda: server.engine.num_requests)
     server.scheduler.step()
     stream = await creating
     server.engine.fail_all("rank 0 died")
@@ -136,10 +130,9 @@ async def test_an_error_in_a_stream(client: openai.AsyncOpenAI, server: WebServe
 async def test_closing_a_stream_cancels(client: openai.AsyncOpenAI, server: WebServer) -> None:
     server.scheduler.held = True
     creating = asyncio.create_task(client.completions.create(model=NAME, prompt="x", max_tokens=50, stream=True))
-    while not server.engine.num_requests:
-        await asyncio.sleep(0.001)
+    await until(lambda: server.engine.num_requests)
     server.scheduler.step()
     await (await creating).close()
-    await asyncio.wait_for(server.engine.wait_idle(), 5)
+    await asyncio.wait_for(server.engine.wait_idle(), 60)
     server.scheduler.step()
     assert not server.scheduler.requests

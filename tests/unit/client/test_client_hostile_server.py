@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import zmq
 
+from tests.drivers.until import until
 from toka_async.client import Client, ConnectionLostError
 from toka_async.protocol import Columns, Error, Header, Results, ServerHeader, Welcome, pack
 from toka_async.transport import zmq_frames as multipart
@@ -50,11 +51,10 @@ class Hostile:
     async def hear(self, answer: Callable[[dict[str, Any]], None]) -> None:
         """Calls `answer` with each header of the client."""
         while True:
-            while self._socket.poll(0):
-                self._name, header, *_ = self._socket.recv_multipart()
-                self.num_heard += 1
-                answer(msgspec.msgpack.decode(header))
-            await asyncio.sleep(0.002)
+            await until(lambda: self._socket.poll(0))
+            self._name, header, *_ = self._socket.recv_multipart()
+            self.num_heard += 1
+            answer(msgspec.msgpack.decode(header))
 
 
 @asynccontextmanager

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
-from tests.drivers.web_server import NAME, WebServer, web_server
+from tests.drivers.web_server import NAME, WebServer
 
 SCHEMAS = json.loads((Path(__file__).parents[3] / "schemas" / "openai.json").read_text())
 MESSAGES = [{"role": "user", "content": "the answer"}]
@@ -20,12 +19,6 @@ RICH = {"n": 2, "max_tokens": 30, "seed": 5, "stop": ["zz"]}
 def check(name: str, value: Any) -> None:
     validator = jsonschema.Draft202012Validator({"$ref": f"#/$defs/{name}", "$defs": SCHEMAS["$defs"]})
     validator.validate(value)
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[WebServer]:
-    async with web_server() as running:
-        yield running
 
 
 @pytest.mark.parametrize("fields", [{}, RICH, RICH | {"logprobs": 3}, {"max_tokens": 0, "echo": True}])

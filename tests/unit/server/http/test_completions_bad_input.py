@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from aiohttp import StreamReader
 
+from tests.drivers.until import until
 from tests.drivers.web_server import JSON, JSON_HEAD, NAME, WebServer, checked_error, web_server
 from tests.fakes.scheduler import READY, FakeScheduler
 from toka_async.server.generate import encoding, service
@@ -134,16 +135,17 @@ async def test_what_can_never_fit_is_not_even_tokenized(
 
 
 async def test_nobody_waits_for_a_long_text(server: WebServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, encode = threading.Event(), Tokenizer.encode_batch
+    go_on, encode, asked = threading.Event(), Tokenizer.encode_batch, list[int]()
 
     def held(self: Tokenizer, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        assert len(texts[0]) <= 100 or go_on.wait(10)
+        asked.append(len(texts[0]))
+        assert len(texts[0]) <= 100 or go_on.wait(60)
         return encode(self, texts, add_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "encode_batch", held)
     monkeypatch.setattr(encoding, "LONG", 100)
     long = asyncio.create_task(server.ok("/tokenize", {"prompt": "x" * 101}))
-    await asyncio.sleep(0.01)
+    await until(lambda: asked == [101])
     assert (await server.ok("/tokenize", {"prompt": "x" * 100}))["count"] > 0
     assert not long.done()
     go_on.set()
@@ -201,7 +203,7 @@ async def test_a_huge_body_is_not_read(server: WebServer) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(JSON_HEAD + b"Content-Length: 104857600\r\n\r\n")
-    status = await asyncio.wait_for(reader.readline(), 5)
+    status = await asyncio.wait_for(reader.readline(), 60)
     writer.close()
     assert status.startswith(b"HTTP/1.1 413 ")
 
@@ -217,7 +219,7 @@ async def test_a_huge_body_after_a_question(server: WebServer) -> None:
     answer = await reader.readuntil(b"}}")
     assert b"HTTP/1.1 400 " in answer
     writer.write(head.format(104857600).encode())
-    assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 413 ")
+    assert (await asyncio.wait_for(reader.readline(), 60)).startswith(b"HTTP/1.1 413 ")
     writer.close()
 
 
@@ -229,49 +231,6 @@ async def test_a_huge_body_without_a_length(server: WebServer) -> None:
     async with server.http.post(server.url + "/v1/completions", data=chunks(), headers=JSON) as response:
         assert response.status == 413
         assert "max_body_mb" in checked_error(await response.json())["message"]
-
-
-@pytest.mark.parametrize(("method", "path"), [("POST", "/v1/completions"), ("GET", "/v1/models")])
-async def test_an_unknown_expectation(server: WebServer, method: str, path: str) -> None:
-    headers = {"Expect": "the-unexpected"}
-    async with server.http.request(method, server.url + path, data="{}", headers=headers) as response:
-        assert response.status == 417
-        checked_error(await response.json())
-
-
-async def test_an_unknown_route(server: WebServer) -> None:
-    status, answer = await server.get("/v2/anything")
-    assert status == 404
-    message = checked_error(answer)["message"]
-    assert message.startswith("no such route: '/v2/anything'; there are /")
-    assert "/v1/chat/completions, " in message
-    _, answer = await server.get("/v1/chat/completion")
-    assert checked_error(answer)["message"].endswith("did you mean /v1/chat/completions?")
-
-
-async def test_an_unknown_method(server: WebServer) -> None:
-    async with server.http.get(server.url + "/v1/completions") as response:
-        assert (response.status, response.headers["Allow"]) == (405, "POST")
-        assert "only POST" in checked_error(await response.json())["message"]
-
-
-@pytest.mark.parametrize("raw", [b"GARBAGE\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"GET /\xff HTTP/1.1\r\nA\r\n\r\n"])
-async def test_bad_http(server: WebServer, raw: bytes) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(raw)
-    head, body = (await asyncio.wait_for(reader.read(), 5)).split(b"\r\n\r\n")
-    writer.close()
-    assert head.startswith((b"HTTP/1.0 400 ", b"HTTP/1.1 400 "))
-    assert b"application/json" in head
-    assert body.startswith(b'{"error":{"message":"bad HTTP: ')
-
-
-async def test_long_names_are_cut(server: WebServer) -> None:
-    error = await server.error("/v1/completions", {"prompt": "x", "y" * 100_000: 1})
-    assert len(error["message"]) < 200
-    error = await server.error("/v1/completions", {"prompt": "x", "model": "y" * 100_000}, 404)
-    assert len(error["message"]) < 400
 
 
 async def test_a_large_body_is_parsed_too(server: WebServer) -> None:

@@ -14,6 +14,7 @@ import openai
 import pytest
 from openai.types import Batch
 
+from tests.drivers.until import until, until_async
 from tests.drivers.web_server import WebServer, web_server
 from tests.fakes.scheduler import FakeScheduler
 from toka_async.batches import clock as settled
@@ -35,9 +36,11 @@ class Clock:
 
     def __init__(self) -> None:
         self.offset = 0.0
+        self.num_asked = 0
         self._real = time.time
 
     def __call__(self) -> float:
+        self.num_asked += 1
         return self._real() + self.offset
 
 
@@ -67,13 +70,13 @@ async def created(client: openai.AsyncOpenAI) -> Batch:
 
 
 async def ended(client: openai.AsyncOpenAI, server: WebServer, batch: Batch, *, steps: bool) -> Batch:
-    async with asyncio.timeout(10):
-        while batch.status not in ("completed", "expired"):
-            if steps:
-                server.scheduler.step()
-            await asyncio.sleep(0.001)
-            batch = await client.batches.retrieve(batch.id)
-    return batch
+    async def final() -> Batch | None:
+        if steps:
+            server.scheduler.step()
+        found = await client.batches.retrieve(batch.id)
+        return found if found.status in ("completed", "expired") else None
+
+    return await until_async(final)
 
 
 @pytest.mark.parametrize("jump", [2 * DAY, -2 * DAY])
@@ -83,11 +86,10 @@ async def test_what_a_jump_changes(
     async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="x", max_retries=0) as client:
         batch = await created(client)
         asked = asyncio.create_task(server.ok("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 4}))
-        async with asyncio.timeout(5):
-            while server.engine.num_requests < 2:
-                await asyncio.sleep(0.001)
+        await until(lambda: server.engine.num_requests == 2)
         clock.offset += jump
-        await asyncio.sleep(0.1)
+        clock.num_asked = 0
+        await until(lambda: clock.num_asked >= 5)
         assert (await client.batches.retrieve(batch.id)).status == "in_progress"
         assert (await client.files.retrieve(batch.input_file_id)).id == batch.input_file_id
         if jump > 0:
@@ -102,7 +104,7 @@ async def test_what_a_jump_changes(
         assert not asked.done() or jump < 0  # no deadline has passed
         while not asked.done():
             server.scheduler.step()
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
         assert (await asked)["usage"]["completion_tokens"] == 4
         assert (await server.get("/health"))[0] == 200
 
