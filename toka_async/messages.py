@@ -61,8 +61,8 @@ class SamplingParams(Message, frozen=True, kw_only=True):
 # ---- server -> scheduler ---------------------------------------------------------------------------------------------
 
 
-class Submit(Tagged, frozen=True, kw_only=True):
-    """A request: one prompt, `n` samples of it. Lower `priority` first, then order of arrival.
+class Submit(Message, frozen=True, kw_only=True):
+    """A request, one of a Submits: one prompt, `n` samples of it. Lower `priority` first, then order of arrival.
 
     `max_tokens` 0 (with `num_prompt_logprobs` >= 0) computes the prompt only. Sample i draws from its own random
     stream, derived from `seed` and i. `stop_id` names a `StopMask` sent before, or -1. Only requests of equal `salt`
@@ -82,28 +82,23 @@ class Submit(Tagged, frozen=True, kw_only=True):
 
 
 class Submits(Tagged, frozen=True, kw_only=True):
-    """Requests that differ in their prompts and seeds only: as if each were a Submit, in order."""
+    """Requests in order, each as a Submit says; they differ in their prompts, seeds and max_tokens only."""
 
     request_ids: memoryview  # int32 [r]
     lengths: memoryview  # int32 [r]: tokens of each prompt, at least 1
     prompts: memoryview  # int32 [sum(lengths)], one after the other
     seeds: memoryview  # int64 [r]
+    max_tokens: memoryview  # int32 [r]
     n: int = 1
-    max_tokens: int
     sampling: SamplingParams
     stream: bool = False
     priority: int = 0
+    stop_id: int = -1
     salt: int = 0
 
 
-class Cancel(Tagged, frozen=True, kw_only=True):
-    """The client has left: end all samples of the request without an answer."""
-
-    request_id: int
-
-
 class Cancels(Tagged, frozen=True, kw_only=True):
-    """A Cancel of each request."""
+    """The clients have left: end all samples of the requests without an answer."""
 
     request_ids: memoryview  # int32 [r]
 
@@ -137,7 +132,7 @@ class AskStats(Tagged, frozen=True, kw_only=True):
     forecast: bool = False  # include a forecast
 
 
-ToScheduler = Submit | Submits | Cancel | Cancels | StopMask | DropStop | EndSample | AskStats
+ToScheduler = Submits | Cancels | StopMask | DropStop | EndSample | AskStats
 
 
 # ---- scheduler -> server ---------------------------------------------------------------------------------------------

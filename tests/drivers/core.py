@@ -103,12 +103,12 @@ class CoreDriver:
     def submit(self, message: Submit) -> Received:
         samples = [Sample() for _ in range(message.n)]
         received = self.received[message.request_id] = Received(message, samples)
-        self.core.receive(message, 0.0)
+        self.core.submit(message, 0.0)
         self.collect()
         return received
 
     def submit_all(self, messages: list[Submit]) -> None:
-        """As one message of columns; they differ in id, prompt and seed only."""
+        """As one message of columns; they differ in id, prompt, seed and max_tokens only."""
         for message in messages:
             self.received[message.request_id] = Received(message, [Sample() for _ in range(message.n)])
         like = messages[0]
@@ -120,7 +120,7 @@ class CoreDriver:
                 prompts=column(np.concatenate(prompts)),
                 seeds=column(np.asarray([message.seed for message in messages], np.int64)),
                 n=like.n,
-                max_tokens=like.max_tokens,
+                max_tokens=i32_column([message.max_tokens for message in messages]),
                 sampling=like.sampling,
                 stream=like.stream,
                 priority=like.priority,

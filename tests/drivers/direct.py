@@ -18,7 +18,7 @@ from tests.drivers.until import turns as turns
 from tests.fakes.scheduler import FakeScheduler
 from toka_async.checkpoint.generation import GenerationDefaults
 from toka_async.config import Config
-from toka_async.messages import Submit, Submits
+from toka_async.messages import Submits
 from toka_async.procs.direct import DirectServer
 from toka_async.protocol import VERSIONS, Columns, FromServer, Header, Hello, Results, Submission, from_server, pack
 from toka_async.server.app import create_app
@@ -175,8 +175,7 @@ def ids_column(*ids: int) -> Columns:
 
 def runs(scheduler: FakeScheduler) -> int:
     """Requests that the scheduler was sent."""
-    sent = [message for message in scheduler.log if isinstance(message, Submit | Submits)]
-    return sum(len(message.request_ids) // 4 if isinstance(message, Submits) else 1 for message in sent)
+    return sum(len(message.request_ids) // 4 for message in scheduler.log if isinstance(message, Submits))
 
 
 async def wait_for_runs(scheduler: FakeScheduler, count: int) -> None:

@@ -15,7 +15,6 @@ from toka_async.arrays import as_bool, as_i32, f32_column, i32_column
 from toka_async.messages import (
     GAP_SECONDS,
     AskStats,
-    Cancel,
     Cancels,
     DropStop,
     EndSample,
@@ -71,6 +70,9 @@ class FakeScheduler:
         script: the tokens that a sample would generate if nothing ended it.
         held: with it, steps happen only by calls of `step`.
 
+    Attributes:
+        log: messages, as they came. submits, cancelled: the requests of those messages, one by one.
+
     Questions for its counts are answered at once, held or not, unless it is `silent`.
     """
 
@@ -80,6 +82,8 @@ class FakeScheduler:
         self.requests: dict[int, FakeRequest] = {}
         self.masks: dict[int, StopMask] = {}
         self.log: list[ToScheduler] = []
+        self.submits: list[Submit] = []
+        self.cancelled: list[int] = []
         self.fail_with: str | None = None
         self.silent = False
         self.held = held
@@ -146,18 +150,11 @@ class FakeScheduler:
 
     def _take(self, message: ToScheduler) -> None:
         match message:
-            case Submit() if self.fail_with:
-                self._replies.send(Failed(request_id=message.request_id, message=self.fail_with))
-            case Submit():
-                assert message.stop_id < 0 or message.stop_id in self.masks
-                samples = [FakeSample(self.script(message, index)[: message.max_tokens]) for index in range(message.n)]
-                self.requests[message.request_id] = FakeRequest(message, samples)
             case Submits():
                 for submit in split_submits(message):
-                    self._take(submit)
-            case Cancel():
-                self.requests.pop(message.request_id, None)
+                    self._submit(submit)
             case Cancels():
+                self.cancelled += as_i32(message.request_ids).tolist()
                 for request_id in as_i32(message.request_ids).tolist():
                     self.requests.pop(request_id, None)
             case StopMask():
@@ -167,6 +164,15 @@ class FakeScheduler:
             case EndSample():
                 if request := self.requests.get(message.request_id):
                     request.samples[message.sample].ends_at = message.num_tokens
+
+    def _submit(self, submit: Submit) -> None:
+        self.submits.append(submit)
+        if self.fail_with:
+            self._replies.send(Failed(request_id=submit.request_id, message=self.fail_with))
+            return
+        assert submit.stop_id < 0 or submit.stop_id in self.masks
+        samples = [FakeSample(self.script(submit, index)[: submit.max_tokens]) for index in range(submit.n)]
+        self.requests[submit.request_id] = FakeRequest(submit, samples)
 
     def _prefill(self, request_id: int, request: FakeRequest) -> None:
         if request.prefilled:

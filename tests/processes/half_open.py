@@ -16,7 +16,6 @@ from tests.drivers.web_server import web_server
 from tests.fakes.scheduler import FakeScheduler
 from toka_async.config import ServerConfig
 from toka_async.listening import open_listener
-from toka_async.messages import Cancel
 from toka_async.server.http.acceptor import Acceptor
 
 TIMEOUT = 2.0  # seconds, `limits.client_timeout`
@@ -48,7 +47,7 @@ async def main() -> None:
                 set_network("down")
                 await until(lambda: server.engine.num_requests == 1)
             server.scheduler.step()  # takes what it was sent
-            print([message.request_id for message in server.scheduler.log if isinstance(message, Cancel)], flush=True)
+            print(server.scheduler.cancelled, flush=True)
             server.engine.fail_all("the test is over")
 
 

@@ -2,30 +2,67 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.cases.requests import make_prompt, make_requests
 from tests.fakes.scheduler import READY, FakeScheduler
-from toka_async.messages import SamplingParams, StopMask
+from toka_async.arrays import Int64
+from toka_async.messages import Prefilled, StopMask
 from toka_async.server.engine.engine import Engine
-from toka_async.server.engine.inflight import EngineStoppedError, InFlight, RequestGroup
-from toka_async.server.limits.jobs import EngineRequest, NotServingError
+from toka_async.server.engine.request_group import EngineStoppedError
+from toka_async.server.engine.token_block import TokenBlock
+from toka_async.server.limits.account import Account
+from toka_async.server.limits.jobs import NotServingError
 
 NUM = 3
+NUM_PROMPTS = 2
 
 
-@dataclass
-class Submitted:
-    batch: RequestGroup
-    left: ExitStack  # leaving it with an error cancels
-    num_tokens: int  # of each sample
-    in_blocks: bool
+@dataclass(eq=False)
+class Client:
+    """A sink that counts what it is told. num_tokens: of each sample. forgets: it has shown nobody what has come."""
+
+    num_tokens: int
+    n: int
+    forgets: bool
+    account: Account | None
+    counts: dict[tuple[int, int], int] = field(default_factory=dict)
+    ends: list[int] = field(default_factory=list)
+    errors: list[Exception] = field(default_factory=list)
     cancelled: bool = False
+
+    def on_tokens(self, block: TokenBlock) -> None:
+        rows = zip(block.keys.tolist(), block.samples.tolist(), block.counts.tolist(), strict=True)
+        for key, sample, count in rows:
+            self.counts[key, sample] = self.counts.get((key, sample), 0) + count
+        self.ends += np.unique(block.keys[block.is_last != 0]).tolist()
+
+    def on_prompt(self, key: int, prefilled: Prefilled) -> None:
+        raise NotImplementedError
+
+    def on_failed(self, keys: Int64, error: Exception) -> None:
+        self.ends += keys.tolist()
+        self.errors.append(error)
+
+    def forget(self, keys: Int64) -> bool:
+        if self.forgets:
+            self.counts = {place: count for place, count in self.counts.items() if place[0] not in keys}
+        return self.forgets
+
+    def check(self) -> None:
+        assert len(self.ends) == len(set(self.ends))
+        if self.cancelled:
+            return
+        assert sorted(self.ends) == [*range(NUM_PROMPTS)]
+        assert all(isinstance(error, EngineStoppedError) for error in self.errors)
+        if not self.errors:
+            assert set(self.counts.values()) == {self.num_tokens}
+            assert len(self.counts) == NUM_PROMPTS * self.n
 
 
 class World:
@@ -33,58 +70,35 @@ class World:
 
     def __init__(self) -> None:
         self.schedulers = [self._scheduler(replica, 0) for replica in range(NUM)]
-        self.engine = Engine(self.schedulers, max_requests=1000)
+        self.engine = Engine(self.schedulers, max_requests=100)
+        self.account = Account("everybody")
         self.lives = [0] * NUM
         self.lost: list[FakeScheduler] = []
-        self.clients: list[Submitted] = []
-        self.ends: dict[int, int] = {}
+        self.clients: list[Client] = []
         for scheduler in self.schedulers:
             scheduler.start(self.engine.on_messages)
-        self.engine.tell_all(StopMask(stop_id=0, mask=memoryview(bytes(400)), window=2))
+        self.engine.replicas.tell_all(StopMask(stop_id=0, mask=memoryview(bytes(400)), window=2))
 
     @staticmethod
     def _scheduler(replica: int, life: int) -> FakeScheduler:
         return FakeScheduler(held=True, ready=msgspec.structs.replace(READY, replica=replica, life=life))
 
     def submit(self, first: int, n: int, max_tokens: int, kind: int) -> None:
-        job = EngineRequest(
-            prompt=np.arange(first, first + 40, dtype=np.int32),
-            n=n,
-            max_tokens=max_tokens,
-            seed=first,
-            sampling=SamplingParams(),
-            stream=kind == 0,
-            priority=0,
-            stop_id=0,
-            in_blocks=kind == 1,
-        )
-        stack = ExitStack()
+        client = Client(max_tokens, n, kind == 1, self.account if kind == 2 else None)
+        prompts = [make_prompt(first, 40)] * NUM_PROMPTS
+        requests = make_requests(*prompts, n=n, max_tokens=max_tokens, stream=kind == 0, stop_id=0)
         try:
-            batch = stack.enter_context(self.engine.submitted([job, job]))
+            self.engine.submit(requests, client)
         except NotServingError:
             assert not self.engine.replicas.live
             return
-        self.clients.append(Submitted(batch, stack, max_tokens, kind == 1))
-        for flight in batch.flights:
-            self._count_ends(flight)
-
-    def _count_ends(self, flight: InFlight) -> None:
-        note_end = flight.batch.note_end
-        key = id(flight)
-        self.ends[key] = 0
-
-        def counted(error: Exception | None) -> None:
-            self.ends[key] += 1
-            note_end(error)
-
-        flight.batch = _Counted(flight.batch, counted)  # type: ignore[assignment]
+        self.clients.append(client)
 
     def cancel(self, index: int) -> None:
         if self.clients:
             client = self.clients[index % len(self.clients)]
-            if not client.cancelled:
-                client.cancelled = True
-                client.left.__exit__(RuntimeError, RuntimeError(), None)
+            client.cancelled = True
+            client.ends += self.engine.requests.cancel(client).tolist()
 
     def lose(self, replica: int) -> None:
         self.lives[replica] += 1
@@ -103,27 +117,6 @@ class World:
         """What a lost scheduler had sent still arrives."""
         for scheduler in self.lost:
             scheduler.step()
-
-    def check(self) -> None:
-        replicas = self.engine.replicas
-        charged = [0] * NUM
-        for placement in replicas._placements.values():
-            charged[placement.replica] += placement.charged
-            assert placement.replica in replicas.live
-        assert replicas.router.outstanding == charged
-        assert replicas._placements.keys() == self.engine._inflight.keys()
-        assert all(request_id == flight.request_id for request_id, flight in self.engine._inflight.items())
-
-
-@dataclass
-class _Counted:
-    """A batch whose ends are counted."""
-
-    batch: RequestGroup
-    note_end: object
-
-    def note(self, index: int, sample: int) -> None:
-        self.batch.note(index, sample)
 
 
 REPLICA = st.integers(0, NUM - 1)
@@ -145,7 +138,7 @@ def test_every_request_ends_once(operations: list[tuple[str, int]]) -> None:
     world = World()
     for name, *arguments in operations:
         getattr(world, name)(*arguments)
-        world.check()
+        world.engine.requests.check()
     for replica in range(NUM):
         world.revive(replica)
     for first in range(NUM):
@@ -154,21 +147,9 @@ def test_every_request_ends_once(operations: list[tuple[str, int]]) -> None:
         world.late(0)
         for replica in range(NUM):
             world.step(replica)
-    world.check()
-    assert not world.engine._inflight
-    assert world.engine.replicas.router.outstanding == [0] * NUM
+    world.engine.requests.check()
     for client in world.clients:
-        ended = [world.ends[id(flight)] for flight in client.batch.flights]
-        assert all(count <= 1 for count in ended)
-        if client.cancelled:
-            continue
-        assert all(ended)
-        if client.batch.error is None:
-            for flight in client.batch.flights:
-                counts = flight.take_block().counts if client.in_blocks else [s.num_tokens for s in flight.samples]
-                assert flight.num_open == 0
-                assert sum(counts) == client.num_tokens * len(flight.samples or flight._closed)
-        else:
-            assert isinstance(client.batch.error, EngineStoppedError)
-        client.left.close()
+        client.check()
+    assert not world.engine.num_requests
     assert not world.engine.busy
+    assert (world.account.num_requests, world.account.num_tokens, world.engine.requests.num_accounted) == (0, 0, 0)

@@ -7,7 +7,7 @@ import pytest
 
 from toka_async.arrays import EMPTY, i32_column
 from toka_async.messages import (
-    Cancel,
+    DropStop,
     FromRank,
     Message,
     Reason,
@@ -45,7 +45,7 @@ def members(union: object) -> tuple[object, ...]:
 
 
 def test_a_small_message_is_a_few_bytes() -> None:
-    assert len(msgspec.msgpack.encode(Cancel(request_id=3))) == len("Cancel") + 3
+    assert len(msgspec.msgpack.encode(DropStop(stop_id=3))) == len("DropStop") + 3
     assert len(msgspec.msgpack.encode(Step(step_id=1))) < 64
 
 
@@ -61,7 +61,7 @@ def test_messages_are_built_by_name() -> None:
     submit = Submit(request_id=1, prompt=i32_column([1]), max_tokens=2, seed=3, sampling=SamplingParams())
     assert (submit.n, submit.stream, submit.priority, submit.stop_id) == (1, False, 0, -1)
     with pytest.raises(TypeError):
-        Cancel(3)  # type: ignore[call-arg]
+        DropStop(3)  # type: ignore[call-arg]
 
 
 def test_no_reason_is_false() -> None:

@@ -15,7 +15,6 @@ import numpy as np
 from toka_async.arrays import Float32, Int32, as_i32, as_i64
 from toka_async.messages import (
     AskStats,
-    Cancel,
     Cancels,
     DropStop,
     EndSample,
@@ -107,13 +106,9 @@ class Core:
 
     def receive(self, message: ToScheduler, now: float) -> None:
         match message:
-            case Submit():
-                self.submit(message, now)
             case Submits():
                 for submit in split_submits(message):
                     self.submit(submit, now)
-            case Cancel():
-                self.cancel(message.request_id)
             case Cancels():
                 for request_id in as_i32(message.request_ids).tolist():
                     self.cancel(request_id)
@@ -310,18 +305,24 @@ class Core:
 
 
 def split_submits(message: Submits) -> Iterator[Submit]:
-    columns = (as_i32(message.request_ids), np.cumsum(as_i32(message.lengths)), as_i64(message.seeds))
+    columns = (
+        as_i32(message.request_ids),
+        np.cumsum(as_i32(message.lengths)),
+        as_i64(message.seeds),
+        as_i32(message.max_tokens),
+    )
     start, prompts = 0, message.prompts
-    for request_id, end, seed in zip(*(values.tolist() for values in columns), strict=True):
+    for request_id, end, seed, max_tokens in zip(*(values.tolist() for values in columns), strict=True):
         yield Submit(
             request_id=request_id,
             prompt=prompts[4 * start : 4 * end],
             n=message.n,
-            max_tokens=message.max_tokens,
+            max_tokens=max_tokens,
             seed=seed,
             sampling=message.sampling,
             stream=message.stream,
             priority=message.priority,
+            stop_id=message.stop_id,
             salt=message.salt,
         )
         start = end

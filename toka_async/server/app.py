@@ -78,7 +78,7 @@ def create_app(
 
     async def status_line(_app: web.Application) -> AsyncIterator[None]:
         status = StatusLine(engine, config.log.stats_interval)
-        engine.on_busy = status.start
+        engine.on_busy.append(status.start)
         yield
         status.stop()
 

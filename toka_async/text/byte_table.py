@@ -8,7 +8,7 @@ from itertools import chain, zip_longest
 import numpy as np
 import numpy.typing as npt
 
-from toka_async.arrays import Int32
+from toka_async.arrays import Int32, Int64
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -47,7 +47,7 @@ class ByteTable:
         long = np.flatnonzero(lengths > self._rows.shape[1])
         return rows, lengths, [self._long[i] for i in token_ids[long].tolist()]
 
-    def split(self, token_ids: Int32, counts: Int32) -> list[bytes]:
+    def split(self, token_ids: Int32, counts: Int32 | Int64) -> list[bytes]:
         """Returns one row of bytes for each of `counts`, the number of tokens that it has of `token_ids`."""
         rows, lengths, long = self.rows(token_ids)
         return cut(pack(rows, long), lengths, counts)
@@ -61,7 +61,7 @@ def pack(rows: Bytes, long: Sequence[bytes]) -> bytes:
     return b"".join(chain.from_iterable(zip_longest(raw.split(bytes([LONG])), long, fillvalue=b"")))
 
 
-def cut(raw: bytes, lengths: Int32, counts: Int32) -> list[bytes]:
+def cut(raw: bytes, lengths: Int32, counts: Int32 | Int64) -> list[bytes]:
     """Cuts bytes into rows of `counts` tokens each; `lengths` [t] are the bytes of each token."""
     sums = np.concatenate([[0], np.cumsum(lengths)])
     ends = sums[np.cumsum(counts)].tolist()

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from toka_async.text.pieces import strip_start
 from toka_async.text.tokenizer import Tokenizer
 
+UTF8_DECODER = codecs.getincrementaldecoder("utf-8")
+
 
 class Detokenizer:
     """The text of a growing sequence.
@@ -23,7 +25,7 @@ class Detokenizer:
         self._skip_special = skip_special_tokens
         self._at_start = not continues
         self._strip = 0 if continues else self._pieces.strip[1]
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = UTF8_DECODER("replace")
 
     def push(self, ids: Iterable[int]) -> str:
         """Returns the text that `ids` add and that is final."""

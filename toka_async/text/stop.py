@@ -135,6 +135,11 @@ class StopFilter:
         self._held = text[len(text) - num_held :] if num_held else ""
         return text[: len(text) - num_held], False
 
+    @property
+    def holds(self) -> bool:
+        """Whether text is held back that can be the beginning of a stop string."""
+        return bool(self._held)
+
     def finish(self) -> str:
         """Returns the text that is held back, for a sequence that ended otherwise."""
         text, self._held = self._held, ""

@@ -18,7 +18,7 @@ from toka_async.messages import (
     Reason,
     SamplingParams,
     StepDone,
-    Submit,
+    Submits,
     Tokens,
     ToRank,
     ToScheduler,
@@ -44,8 +44,16 @@ def test_a_request_goes_through() -> None:
     run_turn(core, requests, results, server, ranks, times, ready)
     assert ranks.drain() == []
 
-    prompt = i32_column([1, 2, 3])
-    requests.send(Submit(request_id=7, prompt=prompt, max_tokens=1, seed=0, sampling=SamplingParams()))
+    requests.send(
+        Submits(
+            request_ids=i32_column([7]),
+            lengths=i32_column([3]),
+            prompts=i32_column([1, 2, 3]),
+            seeds=memoryview(bytes(8)),
+            max_tokens=i32_column([1]),
+            sampling=SamplingParams(),
+        )
+    )
     run_turn(core, requests, results, server, ranks, times, ready)
     (step,) = ranks.drain()
     assert as_i32(step.prompts[0].token_ids).tolist() == [1, 2, 3]
@@ -117,7 +125,7 @@ def test_groups_are_as_small_as_the_rank_or_the_user_says(
         group_min_tokens=of_rank[1],
     )
     core, rank = make_core(ready, load_config(None, overrides)), PageRank(ready)
-    core.receive(submit(0, list(range(11)), n=3, max_tokens=5), 0.0)
+    core.submit(submit(0, list(range(11)), n=3, max_tokens=5), 0.0)
     while steps := core.next_steps(0.0):
         for done in [rank.run(part) for step in steps for part in step.passes()]:
             core.complete(done, 0.0)

@@ -12,7 +12,6 @@ from tests.drivers.page_rank import submit
 from tests.drivers.small_core import VOCAB, SmallCore, got, wanted
 from toka_async.arrays import EMPTY, i32_column
 from toka_async.messages import (
-    Cancel,
     Ready,
     SamplingParams,
     Submit,
@@ -97,7 +96,7 @@ def test_a_request_that_fills_the_cache_runs() -> None:
 def test_an_id_in_use_fails() -> None:
     core = SmallCore()
     core.submit(submit(0, PROMPT))
-    core.core.receive(submit(0, PROMPT), 0.0)
+    core.core.submit(submit(0, PROMPT), 0.0)
     core.collect()
     assert core.received[0].failed == "request id 0 is in use"
 
@@ -153,8 +152,8 @@ def test_a_cancel_of_what_has_ended_is_nothing() -> None:
     core = SmallCore()
     received = core.submit(submit(0, PROMPT))
     core.drain()
-    core.core.receive(Cancel(request_id=0), 0.0)
-    core.core.receive(Cancel(request_id=12345), 0.0)
+    core.core.cancel(0)
+    core.core.cancel(12345)
     core.collect()
     assert received.ended
     core.core.check()

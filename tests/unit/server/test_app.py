@@ -13,7 +13,7 @@ import pytest
 from tests.drivers.until import turns, until
 from tests.drivers.web_server import JSON, JSON_HEAD, WebServer, checked_error, web_server
 from tests.fakes.scheduler import FakeScheduler
-from toka_async.messages import Cancel, Submit
+from toka_async.server.engine.request_group import RequestGroup
 from toka_async.server.http.respond import SERVICE
 
 PATH = "/v1/completions"
@@ -47,9 +47,8 @@ async def test_a_client_that_leaves_cancels(stream: bool, num_events: int) -> No
         await leave(server, {**LONG, "stream": stream}, num_events)
         await until(lambda: not server.engine.busy)
         server.scheduler.step()
-        log = server.scheduler.log
-        submitted = [message.request_id for message in log if isinstance(message, Submit)]
-        assert [message.request_id for message in log if isinstance(message, Cancel)] == submitted
+        submitted = [submit.request_id for submit in server.scheduler.submits]
+        assert server.scheduler.cancelled == submitted
         assert len(submitted) == 2
         assert not server.scheduler.requests
 
@@ -174,14 +173,16 @@ async def test_a_slow_reader_costs_no_text() -> None:
             await until(lambda: server.engine.num_requests == 1)
             (transport,) = transports(server)
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-            flight = server.engine.find(0)
-            assert flight is not None
-            for _ in range(40):
+            server.scheduler.step()
+            found = server.engine.requests.find(server.scheduler.submits[0].request_id)
+            assert found is not None
+            for _ in range(39):
                 server.scheduler.step()
                 await turns()
             assert server.engine.num_requests == 0
             assert server.engine.busy  # the handler waits for the client
-            assert all(len(sample.take()) > 20 for sample in flight.samples)
+            assert isinstance(found[0], RequestGroup)
+            assert ((await found[0].news(1 << 20)).counts > 20).all()
             assert 0 < transport.get_write_buffer_size() < 500_000  # of 1.4 MB
         await until(lambda: not server.engine.busy)
 

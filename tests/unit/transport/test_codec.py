@@ -9,7 +9,6 @@ import pytest
 from toka_async.arrays import as_bool, as_i32, as_i64, column, f32_column, i32_column
 from toka_async.messages import (
     AskStats,
-    Cancel,
     Cancels,
     ChunkLogprobs,
     DropStop,
@@ -30,7 +29,6 @@ from toka_async.messages import (
     StepDone,
     StopChecks,
     StopMask,
-    Submit,
     Submits,
     Tokens,
     ToRank,
@@ -83,27 +81,17 @@ STEP = Step(
 )
 CHUNK = ChunkLogprobs(slot=1, start=4, logprobs=FLOATS, ranks=IDS, num_top=1, top_ids=IDS, top_logprobs=FLOATS)
 TO_SCHEDULER: list[ToScheduler] = [
-    Submit(
-        request_id=1,
-        prompt=IDS,
-        n=4,
-        max_tokens=5,
-        seed=2**64 - 1,
-        sampling=SAMPLING,
-        stream=True,
-        priority=-3,
-        stop_id=2,
-    ),
     Submits(
         request_ids=IDS,
         lengths=IDS,
         prompts=IDS,
         seeds=IDS,
-        max_tokens=3,
-        sampling=SamplingParams(top_k=2),
+        max_tokens=IDS,
+        sampling=SAMPLING,
+        stream=True,
+        stop_id=2,
         priority=-1,
     ),
-    Cancel(request_id=2**31 - 1),
     Cancels(request_ids=IDS),
     StopMask(stop_id=1, mask=FLAGS, window=9),
     DropStop(stop_id=1),
@@ -186,7 +174,7 @@ def test_columns_of_a_decoded_message_are_views_of_the_received_bytes() -> None:
         b"",
         b"\xc1",
         msgspec.msgpack.encode(["Step", 1]),
-        msgspec.msgpack.encode(["Cancel", "one"]),
+        msgspec.msgpack.encode(["DropStop", "one"]),
         msgspec.msgpack.encode({"request_id": 1}),
     ],
 )

@@ -16,7 +16,7 @@ import zmq
 
 from tests.drivers.until import turns, wait_until
 from toka_async.arrays import as_i32, column
-from toka_async.messages import Cancel, SamplingParams, Submit, ToScheduler
+from toka_async.messages import Cancels, DropStop, ToScheduler
 from toka_async.transport import zmq_sockets
 from toka_async.transport.codec import Codec
 from toka_async.transport.zmq_sockets import PollSet, ZmqInbox, ZmqOutbox
@@ -77,14 +77,14 @@ def drained(inbox: ZmqInbox[ToScheduler], count: int) -> list[ToScheduler]:
 
 
 def number(message: ToScheduler) -> int:
-    assert isinstance(message, Cancel)
-    return message.request_id
+    assert isinstance(message, DropStop)
+    return message.stop_id
 
 
 def test_messages_arrive_in_order(wires: Wires, inbox: ZmqInbox[ToScheduler]) -> None:
     sender = wires.outbox()
     for i in range(5000):
-        sender.send(Cancel(request_id=i))
+        sender.send(DropStop(stop_id=i))
     assert [number(message) for message in drained(inbox, 5000)] == list(range(5000))
     assert inbox.drain() == []
 
@@ -92,7 +92,7 @@ def test_messages_arrive_in_order(wires: Wires, inbox: ZmqInbox[ToScheduler]) ->
 def test_messages_sent_before_the_inbox_is_bound_arrive(wires: Wires) -> None:
     sender = wires.outbox()
     for i in range(3):
-        sender.send(Cancel(request_id=i))
+        sender.send(DropStop(stop_id=i))
     inbox = wires.inbox()
     assert [number(message) for message in drained(inbox, 3)] == [0, 1, 2]
 
@@ -100,20 +100,20 @@ def test_messages_sent_before_the_inbox_is_bound_arrive(wires: Wires) -> None:
 def test_what_a_dropped_outbox_had_not_sent_reaches_nobody(wires: Wires) -> None:
     kept, num_files = wires.outbox(), len(os.listdir("/proc/self/fd"))
     lost = wires.outbox()
-    lost.send(Cancel(request_id=1))
+    lost.send(DropStop(stop_id=1))
     lost.drop()
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= num_files)  # a thread of the library's closes it
-    kept.send(Cancel(request_id=2))
+    kept.send(DropStop(stop_id=2))
     inbox = wires.inbox()
-    assert drained(inbox, 1) == [Cancel(request_id=2)]
-    kept.send(Cancel(request_id=3))
-    assert drained(inbox, 1) == [Cancel(request_id=3)]
+    assert drained(inbox, 1) == [DropStop(stop_id=2)]
+    kept.send(DropStop(stop_id=3))
+    assert drained(inbox, 1) == [DropStop(stop_id=3)]
 
 
 def test_every_senders_messages_arrive(wires: Wires, inbox: ZmqInbox[ToScheduler]) -> None:
     senders = [wires.outbox() for _ in range(3)]
     for i in range(300):
-        senders[i % 3].send(Cancel(request_id=i))
+        senders[i % 3].send(DropStop(stop_id=i))
     numbers = [number(message) for message in drained(inbox, 300)]
     assert sorted(numbers) == list(range(300))
     for k in range(3):
@@ -124,31 +124,31 @@ def test_every_senders_messages_arrive(wires: Wires, inbox: ZmqInbox[ToScheduler
 @pytest.mark.parametrize("num_tokens", [1, 16_383, 16_384, 2_000_000])
 def test_a_large_message_arrives_whole(wires: Wires, inbox: ZmqInbox[ToScheduler], num_tokens: int) -> None:
     sender, prompt = wires.outbox(), np.arange(num_tokens, dtype=np.int32)
-    sender.send(Submit(request_id=1, prompt=column(prompt), max_tokens=1, seed=0, sampling=SamplingParams()))
-    sender.send(Cancel(request_id=1))
+    sender.send(Cancels(request_ids=column(prompt)))
+    sender.send(DropStop(stop_id=1))
     prompt[:] = -1  # a message is what it was when it was sent
     first, second = drained(inbox, 2)
-    assert isinstance(first, Submit)
-    assert np.array_equal(as_i32(first.prompt), np.arange(num_tokens))
-    assert second == Cancel(request_id=1)
+    assert isinstance(first, Cancels)
+    assert np.array_equal(as_i32(first.request_ids), np.arange(num_tokens))
+    assert second == DropStop(stop_id=1)
 
 
 def test_receive_waits_for_the_next_message(wires: Wires, inbox: ZmqInbox[ToScheduler]) -> None:
     sender = wires.outbox()
-    sender.send(Cancel(request_id=1))
-    sender.send(Cancel(request_id=2))
-    assert inbox.receive() == Cancel(request_id=1)
-    assert inbox.receive() == Cancel(request_id=2)
+    sender.send(DropStop(stop_id=1))
+    sender.send(DropStop(stop_id=2))
+    assert inbox.receive() == DropStop(stop_id=1)
+    assert inbox.receive() == DropStop(stop_id=2)
 
 
 def test_messages_outlive_the_sockets_they_came_by(wires: Wires, inbox: ZmqInbox[ToScheduler]) -> None:
     sender, prompt = wires.outbox(), np.arange(50_000, dtype=np.int32)
-    sender.send(Submit(request_id=1, prompt=column(prompt), max_tokens=1, seed=0, sampling=SamplingParams()))
+    sender.send(Cancels(request_ids=column(prompt)))
     (message,) = drained(inbox, 1)
     inbox.close()
     sender.close()
-    assert isinstance(message, Submit)
-    assert np.array_equal(as_i32(message.prompt), prompt)
+    assert isinstance(message, Cancels)
+    assert np.array_equal(as_i32(message.request_ids), prompt)
 
 
 def test_an_address_that_cannot_be_bound_is_an_error(wires: Wires) -> None:
@@ -168,13 +168,13 @@ def test_wait_ends_with_its_timeout(inbox: ZmqInbox[ToScheduler]) -> None:
 def test_wait_ends_with_a_message_in_any_inbox(wires: Wires, inbox: ZmqInbox[ToScheduler]) -> None:
     other = wires.inbox(f"{wires.address}-2")
     poll = PollSet([inbox, other])
-    wires.outbox(f"{wires.address}-2").send(Cancel(request_id=7))
+    wires.outbox(f"{wires.address}-2").send(DropStop(stop_id=7))
     assert poll.wait(60)
     assert inbox.drain() == []
-    assert other.drain() == [Cancel(request_id=7)]
-    wires.outbox().send(Cancel(request_id=1))
+    assert other.drain() == [DropStop(stop_id=7)]
+    wires.outbox().send(DropStop(stop_id=1))
     assert poll.wait(None)
-    assert inbox.drain() == [Cancel(request_id=1)]
+    assert inbox.drain() == [DropStop(stop_id=1)]
 
 
 # ---- on an event loop
@@ -204,7 +204,7 @@ class Arrivals:
 async def test_messages_from_before_attach_are_called_back(wires: Wires, inbox: ZmqInbox[ToScheduler]) -> None:
     sender, arrivals, loop = wires.outbox(), Arrivals(), asyncio.get_running_loop()
     for i in range(3):
-        sender.send(Cancel(request_id=i))
+        sender.send(DropStop(stop_id=i))
     assert PollSet([inbox]).wait(60)
     inbox.attach(loop, arrivals)
     assert await arrivals.wait(3) == [0, 1, 2]
@@ -215,12 +215,12 @@ async def test_messages_are_called_back_as_they_come_in_order(wires: Wires, inbo
     sender, arrivals, loop = wires.outbox(), Arrivals(), asyncio.get_running_loop()
     inbox.attach(loop, arrivals)
     for i in range(2000):
-        sender.send(Cancel(request_id=i))
+        sender.send(DropStop(stop_id=i))
         if i % 100 == 0:
             await asyncio.sleep(0)
     assert await arrivals.wait(2000) == list(range(2000))
     assert arrivals.num_calls < 2000  # a wake-up takes all that is there
-    sender.send(Cancel(request_id=2000))
+    sender.send(DropStop(stop_id=2000))
     assert (await arrivals.wait(2001))[-1] == 2000
     inbox.detach(loop)
 
@@ -234,7 +234,7 @@ async def test_others_have_their_turns_between_many_messages(
         monkeypatch.setattr(zmq_sockets, name, limit)
     sender, arrivals, loop = wires.outbox(), Arrivals(), asyncio.get_running_loop()
     for i in range(10):
-        sender.send(Cancel(request_id=i))
+        sender.send(DropStop(stop_id=i))
     assert PollSet([inbox]).wait(60)
     inbox.attach(loop, arrivals)
     assert await arrivals.wait(5) == list(range(arrivals.num_calls))
@@ -243,7 +243,7 @@ async def test_others_have_their_turns_between_many_messages(
     await turns()
     assert arrivals.num_calls == num_calls < 10
     rest = drained(inbox, 10 - num_calls)
-    assert arrivals.messages + rest == [Cancel(request_id=i) for i in range(10)]
+    assert arrivals.messages + rest == [DropStop(stop_id=i) for i in range(10)]
 
 
 async def test_nothing_is_called_back_without_messages_or_after_detach(
@@ -254,11 +254,11 @@ async def test_nothing_is_called_back_without_messages_or_after_detach(
     await turns()
     assert arrivals.num_calls == 0
     inbox.detach(loop)
-    sender.send(Cancel(request_id=1))
+    sender.send(DropStop(stop_id=1))
     assert PollSet([inbox]).wait(60)
     await turns()
     assert arrivals.messages == []
-    assert drained(inbox, 1) == [Cancel(request_id=1)]
+    assert drained(inbox, 1) == [DropStop(stop_id=1)]
 
 
 async def test_a_callback_may_send_to_its_own_inbox(wires: Wires, inbox: ZmqInbox[ToScheduler]) -> None:
@@ -269,11 +269,11 @@ async def test_a_callback_may_send_to_its_own_inbox(wires: Wires, inbox: ZmqInbo
     def echo(messages: list[ToScheduler]) -> None:
         for message in messages:
             if number(message) < 200:
-                sender.send(Cancel(request_id=number(message) + 1))
+                sender.send(DropStop(stop_id=number(message) + 1))
         arrivals(messages)
 
     callback: Callable[[list[ToScheduler]], None] = echo
     inbox.attach(loop, callback)
-    sender.send(Cancel(request_id=0))
+    sender.send(DropStop(stop_id=0))
     assert await arrivals.wait(201) == list(range(201))
     inbox.detach(loop)

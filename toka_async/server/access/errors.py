@@ -14,7 +14,7 @@ import msgspec
 from aiohttp import web
 
 from toka_async.openai.errors import ApiError
-from toka_async.server.engine.inflight import EngineStoppedError, RequestFailedError, TimedOutError
+from toka_async.server.engine.request_group import EngineStoppedError, RequestFailedError, TimedOutError
 from toka_async.server.limits.jobs import NotServingError, OverloadedError
 
 logger = logging.getLogger(__name__)

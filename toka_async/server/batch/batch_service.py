@@ -81,7 +81,7 @@ class BatchService:
         )
         engine = self.service.engine
         engine.metrics.registry.register(BatchCollector(self.batches, self.service.accounts.window))
-        engine.on_state = self.follow
+        engine.on_state.append(self.follow)
         self.follow()
         self.batches.start()
 

@@ -20,7 +20,7 @@ from toka_async.openai.errors import ApiError, bad_request
 from toka_async.openai.parse import LARGE, most_parsed_bytes, parse_request, parsed_bytes
 from toka_async.openai.requests import ChatRequest, CompletionRequest
 from toka_async.server.access.errors import as_api_error
-from toka_async.server.engine.inflight import EngineStoppedError
+from toka_async.server.engine.request_group import EngineStoppedError
 from toka_async.server.generate.answers import Answer
 from toka_async.server.generate.chat import prepare_chat
 from toka_async.server.generate.completions import prepare_completion

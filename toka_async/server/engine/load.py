@@ -15,7 +15,7 @@ def show_load(engine: Engine) -> None:
     watch = engine.metrics.watch_gauge
     watch("requests_held", "requests (one a prompt) that have not ended", lambda: engine.num_requests)
     watch("requests_held_max", "more are refused: limits.max_requests", lambda: engine.max_requests)
-    watch("zmq_requests_held", "of these: by direct submission, ids in and out", lambda: engine.direct.num_requests)
+    watch("zmq_requests_held", "of these: by direct submission, ids in and out", lambda: engine.requests.num_accounted)
     engine.metrics.watch_memory(engine.memory)
     watch("processes_silent", "processes that have not answered lately: 0, or one hangs", lambda: len(engine.silent))
 

@@ -23,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from toka_async.arrays import Int32
+from toka_async.arrays import Int64
 from toka_async.messages import GAP_SECONDS, SCHEDULER_STAGES, Reason, Stats
 from toka_async.server.engine.replicas import Replica, Replicas
 
@@ -153,35 +153,25 @@ class Metrics:
         """What server this is: labels to join with, on a series that is always 1."""
         Info("toka:server", "the served model's name and the program's version", registry=self.registry).info(labels)
 
-    def prefilled(self, num_prompt: int, seconds: float) -> None:
-        self._prompt_tokens.inc(num_prompt)
-        self._first.add(seconds)
-
     @property
     def first_tokens(self) -> tuple[int, float]:
         """Requests whose prompt was computed, and the seconds that this took, all together."""
         return self._first.total()
 
-    def sample_ended(self, reason: Reason, count: int = 1) -> None:
-        self._ended[reason].inc(count)
-
-    def samples_ended(self, reasons: Int32) -> None:
-        """Of many samples [s], most of which may go on."""
+    def samples_ended(self, reasons: Int64) -> None:
+        """Why samples have ended, [s]; most of them may go on."""
         if reasons.any():
             for reason, count in enumerate(np.bincount(reasons).tolist()):
                 if reason and count:
-                    self.sample_ended(Reason(reason), count)
+                    self._ended[Reason(reason)].inc(count)
 
     def prefills(self, num_prompt: int, seconds: Float64) -> None:
-        """As `prefilled`, of many requests [r]; `num_prompt` of all together."""
+        """Prompts were computed, `num_prompt` tokens of all together, so long after each request's submission [r]."""
         self._prompt_tokens.inc(num_prompt)
         self._first.observe(seconds)
 
-    def request_ended(self, seconds: float) -> None:
-        self._whole.add(seconds)
-
     def requests_ended(self, seconds: Float64) -> None:
-        """As `request_ended`, of many [r]."""
+        """All samples of requests have ended, so long after each one's submission [r]."""
         self._whole.observe(seconds)
 
     def cancelled(self, count: int = 1) -> None:
@@ -196,7 +186,7 @@ class Metrics:
         return histogram
 
 
-MOST_ADDED = 1024
+MOST_WAITING = 1024
 
 
 class ArrayHistogram(Collector):
@@ -208,32 +198,29 @@ class ArrayHistogram(Collector):
         self._buckets = np.array(buckets)
         self._counts = np.zeros(len(buckets) + 1, np.int64)
         self._sum = 0.0
-        self._added: list[float] = []  # and not observed yet
-
-    def add(self, value: float) -> None:
-        """One value; looking for its place is a hundred times cheaper for many together."""
-        self._added.append(value)
-        if len(self._added) == MOST_ADDED:
-            self._observe_added()
-
-    def _observe_added(self) -> None:
-        if self._added:
-            self.observe(np.array(self._added))
-            self._added.clear()
+        self._waiting: list[Float64] = []  # values that are not counted yet
 
     def observe(self, values: Float64) -> None:
-        """Many values, [r]."""
-        places = np.searchsorted(self._buckets, values)
-        self._counts += np.bincount(places, minlength=self._counts.size)
-        self._sum += float(values.sum())
+        """Values, [r]. Looking for their places is a hundred times cheaper for many together."""
+        self._waiting.append(values)
+        if len(self._waiting) == MOST_WAITING:
+            self._count_waiting()
+
+    def _count_waiting(self) -> None:
+        if self._waiting:
+            values = np.concatenate(self._waiting)
+            self._waiting.clear()
+            places = np.searchsorted(self._buckets, values)
+            self._counts += np.bincount(places, minlength=self._counts.size)
+            self._sum += float(values.sum())
 
     def total(self) -> tuple[int, float]:
         """How many values there were, and their sum."""
-        self._observe_added()
+        self._count_waiting()
         return int(self._counts.sum()), self._sum
 
     def collect(self) -> Iterator[Metric]:
-        self._observe_added()
+        self._count_waiting()
         names = [*map(floatToGoString, self._buckets.tolist()), "+Inf"]
         counts = np.cumsum(self._counts).tolist()
         buckets = [(name, float(count)) for name, count in zip(names, counts, strict=True)]

@@ -1,36 +1,57 @@
 """The replicas as the server sees them: one outbox each, what they can hold, which requests they have.
 
-Requests go to one of them, stop sets to all. Knows what is sent, and nothing of what comes back of a request.
+Requests go to one of them, stop sets to all. Knows what is sent, nothing of what comes back of a request, and how the
+statistics of several replicas become one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import msgspec
+import numpy as np
 
+from toka_async.arrays import Int64, column
 from toka_async.messages import (
     AskStats,
-    Cancel,
     Cancels,
     DropStop,
     EndSample,
     Ready,
     Stats,
     StopMask,
-    Submit,
     Submits,
     ToScheduler,
 )
-from toka_async.server.engine.replica_stats import counters, merged
+from toka_async.server.engine.request_columns import RequestColumns
 from toka_async.server.engine.router import ReplicaRouter
-from toka_async.server.limits.account import do_nothing
 from toka_async.transport.base import Outbox
 
 ASK_SECONDS = 0.25  # in which a scheduler that is asked for its counts answers, unless something is wrong with it
+_STATE = ("num_running", "num_waiting", "pages_used", "pages_cached", "num_pages")
+_COUNTERS = (
+    "prefix_queries",
+    "prefix_hits",
+    "num_preemptions",
+    "prompt_tokens",
+    "generated_tokens",
+    "wasted_tokens",
+    "recomputed_tokens",
+    "num_steps",
+    "step_seconds",
+    "idle_seconds",
+    "device_idle_seconds",
+    "num_compiles",
+    "num_started",
+    "queue_seconds",
+    "prefix_shared",
+    "token_gap_seconds",
+)
+NO_TIMES = (0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -45,17 +66,6 @@ class Replica:
     past: Stats = field(default_factory=Stats)
 
 
-@dataclass(slots=True)
-class Placement:
-    """The replica of a request, or of a bundle of them, and the tokens for which that counts as busy."""
-
-    key: int  # the request's id, or the first one's
-    submit: Submit | Submits
-    replica: int
-    charged: int
-    retried: bool
-
-
 class Replicas:
     """All replicas of one server.
 
@@ -66,7 +76,7 @@ class Replicas:
     Attributes:
         ready: what a request may need at most, so that any of them can take it; None until all have been ready.
         live: those that take requests.
-        on_news: called with the number of a replica whose statistics have come.
+        on_news: all are called with the number of a replica whose statistics have come.
     """
 
     def __init__(self, outboxes: Sequence[Outbox[ToScheduler]], page_size: int = 16) -> None:
@@ -74,8 +84,7 @@ class Replicas:
         self.router = ReplicaRouter(len(outboxes), page_size)
         self.ready: Ready | None = None
         self.live: list[int] = []
-        self.on_news: Callable[[int], None] = do_nothing
-        self._placements: dict[int, Placement] = {}
+        self.on_news: list[Callable[[int], None]] = []
         self._masks: dict[int, StopMask] = {}
         self._num_asked = 0
         self._asked: set[int] = set()  # replicas that have not answered the newest question
@@ -86,7 +95,7 @@ class Replicas:
         """Of all together, as they have last told: `refresh` makes that now."""
         parts = [replica.stats for replica in self.replicas]
         past = [replica.past for replica in self.replicas if replica.life]
-        return merged([*parts, *past])
+        return merge_stats([*parts, *past])
 
     def lost(self) -> dict[int, str]:
         """Those that are away, and why."""
@@ -94,27 +103,23 @@ class Replicas:
 
     # ---- to them -----------------------------------------------------------------------------------------------------
 
-    def submit(self, submit: Submit, *, retried: bool = False) -> None:
-        """Sends a new request to the replica that suits it best; one must be live."""
-        charged = len(submit.prompt) // 4 + submit.n * submit.max_tokens
-        replica = self.router.place(submit.prompt, charged, self.live, submit.salt)
-        self._placements[submit.request_id] = Placement(submit.request_id, submit, replica, charged, retried)
-        self.replicas[replica].outbox.send(submit)
+    def place(self, requests: RequestColumns, num_tokens: Int64) -> list[tuple[int, Int64]]:
+        """Chooses the replica that suits each request best, and counts it as busy with the tokens; one must be live.
 
-    def send_bundle(self, key: int, submits: Submits, replica: int, *, retried: bool) -> None:
-        """Sends new requests to a replica that was chosen, and charged, by the router. One entry for all of them."""
-        num_samples = submits.n * (len(submits.lengths) // 4)
-        charged = len(submits.prompts) // 4 + num_samples * submits.max_tokens
-        self._placements[key] = Placement(key, submits, replica, charged, retried)
-        self.replicas[replica].outbox.send(submits)
+        Returns each replica chosen, with its rows.
+        """
+        if len(self.live) == 1:
+            self.router.charge(self.live[0], sum(num_tokens.tolist()))
+            return [(self.live[0], np.arange(len(requests)))]
+        ends = np.cumsum(requests.lengths)
+        bounds = zip((4 * (ends - requests.lengths)).tolist(), (4 * ends).tolist(), num_tokens.tolist(), strict=True)
+        prompts, place = column(requests.prompts), self.router.place
+        chosen = [place(prompts[start:end], charge, self.live, requests.salt) for start, end, charge in bounds]
+        return [(replica, np.flatnonzero(np.asarray(chosen) == replica)) for replica in sorted(set(chosen))]
 
-    def tell_bundle(self, key: int, message: Cancels) -> None:
-        """Sends to the replica that has the bundle."""
-        self.replicas[self._placements[key].replica].outbox.send(message)
-
-    def tell(self, message: Cancel | EndSample) -> None:
-        """Sends to the replica that has the request."""
-        self.replicas[self._placements[message.request_id].replica].outbox.send(message)
+    def send(self, replica: int, message: Submits | Cancels | EndSample) -> None:
+        """Sends to one replica, which is live or has just been lost."""
+        self.replicas[replica].outbox.send(message)
 
     def tell_all(self, message: StopMask | DropStop) -> None:
         """Sends to every replica, to those that are away when they are back."""
@@ -125,18 +130,6 @@ class Replicas:
         for replica in self.replicas:
             if replica.lost is None:
                 replica.outbox.send(message)
-
-    def settle(self, request_id: int, num_open: int) -> None:
-        """So many of the samples of the request, or of the bundle, still run."""
-        placement = self._placements[request_id]
-        left = min(placement.charged, num_open * placement.submit.max_tokens)
-        self.router.release(placement.replica, placement.charged - left)
-        placement.charged = left
-
-    def end(self, request_id: int) -> None:
-        """The request, or the bundle, is over, however it ended."""
-        placement = self._placements.pop(request_id)
-        self.router.release(placement.replica, placement.charged)
 
     # ---- from them ---------------------------------------------------------------------------------------------------
 
@@ -156,7 +149,8 @@ class Replicas:
         replica = self.replicas[stats.replica]
         if stats.life == replica.life:
             replica.stats = stats
-            self.on_news(stats.replica)
+            for listener in self.on_news:
+                listener(stats.replica)
             if stats.answers == self._num_asked:
                 self._note_answer(stats.replica)
 
@@ -183,18 +177,14 @@ class Replicas:
         if not self._asked:
             self._answered.set()
 
-    def lose(self, index: int, life: int, reason: str, outbox: Outbox[ToScheduler]) -> list[Placement]:
-        """The replica is gone; `outbox` is to its next life. Returns the requests that it had, which are over here."""
+    def lose(self, index: int, life: int, reason: str, outbox: Outbox[ToScheduler]) -> None:
+        """The replica is gone; `outbox` is to its next life."""
         replica = self.replicas[index]
-        replica.past = merged([replica.past, counters(replica.stats)])
+        replica.past = merge_stats([replica.past, keep_counters(replica.stats)])
         replica.life, replica.lost, replica.outbox, replica.stats = life, reason, outbox, Stats()
         self.router.forget(index)
         self._note_answer(index)
         self._count()
-        had = [placement for placement in self._placements.values() if placement.replica == index]
-        for placement in had:
-            self.end(placement.key)
-        return had
 
     def _count(self) -> None:
         self.live = [index for index, each in enumerate(self.replicas) if each.ready and each.lost is None]
@@ -205,3 +195,41 @@ class Replicas:
                 num_pages=min(each.num_pages for each in ready),
                 max_context=min(each.max_context for each in ready),
             )
+
+
+def merge_stats(parts: Sequence[Stats]) -> Stats:
+    """Several replicas' statistics as one: sums; of percentiles the worst replica's, of expected lengths the mean.
+
+    Forecasts stay with their replicas.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    sums = {name: sum(getattr(part, name) for part in parts) for name in (*_STATE, *_COUNTERS)}
+    lengths = [part.expected_length for part in parts if part.expected_length is not None]
+    mean, spread = (sum(values) / max(1, len(lengths)) for values in ((a for a, _ in lengths), (b for _, b in lengths)))
+    return Stats(
+        **sums,
+        depths=tuple(int(sum(column)) for column in _columns(part.depths for part in parts)),
+        pipeline=tuple(map(_add_times, zip_longest(*(part.pipeline for part in parts), fillvalue=NO_TIMES))),
+        stage_seconds=tuple(sum(column) for column in _columns(part.stage_seconds for part in parts)),
+        token_gaps=tuple(int(sum(column)) for column in _columns(part.token_gaps for part in parts)),
+        scheduler_us=tuple(max(column) for column in _columns(part.scheduler_us for part in parts)),
+        forecast_us=tuple(max(column) for column in _columns(part.forecast_us for part in parts)),
+        expected_length=(mean, spread) if lengths else None,
+    )
+
+
+def keep_counters(stats: Stats) -> Stats:
+    """The counters alone, as they stay of a scheduler that is gone, so that sums never fall."""
+    state = dict.fromkeys(_STATE, 0)
+    return msgspec.structs.replace(stats, **state, scheduler_us=(), forecast_us=(), expected_length=None, forecast=None)
+
+
+def _add_times(stages: Iterable[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """One stage's times of all replicas."""
+    seconds, stalled, waited = (sum(column) for column in zip(*stages, strict=True))
+    return seconds, stalled, waited
+
+
+def _columns(rows: Iterable[Sequence[float]]) -> Iterable[tuple[float, ...]]:
+    return zip_longest(*rows, fillvalue=0)

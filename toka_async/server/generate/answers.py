@@ -73,13 +73,13 @@ def run_usage(run: Run, completion_tokens: int) -> Usage:
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(sum(flight.num_cached for flight in run.batch.flights)),
+        prompt_tokens_details=PromptTokensDetails(int(run.group.num_cached.sum())),
     )
 
 
 def sample_usage(run: Run, prompt: int, completion_tokens: int) -> Usage:
     """Of one sample so far, as chunks of a stream say it."""
-    prompt_tokens, cached = len(run.prompts[prompt]), run.batch.flights[prompt].num_cached
+    prompt_tokens, cached = len(run.prompts[prompt]), int(run.group.num_cached[prompt])
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,

@@ -1,4 +1,5 @@
-"""Small jobs from many tasks, done together in a thread: the event loop stays free and a thread switch is shared.
+"""Work on many things, so that the event loop stays free: small jobs from many tasks are done together in a thread,
+which shares its switches; work on thousands of things is done a slice at a time.
 
 Knows nothing of what is computed.
 """
@@ -6,12 +7,22 @@ Knows nothing of what is computed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from typing import Generic, TypeVar
 
 A = TypeVar("A")
 B = TypeVar("B")
+
+SLICE = 256  # things of some microseconds each
+
+
+async def in_slices(items: Iterable[A]) -> AsyncIterator[A]:
+    """The items; after every SLICE of them, a turn of the event loop."""
+    for number, item in enumerate(items, 1):
+        yield item
+        if number % SLICE == 0:
+            await asyncio.sleep(0)
 
 
 class Batcher(Generic[A, B]):

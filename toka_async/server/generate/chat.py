@@ -27,10 +27,10 @@ from toka_async.openai.responses import (
     PromptLogprobs,
     Usage,
 )
-from toka_async.server.engine.rows import TokenRows
+from toka_async.server.engine.token_block import TokenRows
 from toka_async.server.generate.answers import FINISH, AnswerHeader, fingerprint, new_header, num_kept, run_usage
 from toka_async.server.generate.events import ENCODER
-from toka_async.server.generate.logprobs import TokenNames, chat_logprobs, prompt_logprobs, prompt_rows
+from toka_async.server.generate.logprobs import chat_logprobs, prompt_logprobs, prompt_rows
 from toka_async.server.generate.sample_text import Piece
 from toka_async.server.generate.service import Chat, Output, PreparedRequest, Run, Service
 
@@ -157,7 +157,7 @@ class ChatAnswer:
         num_top = run.generation.sampling.num_logprobs
         if num_top < 0 or run.generation.pack_logprobs:
             return None
-        return chat_logprobs(TokenNames(self.service.tokenizer, run.generation.name_token_ids), rows, num_top)
+        return chat_logprobs(self.service.token_names[run.generation.name_token_ids], rows, num_top)
 
     def prompt_logprobs(self, run: Run) -> PromptLogprobs | UnsetType:
         num_top = run.generation.num_prompt_logprobs

@@ -16,10 +16,9 @@ from toka_async.openai.generation import GenerationParams, completion_generation
 from toka_async.openai.prompts import Prompt, count_parts, parse_prompts
 from toka_async.openai.requests import CompletionRequest
 from toka_async.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
-from toka_async.server.engine.rows import TokenRows
-from toka_async.server.engine.slices import SLICE, in_slices
+from toka_async.server.engine.token_block import TokenRows
 from toka_async.server.generate.answers import FINISH, AnswerHeader, fingerprint, new_header, num_kept, run_usage
-from toka_async.server.generate.block_texts import MANY
+from toka_async.server.generate.batching import SLICE, in_slices
 from toka_async.server.generate.events import ENCODER
 from toka_async.server.generate.logprobs import (
     Lists,
@@ -30,6 +29,7 @@ from toka_async.server.generate.logprobs import (
     legacy_logprobs,
     prompt_logprobs,
     prompt_rows,
+    sample_offsets,
     text_offsets,
 )
 from toka_async.server.generate.sample_text import Piece
@@ -128,17 +128,13 @@ class CompletionAnswer:
 
     def sample_logprobs(self, run: Run, samples: Sequence[Output], echo: Echo) -> Sequence[Raw | None]:
         """The log-probs of each sample of a prompt, an echoed prompt's before them."""
-        num_logprobs, skip = run.generation.sampling.num_logprobs, run.generation.skip_special_tokens
-        if num_logprobs < 0 or run.generation.pack_logprobs:
+        if run.generation.sampling.num_logprobs < 0 or run.generation.pack_logprobs:
             return [None] * len(samples)
         text, of_echo = echo
-        rows = [output.rows for output in samples]
-        is_named = not run.generation.name_token_ids
-        if num_logprobs == 0 and is_named and of_echo is None and sum(map(len, rows)) >= MANY:
-            return self.service.logprob_columns.encode(rows, skip, start=len(text))
+        lengths = self.service.token_lengths[run.generation.skip_special_tokens]
         logprobs: list[Raw] = []
-        for each in rows:
-            offsets = text_offsets(self.service.tokenizer, each.token_ids.tolist(), skip, True, len(text))
+        for each in (output.rows for output in samples):
+            offsets = sample_offsets(lengths, each.token_ids.tolist(), len(text))
             own = self.logprobs(run, each, offsets)
             # As JSON at once: what the JSON of all samples is made of would take several times its memory.
             logprobs.append(Raw(ENCODER.encode(own)) if of_echo is None else concatenated(of_echo, own))
@@ -188,7 +184,7 @@ class CompletionAnswer:
         return legacy_logprobs(self.names(run), rows, offsets, run.generation.sampling.num_logprobs)
 
     def names(self, run: Run) -> TokenNames:
-        return TokenNames(self.service.tokenizer, run.generation.name_token_ids)
+        return self.service.token_names[run.generation.name_token_ids]
 
     def echo(self, run: Run, prompt: int) -> Echo:
         """What an echo puts before the completion: the prompt, with its log-probs where the request wants some."""

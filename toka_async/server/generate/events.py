@@ -1,29 +1,39 @@
-"""Server-sent events of a streamed request, sample by sample: for requests that want more than text.
+"""Server-sent events of a streamed request: the rows that have come for a connection at once.
 
-Knows no HTTP; knows nothing of which API the answer belongs to.
+Events of a sample whose request wants text alone differ in their text only, so each is its sample's prefix, the text as
+JSON, and a suffix, and the text of a token that is whole characters is looked up. All other events are made as chunks,
+one by one. Knows no HTTP; knows nothing of which API the answer belongs to.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 
 import msgspec
 from msgspec.structs import replace
 
 from toka_async.messages import Reason
-from toka_async.server.engine.inflight import InFlight
+from toka_async.server.engine.token_block import NO_ROWS, REASONS, TokenBlock
 from toka_async.server.generate.answers import Answer, sample_usage
-from toka_async.server.generate.sample_text import Piece, SampleStream
+from toka_async.server.generate.block_texts import JsonTexts
+from toka_async.server.generate.sample_text import Piece, StreamedTexts
 from toka_async.server.generate.service import Run, Service, stop_token
 
 ENCODER = msgspec.json.Encoder()
 PADDED = 32  # bytes, of which a text with its padding has a multiple
+MARK = "\0text\0"  # no id and no model's name has it
+MOST_TOKENS = 1024  # that become events in one turn of the event loop
+MOST_PLAIN_TOKENS = 64 * MOST_TOKENS  # of requests whose texts are looked up: they are so much cheaper
 
 
 def event(data: msgspec.Struct) -> bytes:
     """One server-sent event."""
     return b"data: " + ENCODER.encode(data) + b"\n\n"
+
+
+def encode_text(text: str) -> bytes:
+    """A text as JSON, without the quotes."""
+    return ENCODER.encode(text)[1:-1]
 
 
 def padding(text: str) -> str:
@@ -32,59 +42,114 @@ def padding(text: str) -> str:
     return secrets.token_urlsafe(count)[:count]
 
 
-class SampleEvents:
-    """The events of one request."""
+class StreamEvents:
+    """The events of one request.
+
+    Attributes:
+        most_tokens: to be given at once, or a few more.
+    """
 
     def __init__(self, service: Service, run: Run, answer: Answer) -> None:
-        self.num_open = len(run.prompts) * run.generation.n
-        self._service = service
+        generation, num_prompts = run.generation, len(run.prompts)
         self._run = run
         self._answer = answer
-        self._streams: dict[tuple[int, int], SampleStream] = {}
+        self._n = generation.n
+        self._wants_tokens = generation.return_token_ids or generation.sampling.num_logprobs >= 0
+        self._is_plain = not (self._wants_tokens or generation.usage_in_chunks or generation.pad_chunks)
+        self._samples = StreamedTexts(
+            service.tokenizer, run.options, num_prompts, generation.n, service.engine.requests.end_sample
+        )
+        self._texts = service.json_texts[run.options.skip_special_tokens]
+        self._has_stops = run.options.stops is not None
+        if self._is_plain and run.options.stops is not None:
+            firsts = run.options.stops.automaton.firsts
+            self._texts = JsonTexts(service.tokenizer, run.options.skip_special_tokens, firsts)
+        self._prefixes: list[bytes | None] = [None] * (num_prompts * generation.n)
+        self._suffix = b""
+        self._prompts_due = {*range(len(self._prefixes))} if generation.return_token_ids else set()
+        self.most_tokens = MOST_PLAIN_TOKENS if self._is_plain and not self._has_stops else MOST_TOKENS
+
+    @property
+    def num_open(self) -> int:
+        """Samples that have not ended."""
+        return self._samples.num_open
 
     @property
     def num_tokens(self) -> int:
-        return sum(stream.num_tokens for stream in self._streams.values())
+        """Tokens kept so far."""
+        return sum(self._samples.num_tokens)
 
-    def take(self, fresh: Sequence[tuple[InFlight, int]]) -> bytes:
-        chunks = [chunk for flight, sample in fresh for chunk in self._chunks(flight, sample)]
-        return b"".join(event(chunk) for chunk in chunks)
+    def take(self, block: TokenBlock) -> bytes:
+        """The events of new tokens."""
+        parts: list[bytes] = []
+        if self._is_plain:
+            self._add_texts(parts, block)
+        else:
+            for row, piece, reason in self._samples.pieces(block):
+                if self._prefixes[row] is None:
+                    self._begin(parts, row)
+                if reason or piece.text or (self._wants_tokens and len(piece.rows)):
+                    self._add_chunk(parts, row, piece, reason)
+        return b"".join(parts)
 
-    def _chunks(self, flight: InFlight, sample: int) -> list[msgspec.Struct]:
-        """What one sample has to say."""
-        state, chunks = flight.samples[sample], []
-        if state.muted:
-            return []
-        stream = self._streams.get((flight.index, sample))
-        is_new = stream is None
-        if stream is None:
-            stream = SampleStream(self._service.tokenizer, self._run.options)
-            self._streams[flight.index, sample] = stream
-            first = self._answer.first(self._run, flight.index, sample)
-            chunks += [] if first is None else [self._with_more(first, flight.index, 0, "")]
-        piece = stream.push(state.take(), state.reason)
-        reason = state.reason
-        stop: str | int | None = stop_token(self._run.generation, piece.rows, reason)
-        if piece.stop is not None:
-            self._service.engine.end_sample(flight, sample, stream.num_tokens)
-            reason, stop = Reason.STOP_STRING, piece.stop
-        self.num_open -= reason is not Reason.NONE
-        if reason is not Reason.NONE or self._has_news(piece):
-            chunk = self._answer.chunk(self._run, flight.index, sample, piece, reason, stop)
-            chunks.append(self._with_more(chunk, flight.index, stream.num_tokens, piece.text))
-        if is_new and chunks and self._run.generation.return_token_ids:
-            chunks[0] = self._answer.with_prompt(chunks[0], self._run, flight.index)
-        return chunks
+    def _add_texts(self, parts: list[bytes], block: TokenBlock) -> None:
+        """Append what new tokens of a request say that wants text alone."""
+        samples, prefixes = self._samples, self._prefixes
+        num_tokens, is_open, stopped = samples.num_tokens, samples.open, samples.stopped
+        ids = block.tokens.token_ids.tolist()
+        texts = list(map(self._texts.__getitem__, ids))
+        start = 0
+        for row, count, number, request_id in samples.rows(block):
+            end = start + count
+            prefix = prefixes[row] or self._begin(parts, row)
+            text = texts[start] if count == 1 else join_texts(texts[start:end])
+            if stopped and row in stopped:
+                text = None
+            elif number or (self._has_stops and (text is None or row in is_open)):
+                piece, reason = samples.push(row, block.tokens.part(start, end), REASONS[number], request_id)
+                text = None if reason else encode_text(piece.text)
+                if reason:
+                    self._add_chunk(parts, row, piece, reason)
+            elif text is None or row in is_open:
+                text = encode_text(samples.push_plain(row, ids[start:end]))
+            else:
+                num_tokens[row] += count
+            if text:
+                parts += (prefix, text, self._suffix)
+            start = end
 
-    def _with_more(self, chunk: msgspec.Struct, prompt: int, num_tokens: int, text: str) -> msgspec.Struct:
-        """A chunk with this text, and what the request wants in every chunk."""
-        generation = self._run.generation
+    def _begin(self, parts: list[bytes], row: int) -> bytes:
+        """Append the sample's first chunk where there is one; returns the prefix of its events, if they are plain."""
+        prompt, sample = divmod(row, self._n)
+        first = self._answer.first(self._run, prompt, sample)
+        if first is not None:
+            parts.append(event(self._complete(first, row, 0, "")))
+        prefix = b""
+        if self._is_plain:
+            chunk = self._answer.chunk(self._run, prompt, sample, Piece(MARK, NO_ROWS, []), Reason.NONE, None)
+            prefix, _, self._suffix = event(chunk).partition(encode_text(MARK))
+        self._prefixes[row] = prefix
+        return prefix
+
+    def _add_chunk(self, parts: list[bytes], row: int, piece: Piece, reason: Reason) -> None:
+        prompt, sample = divmod(row, self._n)
+        stop = piece.stop if piece.stop is not None else stop_token(self._run.generation, piece.rows, reason)
+        chunk = self._answer.chunk(self._run, prompt, sample, piece, reason, stop)
+        parts.append(event(self._complete(chunk, row, self._samples.num_tokens[row], piece.text)))
+
+    def _complete(self, chunk: msgspec.Struct, row: int, num_tokens: int, text: str) -> msgspec.Struct:
+        """A chunk with this text, and what the request wants in every chunk, or in a sample's first one."""
+        generation, prompt = self._run.generation, row // self._n
         if generation.usage_in_chunks:
             chunk = replace(chunk, usage=sample_usage(self._run, prompt, num_tokens))
-        return replace(chunk, obfuscation=padding(text)) if generation.pad_chunks else chunk
+        if generation.pad_chunks:
+            chunk = replace(chunk, obfuscation=padding(text))
+        if row in self._prompts_due:
+            self._prompts_due.remove(row)
+            chunk = self._answer.with_prompt(chunk, self._run, prompt)
+        return chunk
 
-    def _has_news(self, piece: Piece) -> bool:
-        """Tokens whose text is held back are worth a chunk when the request wants to see tokens."""
-        generation = self._run.generation
-        wants_tokens = generation.return_token_ids or generation.sampling.num_logprobs >= 0
-        return bool(piece.text) or (wants_tokens and len(piece.rows) > 0)
+
+def join_texts(texts: list[bytes | None]) -> bytes | None:
+    """The texts of several tokens together; None where one is not whole characters."""
+    return None if None in texts else b"".join(text for text in texts if text is not None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 
 import msgspec
 import numpy as np
@@ -23,7 +23,7 @@ from toka_async.openai.responses import (
     TokenLogprob,
     TopLogprob,
 )
-from toka_async.server.engine.rows import TokenRows
+from toka_async.server.engine.token_block import TokenRows
 from toka_async.text.detokenize import Detokenizer
 from toka_async.text.tokenizer import Tokenizer
 
@@ -34,17 +34,23 @@ def numbers(values: Float32) -> list[float]:
     return np.maximum(values, np.float32(LEAST)).tolist()  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenNames:
-    """What tokens are called in log-probs. as_ids: `token_id:5`, for clients that have to tell all tokens apart."""
+class TokenNames(dict[int, str]):
+    """What tokens are called in the log-probs of completions, by token id; a name is made when its token is first seen.
 
-    tokenizer: Tokenizer
-    as_ids: bool = False
+    as_ids: `token_id:5`, for clients that have to tell all tokens apart.
+    """
 
-    def of_completion(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self.as_ids else legacy_name(self.tokenizer, token_id)
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool = False) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.as_ids = as_ids
+
+    def __missing__(self, token_id: int) -> str:
+        name = self[token_id] = f"token_id:{token_id}" if self.as_ids else legacy_name(self.tokenizer, token_id)
+        return name
 
     def of_chat(self, token_id: int) -> str:
+        """A token's name in the log-probs of chats."""
         return f"token_id:{token_id}" if self.as_ids else self.tokenizer.token_text(token_id)
 
 
@@ -64,17 +70,28 @@ def legacy_logprobs(names: TokenNames, rows: TokenRows, offsets: Sequence[int], 
         offsets: where each token begins in the choice's text.
         num_top: how many of the likeliest the request wants.
     """
-    tokens = list(map(names.of_completion, rows.token_ids.tolist()))
+    tokens = list(map(names.__getitem__, rows.token_ids.tolist()))
     logprobs = numbers(rows.logprobs)
-    top: list[dict[str, float] | None] = []
-    for token, logprob, tops in zip(tokens, logprobs, likeliest(rows, num_top), strict=True):
-        entry: dict[str, float] = {}
-        for token_id, value in tops:
-            # Likeliest first, so that it keeps a name that tokens share.
-            entry.setdefault(names.of_completion(token_id), value)
-        entry.setdefault(token, logprob)
-        top.append(entry)
+    top: list[dict[str, float] | None]
+    if num_top:
+        top = [
+            name_likeliest(names, token, logprob, tops)
+            for token, logprob, tops in zip(tokens, logprobs, likeliest(rows, num_top), strict=True)
+        ]
+    else:
+        top = [{token: logprob} for token, logprob in zip(tokens, logprobs, strict=True)]
     return CompletionLogprobs(tokens=tokens, token_logprobs=list(logprobs), top_logprobs=top, text_offset=list(offsets))
+
+
+def name_likeliest(
+    names: TokenNames, token: str, logprob: float, tops: Sequence[tuple[int, float]]
+) -> dict[str, float]:
+    """The likeliest tokens at one place by name, and the chosen one."""
+    entry: dict[str, float] = {}
+    for token_id, value in tops:
+        entry.setdefault(names[token_id], value)  # likeliest first, so that it keeps a name that tokens share
+    entry.setdefault(token, logprob)
+    return entry
 
 
 def likeliest(rows: TokenRows, num_top: int) -> Iterator[list[tuple[int, float]]]:
@@ -102,7 +119,7 @@ def echoed_logprobs(
     """`legacy_logprobs` of an echoed prompt, whose first token has no log-prob. `offsets` are of all its tokens."""
     rest = legacy_logprobs(names, rows, offsets[1:], num_top)
     return CompletionLogprobs(
-        tokens=[names.of_completion(first_id), *rest.tokens],
+        tokens=[names[first_id], *rest.tokens],
         token_logprobs=[None, *rest.token_logprobs],
         top_logprobs=[None, *rest.top_logprobs],
         text_offset=list(offsets),
@@ -123,6 +140,35 @@ def concatenated(first: Lists, then: CompletionLogprobs | None) -> msgspec.Raw:
     if then is not None and then.tokens:
         lists = tuple(b"%b,%b" % pair for pair in zip(first, json_lists(then), strict=True))
     return msgspec.Raw(b'{"tokens":[%b],"token_logprobs":[%b],"top_logprobs":[%b],"text_offset":[%b]}' % lists)
+
+
+class TokenLengths(dict[int, int]):
+    """Characters of the text of each token of a sample, by token id; -1 where it is not whole characters.
+
+    A length is found when its token is first seen.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self.skip_special_tokens = skip_special_tokens
+        self._pieces = tokenizer.pieces.shown if skip_special_tokens else tokenizer.pieces.rest
+
+    def __missing__(self, token_id: int) -> int:
+        try:
+            length = len(self._pieces[token_id].decode())
+        except UnicodeDecodeError:
+            length = -1
+        self[token_id] = length
+        return length
+
+
+def sample_offsets(lengths: TokenLengths, ids: Sequence[int], start: int = 0) -> list[int]:
+    """Where each token of a sample begins in the text of all; `start` is where the text begins."""
+    sizes = list(map(lengths.__getitem__, ids))
+    if -1 in sizes:
+        return text_offsets(lengths.tokenizer, ids, lengths.skip_special_tokens, continues=True, start=start)
+    return list(accumulate(sizes[:-1], initial=start)) if sizes else []
 
 
 def text_offsets(

@@ -5,10 +5,11 @@ Both give the same text and keep the same tokens. Knows token ids and text; know
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from toka_async.messages import Reason
-from toka_async.server.engine.rows import TokenRows
+from toka_async.server.engine.token_block import REASONS, TokenBlock, TokenRows
 from toka_async.text.detokenize import Detokenizer
 from toka_async.text.stop import StopFilter, StopStrings, first_stop_token
 from toka_async.text.tokenizer import Tokenizer
@@ -19,12 +20,14 @@ class TextOptions:
     """What a request says about its text.
 
     keep_ends: the text of an end token is part of the sample's text, whether the request or the model named it.
+    offsets: where the tokens of a streamed sample begin in its text is wanted.
     """
 
     skip_special_tokens: bool = True
     stops: StopStrings | None = None
     min_tokens: int = 0
     keep_ends: bool = False
+    offsets: bool = True
 
     def num_text_tokens(self, rows: TokenRows, reason: Reason) -> int:
         """How many of the rows have text: an end token has not, unless ends are kept."""
@@ -62,8 +65,8 @@ def sample_text(tokenizer: Tokenizer, ids: list[int], options: TextOptions) -> S
 class Piece:
     """What a streamed sample's new tokens add.
 
-    rows: the tokens, those after a stop string left out. offsets: where each begins in the sample's text.
-    stop: the stop string that ends the sample here.
+    rows: the tokens, those after a stop string left out. offsets: where each begins in the sample's text, if that is
+    wanted. stop: the stop string that ends the sample here.
     """
 
     text: str
@@ -88,9 +91,22 @@ class SampleStream:
         self._num_chars = 0  # of the text that the tokens so far have, whether sent or held back
         self.num_tokens = 0
 
+    @property
+    def is_open(self) -> bool:
+        """Whether what the next token adds depends on those before it."""
+        return self._detokenizer.holds or (self._filter is not None and self._filter.holds) or self._options.offsets
+
+    def push_plain(self, ids: Sequence[int]) -> str:
+        """The text that new tokens add where no stop strings, offsets or numbers of tokens are wanted."""
+        return self._detokenizer.push(ids)
+
     def push(self, rows: TokenRows, reason: Reason) -> Piece:
         """New tokens, and Reason.NONE or why these were the last."""
         ids = rows.token_ids[: self._options.num_text_tokens(rows, reason)].tolist()
+        if self._filter is None and not self._options.offsets:
+            self.num_tokens += len(rows)
+            text = self._detokenizer.push(ids)
+            return Piece(text if reason is Reason.NONE else text + self._finish(), rows, [])
         texts: list[str] = []
         offsets: list[int] = []
         for token_id in ids:
@@ -120,3 +136,73 @@ class SampleStream:
         if self._filter is None:
             return rest
         return self._filter.push(rest, may_stop=False)[0] + self._filter.finish()
+
+
+class StreamedTexts:
+    """The texts of a streamed request's samples: what they need beside the new tokens. A sample is a row here,
+    prompt * n + sample; it has state of its own only while its text depends on tokens that have come before.
+
+    Args:
+        end_sample: told of samples that a stop string ended, by request id, sample and tokens kept.
+
+    Attributes:
+        num_open: samples that have not ended.
+        num_tokens: kept of each sample so far, by row.
+        open: by row, samples whose next token's text is not that of the token alone.
+        stopped: rows that a stop string has ended; their later tokens are dropped.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        options: TextOptions,
+        num_prompts: int,
+        n: int,
+        end_sample: Callable[[int, int, int], None],
+    ) -> None:
+        self.num_open = num_prompts * n
+        self.num_tokens = [0] * self.num_open
+        self.open: dict[int, SampleStream] = {}
+        self.stopped: set[int] = set()
+        self._tokenizer = tokenizer
+        self._options = options
+        self._n = n
+        self._end_sample = end_sample
+
+    def push_plain(self, row: int, ids: Sequence[int]) -> str:
+        """The text that new tokens add to a sample that goes on, for requests of text alone without stop strings."""
+        stream = self.open.pop(row, None) or SampleStream(self._tokenizer, self._options)
+        text = stream.push_plain(ids)
+        if stream.is_open:
+            self.open[row] = stream
+        self.num_tokens[row] += len(ids)
+        return text
+
+    def push(self, row: int, rows: TokenRows, reason: Reason, request_id: int) -> tuple[Piece, Reason]:
+        """What new tokens add to a sample, and why it has ended, if it has."""
+        stream = self.open.pop(row, None) or SampleStream(self._tokenizer, self._options)
+        stream.num_tokens = self.num_tokens[row]
+        piece = stream.push(rows, reason)
+        self.num_tokens[row] = stream.num_tokens
+        if piece.stop is not None:
+            self.stopped.add(row)
+            if reason is Reason.NONE:
+                self._end_sample(request_id, row % self._n, stream.num_tokens)
+            reason = Reason.STOP_STRING
+        elif reason is Reason.NONE and stream.is_open:
+            self.open[row] = stream
+        self.num_open -= reason is not Reason.NONE
+        return piece, reason
+
+    def rows(self, block: TokenBlock) -> Iterator[tuple[int, int, int, int]]:
+        """The rows of new tokens: row, number of tokens, reason, request id."""
+        return zip((block.rows[0] * self._n + block.rows[1]).tolist(), *block.rows[2:5].tolist(), strict=True)
+
+    def pieces(self, block: TokenBlock) -> Iterator[tuple[int, Piece, Reason]]:
+        """What new tokens add, by row."""
+        start = 0
+        for row, count, reason, request_id in self.rows(block):
+            if row not in self.stopped:
+                tokens = block.tokens.part(start, start + count)
+                yield row, *self.push(row, tokens, REASONS[reason], request_id)
+            start += count

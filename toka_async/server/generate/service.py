@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -38,20 +37,17 @@ from toka_async.openai.generation import (
 from toka_async.openai.prompts import Prompt, check_vocabulary
 from toka_async.openai.requests import ANY_MODEL
 from toka_async.server.engine.engine import Engine
-from toka_async.server.engine.inflight import RequestGroup, timed_out
-from toka_async.server.engine.rows import REASONS, TokenBlock, TokenRows
-from toka_async.server.engine.slices import SLICE, in_slices
-from toka_async.server.engine.submitting import submitted_too
-from toka_async.server.generate.batching import Batcher
-from toka_async.server.generate.block_texts import MANY, BlockTexts
+from toka_async.server.engine.request_columns import RequestColumns, concat_arrays
+from toka_async.server.engine.request_group import RequestGroup, timed_out
+from toka_async.server.engine.token_block import REASONS, TokenBlock, TokenRows
+from toka_async.server.generate.batching import SLICE, Batcher, in_slices
+from toka_async.server.generate.block_texts import MANY, BlockTexts, JsonTexts
 from toka_async.server.generate.encoding import TextEncoder, groups
-from toka_async.server.generate.json_texts import JsonTexts
-from toka_async.server.generate.logprob_columns import LogprobColumns
-from toka_async.server.generate.sample_text import SampleText, TextOptions, sample_text
+from toka_async.server.generate.logprobs import TokenLengths, TokenNames
+from toka_async.server.generate.sample_text import SampleText, TextOptions
 from toka_async.server.generate.stop_sets import StopSets
 from toka_async.server.limits.account import Account, Cost
 from toka_async.server.limits.accounts import Accounts
-from toka_async.server.limits.jobs import EngineRequest
 from toka_async.text.chat import MAX_CHARS, ChatTemplate, ChatTemplateError, TemplateKwargsError
 from toka_async.text.stop import StopStrings
 from toka_async.text.tokenizer import Tokenizer
@@ -61,8 +57,6 @@ logger = logging.getLogger(__name__)
 
 A = TypeVar("A")
 B = TypeVar("B")
-
-MIN_SAMPLES = 4  # of a request, for which looking at them together is faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +86,16 @@ class PreparedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A request while it runs. prompts: token ids [p] each, one engine request each, as in `batch.flights`."""
+    """A request while it runs. prompts: token ids [p] each, one engine request each, whose key is its place."""
 
     generation: GenerationParams
     prompts: list[Int32]
     options: TextOptions
-    batch: RequestGroup
+    group: RequestGroup
 
     def prefilled(self, prompt: int) -> Prefilled:
-        """What the engine says of a prompt, which it has computed."""
-        prefilled = self.batch.flights[prompt].prefilled
-        assert prefilled is not None, "the prompt is computed before its samples"
-        return prefilled
+        """What the engine says of a prompt whose log-probs are wanted, once it is computed."""
+        return self.group.prefilled[prompt]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +123,19 @@ class Service:
     logs_prompts: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     json_texts: dict[bool, JsonTexts] = field(init=False)  # without and with special tokens skipped
-    logprob_columns: LogprobColumns = field(init=False)
+    token_names: dict[bool, TokenNames] = field(init=False)  # by text and by id
+    token_lengths: dict[bool, TokenLengths] = field(init=False)  # as json_texts
     _encoder: TextEncoder = field(init=False)
     _render: Batcher[Chat, str] = field(init=False)
-    _decode: Batcher[tuple[list[int], TextOptions], SampleText] = field(init=False)
     _block_texts: BlockTexts = field(init=False)
     _stop_sets: StopSets = field(init=False)
 
     def __post_init__(self) -> None:
         self.json_texts = {skip: JsonTexts(self.tokenizer, skip) for skip in (False, True)}
-        self.logprob_columns = LogprobColumns(self.tokenizer)
+        self.token_names = {as_ids: TokenNames(self.tokenizer, as_ids) for as_ids in (False, True)}
+        self.token_lengths = {skip: TokenLengths(self.tokenizer, skip) for skip in (False, True)}
         self._encoder = TextEncoder(self.tokenizer, self.executor)
         self._render = Batcher(self._render_all, self.executor)
-        self._decode = Batcher(self._decode_all, self.executor)
         self._block_texts = BlockTexts(self.tokenizer)
         self._stop_sets = StopSets(self.engine, self.tokenizer, self.executor)
 
@@ -302,17 +294,13 @@ class Service:
         stop_set = nullcontext(-1) if stops is None else self._stop_sets.use(stops, request.vocab_size)
         async with stop_set as stop_id:
             salt = self.accounts.salt_of(account, generation.cache_salt)
-            jobs = (
-                job(generation, prompt, index, budget, stop_id, salt)
-                for index, (prompt, budget) in enumerate(zip(prompts, request.budgets, strict=True))
-            )
-            first = list(islice(jobs, SLICE))
-            with self.engine.submitted(first, account.timeout, waited) as batch, noted(prompts, batch):
-                watched = nullcontext() if stops is None else self._stop_sets.watched(batch, options)
-                with watched:
-                    async with submitted_too(self.engine, batch, jobs):
-                        self.log_prompts(account, prompts)
-                        yield Run(generation, prompts, options, batch)
+            requests = request_columns(generation, prompts, request.budgets, stop_id, salt)
+            group = RequestGroup(len(prompts), generation.n, generation.stream)
+            watched = nullcontext() if stops is None else self._stop_sets.watched(group, options)
+            with noted(prompts, group), watched:
+                async with self.engine.running(requests, group, account.timeout, waited):
+                    self.log_prompts(account, prompts)
+                    yield Run(generation, prompts, options, group)
 
     def log_prompts(self, account: Account, prompts: Iterable[npt.NDArray[np.generic]]) -> None:
         """Only where `log.prompts` asks for it. Quoted: a prompt is one line."""
@@ -325,41 +313,20 @@ class Service:
         Raises:
             RequestFailedError, EngineStoppedError: a request ended otherwise.
         """
-        await run.batch.finished()
-        if in_blocks(run.generation):
-            blocks = [flight.take_block() async for flight in in_slices(run.batch.flights)]
-            if sum(block.token_ids.size for block in blocks) < MANY:
-                return self._block_outputs(run, blocks)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self.executor, self._block_outputs, run, blocks)
-        samples = [sample for flight in run.batch.flights for sample in flight.samples]
-        rows = [sample.take() async for sample in in_slices(samples)]
-        items = [
-            (each.token_ids[: run.options.num_text_tokens(each, sample.reason)].tolist(), run.options)
-            async for each, sample in in_slices(zip(rows, samples, strict=True))
-        ]
-        texts = await self._decode.run(items)
-        outputs = [
-            output(run.generation, text, each, sample.reason)
-            async for text, each, sample in in_slices(zip(texts, rows, samples, strict=True))
-        ]
-        n = run.generation.n
-        return [outputs[start : start + n] for start in range(0, len(outputs), n)]
+        block = await run.group.finished()
+        if len(block.tokens) < MANY:
+            return self._outputs(run, block)
+        return await asyncio.get_running_loop().run_in_executor(self.executor, self._outputs, run, block)
 
-    def _block_outputs(self, run: Run, blocks: Sequence[TokenBlock]) -> list[list[Output]]:
-        """The samples of each prompt's block."""
-        generation, outputs = run.generation, []
-        for block in blocks:
-            ends, tokens = np.cumsum(block.counts), block.tokens
-            columns = (ends - block.counts, ends, block.reasons)
-            rows = zip(self._block_texts.texts(block, run.options), *(each.tolist() for each in columns), strict=True)
-            outputs.append(
-                [
-                    output(generation, text, tokens.part(start, end), REASONS[number])
-                    for text, start, end, number in rows
-                ]
-            )
-        return outputs
+    def _outputs(self, run: Run, block: TokenBlock) -> list[list[Output]]:
+        """`block` has all samples, in order."""
+        n, start, outputs = run.generation.n, 0, []
+        texts = self._block_texts.texts(block, run.options)
+        for text, count, reason in zip(texts, block.counts.tolist(), block.reasons.tolist(), strict=True):
+            rows = block.tokens.part(start, start + count)
+            outputs.append(output(run.generation, text, rows, REASONS[reason]))
+            start += count
+        return [outputs[start : start + n] for start in range(0, len(outputs), n)]
 
     def _render_all(self, chats: list[Chat]) -> list[str]:
         if self.chat_template is None:
@@ -374,9 +341,6 @@ class Service:
             for chat in chats
         ]
 
-    def _decode_all(self, items: list[tuple[list[int], TextOptions]]) -> list[SampleText]:
-        return [sample_text(self.tokenizer, ids, options) for ids, options in items]
-
 
 def text_options(generation: GenerationParams) -> TextOptions:
     return TextOptions(
@@ -384,49 +348,38 @@ def text_options(generation: GenerationParams) -> TextOptions:
         stops=StopStrings(generation.stops, generation.include_stop) if generation.stops else None,
         min_tokens=generation.sampling.min_tokens,
         keep_ends=generation.include_stop,
+        offsets=generation.sampling.num_logprobs >= 0,
     )
 
 
 @contextmanager
-def noted(prompts: Sequence[Int32], batch: RequestGroup) -> Iterator[None]:
+def noted(prompts: Sequence[Int32], group: RequestGroup) -> Iterator[None]:
     """Notes what a request took when it is over, for its line in the log."""
     try:
         yield
     finally:
         if (tokens := request_tokens.get()) is not None:
             tokens["prompt_tokens"] += sum(map(len, prompts))
-            tokens["output_tokens"] += sum(flight.num_tokens for flight in batch.flights)
+            tokens["output_tokens"] += group.num_tokens
 
 
-def job(
-    generation: GenerationParams, prompt: Int32, index: int, max_tokens: int, stop_id: int, salt: int
-) -> EngineRequest:
-    """The prompt of that index as the engine gets it."""
-    return EngineRequest(
-        prompt=prompt,
+def request_columns(
+    generation: GenerationParams, prompts: list[Int32], budgets: list[int], stop_id: int, salt: int
+) -> RequestColumns:
+    """The prompts as the engine gets them, with the max_tokens of each."""
+    return RequestColumns(
+        keys=np.arange(len(prompts)),
+        lengths=np.asarray([len(prompt) for prompt in prompts], np.int32),
+        prompts=concat_arrays(prompts).astype(np.int32, copy=False),
+        seeds=np.asarray([prompt_seed(generation.seed, index) for index in range(len(prompts))], np.int64),
+        max_tokens=np.asarray(budgets, np.int64),
         n=generation.n,
-        max_tokens=max_tokens,
-        seed=prompt_seed(generation.seed, index),
         sampling=generation.sampling,
         stream=generation.stream,
         priority=generation.priority,
         stop_id=stop_id,
         salt=salt,
-        in_blocks=in_blocks(generation),
     )
-
-
-def in_blocks(generation: GenerationParams) -> bool:
-    """Whether the tokens of many samples are looked at together: there are many, and no likeliest tokens are wanted.
-
-    Of streamed ones only the text may be wanted, and no stop string may end it.
-    """
-    num_logprobs = generation.sampling.num_logprobs
-    wants_tokens = num_logprobs >= 0 or generation.return_token_ids
-    wants_more = wants_tokens or generation.usage_in_chunks or generation.pad_chunks
-    if generation.stream and (generation.stops or wants_more):
-        return False
-    return generation.n >= MIN_SAMPLES and num_logprobs <= 0
 
 
 def prompt_seed(seed: int, index: int) -> int:

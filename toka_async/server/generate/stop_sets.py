@@ -17,7 +17,7 @@ import numpy as np
 from toka_async.arrays import Bool, as_i32, column
 from toka_async.messages import DropStop, StopChecks, StopMask
 from toka_async.server.engine.engine import Engine
-from toka_async.server.engine.inflight import RequestGroup
+from toka_async.server.engine.request_table import Sink
 from toka_async.server.generate.sample_text import TextOptions
 from toka_async.text.stop import StopStrings, StopWatch
 from toka_async.text.tokenizer import Tokenizer
@@ -28,10 +28,11 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A batch whose samples are looked at, by flight's index and sample."""
+    """Requests of one sink whose samples are looked at, by key and sample. ended: those that a string was found in."""
 
     options: TextOptions
     samples: dict[tuple[int, int], StopWatch] = field(default_factory=dict)
+    ended: set[tuple[int, int]] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -59,8 +60,8 @@ class StopSets:
         self._sets: dict[Key, StopSet] = {}  # those idle for longest first among the idle ones
         self._next_id = 0
         self._vocabulary: Vocabulary | None = None
-        self._watched: dict[RequestGroup, Watched] = {}
-        engine.on_stop_checks = self._on_checks
+        self._watched: dict[Sink, Watched] = {}
+        engine.on_stop_checks.append(self._on_checks)
 
     @asynccontextmanager
     async def use(self, stops: StopStrings, vocab_size: int) -> AsyncIterator[int]:
@@ -78,13 +79,13 @@ class StopSets:
                 self._leave(key)
 
     @contextmanager
-    def watched(self, batch: RequestGroup, options: TextOptions) -> Iterator[None]:
-        """While in it, the scheduler's questions about the batch are answered."""
-        self._watched[batch] = Watched(options)
+    def watched(self, sink: Sink, options: TextOptions) -> Iterator[None]:
+        """While in it, the scheduler's questions about the sink's requests are answered."""
+        self._watched[sink] = Watched(options)
         try:
             yield
         finally:
-            del self._watched[batch]
+            del self._watched[sink]
 
     def _register(self, stops: StopStrings, vocab_size: int) -> StopSet:
         stop_id, self._next_id = self._next_id, self._next_id + 1
@@ -93,7 +94,7 @@ class StopSets:
     async def _send(self, stop_id: int, stops: StopStrings, vocab_size: int) -> None:
         loop = asyncio.get_running_loop()
         mask = await loop.run_in_executor(self._executor, self._mask, stops, vocab_size)
-        self._engine.tell_all(StopMask(stop_id=stop_id, mask=column(mask), window=stops.window))
+        self._engine.replicas.tell_all(StopMask(stop_id=stop_id, mask=column(mask), window=stops.window))
 
     def _mask(self, stops: StopStrings, vocab_size: int) -> Bool:
         if self._vocabulary is None:
@@ -111,7 +112,7 @@ class StopSets:
     def _evict(self) -> None:
         idle = [key for key, entry in self._sets.items() if not entry.num_users and entry.sent.done()]
         for key in idle[: max(0, len(idle) - self._max_idle)]:
-            self._engine.tell_all(DropStop(stop_id=self._sets.pop(key).stop_id))
+            self._engine.replicas.tell_all(DropStop(stop_id=self._sets.pop(key).stop_id))
 
     def _on_checks(self, message: StopChecks) -> None:
         token_ids = as_i32(message.token_ids).tolist()
@@ -123,15 +124,15 @@ class StopSets:
             self._check(request_id, sample, num_tokens, token_ids[end - count : end])
 
     def _check(self, request_id: int, sample: int, num_tokens: int, window: list[int]) -> None:
-        flight = self._engine.find(request_id)
-        watched = self._watched.get(flight.batch) if flight is not None else None
-        if flight is None or watched is None or flight.is_closed(sample):
+        sink, key = self._engine.requests.find(request_id) or (None, 0)
+        watched = None if sink is None else self._watched.get(sink)
+        if watched is None or (key, sample) in watched.ended:
             return
-        watch = watched.samples.get((flight.index, sample))
+        watch = watched.samples.get((key, sample))
         if watch is None:
             options = watched.options
             assert options.stops is not None
-            watch = watched.samples[flight.index, sample] = StopWatch(
+            watch = watched.samples[key, sample] = StopWatch(
                 options.stops,
                 self._tokenizer,
                 skip_special_tokens=options.skip_special_tokens,
@@ -139,4 +140,5 @@ class StopSets:
             )
         found = watch.check(window, num_tokens)
         if found is not None:
-            self._engine.end_sample(flight, sample, found)
+            watched.ended.add((key, sample))
+            self._engine.requests.end_sample(request_id, sample, found)

@@ -8,8 +8,8 @@ from toka_async.openai.errors import bad_request
 from toka_async.openai.generation import chat_generation
 from toka_async.openai.requests import ChatBatchRequest, ChatRequest, CompletionRequest
 from toka_async.server.access.guard import account_of
-from toka_async.server.engine.slices import SLICE
 from toka_async.server.generate.answers import new_header
+from toka_async.server.generate.batching import SLICE
 from toka_async.server.generate.chat import ChatAnswer, one_chat, prepare_chat
 from toka_async.server.generate.completions import check_counts, prepare_completion
 from toka_async.server.generate.service import Chat

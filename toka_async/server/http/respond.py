@@ -6,18 +6,15 @@ Knows aiohttp; knows nothing of which API the answer belongs to.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 from aiohttp import web
 
 from toka_async.server.access.errors import as_api_error
-from toka_async.server.engine.inflight import EngineStoppedError, InFlight, RequestFailedError
+from toka_async.server.engine.request_group import EngineStoppedError, RequestFailedError
 from toka_async.server.generate.answers import Answer, run_usage
-from toka_async.server.generate.events import ENCODER, SampleEvents, event
-from toka_async.server.generate.service import Run, Service, in_blocks
-from toka_async.server.generate.text_events import TextEvents
+from toka_async.server.generate.events import ENCODER, StreamEvents, event
+from toka_async.server.generate.service import Run, Service
 from toka_async.server.generate.whole_body import whole_body
 from toka_async.server.http.receive import give_back_room
 
@@ -51,22 +48,6 @@ async def stream_in_time(request: web.Request, stream: EventStream) -> web.Strea
         raise ConnectionResetError("the client does not take its stream") from None
 
 
-class StreamEvents(Protocol):
-    """What the tokens of a streamed request become.
-
-    num_open: samples that have not ended. num_tokens: kept so far.
-    """
-
-    num_open: int
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    def take(self, fresh: Sequence[tuple[InFlight, int]]) -> bytes:
-        """The events of all that is new of some samples."""
-        ...
-
-
 class EventStream:
     """The event stream of one request.
 
@@ -78,21 +59,20 @@ class EventStream:
         self._request = request
         self._run = run
         self._answer = answer
-        service = request.app[SERVICE]
-        events = TextEvents if in_blocks(run.generation) else SampleEvents
-        self._events: StreamEvents = events(service, run, answer)
+        self._events = StreamEvents(request.app[SERVICE], run, answer)
 
     async def send(self) -> web.StreamResponse:
         """Sends everything. An error before the first event is an ordinary error response, later one an event."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        fresh = await self._run.batch.news()
+        events, group = self._events, self._run.group
+        block = await group.news(events.most_tokens)
         await response.prepare(self._request)
         try:
-            await response.write(self._events.take(fresh))
-            while self._events.num_open:
-                await response.write(self._events.take(await self._run.batch.news()))
+            await response.write(events.take(block))
+            while events.num_open:
+                await response.write(events.take(await group.news(events.most_tokens)))
             if self._run.generation.include_usage:
-                await response.write(event(self._answer.last(run_usage(self._run, self._events.num_tokens))))
+                await response.write(event(self._answer.last(run_usage(self._run, events.num_tokens))))
             await response.write(DONE)
         except (RequestFailedError, EngineStoppedError) as error:
             await response.write(event(as_api_error(error).response()))

@@ -19,10 +19,6 @@ from toka_async.server.limits.jobs import OverloadedError
 UNLIMITED = 2**62
 
 
-def do_nothing(*_: object) -> None:
-    """Nobody wants to know."""
-
-
 class Cost(NamedTuple):
     """What is asked of the engine: prompts, their tokens with all that may follow them, and samples."""
 

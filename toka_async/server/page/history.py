@@ -87,7 +87,7 @@ class ReplicaHistory:
         self._forecasts: list[deque[PageForecast]] = [deque(maxlen=NUM_FORECASTS) for _ in self._lives]
         self._asked_at = float("-inf")
         self._points.append(self._point(0))
-        replicas.on_news = self.add
+        replicas.on_news.append(self.add)
 
     @property
     def now(self) -> int:

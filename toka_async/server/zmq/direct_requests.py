@@ -13,22 +13,23 @@ import numpy as np
 from toka_async.arrays import Int32, Int64, as_f32, as_i32
 from toka_async.messages import Reason
 from toka_async.protocol import Columns, PromptLogprobs, ServerHeader
-from toka_async.server.engine.inflight import InFlight
-from toka_async.server.generate.sample_text import SampleStream
+from toka_async.server.engine.token_block import TokenBlock
+from toka_async.server.generate.events import MOST_TOKENS
+from toka_async.server.generate.sample_text import StreamedTexts
 from toka_async.server.generate.service import Run, Service
 from toka_async.server.limits.account import Account
 from toka_async.server.zmq.fields_cache import RequestFields
 from toka_async.server.zmq.result_columns import SampleColumns
 
 
-class Sink(Protocol):
+class AddMessage(Protocol):
     """Takes what is to be sent: see `Session.add`."""
 
     def __call__(self, header: ServerHeader, columns: Columns, ids: Int64, ended: list[int]) -> None: ...
 
 
 async def run_request(
-    service: Service, account: Account, plan: RequestFields, key: int, prompt: Int32, seed: int, sink: Sink
+    service: Service, account: Account, plan: RequestFields, key: int, prompt: Int32, seed: int, add: AddMessage
 ) -> None:
     """Runs it to its end; cancelled, it ends at once.
 
@@ -38,7 +39,7 @@ async def run_request(
     generation = replace(plan.generation, seed=seed)
     prepared = await service.prepare(generation, [prompt], "prompt", service.limits(generation.n))
     async with service.running(prepared, account) as run:
-        answer = DirectAnswer(service, plan, key, run, sink)
+        answer = DirectAnswer(service, plan, key, run, add)
         if generation.stream:
             await answer.stream()
         else:
@@ -48,12 +49,12 @@ async def run_request(
 class DirectAnswer:
     """Turns what comes of a running request into messages. `key`: its client's id."""
 
-    def __init__(self, service: Service, plan: RequestFields, key: int, run: Run, sink: Sink) -> None:
+    def __init__(self, service: Service, plan: RequestFields, key: int, run: Run, add: AddMessage) -> None:
         self._service = service
         self._plan = plan
         self._key = key
         self._run = run
-        self._sink = sink
+        self._add = add
 
     async def whole(self) -> None:
         """Waits for all samples."""
@@ -65,38 +66,30 @@ class DirectAnswer:
             stop = self._stop_place(output.stop if isinstance(output.stop, str) else None)
             columns.add(sample, output.rows, output.text, output.reason, stop)
         header, made = columns.columns()
-        self._sink(header, made, made["ids"], [self._key])
+        self._add(header, made, made["ids"], [self._key])
 
     async def stream(self) -> None:
-        """Sends tokens as they come, as many in a turn of the event loop as `news` gives."""
-        generation, options = self._run.generation, self._run.options
-        streams = {sample: SampleStream(self._service.tokenizer, options) for sample in range(generation.n)}
-        while streams:
-            self._send_pieces(streams, await self._run.batch.news())
+        """Sends tokens as they come, MOST_TOKENS in a turn of the event loop."""
+        service, run = self._service, self._run
+        options = replace(run.options, offsets=False)
+        texts = StreamedTexts(service.tokenizer, options, 1, run.generation.n, service.engine.requests.end_sample)
+        while texts.num_open:
+            self._send_pieces(texts, await run.group.news(MOST_TOKENS))
 
-    def _send_pieces(self, streams: dict[int, SampleStream], fresh: list[tuple[InFlight, int]]) -> None:
-        """What samples have new. `streams`: of those that have not ended."""
+    def _send_pieces(self, texts: StreamedTexts, block: TokenBlock) -> None:
+        """What samples have new."""
         columns, num_rows = self._columns(), 0
-        for flight, sample in fresh:
-            state = flight.samples[sample]
-            if state.muted:
-                continue
-            piece, reason = streams[sample].push(state.take(), state.reason), state.reason
-            if piece.stop is not None:
-                self._service.engine.end_sample(flight, sample, streams[sample].num_tokens)
-                reason = Reason.STOP_STRING
-            if reason is not Reason.NONE:
-                del streams[sample]
+        for sample, piece, reason in texts.pieces(block):
             if reason is not Reason.NONE or len(piece.rows):
                 columns.add(sample, piece.rows, piece.text, reason, self._stop_place(piece.stop))
                 num_rows += 1
         if num_rows:
             header, made = columns.columns()
-            self._sink(header, made, made["ids"], [] if streams else [self._key])
+            self._add(header, made, made["ids"], [] if texts.num_open else [self._key])
 
     def _columns(self) -> SampleColumns:
         generation = self._run.generation
-        num_cached = self._run.batch.flights[0].num_cached
+        num_cached = int(self._run.group.num_cached[0])
         return SampleColumns(
             self._key,
             num_cached,
@@ -117,4 +110,4 @@ class DirectAnswer:
         }
         num_top = self._run.generation.num_prompt_logprobs
         header = PromptLogprobs(seq=0, id=self._key, num_top=num_top, columns=tuple(columns))
-        self._sink(header, columns, np.asarray([self._key]), [])
+        self._add(header, columns, np.asarray([self._key]), [])

@@ -11,28 +11,32 @@ import numpy as np
 
 from toka_async.arrays import Bool, Int32
 from toka_async.protocol import Columns, Results
-from toka_async.server.engine.direct_rows import DirectRows, parts_of
-from toka_async.server.engine.rows import NO_ROWS, TokenRows, join
+from toka_async.server.engine.request_columns import select_parts
+from toka_async.server.engine.token_block import TokenBlock, TokenRows, concat_rows
 
 PER_ROW = ("ids", "samples", "counts", "reasons", "cached", "text_lengths", "stops")
 
 
-def of_rows(rows: DirectRows, cached: Int32) -> tuple[Results, Columns]:
-    """Of rows by the client's ids; `cached` [r]."""
-    width = max(rows.num_logprobs, 0)
+def block_columns(block: TokenBlock) -> tuple[Results, Columns]:
+    """The columns of a block whose keys are the client's ids."""
     columns: Columns = {
-        "ids": rows.keys,
-        "samples": rows.samples,
-        "counts": rows.counts,
-        "reasons": rows.reasons,
-        "cached": cached,
-        "token_ids": rows.token_ids,
+        "ids": block.keys,
+        "samples": block.samples.astype(np.int32),
+        "counts": block.counts.astype(np.int32),
+        "reasons": block.reasons.astype(np.int32),
+        "cached": block.cached.astype(np.int32),
     }
-    if rows.num_logprobs >= 0:
-        columns["logprobs"] = rows.logprobs
-    if width:
-        columns |= {"top_ids": rows.top_ids, "top_logprobs": rows.top_logprobs}
-    return Results(seq=0, num_top=width, columns=tuple(columns)), columns
+    return with_tokens(columns, block.tokens, block.num_logprobs)
+
+
+def with_tokens(columns: Columns, tokens: TokenRows, num_logprobs: int) -> tuple[Results, Columns]:
+    """The columns and those of the tokens, log-probs where they were asked for, with their header."""
+    columns["token_ids"] = tokens.token_ids
+    if num_logprobs >= 0:
+        columns["logprobs"] = tokens.logprobs
+    if num_logprobs > 0:
+        columns |= {"top_ids": tokens.top_ids.reshape(-1), "top_logprobs": tokens.top_logprobs.reshape(-1)}
+    return Results(seq=0, num_top=max(num_logprobs, 0), columns=tuple(columns)), columns
 
 
 class SampleColumns:
@@ -61,25 +65,18 @@ class SampleColumns:
     def columns(self) -> tuple[Results, Columns]:
         """Of all that was added, something at least."""
         samples, reasons, stops = np.asarray(self._rows, np.int32).T
-        everything = join([part for part in self._parts if len(part)]) if any(map(len, self._parts)) else NO_ROWS
-        width = max(self._num_logprobs, 0)
         columns: Columns = {
             "ids": np.full(samples.size, self._key, np.int64),
             "samples": samples,
             "counts": lengths(self._parts),
             "reasons": reasons,
             "cached": np.full(samples.size, self._num_cached, np.int32),
-            "token_ids": everything.token_ids,
         }
-        if self._num_logprobs >= 0:
-            columns["logprobs"] = everything.logprobs
-        if width:
-            columns |= {"top_ids": everything.top_ids.reshape(-1), "top_logprobs": everything.top_logprobs.reshape(-1)}
         if self._has_text:
             columns |= {"text_lengths": lengths(self._texts), "texts": np.frombuffer(b"".join(self._texts), np.uint8)}
         if self._has_stops:
             columns["stops"] = stops
-        return Results(seq=0, num_top=width, columns=tuple(columns)), columns
+        return with_tokens(columns, concat_rows(self._parts), self._num_logprobs)
 
 
 def lengths(parts: Sequence[TokenRows] | Sequence[bytes]) -> Int32:
@@ -95,7 +92,7 @@ def chosen(columns: Columns, rows: Bool) -> Columns:
         if name in PER_ROW:
             made[name] = values[rows]
         elif name == "texts":
-            made[name] = parts_of(values, columns["text_lengths"], rows)
+            made[name] = select_parts(values, columns["text_lengths"], rows)
         else:
-            made[name] = parts_of(values, counts * (values.size // num_tokens), rows)
+            made[name] = select_parts(values, counts * (values.size // num_tokens), rows)
     return made

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from toka_async.arrays import Bool, Int32, Int64
 from toka_async.logs import request_id
+from toka_async.messages import Prefilled
 from toka_async.openai.errors import ApiError, bad_request
 from toka_async.openai.generation import RequestLimits
 from toka_async.protocol import (
@@ -31,14 +32,15 @@ from toka_async.protocol import (
     seal,
 )
 from toka_async.server.access.errors import as_api_error
-from toka_async.server.engine.direct_rows import DirectJobs, DirectRows, joined
+from toka_async.server.engine.request_columns import RequestColumns, concat_arrays
+from toka_async.server.engine.token_block import TokenBlock
 from toka_async.server.generate.service import Service
 from toka_async.server.limits.account import Account
 from toka_async.server.limits.jobs import NotServingError, OverloadedError
 from toka_async.server.zmq.delivery import Delivery, Outgoing
 from toka_async.server.zmq.direct_requests import run_request
 from toka_async.server.zmq.fields_cache import FieldsCache, RequestFields
-from toka_async.server.zmq.result_columns import chosen, of_rows
+from toka_async.server.zmq.result_columns import block_columns, chosen
 from toka_async.server.zmq.submissions import Submitted, TextBudget, as_tokens, faults, submitted
 
 logger = logging.getLogger(__name__)
@@ -165,7 +167,7 @@ class Session:
 
     def _withdraw(self, ids: Int64) -> Int64:
         """Nobody works on them any more; returns those that somebody worked on."""
-        withdrawn: list[int] = self._service.engine.direct.cancel(self, ids).tolist()
+        withdrawn: list[int] = self._service.engine.requests.cancel(self, ids).tolist()
         for key in ids.tolist():
             if key in self._encoding:
                 self._encoding.discard(key)
@@ -177,7 +179,7 @@ class Session:
 
     def close(self) -> None:
         """The client is gone for good."""
-        self._service.engine.direct.leave(self)
+        self._service.engine.requests.cancel(self)
         self._encoding.clear()
         for task in (*self._tasks.values(), *self._encoders):
             task.cancel()
@@ -274,19 +276,19 @@ class Session:
             return
         generation = plan.generation
         assert generation.max_tokens is not None
-        jobs = DirectJobs(
-            client_ids=requests.ids,
+        columns = RequestColumns(
+            keys=requests.ids,
             lengths=requests.lengths,
             prompts=as_tokens(requests),
             seeds=requests.seeds,
+            max_tokens=np.full(len(requests), generation.max_tokens, np.int64),
             n=generation.n,
-            max_tokens=generation.max_tokens,
             sampling=generation.sampling,
             stream=generation.stream,
             priority=generation.priority,
             salt=self._service.accounts.salt_of(self.account, generation.cache_salt),
         )
-        self._service.engine.submit_direct(jobs, self)
+        self._service.engine.submit(columns, self, self.account.timeout)
         self._service.log_prompts(self.account, requests.prompts())
 
     def _run_each(self, requests: Submitted, plan: RequestFields) -> None:
@@ -306,14 +308,22 @@ class Session:
 
     # ---- to the client -----------------------------------------------------------------------------------------------
 
-    def on_rows(self, rows: DirectRows, cached: Int32, ended: Int64) -> None:
-        """The engine has tokens of requests in columns."""
-        header, columns = of_rows(rows, cached)
-        self.add(header, columns, rows.keys, ended.tolist())
+    def on_tokens(self, block: TokenBlock) -> None:
+        """See Sink: tokens of requests in columns."""
+        header, columns = block_columns(block)
+        self.add(header, columns, block.keys, np.unique(block.keys[block.is_last != 0]).tolist())
 
-    def on_failed(self, client_ids: Int64, error: Exception) -> None:
-        """Requests end with an error."""
-        if not client_ids.size:
+    def on_prompt(self, key: int, prefilled: Prefilled) -> None:
+        """See Sink. No request in columns wants log-probs of its prompt."""
+        raise NotImplementedError
+
+    def forget(self, _keys: Int64) -> bool:
+        """See Sink. What has come is the client's."""
+        return False
+
+    def on_failed(self, keys: Int64, error: Exception) -> None:
+        """See Sink. Requests end with an error."""
+        if not keys.size:
             return
         known = as_api_error(error)
         header = Error(
@@ -324,7 +334,7 @@ class Session:
             retry_after=known.retry_after,
             columns=("ids",),
         )
-        self.add(header, {"ids": client_ids}, client_ids, client_ids.tolist(), remember=False)
+        self.add(header, {"ids": keys}, keys, keys.tolist(), remember=False)
 
     def add(
         self, header: ServerHeader, columns: Columns, ids: Int64, ended: list[int], *, remember: bool = True
@@ -373,9 +383,9 @@ class Session:
 
 def merged(header: ServerHeader, parts: list[MessagePiece]) -> Outgoing:
     """One message of parts with equal headers."""
-    columns = {name: joined([part.columns[name] for part in parts]) for name in header.columns}
+    columns = {name: concat_arrays([part.columns[name] for part in parts]) for name in header.columns}
     ended = [key for part in parts for key in part.ended]
-    return Outgoing(header, columns, joined([part.ids for part in parts]), ended, parts[0].remember)
+    return Outgoing(header, columns, concat_arrays([part.ids for part in parts]), ended, parts[0].remember)
 
 
 def part_of(message: Outgoing, rows: Bool) -> Outgoing:

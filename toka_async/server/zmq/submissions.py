@@ -16,7 +16,7 @@ from toka_async.openai.errors import ApiError
 from toka_async.openai.generation import RequestLimits, token_budget
 from toka_async.openai.prompts import check_vocabulary
 from toka_async.protocol import Columns, ProtocolError
-from toka_async.server.engine.direct_rows import parts_of
+from toka_async.server.engine.request_columns import select_parts
 from toka_async.server.limits.jobs import OverloadedError
 
 
@@ -43,7 +43,7 @@ class Submitted:
         """Some of them."""
         if mask.all():
             return self
-        data = parts_of(self.data, self.lengths, mask)
+        data = select_parts(self.data, self.lengths, mask)
         return Submitted(self.ids[mask], self.lengths[mask], data, self.seeds[mask])
 
     def prompts(self) -> Iterator[npt.NDArray[np.generic]]:

@@ -19,7 +19,6 @@ from tests.fakes.scheduler import FakeScheduler
 from tests.processes.keyed import ALICE, BOB, KEYS, ask, bearer
 from tests.unit.server.test_app import transports
 from toka_async.config import AuthConfig
-from toka_async.messages import Cancel, Submit
 from toka_async.server.access.guard import GUARD
 from toka_async.server.access.keys import Key, Keys, KeySource, digest_of
 from toka_async.server.http.files import BATCHES
@@ -115,7 +114,7 @@ async def test_prompts_of_other_keys_are_not_found_in_the_cache(server: WebServe
         assert (await ask(server, key))[0] == 200
     assert (await ask(server, ALICE, cache_salt="x"))[0] == 200
     assert (await ask(server, BOB, cache_salt="x"))[0] == 200
-    salts = [message.salt for message in server.scheduler.log if isinstance(message, Submit)]
+    salts = [message.salt for message in server.scheduler.submits]
     assert salts[0] == salts[2]
     assert len(set(salts)) == 4
     assert 0 not in salts
@@ -125,7 +124,7 @@ async def test_without_keys_everybody_shares() -> None:
     async with web_server() as server:
         await server.ok("/v1/completions", {"prompt": "x", "max_tokens": 1})
         await server.ok("/v1/completions", {"prompt": "x", "max_tokens": 1, "cache_salt": "mine"})
-        first, salted = (message.salt for message in server.scheduler.log if isinstance(message, Submit))
+        first, salted = (message.salt for message in server.scheduler.submits)
         assert first == 0 != salted
 
 
@@ -224,7 +223,7 @@ async def test_a_request_that_takes_too_long() -> None:
         assert (status, error["code"], error["type"]) == (504, "timeout", "server_error")
         assert server.engine.num_requests == 0
         server.scheduler.step()
-        assert any(isinstance(message, Cancel) for message in server.scheduler.log)
+        assert server.scheduler.cancelled
         assert server.app[SERVICE].accounts.total.num_tokens == 0
 
 

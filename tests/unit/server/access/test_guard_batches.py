@@ -15,7 +15,6 @@ from tests.drivers.web_server import WebServer, web_server
 from tests.fakes.scheduler import FakeScheduler
 from tests.processes.keyed import ALICE, BOB, KEYS, ask, batch_of, bearer, ended
 from toka_async.batches.records import Batch as StoredBatch
-from toka_async.messages import Submit
 from toka_async.server.access.keys import Key, Keys, digest_of
 from toka_async.server.http.files import BATCHES
 from toka_async.server.http.respond import SERVICE
@@ -40,9 +39,9 @@ async def test_a_batch_counts_in_its_key_and_waits_at_its_limits(server: WebServ
     assert batch.request_counts == BatchRequestCounts(completed=200, failed=0, total=200)
     assert 0 < most[0] <= 2
     assert 0 < most[1] <= 40
-    salts = {message.salt for message in server.scheduler.log if isinstance(message, Submit)}
+    salts = {message.salt for message in server.scheduler.submits}
     assert (await ask(server, ALICE))[0] == 200
-    salts |= {message.salt for message in server.scheduler.log if isinstance(message, Submit)}
+    salts |= {message.salt for message in server.scheduler.submits}
     assert len(salts) == 1, "a key's batches find what its requests have cached"
     assert 0 not in salts
     assert (alice.num_requests, alice.num_tokens, alice.num_refused) == (0, 0, 0)

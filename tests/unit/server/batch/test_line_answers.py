@@ -34,7 +34,7 @@ class Lines:
         self.answers = LineAnswers(service, lambda _owner: self.account)
         self.life = 0
         self.scheduler = server.scheduler
-        server.engine.on_state = self.report
+        server.engine.on_state.append(self.report)
         self.report()
 
     def report(self) -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
-import numpy as np
 import pytest
 
+from tests.cases.requests import make_prompt, make_requests, run_group, tokens_by_sample
 from tests.fakes.scheduler import READY, FakeScheduler
-from toka_async.arrays import i32_column
-from toka_async.messages import Cancel, EndSample, Reason, SamplingParams, Submit, Tokens
-from toka_async.server.engine import inflight
-from toka_async.server.engine.engine import Engine
-from toka_async.server.engine.inflight import EngineStoppedError, RequestGroup
-from toka_async.server.engine.rows import TokenBlock, token_rows
-from toka_async.server.limits.jobs import EngineRequest, NotServingError, OverloadedError
+from toka_async.arrays import Int64, i32_column
+from toka_async.messages import EndSample, Reason, Submits, Tokens
+from toka_async.server.engine.engine import MOST_SUBMITTED, Engine
+from toka_async.server.engine.request_group import EngineStoppedError, TimedOutError
+from toka_async.server.limits.jobs import NotServingError, OverloadedError
+
+PROMPT = make_prompt()
+MANY = 5 * MOST_SUBMITTED
 
 
 class Clock:
@@ -25,16 +25,9 @@ class Clock:
         return self.now
 
 
-def job(n: int = 1, max_tokens: int = 3, stream: bool = False, prompt: int = 4) -> EngineRequest:
-    return EngineRequest(
-        prompt=np.arange(prompt, dtype=np.int32),
-        n=n,
-        max_tokens=max_tokens,
-        seed=1,
-        sampling=SamplingParams(),
-        stream=stream,
-        priority=0,
-    )
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
@@ -43,109 +36,57 @@ def scheduler() -> FakeScheduler:
 
 
 @pytest.fixture
-def engine(scheduler: FakeScheduler) -> Engine:
-    made = Engine([scheduler], max_requests=3, clock=Clock())
+def engine(scheduler: FakeScheduler, clock: Clock) -> Engine:
+    made = Engine([scheduler], max_requests=3, clock=clock)
     scheduler.start(made.on_messages)
     return made
 
 
-def tokens_of(batch: RequestGroup) -> list[list[int]]:
-    return [sample.take().token_ids.tolist() for flight in batch.flights for sample in flight.samples]
-
-
 async def test_whole_samples(engine: Engine, scheduler: FakeScheduler) -> None:
-    with engine.submitted([job(n=2), job(max_tokens=5)]) as batch:
-        waiting = asyncio.create_task(batch.finished())
+    async with run_group(engine, make_requests(PROMPT, PROMPT, n=2, max_tokens=[3, 5])) as group:
+        waiting = asyncio.create_task(group.finished())
         for _ in range(4):
             scheduler.step()
             await asyncio.sleep(0)
             assert not waiting.done()
         assert engine.num_requests == 1
         scheduler.step()
-        await waiting
-        assert [len(ids) for ids in tokens_of(batch)] == [3, 3, 5]
-        assert [flight.samples[0].reason for flight in batch.flights] == [Reason.LENGTH] * 2
+        block = await waiting
+        lengths = {place: len(ids) for place, ids in tokens_by_sample(block).items()}
+        assert lengths == {(0, 0): 3, (0, 1): 3, (1, 0): 5, (1, 1): 5}
+        assert set(block.reasons.tolist()) == {Reason.LENGTH}
         assert engine.busy
     await asyncio.wait_for(engine.wait_idle(), 60)
-    assert [type(message) for message in scheduler.log] == [Submit, Submit]
+    assert [type(message) for message in scheduler.log] == [Submits]
 
 
-async def test_news_of_a_stream(engine: Engine, scheduler: FakeScheduler) -> None:
-    with engine.submitted([job(n=2, stream=True)]) as batch:
+async def test_a_stop_string_is_told_while_the_request_runs(engine: Engine, scheduler: FakeScheduler) -> None:
+    async with run_group(engine, make_requests(PROMPT, max_tokens=9, stream=True)) as group:
         scheduler.step()
-        assert [(flight.index, sample) for flight, sample in await batch.news()] == [(0, 0), (0, 1)]
-        assert [len(ids) for ids in tokens_of(batch)] == [1, 1]
+        (request_id,) = (await group.news(9)).request_ids.tolist()
+        engine.requests.end_sample(request_id, 0, 1)
         scheduler.step()
-        scheduler.step()
-        assert len(await batch.news()) == 2
-        assert [len(ids) for ids in tokens_of(batch)] == [2, 2]
-
-
-async def test_much_news_comes_in_parts(engine: Engine) -> None:
-    """A slow client's stream keeps nobody waiting for long."""
-    with engine.submitted([job(n=8, stream=True)]) as batch:
-        (flight,) = batch.flights
-        rows, most = token_rows(np.zeros(inflight.MOST_TOKENS // 2, np.int32)), 2
-        for sample in range(8):
-            flight.add(sample, rows, Reason.NONE)
-        turns: list[int] = []
-        asyncio.get_running_loop().call_soon(turns.append, 1)
-        for first in range(0, 8, most):
-            assert [sample for _, sample in await batch.news()] == [first, first + 1]
-            assert turns
-            turns.clear()
-            asyncio.get_running_loop().call_soon(turns.append, 1)
-            flight.add(7, rows, Reason.NONE)  # noted once as long as it was not taken
-        assert [sample for _, sample in await batch.news()] == [7]
-
-
-async def test_much_news_of_blocks_comes_in_parts(engine: Engine) -> None:
-    with engine.submitted([replace(job(n=2, stream=True), in_blocks=True)]) as batch:
-        (flight,) = batch.flights
-        size = inflight.BLOCK_TOKENS // 2
-        for reason in (0, 0, 0, 1):
-            counts, reasons = np.array([size, 1], np.int32), np.array([reason, 0], np.int32)
-            ids = np.zeros(size + 1, np.int32)
-            flight.add_block(
-                TokenBlock(np.arange(2, dtype=np.int32), counts, ids, reasons, np.zeros(size + 1, np.float32))
-            )
-        for _ in range(2):
-            assert await batch.news() == [(flight, 0)]
-            assert flight.take_news().counts.tolist() == [2 * size, 2]
-        assert flight.num_open == 1
-        assert not flight.num_waiting(0)
-
-
-async def test_a_stop_string_is_told_once(engine: Engine, scheduler: FakeScheduler) -> None:
-    with engine.submitted([job(stream=True, max_tokens=9)]) as batch:
-        scheduler.step()
-        (flight,) = batch.flights
-        engine.end_sample(flight, 0, 1)
-        engine.end_sample(flight, 0, 1)
-        flight.samples[0].take()
-        scheduler.step()
-        assert len(flight.samples[0].take()) == 0
         assert engine.num_requests == 0
-        engine.end_sample(flight, 0, 1)
-    assert [type(message) for message in scheduler.log] == [Submit, EndSample]
+        engine.requests.end_sample(request_id, 0, 1)
+    assert [type(message) for message in scheduler.log] == [Submits, EndSample]
 
 
 async def test_leaving_with_an_error_cancels(engine: Engine, scheduler: FakeScheduler) -> None:
-    def leave() -> None:
-        with engine.submitted([job(), job(max_tokens=1)]):
+    async def leave() -> None:
+        async with run_group(engine, make_requests(PROMPT, PROMPT, max_tokens=[3, 1])):
             scheduler.step()  # the second has ended
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        leave()
+        await leave()
     scheduler.step()
-    assert [message.request_id for message in scheduler.log if isinstance(message, Cancel)] == [0]
+    assert scheduler.cancelled == [scheduler.submits[0].request_id]
     assert not scheduler.requests
     await asyncio.wait_for(engine.wait_idle(), 60)
 
 
 async def test_leaving_early_without_an_error_lets_it_run(engine: Engine, scheduler: FakeScheduler) -> None:
-    with engine.submitted([job()]):
+    async with run_group(engine, make_requests(PROMPT)):
         pass
     assert engine.busy
     for _ in range(3):
@@ -154,8 +95,9 @@ async def test_leaving_early_without_an_error_lets_it_run(engine: Engine, schedu
 
 
 async def test_all_or_none(engine: Engine, scheduler: FakeScheduler) -> None:
-    with pytest.raises(OverloadedError), engine.submitted([job()] * 4):
-        pass
+    with pytest.raises(OverloadedError):
+        async with run_group(engine, make_requests(*[PROMPT] * 4)):
+            pass
     assert not engine.busy
     scheduler.step()
     assert not scheduler.log
@@ -177,8 +119,8 @@ async def test_states(scheduler: FakeScheduler) -> None:
 
 async def test_the_end_of_the_engine(engine: Engine, scheduler: FakeScheduler) -> None:
     async def wait() -> None:
-        with engine.submitted([job(), job()]) as batch:
-            await batch.finished()
+        async with run_group(engine, make_requests(PROMPT, PROMPT)) as group:
+            await group.finished()
 
     waiting = asyncio.create_task(wait())
     await asyncio.sleep(0)
@@ -186,24 +128,22 @@ async def test_the_end_of_the_engine(engine: Engine, scheduler: FakeScheduler) -
     with pytest.raises(EngineStoppedError, match="rank 0 died"):
         await waiting
     scheduler.step()
-    assert not any(isinstance(message, Cancel) for message in scheduler.log)
+    assert not scheduler.cancelled
     assert not engine.busy
 
 
-async def test_it_says_when_it_gets_busy(engine: Engine, scheduler: FakeScheduler) -> None:
-    calls = []
-    engine.on_busy = lambda: calls.append(engine.num_requests)
+async def test_it_says_when_it_gets_busy_to_all_who_listen(engine: Engine, scheduler: FakeScheduler) -> None:
+    calls: list[str] = []
+    engine.on_busy += [lambda: calls.append("one"), lambda: calls.append("two")]
     for _ in range(2):
-        with engine.submitted([job(max_tokens=1)]), engine.submitted([job(max_tokens=1)]):
+        requests = make_requests(PROMPT, max_tokens=1)
+        async with run_group(engine, requests), run_group(engine, requests):
             scheduler.step()
-    assert calls == [0, 0]
+    assert calls == ["one", "two"] * 2
 
 
-async def test_latencies(scheduler: FakeScheduler) -> None:
-    clock = Clock()
-    engine = Engine([scheduler], 3, clock=clock)
-    scheduler.start(engine.on_messages)
-    with engine.submitted([job(stream=True)]):
+async def test_latencies(engine: Engine, scheduler: FakeScheduler, clock: Clock) -> None:
+    async with run_group(engine, make_requests(PROMPT, stream=True)):
         for now in (2.0, 2.5, 3.5):
             clock.now = now
             scheduler.step()
@@ -213,28 +153,26 @@ async def test_latencies(scheduler: FakeScheduler) -> None:
     assert value("toka:prompt_tokens_total") == 4
 
 
-async def test_time_with_requests_is_busy_time(scheduler: FakeScheduler) -> None:
-    clock = Clock()
-    engine = Engine([scheduler], 3, clock=clock)
-    scheduler.start(engine.on_messages)
+async def test_time_with_requests_is_busy_time(engine: Engine, scheduler: FakeScheduler, clock: Clock) -> None:
+    requests = make_requests(PROMPT, max_tokens=1)
     for begin, end in ((1.0, 1.5), (10.0, 12.0)):
         clock.now = begin
-        with engine.submitted([job(max_tokens=1)]):
+        async with run_group(engine, requests):
             clock.now = end
             scheduler.step()
         assert not engine.busy
     assert engine.busy_seconds == 2.5
-    with engine.submitted([job(max_tokens=1)]):
+    async with run_group(engine, requests):
         clock.now = 13.0
         assert engine.busy_seconds == 3.5
         scheduler.step()
 
 
 async def test_a_row_after_the_end_is_a_bug(engine: Engine, scheduler: FakeScheduler) -> None:
-    with engine.submitted([job(n=2)]) as batch:
+    async with run_group(engine, make_requests(PROMPT)):
         scheduler.step()
         row = Tokens(
-            request_ids=i32_column([0, 0]),
+            request_ids=i32_column([scheduler.submits[0].request_id] * 2),
             samples=i32_column([0, 0]),
             counts=i32_column([0, 0]),
             reasons=i32_column([2, 2]),
@@ -242,6 +180,104 @@ async def test_a_row_after_the_end_is_a_bug(engine: Engine, scheduler: FakeSched
         )
         with pytest.raises(AssertionError, match="goes on after its end"):
             engine.on_messages([row])
-        assert batch.flights[0].num_open == 1
-        scheduler.requests.clear()
-        engine.fail_all("the test is over")
+
+
+# ---- many prompts ----------------------------------------------------------------------------------------------------
+
+
+class World:
+    """An engine that runs one request of many prompts."""
+
+    def __init__(self) -> None:
+        self.scheduler = FakeScheduler(held=True)
+        self.clock = Clock()
+        self.engine = Engine([self.scheduler], max_requests=10 * MANY, clock=self.clock)
+        self.scheduler.start(self.engine.on_messages)
+
+    async def run(self) -> Int64:
+        """Waits for all prompts, and says how many tokens each of them got."""
+        requests = make_requests(*[PROMPT] * MANY, max_tokens=1)
+        async with run_group(self.engine, requests, timeout=9.0) as group:
+            return (await group.finished()).counts
+
+    async def start(self, num_turns: int) -> asyncio.Task[Int64]:
+        """Some of its prompts are submitted."""
+        task = asyncio.create_task(self.run())
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        return task
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+async def test_others_have_turns_while_many_are_submitted(world: World) -> None:
+    task = await world.start(1)
+    held = [world.engine.num_requests]
+    while held[-1] < MANY:
+        await asyncio.sleep(0)
+        held.append(world.engine.num_requests)
+    assert held == [MOST_SUBMITTED * count for count in range(1, 6)]
+    world.scheduler.step()
+    assert (await task).tolist() == [1] * MANY
+    assert not world.engine.busy
+    assert not world.scheduler.cancelled
+
+
+async def test_what_ends_before_the_rest_is_submitted(world: World) -> None:
+    task = await world.start(2)
+    assert 0 < world.engine.num_requests < MANY
+    world.scheduler.step()
+    assert world.engine.num_requests == 0
+    while not task.done():
+        await asyncio.sleep(0)
+        world.scheduler.step()
+    assert task.result().tolist() == [1] * MANY
+
+
+@pytest.mark.parametrize(
+    ("happens", "error"), [("drain", NotServingError), ("stop", EngineStoppedError), ("late", TimedOutError)]
+)
+@pytest.mark.parametrize("num_turns", [1, 3])
+async def test_what_ends_it_half_way_ends_all_of_it(
+    world: World, num_turns: int, happens: str, error: type[Exception]
+) -> None:
+    task = await world.start(num_turns)
+    if happens == "drain":
+        world.engine.begin_drain()
+    elif happens == "stop":
+        world.engine.fail_all("gone")
+    else:
+        world.clock.now = 9.0
+        world.engine.requests.end_late()
+    with pytest.raises(error):
+        await task
+    assert not world.engine.busy
+    world.scheduler.step()
+    submitted = sorted(submit.request_id for submit in world.scheduler.submits)
+    assert sorted(world.scheduler.cancelled) == ([] if happens == "stop" else submitted)
+    assert len(submitted) < MANY
+
+
+@pytest.mark.parametrize("num_turns", [2, 9])
+async def test_a_client_that_leaves_cancels_all(world: World, num_turns: int) -> None:
+    task = await world.start(num_turns)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    world.scheduler.step()
+    assert world.scheduler.cancelled == [submit.request_id for submit in world.scheduler.submits]
+    assert not world.engine.busy
+
+
+async def test_deadlines_count_from_the_arrival(engine: Engine, clock: Clock) -> None:
+    async with run_group(engine, make_requests(PROMPT), timeout=3.0, waited=2.0) as group:
+        clock.now = 0.9
+        engine.requests.end_late()
+        assert engine.num_requests == 1
+        clock.now = 1.0
+        engine.requests.end_late()
+        with pytest.raises(TimedOutError, match=r"limits.request_timeout \(3 s\)"):
+            await group.finished()

@@ -9,7 +9,7 @@ from tests.drivers.web_server import NAME, WebServer, web_server
 from tests.fakes.scheduler import FakeScheduler
 from toka_async import __version__
 from toka_async.messages import Reason, Stats
-from toka_async.server.engine.metrics import MOST_ADDED, SECONDS, ArrayHistogram, Metrics
+from toka_async.server.engine.metrics import MOST_WAITING, SECONDS, ArrayHistogram, Metrics
 from toka_async.server.engine.vllm_metrics import NAMES
 
 
@@ -27,22 +27,22 @@ def test_a_histogram_of_arrays_is_one() -> None:
     assert generate_latest(ours).splitlines() == lines
 
 
-def test_values_that_are_added_are_observed_when_somebody_looks() -> None:
+def test_values_that_wait_are_counted_when_somebody_looks() -> None:
     histogram = ArrayHistogram("x_seconds", "meaning", SECONDS)
     for round_ in range(2):
-        for _ in range(MOST_ADDED + 5):
-            histogram.add(0.5)
+        for _ in range(MOST_WAITING + 5):
+            histogram.observe(np.array([0.5]))
         (family,) = histogram.collect()
         counts = {sample.labels.get("le", sample.name): sample.value for sample in family.samples}
-        num = (round_ + 1) * (MOST_ADDED + 5)
+        num = (round_ + 1) * (MOST_WAITING + 5)
         assert (counts["0.25"], counts["+Inf"], counts["toka:x_seconds_sum"]) == (0, num, num / 2)
 
 
 def test_ends_of_many_samples() -> None:
     metrics = Metrics()
-    metrics.samples_ended(np.zeros(0, np.int32))
-    metrics.samples_ended(np.array([0, 0], np.int32))
-    metrics.samples_ended(np.array([0, Reason.LENGTH, Reason.STOP_STRING, Reason.STOP, 0], np.int32))
+    metrics.samples_ended(np.zeros(0, np.int64))
+    metrics.samples_ended(np.array([0, 0], np.int64))
+    metrics.samples_ended(np.array([0, Reason.LENGTH, Reason.STOP_STRING, Reason.STOP, 0], np.int64))
     lines = metrics.text().decode().splitlines()
     assert 'toka:request_success_total{finished_reason="length"} 1.0' in lines
     assert 'toka:request_success_total{finished_reason="stop"} 2.0' in lines

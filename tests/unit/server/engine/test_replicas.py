@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
-import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.cases.requests import make_prompt, make_requests, run_group
 from tests.fakes.scheduler import READY, FakeScheduler
-from toka_async.messages import Cancel, DropStop, Ready, SamplingParams, Stats, StopMask, Submit
+from toka_async.messages import DropStop, Ready, Stats, StopMask
 from toka_async.server.engine import replicas
 from toka_async.server.engine.engine import Engine
-from toka_async.server.engine.inflight import EngineStoppedError
-from toka_async.server.limits.jobs import EngineRequest, NotServingError
+from toka_async.server.engine.replicas import keep_counters, merge_stats
+from toka_async.server.engine.request_columns import RequestColumns
+from toka_async.server.engine.request_group import EngineStoppedError
+from toka_async.server.limits.jobs import NotServingError
 
 MASK = StopMask(stop_id=0, mask=memoryview(bytes(400)), window=2)
 
@@ -51,23 +55,13 @@ class Pair:
     def outstanding(self) -> list[int]:
         return self.engine.replicas.router.outstanding
 
-    def submitted(self, replica: int) -> list[int]:
-        return [message.request_id for message in self.schedulers[replica].log if isinstance(message, Submit)]
+    def submitted(self, replica: int) -> int:
+        return len(self.schedulers[replica].submits)
 
 
-def job(
-    first: int = 0, n: int = 1, max_tokens: int = 3, stream: bool = False, in_blocks: bool = False
-) -> EngineRequest:
-    return EngineRequest(
-        prompt=np.arange(first, first + 40, dtype=np.int32),
-        n=n,
-        max_tokens=max_tokens,
-        seed=1,
-        sampling=SamplingParams(),
-        stream=stream,
-        priority=0,
-        in_blocks=in_blocks,
-    )
+def make_job(*firsts: int, n: int = 1, max_tokens: int = 3, stream: bool = False) -> RequestColumns:
+    """One prompt of 40 tokens for each first one."""
+    return make_requests(*(make_prompt(first, 40) for first in firsts), n=n, max_tokens=max_tokens, stream=stream)
 
 
 @pytest.fixture
@@ -76,29 +70,27 @@ async def pair() -> Pair:
 
 
 async def test_requests_are_spread_and_tokens_come_back(pair: Pair) -> None:
-    with pair.engine.submitted([job(0, n=2), job(50), job(100)]) as batch:
+    async with run_group(pair.engine, make_job(0, n=2)) as one, run_group(pair.engine, make_job(50, 100)) as two:
         assert pair.outstanding == [46, 86]
-        pair.step()
-        assert (pair.submitted(0), pair.submitted(1)) == ([0], [1, 2])
-        pair.step()
-        pair.step()
-        await asyncio.wait_for(batch.finished(), 60)
+        for _ in range(3):
+            pair.step()
+        assert (pair.submitted(0), pair.submitted(1)) == (1, 2)
+        blocks = [await asyncio.wait_for(group.finished(), 60) for group in (one, two)]
     assert pair.outstanding == [0, 0]
-    assert [sample.num_tokens for flight in batch.flights for sample in flight.samples] == [3, 3, 3, 3]
+    assert [block.counts.tolist() for block in blocks] == [[3, 3], [3, 3]]
 
 
 async def test_a_prompt_goes_where_it_was(pair: Pair) -> None:
-    for replica in (0, 1):
-        for _ in range(2):
-            with pair.engine.submitted([job(50 * replica), *([job(50)] if not replica else [])]):
-                for _ in range(3):
-                    pair.step()
-    assert pair.submitted(1) == [1, 3, 4, 5]
+    for firsts in ((0, 50), (0, 50), (50,), (50,)):
+        async with run_group(pair.engine, make_job(*firsts)):
+            for _ in range(3):
+                pair.step()
+    assert (pair.submitted(0), pair.submitted(1)) == (2, 4)
 
 
 async def test_samples_that_end_count_no_more(pair: Pair) -> None:
     pair.schedulers[0].script = lambda _, sample: [5] * (1 + sample)
-    with pair.engine.submitted([job(n=3, max_tokens=10)]):
+    async with run_group(pair.engine, make_job(0, n=3, max_tokens=10)):
         assert pair.outstanding == [70, 0]
         seen = []
         for _ in range(3):
@@ -118,64 +110,58 @@ async def test_all_must_be_ready_and_the_smallest_limits_count() -> None:
     engine.check_whole()
 
 
-@pytest.mark.parametrize("in_blocks", [False, True])
-async def test_a_lost_replicas_requests_are_answered_by_another(pair: Pair, in_blocks: bool) -> None:
+async def test_a_lost_replicas_requests_are_answered_by_another(pair: Pair) -> None:
     """Also one of which some samples had come, since its client has seen nothing."""
     pair.schedulers[0].script = lambda _, sample: [5] * (1 if sample else 3)
     pair.schedulers[1].script = lambda *_: [7] * 3
-    with pair.engine.submitted([job(n=4, in_blocks=in_blocks)]) as batch:
+    async with run_group(pair.engine, make_job(0, n=4)) as group:
         pair.step()
         lost = pair.lose(0)
         for _ in range(3):
             lost.step()  # what it had sent before its end still comes
             pair.step()
-        await asyncio.wait_for(batch.finished(), 60)
-        (flight,) = batch.flights
-        if in_blocks:
-            assert flight.take_block().token_ids.tolist() == [7] * 12
-        else:
-            assert [sample.take().token_ids.tolist() for sample in flight.samples] == [[7, 7, 7]] * 4
-    assert pair.submitted(1) == [1]
+        block = await asyncio.wait_for(group.finished(), 60)
+        assert block.tokens.token_ids.tolist() == [7] * 12
+    assert pair.submitted(1) == 1
     assert pair.outstanding == [0, 0]
     assert not pair.engine.busy
 
 
 @pytest.mark.parametrize("num_steps", [0, 1])
 async def test_a_stream_goes_on_elsewhere_only_unseen(pair: Pair, num_steps: int) -> None:
-    with pair.engine.submitted([job(stream=True)]) as batch:
+    async with run_group(pair.engine, make_job(0, stream=True)) as group:
         for _ in range(num_steps):
             pair.step()
         pair.lose(0)
         pair.step()
         if num_steps:
-            await batch.news()
+            await group.news(9)
             with pytest.raises(EngineStoppedError, match="replica 0 has stopped: rank-0-0 was killed"):
-                await batch.news()
+                await group.news(9)
             assert pair.engine.num_requests == 0
         else:
-            assert len(await batch.news()) == 1
             pair.step()
             pair.step()
-            assert batch.flights[0].samples[0].num_tokens == 3
+            assert (await group.news(9)).counts.tolist() == [3]
     assert pair.outstanding == [0, 0]
 
 
 async def test_a_request_is_tried_twice_at_most(pair: Pair) -> None:
-    with pair.engine.submitted([job()]) as batch:
+    async with run_group(pair.engine, make_job(0)) as group:
         pair.lose(0)
         pair.revive(0)
         pair.lose(1)
         with pytest.raises(EngineStoppedError, match="replica 1"):
-            await batch.finished()
+            await group.finished()
     assert pair.outstanding == [0, 0]
 
 
 async def test_with_nobody_left_requests_end_and_new_ones_are_refused(pair: Pair) -> None:
-    with pair.engine.submitted([job(), job(50)]) as batch:
+    async with run_group(pair.engine, make_job(0, 50)) as group:
         pair.lose(1)
         pair.lose(0)
         with pytest.raises(EngineStoppedError):
-            await batch.finished()
+            await group.finished()
     with pytest.raises(NotServingError, match="every replica is being restarted: rank-0-0 was killed"):
         pair.engine.check_serving()
     pair.revive(0)
@@ -187,15 +173,15 @@ async def test_with_nobody_left_requests_end_and_new_ones_are_refused(pair: Pair
 
 
 async def test_a_retried_request_can_be_cancelled(pair: Pair) -> None:
-    def leave() -> None:
-        with pair.engine.submitted([job()]):
+    async def leave() -> None:
+        async with run_group(pair.engine, make_job(0)):
             pair.lose(0)
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        leave()
+        await leave()
     pair.step()
-    assert [message.request_id for message in pair.schedulers[1].log if isinstance(message, Cancel)] == [1]
+    assert len(pair.schedulers[1].cancelled) == 1
     assert not pair.engine.busy
 
 
@@ -207,7 +193,7 @@ async def test_a_late_word_of_an_earlier_life_is_ignored(pair: Pair) -> None:
 
 
 async def test_counters_never_fall(pair: Pair) -> None:
-    with pair.engine.submitted([job(), job(50)]):
+    async with run_group(pair.engine, make_job(0, 50)):
         for _ in range(3):
             pair.step()
     pair.engine.on_messages([Stats(generated_tokens=10), Stats(generated_tokens=4, replica=1)])
@@ -223,10 +209,10 @@ async def test_counters_never_fall(pair: Pair) -> None:
 
 
 async def test_stop_sets_go_to_all_and_again_to_one_that_is_back(pair: Pair) -> None:
-    pair.engine.tell_all(MASK)
+    pair.engine.replicas.tell_all(MASK)
     pair.lose(0)
-    pair.engine.tell_all(msgspec.structs.replace(MASK, stop_id=1))
-    pair.engine.tell_all(DropStop(stop_id=0))
+    pair.engine.replicas.tell_all(msgspec.structs.replace(MASK, stop_id=1))
+    pair.engine.replicas.tell_all(DropStop(stop_id=0))
     pair.step()
     assert (list(pair.schedulers[0].masks), list(pair.schedulers[1].masks)) == ([], [1])
     pair.revive(0)
@@ -240,7 +226,7 @@ def test_ready_is_of_the_first_life_of_the_first_replica_by_default() -> None:
 
 
 async def test_those_who_look_are_told_what_runs_now(pair: Pair) -> None:
-    with pair.engine.submitted([job(), job(50)]):
+    async with run_group(pair.engine, make_job(0, 50)):
         pair.step()
         pair.engine.on_messages([Stats(), Stats(replica=1)])
         assert pair.engine.stats.num_running == 0
@@ -267,3 +253,48 @@ async def test_nobody_waits_long_for_one_that_does_not_answer(pair: Pair, monkey
     assert pair.schedulers[1].asked == 2
     pair.lose(1)
     await pair.engine.replicas.refresh()  # there is nobody to ask
+
+
+# ---- statistics of several replicas as one ---------------------------------------------------------------------------
+
+
+def test_sums_worst_percentiles_and_mean_lengths() -> None:
+    one = Stats(num_running=1, num_steps=3, step_seconds=0.5, depths=(1, 2), scheduler_us=(5.0, 6.0, 9.0))
+    two = Stats(num_running=2, num_steps=4, depths=(1, 0, 4), scheduler_us=(1.0, 7.0, 8.0), expected_length=(0.5, 0.1))
+    both = merge_stats([one, two])
+    assert (both.num_running, both.num_steps, both.step_seconds) == (3, 7, 0.5)
+    assert both.depths == (2, 2, 4)
+    assert both.scheduler_us == (5.0, 7.0, 9.0)
+    assert both.expected_length == (0.5, 0.1)
+    assert merge_stats([one]) is one
+
+
+def test_times_of_stages_are_summed_stage_by_stage() -> None:
+    parts = [Stats(pipeline=((1.0, 0.5, 0.0), (2.0, 0.25, 0.5))), Stats(), Stats(pipeline=((3.0, 0.5, 1.0),))]
+    assert merge_stats(parts).pipeline == ((4.0, 1.0, 1.0), (2.0, 0.25, 0.5))
+
+
+def test_what_stays_of_a_scheduler_that_is_gone() -> None:
+    stats = Stats(
+        num_running=3, pages_used=2, num_pages=9, generated_tokens=7, depths=(1,), scheduler_us=(1.0, 2.0, 3.0)
+    )
+    assert keep_counters(stats) == Stats(generated_tokens=7, depths=(1,))
+
+
+@given(st.data())
+def test_every_field_is_merge_stats(data: st.DataObject) -> None:
+    """With nothing else, a replica's statistics stay what they are, whatever field is set."""
+    labels = ("replica", "life", "answers", "forecast")
+    names = [field.name for field in msgspec.structs.fields(Stats) if field.name not in labels]
+    name = data.draw(st.sampled_from(names))
+    value = {
+        "depths": (1, 2),
+        "token_gaps": (1, 2),
+        "scheduler_us": (1.0, 2.0, 3.0),
+        "forecast_us": (1.0, 2.0, 3.0),
+        "stage_seconds": (0.5,),
+        "expected_length": (0.5, 0.25),
+        "pipeline": ((2.0, 0.5, 0.25), (3.0, 0.25, 0.125)),
+    }.get(name, 3)
+    stats = msgspec.structs.replace(Stats(), **{name: value})
+    assert merge_stats([stats, Stats()]) == stats

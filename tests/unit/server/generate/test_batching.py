@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from toka_async.server.generate.batching import Batcher
+from toka_async.server.generate.batching import SLICE, Batcher, in_slices
 
 
 @pytest.fixture
@@ -52,3 +52,19 @@ async def test_a_cancelled_caller_hinders_nobody(executor: ThreadPoolExecutor) -
     assert await stays == [2]
     with pytest.raises(asyncio.CancelledError):
         await leaves
+
+
+@pytest.mark.parametrize(("num", "num_turns"), [(0, 0), (SLICE - 1, 0), (SLICE, 1), (5 * SLICE + 1, 5)])
+async def test_a_turn_after_every_slice(num: int, num_turns: int) -> None:
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(others())
+    assert [item async for item in in_slices(range(num))] == list(range(num))
+    assert turns == num_turns
+    task.cancel()

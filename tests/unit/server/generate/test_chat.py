@@ -12,7 +12,6 @@ from tests.cases.tokenizers import byte_level
 from tests.drivers.web_server import NAME, WebServer, web_server
 from tests.fakes.scheduler import FakeScheduler
 from toka_async.arrays import as_i32
-from toka_async.messages import Submit
 
 PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "system", "content": "be"}, {"role": "user", "content": "what"}]
@@ -30,8 +29,7 @@ async def server() -> AsyncIterator[WebServer]:
 def prompts(server: WebServer) -> list[str]:
     return [
         server.tokenizer.decode(as_i32(message.prompt).tolist(), skip_special_tokens=False)
-        for message in server.scheduler.log
-        if isinstance(message, Submit)
+        for message in server.scheduler.submits
     ]
 
 
@@ -142,7 +140,7 @@ async def test_tokenize_as_chat(server: WebServer) -> None:
 async def test_token_ids_of_the_prompt(server: WebServer) -> None:
     body = {"messages": MESSAGES, "n": 2, "max_tokens": 3, "return_token_ids": True}
     answer = await server.ok(PATH, body)
-    (submit,) = (message for message in server.scheduler.log if isinstance(message, Submit))
+    (submit,) = server.scheduler.submits
     assert answer["prompt_token_ids"] == as_i32(submit.prompt).tolist()
     first, *rest = await server.events(PATH, {**body, "n": 1})
     assert first["prompt_token_ids"] == answer["prompt_token_ids"]

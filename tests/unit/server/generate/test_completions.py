@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from itertools import pairwise
@@ -11,7 +12,8 @@ from tests.cases import tokenizers as small
 from tests.drivers.web_server import NAME, WebServer, web_server
 from tests.fakes.scheduler import FakeScheduler, random_tokens
 from toka_async.arrays import as_i32
-from toka_async.messages import Cancel, EndSample, StopMask, Submit
+from toka_async.messages import EndSample, StopMask
+from toka_async.server.engine.engine import MOST_SUBMITTED
 from toka_async.text.tokenizer import Tokenizer
 
 PATH = "/v1/completions"
@@ -55,7 +57,7 @@ async def test_prompts_times_n(server: WebServer) -> None:
     answer = await server.ok(PATH, body)
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
     assert len({tuple(choice["token_ids"]) for choice in answer["choices"]}) == 6  # equal prompts differ too
-    submits = [message for message in server.scheduler.log if isinstance(message, Submit)]
+    submits = server.scheduler.submits
     assert [submit.n for submit in submits] == [2, 2, 2]
     assert submits[0].seed == 5
     for prompt, submit in enumerate(submits):
@@ -76,7 +78,7 @@ async def test_a_seed_reproduces(server: WebServer) -> None:
 @pytest.mark.parametrize("prompt", [[5, 6, 7], [[5, 6, 7], [8]]])
 async def test_token_ids_are_taken_as_they_are(server: WebServer, prompt: list[Any]) -> None:
     await server.ok(PATH, {"prompt": prompt, "max_tokens": 1})
-    submits = [message for message in server.scheduler.log if isinstance(message, Submit)]
+    submits = server.scheduler.submits
     expected = prompt if isinstance(prompt[0], list) else [prompt]
     assert [as_i32(submit.prompt).tolist() for submit in submits] == expected
 
@@ -85,7 +87,7 @@ async def test_special_tokens_of_the_prompt() -> None:
     async with web_server(tokenizer=small.byte_fallback()) as server:
         await server.ok(PATH, {"prompt": "", "max_tokens": 1})  # not empty: the tokenizer puts <s> there
         await server.ok(PATH, {"prompt": "the", "max_tokens": 1, "add_special_tokens": False})
-        first, second = (message for message in server.scheduler.log if isinstance(message, Submit))
+        first, second = server.scheduler.submits
         assert as_i32(first.prompt)[0] == server.tokenizer.bos_token_id
         assert server.tokenizer.bos_token_id not in as_i32(second.prompt)
 
@@ -159,7 +161,7 @@ async def test_stop_strings(stream: bool, include: bool, stop: str | list[str], 
             assert before + found not in server.tokenizer.decode(choice["token_ids"][:-1])
         ends = [message for message in server.scheduler.log if isinstance(message, EndSample)]
         assert len(ends) == 2
-        assert not any(isinstance(message, Cancel) for message in server.scheduler.log)
+        assert not server.scheduler.cancelled
         await server.engine.wait_idle()
         assert not server.scheduler.requests
 
@@ -310,7 +312,7 @@ async def test_sampling_reaches_the_engine(server: WebServer) -> None:
     fields = {"temperature": 0.5, "top_p": 0.8, "top_k": 7, "min_p": 0.1, "presence_penalty": 1.0}
     more = {"frequency_penalty": -1.0, "repetition_penalty": 1.5, "min_tokens": 2}
     await server.ok(PATH, {"prompt": "x", "priority": -3, **fields, **more})
-    (submit,) = (message for message in server.scheduler.log if isinstance(message, Submit))
+    (submit,) = server.scheduler.submits
     assert {name: getattr(submit.sampling, name) for name in fields | more} == fields | more
     assert submit.priority == -3
 
@@ -401,7 +403,7 @@ async def test_truncated_prompts(server: WebServer, side: str) -> None:
     kept = ids[-3:] if side == "left" else ids[:3]
     answer = await server.ok(PATH, {**body, "prompt": TEXT})
     assert answer["usage"]["prompt_tokens"] == 3
-    (submit,) = (message for message in server.scheduler.log if isinstance(message, Submit))
+    (submit,) = server.scheduler.submits
     assert as_i32(submit.prompt).tolist() == kept
     assert answer["choices"][0]["text"].startswith(server.tokenizer.decode(kept))
     fitting = await server.ok(PATH, {"prompt": list(range(400)) * 2, "max_tokens": 12, "truncate_prompt_tokens": -1})
@@ -419,5 +421,22 @@ async def test_tokens_named_by_their_ids(server: WebServer, stream: bool, num_to
 
 async def test_allowed_token_ids_reach_the_engine(server: WebServer) -> None:
     await server.ok(PATH, {"prompt": "x", "max_tokens": 1, "allowed_token_ids": [9, 4]})
-    (submit,) = (message for message in server.scheduler.log if isinstance(message, Submit))
+    (submit,) = server.scheduler.submits
     assert as_i32(submit.sampling.allowed_ids).tolist() == [4, 9]
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 4}, {"stop": ["zzz"]}, {"echo": True}])
+async def test_a_request_of_many_prompts(fields: dict[str, object]) -> None:
+    """Every choice is there, in order, and others are answered before it is."""
+    num = 2 * MOST_SUBMITTED + 1
+    async with web_server(FakeScheduler(held=True)) as server:
+        body = {"prompt": [[1, 2, index % 200] for index in range(num)], "max_tokens": 2, **fields}
+        answer = asyncio.create_task(server.ok("/v1/completions", body))
+        while server.engine.num_requests < num:
+            assert (await server.get("/ping"))[0] == 200
+        while not answer.done():
+            server.scheduler.step()
+            await asyncio.sleep(0.001)
+        choices = answer.result()["choices"]
+        assert [choice["index"] for choice in choices] == list(range(num * int(str(fields.get("n", 1)))))
+        assert not server.engine.busy

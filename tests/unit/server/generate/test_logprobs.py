@@ -1,16 +1,23 @@
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Callable
 
-from tests.cases.tokenizers import byte_level
-from toka_async.server.engine.rows import TokenRows
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cases.tokenizers import byte_fallback, byte_level, metaspace
+from toka_async.server.engine.token_block import TokenRows
 from toka_async.server.generate.logprobs import (
+    TokenLengths,
     TokenNames,
     chat_logprobs,
     legacy_logprobs,
     prompt_logprobs,
+    sample_offsets,
     text_offsets,
 )
+from toka_async.text.tokenizer import Tokenizer
 
 
 def rows(ids: list[int], logprobs: list[float], top: list[list[int]], values: list[list[float]]) -> TokenRows:
@@ -78,3 +85,14 @@ def test_offsets_are_places_in_the_text() -> None:
     assert offsets == sorted(offsets)
     whole = text_offsets(tokenizer, [*ids, 0], True, True)[-1]
     assert whole == len(text)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), build=st.sampled_from([byte_level, byte_fallback, metaspace]), skip=st.booleans())
+def test_offsets_from_lengths_are_those_of_the_text(
+    data: st.DataObject, build: Callable[[], Tokenizer], skip: bool
+) -> None:
+    tokenizer = build()
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=12))
+    expected = text_offsets(tokenizer, ids, skip, continues=True, start=5)
+    assert sample_offsets(TokenLengths(tokenizer, skip), ids, 5) == expected

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.cases import tokenizers as small
 from toka_async.messages import Reason
-from toka_async.server.engine.rows import TokenRows
+from toka_async.server.engine.token_block import TokenRows
 from toka_async.server.generate.sample_text import SampleStream, SampleText, TextOptions, sample_text
 from toka_async.text.stop import StopStrings
 from toka_async.text.tokenizer import Tokenizer

@@ -16,7 +16,6 @@ from tests.drivers.until import until, until_async
 from tests.drivers.web_server import WebServer, checked_error, web_server
 from tests.fakes.scheduler import FakeScheduler
 from toka_async.batches.disk import StorageError
-from toka_async.messages import Submit
 from toka_async.openai.parse import parse_request
 from toka_async.server.batch import line_answers
 from toka_async.server.batch.line_answers import PRIORITY
@@ -88,7 +87,7 @@ async def test_a_batch_of_completions(client: openai.AsyncOpenAI, server: WebSer
     assert answer["response"]["status_code"] == 200
     assert answer["response"]["body"]["object"] == "text_completion"
     assert [choice["index"] for choice in answer["response"]["body"]["choices"]] == [0, 1]
-    submits = [message for message in server.scheduler.log if isinstance(message, Submit)]
+    submits = server.scheduler.submits
     assert {submit.priority for submit in submits} == {PRIORITY + 3}
     output = await client.files.retrieve(batch.output_file_id or "")
     assert (output.purpose, output.filename) == ("batch_output", f"{batch.id}_output.jsonl")
@@ -307,7 +306,7 @@ async def test_a_server_that_ends_keeps_what_is_done(tmp_path: Path) -> None:
     ):
         batch = await ended(client, batch)
         assert len(await results(client, batch.output_file_id)) == 30
-        assert len([each for each in server.scheduler.log if isinstance(each, Submit)]) == 20
+        assert len(server.scheduler.submits) == 20
 
 
 async def test_requests_that_find_no_place_wait_for_one(tmp_path: Path) -> None:

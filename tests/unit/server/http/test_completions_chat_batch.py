@@ -9,7 +9,7 @@ import pytest
 from tests.drivers.web_server import web_server
 from tests.fakes.scheduler import FakeScheduler
 from toka_async.arrays import as_i32
-from toka_async.messages import Ready, Submit
+from toka_async.messages import Ready
 
 PATH = "/v1/chat/completions/batch"
 HI = [{"role": "user", "content": "hi"}]
@@ -32,7 +32,7 @@ async def test_token_ids_of_each_prompt() -> None:
     async with web_server() as server:
         messages = [[{"role": "user", "content": text}] for text in ("a", "b")]
         answer = await server.ok(PATH, {"messages": messages, "n": 2, "max_tokens": 1, "return_token_ids": True})
-        prompts = [as_i32(message.prompt).tolist() for message in server.scheduler.log if isinstance(message, Submit)]
+        prompts = [as_i32(message.prompt).tolist() for message in server.scheduler.submits]
         assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [each for each in prompts for _ in "nn"]
         assert "prompt_token_ids" not in answer
 

@@ -12,7 +12,6 @@ from tests.cases.tokenizers import byte_level
 from tests.drivers.until import until
 from tests.drivers.web_server import NAME, WebServer, web_server
 from tests.fakes.scheduler import FakeScheduler
-from toka_async.messages import Submit
 
 
 @pytest.fixture
@@ -64,7 +63,7 @@ async def test_chat(client: openai.AsyncOpenAI, server: WebServer) -> None:
     assert answer.choices[0].logprobs is not None
     assert answer.choices[0].model_extra is not None
     assert answer.choices[0].model_extra["stop_reason"] == "42"
-    (submit,) = (message for message in server.scheduler.log if isinstance(message, Submit))
+    (submit,) = server.scheduler.submits
     assert submit.sampling.top_k == 5
 
 

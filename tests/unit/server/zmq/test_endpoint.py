@@ -11,7 +11,7 @@ import pytest
 
 from tests.drivers.direct import SESSION, Bare, bare_endpoint, ids_column, run, turns
 from tests.fakes.scheduler import FakeScheduler
-from toka_async.messages import Cancels, Submits
+from toka_async.messages import Submits
 from toka_async.protocol import (
     Ack,
     Bye,
@@ -26,7 +26,7 @@ from toka_async.protocol import (
     Submission,
     Welcome,
 )
-from toka_async.server.engine.inflight import MOST_TOKENS
+from toka_async.server.generate.events import MOST_TOKENS
 from toka_async.server.zmq.delivery import WINDOW
 
 # ---- sessions
@@ -221,7 +221,7 @@ async def test_a_cancelled_request_ends_once(bare: Bare) -> None:
     ((error, columns),) = bare.heard(Error)
     assert (error.code, error.status, sorted(columns["ids"].tolist())) == ("cancelled", 499, [2, 4])
     assert bare.service.engine.num_requests == 2
-    assert len([message for message in bare.scheduler.log if isinstance(message, Cancels)]) == 1
+    assert len(bare.scheduler.cancelled) == 2
     assert len(bare.scheduler.requests) == 2
 
 

@@ -159,7 +159,7 @@ async def test_requests_with_fields_that_nobody_can_read_end(depth: int) -> None
         assert bare.ended() == [3, 4]
 
 
-@pytest.mark.parametrize("name", ["get", "check_text", "tokenize_all", "submit_direct", "running", "check_serving"])
+@pytest.mark.parametrize("name", ["get", "check_text", "tokenize_all", "submit", "running", "check_serving"])
 @pytest.mark.parametrize("text", [False, True])
 async def test_whatever_goes_wrong_requests_end_and_give_their_credit_back(
     monkeypatch: pytest.MonkeyPatch, name: str, text: bool
@@ -172,7 +172,7 @@ async def test_whatever_goes_wrong_requests_end_and_give_their_credit_back(
     with bare_endpoint(zmq_credit=2) as bare:
         bare.hello()
         (session,) = bare.endpoint._sessions.values()
-        owner = {"get": FieldsCache, "submit_direct": Engine, "check_serving": Engine}.get(name, Service)
+        owner = {"get": FieldsCache, "submit": Engine, "check_serving": Engine}.get(name, Service)
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fail)
             if text:

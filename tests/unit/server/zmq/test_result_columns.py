@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from toka_async.messages import Reason
-from toka_async.server.engine.rows import TokenRows
+from toka_async.server.engine.token_block import TokenRows
 from toka_async.server.zmq.result_columns import SampleColumns, chosen
 
 

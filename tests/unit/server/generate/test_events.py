@@ -1,8 +1,7 @@
-"""Events made of many rows at once are, byte for byte, those made sample by sample; so are whole texts."""
+"""Events made of many rows at once are, byte for byte, those of a definition; whole texts those of each sample."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
@@ -12,21 +11,21 @@ import numpy as np
 import pytest
 
 from tests.cases import tokenizers as small
+from tests.cases.requests import make_block, make_tokens
 from toka_async.config import AuthConfig, LimitsConfig
 from toka_async.messages import Reason, ToScheduler
 from toka_async.openai.generation import Defaults, RequestLimits, chat_generation, completion_generation
 from toka_async.openai.requests import ChatRequest, CompletionRequest, StreamOptions
 from toka_async.server.engine.engine import Engine
-from toka_async.server.engine.inflight import InFlight, RequestGroup
-from toka_async.server.engine.rows import TokenBlock, token_rows
+from toka_async.server.engine.request_group import RequestGroup
+from toka_async.server.engine.token_block import merge_blocks
 from toka_async.server.generate.answers import new_header
 from toka_async.server.generate.block_texts import MANY, BlockTexts
 from toka_async.server.generate.chat import ChatAnswer
 from toka_async.server.generate.completions import CompletionAnswer
-from toka_async.server.generate.events import SampleEvents
-from toka_async.server.generate.sample_text import TextOptions, sample_text
-from toka_async.server.generate.service import Run, Service, in_blocks, text_options
-from toka_async.server.generate.text_events import TextEvents
+from toka_async.server.generate.events import StreamEvents, event
+from toka_async.server.generate.sample_text import SampleStream, TextOptions, sample_text
+from toka_async.server.generate.service import Run, Service, stop_token, text_options
 from toka_async.server.limits.accounts import Accounts
 from toka_async.text.stop import StopStrings
 from toka_async.text.tokenizer import Tokenizer
@@ -36,11 +35,13 @@ from toka_async.transport.local import LocalChannel
 N = 4
 BUILDERS = [small.byte_level, small.byte_fallback, small.metaspace]
 Answer = CompletionAnswer | ChatAnswer
+Arrivals = list[tuple[int, list[int], Reason]]  # sample, token ids, reason
+Streams = dict[int, SampleStream | None]
 
 
-def make(tokenizer: Tokenizer, end: int, flags: list[bool]) -> tuple[Service, Run, Answer]:
+def make(tokenizer: Tokenizer, end: int, flags: list[bool], stops: list[str]) -> tuple[Service, Run, Answer]:
     """A streamed request of N samples, and what answers it."""
-    chat, usage, kept, skip = flags
+    chat, usage, kept, skip, ids = flags
     engine = Engine([LocalChannel[ToScheduler](Codec(ToScheduler))], 8)
     service = Service(
         LimitsConfig(),
@@ -60,6 +61,9 @@ def make(tokenizer: Tokenizer, end: int, flags: list[bool]) -> tuple[Service, Ru
         "stop_token_ids": [end],
         "include_stop_str_in_output": kept,
         "skip_special_tokens": skip,
+        "return_token_ids": ids,
+        "stop": stops,
+        "min_tokens": len(stops),
     }
     answer: Answer
     if chat:
@@ -69,55 +73,61 @@ def make(tokenizer: Tokenizer, end: int, flags: list[bool]) -> tuple[Service, Ru
         request = CompletionRequest(prompt="x", echo=True, **fields)
         generation = completion_generation(request, limits, Defaults())
         answer = CompletionAnswer(service, ["x"], new_header("cmpl", service.name))
-    assert in_blocks(generation)
-    return service, Run(generation, [np.array([1], np.int32)], text_options(generation), RequestGroup()), answer
+    group = RequestGroup(1, N, stream=True)
+    return service, Run(generation, [np.array([1], np.int32)], text_options(generation), group), answer
 
 
-def by_index(events: bytes) -> list[bytes]:
-    """The events in the order of their samples, each sample's in its own order."""
-    parts = events.split(b"\n\n")[:-1]
-    return sorted(parts, key=lambda part: json.loads(part[6:])["choices"][0]["index"])
+def plain_events(service: Service, run: Run, answer: Answer, arrivals: Arrivals, streams: Streams) -> list[bytes]:
+    """The definition: a chunk for what each sample's tokens add, where that is something."""
+    generation, events = run.generation, []
+    for sample, ids, reason in sorted(arrivals):
+        chunks, is_new = [], sample not in streams
+        if is_new:
+            streams[sample] = SampleStream(service.tokenizer, run.options)
+            chunks += [first] if (first := answer.first(run, 0, sample)) is not None else []
+        stream = streams[sample]
+        if stream is None:
+            continue  # a stop string has ended it
+        piece = stream.push(make_tokens(ids), reason)
+        stop: str | int | None = stop_token(generation, piece.rows, reason)
+        if piece.stop is not None:
+            reason, stop, streams[sample] = Reason.STOP_STRING, piece.stop, None
+        if reason or piece.text or (generation.return_token_ids and len(piece.rows)):
+            chunks.append(answer.chunk(run, 0, sample, piece, reason, stop))
+        if chunks and generation.return_token_ids and is_new:
+            chunks[0] = answer.with_prompt(chunks[0], run, 0)  # type: ignore[arg-type]
+        events += [event(chunk) for chunk in chunks]
+    return events
 
 
 @pytest.mark.parametrize("build", BUILDERS)
-@pytest.mark.parametrize("seed", range(20))
-def test_as_sample_by_sample(build: Callable[[], Tokenizer], seed: int) -> None:
+@pytest.mark.parametrize("seed", range(40))
+def test_events_are_those_of_the_definition(build: Callable[[], Tokenizer], seed: int) -> None:
     tokenizer, random = build(), Random(seed)
     end = random.randrange(tokenizer.vocab_size)
-    service, run, answer = make(tokenizer, end, [random.random() < 0.5 for _ in range(4)])
     rows = [[random.randrange(tokenizer.vocab_size + 3) for _ in range(random.randint(1, 12))] for _ in range(N)]
+    stops = [tokenizer.decode(rows[0][:4], continues=True)[:2] or "x", "e"] if random.random() < 0.5 else []
+    service, run, answer = make(tokenizer, end, [random.random() < 0.5 for _ in range(5)], stops)
+    told: list[tuple[int, int, int]] = []
+    service.engine.requests.end_sample = lambda *arguments: told.append(arguments)  # type: ignore[method-assign]
     reasons = [random.choice([Reason.STOP, Reason.LENGTH]) for _ in range(N)]
     for row in rows:
         row[-1] = random.choice([end, row[-1]])
-    single = InFlight(RequestGroup(), 0, 1, N, True, 0.0)
-    many = InFlight(run.batch, 0, 1, N, True, 0.0, in_blocks=True)
-    alone, together = SampleEvents(service, run, answer), TextEvents(service, run, answer)
+    events, streams = StreamEvents(service, run, answer), Streams()
     while any(rows):
-        arrivals = []
+        arrivals: Arrivals = []
         for sample in random.sample(range(N), N):
             count = random.randint(0, 3)
             new, rows[sample] = rows[sample][:count], rows[sample][count:]
             if new:
                 arrivals.append((sample, new, Reason.NONE if rows[sample] else reasons[sample]))
-        if not arrivals:
-            continue
-        for sample, new, reason in arrivals:
-            single.add(sample, token_rows(np.array(new, np.int32)), reason)
-        many.add_block(block(arrivals))
-        if random.random() < 0.5 or not any(rows):  # else the client is slow
-            fresh = [(single, i) for i in range(N) if single.samples[i].parts]
-            assert by_index(together.take([(many, 0)])) == by_index(alone.take(fresh))
-            assert (together.num_open, together.num_tokens) == (alone.num_open, alone.num_tokens)
-    assert together.num_open == 0
-
-
-def block(arrivals: list[tuple[int, list[int], Reason]]) -> TokenBlock:
-    return TokenBlock(
-        np.array([sample for sample, _, _ in arrivals], np.int32),
-        np.array([len(new) for _, new, _ in arrivals], np.int32),
-        np.array([i for _, new, _ in arrivals for i in new], np.int32),
-        np.array([int(reason) for _, _, reason in arrivals], np.int32),
-    )
+        if arrivals:
+            block = merge_blocks([make_block(arrivals)], N)
+            assert events.take(block) == b"".join(plain_events(service, run, answer, arrivals, streams))
+    assert events.num_open == 0
+    assert len(told) == len({sample for _, sample, _ in told}) <= sum(stream is None for stream in streams.values())
+    stopped = {sample: num_tokens for _, sample, num_tokens in told}
+    assert all(events.num_tokens >= num_tokens for num_tokens in stopped.values())
 
 
 @pytest.mark.parametrize("build", BUILDERS)
@@ -132,8 +142,8 @@ def test_whole_texts(
     rows = [random.integers(0, tokenizer.vocab_size + 3, count).tolist() for count in (num_tokens, 1, 0, 7, 7)]
     reasons = [Reason.STOP, Reason.STOP, Reason.LENGTH, Reason.LENGTH, Reason.STOP]
     options = TextOptions(skip_special_tokens=skip, stops=stops, min_tokens=3, keep_ends=keep_ends)
-    texts = BlockTexts(tokenizer).texts(block(list(zip(range(5), rows, reasons, strict=True))), options)
+    texts = BlockTexts(tokenizer).texts(make_block(list(zip(range(5), rows, reasons, strict=True))), options)
     for text, row, reason in zip(texts, rows, reasons, strict=True):
-        count = options.num_text_tokens(token_rows(np.array(row, np.int32)), reason)
+        count = options.num_text_tokens(make_tokens(row), reason)
         assert text == sample_text(tokenizer, row[:count], options)
     assert any(text.stop for text in texts) or stops is None or num_tokens == 5

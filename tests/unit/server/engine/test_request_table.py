@@ -1,46 +1,52 @@
-"""Requests in columns through the engine, over replicas that are stepped by hand and that can be lost."""
+"""The table of requests within the engine, over replicas that are stepped by hand and that can be lost."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 import pytest
 
+from tests.cases.requests import make_prompt, make_requests, tokens_by_sample
 from tests.fakes.scheduler import READY, FakeScheduler
-from toka_async.arrays import Int32, Int64, i32_column
-from toka_async.messages import Failed, Reason, SamplingParams, Submits, Tokens
-from toka_async.server.engine.direct_rows import DirectJobs, DirectRows
+from toka_async.arrays import Int64, i32_column
+from toka_async.messages import Failed, Prefilled, Reason, Submits, Tokens
 from toka_async.server.engine.engine import Engine
+from toka_async.server.engine.token_block import TokenBlock
 from toka_async.server.limits.account import Account
-from toka_async.server.limits.jobs import EngineRequest, OverloadedError
+from toka_async.server.limits.jobs import OverloadedError
 
 
-@dataclass
+@dataclass(eq=False)
 class Listener:
-    """An owner that keeps what it is told."""
+    """A sink that keeps what it is told."""
 
-    number: int = 1
-    account: Account = field(default_factory=lambda: Account("a listener"))
+    account: Account | None = None
     tokens: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)
     failed: dict[int, str] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
+    forgets: bool = False
 
-    def on_rows(self, rows: DirectRows, cached: Int32, ended: Int64) -> None:
-        ends = np.cumsum(rows.counts)
-        for key, sample, count, end, found in zip(
-            rows.keys.tolist(), rows.samples.tolist(), rows.counts.tolist(), ends.tolist(), cached.tolist(), strict=True
-        ):
-            self.tokens.setdefault((key, sample), []).extend(rows.token_ids[end - count : end].tolist())
-            self.cached[key] = found
-        self.ended += ended.tolist()
+    def on_tokens(self, block: TokenBlock) -> None:
+        for place, ids in tokens_by_sample(block).items():
+            self.tokens.setdefault(place, []).extend(ids)
+        self.cached |= dict(zip(block.keys.tolist(), block.cached.tolist(), strict=True))
+        self.ended += block.keys[block.is_last != 0].tolist()
 
-    def on_failed(self, client_ids: Int64, error: Exception) -> None:
-        self.failed |= dict.fromkeys(client_ids.tolist(), str(error))
+    def on_prompt(self, key: int, prefilled: Prefilled) -> None:
+        raise NotImplementedError
+
+    def on_failed(self, keys: Int64, error: Exception) -> None:
+        self.failed |= dict.fromkeys(keys.tolist(), str(error))
+
+    def forget(self, keys: Int64) -> bool:
+        for key, sample in [*self.tokens] if self.forgets else []:
+            if key in keys:
+                del self.tokens[key, sample]
+        return self.forgets
 
 
 class World:
@@ -49,7 +55,8 @@ class World:
     def __init__(self, num_replicas: int = 2, max_requests: int = 99) -> None:
         self.schedulers = [self.scheduler(replica) for replica in range(num_replicas)]
         self.engine = Engine(self.schedulers, max_requests)
-        self.owner = Listener()
+        self.sink = Listener()
+        self.timeout = 0.0
         for scheduler in self.schedulers:
             scheduler.start(self.engine.on_messages)
 
@@ -58,8 +65,9 @@ class World:
         return FakeScheduler(held=True, ready=msgspec.structs.replace(READY, replica=replica, life=life))
 
     def submit(self, *ids: int, n: int = 1, max_tokens: int = 3, stream: bool = False, length: int = 20) -> None:
-        prompts = [np.arange(key, key + length, dtype=np.int32) % 300 for key in ids]
-        self.engine.submit_direct(jobs(ids, prompts, n, max_tokens, stream), self.owner)
+        prompts = [make_prompt(key, length) % 300 for key in ids]
+        requests = make_requests(*prompts, keys=ids, n=n, max_tokens=max_tokens, stream=stream)
+        self.engine.submit(requests, self.sink, self.timeout)
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
@@ -75,21 +83,6 @@ class World:
         return self.engine.replicas.router.outstanding
 
 
-def jobs(ids: Sequence[int], prompts: Sequence[Int32], n: int, max_tokens: int, stream: bool) -> DirectJobs:
-    return DirectJobs(
-        client_ids=np.asarray(ids),
-        lengths=np.asarray([prompt.size for prompt in prompts], np.int32),
-        prompts=np.concatenate(prompts),
-        seeds=np.asarray(ids),
-        n=n,
-        max_tokens=max_tokens,
-        sampling=SamplingParams(),
-        stream=stream,
-        priority=0,
-        salt=0,
-    )
-
-
 @pytest.fixture
 async def world() -> World:
     return World()
@@ -100,10 +93,10 @@ async def test_requests_go_to_both_replicas_and_come_back_under_their_own_ids(wo
     assert all(world.outstanding)
     assert world.engine.num_requests == 20
     world.step(4)
-    assert sorted(world.owner.ended) == [*range(100, 120)]
-    assert {len(tokens) for tokens in world.owner.tokens.values()} == {3}
-    assert len(world.owner.tokens) == 40
-    assert set(world.owner.cached.values()) == {16}
+    assert sorted(world.sink.ended) == [*range(100, 120)]
+    assert {len(tokens) for tokens in world.sink.tokens.values()} == {3}
+    assert len(world.sink.tokens) == 40
+    assert set(world.sink.cached.values()) == {16}
     assert world.outstanding == [0, 0]
     assert not world.engine.busy
 
@@ -124,23 +117,40 @@ async def test_what_nobody_has_seen_runs_on_another_replica_once(world: World) -
     expected.step(4)
     world.lose(0)
     assert world.outstanding[0] == 0
-    world.engine.direct.check()
+    world.engine.requests.check()
     world.step(4)
-    assert sorted(world.owner.ended) == [*range(20)]
-    assert not world.owner.failed
-    assert world.owner.tokens == expected.owner.tokens
-    world.engine.direct.check()
+    assert sorted(world.sink.ended) == [*range(20)]
+    assert not world.sink.failed
+    assert world.sink.tokens == expected.sink.tokens
+    world.engine.requests.check()
 
 
 async def test_a_deadline_is_that_of_the_first_try(world: World) -> None:
-    world.owner.account.timeout = 0.2
+    world.timeout = 0.2
     world.submit(*range(20))
     await asyncio.sleep(0.15)
     world.lose(0)
     await asyncio.sleep(0.1)
-    assert world.owner.failed.keys() == {*range(20)}
-    assert "limits.request_timeout" in world.owner.failed[0]
-    world.engine.direct.check()
+    assert world.sink.failed.keys() == {*range(20)}
+    assert "limits.request_timeout" in world.sink.failed[0]
+    world.engine.requests.check()
+
+
+async def test_what_its_sink_forgets_runs_again_though_tokens_had_come(world: World) -> None:
+    """Also where some samples have ended, since no client has seen them."""
+    world.sink.forgets = True
+    world.schedulers[0].script = lambda _, sample: [5] * (1 if sample else 3)
+    world.schedulers[1].script = lambda *_: [7] * 3
+    world.submit(1, n=4)
+    world.step()
+    assert len(world.sink.tokens) == 3
+    lost = world.schedulers[0]
+    world.lose(0)
+    world.engine.requests.check()
+    for _ in range(3):
+        lost.step()  # what it had sent before its end still comes
+        world.step()
+    assert world.sink.tokens == {(1, sample): [7] * 3 for sample in range(4)}
 
 
 async def test_what_was_seen_in_part_fails(world: World) -> None:
@@ -148,13 +158,13 @@ async def test_what_was_seen_in_part_fails(world: World) -> None:
     world.step()
     on_first = len(world.schedulers[0].requests)
     world.lose(0)
-    assert len(world.owner.failed) == on_first
-    assert "replica 0" in next(iter(world.owner.failed.values()))
+    assert len(world.sink.failed) == on_first
+    assert "replica 0" in next(iter(world.sink.failed.values()))
     world.step(4)
-    assert len(world.owner.ended) == 20 - on_first
+    assert len(world.sink.ended) == 20 - on_first
     assert world.outstanding == [0, 0]
     assert not world.engine.busy
-    world.engine.direct.check()
+    world.engine.requests.check()
 
 
 async def test_a_second_loss_fails_them(world: World) -> None:
@@ -162,17 +172,17 @@ async def test_a_second_loss_fails_them(world: World) -> None:
     world.lose(0)
     world.schedulers[0].start(world.engine.on_messages)
     world.lose(1)
-    assert len(world.owner.failed) + world.engine.num_requests == 20
-    assert world.owner.failed
+    assert len(world.sink.failed) + world.engine.num_requests == 20
+    assert world.sink.failed
     world.step(4)
-    assert len(world.owner.failed) + len(world.owner.ended) == 20
+    assert len(world.sink.failed) + len(world.sink.ended) == 20
 
 
 async def test_without_another_replica_all_fail() -> None:
     world = World(1)
     world.submit(1, 2)
     world.lose(0)
-    assert world.owner.failed.keys() == {1, 2}
+    assert world.sink.failed.keys() == {1, 2}
     assert not world.engine.busy
 
 
@@ -182,7 +192,7 @@ async def test_cancelled_requests_say_nothing_more_even_when_their_slots_are_use
     (scheduler,) = world.schedulers
     scheduler.step()
     old = list(scheduler.requests)
-    assert world.engine.direct.cancel(world.owner, np.asarray([1, 7])).tolist() == [1]
+    assert world.engine.requests.cancel(world.sink, np.asarray([1, 7])).tolist() == [1]
     world.submit(3)
     late = Tokens(
         request_ids=i32_column(old),
@@ -192,42 +202,59 @@ async def test_cancelled_requests_say_nothing_more_even_when_their_slots_are_use
         token_ids=i32_column([8, 9]),
     )
     world.engine.on_messages([late])
-    assert world.owner.tokens == {(2, 0): [9]}
-    assert world.owner.ended == [2]
+    assert world.sink.tokens == {(2, 0): [9]}
+    assert world.sink.ended == [2]
     assert world.engine.num_requests == 1
 
 
 async def test_an_owner_that_leaves_takes_its_requests_along_and_no_others(world: World) -> None:
-    other = Listener(number=2)
+    other = Listener()
     world.submit(1, 2, 3)
-    prompt = np.arange(5, dtype=np.int32)
-    world.engine.submit_direct(jobs([1], [prompt], 1, 2, False), other)
-    world.engine.direct.leave(world.owner)
+    world.engine.submit(make_requests(make_prompt(), keys=[1]), other)
+    world.engine.requests.cancel(world.sink)
     world.step(4)
-    assert not world.owner.tokens
+    assert not world.sink.tokens
     assert other.ended == [1]
     assert not world.engine.busy
 
 
-async def test_requests_of_http_and_direct_ones_in_one_message() -> None:
-    world = World(1)
+async def test_each_sink_gets_its_own_rows_of_a_message() -> None:
+    world, others = World(1), [Listener() for _ in range(3)]
     world.submit(1, 2)
-    job = EngineRequest(
-        prompt=np.arange(4, dtype=np.int32),
-        n=1,
-        max_tokens=3,
-        seed=1,
-        sampling=SamplingParams(),
-        stream=False,
-        priority=0,
+    for key, other in enumerate(others):
+        world.engine.submit(make_requests(make_prompt(key), keys=[key], n=2), other)
+    world.submit(3)
+    (scheduler,) = world.schedulers
+    scheduler.step()
+    request_ids = [*scheduler.requests] * 2  # a sink's rows do not follow each other
+    world.engine.on_messages(
+        [
+            Tokens(
+                request_ids=i32_column(request_ids),
+                samples=i32_column([0] * 6 + [1] * 6),
+                counts=i32_column([2] * 12),
+                reasons=i32_column([0] * 12),
+                token_ids=i32_column(range(24)),
+            )
+        ]
     )
-    with world.engine.submitted([job]) as batch:
-        world.submit(3)
-        world.step(4)
-        await batch.finished()
-        assert batch.flights[0].samples[0].num_tokens == 3
-        assert batch.flights[0].num_cached == 0
-    assert sorted(world.owner.ended) == [1, 2, 3]
+    assert world.sink.tokens == {(1, 0): [0, 1], (2, 0): [2, 3], (3, 0): [10, 11]} | {
+        (1, 1): [12, 13],
+        (2, 1): [14, 15],
+        (3, 1): [22, 23],
+    }
+    for key, other in enumerate(others):
+        assert other.tokens == {(key, 0): [4 + 2 * key, 5 + 2 * key], (key, 1): [16 + 2 * key, 17 + 2 * key]}
+
+
+async def test_requests_count_in_their_sinks_account() -> None:
+    world, account = World(1), Account("somebody")
+    world.submit(9)
+    assert world.engine.requests.num_accounted == 0
+    world.sink.account = account
+    world.submit(1, 2, n=2)
+    assert (account.num_requests, account.num_tokens) == (2, 2 * (20 + 2 * 3))
+    assert world.engine.requests.num_accounted == 2
 
 
 async def test_the_scheduler_can_refuse_one() -> None:
@@ -236,15 +263,15 @@ async def test_the_scheduler_can_refuse_one() -> None:
     (scheduler,) = world.schedulers
     scheduler.step()
     world.engine.on_messages([Failed(request_id=min(scheduler.requests), message="too long")])
-    assert world.owner.failed == {1: "too long"}
+    assert world.sink.failed == {1: "too long"}
     world.step(4)
-    assert world.owner.ended == [2]
+    assert world.sink.ended == [2]
 
 
 async def test_all_fail_when_the_engine_stops(world: World) -> None:
     world.submit(1, 2)
     world.engine.fail_all("the end")
-    assert world.owner.failed.keys() == {1, 2}
+    assert world.sink.failed.keys() == {1, 2}
     assert not world.engine.busy
 
 

@@ -1,0 +1,178 @@
+"""New tokens of samples in columns, as a Tokens message brings them: cut, reordered and put together again.
+
+Knows nothing of who waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from toka_async.arrays import Float32, Int32, Int64, as_f32, as_i32
+from toka_async.messages import Reason, Tokens
+
+REASONS = {int(reason): reason for reason in Reason}
+LONG_ROWS = 16  # tokens of a row from which on copying row by row is faster than token by token
+NO_LOGPROBS = (np.empty(0, np.float32), np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
+
+
+class TokenRows(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """Tokens one after the other.
+
+    token_ids: [t]. logprobs: [t], or [0] when none were asked for. top_ids, top_logprobs: [t, k]; k may be 0, and
+    without log-probs they are [0, 0].
+    """
+
+    token_ids: Int32
+    logprobs: Float32
+    top_ids: Int32
+    top_logprobs: Float32
+
+    def part(self, start: int, end: int) -> TokenRows:
+        """Tokens `start` to `end`."""
+        return self.take(slice(start, end))
+
+    def take(self, places: slice | npt.NDArray[Any]) -> TokenRows:
+        """The tokens at some places, by slice, mask or index."""
+        if not self.logprobs.size:
+            return TokenRows(self.token_ids[places], *NO_LOGPROBS)
+        return TokenRows(self.token_ids[places], self.logprobs[places], self.top_ids[places], self.top_logprobs[places])
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+NO_ROWS = TokenRows(np.empty(0, np.int32), *NO_LOGPROBS)
+
+
+def concat_rows(parts: Sequence[TokenRows]) -> TokenRows:
+    """The parts one after the other; all have log-probs of the same width, or none."""
+    parts = [part for part in parts if len(part)]
+    if len(parts) < 2:
+        return parts[0] if parts else NO_ROWS
+    token_ids = np.concatenate([part.token_ids for part in parts])
+    if not parts[0].logprobs.size:
+        return TokenRows(token_ids, *NO_LOGPROBS)
+    return TokenRows(
+        token_ids,
+        np.concatenate([part.logprobs for part in parts]),
+        np.concatenate([part.top_ids for part in parts]),
+        np.concatenate([part.top_logprobs for part in parts]),
+    )
+
+
+class TokenBlock(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """New tokens of some samples, one row each.
+
+    rows: [7, r], keys, samples, counts, reasons, request ids, cached and is_last, each as below; one array, so that a
+    part of all of them is one slice. tokens: those of the rows, one row after the other. num_logprobs: see
+    SamplingParams.
+    """
+
+    rows: Int64
+    tokens: TokenRows
+    num_logprobs: int = -1
+
+    @property
+    def keys(self) -> Int64:
+        """The requests' names at their sink, [r]."""
+        return self._row(0)
+
+    @property
+    def samples(self) -> Int64:
+        """[r]"""
+        return self._row(1)
+
+    @property
+    def counts(self) -> Int64:
+        """Tokens of each row, [r]."""
+        return self._row(2)
+
+    @property
+    def reasons(self) -> Int64:
+        """Why the samples have ended, if they have, [r]: see Reason."""
+        return self._row(3)
+
+    @property
+    def request_ids(self) -> Int64:
+        """The engine's, [r]."""
+        return self._row(4)
+
+    @property
+    def cached(self) -> Int64:
+        """Prompt tokens of the requests that were found in the cache, [r]."""
+        return self._row(5)
+
+    @property
+    def is_last(self) -> Int64:
+        """1 where a sample ends with the row and its request with the block, else 0, [r]."""
+        return self._row(6)
+
+    def _row(self, number: int) -> Int64:
+        values: Int64 = self.rows[number]
+        return values
+
+    def __len__(self) -> int:
+        return int(self.rows.shape[1])
+
+    def part(self, start: int, end: int) -> TokenBlock:
+        """Rows `start` to `end`, with their tokens."""
+        before = int(self.counts[:start].sum())
+        return self.cut(start, end, before, before + int(self.counts[start:end].sum()))
+
+    def cut(self, start: int, end: int, first_token: int, end_token: int) -> TokenBlock:
+        """As `part`, for a caller who knows where the rows' tokens are."""
+        return TokenBlock(self.rows[:, start:end], self.tokens.part(first_token, end_token), self.num_logprobs)
+
+    def take(self, places: npt.NDArray[np.intp]) -> TokenBlock:
+        """The rows at some places, in their order, with their tokens."""
+        rows = self.rows[:, places]
+        if len(self.tokens) == len(self) and (self.counts == 1).all():
+            return TokenBlock(rows, self.tokens.take(places), self.num_logprobs)
+        starts, counts = (np.cumsum(self.counts) - self.counts)[places], rows[2]
+        if len(self.tokens) > LONG_ROWS * len(self):
+            bounds = zip(starts.tolist(), (starts + counts).tolist(), strict=True)
+            tokens = concat_rows([self.tokens.part(start, end) for start, end in bounds])
+        else:
+            shifts = np.repeat(starts - (np.cumsum(counts) - counts), counts)
+            tokens = self.tokens.take(shifts + np.arange(shifts.size))
+        return TokenBlock(rows, tokens, self.num_logprobs)
+
+
+def read_rows(message: Tokens) -> TokenRows:
+    """The tokens of a message."""
+    token_ids = as_i32(message.token_ids)
+    if message.num_logprobs < 0:
+        return TokenRows(token_ids, *NO_LOGPROBS)
+    shape = (token_ids.size, message.num_logprobs)
+    top_ids, top_logprobs = as_i32(message.top_ids).reshape(shape), as_f32(message.top_logprobs).reshape(shape)
+    return TokenRows(token_ids, as_f32(message.logprobs), top_ids, top_logprobs)
+
+
+def merge_blocks(blocks: Sequence[TokenBlock], n: int) -> TokenBlock:
+    """One or more blocks as one that has each sample once, in the order of keys and samples.
+
+    A sample's tokens are in the order of their arrival. `n` is larger than any sample's number.
+    """
+    if len(blocks) == 1 and is_sorted(blocks[0], n):
+        return blocks[0]
+    rows, tokens = np.concatenate([block.rows for block in blocks], 1), concat_rows([block.tokens for block in blocks])
+    places = rows[0] * n + rows[1]
+    order = np.argsort(places, kind="stable")
+    block = TokenBlock(rows, tokens, blocks[0].num_logprobs).take(order)
+    firsts = np.flatnonzero(np.diff(places[order], prepend=-1))
+    rows = np.maximum.reduceat(block.rows, firsts, axis=1)
+    rows[2] = np.add.reduceat(block.counts, firsts)
+    return TokenBlock(rows, block.tokens, block.num_logprobs)
+
+
+def is_sorted(block: TokenBlock, n: int) -> bool:
+    """Whether each sample is there once, in the order of keys and samples."""
+    if len(block) == 1:
+        return True
+    places = block.keys * n + block.samples
+    return bool((places[1:] > places[:-1]).all())
