@@ -37,7 +37,7 @@ COVERED = {
     "unit/scheduler/admission/test_lookahead.py": ["scheduler/admission/running_usage"],
     "unit/scheduler/test_builder.py": ["scheduler/output_pages", "scheduler/sequences/step_draft"],
     "unit/scheduler/test_statistics.py": ["scheduler/sequences/prompt_counts"],
-    "unit/server/engine/test_engine.py": ["server/engine/inflight", "server/engine/load"],
+    "unit/server/engine/test_engine.py": ["server/engine/load", "server/engine/request_columns"],
     "unit/server/engine/test_metrics.py": ["server/engine/vllm_metrics"],
     "unit/server/generate/test_completions.py": [
         "server/generate/answers",
@@ -45,11 +45,7 @@ COVERED = {
         "server/generate/whole_body",
         "server/http/respond",
     ],
-    "unit/server/generate/test_text_events.py": [
-        "server/generate/block_texts",
-        "server/generate/events",
-        "server/generate/json_texts",
-    ],
+    "unit/server/generate/test_events.py": ["server/generate/block_texts"],
     "unit/server/http/test_document.py": ["server/http/routes"],
     "unit/server/http/test_unsent.py": ["server/limits/free_memory"],
     "unit/server/limits/test_accounts.py": ["server/limits/account"],

@@ -53,7 +53,11 @@ def parse_token_ids(items: Sequence[Any]) -> Int32:
 
 def count_parts(prompt: str | list[Any]) -> int:
     """Returns how many strings or token ids `parse_prompts` looks at."""
-    return 1 if isinstance(prompt, str) else sum(len(each) if isinstance(each, list) else 1 for each in prompt)
+    if isinstance(prompt, str):
+        return 1
+    if prompt and isinstance(prompt[0], list):
+        return sum(len(each) if isinstance(each, list) else 1 for each in prompt)
+    return len(prompt)
 
 
 def check_vocabulary(ids: Int32, vocab_size: int, param: str = "prompt") -> None:

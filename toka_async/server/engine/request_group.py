@@ -11,7 +11,7 @@ import numpy as np
 
 from toka_async.arrays import Int32, Int64
 from toka_async.messages import Prefilled
-from toka_async.server.engine.token_block import TokenBlock, merge_blocks
+from toka_async.server.engine.token_block import TokenBlock, join_sample, merge_blocks
 
 
 class RequestFailedError(Exception):
@@ -38,6 +38,7 @@ class RequestGroup:
         stream: tokens are wanted as they come.
 
     Attributes:
+        num_samples: of all prompts.
         num_tokens: of all samples, as they came.
         num_cached: [prompts], prompt tokens that were found in the cache.
         prefilled: by prompt, where log-probs of prompts are wanted.
@@ -53,7 +54,7 @@ class RequestGroup:
         self.num_cached: Int32 = np.zeros(num_prompts, np.int32)
         self.prefilled: dict[int, Prefilled] = {}
         self.error: Exception | None = None
-        self._num_open = num_prompts * n
+        self.num_samples = self._num_open = num_prompts * n
         self._blocks: list[TokenBlock] = []
         self._rest: TokenBlock | None = None  # of what was merged, and was too much to be taken at once
         self._news = asyncio.Event()
@@ -130,7 +131,8 @@ class RequestGroup:
             raise self.error
 
     def _merge(self) -> TokenBlock:
-        block = merge_blocks(self._blocks, self.n)
+        # A stream that lags behind joins blocks most of the time, and most streams have one sample.
+        block = join_sample(self._blocks) if self.num_samples == 1 else merge_blocks(self._blocks, self.n)
         self._blocks.clear()
         return block
 

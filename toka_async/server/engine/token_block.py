@@ -170,6 +170,15 @@ def merge_blocks(blocks: Sequence[TokenBlock], n: int) -> TokenBlock:
     return TokenBlock(rows, block.tokens, block.num_logprobs)
 
 
+def join_sample(blocks: Sequence[TokenBlock]) -> TokenBlock:
+    """Blocks of one and the same sample, a row each, as one row."""
+    if len(blocks) == 1:
+        return blocks[0]
+    tokens, rows = concat_rows([block.tokens for block in blocks]), blocks[-1].rows.copy()
+    rows[2] = len(tokens)
+    return TokenBlock(rows, tokens, blocks[0].num_logprobs)
+
+
 def is_sorted(block: TokenBlock, n: int) -> bool:
     """Whether each sample is there once, in the order of keys and samples."""
     if len(block) == 1:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.cases.requests import make_block, tokens_by_sample
 from toka_async.arrays import f32_column, i32_column
 from toka_async.messages import Reason, Tokens
-from toka_async.server.engine.token_block import LONG_ROWS, TokenBlock, TokenRows, concat_rows, merge_blocks, read_rows
+from toka_async.server.engine.token_block import LONG_ROWS, TokenBlock, TokenRows, concat_rows, join_sample, merge_blocks, read_rows
 
 
 def rows(num_logprobs: int) -> TokenRows:
@@ -77,6 +77,15 @@ def test_merged_blocks_have_all_tokens_in_order(arrivals: list[dict[tuple[int, i
     assert list(tokens_by_sample(merged)) == sorted(expected)
     last = [place in arrivals[-1] for place in sorted(expected)]
     assert merged.reasons.astype(bool).tolist() == merged.is_last.tolist() == last
+
+
+@given(st.lists(st.lists(st.integers(0, 99), max_size=3), min_size=1, max_size=4))
+def test_blocks_of_one_sample_are_joined_as_they_are_merged(tokens: list[list[int]]) -> None:
+    blocks = [block_of({(0, 0): ids}, Reason.NONE) for ids in tokens[:-1]]
+    blocks.append(block_of({(0, 0): tokens[-1]}, Reason.LENGTH))
+    joined, merged = join_sample(blocks), merge_blocks(blocks, 1)
+    assert joined.rows.tolist() == merged.rows.tolist()
+    assert joined.tokens.token_ids.tolist() == merged.tokens.token_ids.tolist()
 
 
 @given(arrivals=ARRIVALS, data=st.data())
