@@ -19,6 +19,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 SPECIALS = ("<|end|>", "<|start|>")
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_ROPE |= {"original_max_position_embeddings": 32}
 END_ID = 256  # <|end|>; ids below are the bytes
 
 _BASE: dict[str, Any] = {
@@ -44,6 +46,12 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+
+
+def heads(num_heads: int, num_kv_heads: int, hidden_size: int, **others: Any) -> dict[str, Any]:
+    """Fields of config.json."""
+    sizes = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "hidden_size": hidden_size}
+    return sizes | others
 
 
 def make_checkpoint(folder: Path, family: str, seed: int = 0, **overrides: Any) -> Path:

@@ -46,6 +46,11 @@ class PagedCase:
         self.slots = slots.to(device)
         self.contexts = torch.tensor(self.lengths, dtype=torch.int32, device=device)
 
+    @property
+    def cache(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Keys, values, page_table and slots."""
+        return self.keys, self.values, self.page_table, self.slots
+
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
 

@@ -64,22 +64,8 @@ def metaspace() -> Tokenizer:
 def word_piece() -> Tokenizer:
     """As BERT: ## continues a word, and spaces before punctuation are taken away."""
     words = (
-        "[UNK]",
-        "the",
-        "answer",
-        "is",
-        "##s",
-        "##er",
-        ".",
-        ",",
-        "n't",
-        "你",
-        "##你",
-        "do",
-        "##not",
-        "'",
-        "not",
-        "'s",
+        *("[UNK]", "the", "answer", "is", "##s", "##er", ".", ","),
+        *("n't", "你", "##你", "do", "##not", "'", "not", "'s"),
     )
     backend = tokenizers.Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

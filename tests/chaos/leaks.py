@@ -13,18 +13,9 @@ from tests.chaos.service import Service
 
 SESSIONS = "toka:zmq_clients"
 ZERO = (
-    "toka:num_requests_running",
-    "toka:num_requests_waiting",
-    "toka:kv_cache_pages_used",
-    "toka:requests_held",
-    "toka:zmq_requests_held",
-    SESSIONS,
-    "toka:zmq_clients_connected",
-    "toka:zmq_buffer_bytes",
-    "toka:batches_open",
-    "toka:batch_samples_in_flight",
-    "toka:batches_paused",
-    "toka:processes_silent",
+    *("toka:num_requests_running", "toka:num_requests_waiting", "toka:kv_cache_pages_used", "toka:requests_held"),
+    *("toka:zmq_requests_held", SESSIONS, "toka:zmq_clients_connected", "toka:zmq_buffer_bytes"),
+    *("toka:batches_open", "toka:batch_samples_in_flight", "toka:batches_paused", "toka:processes_silent"),
 )
 ZERO_COPY = 7  # descriptors that pyzmq opens for good when a process first sends a message that it does not copy
 

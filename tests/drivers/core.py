@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypedDict, Unpack
 
 import numpy as np
 
@@ -65,6 +65,13 @@ class Rank(Protocol):
     def run(self, step: Step) -> StepDone: ...
 
 
+class CoreOptions(TypedDict, total=False):
+    steps_ahead: int
+    prefix: bool
+    group_min_seqs: int
+    group_min_tokens: int
+
+
 class CoreDriver:
     """A core, a rank (without a model unless given) that runs its steps when told to, and everything received."""
 
@@ -73,24 +80,13 @@ class CoreDriver:
         ready: Ready,
         *,
         max_tokens: int,
-        steps_ahead: int = 2,
-        prefix: bool = True,
         rank: Rank | None = None,
         until_full: bool = False,
-        group_min_seqs: int = 0,
-        group_min_tokens: int = 0,
+        **options: Unpack[CoreOptions],
     ) -> None:
         """`until_full` admits while pages are free, so that preemption is common."""
         admission = UntilFull if until_full else LookAhead
-        self.core = Core(
-            ready,
-            max_tokens=max_tokens,
-            steps_ahead=steps_ahead,
-            prefix=prefix,
-            admission=admission,
-            group_min_seqs=group_min_seqs,
-            group_min_tokens=group_min_tokens,
-        )
+        self.core = Core(ready, max_tokens=max_tokens, admission=admission, **options)
         self.rank: Rank = rank or PageRank(ready)
         self.queued: deque[Step] = deque()
         self.received: dict[int, Received] = {}

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Unpack
 
-from tests.drivers.core import CoreDriver, Received
+from tests.drivers.core import CoreDriver, CoreOptions, Received
 from tests.drivers.page_rank import submit
 from toka_async.checkpoint.spec import read_spec
 from toka_async.config import (
@@ -37,36 +38,26 @@ class Engine:
         num_tokens: int = 8192,
         max_seqs: int = 16,
         max_tokens: int = 64,
-        steps_ahead: int = 2,
-        prefix: bool = True,
         until_full: bool = False,
-        group_min_seqs: int = 0,
-        group_min_tokens: int = 0,
         device: str = "cpu",
         dtype: str = "float32",
         backend: str = "auto",
         max_graph_seqs: int = 16,
         tuning_dir: str = "",
+        **options: Unpack[CoreOptions],
     ) -> None:
+        min_seqs = options.get("group_min_seqs", 0)
         config = Config(
             model=ModelConfig(path=str(model_dir), device=device, dtype=dtype),  # type: ignore[arg-type]
             cache=CacheConfig(page_size=page_size, num_tokens=num_tokens),
-            schedule=ScheduleConfig(max_seqs=max_seqs, max_tokens=max_tokens, group_min_seqs=group_min_seqs),
+            schedule=ScheduleConfig(max_seqs=max_seqs, max_tokens=max_tokens, group_min_seqs=min_seqs),
             attention=AttentionConfig(backend=backend),  # type: ignore[arg-type]
             graphs=GraphsConfig(enabled=max_graph_seqs > 0, max_rows=max(1, max_graph_seqs)),
             tuning=TuningConfig(dir=tuning_dir),
         )
         self.runner = RunnerFactory(model_dir, read_spec(model_dir), config, progress=False).build()
-        self.driver = CoreDriver(
-            self.runner.ready,
-            max_tokens=max_tokens,
-            steps_ahead=steps_ahead,
-            prefix=prefix,
-            rank=self.runner,
-            until_full=until_full,
-            group_min_seqs=group_min_seqs,
-            group_min_tokens=group_min_tokens,
-        )
+        rank = self.runner
+        self.driver = CoreDriver(rank.ready, max_tokens=max_tokens, rank=rank, until_full=until_full, **options)
 
     def run(self, prompts: Sequence[Sequence[int]], **fields: object) -> list[Received]:
         """Submit all prompts together and run them to their ends."""

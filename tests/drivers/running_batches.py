@@ -35,12 +35,7 @@ class Running:
         self.ended: asyncio.Queue[Batch] = asyncio.Queue()
         writer = Writer(Transactions(self.store.database.connection, self.store.after_commit, self.store.forget))
         self.batches = Batches(
-            self.store,
-            writer,
-            self.answers,
-            InputFileLimits(10_000, 1 << 16),
-            executor,
-            on_end=self.ended.put_nowait,
+            self.store, writer, self.answers, InputFileLimits(10_000, 1 << 16), executor, on_end=self.ended.put_nowait
         )
 
     async def create(self, lines: Iterable[bytes | dict[str, Any]], name: str = "b", **fields: Any) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Unpack
 
-from tests.drivers.core import CoreDriver, Received
+from tests.drivers.core import CoreDriver, CoreOptions, Received
 from tests.drivers.page_rank import PageRank, expected
 from toka_async.arrays import as_i32
 from toka_async.messages import Ready, Step
@@ -21,24 +22,12 @@ class SmallCore(CoreDriver):
         page_size: int = 4,
         max_seqs: int = 8,
         max_tokens: int = 32,
-        steps_ahead: int = 2,
-        prefix: bool = True,
         until_full: bool = True,
-        group_min_seqs: int = 0,
-        group_min_tokens: int = 0,
+        **options: Unpack[CoreOptions],
     ) -> None:
         ready = Ready(num_pages=num_pages, page_size=page_size, max_seqs=max_seqs, max_context=4096, vocab_size=VOCAB)
         self.pages = PageRank(ready)
-        super().__init__(
-            ready,
-            max_tokens=max_tokens,
-            steps_ahead=steps_ahead,
-            prefix=prefix,
-            rank=self.pages,
-            until_full=until_full,
-            group_min_seqs=group_min_seqs,
-            group_min_tokens=group_min_tokens,
-        )
+        super().__init__(ready, max_tokens=max_tokens, rank=self.pages, until_full=until_full, **options)
 
     def turn_until(self, reached: Callable[[], object]) -> None:
         """Turns until that is true."""

@@ -83,12 +83,7 @@ def links_in_memory(num_stages: int, capacity: int = 100) -> list[StageLinks]:
 
 
 def setups(
-    num_stages: int,
-    num_parts: int,
-    hidden_size: int,
-    dtype: torch.dtype,
-    least_tokens: int = 3,
-    capacity: int = 100,
+    num_stages: int, num_parts: int, hidden_size: int, dtype: torch.dtype, least_tokens: int = 3, capacity: int = 100
 ) -> list[StageSetup]:
     """Of the stages of one pipeline; chunks are cut into few tokens."""
     return [

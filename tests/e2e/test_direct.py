@@ -1,5 +1,3 @@
-"""Direct submission to a real server on the built-in model."""
-
 from __future__ import annotations
 
 import asyncio

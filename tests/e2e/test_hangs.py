@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.drivers.until import wait_until
-from tests.processes.serving import Serving, alive, serving
+from tests.processes.serving import Serving, serving
 
 pytestmark = pytest.mark.usefixtures("socket_folders")
 SIMULATED = ("model.device=simulated", "simulated.step_ms=5", "server.hang_timeout=1")
@@ -38,8 +38,7 @@ def test_replicas_that_hang_come_back(tmp_path: Path) -> None:
             wait_for_health(server, 200)
             assert server.said().count(" is restarted in ") == number
         server.process.send_signal(signal.SIGTERM)
-        assert server.wait() == 0
-        assert not alive(server.pids)
+        assert server.wait_for_all() == 0
 
 
 def test_a_server_that_hangs_ends_everything(tmp_path: Path) -> None:
@@ -48,7 +47,6 @@ def test_a_server_that_hangs_ends_everything(tmp_path: Path) -> None:
         answer = pool.submit(server.post, "/v1/completions", prompt="x", **{**BODY, "max_tokens": 1500})
         wait_until(lambda: server.metric("requests_held") == 1)
         os.kill(server.children["server"], signal.SIGSTOP)
-        assert server.wait() == 1
-        assert not alive(server.pids)
+        assert server.wait_for_all() == 1
         assert "toka-async: server has not answered for 1 s\n" in server.said()
         assert isinstance(answer.exception(timeout=60), OSError)

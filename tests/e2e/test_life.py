@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.drivers.until import wait_until
-from tests.processes.serving import Serving, alive, serving, wait_until_gone
+from tests.processes.serving import Serving, serving, wait_until_gone
 
 pytestmark = pytest.mark.usefixtures("socket_folders")
 LONG = {"model": "demo", "prompt": "Question:", "max_tokens": 1900, "ignore_eos": True}
@@ -28,9 +28,11 @@ def start_long(server: Serving, pool: ThreadPoolExecutor) -> tuple[Future[tuple[
     return whole, events
 
 
-@pytest.mark.parametrize("victim", ["rank-0-0", "scheduler-0"])
-def test_a_killed_child_ends_everything_and_clients_hear_why(tmp_path: Path, socket_folders: Path, victim: str) -> None:
-    with serving(tmp_path) as server, ThreadPoolExecutor() as pool:
+@pytest.mark.parametrize(("tp", "victim"), [(1, "rank-0-0"), (1, "scheduler-0"), (2, "rank-0-0"), (2, "rank-0-1")])
+def test_a_killed_child_ends_everything_and_clients_hear_why(
+    tmp_path: Path, socket_folders: Path, tp: int, victim: str
+) -> None:
+    with serving(tmp_path, f"parallel.tp={tp}") as server, ThreadPoolExecutor() as pool:
         whole, events = start_long(server, pool)
         os.kill(server.children[victim], signal.SIGKILL)
         status, answer = whole.result(timeout=60)
@@ -38,8 +40,7 @@ def test_a_killed_child_ends_everything_and_clients_hear_why(tmp_path: Path, soc
         assert f"{victim} was killed by SIGKILL" in answer["error"]["message"]
         *_, last = events
         assert f"{victim} was killed by SIGKILL" in last["error"]["message"]
-        assert server.wait() == 1
-        assert not alive(server.pids)
+        assert server.wait_for_all() == 1
         assert f"toka-async: {victim} was killed by SIGKILL\n" in server.said()
         assert not list(socket_folders.iterdir())
 
@@ -50,8 +51,7 @@ def test_a_killed_server_ends_everything(tmp_path: Path, socket_folders: Path) -
         os.kill(server.children["server"], signal.SIGKILL)
         assert isinstance(whole.exception(timeout=60), OSError)
         assert all(event["choices"][0]["finish_reason"] is None for event in events)  # it breaks off
-        assert server.wait() == 1
-        assert not alive(server.pids)
+        assert server.wait_for_all() == 1
         assert "toka-async: server was killed by SIGKILL\n" in server.said()
         assert not list(socket_folders.iterdir())
 
@@ -111,8 +111,7 @@ def test_a_signal_lets_running_requests_finish(
         status, answer = whole.result(timeout=60)
         assert status == 200
         assert answer["usage"]["completion_tokens"] == 300
-        assert server.wait() == 0
-        assert not alive(server.pids)
+        assert server.wait_for_all() == 0
         assert server.said().endswith("toka-async: stopped\n")
         assert not list(socket_folders.iterdir())
 
@@ -126,8 +125,7 @@ def test_requests_that_take_too_long_are_cut_with_an_error(tmp_path: Path) -> No
         assert "shutting down" in answer["error"]["message"]
         *_, last = events
         assert "shutting down" in last["error"]["message"]
-        assert server.wait() == 0
-        assert not alive(server.pids)
+        assert server.wait_for_all() == 0
         assert "2 requests did not finish" in server.said()
 
 
@@ -140,7 +138,6 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
             return "stopped at once" in server.said()
 
         wait_until(signalled)
-        assert server.wait() == 1
-        assert not alive(server.pids)
+        assert server.wait_for_all() == 1
         assert isinstance(whole.exception(timeout=60), OSError)
         events.close()

@@ -1,5 +1,3 @@
-"""The page in a real browser, against real servers, as people use it."""
-
 from __future__ import annotations
 
 import asyncio

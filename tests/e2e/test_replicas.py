@@ -43,8 +43,7 @@ def test_replicas_give_the_answers_of_one(tmp_path: Path) -> None:
             wait_until(lambda: all(of_replicas(server, "generation_tokens_total")))
             wait_until(lambda: of_replicas(server, "outstanding_tokens") == [0] * dp)  # noqa: B023
             server.process.send_signal(signal.SIGTERM)
-            assert server.wait() == 0
-            assert not alive(server.pids)
+            assert server.wait_for_all() == 0
     assert answers[1] == answers[0]
     assert answers[2] == answers[0]
 
@@ -146,6 +145,5 @@ def test_a_replica_lost_while_draining_ends_nobody_elses_requests(tmp_path: Path
         wait_until(lambda: "finishing running requests" in server.said())
         os.kill(server.children[f"rank-{running.index(max(running))}-0"], signal.SIGKILL)
         assert [answer.result(timeout=60)[0] for answer in answers] == [200] * 4
-        assert server.wait() == 0
-        assert not alive(server.pids)
+        assert server.wait_for_all() == 0
         assert " is back" not in server.said()

@@ -1,5 +1,3 @@
-"""One server on the built-in model, asked over HTTP as users ask it."""
-
 from __future__ import annotations
 
 import json

@@ -143,6 +143,8 @@ def test_bad_files_are_reported_by_the_process_that_reads_them(
         (["schedule.max_seqs=64", "schedule.max_tokens=63"], "schedule.max_tokens"),
         (["model.max_context=10000000"], "model.max_context"),
         ([f"cache.num_tokens={2**31 - 1}"], "cache.num_tokens"),
+        (["parallel.tp=4"], "use one of 1, 2"),
+        (["parallel.pp=4"], "parallel.pp=4: the model has 3 layers; use at most 3"),
     ],
 )
 def test_values_that_do_not_fit_the_model(overrides: list[str], part: str) -> None:

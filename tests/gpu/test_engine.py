@@ -18,18 +18,14 @@ from toka_async.bench.loads.texts import word_problem
 from toka_async.checkpoint.hub import resolve_model
 from toka_async.messages import SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("shape", list(SHAPES))
 @pytest.mark.parametrize("num_tokens", [200, 8192])
 def test_greedy_tokens_equal_the_reference(shape: str, num_tokens: int, tmp_path: Path) -> None:
     """With 200 tokens of cache, sequences are preempted."""
-    family, overrides = SHAPES[shape]
-    folder = make_checkpoint(tmp_path, family, seed=1, **overrides)
+    folder = make_checkpoint(tmp_path, shape.partition("-")[0], seed=1, **SHAPES[shape])
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model = model.to("cuda").eval()
     engine = Engine(folder, page_size=5, num_tokens=num_tokens, device="cuda", until_full=num_tokens < 1000)

@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 SHAPES = [(1, 512, 256), (7, 4096, 1024), (64, 6144, 4096), (1000, 1536, 896), (4096, 2048, 8192)]
 

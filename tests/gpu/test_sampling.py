@@ -115,12 +115,7 @@ def check(engine: WatchedEngine, reference: Reference, sampling: SamplingParams,
 
 def start(reference: Reference) -> WatchedEngine:
     return WatchedEngine(
-        reference.folder,
-        "float32",
-        grouped=False,
-        max_seqs=1024,
-        max_tokens=2048,
-        max_graph_seqs=1024,
+        reference.folder, "float32", grouped=False, max_seqs=1024, max_tokens=2048, max_graph_seqs=1024
     )
 
 

@@ -18,21 +18,12 @@ import torch
 from tests.cases.models import make_checkpoint
 from tests.drivers.gpu_models import SHAPES
 from tests.processes.greedy_reference import ask_all, check_greedy
-from tests.processes.serving import Serving, alive, serving
+from tests.processes.serving import Serving, serving
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 
 
-OPTIONS = (
-    "model.dtype=float32",
-    "cache.num_tokens=32768",
-    "schedule.max_seqs=16",
-    "graphs.max_rows=8",
-    "tuning.dir=",
-)
+OPTIONS = ("model.dtype=float32", "cache.num_tokens=32768", "schedule.max_seqs=16", "graphs.max_rows=8", "tuning.dir=")
 SHARDS = "parallel.async_tp_min_tokens=3"  # of more rows than ranks, and of prompts
 ALL_WHOLE = "parallel.async_tp_min_tokens=0"
 # Filters, penalties, log-probs: everything that kernels sample.
@@ -124,5 +115,4 @@ def test_a_killed_rank_leaves_no_process(tmp_path: Path) -> None:
         os.kill(server.children["rank-0-1"], signal.SIGKILL)
         *_, last = events
         assert "rank-0-1 was killed by SIGKILL" in last["error"]["message"]
-        assert server.wait() == 1
-        assert not alive(server.pids)
+        assert server.wait_for_all() == 1

@@ -11,74 +11,36 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.cases.models import make_checkpoint
+from tests.cases.models import LLAMA3_ROPE, heads, make_checkpoint
 from tests.drivers.paged_rows import PagedRow, run_rows
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.checkpoint.spec import ModelSpec, read_spec
 from toka_async.model.weights import build_decoder, load_weights
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
-    "llama-5-heads-tied": (
-        "llama",
-        {
-            "num_attention_heads": 5,
-            "num_key_value_heads": 1,
-            "hidden_size": 40,
-            "head_dim": 12,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": ...}),
-    "llama-llama3": ("llama", {"rope_scaling": LLAMA3, "rope_theta": 500000.0, "vocab_size": 277}),
-    "llama-linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.5}, "num_key_value_heads": ...}),
-    "llama-gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": None}),
-    "llama-new-spelling": (
-        "llama",
-        {"rope_theta": ..., "rope_parameters": LLAMA3 | {"rope_theta": 5000.0}, "torch_dtype": "float32"},
-    ),
-    "qwen2": ("qwen2", {"head_dim": ...}),
-    "qwen2-7-heads-tied": (
-        "qwen2",
-        {"num_attention_heads": 7, "num_key_value_heads": 1, "hidden_size": 56, "tie_word_embeddings": True},
-    ),
-    "qwen2-yarn": ("qwen2", {"rope_scaling": YARN, "num_key_value_heads": 3}),
-    "qwen2-window": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1, "num_hidden_layers": 3},
-    ),
-    "qwen3": ("qwen3", {"head_dim": 16}),
-    "qwen3-tied-biases": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 6}),
-    "qwen3-yarn": (
-        "qwen3",
-        {"rope_scaling": YARN | {"truncate": False, "beta_fast": 16, "attention_factor": 1.3}, "vocab_size": 299},
-    ),
-    "qwen3-mixed-layers": (
-        "qwen3",
-        {
-            "use_sliding_window": True,
-            "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "num_attention_heads": 5,
-            "num_key_value_heads": 1,
-        },
-    ),
-    "mistral": ("mistral", {}),
-    "mistral-window": ("mistral", {"sliding_window": 9, "num_attention_heads": 6, "num_key_value_heads": 3}),
-    "mistral-window-tied": ("mistral", {"sliding_window": 17, "head_dim": 20, "tie_word_embeddings": True}),
-    "mistral-yarn": (
-        "mistral",
-        {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, "num_attention_heads": 10},
-    ),
+FAST_YARN = YARN | {"truncate": False, "beta_fast": 16, "attention_factor": 1.3}
+MIXED_LAYERS = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-5-heads-tied": heads(5, 1, 40, head_dim=12, tie_word_embeddings=True),
+    "llama-biases": {"attention_bias": True, "mlp_bias": True, "head_dim": ...},
+    "llama-llama3": {"rope_scaling": LLAMA3_ROPE, "rope_theta": 500000.0, "vocab_size": 277},
+    "llama-linear": {"rope_scaling": {"type": "linear", "factor": 2.5}, "num_key_value_heads": ...},
+    "llama-gelu": {"hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": None},
+    "llama-new-spelling": {"rope_theta": ..., "rope_parameters": LLAMA3_ROPE | {"rope_theta": 5000.0}},
+    "qwen2": {"head_dim": ...},
+    "qwen2-7-heads-tied": heads(7, 1, 56, tie_word_embeddings=True),
+    "qwen2-yarn": {"rope_scaling": YARN, "num_key_value_heads": 3},
+    "qwen2-window": {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1, "num_hidden_layers": 3},
+    "qwen3": {"head_dim": 16},
+    "qwen3-tied-biases": {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 6},
+    "qwen3-yarn": {"rope_scaling": FAST_YARN, "vocab_size": 299},
+    "qwen3-mixed-layers": heads(5, 1, 48, use_sliding_window=True, **MIXED_LAYERS),
+    "mistral": {},
+    "mistral-window": {"sliding_window": 9, "num_attention_heads": 6, "num_key_value_heads": 3},
+    "mistral-window-tied": {"sliding_window": 17, "head_dim": 20, "tie_word_embeddings": True},
+    "mistral-yarn": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, "num_attention_heads": 10},
 }
 
 
@@ -111,8 +73,7 @@ def random_rows(vocab_size: int) -> list[PagedRow]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits(case: str, tmp_path: Path) -> None:
-    family, overrides = CASES[case]
-    folder = make_checkpoint(tmp_path, family, **overrides)
+    folder = make_checkpoint(tmp_path, case.partition("-")[0], **CASES[case])
     spec = read_spec(folder)
     model = reference_model(folder)
     expected = [reference_logits(model, row.token_ids) for row in random_rows(spec.vocab_size)]
@@ -125,8 +86,7 @@ def test_logits(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_saved_by_transformers(case: str, tmp_path: Path) -> None:
-    family, overrides = CASES[case]
-    folder = make_checkpoint(tmp_path / "ours", family, **overrides)
+    folder = make_checkpoint(tmp_path / "ours", case.partition("-")[0], **CASES[case])
     reference_model(folder).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
     spec = read_spec(tmp_path / "theirs")
@@ -141,8 +101,7 @@ def test_saved_by_transformers(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ["llama-llama3", "qwen3-mixed-layers", "mistral-window"])
 def test_half_precision(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    family, overrides = CASES[case]
-    folder = make_checkpoint(tmp_path, family, **overrides)
+    folder = make_checkpoint(tmp_path, case.partition("-")[0], **CASES[case])
     spec = read_spec(folder)
     rows = random_rows(spec.vocab_size)
     run_ours(folder, spec, rows, 16, dtype)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.cases.models import make_checkpoint
+from tests.cases.models import LLAMA3_ROPE, heads, make_checkpoint
 from tests.drivers.core import Received
 from tests.drivers.engine import Engine
 from toka_async.arrays import as_f32
@@ -28,45 +28,21 @@ from toka_async.messages import SamplingParams
 NUM_TOKENS = 64
 TIE = 1e-3  # the reference's own two best logits, where a different token is no error
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+LLAMA3 = LLAMA3_ROPE | {"factor": 4.0, "original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama-grouped-3": ("llama", {"rope_scaling": LLAMA3, "tie_word_embeddings": True}),
-    "llama-biased-wide-heads": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 20}),
-    "llama-7-heads-linear": (
-        "llama",
-        {
-            "hidden_size": 56,
-            "num_attention_heads": 7,
-            "num_key_value_heads": 1,
-            "head_dim": 8,
-            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-        },
-    ),
-    "qwen2-grouped-3": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen2-5-heads-yarn": (
-        "qwen2",
-        {"hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 12, "rope_scaling": YARN},
-    ),
-    "qwen2-derived-head": ("qwen2", {"head_dim": ..., "num_attention_heads": 12, "num_key_value_heads": 4}),
-    "qwen3-grouped-3": ("qwen3", {}),
-    "qwen3-tied-wide-heads": ("qwen3", {"tie_word_embeddings": True, "head_dim": 24}),
-    "qwen3-biased": (
-        "qwen3",
-        {"attention_bias": True, "hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 1},
-    ),
-    "mistral-window": ("mistral", {"sliding_window": 20}),
-    "mistral-full": ("mistral", {"sliding_window": None, "tie_word_embeddings": True}),
-    "mistral-7-heads-window": (
-        "mistral",
-        {"hidden_size": 56, "num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": 16, "sliding_window": 33},
-    ),
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-grouped-3": {"rope_scaling": LLAMA3, "tie_word_embeddings": True},
+    "llama-biased-wide-heads": {"attention_bias": True, "mlp_bias": True, "head_dim": 20},
+    "llama-7-heads-linear": heads(7, 1, 56, head_dim=8, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+    "qwen2-grouped-3": {"tie_word_embeddings": True},
+    "qwen2-5-heads-yarn": heads(5, 5, 60, head_dim=12, rope_scaling=YARN),
+    "qwen2-derived-head": {"head_dim": ..., "num_attention_heads": 12, "num_key_value_heads": 4},
+    "qwen3-grouped-3": {},
+    "qwen3-tied-wide-heads": {"tie_word_embeddings": True, "head_dim": 24},
+    "qwen3-biased": heads(5, 1, 40, attention_bias=True),
+    "mistral-window": {"sliding_window": 20},
+    "mistral-full": {"sliding_window": None, "tie_word_embeddings": True},
+    "mistral-7-heads-window": heads(7, 7, 56, head_dim=16, sliding_window=33),
 }
 
 
@@ -97,8 +73,8 @@ class Reference:
 
 @pytest.fixture(scope="module", params=list(SHAPES))
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    family, overrides = SHAPES[request.param]
-    folder = make_checkpoint(tmp_path_factory.mktemp(request.param), family, seed=1, **overrides)
+    name = request.param
+    folder = make_checkpoint(tmp_path_factory.mktemp(name), name.partition("-")[0], seed=1, **SHAPES[name])
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     model.eval()
     return Reference(folder, model)

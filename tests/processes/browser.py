@@ -20,19 +20,9 @@ from typing import Any
 import aiohttp
 
 OPTIONS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--disable-dev-shm-usage",
-    "--disable-extensions",
-    "--no-first-run",
-    "--no-default-browser-check",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--force-color-profile=srgb",
-    "--remote-debugging-port=0",
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-dev-shm-usage", "--disable-sync"),
+    *("--disable-extensions", "--disable-background-networking", "--disable-component-update", "--no-first-run"),
+    *("--no-default-browser-check", "--force-color-profile=srgb", "--remote-debugging-port=0"),
 )
 LISTENING = "DevTools listening on "
 TIMEOUT = 30.0  # seconds for what a page is waited for

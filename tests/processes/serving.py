@@ -59,6 +59,12 @@ class Serving:
         """The exit code."""
         return self.process.wait(STOP_TIMEOUT)
 
+    def wait_for_all(self) -> int:
+        """The exit code of a server that has left no process behind."""
+        code = self.wait()
+        assert not alive(self.pids)
+        return code
+
     def kill(self) -> None:
         """End everything that is left, whatever state it is in."""
         self.process.kill()

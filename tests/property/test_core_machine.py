@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.drivers.core import CoreDriver, Received
+from tests.drivers.core import CoreDriver, CoreOptions, Received
 from tests.drivers.page_rank import expected, prompt_score, submit
 from toka_async.arrays import as_f32, as_i32, i32_column
 from toka_async.messages import Ready, Reason, SamplingParams
@@ -35,29 +37,14 @@ class CoreMachine(RuleBasedStateMachine):
         num_tokens: int,
         max_seqs: int,
         extra_tokens: int,
-        steps_ahead: int,
-        prefix: bool,
         until_full: bool,
-        group_min_seqs: int,
-        group_min_tokens: int,
+        **options: Unpack[CoreOptions],
     ) -> None:
         ready = Ready(
-            num_pages=num_tokens // page_size,
-            page_size=page_size,
-            max_seqs=max_seqs,
-            max_context=64,
-            vocab_size=VOCAB,
+            num_pages=num_tokens // page_size, page_size=page_size, max_seqs=max_seqs, max_context=64, vocab_size=VOCAB
         )
         self.ready = ready
-        self.driver = CoreDriver(
-            ready,
-            max_tokens=max_seqs + extra_tokens,
-            steps_ahead=steps_ahead,
-            prefix=prefix,
-            until_full=until_full,
-            group_min_seqs=group_min_seqs,
-            group_min_tokens=group_min_tokens,
-        )
+        self.driver = CoreDriver(ready, max_tokens=max_seqs + extra_tokens, until_full=until_full, **options)
         self.ends_asked: dict[tuple[int, int], int] = {}
 
     @rule(

@@ -1,5 +1,3 @@
-"""Columns and the rule of row order."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -8,18 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toka_async.arrays import (
-    EMPTY,
-    Int32,
-    as_bool,
-    as_f32,
-    as_i32,
-    as_i64,
-    column,
-    f32_column,
-    i32_column,
-    next_rows,
-)
+from toka_async.arrays import EMPTY, Int32, as_bool, as_f32, as_i32, as_i64, column, f32_column, i32_column, next_rows
 
 SLOTS = st.lists(st.integers(0, 30), unique=True)
 

@@ -100,8 +100,7 @@ def test_the_end_tokens_are_the_same_everywhere(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", " ", "\n\n  two\t spaces \r\n", "汤姆有12个苹果。", "naïve 🙂👩‍👩‍👧 #### -3", "don't: x = (1/2)*3;"],
+    "text", ["", " ", "\n\n  two\t spaces \r\n", "汤姆有12个苹果。", "naïve 🙂👩‍👩‍👧 #### -3", "don't: x = (1/2)*3;"]
 )
 def test_any_text_survives_the_tokenizer(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text

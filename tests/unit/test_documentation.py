@@ -1,5 +1,3 @@
-"""The documentation holds together: links lead somewhere, and the first page stays short."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The layering: imports point down only, and families of one layer do not import each other."""
-
 from __future__ import annotations
 
 import ast

@@ -1,5 +1,3 @@
-"""The listening socket and the limits around it."""
-
 from __future__ import annotations
 
 import resource

@@ -1,5 +1,3 @@
-"""The writer with a pipe whose other end is read, or is not."""
-
 from __future__ import annotations
 
 import os

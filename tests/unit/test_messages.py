@@ -1,5 +1,3 @@
-"""What the messages look like on the wire."""
-
 from __future__ import annotations
 
 import msgspec

@@ -1,5 +1,3 @@
-"""The public protocol: messages become frames and back, and nothing else becomes a message."""
-
 from __future__ import annotations
 
 import contextlib

@@ -1,5 +1,3 @@
-"""What a start removes of earlier ones, and above all what it does not."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""What a start says of itself."""
-
 from __future__ import annotations
 
 from msgspec.structs import replace

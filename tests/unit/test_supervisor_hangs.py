@@ -1,5 +1,3 @@
-"""What the supervisor does of children that no longer answer, with small real processes."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Addresses of one run."""
-
 from __future__ import annotations
 
 from pathlib import Path

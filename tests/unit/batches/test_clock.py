@@ -1,5 +1,3 @@
-"""A clock that is wrong for a while."""
-
 from __future__ import annotations
 
 from toka_async.batches.clock import PATIENCE, TOLERANCE, SettledClock

@@ -1,5 +1,3 @@
-"""Which folders a store takes, and what it leaves alone in them."""
-
 from __future__ import annotations
 
 import os

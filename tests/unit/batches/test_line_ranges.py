@@ -1,5 +1,3 @@
-"""Which lines are done."""
-
 from __future__ import annotations
 
 from hypothesis import given

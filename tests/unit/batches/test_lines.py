@@ -1,5 +1,3 @@
-"""Reading and checking input files."""
-
 from __future__ import annotations
 
 import json

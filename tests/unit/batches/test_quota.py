@@ -1,5 +1,3 @@
-"""How much one owner may have."""
-
 from __future__ import annotations
 
 from contextlib import closing

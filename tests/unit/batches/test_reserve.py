@@ -1,5 +1,3 @@
-"""The room that is kept, on a disk with and without any."""
-
 from __future__ import annotations
 
 import errno

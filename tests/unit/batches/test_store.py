@@ -1,5 +1,3 @@
-"""The store's folder, its database, and the thread that writes it."""
-
 from __future__ import annotations
 
 import sqlite3

@@ -1,5 +1,3 @@
-"""Batches whose files or disk fail them, while they run."""
-
 from __future__ import annotations
 
 import errno

@@ -1,5 +1,3 @@
-"""The thread that writes the store."""
-
 from __future__ import annotations
 
 import asyncio

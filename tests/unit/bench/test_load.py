@@ -1,5 +1,3 @@
-"""The load's checks: an answer that lacks anything is an error."""
-
 from __future__ import annotations
 
 from typing import Any

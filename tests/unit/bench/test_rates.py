@@ -1,5 +1,3 @@
-"""What a server's counters say of its speed."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Which numbers of stages and tensor ranks a shape admits, and what it is of each."""
-
 from __future__ import annotations
 
 from pathlib import Path

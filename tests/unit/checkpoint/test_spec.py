@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from tests.cases.models import LLAMA3_ROPE
 from toka_async.checkpoint.spec import ModelError, ModelSpec, RopeSpec, read_spec
 
 MINIMAL: dict[str, Any] = {
@@ -17,13 +19,6 @@ MINIMAL: dict[str, Any] = {
     "intermediate_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
 }
 
 
@@ -110,8 +105,9 @@ def test_mistral_windows(tmp_path: Path) -> None:
 
 
 def test_both_spellings(tmp_path: Path) -> None:
-    old = read(tmp_path, rope_theta=5e5, rope_scaling=LLAMA3, torch_dtype="bfloat16", max_position_embeddings=256)
-    new = read(tmp_path, rope_parameters=LLAMA3 | {"rope_theta": 5e5}, dtype="bfloat16", max_position_embeddings=256)
+    old = read(tmp_path, rope_theta=5e5, rope_scaling=LLAMA3_ROPE, torch_dtype="bfloat16", max_position_embeddings=256)
+    both = LLAMA3_ROPE | {"rope_theta": 5e5}
+    new = read(tmp_path, rope_parameters=both, dtype="bfloat16", max_position_embeddings=256)
     assert old == new
     assert old.dtype == "bfloat16"
     assert old.rope == RopeSpec(
@@ -138,28 +134,10 @@ def test_stretched_contexts(tmp_path: Path) -> None:
 
 
 def test_yarn_parameters(tmp_path: Path) -> None:
-    full = {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-        "attention_factor": 1.25,
-        "beta_fast": 16,
-        "beta_slow": 2,
-        "mscale": 0.7,
-        "mscale_all_dim": 0.9,
-        "truncate": False,
-    }
-    assert read(tmp_path, rope_scaling=full).rope == RopeSpec(
-        kind="yarn",
-        factor=4.0,
-        original_max_position=64,
-        attention_factor=1.25,
-        beta_fast=16.0,
-        beta_slow=2.0,
-        mscale=0.7,
-        mscale_all_dim=0.9,
-        truncate=False,
-    )
+    same = {"factor": 4.0, "attention_factor": 1.25, "mscale": 0.7, "mscale_all_dim": 0.9, "truncate": False}
+    full = same | {"rope_type": "yarn", "original_max_position_embeddings": 64, "beta_fast": 16, "beta_slow": 2}
+    wanted = same | {"kind": "yarn", "original_max_position": 64, "beta_fast": 16.0, "beta_slow": 2.0}
+    assert read(tmp_path, rope_scaling=full).rope == msgspec.convert(wanted, RopeSpec)
 
 
 def test_end_tokens(tmp_path: Path) -> None:
@@ -191,7 +169,7 @@ def test_end_tokens(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type 'longrope' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling.factor is 0.5"),
-        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "rope_scaling.low_freq_factor (4) must be"),
+        ({"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4.0}}, "rope_scaling.low_freq_factor (4) must be"),
         ({"rope_theta": 0}, "rope_theta is 0"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters differs by layer type"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1 is not supported"),

@@ -1,5 +1,3 @@
-"""What `ping` prints of one answer and of many samples."""
-
 from __future__ import annotations
 
 import io

@@ -1,5 +1,3 @@
-"""A conversation in the terminal, with a server that answers as told."""
-
 from __future__ import annotations
 
 import builtins
@@ -61,10 +59,7 @@ def test_what_was_said_is_part_of_the_next_question(
     server = Talking()
     assert chat(server, PingQuestion(temperature=0.5), system="be brief") == 0
     begun = [{"role": "system", "content": "be brief"}]
-    assert server.asked == [
-        [*begun, user("hello")],
-        [*begun, user("hello"), assistant("1: hello"), user("and?")],
-    ]
+    assert server.asked == [[*begun, user("hello")], [*begun, user("hello"), assistant("1: hello"), user("and?")]]
     assert capsys.readouterr().out.splitlines()[1:] == ["1: hello", "2: and?"]
 
 

@@ -1,5 +1,3 @@
-"""The command line: what it prints, its exit codes, and that mistakes are one line."""
-
 from __future__ import annotations
 
 import io

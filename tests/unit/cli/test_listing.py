@@ -1,5 +1,3 @@
-"""The configuration as TOML reads as it was."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Other ways to write an override: options, names of other engines, a model without a key."""
-
 from __future__ import annotations
 
 from pathlib import Path

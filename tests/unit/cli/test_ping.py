@@ -1,5 +1,3 @@
-"""`ping` against a small HTTP server that answers as told."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""What `auto` comes to without a start."""
-
 from __future__ import annotations
 
 import pytest

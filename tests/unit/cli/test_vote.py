@@ -1,5 +1,3 @@
-"""What counts as a sample's answer, and what the samples agree on."""
-
 from __future__ import annotations
 
 import pytest

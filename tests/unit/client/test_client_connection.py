@@ -1,5 +1,3 @@
-"""The client while its connection breaks, its server comes back or is not there, and when it closes."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""The client against a server that says anything: an error for whoever waits, and no more work than is due."""
-
 from __future__ import annotations
 
 import asyncio
@@ -13,23 +11,13 @@ import numpy as np
 import pytest
 import zmq
 
+from tests.cases.wire_messages import WELCOME
 from tests.drivers.until import until
 from toka_async.client import Client, ConnectionLostError
-from toka_async.protocol import Columns, Error, Header, Results, ServerHeader, Welcome, pack
+from toka_async.protocol import Columns, Error, Header, Results, ServerHeader, pack
 from toka_async.transport import zmq_frames as multipart
 
-WELCOME = Welcome(
-    version=2,
-    resumed=False,
-    credit=2**63 - 1,
-    window=32,
-    heartbeat=10.0,
-    model="m",
-    vocab_size=10,
-    max_context=10,
-    max_n=10,
-    max_message=1 << 20,
-)
+WELCOMED = msgspec.structs.replace(WELCOME, resumed=False, credit=2**63 - 1, window=32)
 
 
 class Hostile:
@@ -58,7 +46,7 @@ class Hostile:
 
 
 @asynccontextmanager
-async def hostile(answers: Callable[[Hostile], None], welcome: Header = WELCOME) -> AsyncIterator[Hostile]:
+async def hostile(answers: Callable[[Hostile], None], welcome: Header = WELCOMED) -> AsyncIterator[Hostile]:
     """answers: called for each submission."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(zmq.ROUTER)
@@ -151,7 +139,7 @@ async def test_a_server_that_wants_everything_at_once_is_not_hurried_after() -> 
         header = Error(status=429, code="overloaded", message="again", retry_after=0.0, columns=("ids",))
         server.tell(header, {"ids": np.asarray([0])})
 
-    hasty = msgspec.structs.replace(WELCOME, heartbeat=1e-9)
+    hasty = msgspec.structs.replace(WELCOMED, heartbeat=1e-9)
     async with hostile(refuse, hasty) as server, Client(server.url) as client:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.4):

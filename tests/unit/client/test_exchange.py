@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
+from tests.cases.wire_messages import WELCOME
 from toka_async.client.errors import ConnectionLostError, RequestError
 from toka_async.client.exchange import MARGIN, Exchange
 from toka_async.client.pending import News, Pending, RequestOptions
@@ -28,7 +30,6 @@ from toka_async.protocol import (
     ProtocolError,
     Results,
     Submission,
-    Welcome,
     from_client,
     pack,
 )
@@ -56,20 +57,7 @@ class Wire:
 
     def welcome(self, *, resumed: bool = False, credit: int = 100, max_message: int = 1 << 20) -> None:
         self.exchange.introduce()
-        self.say(
-            Welcome(
-                version=2,
-                resumed=resumed,
-                credit=credit,
-                window=8,
-                heartbeat=9.0,
-                model="tiny",
-                vocab_size=9,
-                max_context=9,
-                max_n=9,
-                max_message=max_message,
-            )
-        )
+        self.say(replace(WELCOME, resumed=resumed, credit=credit, max_message=max_message))
         self.exchange.flush()
 
     def ask(self, *keys: int, length: int = 2, n: int = 1, stream: bool = False) -> list[Pending]:
@@ -104,6 +92,12 @@ class Wire:
         self.exchange.flush()
 
 
+def welcomed(*, credit: int = 100, max_message: int = 1 << 20) -> Wire:
+    wire = Wire()
+    wire.welcome(credit=credit, max_message=max_message)
+    return wire
+
+
 def test_nothing_is_sent_before_the_welcome() -> None:
     wire = Wire()
     wire.ask(1, 2)
@@ -114,8 +108,7 @@ def test_nothing_is_sent_before_the_welcome() -> None:
 
 
 def test_the_credit_is_respected_and_comes_back() -> None:
-    wire = Wire()
-    wire.welcome(credit=3)
+    wire = welcomed(credit=3)
     wire.ask(*range(5))
     assert wire.submitted() == [[0, 1, 2]]
     wire.result(1, 0, 2)
@@ -128,8 +121,7 @@ def test_the_credit_is_respected_and_comes_back() -> None:
 
 
 def test_messages_are_no_larger_than_the_server_takes() -> None:
-    wire = Wire()
-    wire.welcome(max_message=MARGIN + 100)
+    wire = welcomed(max_message=MARGIN + 100)
     wire.ask(1, 2, 3, length=12)
     assert wire.submitted() == [[1, 2], [3]]
     wire.ask(4, length=30)
@@ -139,8 +131,7 @@ def test_messages_are_no_larger_than_the_server_takes() -> None:
 
 
 def test_what_comes_twice_counts_once() -> None:
-    wire = Wire()
-    wire.welcome()
+    wire = welcomed()
     wire.ask(1, n=2)
     wire.result(1, 1)
     wire.result(1, 1)
@@ -152,8 +143,7 @@ def test_what_comes_twice_counts_once() -> None:
 
 
 def test_a_new_connection_says_what_was_received_and_asks_again() -> None:
-    wire = Wire()
-    wire.welcome()
+    wire = welcomed()
     wire.ask(1, 2)
     wire.result(1, 1)
     wire.exchange.note_disconnected()
@@ -166,8 +156,7 @@ def test_a_new_connection_says_what_was_received_and_asks_again() -> None:
 
 
 def test_a_server_without_memory_counts_from_the_beginning() -> None:
-    wire = Wire()
-    wire.welcome()
+    wire = welcomed()
     wire.ask(1, 2, n=2)
     wire.result(1, 1)
     wire.welcome(resumed=False)
@@ -179,8 +168,7 @@ def test_a_server_without_memory_counts_from_the_beginning() -> None:
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_an_abandoned_request_is_cancelled_also_over_a_new_connection(resumed: bool) -> None:
-    wire = Wire()
-    wire.welcome()
+    wire = welcomed()
     (pending,) = wire.ask(1)
     wire.exchange.note_disconnected()
     wire.exchange.abandon(pending)
@@ -195,8 +183,7 @@ def test_an_abandoned_request_is_cancelled_also_over_a_new_connection(resumed: b
 
 
 def test_a_lost_stream_gives_no_credit_that_there_is_not() -> None:
-    wire = Wire()
-    wire.welcome(credit=2)
+    wire = welcomed(credit=2)
     wire.ask(1, n=2, stream=True)
     wire.result(1, 1)
     wire.ask(2, 3, 4, 5)
@@ -208,8 +195,7 @@ def test_a_lost_stream_gives_no_credit_that_there_is_not() -> None:
 
 
 def test_what_the_server_may_have_is_submitted_again_first() -> None:
-    wire = Wire()
-    wire.welcome(credit=2)
+    wire = welcomed(credit=2)
     wire.ask(1, 2)
     wire.error(1, 1, "overloaded")
     wire.error(2, 2, "overloaded")
@@ -221,8 +207,7 @@ def test_what_the_server_may_have_is_submitted_again_first() -> None:
 
 
 def test_an_abandoned_request_whose_submission_was_lost_gives_its_credit_back() -> None:
-    wire = Wire()
-    wire.welcome(credit=1)
+    wire = welcomed(credit=1)
     (pending,) = wire.ask(1)
     wire.exchange.note_disconnected()
     wire.exchange.abandon(pending)
@@ -236,8 +221,7 @@ def test_an_abandoned_request_whose_submission_was_lost_gives_its_credit_back() 
 
 
 def test_one_that_is_too_large_and_was_abandoned_is_passed_over() -> None:
-    wire = Wire()
-    wire.welcome(max_message=MARGIN + 40)
+    wire = welcomed(max_message=MARGIN + 40)
     pending = Pending(1, np.ones(20, np.int32), 0, RequestOptions({}, b"\x80", False), wire)
     wire.exchange.add(pending)
     wire.exchange.abandon(pending)
@@ -255,8 +239,7 @@ def test_one_that_was_not_sent_needs_no_cancelling() -> None:
 
 
 def test_what_passes_is_tried_again_later_and_what_does_not_is_told() -> None:
-    wire = Wire()
-    wire.welcome()
+    wire = welcomed()
     wire.ask(1, 2, 3)
     wire.error(1, 1, "overloaded")
     wire.error(2, 2, "request_failed")
@@ -271,8 +254,7 @@ def test_what_passes_is_tried_again_later_and_what_does_not_is_told() -> None:
 
 def test_one_that_is_tried_again_begins_from_nothing() -> None:
     """Also when a part of it had come, as from a replica that is gone."""
-    wire = Wire()
-    wire.welcome()
+    wire = welcomed()
     wire.ask(1, n=2)
     wire.result(1, 1)
     wire.error(2, 1, "not_serving")
@@ -288,8 +270,7 @@ def test_one_that_is_tried_again_begins_from_nothing() -> None:
 
 
 def test_a_stream_that_has_begun_is_not_tried_again() -> None:
-    wire = Wire()
-    wire.welcome()
+    wire = welcomed()
     wire.ask(1, n=2, stream=True)
     wire.result(1, 1)
     wire.error(2, 1, "not_serving")
@@ -321,8 +302,7 @@ def test_a_stream_that_has_begun_is_not_tried_again() -> None:
 def test_results_that_do_not_fit_are_an_error_that_names_the_column(
     change: dict[str, list[int] | None], field: str
 ) -> None:
-    wire = Wire()
-    wire.welcome()
+    wire = welcomed()
     wire.ask(1, n=2)
     good = {"ids": [1], "samples": [0], "counts": [1], "reasons": [2], "cached": [0], "token_ids": [7]}
     columns: dict[str, list[int] | None] = {**good, **change}
@@ -334,8 +314,7 @@ def test_results_that_do_not_fit_are_an_error_that_names_the_column(
 
 
 def test_log_probs_that_do_not_fit_are_an_error() -> None:
-    wire = Wire()
-    wire.welcome()
+    wire = welcomed()
     wire.ask(1)
     columns: Columns = {"logprobs": np.zeros(2, np.float32), "top_ids": np.zeros(3, np.int32)}
     with pytest.raises(ProtocolError, match="top_logprobs"):
@@ -346,8 +325,7 @@ def test_log_probs_that_do_not_fit_are_an_error() -> None:
 
 
 def test_a_sample_that_ends_twice_is_an_error() -> None:
-    wire = Wire()
-    wire.welcome()
+    wire = welcomed()
     wire.ask(1, n=2)
     wire.result(1, 1)
     with pytest.raises(ProtocolError, match="twice"):
@@ -355,8 +333,7 @@ def test_a_sample_that_ends_twice_is_an_error() -> None:
 
 
 def test_a_closed_session_begins_anew_unless_it_is_refused() -> None:
-    wire = Wire()
-    wire.welcome()
+    wire = welcomed()
     wire.say(Closed(code="unknown", message="who?"))
     assert [type(header) for header, _ in wire.sent] == [Hello, Hello]
     wire.say(Closed(code="stopping", message="bye"))
@@ -372,8 +349,7 @@ def test_nonsense_of_a_server_is_an_error() -> None:
 
 def test_answers_to_what_was_left_of_a_connection_are_passed_over() -> None:
     """It is sent over the next one, before the hello: one hello is enough."""
-    wire = Wire()
-    wire.welcome()
+    wire = welcomed()
     wire.ask(1)
     wire.exchange.note_disconnected()
     wire.exchange.introduce()

@@ -1,5 +1,3 @@
-"""Old keys: each is an error that names the new one, or says that there is none."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The append kernel equals norm, rotation and scattered writes in plain torch."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""The decode kernel equals attention from its definition, whatever is skipped, split, windowed or started from."""
-
 from __future__ import annotations
 
 import math
@@ -46,25 +44,15 @@ def run(
     skip: Tensor | None = None,
     prefix: Partial | None = None,
     config: DecodeConfig | None = None,
+    partial: Partial | None = None,
+    least: int = 1,
+    output: Tensor | None = None,
 ) -> Tensor:
-    output = torch.full_like(query, torch.nan)
-    decode_attention(
-        query,
-        case.keys,
-        case.values,
-        case.page_table,
-        case.slots,
-        case.contexts,
-        torch.randperm(len(query), dtype=torch.int32).to(DEVICE),
-        output,
-        SCALE,
-        window,
-        skip,
-        prefix,
-        room(splits, query) if splits > 1 else None,
-        least=1,
-        config=config,
-    )
+    output = torch.full_like(query, torch.nan) if output is None else output
+    order = torch.randperm(len(query), dtype=torch.int32).to(DEVICE)
+    partial = room(splits, query) if splits > 1 else partial
+    rest = (window, skip, prefix, partial)
+    decode_attention(query, *case.cache, case.contexts, order, output, SCALE, *rest, least=least, config=config)
     return output
 
 
@@ -151,20 +139,7 @@ def test_a_partial_result_may_lie_where_the_output_goes() -> None:
         for row in range(2):
             output[row], lse[0, row] = case.attend(query[row], row, 0, 32, SCALE)
         skip = torch.full((2,), 32, dtype=torch.int32, device=DEVICE)
-        decode_attention(
-            query,
-            case.keys,
-            case.values,
-            case.page_table,
-            case.slots,
-            case.contexts,
-            torch.arange(2, dtype=torch.int32, device=DEVICE),
-            output,
-            SCALE,
-            skip=skip,
-            prefix=Partial(output[None], lse),
-            splits=room(2, query) if splits > 1 else None,
-        )
+        run(case, query, splits=splits, skip=skip, prefix=Partial(output[None], lse), output=output)
         torch.testing.assert_close(output, expected(case, query), atol=1e-5, rtol=1e-5)
 
 
@@ -234,21 +209,7 @@ def test_programs_without_keys_leave_nothing_behind() -> None:
     case = PagedCase(3, [5, 70, 33], 16, 2, 2, 16, DEVICE)
     query = case.normal(3, case.heads, case.dim)
     splits = room(4, query)
-    output = torch.full_like(query, torch.nan)
-    order = torch.arange(3, dtype=torch.int32, device=DEVICE)
-    decode_attention(
-        query,
-        case.keys,
-        case.values,
-        case.page_table,
-        case.slots,
-        case.contexts,
-        order,
-        output,
-        SCALE,
-        splits=splits,
-        least=32,
-    )
+    output = run(case, query, partial=splits, least=32)
     torch.testing.assert_close(output, expected(case, query), atol=1e-5, rtol=1e-5)
     assert splits.output[1:, 0].isnan().all()  # never written, never read
 

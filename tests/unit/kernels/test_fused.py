@@ -1,5 +1,3 @@
-"""The fused kernels equal plain torch, within the dtype's rounding."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""The gated product in one kernel equals the product and its gate, and computes what it was chosen for."""
-
 from __future__ import annotations
 
 import pytest
@@ -35,12 +33,7 @@ def chosen(weight: Tensor, activation: str = "silu", most: int = 80, fewest: int
     ("num_rows", "inner", "hidden"), [(1, 16, 16), (16, 32, 48), (37, 56, 40), (80, 24, 64), (300, 24, 16)]
 )
 def test_it_equals_the_product_and_its_gate(
-    device: torch.device,
-    num_rows: int,
-    inner: int,
-    hidden: int,
-    dtype: torch.dtype,
-    activation: str,
+    device: torch.device, num_rows: int, inner: int, hidden: int, dtype: torch.dtype, activation: str
 ) -> None:
     """Whole tiles and parts of them; fewer programs than tiles, and more; groups of rows, the last one in part."""
     x, weight = normal(device, dtype, num_rows, hidden), normal(device, dtype, 2 * inner, hidden) / hidden**0.5

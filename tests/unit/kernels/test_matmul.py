@@ -1,5 +1,3 @@
-"""Products by the algorithms that were chosen, over a library that computes with torch."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""The kernel over tiles of queries equals attention from its definition."""
-
 from __future__ import annotations
 
 import math
@@ -40,19 +38,8 @@ def check_chunks(case: PagedCase, window: int, config: PrefillConfig, num_progra
             expected.append(case.attend(query[token], row, first, end, SCALE)[0])
             token += 1
     output = torch.full_like(query, math.nan)
-    attend_chunks(
-        query,
-        case.keys,
-        case.values,
-        case.page_table,
-        case.slots,
-        tile_table(tiles),
-        num_programs or len(tiles),
-        output,
-        SCALE,
-        window,
-        config,
-    )
+    programs = num_programs or len(tiles)
+    attend_chunks(query, *case.cache, tile_table(tiles), programs, output, SCALE, window, config)
     tolerance = TOLERANCE[case.dtype]
     torch.testing.assert_close(output, torch.stack(expected).to(case.dtype), atol=tolerance, rtol=tolerance)
 
@@ -103,9 +90,7 @@ def test_prefixes(
         token += count
     output = torch.full((splits, *query.shape), math.nan, device=DEVICE)
     result = Partial(output, torch.full(output.shape[:3], math.nan, device=DEVICE))
-    attend_prefixes(
-        query, case.keys, case.values, case.page_table, case.slots, tile_table(tiles), len(tiles), result, SCALE, SMALL
-    )
+    attend_prefixes(query, *case.cache, tile_table(tiles), len(tiles), result, SCALE, SMALL)
     assert result.output[:, 0].isnan().all(), "the row in no group is left alone"
     result.output[:, 0], result.lse[:, 0] = 0.0, 0.0
     owners = [row for row, count in enumerate(counts, 1) for _ in range(count)]
@@ -121,7 +106,7 @@ def test_no_tiles() -> None:
     case = PagedCase(0, [9], 4, 1, 2, 16, DEVICE)
     query = case.normal(3, case.heads, case.dim)
     result = Partial(torch.zeros(1, *query.shape, device=DEVICE), torch.zeros(1, 3, 2, device=DEVICE))
-    attend_prefixes(query, case.keys, case.values, case.page_table, case.slots, tile_table([]), 2, result, SCALE, SMALL)
+    attend_prefixes(query, *case.cache, tile_table([]), 2, result, SCALE, SMALL)
     assert not result.output.any()
 
 

@@ -1,5 +1,3 @@
-"""The sampling kernels without filters: the uniform numbers, greedy and plain draws, penalties, log-probs."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""The sampling kernels with top_k, top_p and min_p: from candidates, from the pilot's bounds, and by rejection."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Steps in shards of tokens compute what steps on one rank do, whatever number of tokens, wanted or not."""
-
 from __future__ import annotations
 
 from functools import partial

@@ -1,5 +1,3 @@
-"""Ranks that are processes: what they exchange, and that a model split over them computes what one does."""
-
 from __future__ import annotations
 
 from pathlib import Path

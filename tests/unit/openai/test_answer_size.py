@@ -1,5 +1,3 @@
-"""Answers are at most as large as is estimated before, and what could be too large is refused."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Fields that are not supported: what a client is told of them."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Items are counted as a parser would make them."""
-
 from __future__ import annotations
 
 import json

@@ -41,15 +41,8 @@ def test_null_is_absent() -> None:
 @pytest.mark.parametrize(
     "raw",
     [
-        b"",
-        b"{",
-        b'{"prompt": "x",}',
-        b'{"prompt": "\xed\xa0\x80"}',
-        b'{"prompt": "\xff"}',
-        b"[" * 100_000,
-        b"[]",
-        b'"text"',
-        b"null",
+        *(b"", b"{", b"[" * 100_000, b"[]", b'"text"', b"null"),
+        *(b'{"prompt": "x",}', b'{"prompt": "\xed\xa0\x80"}', b'{"prompt": "\xff"}'),
     ],
 )
 def test_what_is_no_json_object(raw: bytes) -> None:
@@ -89,33 +82,18 @@ def test_what_a_body_is_instead_of_an_object(raw: bytes, kind: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"n": "three"}, "n"),
-        ({"n": 1.5}, "n"),
-        ({"n": True}, "n"),
-        ({"n": 0}, "n"),
-        ({"temperature": -0.1}, "temperature"),
-        ({"temperature": 2.1}, "temperature"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"top_p": 2}, "top_p"),
-        ({"top_k": -2}, "top_k"),
-        ({"min_p": 1.5}, "min_p"),
-        ({"presence_penalty": 3}, "presence_penalty"),
-        ({"repetition_penalty": 0}, "repetition_penalty"),
-        ({"logprobs": 1000}, "logprobs"),
-        ({"logprobs": True}, "logprobs"),
-        ({"logit_bias": {"5": 101}}, "logit_bias"),
-        ({"logit_bias": [1]}, "logit_bias"),
-        ({"seed": 2**63}, "seed"),
-        ({"stop": 7}, "stop"),
+        *[({"n": wrong}, "n") for wrong in ("three", 1.5, True, 0)],
+        *[({"temperature": wrong}, "temperature") for wrong in (-0.1, 2.1, "hot")],
+        *[({"top_p": wrong}, "top_p") for wrong in (0, 2)],
+        *[({"logprobs": wrong}, "logprobs") for wrong in (1000, True)],
+        *[({"logit_bias": wrong}, "logit_bias") for wrong in ({"5": 101}, [1])],
+        *[({"prompt": wrong}, "prompt") for wrong in (7, None)],
+        *[({name: wrong}, name) for name, wrong in (("top_k", -2), ("min_p", 1.5), ("presence_penalty", 3))],
+        *[({name: wrong}, name) for name, wrong in (("repetition_penalty", 0), ("seed", 2**63), ("stop", 7))],
+        *[({name: wrong}, name) for name, wrong in (("metadata", {"a": 1}), ("max_tokens", -1), ("echo", "yes"))],
         ({"stop": ["a", 7]}, "stop[1]"),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
-        ({"metadata": {"a": 1}}, "metadata"),
-        ({"prompt": 7}, "prompt"),
-        ({"prompt": None}, "prompt"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"echo": "yes"}, "echo"),
     ],
 )
 def test_the_field_is_named(fields: dict[str, Any], param: str) -> None:
@@ -220,11 +198,7 @@ def test_nesting_of_any_depth_is_looked_through() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"stop_token_ids": list(range(MAX_IDS + 1))},
-        {"logit_bias": {str(i): 1 for i in range(MAX_IDS + 1)}},
-    ],
+    "fields", [{"stop_token_ids": list(range(MAX_IDS + 1))}, {"logit_bias": {str(i): 1 for i in range(MAX_IDS + 1)}}]
 )
 def test_ids_have_a_bound(fields: dict[str, Any]) -> None:
     (name,) = fields

@@ -1,5 +1,3 @@
-"""Structs as schemas of requests and of responses."""
-
 from __future__ import annotations
 
 from typing import Annotated, ClassVar

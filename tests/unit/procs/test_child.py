@@ -1,5 +1,3 @@
-"""A child's link to its parent, in real processes."""
-
 from __future__ import annotations
 
 import fcntl

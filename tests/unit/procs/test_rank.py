@@ -1,5 +1,3 @@
-"""A rank's results, as they are sent back, and how it ends when its device fails."""
-
 from __future__ import annotations
 
 import gc
@@ -172,8 +170,7 @@ def test_the_last_stages_first_rank_answers(
 
 
 @pytest.mark.parametrize(
-    ("layout", "waits"),
-    [(Layout(dp=2), []), (Layout(tp=2), [rank.OTHERS_FIRST]), (Layout(pp=2), [rank.OTHERS_FIRST])],
+    ("layout", "waits"), [(Layout(dp=2), []), (Layout(tp=2), [rank.OTHERS_FIRST]), (Layout(pp=2), [rank.OTHERS_FIRST])]
 )
 def test_a_rank_among_others_lets_a_dead_one_be_heard_of_first(
     link: Link, monkeypatch: pytest.MonkeyPatch, layout: Layout, waits: list[float]

@@ -1,5 +1,3 @@
-"""The scheduler's loop, over channels within the process."""
-
 from __future__ import annotations
 
 from typing import cast

@@ -1,5 +1,3 @@
-"""Parts of the server process that need no process."""
-
 from __future__ import annotations
 
 from pathlib import Path

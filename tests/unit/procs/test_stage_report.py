@@ -1,5 +1,3 @@
-"""What a stage tells of its time."""
-
 from __future__ import annotations
 
 from toka_async.arrays import EMPTY
@@ -24,8 +22,4 @@ def test_sums_of_all_steps_are_sent_now_and_then() -> None:
     for wait in (0.0, 0.125, 0.125, 0.125, 0.25):
         now[0] += wait
         report.add(StepDone(step_id=0, token_ids=EMPTY, seconds=1.0, stalled=0.25, waited=0.5))
-    assert results.sent == [
-        StageTimes(2, 1.0, 0.25, 0.5),
-        StageTimes(2, 3.0, 0.75, 1.5),
-        StageTimes(2, 5.0, 1.25, 2.5),
-    ]
+    assert results.sent == [StageTimes(2, 1.0, 0.25, 0.5), StageTimes(2, 3.0, 0.75, 1.5), StageTimes(2, 5.0, 1.25, 2.5)]

@@ -1,5 +1,3 @@
-"""Times of the scheduler's turns, on a clock that the tests set."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Steps: what is computed when, and how little is said about it."""
-
 from __future__ import annotations
 
 import pytest

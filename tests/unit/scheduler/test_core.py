@@ -1,5 +1,3 @@
-"""The core: what a request gets, whatever happens to it, and that all of it comes back."""
-
 from __future__ import annotations
 
 import subprocess
@@ -11,11 +9,7 @@ import pytest
 from tests.drivers.page_rank import submit
 from tests.drivers.small_core import VOCAB, SmallCore, got, wanted
 from toka_async.arrays import EMPTY, i32_column
-from toka_async.messages import (
-    Ready,
-    SamplingParams,
-    Submit,
-)
+from toka_async.messages import Ready, SamplingParams, Submit
 from toka_async.scheduler.core import Core
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]

@@ -1,5 +1,3 @@
-"""Ends found by the server: what the core asks about, and what becomes of the answers."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""The number of steps queued follows the control latency and the waste."""
-
 from __future__ import annotations
 
 import pytest

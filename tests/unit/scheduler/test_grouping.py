@@ -1,5 +1,3 @@
-"""Groups among rows: which stretches are told of, when rows change places, and that they are the greedy ones."""
-
 from __future__ import annotations
 
 from collections import Counter

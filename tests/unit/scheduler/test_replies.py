@@ -1,5 +1,3 @@
-"""Messages to the server."""
-
 from __future__ import annotations
 
 import numpy as np

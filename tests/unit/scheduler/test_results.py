@@ -1,5 +1,3 @@
-"""What becomes of a step's results: tokens that are sent, and ends."""
-
 from __future__ import annotations
 
 import pytest
@@ -7,11 +5,7 @@ import pytest
 from tests.drivers.page_rank import submit
 from tests.drivers.small_core import VOCAB, SmallCore, got, wanted
 from toka_async.arrays import EMPTY, as_f32, i32_column
-from toka_async.messages import (
-    Reason,
-    SamplingParams,
-    StepDone,
-)
+from toka_async.messages import Reason, SamplingParams, StepDone
 from toka_async.scheduler.sequences.sequence_table import NUM_ENDS
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]

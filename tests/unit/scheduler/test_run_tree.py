@@ -1,5 +1,3 @@
-"""Groups of runs, kept up to date run by run, against groups found anew from every row's pages."""
-
 from __future__ import annotations
 
 from collections import defaultdict

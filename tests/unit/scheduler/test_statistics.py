@@ -1,5 +1,3 @@
-"""The Stats message: what it counts and when it comes."""
-
 from __future__ import annotations
 
 import msgspec
@@ -19,17 +17,21 @@ def stats_at(core: Core, now: float) -> list[Stats]:
     return [message for message in core.take_messages(now) if isinstance(message, Stats)]
 
 
-def test_counts_while_work_goes_on_and_after_it() -> None:
-    core, rank = Core(READY, max_tokens=32, steps_ahead=1), PageRank(READY)
-    core.submit(submit(0, [1, 2, 3, 4, 5], n=10, max_tokens=3), 0.0)
-    now = 10.0
+def watch(core: Core, rank: PageRank, now: float) -> tuple[list[Stats], float]:
+    """All statistics to the end, with a second for each step; when that is."""
     seen: list[Stats] = []
     while steps := core.next_steps(now):
         seen += stats_at(core, now)
         for step in steps:
             core.complete(rank.run(step), now)
         now += 1.0
-    seen += stats_at(core, now)
+    return seen + stats_at(core, now), now
+
+
+def test_counts_while_work_goes_on_and_after_it() -> None:
+    core, rank = Core(READY, max_tokens=32, steps_ahead=1), PageRank(READY)
+    core.submit(submit(0, [1, 2, 3, 4, 5], n=10, max_tokens=3), 0.0)
+    seen, now = watch(core, rank, 10.0)
     assert max(stats.num_running for stats in seen) == 4
     assert max(stats.num_waiting for stats in seen) >= 6
     assert max(stats.pages_used for stats in seen) >= 1 + 4
@@ -87,14 +89,7 @@ def test_one_look_is_answered_once() -> None:
     core, rank = Core(READY, max_tokens=32, steps_ahead=1), PageRank(READY)
     core.submit(submit(0, [1, 2], max_tokens=3), 0.0)
     core.receive(AskStats(number=1, forecast=True), 0.0)
-    seen = []
-    now = 0.0
-    while steps := core.next_steps(now):
-        seen += stats_at(core, now)
-        for step in steps:
-            core.complete(rank.run(step), now)
-        now += 1.0
-    seen += stats_at(core, now)
+    seen, _ = watch(core, rank, 0.0)
     assert len(seen) >= 3
     assert [stats.forecast is not None for stats in seen] == [True, *([False] * (len(seen) - 1))]
 
@@ -105,11 +100,7 @@ def test_how_long_requests_wait_to_be_started() -> None:
     core, rank = Core(READY, max_tokens=32, steps_ahead=1), PageRank(READY)
     for key in range(8):
         core.submit(submit(key, [1, 2, key], max_tokens=3), now)
-    while steps := core.next_steps(now):
-        for step in steps:
-            core.complete(rank.run(step), now)
-        now += 1.0
-    last = stats_at(core, now)[-1]
+    last = watch(core, rank, now)[0][-1]
     assert last.num_started == 8
     assert last.queue_seconds == 4 * 3.0
 

@@ -1,5 +1,3 @@
-"""Stop masks by the server's ids."""
-
 from __future__ import annotations
 
 import numpy as np

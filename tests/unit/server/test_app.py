@@ -1,5 +1,3 @@
-"""Requests that do not go their ordinary way: clients leave, the engine fails, drains or is full, readers are slow."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""What is left for the KV cache of a GPU, its memory being made up."""
-
 from __future__ import annotations
 
 import re
@@ -163,11 +161,7 @@ def test_rows_and_tokens_take_more_of_a_larger_vocabulary_and_model(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
-    [
-        (ScheduleConfig(), (2, 8)),
-        (ScheduleConfig(max_seqs=16), (16, 16)),
-        (ScheduleConfig(max_tokens=32), None),
-    ],
+    [(ScheduleConfig(), (2, 8)), (ScheduleConfig(max_seqs=16), (16, 16)), (ScheduleConfig(max_tokens=32), None)],
 )
 def test_automatic_limits_become_smaller_until_they_fit(
     schedule: ScheduleConfig, expected: tuple[int, int] | None

@@ -1,5 +1,3 @@
-"""Which device, numbers and threads a rank gets."""
-
 from __future__ import annotations
 
 import os

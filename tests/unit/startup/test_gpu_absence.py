@@ -1,5 +1,3 @@
-"""Why a GPU is not used, by what Linux says of it."""
-
 from __future__ import annotations
 
 import os

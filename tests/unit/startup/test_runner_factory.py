@@ -1,5 +1,3 @@
-"""A runner from a model directory and the configuration, and what its measurements depend on."""
-
 from __future__ import annotations
 
 import ast

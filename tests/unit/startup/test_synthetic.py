@@ -1,5 +1,3 @@
-"""Made-up steps: such as a scheduler could have sent."""
-
 from __future__ import annotations
 
 import numpy as np

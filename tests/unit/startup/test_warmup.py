@@ -1,5 +1,3 @@
-"""What a start computes, within whatever limits there are: a start must not fail on small ones."""
-
 from __future__ import annotations
 
 import io

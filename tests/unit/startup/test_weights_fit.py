@@ -1,5 +1,3 @@
-"""A model that is too large is refused with sizes and what would do."""
-
 from __future__ import annotations
 
 from pathlib import Path

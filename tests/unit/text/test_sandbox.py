@@ -1,5 +1,3 @@
-"""Templates that would take all memory or time end; those that do not, render as in Jinja's own sandbox."""
-
 from __future__ import annotations
 
 import resource

@@ -1,5 +1,3 @@
-"""Messages to bytes and back."""
-
 from __future__ import annotations
 
 import msgspec

@@ -1,5 +1,3 @@
-"""Connections of strangers: raw ones, silent ones, and those that send without end."""
-
 from __future__ import annotations
 
 import asyncio
@@ -30,13 +28,7 @@ class Endpoint:
         self, context: zmq.Context[zmq.Socket[bytes]], address: str, most: int, most_bytes: int, keys: KeyPair | None
     ) -> None:
         self.router = RouterSocket(
-            context,
-            address,
-            max_frame=1 << 20,
-            max_queued=9,
-            keys=keys,
-            most_connections=most,
-            most_bytes=most_bytes,
+            context, address, max_frame=1 << 20, max_queued=9, keys=keys, most_connections=most, most_bytes=most_bytes
         )
         self.heard: list[list[Frame]] = []
         self.router.attach(asyncio.get_running_loop(), self.heard.append)

@@ -1,5 +1,3 @@
-"""Key files."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The channel within one process."""
-
 from __future__ import annotations
 
 from toka_async.arrays import i32_column

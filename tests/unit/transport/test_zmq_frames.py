@@ -1,5 +1,3 @@
-"""Messages of several frames over real sockets on an event loop."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""ZeroMQ inboxes and outboxes over unix sockets."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Which steps are in shards: as told, or as a clock says, the same on all ranks."""
-
 from __future__ import annotations
 
 import logging

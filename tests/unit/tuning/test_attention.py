@@ -1,5 +1,3 @@
-"""The table follows the times, and what is measured fits the limits and leaves the cache as it was."""
-
 from __future__ import annotations
 
 import json

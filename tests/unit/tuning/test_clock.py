@@ -1,5 +1,3 @@
-"""The device's clock, with events that a test drives."""
-
 from __future__ import annotations
 
 import time

@@ -1,5 +1,3 @@
-"""Where the gated kernel is chosen: where it is the fastest, and where the largest step needs it."""
-
 from __future__ import annotations
 
 import logging

@@ -1,5 +1,3 @@
-"""Which matrices are tuned, and for how many rows."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -1,5 +1,3 @@
-"""Which graphs are kept, with CUDA's part of it played on the CPU."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""What was measured before is taken if it can be, and all ranks take the same."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Answers are found by those who ask alike, whatever becomes of their files."""
-
 from __future__ import annotations
 
 import logging

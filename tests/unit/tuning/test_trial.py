@@ -1,5 +1,3 @@
-"""Which way is found to be the fastest, by clocks that say what each takes."""
-
 from __future__ import annotations
 
 import math

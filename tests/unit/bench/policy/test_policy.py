@@ -1,5 +1,3 @@
-"""Policies replayed on small workloads, as the command runs them."""
-
 from __future__ import annotations
 
 import json

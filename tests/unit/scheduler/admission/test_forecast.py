@@ -1,5 +1,3 @@
-"""The block forecast against a simulation of every step."""
-
 from __future__ import annotations
 
 import numpy as np

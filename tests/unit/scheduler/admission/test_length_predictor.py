@@ -1,5 +1,3 @@
-"""The length predictor on lengths whose distribution is known."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Look-ahead admission: what fits, what the margin does, and forecasts against what then happens in the real core."""
-
 from __future__ import annotations
 
 import numpy as np

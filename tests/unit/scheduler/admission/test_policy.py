@@ -1,5 +1,3 @@
-"""Admission while pages are free."""
-
 from __future__ import annotations
 
 import numpy as np

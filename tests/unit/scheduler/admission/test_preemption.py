@@ -1,5 +1,3 @@
-"""Preemption by recompute: who yields, and that nothing of it shows in the tokens."""
-
 from __future__ import annotations
 
 import pytest

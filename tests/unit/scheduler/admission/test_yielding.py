@@ -1,5 +1,3 @@
-"""Running work of a lower priority makes way for a request that comes: for its slot and its pages, no others."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Free pages, and chains of pages."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Pages as the scheduler hands them out."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""The prefix tree: matches, owners, eviction."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""The queue of prompts."""
-
 from __future__ import annotations
 
 import gc

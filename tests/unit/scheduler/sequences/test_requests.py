@@ -1,5 +1,3 @@
-"""What is kept of requests, and seeds of samples."""
-
 from __future__ import annotations
 
 import numpy as np

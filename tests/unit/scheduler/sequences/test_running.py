@@ -1,5 +1,3 @@
-"""Pages and slots of what runs: shared, copied and found."""
-
 from __future__ import annotations
 
 from tests.drivers.page_rank import submit

@@ -1,5 +1,3 @@
-"""The tables of running sequences."""
-
 from __future__ import annotations
 
 import numpy as np

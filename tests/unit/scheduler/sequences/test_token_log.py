@@ -1,5 +1,3 @@
-"""Logs of tokens in blocks."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Ids of requests, their lines in the log, and what is counted of them; how busy the server is."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Errors that no handler made have OpenAI's shape too."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""A server that others can reach: keys, limits of a request, deadlines, headers, and what a request must not touch."""
-
 from __future__ import annotations
 
 import asyncio
@@ -24,23 +22,13 @@ from toka_async.server.access.keys import Key, Keys, KeySource, digest_of
 from toka_async.server.http.files import BATCHES
 from toka_async.server.http.respond import SERVICE
 
+READ = ["models", "models/org/tiny", "files", "batches"]
+SENT = ["v1/completions", "v1/chat/completions", "v1/chat/completions/batch", "v1/files", "tokenize", "detokenize"]
 ROUTES = [
-    ("GET", "/v1/models"),
-    ("GET", "/v1/models/org/tiny"),
-    ("GET", "/v1/files"),
-    ("GET", "/v1/batches"),
-    ("GET", "/metrics"),
-    ("GET", "/version"),
-    ("GET", "/nowhere"),
-    ("GET", "/health/x"),
-    ("PUT", "/v1/models"),
-    ("OPTIONS", "/v1/completions"),
-    ("POST", "/v1/completions"),
-    ("POST", "/v1/chat/completions"),
-    ("POST", "/v1/chat/completions/batch"),
-    ("POST", "/v1/files"),
-    ("POST", "/tokenize"),
-    ("POST", "/detokenize"),
+    *(("GET", f"/v1/{name}") for name in READ),
+    *(("GET", f"/{name}") for name in ("metrics", "version", "nowhere", "health/x")),
+    *(("POST", f"/{name}") for name in SENT),
+    *(("PUT", "/v1/models"), ("OPTIONS", "/v1/completions")),
 ]
 
 
@@ -149,10 +137,7 @@ async def test_health_is_open(server: WebServer) -> None:
 
 
 async def test_metrics_can_be_open() -> None:
-    async with (
-        web_server(keys=KEYS, open_metrics=True) as server,
-        server.http.get(server.url + "/metrics") as response,
-    ):
+    async with web_server(keys=KEYS, open_metrics=True) as server, server.http.get(server.url + "/metrics") as response:
         assert response.status == 200
         text = await response.text()
     assert 'toka:held_requests{owner="this server"} 0.0' in text
@@ -304,14 +289,8 @@ async def test_a_file_is_never_a_page(server: WebServer) -> None:
 # ---- paths
 
 HOSTILE = [
-    "../secret",
-    "..%2fsecret",
-    "%2e%2e%2fsecret",
-    "..%5csecret",
-    "%2fetc%2fpasswd",
-    "file-%00",
-    "file-..",
-    "%00",
+    *("../secret", "..%2fsecret", "%2e%2e%2fsecret", "..%5csecret"),
+    *("%2fetc%2fpasswd", "file-%00", "file-..", "%00"),
 ]
 
 

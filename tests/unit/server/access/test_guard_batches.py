@@ -1,5 +1,3 @@
-"""Batches and files of keys: whose limits their lines count in, and who sees them."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""How many requests and tokens of a key and in total run at once, and who waits for their end."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""API keys: what a file and the environment say, and what they must not."""
-
 from __future__ import annotations
 
 import hmac

@@ -1,5 +1,3 @@
-"""Web pages: what they can send to a server on the machine that their browser runs on, and what they get."""
-
 from __future__ import annotations
 
 import asyncio
@@ -18,23 +16,12 @@ from toka_async.server.access.origins import Origins, is_loopback, read_origins
 
 EVIL = "http://evil.example"
 BODY = json.dumps({"prompt": "x", "max_tokens": 1})
+READ = ["/", "/metrics", "/load", "/ping", "/health", "/v1/models", "/v1/files", "/openapi.json", "/nowhere"]
+SENT = ["/v1/completions", "/v1/files", "/v1/batches", "/v1/batches/batch_1/cancel", "/tokenize"]
 ROUTES = [
-    ("GET", "/"),
-    ("GET", "/metrics"),
-    ("GET", "/load"),
-    ("GET", "/ping"),
-    ("GET", "/health"),
-    ("GET", "/v1/models"),
-    ("GET", "/v1/files"),
-    ("GET", "/openapi.json"),
-    ("GET", "/nowhere"),
-    ("HEAD", "/v1/models"),
-    ("DELETE", "/v1/files/file-1"),
-    ("POST", "/v1/completions"),
-    ("POST", "/v1/files"),
-    ("POST", "/v1/batches"),
-    ("POST", "/v1/batches/batch_1/cancel"),
-    ("POST", "/tokenize"),
+    *(("GET", path) for path in READ),
+    *(("POST", path) for path in SENT),
+    *(("HEAD", "/v1/models"), ("DELETE", "/v1/files/file-1")),
 ]
 
 
@@ -208,14 +195,8 @@ def test_settings() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/chat/completions/batch",
-        "/v1/batches",
-        "/tokenize",
-        "/detokenize",
-    ],
+    [f"/v1/{name}" for name in ("completions", "chat/completions", "chat/completions/batch", "batches")]
+    + ["/tokenize", "/detokenize"],
 )
 @pytest.mark.parametrize(
     "kind",

@@ -1,5 +1,3 @@
-"""Lines in the engine: what becomes of them when it stops, is not there yet, or would never have room for them."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Connections are accepted in bursts, and count from their first moment, also those whose handshake never ends."""
-
 from __future__ import annotations
 
 import asyncio

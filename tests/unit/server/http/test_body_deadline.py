@@ -1,5 +1,3 @@
-"""Bodies that come slowly: too slowly, and fast enough for their size."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Many conversations, and many prompts, in one request."""
-
 from __future__ import annotations
 
 from typing import Any

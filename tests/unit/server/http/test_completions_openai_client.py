@@ -1,5 +1,3 @@
-"""The `openai` package as a client."""
-
 from __future__ import annotations
 
 import asyncio

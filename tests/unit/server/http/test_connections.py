@@ -1,5 +1,3 @@
-"""Clients that keep a connection and do nothing with it: stalled readers and senders, silent ones, too many."""
-
 from __future__ import annotations
 
 import asyncio

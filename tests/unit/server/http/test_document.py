@@ -1,5 +1,3 @@
-"""The served document: what is routed is described and the other way round, and answers are as it says."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator

@@ -1,5 +1,3 @@
-"""Bodies over real sockets: those that wait for room are not read, those that have it get to their end."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Certificate and key files, right and wrong."""
-
 from __future__ import annotations
 
 import ssl

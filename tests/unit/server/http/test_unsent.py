@@ -1,5 +1,3 @@
-"""Answers that are not taken: their memory is bounded over all connections, and who reads gets everything."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Accounts: what is held is what was taken and not given back, and no limit is passed."""
-
 from __future__ import annotations
 
 import numpy as np

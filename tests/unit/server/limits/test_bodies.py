@@ -1,5 +1,3 @@
-"""Room for bodies: never more than there is, in all and for one owner; how it waits is the queue's affair."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""What waits for room enters in order and in turn, nothing is overtaken or forgotten, and what is held adds up."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""How much batch work is in the engine."""
-
 from __future__ import annotations
 
 import pytest
