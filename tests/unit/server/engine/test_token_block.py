@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 from tests.cases.requests import make_block, tokens_by_sample
 from toka_async.arrays import f32_column, i32_column
 from toka_async.messages import Reason, Tokens
-from toka_async.server.engine.token_block import LONG_ROWS, TokenBlock, TokenRows, concat_rows, join_sample, merge_blocks, read_rows
+from toka_async.server.engine.token_block import (
+    LONG_ROWS,
+    TokenBlock,
+    TokenRows,
+    concat_rows,
+    join_sample,
+    merge_blocks,
+    read_rows,
+)
 
 
 def rows(num_logprobs: int) -> TokenRows:
