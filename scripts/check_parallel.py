@@ -23,7 +23,7 @@ from pathlib import Path
 
 from tests.processes.parallel import OPTIONS, Reference, ask_all, check_tokens, kill_under_load, make_model
 from tests.processes.serving import Serving, alive, serving, wait_until_gone
-from toka_async.bench.loads.served import children_of
+from toka_async.bench.loads.served import list_children
 from toka_async.checkpoint.division import tensor_sizes
 from toka_async.checkpoint.spec import read_spec
 from toka_async.topology import Layout
@@ -139,7 +139,7 @@ def wait_until_whole(server: Serving, name: str) -> None:
     while alive([old]) or server.get("/health")[0] != 200:
         assert time.monotonic() < deadline, f"{name} was killed: its replica is not back"
         time.sleep(0.1)
-    server.children = children_of(server.process.pid)
+    server.children = list_children(server.process.pid)
 
 
 if __name__ == "__main__":

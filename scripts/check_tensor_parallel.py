@@ -351,7 +351,7 @@ def check_and_time_sampling(bench: Bench, tiny: bool) -> None:
     rows, history = RowTables(ready, device), TokenHistory(2 * num + 1, 16, device)
     gathered = KernelSampler(head.logits, rows, history)
     shared = KernelSampler(head.logits, rows, history, RowShares(comm, head.own_logits, num))
-    admitted = rows.apply(SyntheticRows(ready).step([1] * num, FAST))
+    admitted = rows.apply(SyntheticRows(ready).make_step([1] * num, FAST))
     for sampler in (gathered, shared):
         sampler.admit(admitted)
     x = torch.randn(

@@ -23,7 +23,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from toka_async.bench.loads.served import children_of
+from toka_async.bench.loads.served import list_children
 
 BOUNDARY = "a-boundary-that-is-in-no-line"
 
@@ -41,7 +41,7 @@ class Server:
         assert line, "the server did not start"
         self.ready = time.monotonic()
         self.url = line.split()[-1]
-        self.children = children_of(self.process.pid)
+        self.children = list_children(self.process.pid)
 
     def memory(self, field: str) -> float:
         """MiB of the server's process: VmRSS now, VmHWM at most until now."""

@@ -17,9 +17,9 @@ from toka_async.attention.kv_cache import bytes_per_token
 from toka_async.bar import format_count
 from toka_async.checkpoint.division import (
     check_division,
+    make_rank_spec,
+    make_stage_spec,
     num_weights,
-    spec_of_rank,
-    spec_of_stage,
     stage_parts,
 )
 from toka_async.checkpoint.hub import resolve_model
@@ -31,8 +31,8 @@ from toka_async.startup.cache_size import (
     compute_spare_bytes,
     count_page_bytes,
     count_row_bytes,
+    count_token_bytes,
     fit_limits,
-    token_bytes,
 )
 from toka_async.startup.weights_fit import advise
 from toka_async.tuning.async_tp import count_workspace_bytes
@@ -43,7 +43,7 @@ LENGTHS = (512, 2048, 8192)  # tokens of the counted sequences
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """What one GPU gets. layers: the first, and the one behind the last. num_tokens: in its cache. Others: bytes."""
+    """The share of one GPU. layers: the first, and the one behind the last. num_tokens: in its cache. Others: bytes."""
 
     gpu: int
     replica: int
@@ -80,7 +80,7 @@ def device_memory() -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What each rank of a stage has. part: its shape. first_layer: its number in the model. weights: bytes."""
+    """The share of each rank of a stage. part: its shape. first_layer: its number in the model. weights: bytes."""
 
     part: ModelSpec
     first_layer: int
@@ -88,11 +88,11 @@ class Stage:
     is_last: bool
     dtype: torch.dtype
 
-    def largest_step(self, limits: RankLimits, config: Config) -> int:
+    def count_largest_step(self, limits: RankLimits, config: Config) -> int:
         """Bytes of the largest step, with those that tensor ranks share; only the last stage has logits."""
         page_size, num_parts = config.cache.page_size, config.parallel.num_micro_batches
         rows = self.part if self.is_last else msgspec.structs.replace(self.part, vocab_size=0)
-        of_tokens = limits.max_tokens * token_bytes(self.part, self.dtype, num_parts)
+        of_tokens = limits.max_tokens * count_token_bytes(self.part, self.dtype, num_parts)
         of_rows = limits.max_seqs * count_row_bytes(rows, limits, self.dtype, page_size, num_parts)
         return of_tokens + of_rows + self._shared(limits, config.parallel)
 
@@ -131,7 +131,7 @@ def _check_step(config: Config, stages: Sequence[Stage], usable: int, limits: Ra
     """Raises ModelError when a stage's largest step does not fit; `auto` limits may take half, as at the start."""
     share = 0.5 if "auto" in (config.schedule.max_seqs, config.schedule.max_tokens) else 1.0
     for stage in stages:
-        step, left = stage.largest_step(limits, config), usable - stage.weights
+        step, left = stage.count_largest_step(limits, config), usable - stage.weights
         if step > share * left:
             raise ModelError(
                 f"schedule.max_seqs={limits.max_seqs}, schedule.max_tokens={limits.max_tokens}: the largest step "
@@ -143,7 +143,7 @@ def _make_rank_plan(
     config: Config, limits: RankLimits, usable: int, gpu: int, index: int, tp_rank: int, stages: Sequence[Stage]
 ) -> RankPlan:
     stage, page_size = stages[index], config.cache.page_size
-    step = stage.largest_step(limits, config)
+    step = stage.count_largest_step(limits, config)
     num_pages = max(0, usable - stage.weights - step) // count_page_bytes(stage.part, config.cache, stage.dtype)
     return RankPlan(
         gpu=gpu,
@@ -159,10 +159,12 @@ def _make_rank_plan(
 
 
 def make_stages(spec: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -> list[Stage]:
-    rank_spec = msgspec.structs.replace(spec_of_rank(spec, parallel.tp), vocab_size=-(-spec.vocab_size // parallel.tp))
+    rank_spec = msgspec.structs.replace(
+        make_rank_spec(spec, parallel.tp), vocab_size=-(-spec.vocab_size // parallel.tp)
+    )
     stages = []
     for index, part in enumerate(stage_parts(spec, parallel.pp, parallel.tp)):
-        of_stage = spec_of_stage(rank_spec, part)
+        of_stage = make_stage_spec(rank_spec, part)
         weights = dtype.itemsize * num_weights(of_stage, index, parallel.pp)
         stages.append(Stage(of_stage, part.first, weights, part.is_last, dtype))
     return stages

@@ -92,7 +92,7 @@ def run_batch(config: Config, job: BatchJob, show: Callable[[Status], int | None
 
 
 class _Ranks:
-    """What ranks report as they become ready, until the start is over."""
+    """Collects what ranks report as they become ready, until the start is over."""
 
     def __init__(self, parallel: ParallelConfig) -> None:
         self._parallel = parallel

@@ -37,7 +37,7 @@ class Say(Protocol):
 
 
 class Lines(logging.Formatter):
-    """What text and JSON have in common: bounded tracebacks."""
+    """The base of the formatters of text and JSON, which bounds tracebacks."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

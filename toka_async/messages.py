@@ -319,7 +319,7 @@ ToServer = Ready | Tokens | Prefilled | Prefills | StopChecks | Failed | Stats
 
 
 class Prompt(Message, frozen=True, kw_only=True):
-    """What a rank must know of a prompt that rows will compute or continue.
+    """A prompt as a rank must know it, to compute or continue its rows.
 
     `pages` are the full pages that rows admitted with this key share, in order; a row's own pages follow them. The
     first `num_prompt` ids are the user's prompt, the others tokens generated before a preemption (penalties differ).

@@ -29,11 +29,11 @@ class Layout(msgspec.Struct, frozen=True):
         """The rank whose results count: the first of the last stage. The others of that stage sample the same."""
         return (self.pp - 1) * self.tp
 
-    def stage_of(self, rank: int) -> tuple[int, int]:
+    def find_stage(self, rank: int) -> tuple[int, int]:
         """A rank's stage, and its number within the stage."""
         return divmod(rank, self.tp)
 
-    def gpu_of(self, replica: int, rank: int) -> int:
+    def choose_gpu(self, replica: int, rank: int) -> int:
         return replica * self.num_ranks + rank
 
 

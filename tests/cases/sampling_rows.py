@@ -13,7 +13,7 @@ from toka_async.kernels.sampling import RowTable, SamplingKernels
 from toka_async.messages import SamplingParams
 from toka_async.model import rng as streams
 from toka_async.model.rng import Float64
-from toka_async.model.sampling import Flag, Params, params_of
+from toka_async.model.sampling import Flag, Params, make_params
 
 INDEX = 5  # of every draw
 _NUM_PROMPT = 7
@@ -32,7 +32,7 @@ def table_of(
     samplings: Sequence[SamplingParams], seen: npt.NDArray[np.bool_], device: torch.device
 ) -> tuple[Params, RowTable]:
     """A slot for each; seen: [n, vocab]. Slot i has seed i."""
-    params = np.concatenate([params_of(sampling) for sampling in samplings])
+    params = np.concatenate([make_params(sampling) for sampling in samplings])
     num = params.size
 
     def column(values: npt.NDArray[np.generic]) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 
 from tests.processes.serving import Serving, alive
-from toka_async.bench.loads.served import children_of
+from toka_async.bench.loads.served import list_children
 
 START_TRIES = 20  # what is left of the server before may hold the folder for a moment
 READY_TIMEOUT = 60.0
@@ -83,7 +83,7 @@ class Service:
         self.num_ends += 1
 
     def children(self) -> dict[str, int]:
-        found = children_of(self.server.process.pid)
+        found = list_children(self.server.process.pid)
         self._see(found.values())
         return found
 

@@ -20,7 +20,7 @@ from toka_async.attention.build import BuiltAttention
 from toka_async.messages import Prompt, Ready, SamplingParams, Step, StepDone
 from toka_async.model.comm import Comm
 from toka_async.model.rng import draw_uniforms
-from toka_async.model.sampling import params_of, sample
+from toka_async.model.sampling import make_params, sample
 from toka_async.runner.pipeline import StageSetup
 from toka_async.runner.runner import Runner, SamplingSetup
 from toka_async.runner.samples import RowShares
@@ -71,7 +71,7 @@ def next_token(row_tokens: Sequence[int], request: Request, seed: int) -> int:
         logits[0, token] -= s.presence_penalty
         logits[0, token] -= s.frequency_penalty * generated.count(token)
     uniform = draw_uniforms(np.array([seed]), np.array([len(generated)]))
-    return int(sample(logits, params_of(s), uniform)[0])
+    return int(sample(logits, make_params(s), uniform)[0])
 
 
 class Driver:

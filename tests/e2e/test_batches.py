@@ -16,7 +16,7 @@ from openai.types import Batch
 
 from tests.drivers.until import wait_until
 from tests.processes.serving import serving, wait_until_gone
-from toka_async.bench.loads.served import children_of
+from toka_async.bench.loads.served import list_children
 
 QUESTION = "Wei has 26 apples. Ivan has 2 times as many. How many do they have together?"
 
@@ -142,7 +142,7 @@ def end_early(
         wait_until(
             lambda: output.exists() and output.read_bytes().count(b"\n") > num_lines, (folder / "stderr").read_text
         )
-        pids = list(children_of(process.pid).values())
+        pids = list(list_children(process.pid).values())
         kill(process.pid, number)
         assert process.wait(60) == code
         wait_until_gone(pids)

@@ -14,7 +14,7 @@ import pytest
 
 from tests.drivers.until import wait_until
 from tests.processes.serving import Serving, alive, serving
-from toka_async.bench.loads.served import children_of
+from toka_async.bench.loads.served import list_children
 
 PROMPTS = [f"Question: Wei has {i} apples. Ivan has 2 times as many. How many in all?\nAnswer:" for i in range(2, 14)]
 pytestmark = pytest.mark.usefixtures("socket_folders")
@@ -123,7 +123,7 @@ def test_a_killed_replica_comes_back(
         assert all(right for _, right in load.outcomes[first + 12 :])
         if len(victims) == 1:  # those that nobody had seen anything of went to the other replica
             assert all(right for streamed, right in load.outcomes if not streamed)
-        old, server.children = server.children, children_of(server.process.pid)
+        old, server.children = server.children, list_children(server.process.pid)
         assert server.children.keys() == old.keys()
         lost = {victim.split("-")[1] for victim in victims}
         assert {name for name, pid in old.items() if not alive([pid])} == {

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import toka_async
 from tests.drivers.until import SECONDS, wait_until
 from tests.processes.serving import alive
-from toka_async.bench.loads.served import children_of
+from toka_async.bench.loads.served import list_children
 
 DEMO = Path(toka_async.__file__).parent / "demo"
 
@@ -155,8 +155,8 @@ def test_values_that_do_not_fit_the_model(overrides: list[str], part: str) -> No
 def test_a_stop_during_the_start(num_children: int) -> None:
     command = [sys.executable, "-m", "toka_async.cli", "serve", "server.port=0"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_until(lambda: len(children_of(process.pid)) >= num_children)
-    children = children_of(process.pid)
+    wait_until(lambda: len(list_children(process.pid)) >= num_children)
+    children = list_children(process.pid)
     process.send_signal(signal.SIGTERM)
     assert process.wait(SECONDS) in (0, -signal.SIGTERM)
     assert not alive(children.values())

@@ -17,7 +17,7 @@ from tests.cases.attention import AttentionCase, make_case
 from toka_async.attention.base import AttentionBackend, QueryKeyNorm
 from toka_async.attention.blocks import TileLimits
 from toka_async.attention.build import NOT_MEASURED, build_attention
-from toka_async.attention.choice import ChoiceTable, MeasuredShape, only
+from toka_async.attention.choice import ChoiceTable, MeasuredShape, choose_always
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.tuning.attention import measure_table
@@ -27,7 +27,9 @@ needs_flashinfer = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is 
 
 CUDA = torch.device("cuda")
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-MIXED = replace(only("flashinfer"), decode=only("triton").decode, grouped=(MeasuredShape(1, 1, "mixed"),))
+MIXED = replace(
+    choose_always("flashinfer"), decode=choose_always("triton").decode, grouped=(MeasuredShape(1, 1, "mixed"),)
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -217,7 +219,7 @@ def test_measuring(backend: Literal["auto", "triton"]) -> None:
         built = build_attention(backend, cache, 32, (0,) * 16, max_seqs=8192, max_tokens=32768, choose=measure_table)
         seconds = time.perf_counter() - begin
     assert built.table is not None
-    print(f"\n{backend}: measured in {seconds:.1f} s: {built.table.summary()}\n{built.table}")
+    print(f"\n{backend}: measured in {seconds:.1f} s: {built.table.summarize()}\n{built.table}")
     assert all(torch.equal(*pair) for pair in zip(before, (cache.keys[0], cache.values[0]), strict=True))
     assert not any(bool(tensor.any()) for tensor in (*cache.keys[1:], *cache.values[1:]))
     rows, tokens = built.smallest_group

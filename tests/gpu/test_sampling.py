@@ -22,7 +22,7 @@ from tests.cases.sampling_rows import kept_by, name_of, penalised, weights_of
 from tests.drivers.gpu_models import DEVICE, Reference, WatchedEngine, make_model
 from toka_async.messages import SamplingParams
 from toka_async.model.rng import Float64
-from toka_async.model.sampling import params_of
+from toka_async.model.sampling import make_params
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -89,7 +89,7 @@ def exact_probabilities(
     seen = np.zeros(logits.shape, dtype=np.bool_)
     for row, context in zip(seen, contexts, strict=True):
         row[list(context)] = True
-    params = params_of(sampling)
+    params = make_params(sampling)
     edited = penalised(logits, np.repeat(params, len(contexts)), seen)
     weights = [weights_of(row[None], params[0])[0] for row in edited]
     kept = [np.where(kept_by(row, params[0]), row, 0) for row in weights]

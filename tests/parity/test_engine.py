@@ -149,13 +149,13 @@ def test_logprobs_of_prompt_and_output(reference: Reference) -> None:
 def test_groups_with_a_shared_prefix_change_nothing(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples of one prompt, and prompts with a common prefix, are attended to in two parts, however small."""
     merged: list[int] = []
-    in_two_parts = ReferenceAttention._merged
+    in_two_parts = ReferenceAttention._attend_grouped
 
     def counting(self: ReferenceAttention, plan: TilePlan, rows: Tensor, layer: int, query: Tensor) -> Tensor:
         merged.append(rows.numel())
         return in_two_parts(self, plan, rows, layer, query)
 
-    monkeypatch.setattr(ReferenceAttention, "_merged", counting)
+    monkeypatch.setattr(ReferenceAttention, "_attend_grouped", counting)
     monkeypatch.setattr("toka_async.attention.reference.TileLimits", partial(TileLimits, shared_bytes=0))
     engine = Engine(reference.folder, page_size=4, group_min_seqs=2, group_min_tokens=8, max_tokens=256)
     prompts = prompts_of_mixed_lengths()

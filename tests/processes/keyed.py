@@ -11,10 +11,10 @@ from openai.types import Batch
 
 from tests.drivers.until import until_async
 from tests.drivers.web_server import WebServer
-from toka_async.server.access.keys import Key, Keys, digest_of
+from toka_async.server.access.keys import Key, Keys, digest_key
 
 ALICE, BOB = "sk-alice-0123456", "sk-bob-01234567"
-KEYS = Keys((Key(digest_of(ALICE), "alice", 2, 40), Key(digest_of(BOB), "bob")))
+KEYS = Keys((Key(digest_key(ALICE), "alice", 2, 40), Key(digest_key(BOB), "bob")))
 
 
 def bearer(key: str) -> dict[str, str]:

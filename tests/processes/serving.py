@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tests.drivers.until import wait_until
-from toka_async.bench.loads.served import children_of
+from toka_async.bench.loads.served import list_children
 
 SMALL = ("server.port=0", "cache.num_tokens=32768")
 STOP_TIMEOUT = 60.0
@@ -42,7 +42,7 @@ class Serving:
         self.line = self.process.stdout.readline().decode()
         assert self.line, f"it did not start: {self.said()}"
         self.url = self.line.split()[-1]
-        self.children = children_of(self.process.pid)
+        self.children = list_children(self.process.pid)
 
     @property
     def pids(self) -> list[int]:

@@ -24,6 +24,6 @@ def test_addresses_are_data(tmp_path: Path) -> None:
 def test_ranks_are_in_order_of_stages() -> None:
     layout = Layout(dp=2, pp=3, tp=2)
     assert layout.num_ranks == 6
-    assert [layout.stage_of(rank) for rank in range(6)] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
-    assert layout.stage_of(layout.answering) == (2, 0)
-    assert [layout.gpu_of(replica, rank) for replica in (0, 1) for rank in range(6)] == [*range(12)]
+    assert [layout.find_stage(rank) for rank in range(6)] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert layout.find_stage(layout.answering) == (2, 0)
+    assert [layout.choose_gpu(replica, rank) for replica in (0, 1) for rank in range(6)] == [*range(12)]

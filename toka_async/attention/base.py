@@ -1,6 +1,6 @@
-"""The attention seam: what a step's rows look like to attention, and what a backend does.
+"""How a step's rows look to attention, and what an attention backend does.
 
-The runner calls `plan` once a step, the model calls `attend` once a layer. Knows no requests, no model, no kernels.
+The runner calls `plan` once a step, the model calls `attend` once a layer. Knows no requests, no model and no kernels.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ class PrefixGroup:
 class AttentionBatch:
     """The rows of one step: decoding rows (one token each) first, then chunks of prompts.
 
-    num_decode: decoding rows; the other rows are chunks.
-    query_lengths: int32 [rows] on the host, 1 for decoding rows; their sum is the number of tokens.
-    context_lengths: int32 [rows] on the host: tokens a row has once this step's are written.
-    contexts: int32 [rows] on the device: the same.
-    slots: int64 [rows] on the device: which row of the page table is whose.
-    page_table: int32 [slots, width] on the device; entries past a slot's pages are any valid page.
-    write_indices: int64 [tokens] on the device: where each token's key and value go, page * page_size + offset.
-    groups: shared prefixes among the decoding rows, in row order, not overlapping.
+    num_decode: the number of decoding rows. query_lengths: int32 [rows] on the host, 1 for decoding rows; their sum is
+    the number of tokens. context_lengths: int32 [rows] on the host, tokens of a row once this step's are written.
+    contexts: the same on the device. slots: int64 [rows] on the device, each row's row of the page table. page_table:
+    int32 [slots, width] on the device; entries past a slot's pages are any valid page. write_indices: int64 [tokens] on
+    the device, where each token's key and value go: page * page_size + offset. groups: shared prefixes among the
+    decoding rows, in row order, not overlapping.
     """
 
     num_decode: int
@@ -58,31 +56,30 @@ class AttentionBackend(Protocol):
     """Paged causal attention over the KV cache that the backend was built on."""
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Prepare for one step; the attends that follow are of this batch."""
+        """Prepares for one step: the following calls of `attend` are for this batch."""
         ...
 
     def attend(
         self, layer: int, heads: Tensor, rotation: tuple[Tensor, Tensor], norm: QueryKeyNorm | None = None
     ) -> Tensor:
-        """Norm and rotate queries and keys, write keys and values of the step's tokens, then attend.
+        """Normalizes and rotates queries and keys, writes the tokens' keys and values, then attends.
 
         heads [tokens, heads + 2 kv_heads, dim]: queries, keys, values as projected. rotation: cos and signed sin, each
-        [tokens, 1, dim] (`model.rope`). Returns [tokens, heads, dim].
-        Writes come first, so that a row may read pages that another row of the same step fills.
+        [tokens, 1, dim] (`model.rope`). Returns [tokens, heads, dim]. A row may read what another row writes.
         """
         ...
 
 
 class GraphAttention(AttentionBackend, Protocol):
-    """A backend whose attends of decoding rows can be captured in a CUDA graph, and replayed for other rows."""
+    """A backend whose attention of decoding rows can be captured in a CUDA graph and replayed for other rows."""
 
     def plan_graph(self, batch: AttentionBatch, grouped: bool) -> None:
-        """Prepare for attends that are captured: all rows decode, and the batch's device tensors stay where they are.
+        """Prepares for a capture: all rows decode, and the batch's device tensors stay where they are.
 
-        Its lengths on the host mean nothing. `grouped`: replays may have groups of shared prefixes.
+        The lengths on the host mean nothing. `grouped`: replays may have groups of shared prefixes.
         """
         ...
 
     def set_groups(self, groups: tuple[PrefixGroup, ...]) -> None:
-        """The groups of the next replays of grouped graphs, the largest of which was planned first."""
+        """Sets the groups of the next replays of grouped graphs. The largest such graph must be planned first."""
         ...

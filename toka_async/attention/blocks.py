@@ -1,7 +1,6 @@
 """Plans a step as blocks: batches of spans, each of which is one dense attention.
 
-What layers share is computed here, once a step: which pages are gathered, which keys a query sees. Knows where keys
-and values lie in a `KVCache`, never their values.
+What layers share is computed here, once a step: which pages are gathered, and which keys a query sees.
 """
 
 from __future__ import annotations
@@ -15,18 +14,23 @@ from torch import Tensor
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.copies import to_device
 from toka_async.attention.kv_cache import KVCache
-from toka_async.attention.query_tiles import QueryTiles, batches, make_chunk_spans, make_decode_spans, make_prefix_spans
+from toka_async.attention.query_tiles import (
+    QueryTiles,
+    make_chunk_spans,
+    make_decode_spans,
+    make_prefix_spans,
+    split_into_batches,
+)
 
 
 @dataclass(slots=True, frozen=True)
 class TileLimits:
-    """What bounds a block's memory, and when splitting work pays.
+    """Bounds of a block's memory, and of when splitting work pays.
 
-    slab_bytes: of keys and values gathered at once; a CPU wants them to stay in its cache. small_bytes: of a span's
-    keys and values, below which padding costs less than another block. shared_bytes: that a group must spare the
-    reading of to be worth its merge; measured on a CPU, 4 to 64 rows that share 64 to 1024 tokens break even between
-    2 and 4 MB. mask_cells: query heads times keys of one mask. kept_cells: masks up to this size are kept for all
-    layers, larger ones are made in each.
+    slab_bytes: keys and values gathered at once; a CPU wants them in its cache. small_bytes: keys and values of a span,
+    below which padding costs less than another block. shared_bytes: what a group must spare the reading of to be worth
+    its merge. On a CPU, 4 to 64 rows that share 64 to 1024 tokens break even between 2 and 4 MB. mask_cells: query
+    heads times keys of one mask. kept_cells: masks up to this size are kept for all layers.
     """
 
     slab_bytes: int = 1 << 23
@@ -40,9 +44,9 @@ class TileLimits:
 class DenseBlock:
     """b spans as one dense attention with t queries and m pages each, padded; l = m * page_size keys.
 
-    tokens: int64 [b * t], None: all of the step's tokens in order. slices: int64 [b * kv_heads * m], rows of the cache
-    viewed as [pages * kv_heads, page_size * dim]. first, last: the keys that count, of the l. ends: int64 [b, t],
-    how many of the l keys a query sees; None: all from first to last. bias: made from ends when small.
+    tokens: int64 [b * t]; None: all of the step's tokens in order. slices: int64 [b * kv_heads * m], rows of the cache
+    viewed as [pages * kv_heads, page_size * dim]. first, last: the keys that count, of the l. ends: int64 [b, t], how
+    many of the l keys a query sees; None: all from first to last. bias: made from ends when small.
     """
 
     size: int
@@ -66,8 +70,6 @@ class TilePlan:
 
 
 class Planner:
-    """Makes the plans of a step over one cache."""
-
     def __init__(self, cache: KVCache, group_size: int, limits: TileLimits) -> None:
         self.page_size = cache.page_size
         self.num_kv_heads = cache.num_kv_heads
@@ -77,23 +79,23 @@ class Planner:
         self.page_bytes = 2 * cache.keys[0][0].numel() * self.dtype.itemsize
         self.heads = torch.arange(cache.num_kv_heads, device=self.device)
 
-    def plans(self, batch: AttentionBatch, windows: set[int]) -> dict[int, TilePlan]:
-        """A plan for each window; windows that no row outgrows share the plan without one."""
+    def make_plans(self, batch: AttentionBatch, windows: set[int]) -> dict[int, TilePlan]:
+        """Makes a plan for each window. Windows that no row outgrows share the plan without one."""
         longest = int(batch.context_lengths.max(initial=0))
-        batch = self._with_own_table(batch, -(-longest // self.page_size))
+        batch = self._narrow_table(batch, -(-longest // self.page_size))
         effective = {window: window if window < longest else 0 for window in windows}
         made = {window: self._plan(batch, window) for window in set(effective.values())}
         return {window: made[effective[window]] for window in windows}
 
-    def write_slots(self, batch: AttentionBatch) -> Tensor:
-        """Where each token's heads go in the cache viewed as [pages * kv_heads * page_size, dim]: int64 [t * heads]."""
+    def locate_writes(self, batch: AttentionBatch) -> Tensor:
+        """Locates each token's heads in the cache [pages * kv_heads * page_size, dim]: int64 [t * heads]."""
         pages = batch.write_indices // self.page_size
         offsets = batch.write_indices - pages * self.page_size
         slots = (pages[:, None] * self.num_kv_heads + self.heads) * self.page_size + offsets[:, None]
         return slots.flatten()
 
-    def bias(self, ends: Tensor, num_keys: int, window: int) -> Tensor:
-        """0 where a query sees a key, -inf elsewhere: [b, 1, t * group, num_keys]."""
+    def make_bias(self, ends: Tensor, num_keys: int, window: int) -> Tensor:
+        """Makes 0 where a query sees a key, -inf elsewhere: [b, 1, t * group, num_keys]."""
         keys = torch.arange(num_keys, device=self.device)
         hidden = keys >= ends[..., None]  # [b, t, num_keys]
         if window:
@@ -101,8 +103,8 @@ class Planner:
         bias = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
         return bias.repeat_interleave(self.group_size, dim=1)[:, None]
 
-    def _with_own_table(self, batch: AttentionBatch, width: int) -> AttentionBatch:
-        """The batch with a page table of its rows alone, in their order, as wide as the longest needs."""
+    def _narrow_table(self, batch: AttentionBatch, width: int) -> AttentionBatch:
+        """Gives the batch a page table of its rows alone, in their order, as wide as the longest needs."""
         pages = batch.page_table[:, :width].index_select(0, batch.slots)
         return replace(batch, page_table=pages, slots=torch.arange(len(pages), device=pages.device))
 
@@ -113,33 +115,33 @@ class Planner:
         for group in groups:
             skip[group.first_row : group.first_row + group.num_rows] = group.num_pages
         alone, grouped = np.flatnonzero(skip == 0), np.flatnonzero(skip)
-        whole = self._blocks(batch, make_decode_spans(batch, skip, alone, self.page_size, window), window)
+        whole = self._make_blocks(batch, make_decode_spans(batch, skip, alone, self.page_size, window), window)
         if len(batch.query_lengths) > batch.num_decode:
-            whole += self._blocks(batch, make_chunk_spans(batch, self.page_size, window, cells), window)
+            whole += self._make_blocks(batch, make_chunk_spans(batch, self.page_size, window, cells), window)
         if not groups:
             return TilePlan(window, whole, [], [], None)
         shared = make_prefix_spans(groups, self.page_size, 4 * cells // self.num_kv_heads)
         return TilePlan(
             window,
             whole,
-            self._blocks(batch, shared, 0),
-            self._blocks(batch, make_decode_spans(batch, skip, grouped, self.page_size, window), window),
+            self._make_blocks(batch, shared, 0),
+            self._make_blocks(batch, make_decode_spans(batch, skip, grouped, self.page_size, window), window),
             to_device(grouped, self.device),
         )
 
     def _is_shared(self, group: PrefixGroup, batch: AttentionBatch, window: int) -> bool:
-        """Worth two parts, and the whole prefix in every row's window."""
+        """Tells whether a group is worth two parts. Every row's window must hold the whole prefix."""
         contexts = batch.context_lengths[group.first_row : group.first_row + group.num_rows]
         assert group.num_pages * self.page_size < contexts.min(), "a row's newest token is its own"
         spared = (group.num_rows - 1) * group.num_pages * self.page_bytes
         return spared > self.limits.shared_bytes and not 0 < window < contexts.max()
 
-    def _blocks(self, batch: AttentionBatch, spans: QueryTiles, window: int) -> list[DenseBlock]:
+    def _make_blocks(self, batch: AttentionBatch, spans: QueryTiles, window: int) -> list[DenseBlock]:
         max_pages = max(1, self.limits.slab_bytes // self.page_bytes)
         small = max(1, self.limits.small_bytes // self.page_bytes)
-        return [self._block(batch, part, window) for part in batches(spans, max_pages, small)]
+        return [self._make_block(batch, part, window) for part in split_into_batches(spans, max_pages, small)]
 
-    def _block(self, batch: AttentionBatch, spans: QueryTiles, window: int) -> DenseBlock:
+    def _make_block(self, batch: AttentionBatch, spans: QueryTiles, window: int) -> DenseBlock:
         num_pages, num_queries = int(spans.num_pages.max()), int(spans.counts.max())
         steps = np.minimum(np.arange(num_queries), spans.counts[:, None] - 1)  # past a span's end: its last query
         tokens = (spans.tokens[:, None] + steps).ravel()
@@ -148,7 +150,7 @@ class Planner:
         block = DenseBlock(
             size=len(spans),
             tokens=None if every else to_device(tokens, self.device),
-            slices=self._slices(batch, spans, num_pages),
+            slices=self._locate_slices(batch, spans, num_pages),
             first=0,
             last=num_pages * self.page_size,
             ends=None,
@@ -160,10 +162,10 @@ class Planner:
             return block
         block.ends = to_device(ends, self.device)
         if ends.size * block.last * self.group_size <= self.limits.kept_cells:
-            block.bias = self.bias(block.ends, block.last, window)
+            block.bias = self.make_bias(block.ends, block.last, window)
         return block
 
-    def _slices(self, batch: AttentionBatch, spans: QueryTiles, num_pages: int) -> Tensor:
+    def _locate_slices(self, batch: AttentionBatch, spans: QueryTiles, num_pages: int) -> Tensor:
         rows, first = spans.rows, spans.first_pages
         start = int(rows[0])
         if not first.any() and np.array_equal(rows, np.arange(start, start + len(rows))):

@@ -1,7 +1,4 @@
-"""Builds the attention backend that the configuration asks for, out of the parts that work here.
-
-Knows what each implementation needs of device, numbers and shapes; knows no model.
-"""
+"""Builds the configured attention backend out of the parts that work here. Knows no model."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from toka_async.attention import flashinfer
 from toka_async.attention.base import AttentionBackend, GraphAttention
-from toka_async.attention.choice import AutoChunks, AutoDecode, ChoiceTable, every_group_pays, only
+from toka_async.attention.choice import AutoChunks, AutoDecode, ChoiceTable, choose_always, every_group_pays
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.attention.try_out import try_chunks, try_decode
@@ -26,16 +23,15 @@ logger = logging.getLogger(__name__)
 
 Backend = Literal["auto", "reference", "triton", "flashinfer"]
 LARGEST_HEAD = 256
-NOT_MEASURED = only("triton")  # a table to build with before there is something to measure on
+NOT_MEASURED = choose_always("triton")  # builds the backend that is then measured
 
 
 @dataclass(slots=True, frozen=True)
 class BuiltAttention:
     """A backend. graphs: the same, if its decoding can be captured in CUDA graphs.
 
-    smallest_group: fewest rows of a group, and fewest tokens of a prefix, that can be worth sharing; (0, 0): none.
-    pays: whether a group of so many rows and tokens is.
-    table: what it chooses by; None: there is nothing to choose.
+    smallest_group: the fewest rows of a group and the fewest tokens of a prefix that can be worth sharing; (0, 0):
+    none. pays: tells whether a group of so many rows and tokens is worth it. table: what chooses the parts.
     """
 
     backend: AttentionBackend
@@ -47,7 +43,7 @@ class BuiltAttention:
 
 @dataclass(slots=True, frozen=True)
 class AttentionLimits:
-    """What a backend is built for. windows: of the layers, 0: none. max_seqs, max_tokens: of a step."""
+    """The limits of a backend. windows: of the layers, 0: none. max_seqs, max_tokens: of a step."""
 
     cache: KVCache
     num_heads: int
@@ -59,7 +55,7 @@ class AttentionLimits:
 
 @dataclass(slots=True, frozen=True)
 class AttentionParts:
-    """The parts to choose from, by name, the cache that they read, and the limits of a step."""
+    """The parts to choose from, by name, with their cache and the limits of a step."""
 
     cache: KVCache
     num_heads: int
@@ -71,7 +67,7 @@ class AttentionParts:
 
 @dataclass(slots=True)
 class Sources:
-    """Makers of the parts to choose from, by name. captured: of the decode part in graphs."""
+    """Makers of the parts to choose from, by name. captured: makes the decode part in graphs."""
 
     decode: dict[str, Callable[[], DecodeKernel]] = field(default_factory=dict)
     chunks: dict[str, Callable[[], PrefillKernel]] = field(default_factory=dict)
@@ -89,16 +85,17 @@ def build_attention(
     table: ChoiceTable = NOT_MEASURED,
     choose: Callable[[AttentionParts], ChoiceTable] | None = None,
 ) -> BuiltAttention:
-    """The backend over `cache`, with a sliding window per layer, for steps of up to max_seqs rows and max_tokens.
+    """Builds the backend over `cache`, for steps of up to max_seqs rows and max_tokens.
 
-    table: what to choose by. choose: gives the table, once every part has run; it may measure on the cache as it is,
-    without writing to it.
-    Raises ModelError: the backend cannot attend over this cache; the message says why, and what can.
+    windows: of each layer. table: to choose by. choose: makes it, once every part has run; it may measure on the cache,
+    but not write.
+
+    Raises ModelError when the backend cannot attend over this cache; the message says why, and what can.
     """
     chosen = resolve_backend(backend, cache)
     if chosen == "reference":
         reference = ReferenceAttention(cache, num_heads, windows, scale)
-        return BuiltAttention(reference, None, reference.smallest_group(), every_group_pays)
+        return BuiltAttention(reference, None, reference.find_smallest_group(), every_group_pays)
     scale = scale if scale is not None else cache.head_dim**-0.5
     limits = AttentionLimits(cache, num_heads, tuple(windows), scale, max_seqs, max_tokens)
     sources = Sources()
@@ -107,16 +104,16 @@ def build_attention(
         if choose is not None:
             _try_out(sources, limits)
     if chosen == "flashinfer" or (chosen == "auto" and not flashinfer.explain_no_flashinfer(cache)):
-        sources = _with_flashinfer(sources, limits, must=chosen == "flashinfer")
+        sources = _try_flashinfer(sources, limits, must=chosen == "flashinfer")
     if choose is not None:
         table = choose(_make_parts(sources, limits))
-        logger.info("attention: %s", table.summary())
+        logger.info("attention: %s", table.summarize())
     paged = _assemble(sources, limits, table)
-    return BuiltAttention(paged, paged if sources.captured else None, table.smallest_group(), table.pays, table)
+    return BuiltAttention(paged, paged if sources.captured else None, table.find_smallest_group(), table.pays, table)
 
 
 def resolve_backend(backend: Backend, cache: KVCache) -> Backend:
-    """`auto` is the reference where there is no GPU or no Triton. Raises ModelError for what cannot be had."""
+    """Resolves `auto`: the reference without a GPU or Triton. Raises ModelError for a backend that cannot work."""
     if backend == "reference":
         return backend
     reason = flashinfer.explain_no_flashinfer(cache) if backend == "flashinfer" else explain_no_triton(cache)
@@ -132,7 +129,7 @@ def resolve_backend(backend: Backend, cache: KVCache) -> Backend:
 
 
 def explain_no_triton(cache: KVCache) -> str:
-    """Why our own kernels cannot attend over the cache, and the fix; empty if they can."""
+    """Explains why our own kernels cannot attend over the cache, and the fix; empty if they can."""
     device = cache.keys[0].device.type
     if device != "cuda":
         return f"expected a CUDA device, got {device}; use auto"
@@ -168,10 +165,10 @@ def _add_flashinfer(sources: Sources, limits: AttentionLimits) -> None:
         sources.decode["mixed"] = lambda: CascadeDecode(shape)
 
 
-def _with_flashinfer(sources: Sources, limits: AttentionLimits, must: bool) -> Sources:
-    """Adds FlashInfer's parts, if they work here: they are compiled at first use, which takes a compiler.
+def _try_flashinfer(sources: Sources, limits: AttentionLimits, must: bool) -> Sources:
+    """Adds FlashInfer's parts, if they work here: first use compiles them, which takes a compiler.
 
-    Raises ModelError: they do not, and they must.
+    Raises ModelError if they must work and do not.
     """
     more = Sources(dict(sources.decode), dict(sources.chunks), sources.captured)
     try:
@@ -188,7 +185,7 @@ def _with_flashinfer(sources: Sources, limits: AttentionLimits, must: bool) -> S
 
 
 def _try_out(sources: Sources, limits: AttentionLimits) -> None:
-    """Parts run with every window of the model, which is compiled into them."""
+    """Runs parts with every window of the model, since windows are compiled into them."""
     for window in sorted({0, *limits.windows}):
         for make_decode in sources.decode.values():
             try_decode(limits.cache, limits.num_heads, make_decode(), limits.max_seqs, window)

@@ -1,7 +1,7 @@
-"""Decoding with FlashInfer for the prefixes that rows share and our own kernel for all the rest.
+"""Decodes with FlashInfer for the prefixes that rows share, and with our own kernel for the rest.
 
 FlashInfer's matrix products are the fastest where many rows read the same keys, our kernel where each row reads its own
-and no plan is wanted; it goes on from the prefix's result, so that nothing is merged apart. Knows no model.
+without a plan. Our kernel continues from the prefix's result, so nothing is merged separately.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _CascadePlan:
 
 
 class CascadeDecode:
-    """`DecodePart`; without groups it is our own."""
+    """A `DecodePart` that uses our own kernel alone when there are no groups."""
 
     def __init__(self, shape: WrapperShape) -> None:
         self.shape = shape
@@ -82,20 +82,20 @@ class CascadeDecode:
             step.batch.page_table,
             step.batch.slots,
             step.batch.contexts,
-            self.own.memory.any_order(len(query)) if step.order is None else step.order,
+            self.own.memory.list_rows(len(query)) if step.order is None else step.order,
             output,
             self.shape.scale,
             step.window,
             step.skip,
             self._attend_prefix(step, (keys, values), query, output),
-            _room(step.splits.count, query) if step.splits.count > 1 else None,
+            _make_partial(step.splits.count, query) if step.splits.count > 1 else None,
             step.splits.least,
         )
 
     def _attend_prefix(
         self, step: _CascadePlan, pages: tuple[Tensor, Tensor], query: Tensor, output: Tensor
     ) -> Partial:
-        """Attention of grouped rows over their prefix, in `output`: the kernel reads it there before it writes."""
+        """Attends grouped rows over their prefix, into `output`: the kernel reads it there before it writes."""
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         rows = step.grouped
         if isinstance(rows, slice):
@@ -108,7 +108,7 @@ class CascadeDecode:
         return Partial(output[None], lse[None])
 
 
-def _room(splits: int, query: Tensor) -> Partial:
+def _make_partial(splits: int, query: Tensor) -> Partial:
     shape = (splits, *query.shape)
     return Partial(
         torch.empty(shape, dtype=torch.float32, device=query.device),

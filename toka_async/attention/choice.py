@@ -1,7 +1,4 @@
-"""Chooses a part for each batch from a table of what was fastest on this chip, and delegates to it.
-
-Knows neither how the table was measured nor what the parts do.
-"""
+"""Chooses a part for each batch from a table of what was fastest on this chip, and delegates to it."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from toka_async.attention.base import AttentionBatch, PrefixGroup
 if TYPE_CHECKING:  # these need Triton, which is not everywhere
     from toka_async.attention.paged import DecodeKernel, GraphDecodePart, PrefillKernel
 
-MARGIN = 0.97  # times that are closer are alike
+MARGIN = 0.97  # closer times count as equal
 
 
 @dataclass(slots=True, frozen=True)
@@ -32,11 +29,10 @@ class MeasuredShape:
 
 @dataclass(slots=True, frozen=True)
 class ChoiceTable:
-    """What was fastest where.
+    """What was fastest at which shape.
 
     decode: by decoding rows and their mean context. grouped: by mean rows of a group and mean tokens of its prefix.
-    chunks: by tokens of all chunks and their mean context. groups: rows and tokens of the prefix of the smallest groups
-    for which sharing pays.
+    chunks: by all their tokens and mean context. groups: rows and prefix tokens of the smallest groups that pay.
     """
 
     decode: tuple[MeasuredShape, ...]
@@ -45,17 +41,17 @@ class ChoiceTable:
     groups: tuple[tuple[int, int], ...]
 
     def pays(self, num_rows: int, num_tokens: int) -> bool:
-        """Whether a group of so many rows should read a prefix of so many tokens once."""
+        """Tells whether a group of so many rows should read a prefix of so many tokens once."""
         return any(num_rows >= rows and num_tokens >= tokens for rows, tokens in self.groups)
 
-    def smallest_group(self) -> tuple[int, int]:
-        """The fewest rows and the fewest tokens of a group that pays, each for itself; (0, 0): none does."""
+    def find_smallest_group(self) -> tuple[int, int]:
+        """Finds the fewest rows and the fewest tokens of any group that pays; (0, 0): none does."""
         if not self.groups:
             return 0, 0
         return min(rows for rows, _ in self.groups), min(tokens for _, tokens in self.groups)
 
-    def summary(self) -> str:
-        """The table in words for people: how often each part was fastest, and which groups share."""
+    def summarize(self) -> str:
+        """Describes for people how often each part was fastest, and which groups share."""
         counts = [
             f"{name} " + ", ".join(f"{choice} {n}" for choice, n in Counter(p.choice for p in points).most_common())
             for name, points in (("decode", self.decode), ("grouped", self.grouped), ("chunks", self.chunks))
@@ -64,31 +60,31 @@ class ChoiceTable:
         return "; ".join([*counts, groups if self.groups else "no groups"])
 
 
-def only(choice: str, groups: tuple[tuple[int, int], ...] = ()) -> ChoiceTable:
-    """A table of one part."""
+def choose_always(choice: str, groups: tuple[tuple[int, int], ...] = ()) -> ChoiceTable:
+    """Makes a table of one part."""
     points = (MeasuredShape(1, 1, choice),)
     return ChoiceTable(points, points, points, groups)
 
 
 def every_group_pays(num_rows: int, num_tokens: int) -> bool:  # noqa: ARG001
-    """It is for someone else to choose."""
+    """Accepts every group: the backend or the scheduler chooses."""
     return True
 
 
-def nearest(points: Sequence[MeasuredShape], size: float, tokens: float) -> str:
-    """The choice at the point whose size and tokens differ by the smallest factors."""
+def find_nearest(points: Sequence[MeasuredShape], size: float, tokens: float) -> str:
+    """Finds the choice at the point whose size and tokens differ by the smallest factors."""
     assert points
 
-    def distance(point: MeasuredShape) -> float:
+    def measure_distance(point: MeasuredShape) -> float:
         return abs(math.log2(max(size, 1) / point.size)) + abs(math.log2(max(tokens, 1) / point.tokens))
 
-    return min(points, key=distance).choice
+    return min(points, key=measure_distance).choice
 
 
 def find_smallest_groups(worth: Mapping[tuple[int, int], bool]) -> tuple[tuple[int, int], ...]:
-    """The smallest (rows, tokens) from which on every measured group is worth its merge; none of them within another.
+    """Finds the smallest (rows, tokens) from which on every measured group is worth its merge, by `worth`.
 
-    worth: by rows of a group and tokens of its prefix.
+    No group of the answer contains another one.
     """
     from_here = [
         (rows, tokens)
@@ -103,7 +99,7 @@ def find_smallest_groups(worth: Mapping[tuple[int, int], bool]) -> tuple[tuple[i
 
 
 class AutoDecode:
-    """`DecodeKernel` that delegates to the part that the table names for the batch; graphs are always `captured`'s."""
+    """`DecodeKernel` that delegates to the part that the table names for the batch; graphs always use `captured`."""
 
     def __init__(
         self,
@@ -119,7 +115,7 @@ class AutoDecode:
         self.chosen = next(iter(self.parts.values()))
 
     def plan(self, batch: AttentionBatch, groups: tuple[PrefixGroup, ...], window: int) -> None:
-        self.chosen = self.parts[self._choice(batch, groups)]
+        self.chosen = self.parts[self._choose(batch, groups)]
         self.chosen.plan(batch, groups, window)
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
@@ -134,15 +130,15 @@ class AutoDecode:
         assert self.captured is not None, "no part of these can be captured"
         self.captured.set_groups(groups)
 
-    def _choice(self, batch: AttentionBatch, groups: tuple[PrefixGroup, ...]) -> str:
+    def _choose(self, batch: AttentionBatch, groups: tuple[PrefixGroup, ...]) -> str:
         if len(self.parts) == 1:
             return next(iter(self.parts))
         if not groups:
             context = float(batch.context_lengths[: batch.num_decode].mean())
-            return nearest(self.table.decode, batch.num_decode, context)
+            return find_nearest(self.table.decode, batch.num_decode, context)
         num_pages = sum(group.num_pages for group in groups)
         num_rows = sum(group.num_rows for group in groups)
-        return nearest(self.table.grouped, num_rows / len(groups), num_pages * self.page_size / len(groups))
+        return find_nearest(self.table.grouped, num_rows / len(groups), num_pages * self.page_size / len(groups))
 
 
 class AutoChunks:
@@ -154,14 +150,14 @@ class AutoChunks:
         self.chosen = next(iter(self.parts.values()))
 
     def plan(self, batch: AttentionBatch, window: int) -> None:
-        self.chosen = self.parts[self._choice(batch)]
+        self.chosen = self.parts[self._choose(batch)]
         self.chosen.plan(batch, window)
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
         self.chosen.run(layer, query, output)
 
-    def _choice(self, batch: AttentionBatch) -> str:
+    def _choose(self, batch: AttentionBatch) -> str:
         if len(self.parts) == 1:
             return next(iter(self.parts))
         num_tokens = int(batch.query_lengths[batch.num_decode :].sum())
-        return nearest(self.table.chunks, num_tokens, float(batch.context_lengths[batch.num_decode :].mean()))
+        return find_nearest(self.table.chunks, num_tokens, float(batch.context_lengths[batch.num_decode :].mean()))

@@ -1,4 +1,4 @@
-"""From the host to a device, without waiting."""
+"""Copies from the host to a device, without waiting."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 def pin(values: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """The values where a CUDA device can fetch them on its own time; for a CPU, the same memory."""
+    """Puts the values where a CUDA device can fetch them on its own time. For a CPU, returns the same memory."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> Tensor:
-    """The values on the device, in the stream's order; the host does not wait. On a CPU, the same memory."""
+    """Copies the values in the device's stream; the host does not wait. On a CPU, returns the same memory."""
     return pin(values, device).to(device, non_blocking=True)

@@ -22,17 +22,17 @@ from toka_async.attention.query_tiles import QueryTiles, make_chunk_spans, make_
 from toka_async.attention.wrappers import WrapperRing, put_paged_keys, put_query_bounds
 
 HEAD_DIMS = (64, 128, 256)
-WHOLE = 1 << 62  # cells of a span: it is not cut
+WHOLE = 1 << 62  # cells of a span that is not cut
 _TENSOR_CORE_GROUP = 4  # query heads of a key head from which decoding is a matrix product
 _MOST_TILE = 128  # queries of a tile that FlashInfer may split over keys
-_WORK_BYTES = 28  # of FlashAttention 3's schedule, for each tile and head
+_WORK_BYTES = 28  # bytes of FlashAttention 3's schedule for each tile and head
 _MOST_WORKS = 4096  # tiles beyond which all heads share one schedule
-LEAST_ROWS = 512  # that plans have room for: trying out kernels takes more than small limits do
-_DEFAULT_SCHEDULE = 8 << 20  # bytes, what a wrapper comes with
+LEAST_ROWS = 512  # rows for which plans have room: trying out kernels takes more than small limits
+_DEFAULT_SCHEDULE = 8 << 20  # bytes that a wrapper brings
 
 
 def explain_no_flashinfer(cache: KVCache) -> str:
-    """Why FlashInfer cannot attend over the cache, and the fix; empty if it can."""
+    """Explains why FlashInfer cannot attend over the cache, and the fix; empty if it can."""
     keys = cache.keys[0]
     if importlib.util.find_spec("flashinfer") is None:
         return "the package flashinfer-python is not installed; pip install 'flashinfer-python<0.7', or use auto"
@@ -48,7 +48,7 @@ def explain_no_flashinfer(cache: KVCache) -> str:
 
 @dataclass(slots=True, frozen=True)
 class WrapperShape:
-    """What all plans have in common. workspace: shared by the parts of one stream. max_seqs, max_tokens: of a batch."""
+    """The common part of all plans. workspace: shared by the parts of one stream. max_seqs, max_tokens: of a batch."""
 
     cache: KVCache
     num_heads: int
@@ -59,14 +59,14 @@ class WrapperShape:
 
     @property
     def backend(self) -> str:
-        """Of prefill: FlashAttention 3 (arXiv:2407.08608) where there is one, that is, on compute capability 9."""
+        """The backend of prefill: FlashAttention 3 (arXiv:2407.08608) on compute capability 9."""
         device = self.cache.keys[0].device
         hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
         return "fa3" if hopper else "fa2"
 
     @property
     def uses_tensor_cores(self) -> bool:
-        """In decoding, whose matrix products are as tall as the query heads of a key head are many."""
+        """Whether decoding uses matrix products, which are as tall as a key head has query heads."""
         return self.num_heads // self.cache.num_kv_heads >= _TENSOR_CORE_GROUP
 
     def plan(self, wrapper: Any, inputs: tuple[Tensor, ...], window: int, **settings: object) -> None:
@@ -86,7 +86,7 @@ class WrapperShape:
 
 
 def make_workspace(cache: KVCache, num_heads: int) -> Tensor:
-    """Room for partial results of queries whose keys are split: at most two tiles a multiprocessor and key head."""
+    """Makes room for partial results of split queries: at most two tiles a multiprocessor and key head."""
     device = cache.keys[0].device
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     tiles = 2 * num_processors * (num_heads // cache.num_kv_heads)
@@ -95,10 +95,7 @@ def make_workspace(cache: KVCache, num_heads: int) -> Tensor:
 
 
 def compile_kernels(shape: WrapperShape, windows: Sequence[int]) -> None:
-    """Builds what the parts will load and is not there yet, all at once: a minute instead of one for each.
-
-    Raises RuntimeError: there is no compiler, or it failed.
-    """
+    """Compiles what the parts will load and is missing, all at once. Raises RuntimeError if that fails."""
     from flashinfer.jit import build_jit_specs
     from flashinfer.jit.attention import gen_batch_decode_module, gen_batch_prefill_module
     from flashinfer.jit.cascade import gen_cascade_module
@@ -118,17 +115,17 @@ def compile_kernels(shape: WrapperShape, windows: Sequence[int]) -> None:
 
 
 class Prefill:
-    """Runs of queries over paged keys: chunks of prompts, or the rows of a group over their prefix."""
+    """Attends runs of queries over paged keys: chunks of prompts, or the rows of a group over their prefix."""
 
     def __init__(self, shape: WrapperShape) -> None:
         self.shape = shape
         self.ring = WrapperRing(self._make, max(shape.max_seqs, LEAST_ROWS), shape.workspace.device)
 
     def plan(self, batch: AttentionBatch, spans: QueryTiles, window: int) -> Any:
-        """A wrapper that is ready to run."""
+        """Returns a wrapper that is ready to run."""
         wrapper, inputs = self.ring.take()
         columns = (put_query_bounds(inputs, spans), *put_paged_keys(inputs, batch, spans, self.shape.cache.page_size))
-        most = int(spans.counts.max())  # given, FlashInfer need not look for it, one row at a time
+        most = int(spans.counts.max())  # otherwise FlashInfer looks for it row by row
         self.shape.plan(wrapper, columns, window, causal=spans.causal, max_token_per_sequence=most)
         inputs.seal()
         return wrapper
@@ -147,7 +144,7 @@ class Prefill:
 
 
 class FlashInferChunks:
-    """`ChunkPart`: chunks of prompts, causal."""
+    """`ChunkPart` for chunks of prompts, causal."""
 
     def __init__(self, shape: WrapperShape) -> None:
         self.cache = shape.cache
@@ -164,7 +161,7 @@ class FlashInferChunks:
 
 @dataclass(slots=True, frozen=True)
 class _WrapperPlan:
-    """own: every row over its own keys. prefix: `grouped` rows over their groups' keys; None: there are no groups."""
+    """own: every row over its own keys. prefix: `grouped` rows over their groups' keys; None without groups."""
 
     own: Any
     prefix: Any
@@ -172,7 +169,7 @@ class _WrapperPlan:
 
 
 class FlashInferDecode:
-    """`DecodePart`; groups whose prefix is not in every row's window are attended row by row."""
+    """`DecodePart` that attends row by row in a group whose prefix is not in every row's window."""
 
     def __init__(self, shape: WrapperShape) -> None:
         from flashinfer import merge_state_in_place
@@ -223,6 +220,6 @@ class FlashInferDecode:
 
 
 def is_seen(batch: AttentionBatch, group: PrefixGroup, window: int) -> bool:
-    """The whole prefix is in every row's window."""
+    """Tells whether every row's window holds the whole prefix."""
     contexts = batch.context_lengths[group.first_row : group.first_row + group.num_rows]
     return not 0 < window < contexts.max()

@@ -1,6 +1,6 @@
 """The paged KV cache: one tensor of keys and one of values a layer, `[page, kv_head, token, dim]`, in every backend.
 
-Knows pages as numbers only: which are in use, and by whom, is the scheduler's business.
+Pages are numbers here; the scheduler knows which are in use, and by whom.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class KVCache:
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
-        """Copies whole pages in all layers; int64 [n] each, all sources are read before a target is written."""
+        """Copies whole pages in all layers. int64 [n] each; all sources are read before a target is written."""
         for tensor in (*self.keys, *self.values):
             tensor[targets] = tensor[sources]
 
 
 def bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes of cache that one token takes over all layers."""
+    """Returns the bytes that one token takes over all layers."""
     return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * dtype.itemsize

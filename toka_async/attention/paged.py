@@ -1,7 +1,6 @@
-"""Attention in two exchangeable parts, one for decoding rows and one for chunks of prompts, behind one append.
+"""Attention in two exchangeable parts, for decoding rows and for chunks of prompts, behind one append.
 
-What both need of every layer (norms, rotation, the write to the cache) is one kernel here; how queries meet pages is a
-part's own business. For CUDA; knows no model.
+One kernel here does what both need in every layer: norms, rotation, the write to the cache. For CUDA.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from toka_async.kernels.append import append
 
 
 class DecodeKernel(Protocol):
-    """Attention of a step's decoding rows over the cache that the part was built on. Holds one plan at a time."""
+    """Attends a step's decoding rows over the cache that the part was built on. Holds one plan at a time."""
 
     def plan(self, batch: AttentionBatch, groups: tuple[PrefixGroup, ...], window: int) -> None:
-        """Prepare for the batch's decoding rows; a query sees the last `window` keys, 0: all of them.
+        """Prepares for the batch's decoding rows. A query sees the last `window` keys, 0: all of them.
 
         `groups`: shared prefixes to attend once for all of their rows; they may reach out of the window.
         """
         ...
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
-        """Attend from query, rotated, into output: [num_decode, heads, dim] each, contiguous."""
+        """Attends from query, rotated, into output: [num_decode, heads, dim] each, contiguous."""
         ...
 
 
@@ -36,35 +35,33 @@ class GraphDecodePart(DecodeKernel, Protocol):
     """A decode part whose runs can be captured in CUDA graphs and replayed for other rows."""
 
     def plan_graph(self, batch: AttentionBatch, grouped: bool, window: int) -> None:
-        """Prepare for runs to be captured: the batch's device tensors are refilled in place before each replay.
+        """Prepares for a capture: the batch's device tensors are refilled in place before each replay.
 
-        All rows of the batch decode; its lengths on the host mean nothing. `grouped`: replays follow `set_groups`.
-        The first grouped plan is of the most rows.
+        All rows decode; lengths on the host mean nothing. `grouped`: replays follow `set_groups`. Plan most rows first.
         """
         ...
 
     def set_groups(self, groups: tuple[PrefixGroup, ...]) -> None:
-        """The groups of the next replays of grouped graphs."""
+        """Sets the groups of the next replays of grouped graphs."""
         ...
 
 
 class PrefillKernel(Protocol):
-    """Causal attention of a step's chunks of prompts over the cache that the part was built on, one plan at a time."""
+    """Attends a step's chunks of prompts, causally, over its cache. Holds one plan at a time."""
 
     def plan(self, batch: AttentionBatch, window: int) -> None:
-        """Prepare for the batch's chunks; a query sees the last `window` keys, 0: all of them."""
+        """Prepares for the batch's chunks. A query sees the last `window` keys, 0: all of them."""
         ...
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
-        """Attend from query, rotated, into output: [tokens of chunks, heads, dim] each, contiguous."""
+        """Attends from query, rotated, into output: [tokens of chunks, heads, dim] each, contiguous."""
         ...
 
 
 class PagedAttention:
     """`AttentionBackend` over a `KVCache`, with a sliding window per layer (0: none).
 
-    Each distinct window has parts of its own, made here, since a part holds one plan. Windows that no row outgrows
-    share the plan without one.
+    Each distinct window has parts of its own, which hold its plan. Windows that no row outgrows share one plan.
     """
 
     def __init__(
@@ -95,14 +92,12 @@ class PagedAttention:
                 self.chunks[window].plan(batch, window)
 
     def plan_graph(self, batch: AttentionBatch, grouped: bool) -> None:
-        """Prepare for attends to be captured, of decoding rows only: see `GraphDecodePart.plan_graph`."""
         self.effective = {window: window for window in self.windows}
         self.num_decode, self.write_indices = len(batch.slots), batch.write_indices
         for window in set(self.windows):
             self.decodes[window].plan_graph(batch, grouped, window)
 
     def set_groups(self, groups: tuple[PrefixGroup, ...]) -> None:
-        """The groups of the next replays of grouped graphs."""
         for window in set(self.windows):
             self.decodes[window].set_groups(groups)
 

@@ -1,7 +1,6 @@
 """Cuts a step's rows into spans, and sorts the spans into batches of similar size.
 
-A span is a run of queries of one row that reads a run of the row's pages. Everything here is on the host, in NumPy;
-knows no tensors.
+A span is a run of queries of one row that reads a run of the row's pages. Works on the host, in NumPy.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class QueryTiles:
     """Columns of spans, int64 [n] each.
 
     rows: of the page table. tokens: the first query. counts: queries. ends: keys that the first query sees, counted
-    from the row's first token; `causal`: each further query sees one more. first_pages, num_pages: what is read.
+    from the row's first token; `causal`: each further query sees one more. first_pages, num_pages: the pages to read.
     """
 
     rows: Int64
@@ -49,20 +48,20 @@ class QueryTiles:
 def make_spans(
     rows: Int64, tokens: Int64, counts: Int64, ends: Int64, skip: Int64, page_size: int, window: int
 ) -> QueryTiles:
-    """Causal spans that read from page `skip`, or from the first page in the first query's window, to their end."""
+    """Makes causal spans that read from page `skip`, or from their first query's window, to their end."""
     first_pages = np.maximum(skip, np.maximum(ends - window, 0) // page_size) if window else skip
     last_pages = -(-(ends + counts - 1) // page_size)
     return QueryTiles(rows, tokens, counts, ends, first_pages, last_pages - first_pages)
 
 
 def make_decode_spans(batch: AttentionBatch, skip: Int64, rows: Int64, page_size: int, window: int) -> QueryTiles:
-    """One span for each of the decoding `rows`; `skip` leading pages of each are read elsewhere."""
+    """Makes a span for each of the decoding `rows`, without the row's `skip` leading pages."""
     ends = batch.context_lengths[rows].astype(np.int64)
     return make_spans(rows, rows, np.ones_like(rows), ends, skip[rows], page_size, window)
 
 
 def make_chunk_spans(batch: AttentionBatch, page_size: int, window: int, cells: int) -> QueryTiles:
-    """Chunks of prompts, cut so that queries times keys of a span stay below about `cells`."""
+    """Cuts chunks of prompts into spans whose queries times keys stay below about `cells`."""
     lengths = batch.query_lengths[batch.num_decode :].astype(np.int64)
     ends = batch.context_lengths[batch.num_decode :].astype(np.int64)
     tiles = np.maximum(16, cells // np.maximum(ends, 1))
@@ -76,7 +75,7 @@ def make_chunk_spans(batch: AttentionBatch, page_size: int, window: int, cells: 
 
 
 def make_prefix_spans(groups: Sequence[PrefixGroup], page_size: int, cells: int) -> QueryTiles:
-    """All rows of a group read its shared pages; cut like chunks."""
+    """Makes spans of all rows of a group over its shared pages, cut like chunks."""
     columns: list[tuple[int, int, int, int]] = []
     for group in groups:
         tile = max(16, cells // (group.num_pages * page_size))
@@ -87,11 +86,10 @@ def make_prefix_spans(groups: Sequence[PrefixGroup], page_size: int, cells: int)
     return QueryTiles(rows, tokens, counts, pages * page_size, np.zeros_like(rows), pages, causal=False)
 
 
-def batches(spans: QueryTiles, max_pages: int, small: int) -> Iterator[QueryTiles]:
+def split_into_batches(spans: QueryTiles, max_pages: int, small: int) -> Iterator[QueryTiles]:
     """Splits spans into batches of similar shape, none of more than `max_pages` pages, padding counted.
 
-    Within a batch no span has less than half of the pages or queries of the largest; pages below `small` are not
-    worth telling apart.
+    No span of a batch has less than half of the largest's pages or queries. Spans of at most `small` pages are alike.
     """
     if not len(spans):
         return
@@ -112,7 +110,7 @@ def batches(spans: QueryTiles, max_pages: int, small: int) -> Iterator[QueryTile
 
 
 def _is_even(spans: QueryTiles, max_pages: int, small: int) -> bool:
-    """One batch of all will do: the same counts, about the same pages, and not too many."""
+    """Tells whether one batch of all will do: the same counts, about the same pages, and not too many."""
     most = int(spans.num_pages.max())
     return (
         len(spans) * most <= max_pages

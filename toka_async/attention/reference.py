@@ -1,8 +1,7 @@
-"""Paged attention in plain torch, for any device: what other backends are checked against, and the one for CPUs.
+"""Paged attention in plain torch, for any device: the backend of CPUs, and what others are checked against.
 
-A block gathers its pages and is one dense attention. Rows of a group with a shared prefix (Hydragen,
-arXiv:2402.05099) are computed in two parts, prefix and own, merged by their log-sum-exp in float32. Knows no weights
-but those of norms that it is handed.
+A block gathers its pages and is one dense attention. Rows of a group with a shared prefix (Hydragen, arXiv:2402.05099)
+are computed in two parts, prefix and own, merged by their log-sum-exp in float32.
 """
 
 from __future__ import annotations
@@ -48,15 +47,15 @@ class ReferenceAttention:
         # Gathered into the same memory every time: the page faults of fresh memory cost more than the copy.
         self.key_scratch = self.value_scratch = cache.keys[0].new_empty(0)
 
-    def smallest_group(self) -> tuple[int, int]:
-        """Rows of a group that is worth its merge, and the tokens that as few must share for it."""
+    def find_smallest_group(self) -> tuple[int, int]:
+        """Returns the fewest rows of a group worth its merge, and the prefix tokens they must share."""
         planner = self.planner
         num_pages = planner.limits.shared_bytes // ((SMALLEST_GROUP - 1) * planner.page_bytes) + 1
         return SMALLEST_GROUP, num_pages * planner.page_size
 
     def plan(self, batch: AttentionBatch) -> None:
-        self.write_slots = self.planner.write_slots(batch)
-        self.plans = self.planner.plans(batch, set(self.windows))
+        self.write_slots = self.planner.locate_writes(batch)
+        self.plans = self.planner.make_plans(batch, set(self.windows))
 
     def attend(
         self, layer: int, heads: Tensor, rotation: tuple[Tensor, Tensor], norm: QueryKeyNorm | None = None
@@ -71,60 +70,62 @@ class ReferenceAttention:
         return self._attend(self.plans[self.windows[layer]], layer, query)
 
     def _attend(self, plan: TilePlan, layer: int, query: Tensor) -> Tensor:
-        """Attention of rotated queries over what the cache holds: [tokens, heads, dim]."""
+        """Attends rotated queries over what the cache holds: [tokens, heads, dim]."""
         if len(plan.whole) == 1 and plan.whole[0].tokens is None:
-            return self._dense(plan, plan.whole[0], layer, query)
+            return self._attend_block(plan, plan.whole[0], layer, query)
         output = torch.empty_like(query)
         for block in plan.whole:
             assert block.tokens is not None
-            output.index_copy_(0, block.tokens, self._dense(plan, block, layer, query))
+            output.index_copy_(0, block.tokens, self._attend_block(plan, block, layer, query))
         if plan.grouped is not None:
-            output.index_copy_(0, plan.grouped, self._merged(plan, plan.grouped, layer, query))
+            output.index_copy_(0, plan.grouped, self._attend_grouped(plan, plan.grouped, layer, query))
         return output
 
     def _write(self, cache: Tensor, new: Tensor) -> None:
         dim = self.cache.head_dim
         cache.view(-1, dim).index_copy_(0, self.write_slots, new.reshape(-1, dim))
 
-    def _dense(self, plan: TilePlan, block: DenseBlock, layer: int, query: Tensor) -> Tensor:
-        """A block's attention: [b * t, heads, dim]."""
+    def _attend_block(self, plan: TilePlan, block: DenseBlock, layer: int, query: Tensor) -> Tensor:
+        """Attends a block: [b * t, heads, dim]."""
         keys, values = self._gather(block, layer)
-        bias = self._bias(plan, block)
+        bias = self._get_bias(plan, block)
         output = F.scaled_dot_product_attention(
-            self._queries(block, query), keys, values, attn_mask=bias, scale=self.scale
+            self._select_queries(block, query), keys, values, attn_mask=bias, scale=self.scale
         )
-        return self._tokens_first(output)
+        return self._order_by_token(output)
 
-    def _merged(self, plan: TilePlan, rows: Tensor, layer: int, query: Tensor) -> Tensor:
-        """Grouped rows: prefix and own part, weighted by how much of the softmax each has. [rows, heads, dim]."""
-        prefix, prefix_lse = self._parts(plan, plan.prefix, layer, query)
-        own, own_lse = self._parts(plan, plan.own, layer, query)
+    def _attend_grouped(self, plan: TilePlan, rows: Tensor, layer: int, query: Tensor) -> Tensor:
+        """Attends grouped rows: prefix and own part, weighted by their shares of the softmax. [rows, heads, dim]."""
+        prefix, prefix_lse = self._attend_parts(plan, plan.prefix, layer, query)
+        own, own_lse = self._attend_parts(plan, plan.own, layer, query)
         merged = torch.lerp(prefix, own, torch.sigmoid(own_lse - prefix_lse))
         return merged[rows].to(query.dtype)
 
-    def _parts(self, plan: TilePlan, blocks: list[DenseBlock], layer: int, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Blocks' outputs [tokens, heads, dim] and log-sum-exps [tokens, heads, 1], float32, set for their tokens."""
+    def _attend_parts(
+        self, plan: TilePlan, blocks: list[DenseBlock], layer: int, query: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Computes the tokens of blocks: outputs [tokens, heads, dim], log-sum-exps [tokens, heads, 1], float32."""
         output = torch.empty(query.shape, dtype=torch.float32, device=query.device)
         lse = torch.empty((*query.shape[:2], 1), dtype=torch.float32, device=query.device)
         for block in blocks:
             keys, values = self._gather(block, layer)
-            scores = (self._queries(block, query).float() * self.scale) @ keys.float().mT
-            bias = self._bias(plan, block)
+            scores = (self._select_queries(block, query).float() * self.scale) @ keys.float().mT
+            bias = self._get_bias(plan, block)
             scores = scores if bias is None else scores + bias  # [b, kv_heads, t * group, l]
             block_lse = scores.logsumexp(dim=-1, keepdim=True)
             block_output = (scores - block_lse).exp() @ values.float()
             tokens = slice(None) if block.tokens is None else block.tokens
-            output[tokens] = self._tokens_first(block_output)
-            lse[tokens] = self._tokens_first(block_lse)
+            output[tokens] = self._order_by_token(block_output)
+            lse[tokens] = self._order_by_token(block_lse)
         return output, lse
 
-    def _bias(self, plan: TilePlan, block: DenseBlock) -> Tensor | None:
+    def _get_bias(self, plan: TilePlan, block: DenseBlock) -> Tensor | None:
         if block.bias is not None or block.ends is None:
             return block.bias
-        return self.planner.bias(block.ends, block.last, plan.window)
+        return self.planner.make_bias(block.ends, block.last, plan.window)
 
     def _gather(self, block: DenseBlock, layer: int) -> tuple[Tensor, Tensor]:
-        """The block's keys and values: [b, kv_heads, last - first, dim] each, until the next gather."""
+        """Gathers the block's keys and values, [b, kv_heads, last - first, dim] each, until the next gather."""
         num_heads, dim = self.cache.num_kv_heads, self.cache.head_dim
         width = self.cache.page_size * dim
         if self.key_scratch.numel() < len(block.slices) * width:
@@ -140,14 +141,14 @@ class ReferenceAttention:
             gathered.append(pages.view(block.size, num_heads, -1, dim)[:, :, block.first : block.last])
         return gathered[0], gathered[1]
 
-    def _queries(self, block: DenseBlock, query: Tensor) -> Tensor:
-        """[tokens, heads, dim] to [b, kv_heads, t * group, dim]: heads of a group attend to the same keys."""
+    def _select_queries(self, block: DenseBlock, query: Tensor) -> Tensor:
+        """Turns [tokens, heads, dim] into [b, kv_heads, t * group, dim]: heads of a group share keys."""
         query = query if block.tokens is None else query.index_select(0, block.tokens)
         split = query.reshape(block.size, -1, self.cache.num_kv_heads, self.group_size, self.cache.head_dim)
         return split.transpose(1, 2).flatten(2, 3)
 
-    def _tokens_first(self, x: Tensor) -> Tensor:
-        """[b, kv_heads, t * group, d] to [b * t, heads, d]."""
+    def _order_by_token(self, x: Tensor) -> Tensor:
+        """Turns [b, kv_heads, t * group, d] into [b * t, heads, d]."""
         size, num_kv_heads, _, dim = x.shape
         split = x.reshape(size, num_kv_heads, -1, self.group_size, dim)
         return split.transpose(1, 2).reshape(-1, self.num_heads, dim)

@@ -1,6 +1,6 @@
-"""Rotary position embeddings: inverse frequencies once a model, cos and sin once a step, the rotation once a layer.
+"""Rotary position embeddings: frequencies once a model, cos and sin once a step, the rotation once a layer.
 
-Angles are computed in float32 and never stored for all positions, so a long context costs no memory. Knows no heads.
+Angles are computed in float32 and never stored for all positions, so a long context costs no memory.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Rope(nn.Module):
 
     def __init__(self, spec: RopeSpec, dim: int) -> None:
         super().__init__()
-        frequencies = inverse_frequencies(spec, dim).to(torch.get_default_device())
+        frequencies = compute_frequencies(spec, dim).to(torch.get_default_device())
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
-        self.scale = attention_scale(spec)
+        self.scale = compute_scale(spec)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Positions [t] to cos and signed sin, each [t, 1, dim] of `dtype`; the first half of the sin is negated."""
+        """Turns positions [t] into cos and signed sin, each [t, 1, dim]; the first half of the sin is negated."""
         angles = positions[:, None].float() * self.inverse_frequencies  # [t, dim / 2]
         cos, sin = angles.cos(), angles.sin()
         if self.scale != 1.0:
@@ -40,44 +40,44 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
-def inverse_frequencies(spec: RopeSpec, dim: int) -> Tensor:
-    """The angle that each pair of dimensions turns per position: float32 [dim / 2], on the CPU."""
+def compute_frequencies(spec: RopeSpec, dim: int) -> Tensor:
+    """Computes the angle that each pair of dimensions turns per position: float32 [dim / 2], on the CPU."""
     powers = spec.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     if spec.kind == "linear":
         return 1.0 / powers / spec.factor
     if spec.kind == "llama3":
-        return _llama3(spec, 1.0 / powers)
+        return _scale_llama3(spec, 1.0 / powers)
     if spec.kind == "yarn":
-        return _yarn(spec, powers, dim)
+        return _scale_yarn(spec, powers, dim)
     return 1.0 / powers
 
 
-def attention_scale(spec: RopeSpec) -> float:
-    """What cos and sin are multiplied by: 1 but for yarn (arXiv:2309.00071, section 3.4)."""
+def compute_scale(spec: RopeSpec) -> float:
+    """Computes the factor of cos and sin: 1 except for yarn (arXiv:2309.00071, section 3.4)."""
     if spec.kind != "yarn":
         return 1.0
     if spec.attention_factor is not None:
         return spec.attention_factor
     if spec.mscale and spec.mscale_all_dim:
-        return _mscale(spec.factor, spec.mscale) / _mscale(spec.factor, spec.mscale_all_dim)
-    return _mscale(spec.factor, 1.0)
+        return _compute_mscale(spec.factor, spec.mscale) / _compute_mscale(spec.factor, spec.mscale_all_dim)
+    return _compute_mscale(spec.factor, 1.0)
 
 
-def _mscale(factor: float, mscale: float) -> float:
+def _compute_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _llama3(spec: RopeSpec, frequencies: Tensor) -> Tensor:
-    """Long wavelengths are stretched, short ones kept, those between interpolated (Llama 3.1)."""
+def _scale_llama3(spec: RopeSpec, frequencies: Tensor) -> Tensor:
+    """Stretches long wavelengths, keeps short ones, and interpolates between (Llama 3.1)."""
     turns = spec.original_max_position * frequencies / (2 * math.pi)  # over the original context
     smooth = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
     smooth = smooth.clamp(0.0, 1.0)
     return (1 - smooth) * frequencies / spec.factor + smooth * frequencies
 
 
-def _yarn(spec: RopeSpec, powers: Tensor, dim: int) -> Tensor:
-    """Dimensions that turn often are kept, those that turn rarely stretched, with a ramp between (section 3.2)."""
-    low, high = _corrected_dim(spec, dim, spec.beta_fast), _corrected_dim(spec, dim, spec.beta_slow)
+def _scale_yarn(spec: RopeSpec, powers: Tensor, dim: int) -> Tensor:
+    """Keeps dimensions that turn often, stretches those that turn rarely, with a ramp between (section 3.2)."""
+    low, high = _find_dim(spec, dim, spec.beta_fast), _find_dim(spec, dim, spec.beta_slow)
     if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
@@ -86,6 +86,6 @@ def _yarn(spec: RopeSpec, powers: Tensor, dim: int) -> Tensor:
     return (1.0 / (spec.factor * powers)) * stretched + (1.0 / powers) * (1 - stretched)
 
 
-def _corrected_dim(spec: RopeSpec, dim: int, turns: float) -> float:
-    """The dimension that turns `turns` times over the original context."""
+def _find_dim(spec: RopeSpec, dim: int, turns: float) -> float:
+    """Finds the dimension that turns `turns` times over the original context."""
     return dim * math.log(spec.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))

@@ -1,7 +1,7 @@
-"""Parts over kernels of our own: decoding rows need no planning on the host, groups and chunks become lists of tiles.
+"""Attention parts over our own Triton kernels.
 
-Rows of a group attend their prefix in tiles that read it once for many rows, then go on with their own keys from that
-result (Hydragen, arXiv:2402.05099). Knows pages as numbers, and no model.
+Decoding rows need no plan on the host; groups and chunks become lists of tiles. Rows of a group attend their prefix in
+tiles that read it once for many rows, then continue with their own keys from that result (Hydragen, arXiv:2402.05099).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from toka_async.kernels.decode import (
     DecodeConfig,
     Partial,
     Splits,
+    choose_graph_splits,
+    choose_splits,
     decode_attention,
     decode_config,
-    splits_of,
-    splits_of_any,
 )
 from toka_async.kernels.prefill import attend_chunks, attend_prefixes, prefill_config
 
@@ -33,7 +33,7 @@ PREFIX_PROGRAMS_PER_SM = 2
 SHORT = 400  # keys of a row, on average, for which blocks are small
 UNEVEN = 1.3  # times the mean that the longest row must have for the rows' order to matter
 MOST_PREFIX_SPLITS = 8
-KEPT_GROUPS = 64  # descriptions of groups: those of a step's parts come again in the next step
+KEPT_GROUPS = 64  # descriptions of groups that are kept: a step's parts have the same groups in the next step
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,7 +59,7 @@ class _DecodePlan:
 
 
 class TritonDecode:
-    """`GraphDecodePart`: one kernel for all rows, one more before it when rows share prefixes."""
+    """`GraphDecodePart` of one kernel for all rows, after another one if rows share prefixes."""
 
     def __init__(self, cache: KVCache, num_heads: int, scale: float | None = None) -> None:
         self.cache = cache
@@ -72,7 +72,7 @@ class TritonDecode:
         self.tile_rows = self.tile_config.queries(group_size)
         self.memory = _Memory(self.device)
         self.step: _DecodePlan | None = None
-        # Of grouped graphs: the groups that the buffers describe, skips of all rows first, then tiles.
+        # Grouped graphs: the groups that graph_data describes, skips of all rows first, then tiles.
         self.graph_groups: tuple[PrefixGroup, ...] = ()
         self.graph_rows = 0
         self.graph_data = torch.empty(0, dtype=torch.int32, device=self.device)
@@ -80,19 +80,22 @@ class TritonDecode:
 
     def plan(self, batch: AttentionBatch, groups: tuple[PrefixGroup, ...], window: int) -> None:
         contexts = batch.context_lengths[: batch.num_decode]
-        spans = _usable(_group_columns(groups), contexts, self.cache.page_size, window)
+        spans = _drop_unseen(_read_groups(groups), contexts, self.cache.page_size, window)
         shared, lengths = None, contexts
         if len(spans):
             data, skip, num_tiles = self._describe(spans, batch.num_decode)
             lengths = contexts - skip
-            rows = _padded(batch.num_decode)
+            rows = _round_up(batch.num_decode)
             tiles = to_device(data, self.device)
             shared = _Shared(
-                tiles[:rows], tiles[rows:].view(-1, 4), num_tiles, self._prefix_splits(num_tiles, batch.num_decode)
+                tiles[:rows],
+                tiles[rows:].view(-1, 4),
+                num_tiles,
+                self._count_prefix_splits(num_tiles, batch.num_decode),
             )
         lengths = np.minimum(lengths, window) if window else lengths
         splits, order = self.divide_work(lengths)
-        config = self._config(float(lengths.mean()) < SHORT)
+        config = self._choose_config(float(lengths.mean()) < SHORT)
         self.step = _DecodePlan(batch, window, splits, config, shared, order)
 
     def plan_graph(self, batch: AttentionBatch, grouped: bool, window: int) -> None:
@@ -100,16 +103,18 @@ class TritonDecode:
         shared = None
         if grouped:
             if not self.graph_rows:
-                self.graph_rows = _padded(num_rows)
-                # Every group has a tile that may be part full: there are at most as many tiles as rows.
+                self.graph_rows = _round_up(num_rows)
+                # Each group may have one partly full tile, so there are at most as many tiles as rows.
                 self.graph_data = torch.zeros(self.graph_rows * 5 + 4, dtype=torch.int32, device=self.device)
             assert num_rows <= self.graph_rows, "the first grouped plan is of the most rows"
             skip, tiles = self.graph_data[: self.graph_rows], self.graph_data[self.graph_rows :].view(-1, 4)
             num_programs = -(-num_rows // self.tile_rows) + -(-num_rows // 64)  # full tiles, and some of small groups
-            shared = _Shared(skip, tiles, num_programs, self._prefix_splits(-(-num_rows // self.tile_rows), num_rows))
-        splits = splits_of_any(num_rows, self.cache.num_kv_heads, self.num_sms)
+            shared = _Shared(
+                skip, tiles, num_programs, self._count_prefix_splits(-(-num_rows // self.tile_rows), num_rows)
+            )
+        splits = choose_graph_splits(num_rows, self.cache.num_kv_heads, self.num_sms)
         # Rows that share a prefix have few keys of their own, most of the time.
-        self.step = _DecodePlan(batch, window, splits, self._config(is_short=grouped), shared)
+        self.step = _DecodePlan(batch, window, splits, self._choose_config(is_short=grouped), shared)
 
     def set_groups(self, groups: tuple[PrefixGroup, ...]) -> None:
         assert self.graph_rows, "no grouped graph was planned"
@@ -117,7 +122,7 @@ class TritonDecode:
             return
         data = self.graph_kept.pop(groups, None)
         if data is None:
-            spans = _group_columns(groups)
+            spans = _read_groups(groups)
             spans[:, 2] *= self.cache.page_size
             data = pin(self._describe(spans, self.graph_rows)[0], self.device)
             if len(self.graph_kept) == KEPT_GROUPS:
@@ -134,7 +139,7 @@ class TritonDecode:
         prefix = None
         if shared is not None:
             # One partial result may lie where the rows' outputs go: each program reads its own before it writes.
-            prefix = self.memory.partial("prefix", query, shared.splits, None if shared.splits > 1 else output)
+            prefix = self.memory.take_partial("prefix", query, shared.splits, None if shared.splits > 1 else output)
             attend_prefixes(
                 query,
                 keys,
@@ -154,45 +159,48 @@ class TritonDecode:
             batch.page_table,
             batch.slots,
             batch.contexts,
-            self.memory.any_order(len(query)) if step.order is None else step.order,
+            self.memory.list_rows(len(query)) if step.order is None else step.order,
             output,
             self.scale,
             step.window,
             None if shared is None else shared.skip,
             prefix,
-            self.memory.partial("splits", query, step.splits.count) if step.splits.count > 1 else None,
+            self.memory.take_partial("splits", query, step.splits.count) if step.splits.count > 1 else None,
             step.splits.least,
             step.config,
         )
 
-    def _config(self, is_short: bool) -> DecodeConfig:
+    def _choose_config(self, is_short: bool) -> DecodeConfig:
         return decode_config(self.cache.head_dim, self.cache.keys[0].dtype, is_short)
 
     def divide_work(self, lengths: Int32 | Int64) -> tuple[Splits, Tensor | None]:
-        """How rows that read so many keys each are split, and the longest first where they differ."""
+        """Splits rows that read so many keys each; orders the longest first where lengths differ."""
         num_rows, longest, total = len(lengths), int(lengths.max(initial=1)), int(lengths.sum())
         kv_heads, dim = self.cache.num_kv_heads, self.cache.head_dim
-        splits = splits_of(longest, total, num_rows, self.num_heads, dim, kv_heads, self.num_sms)
+        splits = choose_splits(longest, total, num_rows, self.num_heads, dim, kv_heads, self.num_sms)
         if longest * num_rows <= UNEVEN * total:
             return splits, None
         return splits, to_device(np.argsort(-lengths, kind="stable").astype(np.int32), self.device)
 
     def _describe(self, spans: Int64, num_rows: int) -> tuple[Int32, Int64, int]:
-        """Spans [n, 3] of (first row, rows, keys) as device data: skips, padded, then tiles; also skips [num_rows]."""
+        """Turns spans [n, 3] of (first row, rows, keys) into device data: skips, padded, then tiles.
+
+        Also returns skips [num_rows], and the number of tiles.
+        """
         first, count, keys = spans.T
-        skip = np.zeros(_padded(num_rows), dtype=np.int64)
-        skip[_ranges(first, count)] = np.repeat(keys, count)
-        tiles = _tiles(first, first, count, keys, self.tile_rows, causal=False)
+        skip = np.zeros(_round_up(num_rows), dtype=np.int64)
+        skip[_make_ranges(first, count)] = np.repeat(keys, count)
+        tiles = _cut_tiles(first, first, count, keys, self.tile_rows, causal=False)
         return np.concatenate((skip, tiles.ravel())).astype(np.int32), skip[:num_rows], len(tiles) - 1
 
-    def _prefix_splits(self, num_tiles: int, num_rows: int) -> int:
+    def _count_prefix_splits(self, num_tiles: int, num_rows: int) -> int:
         wanted = PREFIX_PROGRAMS_PER_SM * self.num_sms // (num_tiles * self.cache.num_kv_heads)
         most = MOST_PARTIALS // (num_rows * self.num_heads * self.cache.head_dim)
         return max(min(wanted, most, MOST_PREFIX_SPLITS), 1)
 
 
 class TritonChunks:
-    """`ChunkPart`: chunks cut into tiles, the longest first."""
+    """`ChunkPart` that cuts chunks into tiles, the longest first."""
 
     def __init__(self, cache: KVCache, num_heads: int, scale: float | None = None) -> None:
         self.cache = cache
@@ -206,7 +214,7 @@ class TritonChunks:
         lengths = batch.query_lengths[batch.num_decode :].astype(np.int64)
         seen = batch.context_lengths[batch.num_decode :] - lengths + 1
         rows = np.arange(batch.num_decode, len(batch.query_lengths))
-        tiles = _tiles(rows, np.cumsum(lengths) - lengths, lengths, seen, self.tile_queries, causal=True)
+        tiles = _cut_tiles(rows, np.cumsum(lengths) - lengths, lengths, seen, self.tile_queries, causal=True)
         # The last to start are the shortest, so that no program runs long when the others are done.
         tiles[1:] = tiles[1:][np.argsort(-tiles[1:, 3], kind="stable")]
         self.step = (batch, window, to_device(tiles.astype(np.int32), self.cache.keys[0].device))
@@ -230,15 +238,15 @@ class TritonChunks:
 
 
 class _Memory:
-    """Memory of partial results that stays where it is, since graphs hold its address; grows to the largest use."""
+    """Memory of partial results. It stays where it is, since graphs hold its address, and grows to the largest use."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.slabs: dict[str, list[Tensor]] = {}
         self.orders: list[Tensor] = []
 
-    def partial(self, name: str, query: Tensor, parts: int, output: Tensor | None = None) -> Partial:
-        """Room for `parts` results of the queries [rows, heads, dim]; a single one in `output` if given."""
+    def take_partial(self, name: str, query: Tensor, parts: int, output: Tensor | None = None) -> Partial:
+        """Takes room for `parts` results of the queries [rows, heads, dim]. A single one is in `output` if given."""
         num_rows, num_heads, dim = query.shape
         size = parts * num_rows * num_heads
         lse = self._take(f"{name} lse", size).view(parts, num_rows, num_heads)
@@ -246,8 +254,8 @@ class _Memory:
             return Partial(output[None], lse)
         return Partial(self._take(name, size * dim).view(parts, num_rows, num_heads, dim), lse)
 
-    def any_order(self, num_rows: int) -> Tensor:
-        """Rows as they are, int32 [num_rows]."""
+    def list_rows(self, num_rows: int) -> Tensor:
+        """Lists the rows in their order, int32 [num_rows]."""
         if not self.orders or len(self.orders[-1]) < num_rows:
             self.orders.append(torch.arange(max(num_rows, 1024), dtype=torch.int32, device=self.device))
         return self.orders[-1][:num_rows]
@@ -261,22 +269,22 @@ class _Memory:
 
 
 def count_sms(device: torch.device) -> int:
-    """Multiprocessors of the device, 1 where there are none."""
+    """Counts the multiprocessors of the device; 1 if it has none."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _padded(num_rows: int) -> int:
-    """Whole 16 bytes of int32, so that what follows in memory is aligned, and kernels see one alignment only."""
+def _round_up(num_rows: int) -> int:
+    """Rounds up to 16 bytes of int32: what follows in memory is aligned, and kernels see one alignment only."""
     return -(-num_rows // 4) * 4
 
 
-def _group_columns(groups: Sequence[PrefixGroup]) -> Int64:
-    """Groups as int64 [n, 3]: first row, rows, pages."""
+def _read_groups(groups: Sequence[PrefixGroup]) -> Int64:
+    """Reads groups as int64 [n, 3]: first row, rows, pages."""
     return np.array([(g.first_row, g.num_rows, g.num_pages) for g in groups], dtype=np.int64).reshape(-1, 3)
 
 
-def _usable(spans: Int64, contexts: Int32, page_size: int, window: int) -> Int64:
-    """Groups, their pages as keys, but for those that are out of every row's window in part."""
+def _drop_unseen(spans: Int64, contexts: Int32, page_size: int, window: int) -> Int64:
+    """Turns the groups' pages into keys, and drops groups that are not entirely in every row's window."""
     spans = spans * np.array([1, 1, page_size])
     if not len(spans):
         return spans
@@ -286,16 +294,16 @@ def _usable(spans: Int64, contexts: Int32, page_size: int, window: int) -> Int64
     return spans[shortest <= window] if window else spans
 
 
-def _ranges(first: Int64, count: Int64) -> Int64:
-    """first[0], first[0] + 1, ... of count[0], then those of the next."""
+def _make_ranges(first: Int64, count: Int64) -> Int64:
+    """Concatenates ranges of `count[i]` numbers from `first[i]` on."""
     return np.arange(int(count.sum())) + np.repeat(first - np.cumsum(count) + count, count)
 
 
-def _tiles(rows: Int64, first: Int64, count: Int64, seen: Int64, size: int, causal: bool) -> Int64:
-    """Spans of queries cut into tiles of at most `size`: int64 [1 + n, 4], the number of tiles first."""
+def _cut_tiles(rows: Int64, first: Int64, count: Int64, seen: Int64, size: int, causal: bool) -> Int64:
+    """Cuts spans of queries into tiles of at most `size`: int64 [1 + n, 4], the number of tiles first."""
     repeats = -(-count // size)
     span = np.repeat(np.arange(len(count)), repeats)
-    offset = _ranges(np.zeros_like(repeats), repeats) * size
+    offset = _make_ranges(np.zeros_like(repeats), repeats) * size
     tiles = np.zeros((len(span) + 1, 4), dtype=np.int64)
     tiles[0, 0] = len(span)
     tiles[1:, 0] = rows[span]

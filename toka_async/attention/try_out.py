@@ -1,7 +1,4 @@
-"""Runs attention's parts on synthetic batches, so that what they compile at first use is there, and works.
-
-Pages are random, what is in them does not matter, and nothing is written to the cache. Knows parts by name only.
-"""
+"""Runs attention's parts on synthetic batches, so that what they compile at first use is there, and works."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ from toka_async.attention.kv_cache import KVCache
 if TYPE_CHECKING:  # these need Triton, which is not everywhere
     from toka_async.attention.paged import DecodeKernel, PrefillKernel
 
-LONG_TOKENS = 4096  # of a row that several programs share
-MIDDLE_TOKENS = 640  # of a row that one program reads where there are many
-UNEVEN_ROWS = 200  # whose parts are merged one after the other, as there are rows enough to fill the chip
-SPLIT_TOKENS = 300  # of a row that several programs share, short as it is
+LONG_TOKENS = 4096  # tokens of a row that several programs share
+MIDDLE_TOKENS = 640  # tokens of a row that one program reads if there are many rows
+UNEVEN_ROWS = 200  # rows that fill the chip, so that the parts of a long one are merged in turn
+SPLIT_TOKENS = 300  # tokens of a short row that several programs share
 
 
 @dataclass(slots=True, frozen=True)
@@ -35,7 +32,7 @@ class TrialShape:
 
 
 def make_batch(cache: KVCache, shape: TrialShape, alike: Sequence[PrefixGroup] = ()) -> AttentionBatch:
-    """A batch over random pages, the first of which are the same in all rows of a group of `alike`."""
+    """Makes a batch over random pages. All rows of a group of `alike` share their first pages."""
     device = cache.keys[0].device
     contexts, queries = np.asarray(shape.rows, dtype=np.int32).T.copy()
     width = -(-int(contexts.max()) // cache.page_size)
@@ -58,7 +55,7 @@ def make_batch(cache: KVCache, shape: TrialShape, alike: Sequence[PrefixGroup] =
 def try_decode(cache: KVCache, num_heads: int, part: DecodeKernel, max_seqs: int, window: int = 0) -> None:
     """Runs a part at shapes that take each of its paths.
 
-    Paths: keys of a row read by one or several programs, few keys and many, no groups, one group, as many as fill the
+    Paths: keys of a row read by one or several programs, few keys and many; no groups, one group, as many as fill the
     chip; many rows, one of which is read by several programs.
     """
     device = cache.keys[0].device
@@ -67,38 +64,38 @@ def try_decode(cache: KVCache, num_heads: int, part: DecodeKernel, max_seqs: int
     for num_groups in (0, 1, full):
         groups = tuple(PrefixGroup(2 * i, 2, 1) for i in range(num_groups))
         few = 2 * max(1, num_groups)
-        many = max(few, min(max_seqs, 32 * full))  # or all there can be: none of them needs several programs
-        short, long = _contexts(cache, window)
+        many = max(few, min(max_seqs, 32 * full))  # or the most: none of them needs several programs
+        short, long = _choose_contexts(cache, window)
         for num_rows, context in ((few, short), (few, long), (few, SPLIT_TOKENS), (many, min(MIDDLE_TOKENS, long))):
             _try(cache, num_heads, part, TrialShape(((context, 1),) * num_rows, num_rows, groups), window)
-    short, long = _contexts(cache, window)
+    short, long = _choose_contexts(cache, window)
     num_rows = min(max_seqs, UNEVEN_ROWS)
     _try(cache, num_heads, part, TrialShape(((long, 1), *((short, 1),) * (num_rows - 1)), num_rows), window)
     _wait(device)
 
 
 def _try(cache: KVCache, num_heads: int, part: DecodeKernel, shape: TrialShape, window: int) -> None:
-    query = _zeros(cache, shape.num_decode, num_heads)
+    query = _make_zeros(cache, shape.num_decode, num_heads)
     part.plan(make_batch(cache, shape, shape.groups), shape.groups, window)
     part.run(0, query, torch.empty_like(query))
 
 
 def try_chunks(cache: KVCache, num_heads: int, part: PrefillKernel, window: int = 0) -> None:
     """Runs a part at a short context and at a long one."""
-    query = _zeros(cache, 2, num_heads)
-    for context in _contexts(cache, window):
+    query = _make_zeros(cache, 2, num_heads)
+    for context in _choose_contexts(cache, window):
         part.plan(make_batch(cache, TrialShape(((context, 1),) * 2, 0)), window)
         part.run(0, query, torch.empty_like(query))
     _wait(cache.keys[0].device)
 
 
-def _contexts(cache: KVCache, window: int) -> tuple[int, int]:
-    """A short and a long one, of a page and some tokens more, and within the window if they can be."""
+def _choose_contexts(cache: KVCache, window: int) -> tuple[int, int]:
+    """Chooses a short and a long context, of a page and some tokens more, within the window if possible."""
     short, long = cache.page_size + 1, cache.page_size + LONG_TOKENS
     return short, min(long, max(window, short)) if window else long
 
 
-def _zeros(cache: KVCache, num_tokens: int, num_heads: int) -> Tensor:
+def _make_zeros(cache: KVCache, num_tokens: int, num_heads: int) -> Tensor:
     keys = cache.keys[0]
     return torch.zeros((num_tokens, num_heads, cache.head_dim), dtype=keys.dtype, device=keys.device)
 

@@ -26,13 +26,13 @@ class ResultFile:
     path: Path
     written: int
 
-    def fault(self) -> Fault | None:
-        """What has become of it, if anything has.
+    def find_fault(self) -> Fault | None:
+        """Returns what has become of a file that was cut short or removed; None for a whole file.
 
         Raises:
-            StorageError: the folder cannot be looked into, which says nothing of the file.
+            StorageError: the folder cannot be read, which says nothing of the file.
         """
-        size = size_of(self.path) if self.written else 0
+        size = read_size(self.path) if self.written else 0
         if size >= self.written:
             return None
         return Fault(
@@ -44,19 +44,19 @@ class ResultFile:
         )
 
 
-def left_of(files: tuple[ResultFile, ResultFile], progress: BatchProgress) -> BatchProgress:
+def clip_progress(files: tuple[ResultFile, ResultFile], progress: BatchProgress) -> BatchProgress:
     """Returns the progress with the whole lines that damaged files still have. Raises StorageError."""
-    output, errors = (whole_lines(each.path)[0] if each.fault() else each.written for each in files)
+    output, errors = (count_whole_lines(each.path)[0] if each.find_fault() else each.written for each in files)
     return msgspec.structs.replace(progress, output_bytes=output, error_bytes=errors)
 
 
-def salvaged(files: tuple[ResultFile, ResultFile]) -> BatchProgress:
+def salvage(files: tuple[ResultFile, ResultFile]) -> BatchProgress:
     """Returns what the output and error file alone tell of a batch. Raises StorageError."""
-    (output, completed), (errors, failed) = (whole_lines(each.path) for each in files)
+    (output, completed), (errors, failed) = (count_whole_lines(each.path) for each in files)
     return BatchProgress(completed=completed, failed=failed, output_bytes=output, error_bytes=errors)
 
 
-def size_of(path: Path) -> int:
+def read_size(path: Path) -> int:
     """Returns 0 for a file that is not there, though its folder is. Raises StorageError."""
     with storage_errors(path):
         try:
@@ -66,10 +66,10 @@ def size_of(path: Path) -> int:
             return 0
 
 
-def whole_lines(path: Path) -> tuple[int, int]:
+def count_whole_lines(path: Path) -> tuple[int, int]:
     """Returns the bytes and the number of a file's whole lines; none if it is not there. Raises StorageError."""
     num_bytes = num_lines = at = 0
-    if size_of(path):
+    if read_size(path):
         with storage_errors(path), open_fd(path, os.O_RDONLY) as fd:
             while block := os.pread(fd, BLOCK, at):
                 if end := block.rfind(b"\n") + 1:

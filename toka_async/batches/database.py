@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from toka_async.batches.disk import StorageError
-from toka_async.batches.records import FINAL, Batch, BatchProgress, BatchRecord, FileRecord, broken_batch
+from toka_async.batches.records import FINAL, Batch, BatchProgress, BatchRecord, FileRecord, make_broken_batch
 
 VERSION = 3
 APPLICATION = 0x746F6B61  # "toka" marks our databases, except those of versions 1 and 2
@@ -145,7 +145,7 @@ class Database:
     def file_ids(self) -> list[str]:
         return [row[0] for row in self.connection.execute("SELECT id FROM files")]
 
-    def expired_files(self, now: int) -> list[str]:
+    def list_expired_files(self, now: int) -> list[str]:
         return [row[0] for row in self.connection.execute("SELECT id FROM files WHERE expires_at <= ?", (now,))]
 
     def count_files(self, owner: str) -> tuple[int, int]:
@@ -238,7 +238,7 @@ class Database:
         try:
             record = _BATCH.decode(text)
         except UNREADABLE:
-            return Batch(broken_batch(batch_id, input_file_id, owner), BatchProgress())
+            return Batch(make_broken_batch(batch_id, input_file_id, owner), BatchProgress())
         try:
             return Batch(record, _PROGRESS.decode(packed))
         except UNREADABLE:

@@ -38,7 +38,7 @@ class StoreFolder:
     def uploads(self) -> Path:
         return self.path / "uploads"
 
-    def new_upload(self) -> Path:
+    def make_upload(self) -> Path:
         return self.uploads / secrets.token_hex(16)
 
     def claim(self) -> int:
@@ -69,7 +69,7 @@ class StoreFolder:
             with storage_errors(each):
                 each.mkdir(mode=0o700, exist_ok=True)
 
-    def leftovers(self, known: set[str] | None) -> list[Path]:
+    def list_leftovers(self, known: set[str] | None) -> list[Path]:
         """Returns uploads, and files that are not known (unless None). Raises StorageError."""
         uploads = list_named(self.uploads, UPLOAD_NAME)
         return (

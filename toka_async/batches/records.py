@@ -78,7 +78,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
         ended = self.completed_at or self.failed_at or self.expired_at or self.cancelled_at
         return None if ended is None or self.output_expires_after is None else ended + self.output_expires_after
 
-    def without_metadata(self) -> BatchRecord:
+    def drop_metadata(self) -> BatchRecord:
         """Returns a copy without fields that may be large and are not needed to run the batch."""
         return msgspec.structs.replace(self, metadata=None)
 
@@ -153,7 +153,7 @@ class DoneLine(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int = 0
 
 
-def broken_batch(batch_id: str, input_file_id: str, owner: str) -> BatchRecord:
+def make_broken_batch(batch_id: str, input_file_id: str, owner: str) -> BatchRecord:
     message = "the server's database has lost what it knew of this batch; delete it, and make a new one of its input"
     return BatchRecord(
         id=batch_id,

@@ -33,7 +33,7 @@ def retry_failed(store: Store, batch: Batch) -> None:
     if not progress.failed:
         return
     errors = store.path(record.error_id)
-    failed = set(failed_lines(errors, progress.error_bytes))
+    failed = set(list_failed_lines(errors, progress.error_bytes))
     spans = list_done(store.path(record.input_file_id), LineRanges.decode(progress.spans), failed)
     if len(failed) != progress.failed or spans.num_done != progress.completed:
         raise StorageError(f"{errors} is not what was written")
@@ -46,7 +46,7 @@ def retry_failed(store: Store, batch: Batch) -> None:
         os.truncate(errors, 0)
 
 
-def failed_lines(path: Path, length: int) -> Iterator[int]:
+def list_failed_lines(path: Path, length: int) -> Iterator[int]:
     """Yields the numbers of the lines that the file's first `length` bytes answer. Raises StorageError."""
     with storage_errors(path), path.open("rb") as file:
         while file.tell() < length:

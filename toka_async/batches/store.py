@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import msgspec
 
-from toka_async.batches.damage import ResultFile, left_of, salvaged
+from toka_async.batches.damage import ResultFile, clip_progress, salvage
 from toka_async.batches.database import Database, Order, database_errors
 from toka_async.batches.disk import Disk
 from toka_async.batches.folder import StoreFolder, is_name
@@ -105,7 +105,7 @@ class Store:
         self._unlink()
         self._reserve.refill()
 
-    def with_reserve(self, work: Callable[[], T]) -> T:
+    def use_reserve(self, work: Callable[[], T]) -> T:
         """Runs `work` so that a full disk can take it, as a transaction of its own."""
         self._reserve.give()
         return work()
@@ -160,7 +160,7 @@ class Store:
     def remove_expired(self) -> None:
         """Removes expired files, except inputs of open batches, and batches whose results have expired."""
         now = int(self.now())
-        for file_id in self.database.expired_files(now):
+        for file_id in self.database.list_expired_files(now):
             if not self.database.find_reader(file_id):
                 self._drop(file_id)
         self.database.remove_expired_batches(now)
@@ -185,7 +185,7 @@ class Store:
             elif record.status in FINAL or batch.progress.is_broken:
                 lost.append(batch)
             else:
-                self.unfinished.append(record.without_metadata())
+                self.unfinished.append(record.drop_metadata())
             if file_ids is not None:
                 file_ids |= {record.output_id, record.error_id}
         for batch in lost:
@@ -200,13 +200,13 @@ class Store:
             return
         logger.error("%s cannot go on: its progress in the database is damaged", batch.record.id)
         message = "the server's database has lost which lines were done; make a new batch of those without an answer"
-        progress = salvaged(self._results(Batch(batch.record, BatchProgress())))
+        progress = salvage(self._results(Batch(batch.record, BatchProgress())))
         self._fail(Batch(batch.record, progress), (Fault(code="progress_damaged", message=message),))
 
     def _sweep(self, known: set[str] | None) -> None:
         """Removes files that no transaction knows, after a crash. known: ids of batches' files, None if incomplete."""
         self.remove_expired()
-        for path in self.folder.leftovers(None if known is None else known.union(self.database.file_ids())):
+        for path in self.folder.list_leftovers(None if known is None else known.union(self.database.file_ids())):
             self._disk.remove(path)
         self._unlink()
 
@@ -322,7 +322,7 @@ class Store:
 
     def _damage(self, batch: Batch) -> tuple[Fault, ...]:
         """Returns the damage of the result files; none if they can be appended to."""
-        return tuple(fault for each in self._results(batch) if (fault := each.fault()) is not None)
+        return tuple(fault for each in self._results(batch) if (fault := each.find_fault()) is not None)
 
     def _results(self, batch: Batch) -> tuple[ResultFile, ResultFile]:
         record, progress = batch.record, batch.progress
@@ -334,7 +334,7 @@ class Store:
 
     def _fail(self, batch: Batch, faults: tuple[Fault, ...]) -> Batch:
         """Ends a batch as failed; what is left of its results can be read."""
-        left = Batch(batch.record, left_of(self._results(batch), batch.progress))
+        left = Batch(batch.record, clip_progress(self._results(batch), batch.progress))
         self._publish_all(left)
         self.database.put_progress(left.record.id, left.progress)
         return self._put(left, left.record.refuse(faults, int(self.now())))

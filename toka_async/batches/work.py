@@ -109,7 +109,7 @@ class Batches:
     ) -> None:
         self.store = store
         self.writer = writer
-        self.ledger = Ledger(store, writer, self._progressed, self._broke)
+        self.ledger = Ledger(store, writer, self._report_progress, self._fail)
         self._answers = answers
         self._limits = limits
         self._executor = executor
@@ -122,7 +122,7 @@ class Batches:
 
     @property
     def num_open(self) -> int:
-        """Batches that have not ended."""
+        """The number of batches that have not ended."""
         return len(self._running)
 
     # ---- from outside ------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Batches:
     async def create(self, record: BatchRecord, quota: Quota = ANY) -> Batch:
         """Stores a batch and begins to run it. Raises NotFoundError, QuotaError or StorageError."""
         batch = await self.writer.run(lambda: self.store.add_batch(record, quota))
-        self.run(record.without_metadata())
+        self.run(record.drop_metadata())
         return batch
 
     async def cancel(self, batch_id: str, viewer: str | None = None) -> Batch:
@@ -152,7 +152,7 @@ class Batches:
         except StorageError as error:
             if not error.full:
                 raise
-        return await self.writer.run(lambda: self.store.with_reserve(work))
+        return await self.writer.run(lambda: self.store.use_reserve(work))
 
     def run(self, record: BatchRecord) -> None:
         """Starts the task that brings a batch to its end."""
@@ -160,7 +160,7 @@ class Batches:
             ending: Ending = asyncio.get_running_loop().create_future()
             task = asyncio.create_task(self._run(record, ending))
             self._running[record.id] = Running(task, ending)
-            task.add_done_callback(partial(self._left, record.id))
+            task.add_done_callback(partial(self._forget, record.id))
 
     def suspend(self) -> None:
         """Stops all work. Lines without an answer are asked again after the next start."""
@@ -183,18 +183,18 @@ class Batches:
         if running is not None and not running.ending.done():
             running.ending.set_result(outcome)
 
-    def _progressed(self, batch: Batch) -> None:
+    def _report_progress(self, batch: Batch) -> None:
         if batch.record.status in FINAL:
             self._decide(batch.record.id, None)
         self._on_progress(batch)
 
-    def _broke(self, batch_id: str, error: BaseException) -> None:
+    def _fail(self, batch_id: str, error: BaseException) -> None:
         """Ends a batch with an error: its answers cannot be kept."""
         running = self._running.get(batch_id)
         if running is not None and not running.ending.done():
             running.ending.set_exception(error)
 
-    def _left(self, batch_id: str, task: asyncio.Task[None]) -> None:
+    def _forget(self, batch_id: str, task: asyncio.Task[None]) -> None:
         ending = self._running.pop(batch_id).ending
         if ending.done():
             ending.exception()  # nobody may have asked
@@ -235,7 +235,7 @@ class Batches:
                 async with self._passes[record.owner]:
                     await self._cut_short(record)
         except StorageError as error:
-            fault = unreadable(error)
+            fault = make_unreadable_fault(error)
             await self.ledger.persist(lambda: self.store.fail(record.id, fault))
         else:
             await self.ledger.persist(lambda: self.store.finalize(record.id))
@@ -248,27 +248,27 @@ class Batches:
             while not checker.done and not ending.done():
                 await loop.run_in_executor(self._executor, checker.step)
         except StorageError as error:
-            checker.faults.append(unreadable(error))
+            checker.faults.append(make_unreadable_fault(error))
         batch = await self.ledger.persist(lambda: self.store.accept(record.id, checker.total, checker.faults))
-        return batch.record.without_metadata()
+        return batch.record.drop_metadata()
 
     async def _ask_all(self, record: BatchRecord, ending: Ending) -> BatchRecord:
         """Asks the lines that are left, until all are answered or the batch is to end."""
         lines = asyncio.create_task(self._ask_lines(record))
         try:
             either: set[asyncio.Future[Any]] = {lines, ending}
-            await first_before(either, record.expires_at, self.store.now)
+            await wait_until(either, record.expires_at, self.store.now)
         finally:
             was_done = lines.done()
             lines.cancel()
             await asyncio.gather(lines, return_exceptions=True)
         await self.ledger.flush()
-        if was_done and (fault := lost_input(lines)) is not None:
-            return (await self.ledger.persist(lambda: self.store.fail(record.id, fault))).record.without_metadata()
+        if was_done and (fault := find_lost_input(lines)) is not None:
+            return (await self.ledger.persist(lambda: self.store.fail(record.id, fault))).record.drop_metadata()
         outcome = "completed" if was_done else ending.result() if ending.done() else "expired"
         if outcome is None:
-            return (await self.ledger.persist(lambda: self.store.batch(record.id))).record.without_metadata()
-        return (await self.ledger.persist(lambda: self.store.end(record.id, outcome))).record.without_metadata()
+            return (await self.ledger.persist(lambda: self.store.batch(record.id))).record.drop_metadata()
+        return (await self.ledger.persist(lambda: self.store.end(record.id, outcome))).record.drop_metadata()
 
     async def _ask_lines(self, record: BatchRecord) -> None:
         """Asks the lines that are left. A cancellation takes back those without an answer.
@@ -350,7 +350,7 @@ def leave(request: LineRequest, _task: asyncio.Task[None]) -> None:
     request.leave()
 
 
-async def first_before(futures: set[asyncio.Future[Any]], expires_at: int | None, now: Callable[[], float]) -> None:
+async def wait_until(futures: set[asyncio.Future[Any]], expires_at: int | None, now: Callable[[], float]) -> None:
     """Waits until one of the futures is done, or until `expires_at` by a clock that may jump meanwhile."""
     while True:
         left = None if expires_at is None else expires_at - now()
@@ -362,16 +362,16 @@ async def first_before(futures: set[asyncio.Future[Any]], expires_at: int | None
             return
 
 
-def lost_input(task: asyncio.Task[None]) -> Fault | None:
+def find_lost_input(task: asyncio.Task[None]) -> Fault | None:
     """Returns why a task that is done could not read its lines, if it could not. Raises any other error of the task."""
     try:
         task.result()
     except ExceptionGroup as errors:
         if errors.split(StorageError)[1] is not None:
             raise
-        return unreadable(errors.exceptions[0])
+        return make_unreadable_fault(errors.exceptions[0])
     return None
 
 
-def unreadable(error: BaseException) -> Fault:
+def make_unreadable_fault(error: BaseException) -> Fault:
     return Fault(code="input_file_unreadable", message=f"the input file cannot be read: {error}")

@@ -90,7 +90,7 @@ class Reply:
         self.bodies.clear()
 
 
-def new_session() -> aiohttp.ClientSession:
+def open_session() -> aiohttp.ClientSession:
     """Opens a session without a limit of connections, with the API key of TOKA_API_KEY, if it is set."""
     key = os.environ.get("TOKA_API_KEY", "")
     headers = {"Authorization": f"Bearer {key}"} if key else None
@@ -99,7 +99,7 @@ def new_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=1 << 20, headers=headers)
 
 
-async def served_models(session: aiohttp.ClientSession, url: str) -> list[ListedModel]:
+async def fetch_served_models(session: aiohttp.ClientSession, url: str) -> list[ListedModel]:
     """Returns the models of /v1/models, at least one. Raises BenchError when no such server answers."""
     try:
         async with session.get(f"{url}/v1/models") as response:

@@ -106,7 +106,7 @@ def measure(options: argparse.Namespace) -> ControlPlaneResult:
         done = run_apart(load)
         cpu = {name: seconds - before[name] for name, seconds in served.cpu_seconds().items()}
         metrics = wait_for_counts(served, done.num_tokens, exact=not options.stop)
-    return result_of(options, load, done, cpu | {"client": done.cpu_seconds}, metrics, load_average)
+    return make_result(options, load, done, cpu | {"client": done.cpu_seconds}, metrics, load_average)
 
 
 def server_overrides(options: argparse.Namespace, connections: int) -> Sequence[str]:
@@ -144,7 +144,7 @@ def wait_for_counts(served: Served, num_tokens: int, exact: bool) -> dict[str, f
         time.sleep(0.05)
 
 
-def result_of(
+def make_result(
     options: argparse.Namespace,
     load: LoadShape,
     done: LoadResult,

@@ -50,7 +50,7 @@ class Floor:
         self._seconds: dict[tuple[int, int, int], float] = {}
         source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        self.bandwidth = 2 * source.numel() / seconds_of(lambda: target.copy_(source), device)
+        self.bandwidth = 2 * source.numel() / count_seconds(lambda: target.copy_(source), device)
         size = (LARGE[device.type], 2 * spec.intermediate_size, spec.hidden_size)
         self.flops = 2 * math.prod(size) / self._matrix(*size)
 
@@ -83,7 +83,7 @@ class Floor:
         inputs = torch.randn(num_tokens, num_in, dtype=self._dtype, device=self._device)
         weight = torch.randn(num_out, num_in, dtype=self._dtype, device=self._device)
         with torch.inference_mode():
-            return seconds_of(lambda: functional.linear(inputs, weight), self._device)
+            return count_seconds(lambda: functional.linear(inputs, weight), self._device)
 
     def _attention(self, case: Case, grouped: bool, window: int) -> float:
         """Returns the seconds of one layer; window 0: all tokens are seen."""
@@ -102,7 +102,7 @@ class Floor:
         return own_bytes / self.bandwidth + max(prefix_bytes / self.bandwidth, prefix_flops / self.flops)
 
 
-def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+def count_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Returns the median time of a call, over runs that are long enough to be timed."""
     work()
     count = 1

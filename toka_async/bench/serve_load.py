@@ -16,7 +16,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from toka_async.bench.client import ListedModel, Reply, Sent, new_session, send_all, served_models
+from toka_async.bench.client import ListedModel, Reply, Sent, fetch_served_models, open_session, send_all
 from toka_async.bench.loads.served import BenchError
 from toka_async.bench.loads.workloads import Body, build_bodies, build_probe_bodies, build_warm_bodies, num_sequences
 from toka_async.bench.progress import LoadBar
@@ -89,19 +89,19 @@ def main(options: argparse.Namespace) -> int:
     except BenchError as error:
         print(f"toka-async: {error}", file=sys.stderr)
         return 2
-    print(msgspec.json.encode(result).decode() if options.json else "\n".join(lines_of(result)))
+    print(msgspec.json.encode(result).decode() if options.json else "\n".join(read_lines(result)))
     return 130 if result.interrupted else 1 if result.errors else 0
 
 
 async def measure(options: argparse.Namespace) -> tuple[list[ServeLoadResult], list[Rates]]:
     """Returns every run, and its tokens over time if they are to be plotted. Ctrl-C ends the last run early."""
     url = options.url.rstrip("/").removesuffix("/v1")
-    async with new_session() as session:
-        served = choose_model(await served_models(session, url), options.model)
+    async with open_session() as session:
+        served = choose_model(await fetch_served_models(session, url), options.model)
         if options.samples is None:
             options.samples = MOST_SAMPLES
             if options.load in ("samples", "ends"):
-                options.samples = await fitting_samples(options, session, url, served)
+                options.samples = await fit_samples(options, session, url, served)
         if options.warm:
             asked = build_warm_bodies(options, served.id, served.vocab_size)
             await send_whole(session, url, asked, choose_concurrency(options), "warming up")
@@ -117,13 +117,13 @@ async def measure(options: argparse.Namespace) -> tuple[list[ServeLoadResult], l
                     all_rates.append(await stack.enter_async_context(watch_rates(session, url)))
                 sent = await send_all(session, url, asked, choose_concurrency(options), bar.count_ended)
             after = await wait_for_counters(session, url)
-            results.append(result_of(options, served.id, sent, asked, before, after))
+            results.append(make_result(options, served.id, sent, asked, before, after))
             if sent.is_interrupted:
                 break
     return results, all_rates
 
 
-async def fitting_samples(
+async def fit_samples(
     options: argparse.Namespace, session: aiohttp.ClientSession, url: str, served: ListedModel
 ) -> int:
     """Returns how many samples of each prompt take about FITTING_SECONDS: a power of two.
@@ -202,7 +202,7 @@ def growth(before: dict[str, float], after: dict[str, float]) -> dict[str, float
     return {name: round(value - before.get(name, 0.0), 4) for name, value in after.items()}
 
 
-def result_of(
+def make_result(
     options: argparse.Namespace,
     model: str,
     sent: Sent,
@@ -241,7 +241,7 @@ def result_of(
     )
 
 
-def lines_of(result: ServeLoadResult) -> list[str]:
+def read_lines(result: ServeLoadResult) -> list[str]:
     """Formats the main figures for people; `--json` has all."""
     lines = [
         format_line("model", f"{result.model} at {result.url}"),

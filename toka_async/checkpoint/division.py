@@ -31,7 +31,7 @@ def check_tensor_size(spec: ModelSpec, tp: int) -> None:
         )
 
 
-def spec_of_rank(spec: ModelSpec, tp: int) -> ModelSpec:
+def make_rank_spec(spec: ModelSpec, tp: int) -> ModelSpec:
     """Returns the shape that one of `tp` ranks computes; a rank sees all logits, so the vocabulary is undivided."""
     assert can_divide(spec, tp), f"{tp} ranks"
     return msgspec.structs.replace(
@@ -81,7 +81,7 @@ def stage_parts(spec: ModelSpec, pp: int, tp: int) -> list[StagePart]:
     """Returns the parts of `pp` stages of `tp` tensor ranks, first stage first, with weights as even as possible."""
     table = -(-spec.vocab_size // tp) * spec.hidden_size
     parts, first = [], 0
-    for size in stage_layers(spec.num_layers, pp, layer_weights(spec_of_rank(spec, tp)), table):
+    for size in stage_layers(spec.num_layers, pp, list_layer_weights(make_rank_spec(spec, tp)), table):
         parts.append(StagePart(first, first + size, spec.num_layers))
         first += size
     return parts
@@ -101,7 +101,7 @@ def stage_layers(num_layers: int, num_stages: int, layer: int, ends: int) -> lis
     return counts
 
 
-def layer_weights(spec: ModelSpec) -> int:
+def list_layer_weights(spec: ModelSpec) -> int:
     hidden, inter = spec.hidden_size, spec.intermediate_size
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     attention = hidden * (queries + 2 * keys) + queries * hidden
@@ -115,9 +115,9 @@ def num_weights(part: ModelSpec, stage: int, num_stages: int) -> int:
     first, last = stage == 0, stage == num_stages - 1
     table = part.vocab_size * part.hidden_size
     head = table if last and not (first and part.tie_embeddings) else 0
-    return part.num_layers * layer_weights(part) + first * table + head + last * part.hidden_size
+    return part.num_layers * list_layer_weights(part) + first * table + head + last * part.hidden_size
 
 
-def spec_of_stage(spec: ModelSpec, part: StagePart) -> ModelSpec:
+def make_stage_spec(spec: ModelSpec, part: StagePart) -> ModelSpec:
     """Returns the shape that a stage computes: its layers with their windows."""
     return msgspec.structs.replace(spec, num_layers=part.size, windows=spec.windows[part.first : part.last])

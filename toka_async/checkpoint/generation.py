@@ -14,7 +14,7 @@ from toka_async.checkpoint.spec import ModelSpec
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request gets that does not say otherwise. None: the model has no default."""
+    """Values for requests that do not set them. None: the model has no default."""
 
     temperature: float | None = None
     top_p: float | None = None

@@ -17,7 +17,7 @@ from toka_async.batches.disk import StorageError
 from toka_async.batches.records import FINAL, Batch
 from toka_async.batches.retry import retry_failed
 from toka_async.config import Config, ModelConfig
-from toka_async.config.text import value_text
+from toka_async.config.text import format_value
 from toka_async.launch import run_batch
 from toka_async.logs import configure_parent, say
 from toka_async.procs.child import Advanced, BatchJob, Finished, Started, Status
@@ -107,7 +107,7 @@ def make_job(source: Path, output: Path, errors: Path | None, model: ModelConfig
 
 def collect_model_values(model: ModelConfig) -> dict[str, str]:
     """The configuration on which answers depend, by key. A run continues only where it is the same."""
-    values = {f"model.{name}": value_text(getattr(model, name)) for name in ANSWERING}
+    values = {f"model.{name}": format_value(getattr(model, name)) for name in ANSWERING}
     for key in ("model.path", "model.tokenizer", "model.chat_template"):
         if values[key] and Path(values[key]).exists():
             values[key] = str(Path(values[key]).absolute())

@@ -22,7 +22,7 @@ BY_REQUEST = "leave it out: a request asks for it"
 
 @dataclass(frozen=True, slots=True)
 class Habit:
-    """What another engine's option is here.
+    """Our counterpart of another engine's option.
 
     Args:
         key: our configuration key; empty: there is none, and `answer` says what to do.

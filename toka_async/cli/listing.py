@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Iterable, Iterator
 
 from toka_async.config import Config
-from toka_async.config.load import Field, sections
-from toka_async.config.text import toml_value
+from toka_async.config.load import Field, list_sections
+from toka_async.config.text import format_toml
 
 HEAD = (
     "# The configuration in effect. Marked values were `auto` and are resolved for this machine,",
@@ -36,10 +36,10 @@ def markdown_lines(fields: Iterable[Field]) -> Iterator[str]:
 def toml_lines(config: Config, resolved: Config) -> Iterator[str]:
     """`resolved` as TOML; values that are `auto` in `config` only are marked."""
     yield from PLAIN_HEAD if config == resolved else HEAD
-    before = {name: dict(fields) for name, fields in sections(config)}
-    for name, fields in sections(resolved):
+    before = {name: dict(fields) for name, fields in list_sections(config)}
+    for name, fields in list_sections(resolved):
         yield ""
         yield f"[{name}]"
         for key, value in fields:
-            line = f"{key} = {toml_value(value)}"
+            line = f"{key} = {format_toml(value)}"
             yield f"{line:<34}  # auto" if before[name][key] != value else line

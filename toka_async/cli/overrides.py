@@ -7,7 +7,7 @@ from pathlib import Path
 
 from toka_async.cli.habits import ASSIGNMENTS, OPTIONS, Habit
 from toka_async.config import ConfigError
-from toka_async.config.load import check_renamed, is_flag, key_names
+from toka_async.config.load import check_renamed, is_flag, list_keys
 
 TRUTHS = ("true", "false")
 
@@ -69,7 +69,7 @@ def _complete(words: Sequence[str], *, has_model: bool) -> Iterator[str]:
             if not habit.key:
                 raise ConfigError(f"{name}: {habit.answer}")
             yield habit.assignment(value)
-        elif equals or not has_model or name in key_names() or not word:
+        elif equals or not has_model or name in list_keys() or not word:
             yield word  # load_config reports what is wrong with it
         elif model:
             raise ConfigError(f"{word!r}: the model is {model!r} already; expected section.key=value")

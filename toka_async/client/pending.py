@@ -22,7 +22,7 @@ STOP = 1  # messages.Reason: an end token
 
 
 class RequestOptions:
-    """What some requests have in common. encoded: their fields as the server gets them."""
+    """The fields that some requests have in common. encoded: as the server gets them."""
 
     def __init__(self, fields: Mapping[str, Any], encoded: bytes, stream: bool) -> None:
         self.encoded = encoded

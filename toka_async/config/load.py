@@ -1,4 +1,4 @@
-"""The configuration as it is read: a TOML file, then `section.key=value` overrides; and its keys as text for people."""
+"""Reads the configuration: a TOML file, then `section.key=value` overrides. Describes its keys for people."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import msgspec
 
 from toka_async.config.renamed import GONE, RENAMED
 from toka_async.config.sections import Config, Section, SimulatedConfig
-from toka_async.config.text import choices, meaning, type_text, value_text
+from toka_async.config.text import describe_type, format_value, list_choices, read_meaning
 
-SIMILAR = 0.5  # of 1: what is less alike is no hint
+SIMILAR = 0.5  # least similarity of a hint, of 1
 
 
 class ConfigError(ValueError):
@@ -38,15 +38,14 @@ _FIELDS = {
 
 
 def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a TOML file, then `section.key=value` overrides, then defaults for the rest.
+    """Reads a TOML file, then `section.key=value` overrides; the rest has defaults.
 
-    Raises:
-        ConfigError: unreadable file, unknown key, ill-typed value, or values that make no sense.
+    Raises ConfigError: unreadable file, unknown key, ill-typed value, or values that make no sense.
     """
     values: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
     if path is not None:
-        for key, value in _file_values(path):
-            section, name = _known(key)
+        for key, value in _read_file(path):
+            section, name = _split_key(key)
             values[section][name] = _convert(key, value, strict=True)
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -54,8 +53,8 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
         if not equals and text in _FIELDS:
             raise ConfigError(f"{text!r}: expected {text}=VALUE")
         if not equals:
-            raise ConfigError(f"{text!r}: expected section.key=value{_nearest(text, _FIELDS)}")
-        section, name = _known(key)
+            raise ConfigError(f"{text!r}: expected section.key=value{_hint_nearest(text, _FIELDS)}")
+        section, name = _split_key(key)
         values[section][name] = _convert(key, value, strict=False)
     config = msgspec.convert(values, Config)
     _check(config)
@@ -63,21 +62,20 @@ def load_config(path: Path | None = None, overrides: Sequence[str] = ()) -> Conf
 
 
 def describe(config: Config | None = None) -> list[Field]:
-    """Every key, in order; `default` is the value in `config` when one is given."""
+    """Describes every key, in order; `default` is the value in `config` if one is given."""
     config = config or Config()
     return [
         Field(
             key=key,
-            type=type_text(field.type),
-            default=value_text(getattr(getattr(config, key.partition(".")[0]), field.name)),
-            meaning=meaning(field.type),
+            type=describe_type(field.type),
+            default=format_value(getattr(getattr(config, key.partition(".")[0]), field.name)),
+            meaning=read_meaning(field.type),
         )
         for key, field in _FIELDS.items()
     ]
 
 
-def key_names() -> Collection[str]:
-    """Every `section.key`."""
+def list_keys() -> Collection[str]:
     return _FIELDS.keys()
 
 
@@ -90,19 +88,19 @@ def check_renamed(key: str) -> None:
 
 
 def is_flag(key: str) -> bool:
-    """Is the key's value true or false?"""
-    return key in _FIELDS and choices(_FIELDS[key].type) == ["true", "false"]
+    """Tells whether the key's value is true or false."""
+    return key in _FIELDS and list_choices(_FIELDS[key].type) == ["true", "false"]
 
 
-def sections(config: Config) -> Iterator[tuple[str, Iterator[tuple[str, bool | int | float | str]]]]:
-    """Every section with the names and values of its keys, in order."""
+def list_sections(config: Config) -> Iterator[tuple[str, Iterator[tuple[str, bool | int | float | str]]]]:
+    """Lists every section with the names and values of its keys, in order."""
     for name in _SECTIONS:
         section = getattr(config, name)
         yield name, ((field.name, getattr(section, field.name)) for field in msgspec.structs.fields(section))
 
 
-def _file_values(path: Path) -> Iterable[tuple[str, Any]]:
-    """(section.key, value) of each entry of a TOML file."""
+def _read_file(path: Path) -> Iterable[tuple[str, Any]]:
+    """Reads (section.key, value) of each entry of a TOML file."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -114,49 +112,49 @@ def _file_values(path: Path) -> Iterable[tuple[str, Any]]:
             check_renamed(f"{name}.{key}")
         if name not in _SECTIONS and not isinstance(table, dict):
             raise ConfigError(
-                f"{name!r} in {path}: expected keys in a section, as in [server]{_nearest(name, _FIELDS)}"
+                f"{name!r} in {path}: expected keys in a section, as in [server]{_hint_nearest(name, _FIELDS)}"
             )
         if name not in _SECTIONS:
-            raise ConfigError(f"unknown section {name!r} in {path}{_nearest(name, _SECTIONS)}")
+            raise ConfigError(f"unknown section {name!r} in {path}{_hint_nearest(name, _SECTIONS)}")
         if not isinstance(table, dict):
             raise ConfigError(f"{name} in {path}: expected a section, [{name}], got {table!r}")
         for key, value in table.items():
             yield f"{name}.{key}", value
 
 
-def _known(key: str) -> tuple[str, str]:
+def _split_key(key: str) -> tuple[str, str]:
     check_renamed(key)
     if key not in _FIELDS:
-        raise ConfigError(f"unknown key {key!r}{_nearest(key, _FIELDS)}")
+        raise ConfigError(f"unknown key {key!r}{_hint_nearest(key, _FIELDS)}")
     section, _, name = key.partition(".")
     return section, name
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean …?` with the most similar of `known`; a bare field name matches its full key."""
+def _hint_nearest(word: str, known: Iterable[str]) -> str:
+    """Returns `; did you mean …?` with the most similar of `known`; a bare field name matches its full key."""
     names = {name: name for name in known} | {name.partition(".")[2]: name for name in known if "." in name}
     close = difflib.get_close_matches(word.partition("=")[0], names, n=1, cutoff=SIMILAR)
     return f"; did you mean {names[close[0]]}?" if close else ""
 
 
 def _convert(key: str, value: object, *, strict: bool) -> object:
-    """`value` as the field's type; `strict=False` reads text, as overrides are."""
+    """Converts `value` to the field's type; `strict=False` reads text, as overrides are."""
     kind = _FIELDS[key].type
     try:
         converted: object = msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError:
-        words = choices(kind)
-        hint = _nearest(value, words) if isinstance(value, str) and words and value else ""
-        raise ConfigError(f"{key}: expected {type_text(kind, in_full=True)}, got {value!r}{hint}") from None
+        words = list_choices(kind)
+        hint = _hint_nearest(value, words) if isinstance(value, str) and words and value else ""
+        raise ConfigError(f"{key}: expected {describe_type(kind, in_full=True)}, got {value!r}{hint}") from None
     if isinstance(converted, float) and not math.isfinite(converted):
-        raise ConfigError(f"{key}: expected {type_text(kind)}, got {value!r}")
+        raise ConfigError(f"{key}: expected {describe_type(kind)}, got {value!r}")
     if isinstance(converted, str) and "\x00" in converted:
         raise ConfigError(f"{key}: expected text without NUL characters")
     return converted
 
 
 def _check(config: Config) -> None:
-    """Refuse what is well-typed and makes no sense."""
+    """Refuses what is well-typed and makes no sense."""
     tokens, page = config.cache.num_tokens, config.cache.page_size
     if tokens != "auto" and tokens < page:
         raise ConfigError(f"cache.num_tokens: expected at least cache.page_size ({page}), got {tokens}")

@@ -306,7 +306,7 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
 
     @property
     def num_micro_batches(self) -> int:
-        """Of a step, at most; without a pipeline it stays whole."""
+        """The micro-batches of a step, at most; without a pipeline a step is not cut."""
         return self.pp + (self.pp > 1) if self.pp_micro_batches == "auto" else self.pp_micro_batches
 
 

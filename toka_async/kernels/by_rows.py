@@ -16,6 +16,6 @@ class ByRows(Generic[T]):
     sizes: list[int]
     choices: list[T]
 
-    def of(self, num_rows: int) -> T | None:
+    def find(self, num_rows: int) -> T | None:
         """None for no rows, and for more than there are choices for."""
         return self.choices[bisect_left(self.sizes, num_rows)] if 0 < num_rows <= self.sizes[-1] else None

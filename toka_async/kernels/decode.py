@@ -78,7 +78,7 @@ _SPLITS = (
 )
 
 
-def splits_of_any(num_rows: int, kv_heads: int, num_sms: int) -> Splits:
+def choose_graph_splits(num_rows: int, kv_heads: int, num_sms: int) -> Splits:
     """Chooses splits for rows of unknown lengths, in any order.
 
     Measured on an H200 with rows of uneven lengths, 30 to 4,500 keys, and with even ones: the fastest of some dozens of
@@ -88,7 +88,9 @@ def splits_of_any(num_rows: int, kv_heads: int, num_sms: int) -> Splits:
     return next(splits for least, splits in _SPLITS if wanted >= least)
 
 
-def splits_of(longest: int, total: int, num_rows: int, num_heads: int, dim: int, kv_heads: int, num_sms: int) -> Splits:
+def choose_splits(
+    longest: int, total: int, num_rows: int, num_heads: int, dim: int, kv_heads: int, num_sms: int
+) -> Splits:
     """Chooses splits for rows of `total` keys together, the longest of which start first.
 
     A program that goes on alone when all others are done wastes the chip: none gets more than half of an equal part of

@@ -26,7 +26,7 @@ _ROW_TILES = 16  # that share weights in the L2 cache
 
 @dataclass(slots=True, frozen=True)
 class Tile:
-    """Of the output, one program's: rows x columns, `depth` inputs at a time."""
+    """The part of the output that one program computes: rows x columns, with `depth` inputs at a time."""
 
     rows: int
     columns: int
@@ -63,7 +63,7 @@ class GatedProducts:
         """[t, hidden] and [2 * inner, hidden] to [t, inner]; None: it should be computed separately."""
         shape = _shape(weight, activation)
         chosen = self._chosen.get(shape)
-        tile = None if chosen is None or len(x) < self.fewest else chosen.of(len(x))
+        tile = None if chosen is None or len(x) < self.fewest else chosen.find(len(x))
         if tile is None or not can_copy(x, weight):
             return None
         output = torch.empty(len(x), shape.inner, dtype=x.dtype, device=x.device)

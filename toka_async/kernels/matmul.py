@@ -28,7 +28,7 @@ class TunedProducts:
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x Wᵀ: [t, k] and [n, k] to [t, n]."""
-        product = product_of(weight, adds=False)
+        product = describe_product(weight, adds=False)
         algorithm = self._choice(product, x, weight)
         if algorithm is not None:
             output = torch.empty(x.shape[0], product.n, dtype=x.dtype, device=x.device)
@@ -38,7 +38,7 @@ class TunedProducts:
 
     def add(self, residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """residual [t, n] += x Wᵀ."""
-        product = product_of(weight, adds=True)
+        product = describe_product(weight, adds=True)
         algorithm = self._choice(product, x, weight, residual)
         if algorithm is not None and self.library.run(product, algorithm, x, weight, residual):
             return residual
@@ -46,13 +46,13 @@ class TunedProducts:
 
     def _choice(self, product: Product, *operands: Tensor) -> Algorithm | None:
         chosen = self._chosen.get(product)
-        algorithm = None if chosen is None else chosen.of(len(operands[0]))
+        algorithm = None if chosen is None else chosen.find(len(operands[0]))
         if algorithm is None or not all(x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0 for x in operands):
             return None
         return algorithm
 
 
-def product_of(weight: Tensor, adds: bool) -> Product:
+def describe_product(weight: Tensor, adds: bool) -> Product:
     """The product with a weight [n, k], which is added to what is there, or not."""
     n, k = weight.shape
     return Product(n, k, weight.dtype, adds)

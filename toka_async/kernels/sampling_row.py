@@ -1,7 +1,7 @@
-"""What the sampling kernels share: one row's logits as a draw sees them, their order, inversion, random numbers.
+"""Reads one row's logits for the sampling kernels: as a draw sees them, in order, inverted, with random numbers.
 
 A row is read in lines of LINE ids (128 bytes of bfloat16). Weights are exp((logit - the row's largest) / temperature),
-float32; sums that a draw depends on are float64. Knows no kernels.
+float32; sums that a draw depends on are float64.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What tensor-parallel layers need of other ranks. The model builds and runs without any process group.
+"""What tensor-parallel layers need of other ranks. A model also builds and runs without any process group.
 
 `Share` is the one place that decides which part of a matrix a rank holds. Knows no layers.
 """

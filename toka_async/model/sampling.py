@@ -42,7 +42,7 @@ Params = npt.NDArray[np.void]
 
 
 class Flag(IntFlag):
-    """What a row needs beyond the argmax."""
+    """A need of a row beyond the argmax."""
 
     RANDOM = 1
     FILTERED = 2  # min_p, top_k or top_p is on
@@ -64,7 +64,7 @@ _BLOCKS_ABOVE = 4096
 _LARGEST_SHARE = 1 - 2.0**-53
 
 
-def params_of(sampling: SamplingParams) -> Params:
+def make_params(sampling: SamplingParams) -> Params:
     random = sampling.temperature > 0 and sampling.top_k != 1
     filtered = random and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
     flags = (

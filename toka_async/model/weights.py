@@ -62,7 +62,7 @@ def random_weights(decoder: Decoder, seed: int) -> None:
 
     A tensor's name seeds its numbers, so the ranks of any division together hold the same tensor.
     """
-    for name, part in checkpoint_parts(decoder):
+    for name, part in read_checkpoint_parts(decoder):
         if name.endswith("norm.weight"):
             part.target.fill_(1.0)
             continue
@@ -81,7 +81,7 @@ def load_weights(decoder: Decoder, model_dir: Path, show: Callable[[int, int], N
     show: is told of the bytes that are loaded, and of all. Raises ModelError, which names the tensor or file, for a
     tensor that is missing, mis-shaped or unexpected and a file that is missing or corrupt.
     """
-    parts = dict(checkpoint_parts(decoder))
+    parts = dict(read_checkpoint_parts(decoder))
     missing = set(parts)
     done, total = 0, sum(part.target.nbytes for part in parts.values())
     for path in weight_files(model_dir):
@@ -97,7 +97,7 @@ def load_weights(decoder: Decoder, model_dir: Path, show: Callable[[int, int], N
         raise ModelError(f"{model_dir}: tensor {name} of shape {shape} is missing from the weights{more}")
 
 
-def checkpoint_parts(decoder: Decoder) -> Iterator[tuple[str, WeightPart]]:
+def read_checkpoint_parts(decoder: Decoder) -> Iterator[tuple[str, WeightPart]]:
     """Yields every tensor that the checkpoint must have for this decoder, by name, and where it goes."""
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     if decoder.embedding is not None:

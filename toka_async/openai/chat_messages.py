@@ -63,7 +63,7 @@ def parse_messages(messages: list[Any], where: str = "messages") -> list[Message
 
 def parse_message(message: Any, where: str) -> Message:
     if not isinstance(message, dict):
-        raise wrong_type(where, "must be an object", message)
+        raise make_type_error(where, "must be an object", message)
     given = {name: value for name, value in message.items() if value is not None and value not in NEUTRAL.get(name, ())}
     role = given.get("role")
     if role not in ROLES:
@@ -91,14 +91,14 @@ def parse_content(content: Any, where: str) -> str | list[Message]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise wrong_type(where, "must be a string or a list of text parts", content)
+        raise make_type_error(where, "must be a string or a list of text parts", content)
     return [parse_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
 
 
 def parse_part(part: Any, where: str) -> Message:
     """Returns a text part; other kinds (images, audio, …) raise ApiError."""
     if not isinstance(part, dict):
-        raise wrong_type(where, "must be an object", part)
+        raise make_type_error(where, "must be an object", part)
     if part.get("type") != "text":
         raise bad_request(f"'{where}.type': only text parts are supported", param=f"{where}.type")
     for name in part.keys() - {"type", "text"}:
@@ -110,18 +110,18 @@ def parse_part(part: Any, where: str) -> Message:
 def parse_tool_calls(calls: Any, where: str) -> list[Message]:
     """Checks that each earlier call has a `function` object; templates write the calls out."""
     if not isinstance(calls, list):
-        raise wrong_type(where, "must be a list", calls)
+        raise make_type_error(where, "must be a list", calls)
     for index, call in enumerate(calls):
         if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
-            raise wrong_type(f"{where}[{index}]", "must be an object with a 'function' object", call)
+            raise make_type_error(f"{where}[{index}]", "must be an object with a 'function' object", call)
     return calls
 
 
 def require_string(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise wrong_type(where, "must be a string", value)
+        raise make_type_error(where, "must be a string", value)
     return value
 
 
-def wrong_type(where: str, what: str, value: Any) -> ApiError:
+def make_type_error(where: str, what: str, value: Any) -> ApiError:
     return bad_request(f"'{where}' {what}, not {type(value).__name__}", param=where)

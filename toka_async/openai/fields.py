@@ -90,15 +90,15 @@ def check_fields(
         if value is None or name in supported:
             continue
         if name not in unsupported:
-            raise unknown_field(name, supported, where)
+            raise make_unknown_error(name, supported, where)
         if not any(is_same(value, neutral) for neutral in unsupported[name]):
             refused.append(name)
     if refused:
-        raise unsupported_field(refused, unsupported, where)
+        raise make_unsupported_error(refused, unsupported, where)
     return {name: value for name, value in fields.items() if value is not None and name in supported}
 
 
-def unknown_field(name: str, supported: Collection[str], where: str) -> ApiError:
+def make_unknown_error(name: str, supported: Collection[str], where: str) -> ApiError:
     """Returns the error for an unknown name; it suggests the nearest name."""
     name = name[:MAX_SHOWN]
     near = difflib.get_close_matches(name, supported, n=1)
@@ -106,7 +106,7 @@ def unknown_field(name: str, supported: Collection[str], where: str) -> ApiError
     return bad_request(f"unknown field '{where}{name}'{hint}", param=where + name)
 
 
-def unsupported_field(names: Collection[str], unsupported: Unsupported, where: str) -> ApiError:
+def make_unsupported_error(names: Collection[str], unsupported: Unsupported, where: str) -> ApiError:
     """Returns the error for unsupported fields; it is about the first of them in the order of `unsupported`."""
     first, *rest = [where + name for name in unsupported if name in names]
     nor = f"; nor {'are' if len(rest) > 1 else 'is'} {', '.join(rest)}" if rest else ""

@@ -53,7 +53,7 @@ def check_items(raw: bytes | bytearray) -> None:
         )
 
 
-def parsed_bytes(raw: bytes | bytearray) -> int:
+def count_parsed_bytes(raw: bytes | bytearray) -> int:
     """The memory that a body takes at most when it is parsed, with what may be needed meanwhile.
 
     A string takes up to four bytes a character.
@@ -62,31 +62,31 @@ def parsed_bytes(raw: bytes | bytearray) -> int:
     return (2 if is_plain else 4) * len(raw) + ITEM_BYTES * min(count_items(raw, MAX_ITEMS), MAX_ITEMS)
 
 
-def most_parsed_bytes(num_bytes: int) -> int:
-    """`parsed_bytes` of a body of so many bytes, at most."""
+def bound_parsed_bytes(num_bytes: int) -> int:
+    """Returns the most that `count_parsed_bytes` gives for a body of so many bytes."""
     return 4 * num_bytes + ITEM_BYTES * MAX_ITEMS
 
 
 def parse_fields(fields: dict[str, Any], kind: type[T]) -> T:
-    """As `parse_request`, of an object that is decoded already."""
-    fields = given_fields(fields, kind)
+    """Parses an object that is decoded already, as `parse_request` does."""
+    fields = select_given_fields(fields, kind)
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise located(error, fields) from None
+        raise locate(error, fields) from None
 
 
-def given_fields(fields: dict[str, Any], kind: type[WireRequest], where: str = "") -> dict[str, Any]:
-    """See `check_fields`, also of the objects inside."""
+def select_given_fields(fields: dict[str, Any], kind: type[WireRequest], where: str = "") -> dict[str, Any]:
+    """Checks fields as `check_fields` does, also those of the objects inside."""
     given = check_fields(fields, kind.__struct_encode_fields__, kind.unsupported, where)
-    for name, inner in objects_in(kind).items():
+    for name, inner in find_objects(kind).items():
         if isinstance(value := given.get(name), dict):
-            given[name] = given_fields(value, inner, f"{where}{name}.")
+            given[name] = select_given_fields(value, inner, f"{where}{name}.")
     return given
 
 
 @cache
-def objects_in(kind: type[WireRequest]) -> dict[str, type[WireRequest]]:
+def find_objects(kind: type[WireRequest]) -> dict[str, type[WireRequest]]:
     """The fields of a request that are objects with fields of their own."""
     inside = {field.encode_name: (field.type, *get_args(field.type)) for field in msgspec.structs.fields(kind)}
     types = {name: [each for each in given if isinstance(each, type)] for name, given in inside.items()}
@@ -98,7 +98,7 @@ def decode_object(raw: bytes | bytearray) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(raw)
     except msgspec.DecodeError as error:
-        raise unreadable(raw) or bad_request(f"the body is not valid JSON: {error}") from None
+        raise find_unreadable(raw) or bad_request(f"the body is not valid JSON: {error}") from None
     except UnicodeDecodeError as error:
         raise bad_request(f"the body is not valid UTF-8: {error.reason}") from None
     except RecursionError:
@@ -108,7 +108,7 @@ def decode_object(raw: bytes | bytearray) -> dict[str, Any]:
     return value
 
 
-def unreadable(raw: bytes | bytearray) -> ApiError | None:
+def find_unreadable(raw: bytes | bytearray) -> ApiError | None:
     """The error for what only a laxer parser reads, naming its field: numbers that are not finite, lone surrogates."""
     if len(raw) > MAX_EXPLAINED:
         return None
@@ -124,7 +124,7 @@ def unreadable(raw: bytes | bytearray) -> ApiError | None:
 
 
 def fault_in(value: object) -> str | None:
-    """What of `value`, which a laxer parser let pass, is not JSON. It may be nested as deeply as memory allows."""
+    """Describes what makes `value`, as a laxer parser read it, invalid JSON; None if it is valid. Any depth will do."""
     left = [value]
     while left:
         match left.pop():
@@ -139,7 +139,7 @@ def fault_in(value: object) -> str | None:
     return None
 
 
-def located(error: msgspec.ValidationError, fields: dict[str, Any]) -> ApiError:
+def locate(error: msgspec.ValidationError, fields: dict[str, Any]) -> ApiError:
     """msgspec's error as a 400 whose `param` is the path of the field."""
     match = _LOCATED.match(str(error))
     assert match is not None

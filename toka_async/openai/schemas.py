@@ -14,7 +14,7 @@ import msgspec
 
 from toka_async.openai.fields import Unsupported
 from toka_async.openai.generation import RequestLimits
-from toka_async.openai.parse import objects_in
+from toka_async.openai.parse import find_objects
 from toka_async.openai.requests import ANY_MODEL, WireRequest
 
 Schema = dict[str, Any]
@@ -37,7 +37,7 @@ def request_schemas(kinds: Iterable[type[WireRequest]], model: str, limits: Requ
             lower_maxima(fields[name], bounds[name])
         if "model" in fields:
             fields["model"] = {"enum": [model, *ANY_MODEL, None]}
-        for each in (kind, *objects_in(kind).values()):
+        for each in (kind, *find_objects(kind).values()):
             fields = schemas[each.__name__]["properties"]
             fields |= neutral_fields(each.unsupported, fields)
     for schema in schemas.values():

@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class EngineLink:
-    """Needs a running event loop.
+    """The engine and its sockets. Needs a running event loop.
 
-    orders: of the parent. Losses of replicas are handled at once, even while draining, and are not among them.
-    is_ready: set when the engine is.
+    orders: of the parent, except losses of replicas, which are handled at once, even while draining. is_ready: set when
+    the engine is.
     """
 
     def __init__(self, link: ParentLink) -> None:
@@ -36,7 +36,7 @@ class EngineLink:
         self.is_ready = asyncio.Event()
 
     def start(self, delays: Delays | None = None) -> None:
-        """Takes orders and messages from now on. delays: of HTTP connections, logged when the parent asks for news."""
+        """Begins to take orders and messages. delays: of HTTP connections, logged when the parent asks for news."""
         loop = asyncio.get_running_loop()
 
         def on_beat() -> None:

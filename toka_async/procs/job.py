@@ -57,7 +57,7 @@ def open_job(job: BatchJob) -> OpenJob:
 
 
 def is_void(job: BatchJob, begun: Batch) -> bool:
-    """Whether an ended run left nothing: it answered no line, or all of its answers were removed."""
+    """Tells whether an ended run left nothing: it answered no line, or all of its answers were removed."""
     if begun.record.status not in FINAL:
         return False
     num_ended = begun.progress.completed + begun.progress.failed

@@ -29,7 +29,7 @@ class WorkProgress:
         self._num_ended += 1
 
     def measure_stall(self) -> float:
-        """Seconds since something began or ended; 0 while there is no work."""
+        """Returns the seconds since something began or ended; 0 while there is no work."""
         return self._clock() - self._moved if self._num_begun > self._num_ended else 0.0
 
 

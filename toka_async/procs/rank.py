@@ -139,7 +139,7 @@ def watch_steps(link: ParentLink, progress: WorkProgress) -> None:
 def make_sender(link: ParentLink, results: Outbox[FromRank]) -> Callable[[StepDone], None]:
     """Make the function that sends a step's results (from one rank) and times (from one rank of each stage)."""
     layout, rank = link.spec.topology.layout, link.spec.rank
-    stage, tensor_rank = layout.stage_of(rank)
+    stage, tensor_rank = layout.find_stage(rank)
     report = StageReport(stage, results) if layout.pp > 1 and tensor_rank == 0 else None
 
     def send(step: StepDone) -> None:
@@ -226,15 +226,15 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[
 
 
 def make_coords(spec: ChildSpec) -> RankCoords:
-    """The rank's coordinates. Ranks of a restarted replica meet at another address."""
+    """Makes the rank's coordinates. Ranks of a restarted replica meet at another address."""
     layout, parallel = spec.topology.layout, spec.config.parallel
-    stage, rank = layout.stage_of(spec.rank)
+    stage, rank = layout.find_stage(spec.rank)
     return RankCoords(
         rank=rank,
         size=layout.tp,
         stage=stage,
         num_stages=layout.pp,
-        device_index=layout.gpu_of(spec.replica, spec.rank),
+        device_index=layout.choose_gpu(spec.replica, spec.rank),
         group=f"{spec.topology.groups[spec.replica]}-{spec.life}",
         num_sharing=layout.dp * layout.num_ranks,
         num_micro_batches=parallel.num_micro_batches,

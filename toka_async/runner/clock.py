@@ -1,8 +1,7 @@
-"""How long steps take on the device, and how long it waited between them, and within them for other ranks.
+"""Times the steps of a device: how long each takes, and how long the device waits between steps and for other ranks.
 
-Steps are launched ahead of the device, so the host's clock says little: events on the device's stream mark where a
-step begins and ends. On a CPU, where steps are computed as they are launched, the host's clock does. Knows no steps'
-contents.
+The host launches steps ahead of the device, so events in the device's stream mark where a step begins and ends. A CPU
+computes a step while it is launched, so the host's clock does there. Knows nothing of what a step does.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Mark = torch.cuda.Event | float  # a place in the device's stream, or a time
 
 @dataclass(slots=True)
 class StepSpan:
-    """Begin and end of a step, and of each time in it that the device waited for other ranks."""
+    """The begin and end of a step, and of each time in it in which the device waited for other ranks."""
 
     begin: Mark
     end: Mark | None = None
@@ -42,25 +41,25 @@ class StepClock:
         return span
 
     @contextmanager
-    def stalled(self, span: StepSpan) -> Iterator[None]:
-        """What the device is told in here is to wait for other ranks."""
+    def stall(self, span: StepSpan) -> Iterator[None]:
+        """Counts what is launched within as a wait for other ranks."""
         begin = self._now()
         yield
         span.stalls.append((begin, self._now()))
 
-    def stall_seconds(self, span: StepSpan) -> float:
-        """How long the device waited within a step that has ended."""
-        return sum(seconds_between(begin, end) for begin, end in span.stalls)
+    def measure_stalls(self, span: StepSpan) -> float:
+        """Returns the seconds in which the device waited for other ranks within a step."""
+        return sum(measure_between(begin, end) for begin, end in span.stalls)
 
-    def seconds(self, span: StepSpan) -> tuple[float, float]:
-        """How long a step that has ended took, and how long the device had waited for it.
+    def measure(self, span: StepSpan) -> tuple[float, float]:
+        """Returns the seconds that a step took, and those that the device was idle before it.
 
         Spans must be given in order.
         """
         assert span.end is not None
-        seconds, waited = seconds_between(span.begin, span.end), 0.0
+        seconds, waited = measure_between(span.begin, span.end), 0.0
         if self._last is not None and self._last.end is not None:
-            waited = max(0.0, seconds_between(self._last.end, span.end) - seconds)
+            waited = max(0.0, measure_between(self._last.end, span.end) - seconds)
         self._last = span
         return seconds, waited
 
@@ -69,14 +68,14 @@ class StepClock:
 
 
 def mark() -> torch.cuda.Event:
-    """This place in the device's current stream."""
+    """Records this place in the device's current stream."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
-def seconds_between(begin: Mark, end: Mark) -> float:
-    """Waits until both have happened, as an event's `elapsed_time` needs it."""
+def measure_between(begin: Mark, end: Mark) -> float:
+    """Waits until both marks have happened, and returns the seconds between them."""
     if isinstance(begin, float):
         assert isinstance(end, float)
         return end - begin

@@ -6,23 +6,22 @@ from typing import Any
 
 
 class CompileCounter:
-    """Counts nothing until it watches."""
+    """Counts from the first call of `watch` on."""
 
     def __init__(self) -> None:
         self._num_kernels = 0
 
     def watch(self) -> None:
-        """Count from now on; takes the place of any hook that was there. Needs Triton."""
+        """Begins to count. Replaces any hook that was there. Needs Triton."""
         from triton import knobs
 
         knobs.runtime.jit_post_compile_hook = self._add
 
     def count(self) -> int:
-        """Kernels that were built, or loaded from Triton's cache, since the last reset."""
+        """Returns the kernels that were built, or loaded from Triton's cache, since the last reset."""
         return self._num_kernels
 
     def reset(self) -> None:
-        """Begin at 0 again."""
         self._num_kernels = 0
 
     def _add(self, **_: Any) -> None:

@@ -1,7 +1,4 @@
-"""Host to device and back: several columns in one copy, which nobody waits for until its values are needed.
-
-Knows nothing of what a column means.
-"""
+"""Copies columns to the device and results back, several in one copy. Nobody waits before the values are needed."""
 
 from __future__ import annotations
 
@@ -17,17 +14,16 @@ from toka_async.attention.copies import to_device
 
 
 def upload(columns: Sequence[npt.NDArray[np.integer]], device: torch.device) -> list[Tensor]:
-    """Integer columns of any lengths as int64 tensors on `device`, views of one."""
+    """Copies integer columns of any lengths to `device`. Returns int64 tensors, views of one tensor."""
     sizes = [column.size for column in columns]
     tensor = to_device(np.concatenate(columns, dtype=np.int64, casting="safe"), device)
     return list(torch.split(tensor, sizes))
 
 
 class Download:
-    """Tensors of one device, int32 or float32 of any shapes, on their way to the host.
+    """Copies tensors of one device, int32 or float32 of any shapes, to the host.
 
-    On a GPU they are packed into one tensor, so that theirs can be written again, and copied on a stream beside the
-    one that computes.
+    On a GPU they are packed into one tensor first, so that they can be overwritten at once.
     """
 
     def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None = None) -> None:
@@ -47,8 +43,8 @@ class Download:
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record(stream)
 
-    def arrays(self) -> list[npt.NDArray[Any]]:
-        """Waits for the values: arrays of the tensors' shapes, in order."""
+    def collect(self) -> list[npt.NDArray[Any]]:
+        """Waits for the values. Returns arrays of the tensors' shapes, in order."""
         if not self._shapes:
             return []
         if self._event is not None:

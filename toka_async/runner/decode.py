@@ -1,7 +1,6 @@
-"""A pass of decoding rows on a GPU, from the device's tables to the rows' next tokens, captured in graphs.
+"""Computes a pass of decoding rows on a GPU, from the device's tables to the rows' next tokens, captured in graphs.
 
-A stage of a pipeline may begin with residuals in place of tokens, and end with them. Knows the rows and how they
-sample; knows no messages.
+In a pipeline, a pass may begin or end with residuals in place of tokens. Knows rows and sampling; knows no messages.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ _KINDS = 64  # arrays of slots that are remembered: as many as a step has micro-
 
 
 class DecodePass:
-    """What a step of decoding rows alone computes, without the host; captured where `attention` can be.
+    """Computes steps of decoding rows alone, without the host; captured if `attention` is not None.
 
-    sampler: by kernels, over parameters that stay on the device; None on a stage that does not sample.
+    sampler: draws with kernels, from parameters that stay on the device; None on a stage that does not sample.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class DecodePass:
         shares: RowShares | None = None,
         residuals: Callable[[int], Tensor] | None = None,
     ) -> None:
-        """history: of a stage that samples. residuals: makes the memory that a graph reads so many rows from."""
+        """history: of a stage that samples. residuals: makes the memory from which graphs read residuals."""
         self._model = model
         self._attention = attention
         self._rows = rows
@@ -55,15 +54,14 @@ class DecodePass:
 
     @property
     def can_capture(self) -> bool:
-        """Whether attention can be captured."""
         return self._attention is not None
 
     def capture(self, sizes: Sequence[int], grouped: bool) -> Iterator[tuple[int, int]]:
-        """Capture graphs of so many rows; gives (captured, all) after each. No row decodes meanwhile."""
+        """Captures graphs of these numbers of rows; yields (captured, all) after each. No row may decode meanwhile."""
         assert self._attention is not None
         assert not self._rows.order.size
         most = max(sizes)
-        # What was there before has left: from here on it is padding that computes.
+        # No row decodes now: from here on padding computes.
         self._rows.on_device.set_order(self._rows.order, most)
         graphs = DecodeGraphs(self._decode, self._attention, sizes, grouped)
         with torch.inference_mode():
@@ -72,24 +70,24 @@ class DecodePass:
             yield from graphs.capture()
         self.graphs = graphs
 
-    def padded(self, order: Int32) -> int:
-        """Rows that a pass of these takes, padding included."""
-        size = 0 if self.graphs is None else self.graphs.size_for(order.size)
+    def count_padded(self, order: Int32) -> int:
+        """Counts the rows that a pass of these computes, padding included."""
+        size = 0 if self.graphs is None else self.graphs.find_size(order.size)
         return size or order.size
 
     def can_replay(self, step_rows: StepRows, grouped: bool) -> bool:
-        """Whether a graph computes the step: no chunks, not too many rows, and all sampled by kernels."""
+        """Tells whether a graph can compute the step: it has no chunks, not too many rows, and kernels sample all."""
         num_rows = step_rows.num_decode
         if self.graphs is None or step_rows.slots.size != num_rows or not self.graphs.has(num_rows, grouped):
             return False
-        return self.sampler is None or self._kind_of(self.sampler, step_rows.slots)[0]
+        return self.sampler is None or self._find_kind(self.sampler, step_rows.slots)[0]
 
     def replay(
         self, step_rows: StepRows, groups: tuple[PrefixGroup, ...], residuals: Tensor | None = None
     ) -> tuple[Draws | None, Tensor | None]:
-        """The rows' next tokens or their residuals [n, hidden], which stay in the graph's memory until the next replay.
+        """Returns the rows' next tokens, or on a stage that does not sample their residuals [n, hidden].
 
-        residuals: [n, hidden], of a stage that is not the first.
+        They are in the graph's memory, up to the next replay. residuals: [n, hidden], on a stage that is not the first.
         """
         assert self.graphs is not None
         if residuals is not None:
@@ -99,18 +97,18 @@ class DecodePass:
         if self.sampler is None:
             return None, outputs[0]
         token_ids, logprobs = outputs
-        return Draws(token_ids, logprobs if self._kind_of(self.sampler, step_rows.slots)[1] else None), None
+        return Draws(token_ids, logprobs if self._find_kind(self.sampler, step_rows.slots)[1] else None), None
 
-    def _kind_of(self, sampler: KernelSampler, slots: Int32) -> tuple[bool, bool]:
-        """Whether kernels sample all rows, and whether any wants log-probs; looked up once for an array of slots."""
+    def _find_kind(self, sampler: KernelSampler, slots: Int32) -> tuple[bool, bool]:
+        """Tells whether kernels sample all rows, and whether any wants log-probs. Remembered by array of slots."""
         for kind in self._kinds:
             if kind[0] is slots:
                 return kind[1:]
-        self._kinds.append((slots, sampler.all_fast(slots), sampler.wants_logprobs(slots)))
+        self._kinds.append((slots, sampler.are_fast(slots), sampler.wants_logprobs(slots)))
         return self._kinds[-1][1:]
 
     def _decode(self, num_rows: int, grouped: bool) -> tuple[Tensor, ...]:
-        """The first rows in the device's order, padding included: reads and writes tables, takes no inputs."""
+        """Decodes the first rows in the device's order, padding included. Reads and writes tables, takes no inputs."""
         rows = self._rows.on_device
         inputs = rows.decode_inputs(num_rows)
         batch = AttentionBatch(
@@ -126,14 +124,14 @@ class DecodePass:
         self._attention.plan_graph(batch, grouped)
         if self._history is not None:
             self._history.write(inputs.write_indices, inputs.token_ids)
-        hidden = self._model.forward(self._first_of(inputs), inputs.positions, self._attention)
+        hidden = self._model.forward(self._make_first(inputs), inputs.positions, self._attention)
         rows.advance(inputs.slots, inputs.contexts)
         if self.sampler is None:
             return (hidden,)
         token_ids, logprobs = self.sampler.draw(hidden, inputs.slots, inputs.contexts)
-        rows.sampled(inputs.slots, token_ids)
+        rows.set_sampled(inputs.slots, token_ids)
         return token_ids, logprobs
 
-    def _first_of(self, inputs: DecodeInputs) -> Tensor:
-        """What the first layer begins with."""
+    def _make_first(self, inputs: DecodeInputs) -> Tensor:
+        """Returns what the first layer reads."""
         return inputs.token_ids if self._residuals is None else self._residuals[: len(inputs.slots)]

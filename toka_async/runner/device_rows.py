@@ -1,7 +1,6 @@
-"""The rows of a rank on its device: what a decoding step reads and leaves behind, changed by small uploads only.
+"""The rows of a rank on its device: what a decoding step reads and writes. Only small uploads change them.
 
-A decoding row's next token, its position, its pages: with these a step of decoding rows needs nothing from the host.
-Knows no prompts and no sampling.
+They hold the rows' next tokens, positions and pages: a decoding step needs nothing from the host. Knows no prompts.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from toka_async.runner.copies import upload
 
 @dataclass(slots=True, frozen=True)
 class DecodeInputs:
-    """What a step reads of n decoding rows, one token each: [n] int64, but contexts int32."""
+    """The inputs of n decoding rows, one token each: [n] int64, but contexts int32."""
 
     slots: Tensor
     token_ids: Tensor
@@ -32,11 +31,11 @@ class DeviceRows:
 
     page_table: int32 [max_seqs + 1, width]; entries past a slot's pages are any pages; those of the padding slot are
     `scratch_page`, which no row owns. last_tokens, positions: int64 [max_seqs + 1]: the next token of a decoding slot,
-    and the number of its tokens whose keys and values are computed. order: int64, the decoding slots, then padding; of
-    a step in parts, those of the part that is computed, taken from the `whole_order`.
+    and how many of its tokens have keys and values in the cache. order: int64, the decoding slots, then padding. For a
+    step in parts, `whole_order` holds all decoding slots, and `order` those of the part that is computed.
 
     Args:
-        width: pages of a row that there is room for; more than that makes the table grow.
+        width: pages for which a row has room; the table grows when a row needs more.
     """
 
     def __init__(self, max_seqs: int, page_size: int, width: int, scratch_page: int, device: torch.device) -> None:
@@ -52,7 +51,7 @@ class DeviceRows:
         self.whole_order = self.order
 
     def widen(self, width: int) -> None:
-        """Room for `width` pages in every row; grows by doubling."""
+        """Makes room for `width` pages in every row. Grows by doubling."""
         old = self.page_table
         if width <= old.shape[1]:
             return
@@ -61,14 +60,14 @@ class DeviceRows:
         self.page_table[self.padding] = self.scratch_page
 
     def set_order(self, order: Int32, num_padded: int) -> None:
-        """The decoding slots, in row order, and padding up to `num_padded` rows."""
+        """Sets the decoding slots, in row order, and padding up to `num_padded` rows."""
         padded = np.full(max(num_padded, order.size), self.padding, dtype=np.int64)
         padded[: order.size] = order
         (uploaded,) = upload((padded,), self.device)
         self.order[: padded.size].copy_(uploaded)
 
     def keep_order(self, order: Int32) -> None:
-        """The decoding slots of a step in parts, in row order."""
+        """Sets the decoding slots of a step in parts, in row order; `take_order` chooses among them."""
         if self.whole_order is self.order:
             self.whole_order = torch.empty_like(self.order)
         if order.size:
@@ -76,13 +75,13 @@ class DeviceRows:
             self.whole_order[: order.size].copy_(uploaded)
 
     def take_order(self, first: int, num_rows: int, num_padded: int) -> None:
-        """The part of the order from row `first` on, and padding up to `num_padded` rows, is what is decoded next."""
+        """Chooses what to decode next: rows from `first` on, and padding up to `num_padded` rows."""
         self.order[:num_rows].copy_(self.whole_order[first : first + num_rows])
         if num_padded > num_rows:
             self.order[num_rows:num_padded].fill_(self.padding)
 
     def decode_inputs(self, num_rows: int) -> DecodeInputs:
-        """The inputs of the first rows in order, computed on the device from tables that stay where they are."""
+        """Computes the inputs of the first rows in order, on the device, from tables that stay where they are."""
         slots = self.order[:num_rows]
         positions = self.positions.index_select(0, slots)
         places = torch.div(positions, self.page_size, rounding_mode="floor")
@@ -97,10 +96,10 @@ class DeviceRows:
         )
 
     def advance(self, slots: Tensor, contexts: Tensor) -> None:
-        """The slots' tokens up to `contexts` [n] are computed; padding stays where it is."""
+        """Records that the slots' tokens up to `contexts` [n] are computed. Padding stays where it is."""
         self.positions.index_copy_(0, slots, contexts.long())
         self.positions[self.padding :].zero_()
 
-    def sampled(self, slots: Tensor, token_ids: Tensor) -> None:
-        """The slots' next tokens, int64 [n] each."""
+    def set_sampled(self, slots: Tensor, token_ids: Tensor) -> None:
+        """Sets the slots' next tokens. int64 [n] each."""
         self.last_tokens.index_copy_(0, slots, token_ids)

@@ -1,7 +1,7 @@
 """CUDA graphs of decoding steps: everything from the rows' tables to their next tokens, replayed as one launch.
 
-A graph is of a number of rows, filled up with padding, with or without shared prefixes. It reads and writes the tables
-of `DeviceRows` where they are, so that a replay needs no inputs. Knows no requests and no messages.
+A graph computes a fixed number of rows, filled up with padding, with or without shared prefixes. It reads and writes
+the tables of `DeviceRows` in place, so a replay needs no inputs. Knows no requests and no messages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from toka_async.attention.base import GraphAttention, PrefixGroup
 
-# What a captured step computes: from (rows, grouped) to tensors of as many rows.
+# Computes a step of (rows, grouped). Returns tensors of as many rows.
 DecodeStep = Callable[[int, bool], tuple[Tensor, ...]]
 
 
@@ -27,10 +27,9 @@ class _Captured:
 
 
 def list_graph_sizes(most: int) -> list[int]:
-    """Rows of the graphs up to `most`, before any is dropped.
+    """Lists the numbers of rows to capture, up to `most`, before any is dropped.
 
-    Padding costs little while a step's time is that of reading the weights, to about 150 rows; above, sizes are whole
-    tiles of matrix products.
+    Padding costs little while reading the weights takes the time, to about 150 rows. Above, products have whole tiles.
     """
     sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
     while sizes[-1] < most:
@@ -39,7 +38,7 @@ def list_graph_sizes(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Graphs by number of rows, largest captured first, so that they share its memory."""
+    """Graphs by number of rows. The largest is captured first, so that the others share its memory."""
 
     def __init__(self, decode: DecodeStep, attention: GraphAttention, sizes: Sequence[int], grouped: bool) -> None:
         self._attention = attention
@@ -49,47 +48,46 @@ class DecodeGraphs:
         self._kinds = (False, True) if grouped else (False,)
 
     def capture(self) -> Iterator[tuple[int, int]]:
-        """Captures one graph after the other; gives (captured, all) after each."""
+        """Captures one graph after the other; yields (captured, all) after each."""
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         todo = [(size, grouped) for size in reversed(self._sizes) for grouped in self._kinds]
-        with _quick_collections():
+        with _hide_old_objects():
             for number, (size, grouped) in enumerate(todo, 1):
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
                     self._decode(size, grouped)  # what happens once (kernels, libraries' handles) is not captured
                 torch.cuda.current_stream().wait_stream(stream)
                 graph = torch.cuda.CUDAGraph()
-                with _no_collection(), torch.cuda.graph(graph, pool=pool, stream=stream):
+                with _hold_collections(), torch.cuda.graph(graph, pool=pool, stream=stream):
                     outputs = self._decode(size, grouped)
                 self._graphs[size, grouped] = _Captured(graph, outputs)
                 yield number, len(todo)
 
     def keep(self, sizes: Sequence[int]) -> None:
-        """Drops the graphs of other sizes."""
         self._sizes = [size for size in self._sizes if size in sizes]
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] in sizes}
 
     @property
     def sizes(self) -> list[int]:
-        """Rows of the graphs that there are, in ascending order."""
+        """The numbers of rows of the captured graphs, in ascending order."""
         return [*self._sizes] if self._graphs else []
 
-    def of_size(self, size: int) -> list[torch.cuda.CUDAGraph]:
-        """The graphs of so many rows, without groups and with them."""
+    def list_graphs(self, size: int) -> list[torch.cuda.CUDAGraph]:
+        """Lists the graphs of this number of rows, without groups and with them."""
         return [self._graphs[size, grouped].graph for grouped in self._kinds]
 
-    def size_for(self, num_rows: int) -> int:
-        """Rows of the smallest graph that holds them; 0: there is none."""
+    def find_size(self, num_rows: int) -> int:
+        """Finds the size of the smallest graph that holds the rows; 0 if there is none."""
         return next((size for size in self._sizes if size >= num_rows), 0) if self._graphs else 0
 
     def has(self, num_rows: int, grouped: bool) -> bool:
-        """Whether so many rows, with groups or without, can be replayed."""
-        return (self.size_for(num_rows), grouped) in self._graphs
+        """Tells whether a graph can compute so many rows, with groups or without."""
+        return (self.find_size(num_rows), grouped) in self._graphs
 
     def replay(self, num_rows: int, groups: tuple[PrefixGroup, ...]) -> tuple[Tensor, ...]:
-        """What the step gives of the rows, until the next replay; the order's padding fills the graph's size."""
-        size = self.size_for(num_rows)
+        """Replays the step. Returns the rows' outputs, which hold until the next replay. Padding fills the order."""
+        size = self.find_size(num_rows)
         captured = self._graphs[size, bool(groups)]
         if groups:
             self._attention.set_groups(groups)
@@ -98,8 +96,8 @@ class DecodeGraphs:
 
 
 @contextmanager
-def _quick_collections() -> Iterator[None]:
-    """What is there already is not looked at: libraries' hundreds of thousands of objects live on anyway."""
+def _hide_old_objects() -> Iterator[None]:
+    """Keeps existing objects out of garbage collections: libraries' hundreds of thousands of objects live on anyway."""
     gc.collect()
     gc.freeze()
     try:
@@ -109,8 +107,8 @@ def _quick_collections() -> Iterator[None]:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """A collection during a capture could free memory of another stream."""
+def _hold_collections() -> Iterator[None]:
+    """Collects no garbage within: a collection during a capture could free memory of another stream."""
     gc.collect()
     gc.disable()
     try:

@@ -1,7 +1,7 @@
-"""A step's tensors: what the model and attention read, and which positions are sampled.
+"""Builds a step's tensors: what the model and attention read, and which positions are sampled.
 
-Decoding rows come from the device's own tables; only chunks of prompts are built on the host, in NumPy, and copied to
-the device at once. Knows no model and no sampling.
+Decoding rows come from the device's tables. Only chunks of prompts are built on the host, in NumPy, and copied to the
+device in one go. Knows no model and no sampling.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from toka_async.runner.rows import RowTables
 
 
 class StepModel(Protocol):
-    """What a step calls of a decoder; `model.decoder` is one."""
+    """The part of a decoder that a step calls; `model.decoder` implements it."""
 
     def forward(
         self, inputs: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
@@ -32,10 +32,10 @@ class StepModel(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class StepRows:
-    """The rows of a step on the host: decoding rows first, then chunks; arrays of one entry per row.
+    """The rows of a step on the host: decoding rows first, then chunks. Each array has one entry per row.
 
-    slots: int32. lengths: int32, tokens of this step. contexts: int64, tokens of the row with this step's.
-    firsts: int64, the row's first token in the step. samples: bool, a token is sampled from the row's last position.
+    slots: int32. lengths: int32, tokens in this step. contexts: int64, tokens of the row, this step's included. firsts:
+    int64, the row's first token in the step. samples: bool, whether a token is sampled from the row's last position.
     """
 
     num_decode: int
@@ -45,8 +45,8 @@ class StepRows:
     firsts: Int64
     samples: Bool
 
-    def sampled(self) -> tuple[Int32, Int64]:
-        """Slots and contexts of the rows that sample."""
+    def list_sampling(self) -> tuple[Int32, Int64]:
+        """Lists the slots and contexts of the rows that sample."""
         return self.slots[self.samples], self.contexts[self.samples]
 
 
@@ -55,7 +55,7 @@ class StepInputs:
     """A step's tensors on the device.
 
     token_ids, positions: int64 [t]. sampled: int64 [s], the tokens whose hidden states are sampled; None: all.
-    sample_slots: int64 [s], the slots that sample; sample_contexts: int32 [s], theirs.
+    sample_slots: int64 [s], the slots that sample. sample_contexts: int32 [s], their contexts.
     """
 
     token_ids: Tensor
@@ -67,7 +67,7 @@ class StepInputs:
 
 
 def make_step_rows(rows: RowTables, step: Step) -> StepRows:
-    """The rows of a step whose events `rows` have applied."""
+    """Makes the rows of a step. `rows` must have applied its events."""
     num_decode = rows.order.size
     if not step.chunk_slots:
         slots, lengths = rows.order, np.ones(num_decode, dtype=np.int32)
@@ -89,13 +89,13 @@ def make_step_rows(rows: RowTables, step: Step) -> StepRows:
 
 
 def build_inputs(rows: RowTables, step_rows: StepRows, groups: tuple[PrefixGroup, ...]) -> StepInputs:
-    """The tensors of a step with at least one token."""
+    """Builds the tensors of a step with at least one token."""
     decode = rows.on_device.decode_inputs(step_rows.num_decode)
     if step_rows.slots.size == step_rows.num_decode:
         attention = make_attention_batch(rows, step_rows, decode.slots, decode.contexts, decode.write_indices, groups)
         return StepInputs(decode.token_ids, decode.positions, attention, None, decode.slots, decode.contexts)
     token_ids, positions, cells, offsets, slots, contexts, sampled, sample_slots, sample_contexts = upload(
-        (_chunk_ids(rows, step_rows), *_chunk_layout(rows, step_rows), *_chunk_rows(step_rows)), rows.device
+        (_read_chunk_ids(rows, step_rows), *_locate_chunks(rows, step_rows), *_list_chunk_rows(step_rows)), rows.device
     )
     table = rows.on_device.page_table
     write_indices = table.view(-1).index_select(0, cells).long() * rows.page_size + offsets
@@ -141,15 +141,15 @@ def read_groups(step: Step) -> tuple[PrefixGroup, ...]:
     return tuple(PrefixGroup(*group) for group in zip(*(c.tolist() for c in columns), strict=True))
 
 
-def _chunk_rows(step_rows: StepRows) -> tuple[Int32, Int64, Int64, Int32, Int64]:
-    """Slots and contexts of the chunks, then of all rows that sample: their last tokens, slots and contexts."""
+def _list_chunk_rows(step_rows: StepRows) -> tuple[Int32, Int64, Int64, Int32, Int64]:
+    """Lists slots and contexts of the chunks, then last tokens, slots and contexts of all rows that sample."""
     chunks = slice(step_rows.num_decode, None)
     last = (step_rows.firsts + step_rows.lengths - 1)[step_rows.samples]
-    return step_rows.slots[chunks], step_rows.contexts[chunks], last, *step_rows.sampled()
+    return step_rows.slots[chunks], step_rows.contexts[chunks], last, *step_rows.list_sampling()
 
 
-def _chunk_layout(rows: RowTables, step_rows: StepRows) -> tuple[Int64, Int64, Int64]:
-    """Per token of the chunks: position, cell of its page in the flat page table, offset in the page."""
+def _locate_chunks(rows: RowTables, step_rows: StepRows) -> tuple[Int64, Int64, Int64]:
+    """Locates each token of the chunks: position, cell of its page in the flat page table, offset in the page."""
     chunks = slice(step_rows.num_decode, None)
     lengths = step_rows.lengths[chunks]
     firsts = step_rows.firsts[chunks] - step_rows.num_decode
@@ -160,8 +160,8 @@ def _chunk_layout(rows: RowTables, step_rows: StepRows) -> tuple[Int64, Int64, I
     return positions, slots * rows.on_device.page_table.shape[1] + places, positions - places * rows.page_size
 
 
-def _chunk_ids(rows: RowTables, step_rows: StepRows) -> Int32:
-    """The tokens of all chunks, one after the other."""
+def _read_chunk_ids(rows: RowTables, step_rows: StepRows) -> Int32:
+    """Reads the tokens of all chunks, one chunk after the other."""
     chunks = slice(step_rows.num_decode, None)
     ends = step_rows.contexts[chunks].tolist()
     lengths = step_rows.lengths[chunks].tolist()

@@ -1,7 +1,6 @@
-"""Samples on a GPU with kernels that read the logits once; rows that ask for more go through plain torch.
+"""Samples on a GPU with kernels that read the logits once. Plain torch samples rows that ask for more.
 
-The parameters of running rows stay on the device, by slot. Knows slots and sampling; knows no requests and no
-attention.
+The parameters of running rows stay on the device, by slot. Knows slots and sampling; knows no requests.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ class KernelSampler:
         self._rows = rows
         self._by_torch = SlabSampler(head, rows, history)
         max_seqs, vocab = rows.params.size, rows.vocab_size
-        self._kernels = SamplingKernels(vocab, shares.size(max_seqs) if shares else max_seqs, rows.device)
-        self._table = _empty_table(max_seqs + 1, vocab, rows.device)
+        self._kernels = SamplingKernels(vocab, shares.count_rows(max_seqs) if shares else max_seqs, rows.device)
+        self._table = _make_table(max_seqs + 1, vocab, rows.device)
         self._slow: Bool = np.zeros(max_seqs, dtype=np.bool_)
 
     def admit(self, slots: Int32) -> None:
-        """The slots have new parameters, in `rows`."""
+        """Copies the slots' new parameters from `rows` to the device."""
         rows, table = self._rows, self._table
         params = rows.params[slots]
         self._slow[slots] = _is_slow(params)
@@ -56,20 +55,20 @@ class KernelSampler:
         self._mark_seen(slots[(flags & Flag.REPETITION) != 0])
 
     def draw(self, hidden: Tensor, slots: Tensor, contexts: Tensor) -> tuple[Tensor, Tensor]:
-        """Token ids int64 [s] and their log-probs float32 [s] for rows that are not slow; nothing touches the host."""
+        """Draws token ids int64 [s] and their log-probs float32 [s] for fast rows. Nothing touches the host."""
         if self._shares is None:
             return self._draw(self._head(hidden), slots, contexts)
         token_ids, logprobs = self._shares.draw(hidden, slots, contexts, self._draw)
-        self._see(slots, token_ids)
+        self._mark_drawn(slots, token_ids)
         return token_ids, logprobs
 
     def _draw(self, logits: Tensor, slots: Tensor, contexts: Tensor) -> tuple[Tensor, Tensor]:
         return self._kernels.draw(logits, slots, contexts, self._table)
 
-    def _see(self, slots: Tensor, token_ids: Tensor) -> None:
-        """The slots have seen what other ranks drew for them: any of them may draw for a slot the next time.
+    def _mark_drawn(self, slots: Tensor, token_ids: Tensor) -> None:
+        """Marks tokens as seen that other ranks drew, since any rank may draw for a slot the next time.
 
-        Slots that do not penalise may be there several times; what their cells hold is written back.
+        A slot that does not penalise may appear several times: the content of its cells is written back.
         """
         table = self._table
         penalises = (table.flags.index_select(0, slots) & int(Flag.REPETITION)) != 0
@@ -78,8 +77,8 @@ class KernelSampler:
         words = table.seen.view(-1).index_select(0, cells)
         table.seen.view(-1).index_copy_(0, cells, torch.where(penalises, words | bits, words))
 
-    def all_fast(self, slots: Int32) -> bool:
-        """Whether `draw` alone will do."""
+    def are_fast(self, slots: Int32) -> bool:
+        """Tells whether `draw` alone can sample all of the slots."""
         return not self._slow[slots].any()
 
     def wants_logprobs(self, slots: Int32) -> bool:
@@ -91,10 +90,10 @@ class KernelSampler:
             return self._by_torch.sample(hidden, slots, lengths, slots_at, lengths_at)
         token_ids, chosen = self.draw(hidden, slots_at, lengths_at)
         if slow.size:
-            return self._with_slow(hidden, slots, lengths, slots_at, lengths_at, slow, token_ids, chosen)
+            return self._sample_slow(hidden, slots, lengths, slots_at, lengths_at, slow, token_ids, chosen)
         return Draws(token_ids, chosen if self.wants_logprobs(slots) else None)
 
-    def _with_slow(
+    def _sample_slow(
         self,
         hidden: Tensor,
         slots: Int32,
@@ -116,11 +115,11 @@ class KernelSampler:
         return Draws(token_ids, chosen if self.wants_logprobs(slots) else None, top)
 
     def _mark_seen(self, slots: Int32) -> None:
-        """The ids of the slots' prompts, and only those, are seen."""
+        """Marks the ids of the slots' prompts as seen, and no others."""
         prompts = self._rows.prompts[slots]
         keys = np.fromiter((id(prompt) for prompt in prompts), dtype=np.int64, count=slots.size)
         for indices in group_by_key(keys):
-            mask = _seen_bits(prompts[indices[0]], self._rows.vocab_size)
+            mask = _make_seen_bits(prompts[indices[0]], self._rows.vocab_size)
             at, bits = upload((slots[indices], mask), self._rows.device)
             self._table.seen.index_copy_(0, at, bits.to(torch.int32).expand(len(indices), -1))
 
@@ -130,25 +129,25 @@ def _is_slow(params: Params) -> Bool:
     return slow
 
 
-def _seen_bits(prompt: RowPrompt, vocab_size: int) -> Int32:
-    """A bit for each id of the vocabulary, lowest first: int32 [ceil(vocab / 32)]."""
+def _make_seen_bits(prompt: RowPrompt, vocab_size: int) -> Int32:
+    """Makes a bit for each id of the vocabulary, lowest first: int32 [ceil(vocab / 32)]."""
     seen = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
     seen[prompt.token_ids] = True
     return np.packbits(seen, bitorder="little").view(np.int32)
 
 
-def _empty_table(num_slots: int, vocab_size: int, device: torch.device) -> RowTable:
-    def column(dtype: torch.dtype) -> Tensor:
+def _make_table(num_slots: int, vocab_size: int, device: torch.device) -> RowTable:
+    def make_column(dtype: torch.dtype) -> Tensor:
         return torch.zeros(num_slots, dtype=dtype, device=device)
 
     return RowTable(
-        temperature=column(torch.float32),
-        top_p=column(torch.float32),
-        min_p=column(torch.float32),
-        repetition=column(torch.float32),
-        top_k=column(torch.int32),
-        flags=column(torch.int32),
-        num_prompt=column(torch.int32),
-        seeds=column(torch.int64),
+        temperature=make_column(torch.float32),
+        top_p=make_column(torch.float32),
+        min_p=make_column(torch.float32),
+        repetition=make_column(torch.float32),
+        top_k=make_column(torch.int32),
+        flags=make_column(torch.int32),
+        num_prompt=make_column(torch.int32),
+        seeds=make_column(torch.int64),
         seen=torch.zeros(num_slots, -(-vocab_size // 32), dtype=torch.int32, device=device),
     )

@@ -1,8 +1,8 @@
-"""Tensors from one rank to another, in order, without the host waiting for them: what joins the stages of a pipeline.
+"""Sends tensors between the stages of a pipeline, from rank to rank, in order, without the host waiting for them.
 
-A link is a process group of two, for one direction. On GPUs NCCL's streams do the waiting: whoever takes what was
-received makes the stream that computes wait for it, and nothing that a sender still reads is written again. On CPUs
-(gloo) the host waits. Buffers stay where they are. Knows no rows and no model.
+A link is a process group of two ranks, for one direction. On GPUs NCCL's streams wait: the computing stream waits for a
+tensor when it is taken, and a buffer is not written while it is still being sent. On CPUs (gloo) the host waits.
+Buffers stay where they are. Knows no rows and no model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class _Place:
-    """A buffer of a ring. free: an event on the device, when what was received last is read. work: what uses it."""
+    """A buffer of a ring. free: an event after the last read of the buffer. work: the transfer that uses it."""
 
     buffer: Tensor
     free: torch.cuda.Event | None
@@ -26,16 +26,16 @@ class _Place:
 
 
 class Sender:
-    """The end of a link that sends: copies, so that what is sent can be written again at once."""
+    """The sending end of a link. It copies tensors, so they can be overwritten at once."""
 
     def __init__(self, group: dist.ProcessGroup, target: int, buffers: Sequence[Tensor]) -> None:
-        """target: the rank in the group. buffers: as many as may be on their way, each of the longest [n, …]."""
+        """target: the rank in the group. buffers: one for each tensor under way, of the longest shape [n, …]."""
         self._group = group
         self._target = target
         self._ring = deque(_Place(buffer, None) for buffer in buffers)
 
     def send(self, x: Tensor) -> None:
-        """[n, …], n >= 1."""
+        """Sends [n, …], n >= 1."""
         place = self._ring[0]
         self._ring.rotate(-1)
         if place.work is not None:
@@ -46,35 +46,34 @@ class Sender:
 
 
 class Receiver:
-    """The end of a link that receives: what is posted is received as it comes, and taken in the order of posting.
+    """The receiving end of a link. Tensors are received and taken in the order of `post`.
 
-    A receive may be posted once everything that its sender waits for is launched here: whatever the device is told to
-    do after it may wait for it.
+    Post a receive only when all that its sender waits for is launched here: what comes later may wait for it.
     """
 
     def __init__(self, group: dist.ProcessGroup, source: int, buffers: Sequence[Tensor]) -> None:
-        """source: the rank in the group. buffers: as many as may be posted and not released."""
+        """source: the rank in the group. buffers: one for each tensor that may be posted and not released."""
         self._group = group
         self._source = source
         self._on_gpu = buffers[0].device.type == "cuda"
-        self._free = deque(_Place(buffer, self._event()) for buffer in buffers)
+        self._free = deque(_Place(buffer, self._record_event()) for buffer in buffers)
         self._posted: deque[tuple[_Place, int]] = deque()
         self._taken: deque[_Place] = deque()
-        # NCCL begins to receive when the stream that asks gets there: not the one that computes, which is busy.
+        # NCCL begins to receive when the calling stream gets there, and the computing stream is busy.
         self._stream = torch.cuda.Stream(buffers[0].device) if self._on_gpu else None  # type: ignore[no-untyped-call]
 
     @property
     def is_full(self) -> bool:
-        """Nothing can be posted until something is released."""
+        """Tells whether something must be released before the next `post`."""
         return not self._free
 
     @property
     def num_posted(self) -> int:
-        """That were not taken."""
+        """How many tensors are posted and not taken."""
         return len(self._posted)
 
     def post(self, count: int) -> None:
-        """Receive [count, …], count >= 1, as soon as it comes."""
+        """Begins to receive [count, …], count >= 1."""
         place = self._free.popleft()
         view = place.buffer[:count]
         if self._stream is None:
@@ -87,7 +86,7 @@ class Receiver:
         self._posted.append((place, count))
 
     def take(self) -> Tensor:
-        """What was posted first, once it is there; it stays until it is released."""
+        """Takes the tensor that was posted first; the device waits for it. It stays until it is released."""
         place, count = self._posted.popleft()
         assert place.work is not None
         place.work.wait()
@@ -95,19 +94,19 @@ class Receiver:
         return place.buffer[:count]
 
     def release(self) -> None:
-        """What was taken first is read, as soon as the device has done what it was told until now."""
+        """Frees the buffer that was taken first, once the device has done what is launched so far."""
         place = self._taken.popleft()
         if place.free is not None:
             place.free.record()
         self._free.append(place)
 
     def discard(self) -> None:
-        """Take and release all that is posted: nobody wants it any more."""
+        """Takes and releases all that is posted: nobody wants it any more."""
         while self._posted:
             self.take()
             self.release()
 
-    def _event(self) -> torch.cuda.Event | None:
+    def _record_event(self) -> torch.cuda.Event | None:
         return torch.cuda.Event() if self._on_gpu else None  # type: ignore[no-untyped-call]
 
 
@@ -115,8 +114,8 @@ class Receiver:
 class StageLinks:
     """A rank's links to the equal ranks of other stages; None where there is none.
 
-    before, after: residuals from the stage before and to the one after it, [t, hidden]. tokens_from_last, on the first
-    stage, and tokens_to_first, on the last: what was sampled, int64 [s].
+    before, after: residuals from the stage before and to the one after it, [t, hidden]. tokens_from_last (on the first
+    stage), tokens_to_first (on the last): sampled tokens, int64 [s].
     """
 
     before: Receiver | None = None

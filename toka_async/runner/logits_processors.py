@@ -1,6 +1,6 @@
-"""What rows do to their logits before the draw: allowed tokens, bias, forbidden end tokens and penalties, collected.
+"""Edits logits before the draw: allowed tokens, bias, forbidden end tokens and penalties (`model.penalties`).
 
-Only rows that ask for it cost anything. Knows slots and prompts; how logits change is in `model.penalties`.
+Only rows that ask for an edit cost anything. Knows slots and prompts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from toka_async.runner.token_history import TokenHistory
 
 
 def edit(logits: Tensor, rows: RowTables, history: TokenHistory, slots: Int32, lengths: Int64) -> None:
-    """Change float32 logits [s, vocab] in place, as the rows' parameters say.
+    """Changes float32 logits [s, vocab] in place, as the rows' parameters say.
 
     Args:
         slots: int32 [s].
@@ -42,7 +42,7 @@ def edit(logits: Tensor, rows: RowTables, history: TokenHistory, slots: Int32, l
 
 
 def _keep_allowed(logits: Tensor, rows: RowTables, slots: Int32, params: Params) -> None:
-    """-inf for what rows with allowed tokens do not allow."""
+    """Sets -inf for tokens that a row does not allow."""
     limited = np.flatnonzero(params["flags"] & Flag.ALLOWED)
     ids = [prompt.allowed_ids for prompt in rows.prompts[slots[limited]]]
     at = np.repeat(limited, [part.size for part in ids])
@@ -51,7 +51,7 @@ def _keep_allowed(logits: Tensor, rows: RowTables, slots: Int32, params: Params)
 
 
 def _add_bias(logits: Tensor, rows: RowTables, slots: Int32, params: Params, lengths: Int64) -> None:
-    """Bias, and -inf for the end tokens of rows that have fewer than min_tokens."""
+    """Adds the bias, and -inf for the end tokens of rows that have fewer than min_tokens."""
     early = lengths - rows.num_prompt[slots] < params["min_tokens"]
     biased = np.flatnonzero(params["flags"] & Flag.BIASED)
     held = np.flatnonzero(((params["flags"] & Flag.MIN_TOKENS) != 0) & early)
@@ -73,7 +73,7 @@ def _penalise(
     width = -(-int(lengths.max()) // rows.page_size)
     floats = np.stack([params[name] for name in ("presence", "frequency", "repetition")])
     seen = Penalties(
-        history.of(rows.on_device.page_table[:, :width].index_select(0, slots_at)),
+        history.gather(rows.on_device.page_table[:, :width].index_select(0, slots_at)),
         lengths_at,
         num_prompt,
         *to_device(floats, logits.device),

@@ -1,8 +1,8 @@
-"""Cuts a step into micro-batches, of which every stage of a pipeline computes one while the others compute theirs.
+"""Cuts a step into micro-batches, so that every stage of a pipeline computes one while the others compute theirs.
 
-Every micro-batch has its share of the decoding rows and of the chunks' tokens, each in their order: so rows meet the
-same stage at about the same time in every step, and a chunk's first part is computed before its next one. All ranks
-cut alike. Knows rows and groups; knows no stages and no tensors.
+Every micro-batch has its share of the decoding rows and of the chunks' tokens, each in order. So rows reach a stage at
+about the same time in every step, and a chunk's first part is computed before its next one. All ranks cut alike. Knows
+rows and groups; knows no stages and no tensors.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ LEAST_TOKENS = (
 class MicroBatch:
     """A part of a step.
 
-    rows: of the part alone, `firsts` too. first_row: of the step's decoding rows. groups: of the part's rows.
-    places: int64 [s], where the part's samples are among the step's; None: they are all of them.
+    rows: of the part alone, with `firsts` counted from its own first token. first_row: place of its first decoding row
+    in the step. groups: of its rows. places: int64 [s], of its samples among the step's; None: it has all.
     """
 
     rows: StepRows
@@ -36,30 +36,27 @@ class MicroBatch:
 
 
 def count_most_rows(max_seqs: int, num_parts: int) -> int:
-    """Decoding rows that a micro-batch can have."""
+    """Counts the decoding rows that a micro-batch can have."""
     return -(-max_seqs // num_parts)
 
 
 def count_most_tokens(max_seqs: int, max_tokens: int, num_parts: int, least_tokens: int = LEAST_TOKENS) -> int:
-    """Tokens that a micro-batch can have."""
+    """Counts the tokens that a micro-batch can have."""
     of_chunks = max(least_tokens, -(-max_tokens // num_parts))
     return min(max_tokens, count_most_rows(max_seqs, num_parts) + of_chunks)
 
 
 class Cutter:
-    """Cuts steps into up to `num_parts` micro-batches; into one, if that is all.
-
-    least_tokens: of chunks in a micro-batch, as long as there are as many.
-    """
+    """Cuts steps into at most `num_parts` micro-batches. least_tokens: of chunks in each, as far as there are any."""
 
     def __init__(self, num_parts: int = 1, least_tokens: int = LEAST_TOKENS) -> None:
         self._num_parts = num_parts
         self._least_tokens = least_tokens
-        # The decoding rows as they were cut last: who looks at them can tell that they are the same ones.
+        # The decoding rows of the last cut: callers compare arrays by identity to see that rows are the same.
         self._cut: tuple[Int32, int, list[Int32]] | None = None
 
     def cut(self, rows: StepRows, groups: Sequence[PrefixGroup]) -> list[MicroBatch]:
-        """The parts in the order in which they are to be computed; none of no rows."""
+        """Cuts a step into parts, in the order in which they are to be computed; a step without rows has none."""
         if not rows.slots.size:
             return []
         if self._num_parts == 1:
@@ -67,29 +64,29 @@ class Cutter:
         num_decode, num_tokens = rows.num_decode, int(rows.lengths[rows.num_decode :].sum())
         num_chunks = min(self._num_parts, -(-num_tokens // self._least_tokens))
         num_parts = max(min(self._num_parts, num_decode), num_chunks)
-        row_ends = _ends(num_decode, num_parts)
-        token_ends = [*_ends(num_tokens, num_chunks), *[num_tokens] * (num_parts - num_chunks)]
-        slots = self._decode_slots(rows, row_ends)
+        row_ends = _find_ends(num_decode, num_parts)
+        token_ends = [*_find_ends(num_tokens, num_chunks), *[num_tokens] * (num_parts - num_chunks)]
+        slots = self._cut_decode_slots(rows, row_ends)
         parts, first_row, first_token = [], 0, 0
         for part, (row_end, token_end) in enumerate(zip(row_ends, token_ends, strict=True)):
-            parts.append(_part(rows, groups, slots[part], first_row, row_end, first_token, token_end))
+            parts.append(_make_part(rows, groups, slots[part], first_row, row_end, first_token, token_end))
             first_row, first_token = row_end, token_end
         return parts
 
-    def _decode_slots(self, rows: StepRows, ends: list[int]) -> list[Int32]:
-        """Slots of each part's decoding rows; the same arrays as long as the step's are the same array."""
+    def _cut_decode_slots(self, rows: StepRows, ends: list[int]) -> list[Int32]:
+        """Cuts the decoding rows' slots. Returns the same arrays while the step's slots are the same array."""
         if self._cut is None or self._cut[0] is not rows.slots or self._cut[1] != len(ends):
             parts = [rows.slots[first:end] for first, end in zip([0, *ends], ends, strict=False)]
             self._cut = rows.slots, len(ends), parts
         return self._cut[2]
 
 
-def _ends(total: int, num_parts: int) -> list[int]:
-    """Where equal parts of `total` end."""
+def _find_ends(total: int, num_parts: int) -> list[int]:
+    """Finds where equal parts of `total` end."""
     return [total * (part + 1) // num_parts for part in range(num_parts)]
 
 
-def _part(
+def _make_part(
     rows: StepRows,
     groups: Sequence[PrefixGroup],
     slots: Int32,
@@ -98,7 +95,7 @@ def _part(
     first_token: int,
     token_end: int,
 ) -> MicroBatch:
-    """Some decoding rows, and some of the chunks' tokens, counted from the first chunk's first."""
+    """Makes a part of some decoding rows and some of the chunks' tokens, which count from the first chunk's first."""
     num_decode = row_end - first_row
     decode, places = slice(first_row, row_end), np.arange(first_row, row_end)
     contexts, lengths, samples = rows.contexts[decode], rows.lengths[decode], rows.samples[decode]
@@ -118,11 +115,11 @@ def _part(
         samples = np.concatenate([samples, sample[held] & is_last])
     firsts = np.cumsum(lengths, dtype=np.int64) - lengths
     part = StepRows(num_decode, slots, lengths, contexts, firsts, samples)
-    return MicroBatch(part, first_row, _groups_within(groups, first_row, row_end), places)
+    return MicroBatch(part, first_row, _clip_groups(groups, first_row, row_end), places)
 
 
-def _groups_within(groups: Sequence[PrefixGroup], first_row: int, row_end: int) -> tuple[PrefixGroup, ...]:
-    """What is left of the groups among some rows, counted from the first of these; a row alone is no group."""
+def _clip_groups(groups: Sequence[PrefixGroup], first_row: int, row_end: int) -> tuple[PrefixGroup, ...]:
+    """Clips the groups to some rows, and counts them from the first of these. A row alone is no group."""
     cut = []
     for group in groups:
         first, end = max(group.first_row, first_row), min(group.first_row + group.num_rows, row_end)

@@ -1,8 +1,8 @@
 """A rank's part in a pipeline: what it waits for before a micro-batch, and what it passes on after it.
 
-Residuals go from stage to stage; what the last one samples goes back to the first, which embeds it. The first stage
-waits only for the tokens that a micro-batch's rows go on from, so that the micro-batches of the next step follow while
-the last ones of this step are under way. Nothing here waits on the host, but on a CPU. Knows slots; knows no model.
+Residuals go from stage to stage. The last stage sends what it samples to the first, which embeds it. The first stage
+waits only for the tokens that a micro-batch's rows continue from, so the next step's first micro-batches can follow
+while this step's last ones are under way. The host waits only on a CPU. Knows slots; knows no model.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ from toka_async.runner.micro_batches import LEAST_TOKENS, Cutter
 
 @dataclass(slots=True, frozen=True)
 class StageSetup:
-    """What a stage is made of.
-
-    num_parts: micro-batches of a step, at most. hidden_size, dtype: of residuals. least_tokens: see `Cutter`.
-    """
+    """The parts of a stage. num_parts: micro-batches of a step, at most. hidden_size, dtype: of residuals."""
 
     links: StageLinks
     num_parts: int
@@ -44,37 +41,33 @@ class StageSetup:
     def is_last(self) -> bool:
         return self.links.after is None
 
-    def residuals(self, num_rows: int) -> Tensor:
-        """Memory for those of so many rows."""
+    def make_residuals(self, num_rows: int) -> Tensor:
         return torch.zeros(num_rows, self.hidden_size, dtype=self.dtype, device=self.device)
 
 
 class Pipeline:
-    """One rank's end of the links, over its `rows`. What earlier users of the links left in them is dropped.
-
-    cutter: the micro-batches that all stages agree on.
-    """
+    """One rank's end of the links, over its `rows`. Drops what an earlier user of the links left in them."""
 
     def __init__(self, setup: StageSetup, rows: DeviceRows) -> None:
         self.cutter = Cutter(setup.num_parts, setup.least_tokens)
         self._links = setup.links
         self._rows = rows
-        # Of the first stage: how many micro-batches sampled, which one a slot's newest token comes from (-1: the host
-        # knew it), and those whose tokens are under way.
+        # The first stage counts the micro-batches that sampled, and keeps which one a slot's newest token comes from
+        # (-1: the host knew it) and whose tokens are under way.
         self._num_sampled = 0
         self._sampled_by: Int64 = np.full(rows.padding + 1, -1, dtype=np.int64)
         self._under_way: deque[tuple[int, Int32]] = deque()
         if setup.links.tokens_from_last is not None:
             setup.links.tokens_from_last.discard()
 
-    def admitted(self, slots: Int32) -> None:
-        """The slots are new rows', whose first tokens the host knows; what is under way for the old ones is not."""
+    def admit(self, slots: Int32) -> None:
+        """Forgets the slots' tokens under way: they belong to earlier rows, and the host knows the new rows' ones."""
         self._sampled_by[slots] = -1
 
     def receive(self, rows: StepRows) -> Tensor | None:
-        """What the micro-batch is computed from: residuals [t, hidden], or None on the first stage: the rows' tokens.
+        """Returns the micro-batch's residuals [t, hidden]; the first stage waits for its rows' tokens instead.
 
-        To be called when everything before it is launched.
+        Must be called when everything before the micro-batch is launched.
         """
         before = self._links.before
         if before is None:
@@ -86,20 +79,20 @@ class Pipeline:
         return before.take()
 
     def pass_on(self, rows: StepRows, hidden: Tensor | None, token_ids: Tensor | None) -> None:
-        """The micro-batch is launched: its residuals, or what it sampled, go where they are needed."""
+        """Sends the residuals or the sampled tokens of a micro-batch that is launched to the stages that need them."""
         links = self._links
         if links.after is not None:
             assert hidden is not None
             links.after.send(hidden)
         if links.before is not None:
-            links.before.release()  # not before it is sent on: the stage may have added to what it received in place
+            links.before.release()  # after the send: the stage may have added to what it received in place
         if links.tokens_to_first is not None and token_ids is not None:
             links.tokens_to_first.send(token_ids)
         if links.tokens_from_last is not None and rows.samples.any():
             self._expect_tokens(rows.slots[rows.samples])
 
     def _expect_tokens(self, slots: Int32) -> None:
-        """Posts the receive at once: the last stage sends whether or not another step follows."""
+        """Posts the receive at once, since the last stage sends whether or not another step follows."""
         receiver = self._links.tokens_from_last
         assert receiver is not None
         while receiver.is_full:
@@ -110,12 +103,12 @@ class Pipeline:
         self._num_sampled += 1
 
     def _take_tokens(self) -> None:
-        """The oldest tokens under way become their slots' next ones, but for slots that others have now."""
+        """Makes the oldest tokens under way their slots' next ones, except for slots that have new rows."""
         receiver = self._links.tokens_from_last
         assert receiver is not None
         number, slots = self._under_way.popleft()
         (slots_at,) = upload(
             (np.where(self._sampled_by[slots] == number, slots, self._rows.padding),), self._rows.device
         )
-        self._rows.sampled(slots_at, receiver.take())
+        self._rows.set_sampled(slots_at, receiver.take())
         receiver.release()

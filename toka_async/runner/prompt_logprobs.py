@@ -1,7 +1,4 @@
-"""Log-probs of prompt tokens, for the chunks whose prompts ask for them.
-
-Works in slabs, so that a long chunk x vocabulary is never in memory. Knows chunks and prompts; knows no sampling.
-"""
+"""Computes log-probs of prompt tokens for the chunks that ask, in slabs: chunk x vocabulary is never in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from toka_async.runner.slab_sampler import Head, cut_slabs
 
 @dataclass(slots=True, frozen=True)
 class AskedChunk:
-    """The prompt tokens that follow those of one chunk: the chunk's are the step's tokens from `first` on."""
+    """The prompt tokens that follow each token of a chunk, which is the step's tokens from `first` on."""
 
     slot: int
     start: int
@@ -32,7 +29,7 @@ class AskedChunk:
 
 
 def find_asked_chunks(rows: RowTables, step_rows: StepRows) -> list[AskedChunk]:
-    """The chunks whose requests want log-probs, and that have a following prompt token."""
+    """Finds the chunks whose requests want log-probs and that have a following prompt token."""
     asked = []
     for row in range(step_rows.num_decode, step_rows.slots.size):
         slot, length = int(step_rows.slots[row]), int(step_rows.lengths[row])
@@ -44,8 +41,8 @@ def find_asked_chunks(rows: RowTables, step_rows: StepRows) -> list[AskedChunk]:
     return asked
 
 
-def prompt_logprobs(hidden: Tensor, asked: Sequence[AskedChunk], head: Head, vocab_size: int) -> Logprobs:
-    """Log-probs, with ranks, of the chunks' following tokens, chunk after chunk; hidden [t, hidden] of the step."""
+def compute_prompt_logprobs(hidden: Tensor, asked: Sequence[AskedChunk], head: Head, vocab_size: int) -> Logprobs:
+    """Computes log-probs and ranks of the chunks' following tokens. hidden: [t, hidden] of the step."""
     indices = np.concatenate([np.arange(a.first, a.first + a.next_ids.size) for a in asked])
     at, next_ids = upload((indices, np.concatenate([a.next_ids for a in asked])), hidden.device)
     num_top = max(a.num_top for a in asked)

@@ -1,7 +1,4 @@
-"""A step's results as one message: all tensors come to the host in one copy, which nobody waits for before it is due.
-
-Knows messages and log-probs; knows no model.
-"""
+"""Makes a step's results one message, with one copy to the host, for which nobody waits before it is due."""
 
 from __future__ import annotations
 
@@ -25,10 +22,7 @@ from toka_async.runner.samples import Draws, TopLogprobs
 
 
 class PartResults:
-    """What a micro-batch samples, on its way to the host from the making of this on.
-
-    places: int64 [s], of its samples among the step's; None: they are all of them.
-    """
+    """A micro-batch's results on their way to the host. places: int64 [s], among the step's; None: it has all."""
 
     def __init__(
         self,
@@ -41,19 +35,19 @@ class PartResults:
         self.places = places
         self.top = None if samples is None else samples.top
         self._asked = asked
-        tensors = [] if samples is None else samples.tensors()
+        tensors = [] if samples is None else samples.list_tensors()
         self._num_own = len(tensors)
-        self._download = Download([*tensors, *_tensors(of_chunks)], stream)
+        self._download = Download([*tensors, *_list_tensors(of_chunks)], stream)
 
     def collect(self) -> tuple[list[npt.NDArray[Any]], tuple[ChunkLogprobs, ...]]:
-        """Waits: token ids, then log-probs, then likeliest ids and theirs, as far as there are any; and of prompts."""
-        arrays = self._download.arrays()
+        """Waits for token ids, log-probs, likeliest ids and theirs, as far as there are any; and prompts' log-probs."""
+        arrays = self._download.collect()
         own, of_chunks = arrays[: self._num_own], arrays[self._num_own :]
-        return own, _chunks(self._asked, *of_chunks) if of_chunks else ()
+        return own, _cut_chunks(self._asked, *of_chunks) if of_chunks else ()
 
 
 class LaunchedStep:
-    """A step that the device has been told to compute, in parts; `collect` waits for it, in the order of launching."""
+    """A step that the device computes, in parts. `collect` must be called in the order of launching."""
 
     def __init__(
         self, step_id: int, parts: Sequence[PartResults], clock: StepClock, span: StepSpan, num_compiles: int
@@ -65,34 +59,34 @@ class LaunchedStep:
         self._span = clock.end(span)
 
     def collect(self) -> StepDone:
-        """What the step sampled, and the log-probs of prompts."""
+        """Waits for what the step sampled, and for the log-probs of prompts."""
         collected = [part.collect() for part in self._parts]
-        seconds, waited = self._clock.seconds(self._span)
+        seconds, waited = self._clock.measure(self._span)
         done = StepDone(
             step_id=self._step_id,
             token_ids=EMPTY,
             prompts=tuple(chunk for _, chunks in collected for chunk in chunks),
             seconds=seconds,
             waited=waited,
-            stalled=self._clock.stall_seconds(self._span),
+            stalled=self._clock.measure_stalls(self._span),
             num_compiles=self._num_compiles,
         )
         sampled = [(part, own) for part, (own, _) in zip(self._parts, collected, strict=True) if own]
         if not sampled:
             return done
         places = [part.places for part, _ in sampled]
-        tokens = _in_order([own[0] for _, own in sampled], places)
+        tokens = _put_in_order([own[0] for _, own in sampled], places)
         done = msgspec.structs.replace(done, token_ids=column(tokens))
         if all(len(own) < 2 for _, own in sampled):
             return done
         chosen = [own[1] if len(own) > 1 else np.zeros(own[0].size, np.float32) for _, own in sampled]
-        done = msgspec.structs.replace(done, logprobs=column(_in_order(chosen, places)))
-        tops = [_top_of(part, part.top, own[2], own[3]) for part, own in sampled if part.top is not None]
-        return _with_top(done, tops) if tops else done
+        done = msgspec.structs.replace(done, logprobs=column(_put_in_order(chosen, places)))
+        tops = [_read_top(part, part.top, own[2], own[3]) for part, own in sampled if part.top is not None]
+        return _add_top(done, tops) if tops else done
 
 
-def _in_order(parts: Sequence[npt.NDArray[Any]], places: Sequence[Int64 | None]) -> npt.NDArray[Any]:
-    """The parts' values in the step's order."""
+def _put_in_order(parts: Sequence[npt.NDArray[Any]], places: Sequence[Int64 | None]) -> npt.NDArray[Any]:
+    """Puts the parts' values in the step's order."""
     if places[0] is None:
         (values,) = parts
         return values
@@ -102,8 +96,8 @@ def _in_order(parts: Sequence[npt.NDArray[Any]], places: Sequence[Int64 | None])
     return ordered
 
 
-def _tensors(logprobs: Logprobs | None) -> list[Tensor]:
-    """The tensors of prompts' log-probs, whose tokens have ranks."""
+def _list_tensors(logprobs: Logprobs | None) -> list[Tensor]:
+    """Lists the tensors of prompts' log-probs, whose tokens have ranks."""
     if logprobs is None:
         return []
     assert logprobs.ranks is not None
@@ -112,7 +106,7 @@ def _tensors(logprobs: Logprobs | None) -> list[Tensor]:
 
 @dataclass(slots=True, frozen=True)
 class _Top:
-    """Rows of the step, int64 [m], how many likeliest ids each has, int32 [m], and these, row after row."""
+    """Rows int64 [m], the number of likeliest ids of each, int32 [m], and ids and log-probs, row after row."""
 
     rows: Int64
     counts: Int32
@@ -120,8 +114,8 @@ class _Top:
     values: Float32
 
 
-def _top_of(part: PartResults, top: TopLogprobs, ids: Int32, values: Float32) -> _Top:
-    """Arrays of the rows that ask for likeliest tokens, [m, k]."""
+def _read_top(part: PartResults, top: TopLogprobs, ids: Int32, values: Float32) -> _Top:
+    """Reads the likeliest tokens from arrays [m, k] of the rows that ask for them."""
     counts = np.minimum(top.counts, values.shape[1])
     wanted = np.arange(values.shape[1]) < counts[:, None]
     has_top = counts > 0
@@ -129,8 +123,8 @@ def _top_of(part: PartResults, top: TopLogprobs, ids: Int32, values: Float32) ->
     return _Top(rows, counts[has_top], ids[wanted], values[wanted])
 
 
-def _with_top(done: StepDone, tops: Sequence[_Top]) -> StepDone:
-    """The rows in the step's order."""
+def _add_top(done: StepDone, tops: Sequence[_Top]) -> StepDone:
+    """Adds the likeliest tokens, with rows in the step's order."""
     rows, counts, ids, values = (np.concatenate([getattr(top, name) for top in tops]) for name in _Top.__slots__)
     order, each = np.argsort(rows, kind="stable"), np.argsort(np.repeat(rows, counts), kind="stable")
     return msgspec.structs.replace(
@@ -142,10 +136,10 @@ def _with_top(done: StepDone, tops: Sequence[_Top]) -> StepDone:
     )
 
 
-def _chunks(
+def _cut_chunks(
     asked: Sequence[AskedChunk], chosen: Float32, top_ids: Int32, top: Float32, ranks: Int32
 ) -> tuple[ChunkLogprobs, ...]:
-    """Arrays of all chunks, one after the other, cut into messages."""
+    """Cuts arrays of all chunks, one after the other, into messages."""
     messages = []
     first = 0
     for chunk in asked:

@@ -1,7 +1,7 @@
-"""The rows of a rank: tables over slots, changed by the events of steps and by nothing else.
+"""The rows of a rank: tables over slots, which only the events of steps change.
 
-Host columns are NumPy; what the device reads every step is in `DeviceRows`. Work is per event: steady decoding touches
-no Python object per row. Knows no requests, no model and no attention.
+Host columns are NumPy; what the device reads in every step is in `DeviceRows`. Work is per event: steady decoding
+touches no Python object per row. Knows no requests, no model and no attention.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ import torch
 
 from toka_async.arrays import Float32, Int32, Int64, as_f32, as_i32, as_i64, next_rows
 from toka_async.messages import Prompt, Ready, Step
-from toka_async.model.sampling import PARAMS, Params, params_of
+from toka_async.model.sampling import PARAMS, Params, make_params
 from toka_async.runner.copies import upload
 from toka_async.runner.device_rows import DeviceRows
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class RowPrompt:
-    """A prompt, shared by the rows admitted with its key; it lives as long as one of them, or as its key.
+    """A prompt, shared by the rows admitted with its key. It lives as long as one of them or its key.
 
-    token_ids: int32 [p]. num_prompt: leading ids that are the user's. pages: int32, full pages shared by the rows.
-    params: sampling parameters, PARAMS [1]. end_ids, bias_ids, allowed_ids: int32, ids of the vocabulary only. bias:
-    float32.
+    token_ids: int32 [p]. num_prompt: how many leading ids are the user's. pages: int32, full pages that the rows share.
+    params: PARAMS [1]. end_ids, bias_ids, allowed_ids: int32, ids of the vocabulary only. bias: float32.
     """
 
     token_ids: Int32
@@ -40,7 +39,7 @@ class RowPrompt:
 
 
 def read_prompt(prompt: Prompt, vocab_size: int) -> RowPrompt:
-    """Copies, so that the received message can go. Ids outside the vocabulary have no logit: they are left out."""
+    """Copies a prompt, so that its message can be freed. Leaves out ids outside the vocabulary: they have no logit."""
     sampling = prompt.sampling
     end_ids, bias_ids = as_i32(sampling.end_ids), as_i32(sampling.bias_ids)
     allowed_ids = as_i32(sampling.allowed_ids)
@@ -49,7 +48,7 @@ def read_prompt(prompt: Prompt, vocab_size: int) -> RowPrompt:
         token_ids=as_i32(prompt.token_ids).copy(),
         num_prompt=prompt.num_prompt,
         pages=as_i32(prompt.pages).copy(),
-        params=params_of(sampling),
+        params=make_params(sampling),
         num_prompt_logprobs=sampling.num_prompt_logprobs,
         end_ids=np.unique(end_ids[(end_ids >= 0) & (end_ids < vocab_size)]),
         bias_ids=bias_ids[valid],
@@ -60,7 +59,7 @@ def read_prompt(prompt: Prompt, vocab_size: int) -> RowPrompt:
 
 @dataclass(slots=True, frozen=True)
 class _Cells:
-    """Entries of the page table: row `slots`, column `places`, value `pages`, all [n]."""
+    """Cells of the page table: row `slots`, column `places`, value `pages`, all [n]."""
 
     slots: Int32
     places: Int64
@@ -70,9 +69,9 @@ class _Cells:
 class RowTables:
     """Tables over `max_seqs` slots.
 
-    order: int32 [rows], the decoding slots. positions: int64, tokens of a slot whose keys and values are computed.
-    num_pages: int64. num_prompt: int64, tokens of the user's prompt. seeds: int64. params: PARAMS.
-    prompts: RowPrompt or None. on_device: the rest.
+    order: int32 [rows], the decoding slots. positions: int64, how many tokens of a slot have keys and values in the
+    cache. num_pages: int64. num_prompt: int64, tokens of the user's prompt. seeds: int64. params: PARAMS. prompts:
+    RowPrompt or None. on_device: the tables that the device reads.
     """
 
     def __init__(self, ready: Ready, device: torch.device) -> None:
@@ -94,7 +93,7 @@ class RowTables:
         self._known: dict[int, RowPrompt] = {}
 
     def apply(self, step: Step) -> Int32:
-        """The step's events on rows, in the order of its fields; copies of pages are the caller's.
+        """Applies the step's events on rows, in the order of its fields. The caller copies pages.
 
         Returns the admitted slots, whose sampling parameters are new.
         """
@@ -113,7 +112,7 @@ class RowTables:
         return admitted
 
     def advance(self, slots: Int32, lengths: Int32) -> None:
-        """The slots' next `lengths` tokens are computed."""
+        """Records that the slots' next `lengths` tokens are computed."""
         self.positions[slots] += lengths
 
     def _admit_and_append(self, step: Step, slots: Int32) -> None:
@@ -153,7 +152,7 @@ class RowTables:
         return tokens, cells
 
     def _append(self, step: Step) -> _Cells:
-        """The cells of appended pages; several of one slot follow each other."""
+        """Returns the cells of appended pages. Several pages of one slot follow each other."""
         slots, pages = as_i32(step.page_slots), as_i32(step.page_ids)
         by_slot = np.argsort(slots, kind="stable")
         ordered = slots[by_slot]
@@ -165,7 +164,7 @@ class RowTables:
 
 
 def group_by_key(keys: Int32 | Int64) -> list[npt.NDArray[np.intp]]:
-    """The indices of each distinct key."""
+    """Returns the indices of each distinct key."""
     if not keys.size:
         return []
     by_key = np.argsort(keys, kind="stable")

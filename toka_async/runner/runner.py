@@ -1,7 +1,6 @@
-"""One rank's forward passes: takes steps in order, launches them ahead of the device, answers what each sampled.
+"""Runs one rank's forward passes: takes steps in order, launches them ahead of the device, answers what each sampled.
 
-A stage of a pipeline computes a step in parts, and samples only if it is the last. Knows no requests, no text and no
-sockets.
+A stage of a pipeline computes a step in parts, and samples only if it is the last. Knows no requests and no text.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from toka_async.runner.copies import upload
 from toka_async.runner.inputs import StepInputs, StepModel, StepRows, build_inputs, make_step_rows, read_groups
 from toka_async.runner.micro_batches import Cutter, MicroBatch
 from toka_async.runner.pipeline import Pipeline, StageSetup
-from toka_async.runner.prompt_logprobs import find_asked_chunks, prompt_logprobs
+from toka_async.runner.prompt_logprobs import compute_prompt_logprobs, find_asked_chunks
 from toka_async.runner.results import LaunchedStep, PartResults
 from toka_async.runner.rows import RowTables
 from toka_async.runner.samples import Draws, Sampler
@@ -35,14 +34,14 @@ if TYPE_CHECKING:  # needs Triton, which is not everywhere
 
 
 class Cache(Protocol):
-    """What the runner calls of the KV cache; `attention.kv_cache` is one."""
+    """The part of the KV cache that the runner calls; `attention.kv_cache` implements it."""
 
     def copy_pages(self, src: Tensor, dst: Tensor) -> None: ...
 
 
 @dataclass(slots=True, frozen=True)
 class SamplingSetup:
-    """How next tokens are drawn. kernels: by kernels; a GPU's. shares: how tensor ranks divide rows; None: one rank."""
+    """How next tokens are drawn. kernels: with kernels, on a GPU. shares: how tensor ranks divide rows, if they do."""
 
     kernels: bool = False
     shares: RowShares | None = None
@@ -51,7 +50,7 @@ class SamplingSetup:
 class Runner:
     """Runs steps on one device.
 
-    ready: what fits, for the scheduler. decode: passes of decoding rows alone, where kernels sample.
+    ready: what fits, for the scheduler. decode: passes of decoding rows alone; None if no kernels sample.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Runner:
         stage: StageSetup | None = None,
         compiles: CompileCounter | None = None,
     ) -> None:
-        """stage: of a pipeline, whose model and cache these are; None: there is no pipeline."""
+        """stage: the pipeline stage whose model and cache these are; None without a pipeline."""
         sampling = sampling or SamplingSetup()
         self.ready = ready
         self.device = device
@@ -76,7 +75,7 @@ class Runner:
         self._rows = RowTables(ready, device)
         self._pipeline = Pipeline(stage, self._rows.on_device) if stage is not None else None
         self._cutter = self._pipeline.cutter if self._pipeline is not None else Cutter()
-        self._history: TokenHistory | None = None  # where nothing is sampled, none is needed
+        self._history: TokenHistory | None = None  # only sampling needs it
         if stage is None or stage.is_last:
             self._history = TokenHistory(ready.num_pages + 1, ready.page_size, device)
         self._clock = StepClock(device)
@@ -84,7 +83,7 @@ class Runner:
         if sampling.kernels:
             from toka_async.runner.decode import DecodePass
 
-            residuals = stage.residuals if stage is not None and not stage.is_first else None
+            residuals = stage.make_residuals if stage is not None and not stage.is_first else None
             self.decode = DecodePass(model, attention.graphs, self._rows, self._history, sampling.shares, residuals)
         self._sampler = self._make_sampler()
 
@@ -95,21 +94,21 @@ class Runner:
             return self.decode.sampler
         return SlabSampler(self._model.logits, self._rows, self._history)
 
-    def warmed(self) -> None:
-        """Counts compilations from now on: the runner is warm."""
+    def mark_warm(self) -> None:
+        """Counts compilations from now on."""
         self._compiles.reset()
 
     def enter_thread(self) -> None:
-        """Makes the rank's GPU that of the calling thread, which would else take memory on the first one."""
+        """Makes the rank's GPU that of the calling thread, which would otherwise take memory on the first GPU."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     def run(self, step: Step) -> StepDone:
-        """One forward pass; a step of events alone computes nothing and samples nothing."""
+        """Computes one step. A step of events alone computes nothing and samples nothing."""
         return self.launch(step).collect()
 
     def launch(self, step: Step) -> LaunchedStep:
-        """Tell the device to compute a step of one pass. A GPU does so later; what it samples stays there, too."""
+        """Tells the device to compute a step of one pass. A GPU does so later, and keeps what it samples."""
         with torch.inference_mode():
             return self._launch(step)
 
@@ -124,12 +123,12 @@ class Runner:
 
     def _launch_part(self, part: MicroBatch, span: StepSpan) -> PartResults:
         rows, step_rows, pipeline, residuals = self._rows, part.rows, self._pipeline, None
-        groups = self._paying(part.groups)
+        groups = self._select_paying(part.groups)
         if pipeline is not None:
             num_decode = step_rows.num_decode
-            padded = self._padded(step_rows.slots) if num_decode == step_rows.slots.size else num_decode
+            padded = self._count_padded(step_rows.slots) if num_decode == step_rows.slots.size else num_decode
             rows.on_device.take_order(part.first_row, num_decode, padded)
-            with self._clock.stalled(span):
+            with self._clock.stall(span):
                 residuals = pipeline.receive(step_rows)
         asked = find_asked_chunks(rows, step_rows) if self._sampler is not None else []
         of_chunks = None
@@ -138,19 +137,18 @@ class Runner:
         else:
             samples, hidden = self._compute(build_inputs(rows, step_rows, groups), step_rows, bool(asked), residuals)
             if asked:
-                of_chunks = prompt_logprobs(hidden, asked, self._model.logits, rows.vocab_size)
+                of_chunks = compute_prompt_logprobs(hidden, asked, self._model.logits, rows.vocab_size)
         if pipeline is not None:
             pipeline.pass_on(step_rows, hidden, None if samples is None else samples.token_ids)
         return PartResults(samples, asked, of_chunks, part.places, self._clock.copies)
 
     def _apply(self, step: Step) -> None:
-        """The step's events, on the host's tables and the device's."""
         rows, before = self._rows, self._rows.order
         admitted = rows.apply(step)
         if admitted.size and self.decode is not None and self.decode.sampler is not None:
             self.decode.sampler.admit(admitted)
         if admitted.size and self._pipeline is not None:
-            self._pipeline.admitted(admitted)
+            self._pipeline.admit(admitted)
         if rows.order is not before:
             self._set_order(rows.order)
         if step.copy_sources:
@@ -159,8 +157,8 @@ class Runner:
             if self._history is not None:
                 self._history.copy_pages(sources, targets)
 
-    def _paying(self, groups: tuple[PrefixGroup, ...]) -> tuple[PrefixGroup, ...]:
-        """Those of the groups that pay here."""
+    def _select_paying(self, groups: tuple[PrefixGroup, ...]) -> tuple[PrefixGroup, ...]:
+        """Selects the groups whose prefix is worth reading once."""
         size = self.ready.page_size
         return tuple(group for group in groups if self._attention.pays(group.num_rows, group.num_pages * size))
 
@@ -168,34 +166,33 @@ class Runner:
         if self._pipeline is not None:
             self._rows.on_device.keep_order(order)
         else:
-            self._rows.on_device.set_order(order, self._padded(order))
+            self._rows.on_device.set_order(order, self._count_padded(order))
 
-    def _padded(self, order: Int32) -> int:
-        """Rows that a pass of these takes."""
-        return self.decode.padded(order) if self.decode is not None else order.size
+    def _count_padded(self, order: Int32) -> int:
+        return self.decode.count_padded(order) if self.decode is not None else order.size
 
     def _compute(
         self, inputs: StepInputs, step_rows: StepRows, every_token: bool, residuals: Tensor | None
     ) -> tuple[Draws | None, Tensor]:
-        """The rows' next tokens, and hidden states: of every token, or of those that are sampled.
+        """Computes the rows' next tokens, and hidden states of every token or of those that are sampled.
 
-        A stage that does not sample gives every token's residuals. Afterwards the cache holds the step's tokens.
+        A stage that does not sample returns every token's residuals. Afterwards the cache holds the step's tokens.
         """
         rows, batch = self._rows.on_device, inputs.attention
         if self._history is not None:
             self._history.write(batch.write_indices, inputs.token_ids)
         self._attention.backend.plan(batch)
         every_token = every_token or self._sampler is None
-        hidden = self._hidden(inputs, None if every_token else inputs.sampled, residuals)
+        hidden = self._forward(inputs, None if every_token else inputs.sampled, residuals)
         rows.advance(batch.slots, batch.contexts)
-        slots, contexts = step_rows.sampled()
+        slots, contexts = step_rows.list_sampling()
         if not slots.size or self._sampler is None:
             return None, hidden
         last = hidden.index_select(0, inputs.sampled) if every_token and inputs.sampled is not None else hidden
         samples = self._sampler.sample(last, slots, contexts, inputs.sample_slots, inputs.sample_contexts)
-        rows.sampled(inputs.sample_slots, samples.token_ids)
+        rows.set_sampled(inputs.sample_slots, samples.token_ids)
         return samples, hidden
 
-    def _hidden(self, inputs: StepInputs, wanted: Tensor | None, residuals: Tensor | None) -> Tensor:
+    def _forward(self, inputs: StepInputs, wanted: Tensor | None, residuals: Tensor | None) -> Tensor:
         first = inputs.token_ids if residuals is None else residuals
         return self._model.forward(first, inputs.positions, self._attention.backend, wanted)

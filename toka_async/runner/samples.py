@@ -1,8 +1,7 @@
-"""What a sampler gives: one draw for each row, with the log-probs that rows ask for.
+"""What a sampler returns: one draw for each row, with the log-probs that rows ask for.
 
-Tensor ranks may divide the rows of a draw: each has all ids of its rows, and draws for these alone. What moves between
-ranks, and the work of a draw, are then a rank's share of what they are when every rank gathers all logits; only the
-drawn tokens are gathered. Knows no parameters of sampling and no model.
+Tensor ranks may divide the rows of a draw. Then each rank gets all logits of its rows and draws for these alone, and
+only the drawn tokens are gathered. That divides both the work and the exchange by the number of ranks.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ class TopLogprobs:
 class Draws:
     """One draw for each of s rows, on the device.
 
-    token_ids: int64 [s]. chosen: float32 [s], log-probs of the drawn tokens, anything for rows that do not ask; None
-    when none does. top: of the likeliest tokens; None when no row asks.
+    token_ids: int64 [s]. chosen: float32 [s], log-probs of the drawn tokens, any value for rows that do not ask; None
+    when no row asks. top: the likeliest tokens; None when no row asks.
     """
 
     token_ids: Tensor
     chosen: Tensor | None = None
     top: TopLogprobs | None = None
 
-    def tensors(self) -> list[Tensor]:
-        """All that travels to the host."""
+    def list_tensors(self) -> list[Tensor]:
+        """Lists the tensors that travel to the host."""
         tensors = [self.token_ids.to(torch.int32)]
         if self.chosen is not None:
             tensors.append(self.chosen)
@@ -62,7 +61,7 @@ class Sampler(Protocol):
     """Draws the next tokens of rows."""
 
     def sample(self, hidden: Tensor, slots: Int32, lengths: Int64, slots_at: Tensor, lengths_at: Tensor) -> Draws:
-        """Draw one token for each row.
+        """Draws one token for each row.
 
         Args:
             hidden: [s, hidden], s >= 1, the rows' last positions.
@@ -73,7 +72,7 @@ class Sampler(Protocol):
 
 
 def make_draws(token_ids: Tensor, asked: Int64, num_top: Int32, logprobs: Logprobs | None) -> Draws:
-    """Draws with the log-probs of the rows that ask, host indices [m] with counts of likeliest tokens [m]."""
+    """Makes draws with the log-probs of the rows that ask: host indices [m], with counts of likeliest tokens [m]."""
     if logprobs is None:
         return Draws(token_ids)
     (rows,) = upload((asked,), token_ids.device)
@@ -93,27 +92,27 @@ Draw = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 class RowShares:
     """How tensor ranks divide the rows of a draw; nothing touches the host.
 
-    own_logits: hidden states of all rows, as many for each rank, to the logits of the rank's own rows. padding: a slot
-    that is no row's, for rows that only fill up.
+    own_logits: computes the logits of the rank's own rows from hidden states of all rows, equally many for each rank.
+    padding: a slot of no row, for rows that only fill up.
     """
 
     comm: Comm
     own_logits: Callable[[Tensor], Tensor]
     padding: int
 
-    def size(self, num_rows: int) -> int:
-        """Rows that each rank draws, padding included."""
+    def count_rows(self, num_rows: int) -> int:
+        """Counts the rows that each rank draws, padding included."""
         return -(-num_rows // self.comm.size)
 
     def draw(self, hidden: Tensor, slots: Tensor, contexts: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
-        """What all rows draw, the same on every rank: token ids int64 [s] and log-probs float32 [s].
+        """Draws for all rows. Returns token ids int64 [s] and log-probs float32 [s], the same on every rank.
 
         hidden: [s, hidden], slots: int64 [s] and contexts: int32 [s], the same on every rank.
         """
         num_rows = len(slots)
         if not num_rows:
             return slots.new_empty(0), hidden.new_empty(0, dtype=torch.float32)
-        size = self.size(num_rows)
+        size = self.count_rows(num_rows)
         missing = size * self.comm.size - num_rows
         if missing:
             hidden = F.pad(hidden, (0, 0, 0, missing))

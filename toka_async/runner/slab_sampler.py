@@ -1,7 +1,6 @@
-"""Samples with plain torch, on any device and with every parameter: the sampler of CPUs, and of rare rows elsewhere.
+"""Samples with plain torch, on any device and with every parameter: all rows on a CPU, rare rows elsewhere.
 
-Works in slabs of rows, so that a bounded part of rows x vocabulary is in memory at once. Knows slots and sampling;
-knows no requests and no attention.
+Works in slabs of rows, so that only a bounded part of rows x vocabulary is in memory at once. Knows no requests.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ Head = Callable[[Tensor], Tensor]
 
 
 def cut_slabs(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[slice]:
-    """Parts of `num_rows` rows whose logits fit."""
+    """Cuts `num_rows` rows into parts whose logits fit into a slab."""
     size = max(1, SLAB_BYTES[device.type] // (4 * vocab_size))
     return (slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size))
 
 
 @dataclass(slots=True, frozen=True)
 class SampledRows:
-    """The rows of one call, on the host, [s] each; needed: the flags of all of them together."""
+    """The rows of one call, on the host, [s] each. needed: the flags of all rows together."""
 
     slots: Int32
     lengths: Int64
@@ -47,7 +46,7 @@ class SampledRows:
 
 
 class SlabSampler:
-    """`Sampler` with the vocabulary's head, over the tables of `rows` and `history`."""
+    """Implements `Sampler` with the vocabulary's head, over the tables of `rows` and `history`."""
 
     def __init__(self, head: Head, rows: RowTables, history: TokenHistory) -> None:
         self._head = head
@@ -70,7 +69,7 @@ class SlabSampler:
         return make_draws(token_ids, asked, params["num_logprobs"][asked], concatenate(values) if values else None)
 
     def _sample_slab(self, hidden: Tensor, rows: SampledRows, part: slice) -> tuple[Tensor, Logprobs | None]:
-        """Token ids int64 of some rows, and the log-probs of those of them that ask."""
+        """Samples some rows. Returns token ids int64, and the log-probs of those rows that ask."""
         logits = clean(self._head(hidden if part == slice(0, rows.slots.size) else hidden[part]))
         params = rows.params[part]
         asked = np.flatnonzero(params["flags"] & Flag.LOGPROBS) if rows.needed & Flag.LOGPROBS else NO_ROWS

@@ -29,7 +29,7 @@ NO_SEEDS: UInt64 = np.empty(0, np.uint64)
 
 @dataclass(slots=True)
 class StepRecord:
-    """What a queued step computes, kept to interpret its results.
+    """A queued step, kept to interpret its results.
 
     seqs: the sequences that sample, in the order of the results. firsts: those that sample their first token. resumed:
     sequences that continue after a preemption, each with the time of its last token. computed: runs whose prompt this
@@ -199,7 +199,7 @@ class StepBuilder:
 
     @property
     def _is_alone(self) -> bool:
-        """Nothing runs, so the next prompt may have everything."""
+        """Whether nothing runs, so that the next prompt may have everything."""
         return not self._running.num_running and not self._starting
 
     def _start_opened(self, plan: StepDraft) -> None:

@@ -12,7 +12,7 @@ from toka_async.batches.store import Store
 from toka_async.checkpoint.generation import GenerationDefaults
 from toka_async.config import Config
 from toka_async.server.access.access_log import AccessLog
-from toka_async.server.access.errors import add_headers, json_errors
+from toka_async.server.access.errors import add_headers, answer_errors
 from toka_async.server.access.guard import GUARD, OPEN, Guard, add_cors_headers, check_sender
 from toka_async.server.access.keys import Keys
 from toka_async.server.access.origins import read_origins
@@ -23,7 +23,7 @@ from toka_async.server.engine.status import StatusLine
 from toka_async.server.engine.vllm_metrics import VllmCollector
 from toka_async.server.generate.service import Service, make_defaults
 from toka_async.server.http import files
-from toka_async.server.http.receive import RECEIVING, give_room_back, receiving, show_bodies
+from toka_async.server.http.receive import RECEIVING, give_room_back, make_receiving, show_bodies
 from toka_async.server.http.respond import SERVICE
 from toka_async.server.http.routes import add_routes
 from toka_async.server.http.unsent import UNSENT, count_answers, create_unsent
@@ -51,13 +51,13 @@ def create_app(
     """
     app = web.Application(client_max_size=config.limits.max_body_mb << 20)
     AccessLog(engine.metrics, config.log.requests).install(app)
-    app.middlewares.extend([count_answers, json_errors, check_sender, give_room_back])
+    app.middlewares.extend([count_answers, answer_errors, check_sender, give_room_back])
     show_load(engine)
     engine.metrics.show_server(model_name=served_name, version=__version__)
     if config.server.vllm_metrics:
         engine.metrics.aliases.register(VllmCollector(engine, served_name))
     service = app[SERVICE] = create_service(config, served_name, tokenizer, chat_template, defaults, engine)
-    app[RECEIVING] = receiving(config.limits, service.executor)
+    app[RECEIVING] = make_receiving(config.limits, service.executor)
     show_bodies(app[RECEIVING].bodies, engine.metrics)
     unsent = app[UNSENT] = create_unsent(config.limits)
     unsent.show(engine.metrics)
@@ -65,7 +65,7 @@ def create_app(
     open_paths = OPEN | page_paths(page) | ({"/metrics"} if config.auth.open_metrics else set())
     guard = app[GUARD] = Guard(keys, service.accounts, open_paths, read_origins(config.auth, config.server.host))
     batches = app[files.BATCHES] = (
-        None if store is None else BatchService(store, service, config.batches, guard.owner_account)
+        None if store is None else BatchService(store, service, config.batches, guard.open_owner_account)
     )
     app.on_response_prepare.extend([add_headers, add_cors_headers])
     add_routes(app, page)
@@ -104,7 +104,7 @@ def create_service(
     defaults: GenerationDefaults,
     engine: Engine,
 ) -> Service:
-    """What answers requests, whoever asks."""
+    """Creates the service that answers all requests, over HTTP or not."""
     executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
     ends = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
     return Service(

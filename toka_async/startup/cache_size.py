@@ -1,6 +1,6 @@
-"""How much of a GPU's memory is left for the KV cache, once weights and the largest step have theirs.
+"""Computes how much of a GPU's memory is left for the KV cache beside the weights and the largest step.
 
-Knows the model's shape and the limits; what a step really needs is measured by the caller.
+Knows the model's shape and the limits; the caller measures what a step really needs.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from toka_async.config import CacheConfig, ScheduleConfig
 from toka_async.runner.slab_sampler import SLAB_BYTES
 from toka_async.startup.memory import read_free_cuda_memory
 
-_HISTORY_BYTES = 4  # per token: its id
+_HISTORY_BYTES = 4  # of a token's id
 LINKED = 4  # residuals of a token that a stage holds beside its own: two that come, two that go
-# Beyond what a step allocates: graphs, libraries' workspaces, and what an allocator's blocks waste.
+# Bytes beside what a step allocates: graphs, libraries' workspaces, waste in the allocator's blocks.
 _SPARE_SHARE = 0.02
 _SPARE_BYTES = 1 << 30
 
 
 def count_page_bytes(spec: ModelSpec, cache: CacheConfig, dtype: torch.dtype) -> int:
-    """Bytes of a page over all layers."""
+    """Counts the bytes of a page over all layers."""
     return cache.page_size * (bytes_per_token(spec, dtype) + _HISTORY_BYTES)
 
 
 def count_largest_step_pages(limits: RankLimits, page_size: int, most: int = 2**31) -> int:
-    """Enough for a step of the most rows and tokens, and a token more of each; `most`, where rows can share pages."""
+    """Counts the pages for a step of the most rows and tokens, plus a token of each row; `most` if rows share pages."""
     return max(1, min(limits.max_seqs * 2 + -(-limits.max_tokens // page_size), most))
 
 
 def count_trial_pages(
     limits: RankLimits, page_size: int, page_bytes: int, device: torch.device, fraction: float
 ) -> int:
-    """Pages for a trial of the largest step, as far as they leave most of the memory to it."""
+    """Counts pages for a trial of the largest step that leave most of the memory to the step."""
     return count_largest_step_pages(limits, page_size, read_free_cuda_memory(device, fraction) // (8 * page_bytes))
 
 
 def make_misfit_error(limits: RankLimits) -> ModelError:
-    """The error of a largest step that ran out of memory."""
+    """Makes the error for a largest step that ran out of memory."""
     seqs, tokens = limits.max_seqs, limits.max_tokens
     return ModelError(
         f"schedule.max_seqs={seqs}, schedule.max_tokens={tokens}: the largest step does not fit the GPU's memory; try "
@@ -51,14 +51,14 @@ def make_misfit_error(limits: RankLimits) -> ModelError:
 
 
 def compute_cache_memory(device: torch.device, fraction: float, peak: int) -> int:
-    """Bytes that the cache may take when weights and the largest step together take `peak` of torch's."""
+    """Computes the bytes that the cache may take if weights and the largest step take `peak` of torch's memory."""
     reserved = torch.cuda.memory_reserved(device)
     total = torch.cuda.get_device_properties(device).total_memory
     return read_free_cuda_memory(device, fraction) + reserved - peak - compute_spare_bytes(total)
 
 
 def compute_spare_bytes(total: int) -> int:
-    """Bytes of a GPU with `total` bytes that neither weights, the largest step nor the cache get."""
+    """Computes the part of a GPU's `total` bytes that weights, the largest step and the cache do not get."""
     return int(_SPARE_SHARE * total) + _SPARE_BYTES
 
 
@@ -72,17 +72,16 @@ def check_largest_step(
     share: float = 1.0,
     num_parts: int = 1,
 ) -> None:
-    """Refuse limits whose largest step cannot fit in a share of the memory that is left, before it is tried.
+    """Refuses limits whose largest step cannot fit in a share of the memory that is left, before it is tried.
 
-    num_parts: micro-batches that it is computed in, one after the other. Raises ModelError, which names the setting
-    that takes more, and a value that would fit.
+    num_parts: micro-batches of a step. Raises ModelError that names the setting that takes more, and one that fits.
     """
-    free = int(share * (read_free_cuda_memory(device, fraction) - _slab_bytes(spec, limits)))
-    token, row = token_bytes(spec, dtype, num_parts), count_row_bytes(spec, limits, dtype, page_size, num_parts)
+    free = int(share * (read_free_cuda_memory(device, fraction) - _count_slab_bytes(spec, limits)))
+    token, row = count_token_bytes(spec, dtype, num_parts), count_row_bytes(spec, limits, dtype, page_size, num_parts)
     needed = limits.max_tokens * token + limits.max_seqs * row
     if needed <= free:
         return
-    fits = _fitting(limits, token, row, free)
+    fits = _propose_fitting(limits, token, row, free)
     now = {"schedule.max_seqs": limits.max_seqs, "schedule.max_tokens": limits.max_tokens}
     settings = ", ".join(f"{name}={value}" for name, value in now.items() if name in fits or not fits)
     advice = " and ".join(map(str, fits.values()))
@@ -93,7 +92,7 @@ def check_largest_step(
 
 
 def fit_limits(limits: RankLimits, schedule: ScheduleConfig, check: Callable[[RankLimits], None]) -> RankLimits:
-    """The limits, those that are `auto` halved until `check` accepts them.
+    """Halves the limits that are `auto` until `check` accepts them.
 
     Raises ModelError when it does not accept what was asked for, or the smallest.
     """
@@ -111,8 +110,8 @@ def fit_limits(limits: RankLimits, schedule: ScheduleConfig, check: Callable[[Ra
             return limits
 
 
-def _fitting(limits: RankLimits, token: int, row: int, free: int) -> dict[str, int]:
-    """Settings with which the largest step fits: half of what takes more, or less, else both in proportion."""
+def _propose_fitting(limits: RankLimits, token: int, row: int, free: int) -> dict[str, int]:
+    """Proposes settings with which the largest step fits: less of what takes more, otherwise less of both."""
     seqs, tokens = limits.max_seqs, limits.max_tokens
     if seqs * row > tokens * token:
         fewer = min(seqs // 2, (free - tokens * token) // row)
@@ -127,15 +126,15 @@ def _fitting(limits: RankLimits, token: int, row: int, free: int) -> dict[str, i
     return both if both["schedule.max_seqs"] else {}
 
 
-def _slab_bytes(spec: ModelSpec, limits: RankLimits) -> int:
-    """Bytes of the logits that plain torch samples at once, and of what it makes of them."""
+def _count_slab_bytes(spec: ModelSpec, limits: RankLimits) -> int:
+    """Counts the bytes that plain torch needs at once to sample, logits included."""
     return 12 * min(SLAB_BYTES["cuda"], limits.max_tokens * spec.vocab_size * 4)
 
 
-def token_bytes(spec: ModelSpec, dtype: torch.dtype, num_parts: int = 1) -> int:
-    """Bytes of a token in a step: a layer's widest moment (residual, norm, gate, up and their product) and its keys.
+def count_token_bytes(spec: ModelSpec, dtype: torch.dtype, num_parts: int = 1) -> int:
+    """Counts a token's bytes in a step: a layer's widest moment (residual, norm, gate, up, product) and its keys.
 
-    Of a step in parts, the moment is that of one part's tokens, whose residuals come and go as well.
+    In a step of several parts, the moment is that of one part's tokens, whose residuals come and go as well.
     """
     projections = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     a_token = 4 * spec.hidden_size + 3 * spec.intermediate_size + 2 * projections
@@ -145,6 +144,6 @@ def token_bytes(spec: ModelSpec, dtype: torch.dtype, num_parts: int = 1) -> int:
 
 
 def count_row_bytes(spec: ModelSpec, limits: RankLimits, dtype: torch.dtype, page_size: int, num_parts: int = 1) -> int:
-    """Bytes of a row: its logits, its line in the page table, what sampling keeps of it."""
+    """Counts the bytes of a row: its logits, its line in the page table, its sampling parameters."""
     logits = -(-spec.vocab_size * dtype.itemsize // num_parts)
     return logits + spec.vocab_size // 4 + 4 * limits.max_context // page_size

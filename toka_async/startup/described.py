@@ -1,7 +1,4 @@
-"""What a rank tells of its device once it is ready: its name, and what has taken its memory.
-
-Knows bytes; knows neither models nor caches.
-"""
+"""Describes a rank's device once it is ready: its name, and what has taken its memory."""
 
 from __future__ import annotations
 
@@ -16,14 +13,16 @@ from toka_async.startup.memory import read_available_memory
 
 
 def describe_device(rank: int, device: torch.device, dtype: torch.dtype, weights: int, cache: int) -> RankDevice:
-    """`weights` and `cache`: their bytes."""
+    """weights, cache: their bytes."""
     if device.type == "cuda":
         used = torch.cuda.memory_reserved(device)
         free, total = torch.cuda.mem_get_info(device)
     else:
         used = weights + cache
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        free = max(0, read_available_memory() - cache)  # of which hardly a page has been written to yet
+        free = max(
+            0, read_available_memory() - cache
+        )  # the cache counts as free, since hardly a page has been written yet
     return RankDevice(
         rank=rank,
         device=name_device(device),
@@ -37,6 +36,6 @@ def describe_device(rank: int, device: torch.device, dtype: torch.dtype, weights
 
 
 def count_weight_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters and buffers; memory that several of them share counts once."""
+    """Counts the bytes of parameters and buffers; memory that several of them share counts once."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())

@@ -1,7 +1,4 @@
-"""What a rank computes on and with: device, type of numbers, threads.
-
-Knows configuration and hardware; knows no model but its size.
-"""
+"""Resolves what a rank computes on and with: device, dtype, threads."""
 
 from __future__ import annotations
 
@@ -23,10 +20,10 @@ _SMALL_PARAMETERS = 10_000_000
 
 
 def resolve_device(model: ModelConfig, place: RankCoords = ALONE) -> torch.device:
-    """`auto` is the rank's GPU where there is one; it becomes the current one."""
+    """Resolves `auto` to the rank's GPU where there is one, which becomes the current one."""
     if model.device == "cpu":
         return torch.device("cpu")
-    reason = _cuda_failure()
+    reason = _explain_cuda_failure()
     if reason is None:
         num_devices = torch.cuda.device_count()
         if place.device_index >= num_devices:
@@ -45,9 +42,9 @@ def resolve_device(model: ModelConfig, place: RankCoords = ALONE) -> torch.devic
     return torch.device("cpu")
 
 
-def _cuda_failure() -> str | None:
-    """Why torch has no GPU, in its own words, if it says so; None: it has one."""
-    with warnings.catch_warnings(record=True) as caught:  # it warns, and says no more
+def _explain_cuda_failure() -> str | None:
+    """Explains why torch has no GPU, in its own words if it says so; None: it has one."""
+    with warnings.catch_warnings(record=True) as caught:  # torch gives its reason only as a warning
         warnings.simplefilter("always")
         if torch.cuda.is_available():
             return None
@@ -55,7 +52,7 @@ def _cuda_failure() -> str | None:
 
 
 def resolve_dtype(model: ModelConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """`auto` is float32 on a CPU, else the checkpoint's."""
+    """Resolves `auto` to float32 on a CPU, otherwise to the checkpoint's dtype."""
     name = model.dtype
     if name == "auto":
         return torch.float32 if device.type == "cpu" else getattr(torch, spec.dtype)
@@ -64,10 +61,10 @@ def resolve_dtype(model: ModelConfig, spec: ModelSpec, device: torch.device) -> 
 
 
 def resolve_num_threads(attention: AttentionConfig, num_parameters: int, num_sharing: int = 1) -> int:
-    """`auto` is one thread for small models and all cores for others, divided among those who share them.
+    """Resolves `auto` to one thread for small models, otherwise to this rank's share of all cores.
 
-    Measured on two cores, one thread and two: 2M parameters decode 64 rows in 11 ms and 20, and one row in 2.6 and 3.1;
-    20M parameters decode one row in 19 ms and 10.
+    Measured with one thread and two: 2M parameters decode 64 rows in 11 ms and 20, one row in 2.6 and 3.1; 20M
+    parameters one row in 19 and 10.
     """
     if attention.num_threads != "auto":
         return attention.num_threads
@@ -75,7 +72,7 @@ def resolve_num_threads(attention: AttentionConfig, num_parameters: int, num_sha
 
 
 def name_device(device: torch.device) -> str:
-    """The device in words for people: the GPU's name and memory, or how many threads of the CPU are used."""
+    """Names the device for people: the GPU's name and memory, or how many threads of the CPU are used."""
     if device.type == "cuda":
         of_gpu = torch.cuda.get_device_properties(device)
         return f"{of_gpu.name} ({of_gpu.total_memory / (1 << 30):.0f} GiB)"
@@ -84,5 +81,5 @@ def name_device(device: torch.device) -> str:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether our kernels run there."""
+    """Tells whether our kernels run there."""
     return device.type == "cuda" and find_spec("triton") is not None

@@ -1,4 +1,4 @@
-"""Why torch cannot use a GPU that is there: its driver, its permissions, or a torch that was built without CUDA.
+"""Explains why torch cannot use a GPU that is there: driver, permissions, or a torch without CUDA.
 
 Reads what Linux says of hardware and driver; starts nothing on a GPU.
 """
@@ -27,14 +27,14 @@ def explain_unusable(
     torch_version: str = torch.__version__,
     cuda: str | None = torch.version.cuda,
 ) -> str:
-    """Why the GPU is not used, and what to do; empty: there is no GPU here, or it is hidden on purpose.
+    """Explains why the GPU is not used, and what to do; empty: there is none, or it is hidden on purpose.
 
-    reason: torch's own words, where it has said something.
+    reason: torch's own words, if it said anything.
     """
     hidden = environ.get("CUDA_VISIBLE_DEVICES")
     if hidden in ("", "-1"):
         return ""
-    driver = _driver_version(root / "proc/driver/nvidia/version")
+    driver = _read_driver_version(root / "proc/driver/nvidia/version")
     devices = sorted((root / "dev").glob("nvidia[0-9]*"))
     if driver is None and not devices:
         if not _has_pci_gpu(root / "sys/bus/pci/devices"):
@@ -61,8 +61,8 @@ def explain_unusable(
     return f"torch {torch_version} for CUDA {cuda} cannot use it with driver {driver or 'unknown'}{said}"
 
 
-def _driver_version(path: Path) -> str | None:
-    """Such as 580.65.06; None without a driver."""
+def _read_driver_version(path: Path) -> str | None:
+    """Reads a version such as 580.65.06; None without a driver."""
     try:
         found = re.search(r"\s(\d{3,}\.\d+(?:\.\d+)?)\s", path.read_text())
     except OSError:

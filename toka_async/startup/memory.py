@@ -1,7 +1,4 @@
-"""How much memory a rank may use: of the machine or container, or of a GPU.
-
-Knows no models; the callers turn bytes into pages.
-"""
+"""Reads how much memory a rank may use: of the machine, of the container, or of a GPU."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-_AUTO_CPU_SHARE = 0.25  # of what is available: a cache takes it by itself
-_MOST_CPU_SHARE = 0.9  # and when told to
+_AUTO_CPU_SHARE = 0.25  # of the available memory, by default
+_MOST_CPU_SHARE = 0.9  # of the available memory, if configured
 _CGROUPS = (
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
@@ -20,35 +17,35 @@ _CGROUPS = (
 
 
 def read_available_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process can still take without swapping, within limits of its container and its own."""
-    available = _of_machine(proc / "meminfo")
+    """Reads the bytes that this process can take without swapping, within its container's limits and its own."""
+    available = _read_machine_memory(proc / "meminfo")
     for names in _CGROUPS:
-        numbers = [_number(cgroups / name) for name in names]
+        numbers = [_read_number(cgroups / name) for name in names]
         if numbers[0] is not None and numbers[1] is not None:
             available = min(available, numbers[0] - numbers[1])
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    taken = _number(proc / "self" / "statm", first=True)
+    taken = _read_number(proc / "self" / "statm", first=True)
     if limit != resource.RLIM_INFINITY and taken is not None:
         available = min(available, limit - taken * os.sysconf("SC_PAGE_SIZE"))
     return max(available, 0)
 
 
 def choose_cpu_cache_bytes(num_sharing: int) -> tuple[int, int]:
-    """What the cache of one of so many ranks may take by itself, and when it is told to.
+    """Chooses the bytes of a rank's cache by default, and the most that may be configured.
 
-    What is configured is not divided: who starts again finds that the others have taken theirs.
+    A configured size is not divided among ranks: a rank that starts again finds that the others have taken theirs.
     """
     available = read_available_memory()
     return int(_AUTO_CPU_SHARE * available / num_sharing), int(_MOST_CPU_SHARE * available)
 
 
 def read_free_cuda_memory(device: torch.device, fraction: float) -> int:
-    """Bytes still free of `fraction` of the GPU's memory; what other processes use counts as used."""
+    """Reads the bytes still free of `fraction` of the GPU's memory; memory of other processes counts as used."""
     free, total = torch.cuda.mem_get_info(device)
     return int(fraction * total) - (total - free)
 
 
-def _of_machine(meminfo: Path) -> int:
+def _read_machine_memory(meminfo: Path) -> int:
     try:
         lines = meminfo.read_text().splitlines()
     except OSError:
@@ -57,8 +54,8 @@ def _of_machine(meminfo: Path) -> int:
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
-def _number(path: Path, *, first: bool = False) -> int | None:
-    """The number in a file, or the first of several; None when there is no such file, or it says `max`."""
+def _read_number(path: Path, *, first: bool = False) -> int | None:
+    """Reads the number in a file, or the first of several; None if there is no such file, or it says `max`."""
     try:
         text = path.read_text()
         return int(text.split()[0] if first else text)

@@ -1,6 +1,6 @@
-"""Where the ranks of one model meet: who computes which part of it, and how they reach each other.
+"""Connects the ranks of one model: who computes which part, and how they reach each other.
 
-All ranks make all groups in the same order, as torch.distributed wants it. Knows places; knows no weights and no steps.
+All ranks make all groups in the same order, as torch.distributed demands. Knows no weights and no steps.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from toka_async.model.comm import TIMEOUT, Comm, DistributedComm, LocalComm, joi
 from toka_async.runner.links import Receiver, Sender, StageLinks
 from toka_async.startup.rank_coords import RankCoords
 
-IN_FLIGHT = 2  # residuals that a link holds: one that is computed with while the next is received
-# Thread blocks of a link's kernels: they wait beside what is computed, and NVLink needs few.
+IN_FLIGHT = 2  # residuals that a link holds: one is computed with while the next is received
+# Thread blocks of a link's kernels, which wait beside computing kernels. NVLink needs few.
 MOST_BLOCKS = 4
 
 
 @dataclass(slots=True, frozen=True)
 class ProcessGroups:
-    """world: all ranks of the model. tensor: those of this rank's stage. pairs: links, once there are buffers."""
+    """world: all ranks of the model. tensor: those of this rank's stage. pairs: links, once they have buffers."""
 
     world: Comm
     tensor: Comm
@@ -32,7 +32,7 @@ class ProcessGroups:
 
 @dataclass(slots=True, frozen=True)
 class StagePairs:
-    """This rank's groups of two, None where it has none. forward ones carry residuals, `back` what was sampled."""
+    """This rank's groups of two; None where it has none. `forward` ones carry residuals, `back` ones sampled tokens."""
 
     place: RankCoords
     device: torch.device
@@ -41,7 +41,7 @@ class StagePairs:
     back: dist.ProcessGroup | None
 
 
-def meet(place: RankCoords, device: torch.device) -> ProcessGroups:
+def make_groups(place: RankCoords, device: torch.device) -> ProcessGroups:
     """Waits for all ranks, and makes their groups. Raises RuntimeError when the others do not come in time."""
     world = join(place.group, place.world_rank, place.world_size, device)
     if place.num_stages == 1:
@@ -64,7 +64,7 @@ def make_pairs(place: RankCoords, device: torch.device) -> StagePairs:
         for rank in range(place.size):
             ranks = [source * place.size + rank, target * place.size + rank]
             # In the order of ranks, whatever order they are given in: see `build_links`.
-            group = dist.new_group(sorted(ranks), timeout=TIMEOUT, pg_options=_options(device))
+            group = dist.new_group(sorted(ranks), timeout=TIMEOUT, pg_options=_make_options(device))
             if place.world_rank not in ranks:
                 continue
             name = "back" if source > target else "after" if place.stage == source else "before"
@@ -72,8 +72,8 @@ def make_pairs(place: RankCoords, device: torch.device) -> StagePairs:
     return StagePairs(place, device, mine.get("before"), mine.get("after"), mine.get("back"))
 
 
-def _options(device: torch.device) -> Any:
-    """NCCL's, for groups that only send: few thread blocks, which run as soon as they can."""
+def _make_options(device: torch.device) -> Any:
+    """Makes NCCL's options for groups that only send: few thread blocks, which run as soon as they can."""
     if device.type != "cuda":
         return None
     options: Any = dist.ProcessGroupNCCL.Options()
@@ -84,34 +84,34 @@ def _options(device: torch.device) -> Any:
 
 
 def build_links(pairs: StagePairs, hidden_size: int, dtype: torch.dtype, num_tokens: int, num_rows: int) -> StageLinks:
-    """Links with their buffers, which have sent something: groups connect at their first use.
+    """Builds links with their buffers, and sends something on each: groups connect at their first use.
 
     num_tokens: of a micro-batch at most. num_rows: that one samples at most.
     """
     place, device = pairs.place, pairs.device
 
-    def residuals() -> list[Tensor]:
+    def make_residuals() -> list[Tensor]:
         return [torch.zeros(num_tokens, hidden_size, dtype=dtype, device=device) for _ in range(IN_FLIGHT)]
 
-    def tokens() -> list[Tensor]:
-        # All that are on their way through the pipeline while the first stage computes the next.
+    def make_tokens() -> list[Tensor]:
+        # As many as are under way while the first stage computes the next.
         count = 2 * place.num_micro_batches + place.num_stages
         return [torch.zeros(num_rows, dtype=torch.int64, device=device) for _ in range(count)]
 
     is_first, is_last = place.stage == 0, place.stage == place.num_stages - 1
     with torch.inference_mode():
         links = StageLinks(
-            before=Receiver(pairs.before, 0, residuals()) if pairs.before is not None else None,
-            after=Sender(pairs.after, 1, residuals()) if pairs.after is not None else None,
-            tokens_from_last=Receiver(pairs.back, 1, tokens()) if pairs.back is not None and is_first else None,
-            tokens_to_first=Sender(pairs.back, 0, tokens()) if pairs.back is not None and is_last else None,
+            before=Receiver(pairs.before, 0, make_residuals()) if pairs.before is not None else None,
+            after=Sender(pairs.after, 1, make_residuals()) if pairs.after is not None else None,
+            tokens_from_last=Receiver(pairs.back, 1, make_tokens()) if pairs.back is not None and is_first else None,
+            tokens_to_first=Sender(pairs.back, 0, make_tokens()) if pairs.back is not None and is_last else None,
         )
         _try(links, torch.zeros(1, hidden_size, dtype=dtype, device=device))
     return links
 
 
 def _try(links: StageLinks, residual: Tensor) -> None:
-    """Something goes through each link, stage after stage: a first use may wait for the other end."""
+    """Sends something through each link, stage after stage: a first use may wait for the other end."""
     if links.before is not None:
         links.before.post(1)
         links.before.discard()

@@ -1,7 +1,4 @@
-"""What a rank does before it is ready, told to people: a line per stage, with a bar on a terminal.
-
-Knows names and times of stages.
-"""
+"""Shows people what a rank does before it is ready: a line per stage, with a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ _INTERVAL = 0.1  # seconds between redraws
 
 
 class StartupProgress:
-    """Shows the stage at work and how long it has taken; `seconds` keeps every stage's time."""
+    """Shows the current stage and its time; `seconds` keeps every stage's time."""
 
     def __init__(self, stream: TextIO, shown: bool = True, logged: bool = True) -> None:
         """shown: on the stream, if it is a terminal. logged: `report` writes to the log."""
@@ -31,7 +28,7 @@ class StartupProgress:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """What happens inside is this stage."""
+        """Shows and times a stage, which is what happens within."""
         self._stage, self._began, self._drawn = name, time.monotonic(), 0.0
         self.show(0, 1)
         try:
@@ -51,7 +48,7 @@ class StartupProgress:
         write_line(self._stream, draw_line(done / max(1, total), self._stage, text, get_columns(self._stream)))
 
     def report(self) -> None:
-        """One line with all stages' times."""
+        """Logs all stages' times in one line."""
         if self._logger is not None:
             parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
             self._logger.info("warm after %.1f s: %s", sum(self.seconds.values()), parts)

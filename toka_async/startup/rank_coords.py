@@ -1,4 +1,4 @@
-"""Where a rank stands among those that hold one model together. Free of torch."""
+"""The place of a rank among those that hold one model together. Loads no torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class RankCoords:
     """rank: of `size` tensor ranks. stage: of `num_stages`. device_index: its GPU, if there are any.
 
-    group: the address where the ranks of all stages meet. num_sharing: ranks of all replicas, which share the machine.
-    num_micro_batches: that a step is cut into, at most.
+    group: the address where the ranks of all stages meet. num_sharing: ranks of all replicas. num_micro_batches: of a
+    step.
     """
 
     rank: int = 0
@@ -24,7 +24,7 @@ class RankCoords:
 
     @property
     def world_rank(self) -> int:
-        """Among the ranks of all stages."""
+        """Its rank among those of all stages."""
         return self.stage * self.size + self.rank
 
     @property

@@ -19,7 +19,7 @@ import torch
 from toka_async.attention.build import AttentionParts, BuiltAttention, build_attention
 from toka_async.attention.choice import ChoiceTable, every_group_pays
 from toka_async.attention.kv_cache import KVCache, bytes_per_token
-from toka_async.checkpoint.division import spec_of_rank, spec_of_stage, stage_parts
+from toka_async.checkpoint.division import make_rank_spec, make_stage_spec, stage_parts
 from toka_async.checkpoint.limits import DeviceKind, RankLimits, resolve_limits, resolve_num_pages
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.config import Config
@@ -45,11 +45,11 @@ from toka_async.startup.cache_size import (
 from toka_async.startup.described import count_weight_bytes, describe_device
 from toka_async.startup.device import has_kernels, resolve_device, resolve_dtype, resolve_num_threads
 from toka_async.startup.memory import choose_cpu_cache_bytes
-from toka_async.startup.process_groups import build_links, meet
+from toka_async.startup.process_groups import build_links, make_groups
 from toka_async.startup.progress import StartupProgress
 from toka_async.startup.rank_coords import ALONE, RankCoords
 from toka_async.startup.warmup import make_largest_load, warm_up
-from toka_async.startup.weights_fit import allocating, check_weights_fit, measure_free_bytes
+from toka_async.startup.weights_fit import catch_lost_memory, check_weights_fit, measure_free_bytes
 from toka_async.tuning.async_tp import RankShape, build_layouts
 from toka_async.tuning.attention import AttentionChoice
 from toka_async.tuning.settle import settle
@@ -60,42 +60,42 @@ if TYPE_CHECKING:  # needs Triton, which is not everywhere
 
 
 class RunnerFactory:
-    """Makes one runner. Ranks of one model are built at the same time: they wait for each other."""
+    """Makes one runner. Ranks of one model must be built at the same time: they wait for each other."""
 
     def __init__(
         self, model_dir: Path, spec: ModelSpec, config: Config, coords: RankCoords = ALONE, progress: bool = True
     ) -> None:
-        """Meets the other ranks. Raises ModelError, which names the field and the fix."""
+        """Connects to the other ranks. Raises ModelError that names the field and the fix."""
         self.model_dir = model_dir
         self.spec = spec
         self.config = config
         self.coords = coords
         self.device = resolve_device(config.model, coords)
         self.kind: DeviceKind = "cuda" if self.device.type == "cuda" else "cpu"
-        self.groups = meet(coords, self.device)
+        self.groups = make_groups(coords, self.device)
         progress = progress and coords.world_rank == 0
         self.stages = StartupProgress(sys.stderr, progress, logged=progress and self.kind == "cuda")
         self.dtype = resolve_dtype(config.model, spec, self.device)
         self.limits = resolve_limits(config.model, config.schedule, spec, self.kind)
         self.part = stage_parts(spec, coords.num_stages, coords.size)[coords.stage]
-        self.rank_spec = spec_of_stage(spec_of_rank(spec, coords.size), self.part)
+        self.rank_spec = make_stage_spec(make_rank_spec(spec, coords.size), self.part)
         free = measure_free_bytes(self.device, config.cache.memory_fraction)
         check_weights_fit(spec, self.part, coords.size, self.dtype, free, self.kind)
         self.tuning_cache = open_tuning_cache(self.device, config)
         self.tuning = self._make_tuning()
 
     def build(self) -> Runner:
-        """The runner, ready for its first step. Raises ModelError."""
+        """Builds the runner, ready for its first step. Raises ModelError."""
         with self.stages.stage("tensor ranks") if self.coords.size > 1 else nullcontext():
             layouts = self._build_layouts()
-        with self.stages.stage("weights"), allocating(self.spec, self.part, self.coords.size, self.dtype):
+        with self.stages.stage("weights"), catch_lost_memory(self.spec, self.part, self.coords.size, self.dtype):
             decoder = self._load_decoder(layouts)
         if self.kind == "cuda":
             self.limits = self._fit_limits()
         else:
             self._set_num_threads(decoder)
         stage = self._connect_stage()
-        max_graph_rows = self._max_graph_rows(layouts)
+        max_graph_rows = self._count_graph_rows(layouts)
         with self.stages.stage("matrices"):
             if self.tuning is not None:
                 limits = limit_separate(limit_part(self.limits, self.coords.num_micro_batches), layouts)
@@ -115,7 +115,7 @@ class RunnerFactory:
         return runner
 
     def _make_tuning(self) -> ProductTuning | None:
-        """Tuned products and fused kernels on a GPU; None: plain torch."""
+        """Makes tuned products and fused kernels on a GPU; None: plain torch."""
         if not has_kernels(self.device):
             return None
         from toka_async.tuning.gemm import ProductTuning, make_ops
@@ -123,21 +123,21 @@ class RunnerFactory:
         return ProductTuning(make_ops(self.device, self.dtype, self.config.tuning.products), self.tuning_cache)
 
     def _build_layouts(self) -> LayoutPolicy:
-        """How steps are spread over the tensor ranks."""
+        """Decides how steps are spread over the tensor ranks."""
         limits = limit_part(self.limits, self.coords.num_micro_batches)
         ops = TorchOps() if self.tuning is None else self.tuning.ops
         return build_layouts(
             self.config.parallel.async_tp_min_tokens,
             self.groups.tensor,
             RankShape(self.spec, self.dtype, self.device, ops, limits.max_tokens),
-            self._max_graph_rows(),
+            self._count_graph_rows(),
             self.tuning_cache,
             self.groups.world,
             None if self.tuning is None else self.tuning.tune_layers,
         )
 
-    def _max_graph_rows(self, layouts: LayoutPolicy | None = None) -> int:
-        """Rows of the largest graph; 0: none is captured. What is in shards is not captured."""
+    def _count_graph_rows(self, layouts: LayoutPolicy | None = None) -> int:
+        """Counts the rows of the largest graph; 0: none is captured. Steps in shards are not captured."""
         graphs = self.config.graphs
         if not graphs.enabled:
             return 0
@@ -159,7 +159,7 @@ class RunnerFactory:
         torch.set_num_threads(num_threads)
 
     def _fit_limits(self) -> RankLimits:
-        """The limits whose largest step fits every rank's GPU, as far as they are automatic. Raises ModelError."""
+        """Halves limits that are `auto` until the largest step fits every rank's GPU. Raises ModelError."""
         cache, schedule, world = self.config.cache, self.config.schedule, self.groups.world
         # Only the last stage has logits.
         counted = self.rank_spec if self.part.is_last else msgspec.structs.replace(self.rank_spec, vocab_size=0)
@@ -182,7 +182,7 @@ class RunnerFactory:
         return replace(fitting, max_seqs=world.minimum(fitting.max_seqs), max_tokens=world.minimum(fitting.max_tokens))
 
     def _connect_stage(self) -> StageSetup | None:
-        """This rank's stage; None: there is no pipeline. Its links need memory, which what measures memory must see."""
+        """Connects this rank's stage, before memory is measured, as links take some; None without a pipeline."""
         if self.groups.pairs is None:
             return None
         hidden_size, num_parts = self.spec.hidden_size, self.coords.num_micro_batches
@@ -191,7 +191,7 @@ class RunnerFactory:
         return StageSetup(links, num_parts, hidden_size, self.dtype, self.device)
 
     def _count_pages(self, decoder: Decoder, stage: StageSetup | None) -> int:
-        """Pages of this rank's cache: as configured, or as memory allows beside the largest step."""
+        """Counts the pages of this rank's cache: as configured, or as memory allows beside the largest step."""
         page_bytes = count_page_bytes(self.rank_spec, self.config.cache, self.dtype)
         if self.kind == "cuda":
             auto = most = self._measure_memory(decoder, stage, page_bytes)
@@ -200,7 +200,7 @@ class RunnerFactory:
         return resolve_num_pages(self.config.cache, self.limits, page_bytes, auto, most)
 
     def _measure_memory(self, decoder: Decoder, stage: StageSetup | None, page_bytes: int) -> int:
-        """Bytes that the largest step leaves to the cache; it is computed once to find out."""
+        """Measures the bytes that the largest step leaves to the cache, by computing it once."""
         cache = self.config.cache
         torch.cuda.reset_peak_memory_stats(self.device)
         num_pages = count_trial_pages(self.limits, cache.page_size, page_bytes, self.device, cache.memory_fraction)
@@ -223,7 +223,7 @@ class RunnerFactory:
         num_pages: int,
         choose: Callable[[AttentionParts], ChoiceTable] | None = None,
     ) -> Runner:
-        """A runner over a new cache. choose: see `build_attention`; None: the runner is for a trial."""
+        """Makes a runner over a new cache. choose: see `build_attention`; None: the runner is for a trial."""
         spec, limits, page_size = self.rank_spec, self.limits, self.config.cache.page_size
         # One page more, for rows that only fill up a batch.
         cache = KVCache(
@@ -258,25 +258,25 @@ class RunnerFactory:
             self.device,
             decoder,
             cache,
-            replace(attention, pays=self._group_rule(attention)),
+            replace(attention, pays=self._make_group_rule(attention)),
             SamplingSetup(has_kernels(self.device), self._share_rows(decoder)),
             stage,
             compiles,
         )
 
     def _choose_table(self, parts: AttentionParts) -> ChoiceTable:
-        """The same table on all ranks of a stage, or they would compute a step in different ways."""
+        """Chooses the same table on all ranks of a stage, or they would compute a step in different ways."""
         return settle(AttentionChoice(parts), self.tuning_cache, self.groups.tensor)
 
-    def _group_rule(self, attention: BuiltAttention) -> Callable[[int, int], bool]:
-        """What was measured, unless the configuration says; a micro-batch's part of a group may be too small for it."""
+    def _make_group_rule(self, attention: BuiltAttention) -> Callable[[int, int], bool]:
+        """Decides which groups pay, as configured or measured. A micro-batch may have too small a part of one."""
         schedule, least = self.config.schedule, self.config.schedule.group_min_seqs
         if least == schedule.group_min_tokens == "auto":
             return attention.pays
         return every_group_pays if least == "auto" else lambda num_rows, num_tokens: num_rows >= least  # noqa: ARG005
 
     def _share_rows(self, decoder: Decoder) -> RowShares | None:
-        """How ranks share the rows that they sample; None: this rank is alone, or its stage does not sample."""
+        """Divides the rows to sample among ranks; None: this rank is alone, or its stage does not sample."""
         tensor = self.groups.tensor
         if tensor.size == 1 or decoder.head is None:
             return None
@@ -299,7 +299,7 @@ class RunnerFactory:
         warm_up(runner, self.stages, self.coords.num_micro_batches, capture if captures else None)
 
     def _describe_graphs(self, decoder: Decoder) -> Facts:
-        """What the times of graphs depend on."""
+        """Describes on what the times of graphs depend."""
         return {
             "model": self.rank_spec,
             "ends": [decoder.embedding is not None, decoder.head is not None],
@@ -312,20 +312,20 @@ class RunnerFactory:
 
 
 def open_tuning_cache(device: torch.device, config: Config) -> TuningCache:
-    """What earlier starts measured. Most of it depends on whether products are tuned; on a CPU nothing is measured."""
+    """Opens the cache of measurements, most of which depend on whether products are tuned; empty on a CPU."""
     if device.type == "cpu":
         return TuningCache(None, {})
     return TuningCache(find_folder(config.tuning.dir), {**describe_gpu(device), "tuned": config.tuning.products})
 
 
 def limit_part(limits: RankLimits, num_parts: int) -> RankLimits:
-    """The limits of each of a step's micro-batches."""
+    """Returns the limits of each of a step's micro-batches."""
     num_tokens = count_most_tokens(limits.max_seqs, limits.max_tokens, num_parts)
     return replace(limits, max_seqs=count_most_rows(limits.max_seqs, num_parts), max_tokens=num_tokens)
 
 
 def limit_separate(limits: RankLimits, layouts: LayoutPolicy) -> RankLimits:
-    """The limits of products that overlap with no exchange between ranks; those of sampled tokens never do."""
+    """Returns the limits of products that do not overlap with exchanges; those of sampled tokens never do."""
     if not isinstance(layouts.shards, OverlappedShards):
         return limits
     return replace(limits, max_tokens=min(limits.max_tokens, max(limits.max_seqs, layouts.min_tokens - 1)))

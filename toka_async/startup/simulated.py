@@ -1,7 +1,7 @@
 """A rank without a model: takes the same steps as a real one and answers with pseudo-random token ids.
 
-For measuring everything but the model. A row's tokens are a function of its seed and its position alone, so the same
-request gets the same answer however it is batched. Loads no torch; knows no requests, no text and no sockets.
+It serves to measure everything but the model. A row's tokens depend on its seed and position alone, so the same request
+gets the same answer however it is batched. Loads no torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LEAST = -1.0  # the highest log-prob; the next likeliest token is always 1 less 
 
 
 def make_simulated_ready(spec: ModelSpec, model: ModelConfig, cache: CacheConfig, schedule: ScheduleConfig) -> Ready:
-    """What fits: as much as is asked for. Raises ModelError for an impossible limit."""
+    """Makes Ready: everything fits that is asked for. Raises ModelError for an impossible limit."""
     limits = resolve_limits(model, schedule, spec, "simulated")
     auto_pages = limits.max_seqs * -(-min(limits.max_context, AUTO_TOKENS) // cache.page_size)
     num_pages = resolve_num_pages(cache, limits, page_bytes=1, auto_bytes=auto_pages, most_bytes=2**31 - 1)
@@ -80,7 +80,7 @@ class SimulatedRank:
         slots = ready.max_seqs
         self._seeds: UInt64 = np.zeros(slots, np.uint64)
         self._positions: UInt64 = np.zeros(slots, np.uint64)
-        self._first_end: UInt64 = np.zeros(slots, np.uint64)  # position from which on a row may end
+        self._first_end: UInt64 = np.zeros(slots, np.uint64)  # first position at which a row may end
         self._ends: Int32 = np.full((1, slots), -1, np.int32)  # [e, slots]: ids that end the row, -1 after them
         self._num_ends: UInt64 = np.zeros(slots, np.uint64)
         self._num_prompt: Int32 = np.zeros(slots, np.int32)
@@ -88,11 +88,11 @@ class SimulatedRank:
         self._num_prompt_logprobs: Int32 = np.full(slots, -1, np.int32)
 
     def wait(self) -> None:
-        """Nothing is queued: the next step starts when it comes, not when the one before it ended."""
+        """Notes that no step is queued: the next one starts when it comes, not when the last one ended."""
         self._free_at = 0.0
 
     def run(self, step: Step) -> StepDone:
-        """One step; sleeps until `step_ms` after its start, which is the end of the one before when it was queued."""
+        """Runs one step. Sleeps until `step_ms` after its start; a queued step starts at the end of the one before."""
         began = self._free_at or self._clock()
         self._apply(step)
         chunk_slots, lengths = as_i32(step.chunk_slots), as_i32(step.chunk_lengths)
@@ -106,7 +106,7 @@ class SimulatedRank:
             sampling = np.concatenate([np.ones(self._order.size, np.bool_), as_bool(step.chunk_samples)])
             slots, positions = slots[sampling], positions[sampling]
         token_ids = self._draw(slots, positions)
-        logprobs, tops = self._logprobs(slots, token_ids)
+        logprobs, tops = self._make_logprobs(slots, token_ids)
         prompts = self._score(chunk_slots, starts.astype(np.int64).tolist(), lengths.tolist())
         self._free_at = began + self._seconds
         if (left := self._free_at - self._clock()) > 0:
@@ -148,7 +148,7 @@ class SimulatedRank:
             self._describe(slots[rows], want)
 
     def _describe(self, slots: Int32, want: Want) -> None:
-        """What rows that want the same want."""
+        """Notes what rows that want the same want."""
         end_ids, min_tokens, num_logprobs, num_prompt_logprobs = want
         ends = np.frombuffer(end_ids, np.int32)
         ends = np.unique(ends[(ends >= 0) & (ends < self.ready.vocab_size)])
@@ -164,8 +164,8 @@ class SimulatedRank:
     # ---- results
 
     def _draw(self, slots: Int32, positions: UInt64) -> Int32:
-        """A token of each slot for its position, [s]: one of its end ids at `end_rate`, else any id but those."""
-        bits = random_bits(self._seeds.take(slots), positions)
+        """Draws a token of each slot for its position, [s]: an end id at `end_rate`, otherwise any other id."""
+        bits = draw_bits(self._seeds.take(slots), positions)
         token_ids = (((bits >> HALF) * np.uint64(self.ready.vocab_size)) >> HALF).astype(np.int32)
         ends = self._ends.take(slots, axis=1)
         for _ in range(len(ends) + 1):  # the ids after an end may be ends too
@@ -181,20 +181,20 @@ class SimulatedRank:
             token_ids[rows] = ends[bits[rows] % num_ends, rows]
         return token_ids
 
-    def _logprobs(self, slots: Int32, token_ids: Int32) -> tuple[memoryview, tuple[memoryview, ...]]:
-        """Columns of the chosen tokens, [s] when any row asks, and of the likeliest ones: rows, counts, ids, values."""
+    def _make_logprobs(self, slots: Int32, token_ids: Int32) -> tuple[memoryview, tuple[memoryview, ...]]:
+        """Makes columns of the chosen tokens, [s] if any row asks, and of the likeliest: rows, counts, ids, values."""
         wanted = self._num_logprobs.take(slots)
         asked: Bool = wanted >= 0
         if not asked.any():
             return EMPTY, (EMPTY, EMPTY, EMPTY, EMPTY)
         rows = np.flatnonzero(wanted > 0)
         counts = wanted[rows]
-        ids, values = likeliest(np.repeat(token_ids[rows], counts), counts, self.ready.vocab_size)
+        ids, values = rank_tokens(np.repeat(token_ids[rows], counts), counts, self.ready.vocab_size)
         chosen = np.where(asked, np.float32(LEAST), np.float32(0))
         return column(chosen), (i32_column(rows), column(counts), column(ids), column(values))
 
     def _score(self, slots: Int32, starts: list[int], lengths: list[int]) -> tuple[ChunkLogprobs, ...]:
-        """The log-probs of prompt tokens that the chunks' tokens predict, of prompts that want them."""
+        """Computes the log-probs of the prompt tokens that the chunks' tokens predict, if their prompts want them."""
         chunks = []
         for slot, start, length in zip(slots.tolist(), starts, lengths, strict=True):
             num_top = int(self._num_prompt_logprobs[slot])
@@ -202,7 +202,7 @@ class SimulatedRank:
             if num_top < 0 or count <= 0:
                 continue
             tops = np.full(count, num_top, np.int32)
-            ids, values = likeliest(np.repeat(np.arange(count, dtype=np.int32), num_top), tops, self.ready.vocab_size)
+            ids, values = rank_tokens(np.repeat(np.arange(count, dtype=np.int32), num_top), tops, self.ready.vocab_size)
             chunks.append(
                 ChunkLogprobs(
                     slot=slot,
@@ -218,12 +218,12 @@ class SimulatedRank:
 
 
 def read_wants(sampling: SamplingParams) -> Want:
-    """What a simulated row looks at."""
+    """Reads the sampling parameters that a simulated row regards."""
     return (bytes(sampling.end_ids), sampling.min_tokens, sampling.num_logprobs, sampling.num_prompt_logprobs)
 
 
-def random_bits(seeds: UInt64, positions: UInt64) -> UInt64:
-    """64 bits for each (seed, position): splitmix64 (Steele et al. 2014), whose state advances by a constant."""
+def draw_bits(seeds: UInt64, positions: UInt64) -> UInt64:
+    """Draws 64 bits for each (seed, position): splitmix64 (Steele et al. 2014), whose state advances by a constant."""
     x = seeds + positions * np.uint64(0x9E3779B97F4A7C15)
     x ^= x >> np.uint64(30)
     x *= np.uint64(0xBF58476D1CE4E5B9)
@@ -233,8 +233,8 @@ def random_bits(seeds: UInt64, positions: UInt64) -> UInt64:
     return x
 
 
-def likeliest(chosen: Int32, counts: Int32, vocab_size: int) -> tuple[Int32, npt.NDArray[np.float32]]:
-    """`counts` tokens a row, the chosen one first, and their log-probs; `chosen` is repeated so often already."""
+def rank_tokens(chosen: Int32, counts: Int32, vocab_size: int) -> tuple[Int32, npt.NDArray[np.float32]]:
+    """Returns `counts` tokens a row and their log-probs. `chosen`, repeated so often, comes first."""
     firsts = np.cumsum(counts) - counts
     nth = (np.arange(chosen.size) - np.repeat(firsts, counts)).astype(np.int32)
     return (chosen + nth) % np.int32(vocab_size), (LEAST - nth).astype(np.float32)

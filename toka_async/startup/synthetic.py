@@ -1,6 +1,6 @@
-"""Steps that no request asked for: what a runner computes at its start, to find out what it needs and to be warm.
+"""Makes steps that no request asked for, which a runner computes at its start to warm up and to find out what it needs.
 
-Plays the scheduler in miniature, over the first pages and slots. Knows messages; what they compute does not matter.
+Works like a small scheduler, over the first pages and slots. Knows messages; what they compute does not matter.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class SyntheticRows:
-    """Rows of prompts of zeros, all of which share their first `num_shared` pages; they decode until all end.
+    """Rows of prompts of zeros that share their first `num_shared` pages. They decode until all end.
 
-    reuse: a page may be several rows' own, so that any cache will do; what rows compute is then nonsense.
+    reuse: rows may share their own pages, so that any cache is large enough; their output is then nonsense.
     """
 
     def __init__(self, ready: Ready, num_shared: int = 0, reuse: bool = False) -> None:
@@ -31,23 +31,23 @@ class SyntheticRows:
         self._num_joined = 0  # rows that decode
         self._num_keys = 0
 
-    def room(self, more: int) -> int:
-        """The tokens that a row can have and decode `more` after them."""
+    def count_room(self, more: int) -> int:
+        """Counts the tokens that a row can have and decode `more` after them."""
         ready = self._ready
         return min(ready.max_context, ready.num_pages * ready.page_size) - more
 
     def has_room(self, length: int) -> bool:
-        """Whether another row of this length can begin while the others go on by a token."""
+        """Tells whether another row of this length can begin while the others continue by a token."""
         size = self._ready.page_size
         needed = int((-(-(self._lengths + 1) // size) - self._owned).sum()) + -(-length // size)
         longest = int(self._lengths.max(initial=0)) + 1
         has_pages = self._reuse or self._num_pages + needed <= self._ready.num_pages
         return has_pages and longest <= self._ready.max_context
 
-    def step(
+    def make_step(
         self, lengths: Sequence[int] = (), sampling: Sequence[SamplingParams] = (GREEDY,), num_grouped: int = 0
     ) -> Step:
-        """A token of every row there is, and one whole chunk for each new row.
+        """Makes a step of a token of every row, and one whole chunk for each new row.
 
         Args:
             lengths: of the new rows' prompts, each longer than the shared pages.
@@ -59,7 +59,7 @@ class SyntheticRows:
         self._num_joined = first
         new = np.asarray(lengths, np.int32)
         starts = np.full(num_new, self._num_shared * self._ready.page_size, np.int32)
-        keys, prompts = self._prompts(lengths, sampling)
+        keys, prompts = self._make_prompts(lengths, sampling)
         self._lengths = np.concatenate([self._lengths + 1, new])
         self._owned = np.concatenate([self._owned, np.full(num_new, self._num_shared, np.int32)])
         page_slots, page_ids = self._grow()
@@ -84,14 +84,13 @@ class SyntheticRows:
         )
 
     def end(self) -> Step:
-        """All rows leave."""
         freed, keys = i32_column(range(self._lengths.size)), i32_column(range(self._num_keys))
         return Step(step_id=0, freed=freed, dropped_prompts=keys)
 
-    def _prompts(
+    def _make_prompts(
         self, lengths: Sequence[int], sampling: Sequence[SamplingParams]
     ) -> tuple[memoryview, tuple[Prompt, ...]]:
-        """Keys of the new rows, and a prompt for each length and sampling among them."""
+        """Makes keys of the new rows, and a prompt for each length and sampling among them."""
         kinds = [(length, i % len(sampling)) for i, length in enumerate(lengths)]
         key_of = {kind: self._num_keys + i for i, kind in enumerate(dict.fromkeys(kinds))}
         self._num_keys += len(key_of)
@@ -109,7 +108,7 @@ class SyntheticRows:
         return i32_column(key_of[kind] for kind in kinds), tuple(prompts)
 
     def _grow(self) -> tuple[memoryview, memoryview]:
-        """Pages for the tokens that rows have with this step, in columns of slots and pages."""
+        """Adds pages for the tokens that rows have with this step. Returns columns of slots and pages."""
         needed = -(-self._lengths // self._ready.page_size) - self._owned
         slots = np.repeat(np.arange(self._lengths.size, dtype=np.int32), needed)
         pages = np.arange(self._num_pages, self._num_pages + slots.size, dtype=np.int32)

@@ -1,7 +1,7 @@
-"""First steps, so that no request pays for what happens once: thread pools, kernels, captured graphs.
+"""Computes first steps, so that no request pays for what happens once: thread pools, kernels, captured graphs.
 
 Every kind of step is computed: one row and all rows, one token and many, with and without shared prefixes, all ways to
-sample. Afterwards nothing is compiled any more. Knows messages; leaves the runner without rows.
+sample. Afterwards nothing is compiled any more, and the runner has no rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from toka_async.startup.synthetic import GREEDY, SyntheticRows
 
 _DECODE_STEPS = 3
 _PROMPT_TOKENS = 8
-# What kernels sample, and what needs plain torch.
+# Parameters that kernels sample, and some that need plain torch.
 FAST = (
     GREEDY,
     SamplingParams(temperature=0.6),
@@ -43,10 +43,7 @@ SLOW = (
 def warm_up(
     runner: Runner, stages: StartupProgress, num_parts: int = 1, capture: Callable[[], None] | None = None
 ) -> None:
-    """Compute all that steps can be made of.
-
-    num_parts: micro-batches that steps are computed in. capture: captures decoding steps; None: none is captured.
-    """
+    """Computes steps of all kinds. num_parts: micro-batches of a step. capture: captures decoding steps, if any are."""
     with stages.stage("warm-up"):
         loads = list_gpu_loads(runner.ready, num_parts) if runner.decode is not None else list_cpu_loads(runner.ready)
         if runner.ready.async_tp_min_tokens:
@@ -60,27 +57,27 @@ def warm_up(
             for load in loads:  # replayed once: a graph's first launch takes longer
                 load(runner)
     gc.collect()
-    runner.warmed()
+    runner.mark_warm()
 
 
 Load = Callable[[Runner], None]
 
 
 def list_cpu_loads(ready: Ready) -> list[Load]:
-    """Steps of a prompt and of some tokens after it."""
-    length = max(1, min(_PROMPT_TOKENS, SyntheticRows(ready).room(_DECODE_STEPS), ready.max_tokens))
+    """Lists steps of a prompt and of some tokens after it."""
+    length = max(1, min(_PROMPT_TOKENS, SyntheticRows(ready).count_room(_DECODE_STEPS), ready.max_tokens))
     return [make_rows_load([length], (SamplingParams(top_p=0.9),))]
 
 
 def list_gpu_loads(ready: Ready, num_parts: int = 1) -> list[Load]:
-    """Steps of few rows and of many, short and long, alone and grouped; in whole and in each of their parts."""
+    """Lists steps of few rows and of many, short and long, alone and grouped; in whole and in parts."""
     size = ready.page_size
-    room = max(1, min(SyntheticRows(ready).room(_DECODE_STEPS + 2), ready.max_tokens))
+    room = max(1, min(SyntheticRows(ready).count_room(_DECODE_STEPS + 2), ready.max_tokens))
     length = min(_PROMPT_TOKENS, room)
     pages = -(-(length + _DECODE_STEPS + 2) // size)
     most = min(ready.max_seqs, max(1, ready.num_pages // pages - 1), ready.max_tokens // length)
     loads: list[Load] = []
-    for count in dict.fromkeys((*in_parts((1, 2, 3, 17, 64, 300, 1100), num_parts), most)):
+    for count in dict.fromkeys((*add_part_counts((1, 2, 3, 17, 64, 300, 1100), num_parts), most)):
         if 0 < count <= most:
             loads.append(make_rows_load([length] * count, FAST))
             if count in (1, 17, most):
@@ -88,20 +85,20 @@ def list_gpu_loads(ready: Ready, num_parts: int = 1) -> list[Load]:
     loads.append(make_rows_load([1], (GREEDY,)))
     lengths = [room // part for part in (1, 2, 16)] + [LEAST_TOKENS * num_parts] * (num_parts > 1)
     loads += [make_rows_load([length], (GREEDY,)) for length in lengths if 0 < length <= room]
-    for count, shared in (*((count, 4) for count in in_parts((64,), num_parts)), (2, 1), (most, 32)):
+    for count, shared in (*((count, 4) for count in add_part_counts((64,), num_parts)), (2, 1), (most, 32)):
         fits = shared + count * pages <= ready.num_pages and 1 < count <= ready.max_seqs
         if fits and (shared + pages) * size <= ready.max_context and count * 2 <= ready.max_tokens:
             loads.append(make_rows_load([shared * size + 2] * count, FAST, shared, count))
     return loads
 
 
-def in_parts(counts: Sequence[int], num_parts: int) -> list[int]:
-    """The counts, and for a step in parts also those that give each part so many rows."""
+def add_part_counts(counts: Sequence[int], num_parts: int) -> list[int]:
+    """Returns the counts, and for a step in parts also those that give each part so many rows."""
     return [*counts, *(count * num_parts for count in counts)] if num_parts > 1 else [*counts]
 
 
 def make_largest_load(ready: Ready) -> Load:
-    """A step of the most tokens, of the most rows, that sample in every way."""
+    """Makes a step of the most tokens, of the most rows, that sample in every way."""
     each = max(1, min(ready.max_tokens // ready.max_seqs, ready.max_context - 2))
     lengths = np.full(ready.max_seqs, each)
     more = np.full(ready.max_seqs, max(0, ready.max_context - 2 - each)).cumsum()
@@ -118,18 +115,18 @@ def make_rows_load(
     num_decode: int = _DECODE_STEPS,
     reuse: bool = False,
 ) -> Load:
-    """Prompts, then tokens after them, then one prompt more beside them; as far as they fit, but for `reuse`d pages."""
+    """Makes prompts, tokens after them, and one more prompt beside them, as far as they fit or `reuse` pages."""
 
     def load(runner: Runner) -> None:
         rows = SyntheticRows(runner.ready, num_shared, reuse)
-        runner.run(rows.step(lengths, sampling))
+        runner.run(rows.make_step(lengths, sampling))
         for _ in range(num_decode):
             if rows.has_room(0):
-                runner.run(rows.step(num_grouped=num_grouped))
+                runner.run(rows.make_step(num_grouped=num_grouped))
         if len(lengths) < runner.ready.max_seqs and len(lengths) + lengths[0] <= runner.ready.max_tokens:
             another = min(lengths[0], num_shared * runner.ready.page_size + 3)
             if rows.has_room(another):
-                runner.run(rows.step([another], (GREEDY,), num_grouped))
+                runner.run(rows.make_step([another], (GREEDY,), num_grouped))
         runner.run(rows.end())
 
     return load

@@ -1,7 +1,4 @@
-"""Refuses a model that is too large before its weights are loaded, with the sizes and what would fit.
-
-Knows the model's shape and how much memory is free; loads nothing.
-"""
+"""Refuses a model that is too large before its weights are loaded, with the sizes and what would fit."""
 
 from __future__ import annotations
 
@@ -13,34 +10,34 @@ from msgspec.structs import replace
 
 from toka_async.checkpoint.division import (
     StagePart,
+    make_rank_spec,
+    make_stage_spec,
     num_weights,
-    spec_of_rank,
-    spec_of_stage,
     stage_parts,
     tensor_sizes,
 )
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.startup.memory import read_available_memory, read_free_cuda_memory
 
-MAX_TENSOR_RANKS = 16  # that are proposed
-MOST_WEIGHTS = 0.8  # of the free memory, where it is proposed how many GPUs to take
+MAX_TENSOR_RANKS = 16  # at most, in a proposal
+MOST_WEIGHTS = 0.8  # of the free memory, in a proposal of a number of GPUs
 GIB = 1 << 30
 
 
 def count_rank_bytes(spec: ModelSpec, part: StagePart, tp: int, dtype: torch.dtype) -> int:
-    """Bytes of the weights of each of `tp` ranks of a stage; vocabularies are padded to be divided."""
-    rank_spec = replace(spec_of_rank(spec, tp), vocab_size=-(-spec.vocab_size // tp))
+    """Counts the weights' bytes of each of `tp` ranks of a stage; vocabularies are padded to be divided."""
+    rank_spec = replace(make_rank_spec(spec, tp), vocab_size=-(-spec.vocab_size // tp))
     stage, num_stages = (0, 1) if part.is_first and part.is_last else (0 if part.is_first else 1 + part.is_last, 3)
-    return dtype.itemsize * num_weights(spec_of_stage(rank_spec, part), stage, num_stages)
+    return dtype.itemsize * num_weights(make_stage_spec(rank_spec, part), stage, num_stages)
 
 
 def check_weights_fit(spec: ModelSpec, part: StagePart, tp: int, dtype: torch.dtype, free: int, kind: str) -> None:
-    """Raises ModelError, which says what would fit, when a rank's weights take more than the `free` bytes."""
+    """Raises ModelError that says what would fit when a rank's weights take more than the `free` bytes."""
     needed = count_rank_bytes(spec, part, tp, dtype)
     if needed < free:
         return
     of_type = str(dtype).removeprefix("torch.")
-    sizes = f"{_gib(needed)} of weights in {of_type} where {_gib(max(free, 0))} are free"
+    sizes = f"{_format_gib(needed)} of weights in {of_type} where {_format_gib(max(free, 0))} are free"
     if kind == "cpu":
         half = dtype.itemsize == 4 and needed / 2 < free
         advice = "set model.dtype=bfloat16, which takes half" if half else "use a smaller model, or a larger machine"
@@ -51,7 +48,7 @@ def check_weights_fit(spec: ModelSpec, part: StagePart, tp: int, dtype: torch.dt
 
 
 def advise(spec: ModelSpec, tp: int, dtype: torch.dtype, free: int) -> str:
-    """How many GPUs with so many free bytes would hold the weights, and leave room for steps and the cache."""
+    """Says how many GPUs with so many free bytes would hold the weights, and leave room for steps and the cache."""
     free = int(MOST_WEIGHTS * free)
     for size in tensor_sizes(spec):
         if tp < size <= MAX_TENSOR_RANKS and count_rank_bytes(spec, stage_parts(spec, 1, size)[0], size, dtype) < free:
@@ -63,14 +60,14 @@ def advise(spec: ModelSpec, tp: int, dtype: torch.dtype, free: int) -> str:
 
 
 @contextmanager
-def allocating(spec: ModelSpec, part: StagePart, tp: int, dtype: torch.dtype) -> Iterator[None]:
-    """Where others have taken the memory since it was looked at: ModelError instead of torch's own."""
+def catch_lost_memory(spec: ModelSpec, part: StagePart, tp: int, dtype: torch.dtype) -> Iterator[None]:
+    """Raises ModelError instead of torch's own error if others have taken the memory since it was measured."""
     try:
         yield
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
-        needed = _gib(count_rank_bytes(spec, part, tp, dtype))
+        needed = _format_gib(count_rank_bytes(spec, part, tp, dtype))
         raise ModelError(
             f"model.path: there was no memory left for {needed} of weights; end what else uses it, or use fewer "
             "replicas or a smaller model"
@@ -78,9 +75,9 @@ def allocating(spec: ModelSpec, part: StagePart, tp: int, dtype: torch.dtype) ->
 
 
 def measure_free_bytes(device: torch.device, fraction: float) -> int:
-    """Memory that weights may take: of the machine, or a share of the GPU's."""
+    """Measures the memory that weights may take: of the machine, or a share of the GPU's."""
     return read_available_memory() if device.type == "cpu" else read_free_cuda_memory(device, fraction)
 
 
-def _gib(size: int) -> str:
+def _format_gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"

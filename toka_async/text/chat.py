@@ -122,13 +122,13 @@ def _message(message: Message) -> dict[str, Any]:
     """Copies a message for templates: no nulls, content as one string, reasoning under each of its names."""
     kept = {name: value for name, value in message.items() if value is not None}
     if isinstance(kept.get("content"), list):
-        kept["content"] = "\n".join(_text_of_part(part) for part in kept["content"])
+        kept["content"] = "\n".join(_read_part(part) for part in kept["content"])
     if reasoning := next((kept[name] for name in REASONING if name in kept), None):
         kept = {"thinking": reasoning, **kept, "reasoning_content": reasoning}
     return kept
 
 
-def _text_of_part(part: object) -> str:
+def _read_part(part: object) -> str:
     match part:
         case str():
             return part

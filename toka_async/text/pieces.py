@@ -37,14 +37,11 @@ class TokenBytes(dict[int, bytes]):
 
 @dataclass(slots=True, frozen=True)
 class Pieces:
-    """What each token adds to the text.
+    """The text of each token.
 
-    Attributes:
-        rest: bytes of a token anywhere but at the start.
-        first: bytes of a text's first token; the same object as `rest` where they do not differ.
-        shown: `rest` without the special tokens.
-        special: ids of the special tokens.
-        strip: the character removed at the start of a text, and at most how many.
+    rest: bytes of a token anywhere but at the start. first: bytes of a text's first token; the same object as `rest`
+    where they do not differ. shown: `rest` without the special tokens. special: ids of the special tokens. strip: the
+    character removed at the start of a text, and at most how many.
     """
 
     rest: TokenBytes

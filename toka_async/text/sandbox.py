@@ -54,7 +54,7 @@ class Budget:
             raise OverflowError(f"it makes more than {MAX_WORK} characters and elements, or takes as many steps")
 
 
-def text_size(value: object, most: int) -> int:
+def measure_text(value: object, most: int) -> int:
     """Returns a lower bound of the characters of a written `value`; stops soon above `most`.
 
     A part that occurs twice counts twice.
@@ -83,7 +83,7 @@ def text_size(value: object, most: int) -> int:
     return size
 
 
-def length_of(value: object) -> int:
+def measure_length(value: object) -> int:
     """Returns the cost of a new value."""
     if isinstance(value, str | bytes):
         return len(value)
@@ -134,12 +134,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def concatenate(self, context: Context, parts: tuple[object, ...]) -> str:
         """Evaluates `~`."""
-        budget = budget_of(context)
-        budget.spend(STEP + sum(text_size(part, budget.left) for part in parts))
+        budget = find_budget(context)
+        budget.spend(STEP + sum(measure_text(part, budget.left) for part in parts))
         return "".join(map(str, parts))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        budget = budget_of(context)
+        budget = find_budget(context)
         if type(left) is str and type(right) is str and operator == "+":  # by far the most frequent
             budget.spend(STEP + len(left) + len(right))
             return left + right
@@ -153,11 +153,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "*":
             budget.spend(_product_size(left, right))
         else:
-            budget.spend(length_of(left) + length_of(right))
+            budget.spend(measure_length(left) + measure_length(right))
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        budget = budget_of(context)
+        budget = find_budget(context)
         budget.spend(CALL)
         name = getattr(function, "__name__", "")
         if name in GROWING:
@@ -170,26 +170,26 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         elif isinstance(function, LoopContext):  # a recursive loop
             args = tuple(_count_turns(context, each) for each in args)
         result = super().call(context, function, *args, **kwargs)
-        budget.spend(length_of(result))
+        budget.spend(measure_length(result))
         return result
 
 
-def budget_of(context: Context) -> Budget:
+def find_budget(context: Context) -> Budget:
     return cast(Budget, context.parent[BUDGET])  # the parent has the arguments of a rendering
 
 
 @pass_context
 def _spend_text(context: Context, value: Any) -> Any:
     """Spends the size of a value that goes into the prompt, or into a variable by a block."""
-    budget = budget_of(context)
-    budget.spend(len(value) if type(value) is str else text_size(value, budget.left))
+    budget = find_budget(context)
+    budget.spend(len(value) if type(value) is str else measure_text(value, budget.left))
     return value
 
 
 @pass_context
 def _count_turns(context: Context, values: Any) -> Any:
     """Spends a step for each element that a loop visits."""
-    budget = budget_of(context)
+    budget = find_budget(context)
     if isinstance(values, Sized):
         budget.spend(STEP * len(values))
         return values
@@ -210,12 +210,12 @@ def _bound_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]
 
     @pass_context
     def bounded(context: Context, value: Any = None, *args: Any, **kwargs: Any) -> Any:
-        budget = budget_of(context)
+        budget = find_budget(context)
         budget.spend(CALL)
         if is_whole and not isinstance(value, Sized):
             value = list(_count_each(budget, value))
         if is_written:
-            budget.spend(text_size(value, budget.left))
+            budget.spend(measure_text(value, budget.left))
         if adds:
             budget.spend(_filter_size(name, value, args, kwargs, budget.left))
         match passed:
@@ -227,7 +227,7 @@ def _bound_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]
                 result = function(context.eval_ctx, value, *args, **kwargs)
             case _:
                 result = function(context.environment, value, *args, **kwargs)
-        budget.spend(length_of(result))
+        budget.spend(measure_length(result))
         return result
 
     return bounded
@@ -239,7 +239,7 @@ def _product_size(left: Any, right: Any) -> int:
             raise OverflowError("* makes a number that is too large")
         return 0
     sizes = [
-        length_of(value) * max(times, 0)
+        measure_length(value) * max(times, 0)
         for value, times in ((left, right), (right, left))
         if isinstance(times, int) and isinstance(value, Sized)
     ]
@@ -252,7 +252,7 @@ def _filter_size(name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str,
     widths = [each for each in given if isinstance(each, int)]
     match name:
         case "join":
-            return len(value) * max((text_size(each, most) for each in given), default=0)
+            return len(value) * max((measure_text(each, most) for each in given), default=0)
         case "indent":
             texts = [len(each) for each in given if isinstance(each, str)]
             return (1 + str(value).count("\n")) * max([*widths, *texts, 4])
@@ -277,11 +277,11 @@ def _method_size(owner: Any, name: str, args: tuple[Any, ...], kwargs: dict[str,
     if name in ("format", "format_map"):
         return _format_size(owner, "{", (*args, kwargs), most)
     if name == "join":
-        return len(owner) * len(args[0]) + text_size(args[0], most) if args else 0
+        return len(owner) * len(args[0]) + measure_text(args[0], most) if args else 0
     if name == "replace" and len(args) > 1:
         return len(owner) + cast(int, owner.count(args[0])) * len(args[1])
     if name == "translate":
-        return len(owner) * text_size(args, most)
+        return len(owner) * measure_text(args, most)
     if name == "expandtabs":
         return len(owner) * max((each for each in (*args, *kwargs.values()) if isinstance(each, int)), default=8)
     return len(owner)
@@ -296,4 +296,4 @@ def _format_size(text: Any, sign: str, given: Any, most: int) -> int:
     if sign == "{" and any("{" in (spec or "") for _, _, spec, _ in string.Formatter().parse(text)):
         raise OverflowError("a format with places in places is not allowed")
     width = max(map(int, re.findall(r"\d+", text)), default=0)
-    return len(text) + cast(int, text.count(sign)) * (width + text_size(given, most))
+    return len(text) + cast(int, text.count(sign)) * (width + measure_text(given, most))

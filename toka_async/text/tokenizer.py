@@ -51,8 +51,8 @@ class Tokenizer:
         self.special_ids = self.pieces.special
         self.vocab_size = max(self.pieces.rest, default=-1) + 1
         self.longest = max(map(len, self.pieces.rest.values()), default=1) or 1
-        self.bos_token_id = self._id_of("bos_token")
-        self.eos_token_id = self._id_of("eos_token")
+        self.bos_token_id = self._find_id("bos_token")
+        self.eos_token_id = self._find_id("eos_token")
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -110,7 +110,7 @@ class Tokenizer:
         """Returns the vocabulary's spelling of a token, e.g. `Ġthe`; empty for an unknown id."""
         return self.backend.id_to_token(token_id) or ""
 
-    def _id_of(self, name: str) -> int | None:
+    def _find_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self.backend.token_to_id(token)
 

@@ -50,12 +50,12 @@ def read_tokenizer_files(path: Path) -> TokenizerFiles:
     if "added_tokens_decoder" not in config:
         config |= _read_json(path / "special_tokens_map.json")
     try:
-        special_tokens = {name: _text_of(config[name]) for name in NAMED if config.get(name)}
+        special_tokens = {name: _read_text(config[name]) for name in NAMED if config.get(name)}
         return TokenizerFiles(
             backend=backend,
             special_tokens=special_tokens,
-            special_texts=list(dict.fromkeys([*special_tokens.values(), *_extra_texts(config)])),
-            added_tokens=_added_tokens(config),
+            special_texts=list(dict.fromkeys([*special_tokens.values(), *_read_extra_texts(config)])),
+            added_tokens=_read_added_tokens(config),
             chat_template=_chat_template(path, config),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -87,7 +87,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def _text_of(token: str | Mapping[str, Any]) -> str:
+def _read_text(token: str | Mapping[str, Any]) -> str:
     """Reads a special token, which is a string or an object with its content."""
     text = token if isinstance(token, str) else token["content"]
     if not isinstance(text, str):
@@ -95,14 +95,14 @@ def _text_of(token: str | Mapping[str, Any]) -> str:
     return text
 
 
-def _extra_texts(config: Mapping[str, Any]) -> list[str]:
+def _read_extra_texts(config: Mapping[str, Any]) -> list[str]:
     for name in EXTRA:
         if extra := config.get(name):
-            return [_text_of(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
+            return [_read_text(token) for token in (extra.values() if isinstance(extra, dict) else extra)]
     return []
 
 
-def _added_tokens(config: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+def _read_added_tokens(config: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     listed = config.get("added_tokens_decoder")
     if listed is None:
         return None

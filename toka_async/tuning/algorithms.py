@@ -1,7 +1,7 @@
-"""The choice of cuBLASLt's algorithms for products with a model's matrices, by their numbers of rows.
+"""Chooses cuBLASLt's algorithms for products with a model's matrices, by their numbers of rows.
 
-Measured on an H200, the library's first choice for 16,384 rows of an 8B model is 5 to 9 % slower than the best of its
-proposals: chips that are out of power run slower than the library expects. Knows matrices by their shapes only.
+Measured on an H200, the library's first choice for 16,384 rows of an 8B model is 5 to 9 % slower than its best
+proposal: a chip that reaches its power limit runs slower than the library expects. Knows matrices by their shapes only.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from toka_async.kernels.cublaslt import Algorithm, Product
-from toka_async.kernels.matmul import TunedProducts, product_of
+from toka_async.kernels.matmul import TunedProducts, describe_product
 from toka_async.tuning.store import Facts
 from toka_async.tuning.trial import CallClock, Way, find_fastest, pick_rows_to_time, time_products
 
@@ -21,10 +21,10 @@ Words = list[int] | None  # of an algorithm, as the library saves it; None: torc
 
 
 class AlgorithmChoice:
-    """`Choice` of an algorithm for up to each of `sizes` rows, in ascending order.
+    """The `Choice` of an algorithm for up to each of `sizes` rows, in ascending order.
 
-    weights: alike in shape, and used in turn, as layers are, so that they are not found in caches. adds: the product is
-    added to what is there. Measuring allocates inputs and outputs of the most rows.
+    weights: alike in shape, used in turn as layers are, so that they are not found in caches. adds: the product is
+    added to the output's content. Measuring allocates inputs and outputs of the most rows.
     """
 
     name = "product"
@@ -43,7 +43,7 @@ class AlgorithmChoice:
         self._weights = weights
         self._sizes = sorted(sizes)
         self._clock = clock
-        self._product = product_of(weights[0], adds)
+        self._product = describe_product(weights[0], adds)
 
     def describe(self) -> Facts:
         return {
@@ -53,30 +53,27 @@ class AlgorithmChoice:
         }
 
     def admits(self, answer: Sequence[Words]) -> bool:
-        """Whether all of it computes here.
-
-        All of it computes once, torch's choices too: libraries load kernels at their first use.
-        """
+        """Tells whether the answer computes here. Every product runs once, torch's too: first use loads kernels."""
         if len(answer) != len(self._sizes):
             return False
         try:
             algorithms = self._restore(answer)
         except ValueError:
             return False
-        for algorithm, operands in zip(algorithms, self._operands(), strict=True):
+        for algorithm, operands in zip(algorithms, self._make_operands(), strict=True):
             if algorithm is None:
                 for x, output in operands:
                     _compute_by_torch(self._product, x, self._weights[0], output)
-            elif not self._runs(algorithm, operands):
+            elif not self._can_run(algorithm, operands):
                 return False
         return True
 
     def measure(self) -> list[Words]:
-        chosen = [self._find_fastest(operands) for operands in self._operands()]
+        chosen = [self._find_fastest(operands) for operands in self._make_operands()]
         return [None if algorithm is None else self._library.save(algorithm) for algorithm in chosen]
 
     def use(self, answer: Sequence[Words]) -> None:
-        """Products of this shape are computed so from now on."""
+        """Makes products of this shape use the answer from now on."""
         self._products.use(self._product, self._sizes, self._restore(answer))
 
     def _restore(self, answer: Sequence[Words]) -> list[Algorithm | None]:
@@ -86,16 +83,16 @@ class AlgorithmChoice:
         algorithms: list[Algorithm | None] = [None]
         ways: list[Way] = [partial(_compute_by_torch, self._product)]
         for algorithm in self._library.algorithms(self._product, len(operands[0][0])):
-            if self._runs(algorithm, operands):
+            if self._can_run(algorithm, operands):
                 algorithms.append(algorithm)
                 ways.append(partial(self._library.run, self._product, algorithm))
         return algorithms[find_fastest(ways, self._weights, operands, self._clock)]
 
-    def _runs(self, algorithm: Algorithm, operands: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    def _can_run(self, algorithm: Algorithm, operands: Sequence[tuple[Tensor, Tensor]]) -> bool:
         return all(self._library.run(self._product, algorithm, x, self._weights[0], output) for x, output in operands)
 
-    def _operands(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """x and output at each number of rows that the choice for a size is for, size by size."""
+    def _make_operands(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Makes x and output at each number of rows that the choice for a size is for, size by size."""
         product, device, most = self._product, self._weights[0].device, self._sizes[-1]
         x = torch.randn(most, product.k, device=device, dtype=product.dtype)
         output = torch.zeros(most, product.n, device=device, dtype=product.dtype)
@@ -104,13 +101,13 @@ class AlgorithmChoice:
 
 
 def describe_weights(weights: Sequence[Tensor], sizes: Sequence[int]) -> dict[str, object]:
-    """What the fastest ways depend on: how many weights are used in turn says whether they stay in caches."""
+    """Describes on what the fastest ways depend. The number of weights says whether they stay in caches."""
     weight = weights[0]
     return {"shape": list(weight.shape), "dtype": str(weight.dtype), "weights": len(weights), "sizes": list(sizes)}
 
 
 def list_product_sizes(graph_sizes: Sequence[int], most: int) -> list[int]:
-    """Rows to choose for: those of graphs, and two sizes for each doubling after them, up to `most`."""
+    """Lists the rows to choose for: those of graphs, then two sizes for each doubling, up to `most`."""
     sizes = [size for size in graph_sizes if size <= most] or [1]
     step = 1
     while sizes[-1] < most:

@@ -1,6 +1,6 @@
-"""Which steps tensor ranks compute in shards of tokens, their collectives overlapped with their products.
+"""Decides which steps tensor ranks compute in shards of tokens, so that collectives overlap with products.
 
-As configured, or measured: a layer's time both ways at a handful of token counts. Knows a layer, not what is around it.
+The configuration says so, or a layer's time is measured both ways at a handful of token counts.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from toka_async.tuning.store import Facts, TuningCache
 
 logger = logging.getLogger(__name__)
 
-MARGIN = 1.02  # less is chance
-_LEAST_TOKENS = 512  # nothing is gained below
-LAYERS = 8  # timed together, so that the host is ahead of the device where it can be
+MARGIN = 1.02  # a smaller gain may be chance
+_LEAST_TOKENS = 512  # fewer gain nothing
+LAYERS = 8  # layers timed together, so that the host gets ahead of the device
 _ROUNDS = 3
 
 # Milliseconds of a run.
@@ -42,7 +42,7 @@ Tune = Callable[[Decoder, Sequence[int]], None]
 
 @dataclass(slots=True, frozen=True)
 class Timing:
-    """Milliseconds of a layer at `num_tokens`, each rank with all tokens, and in shards."""
+    """Milliseconds of a layer at `num_tokens`, with all tokens on each rank, and in shards."""
 
     num_tokens: int
     whole: float
@@ -51,7 +51,7 @@ class Timing:
 
 @dataclass(slots=True, frozen=True)
 class RankShape:
-    """What a rank's layers are made of. spec: of the whole model. max_tokens: of one step."""
+    """The shape of a rank's layers. spec: of the whole model. max_tokens: of one step."""
 
     spec: ModelSpec
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class RankShape:
 
 
 def count_workspace_bytes(spec: ModelSpec, dtype: torch.dtype, max_tokens: int, num_ranks: int) -> int:
-    """What ranks read of each other: two parts of a product's output, a share of a step's tokens each."""
+    """Counts the bytes that ranks read of each other: two parts of an output, of their share of a step's tokens."""
     return 2 * -(-max_tokens // num_ranks) * spec.hidden_size * dtype.itemsize
 
 
@@ -75,12 +75,12 @@ def build_layouts(
     tune: Tune | None = None,
     clock: RunClock = time_alone,
 ) -> LayoutPolicy:
-    """How steps are spread over the ranks, the same on each of them, which wait for each other.
+    """Decides how steps are spread over the ranks. All ranks decide alike; they wait for each other.
 
-    comm: the ranks that hold the same layers. world: those of all stages, which do alike; None: there is one.
-    asked: `parallel.async_tp_min_tokens`. most_captured: tokens of the largest step that is captured; what is measured
-    is never as little, as a captured step has no host's time. tune: called of what is measured with the numbers of
-    tokens, so that it is as fast as what will be served. In shards, each rank has more than one token.
+    comm: the ranks that hold the same layers. world: the ranks of all stages; None: there is one stage. asked:
+    `parallel.async_tp_min_tokens`. most_captured: tokens of the largest captured step. Only larger steps are measured,
+    as a captured step costs the host no time. tune: called with the numbers of tokens before they are measured, so that
+    products are as fast as they will be when serving. In shards, each rank has more than one token.
     """
     whole, world = Replicated(comm), world or comm
     if comm.size == 1 or asked == 0:
@@ -91,14 +91,14 @@ def build_layouts(
     if not world.minimum(int(not reason)):
         reason = reason or "another stage's GPUs cannot"
     if reason:
-        return _without_overlap(asked, comm, world, reason)
+        return _fall_back(asked, comm, world, reason)
     shards = build_overlapped(comm)
     if asked != "auto":
-        return LayoutPolicy(whole, shards, _with_two_each(asked, comm))
+        return LayoutPolicy(whole, shards, _raise_least(asked, comm))
     counts = list_token_counts(most_captured, shape.max_tokens)
     timings = settle(LayoutTimes(shape, shards, comm, world, counts, tune, clock), cache, world) if counts else []
     if shape.device.type == "cuda":
-        torch.cuda.empty_cache()  # what was taken for it
+        torch.cuda.empty_cache()  # frees what measuring took
     least = find_least_tokens(timings)
     _report(world, least, timings)
     if not least:
@@ -109,7 +109,7 @@ def build_layouts(
 
 @dataclass(slots=True, frozen=True)
 class LayoutTimes:
-    """`Choice`: the times of a layer both ways at some token counts, which say from how many on shards are faster."""
+    """The `Choice` that times a layer both ways at some token counts, to find from which count on shards are faster."""
 
     shape: RankShape
     shards: ActivationLayout
@@ -123,7 +123,7 @@ class LayoutTimes:
 
     def describe(self) -> Facts:
         return {
-            "model": _one_layer(self.shape.spec),
+            "model": _cut_to_one_layer(self.shape.spec),
             "dtype": str(self.shape.dtype),
             "ranks": [self.comm.size, self.world.size],
             "tokens": list(self.counts),
@@ -133,9 +133,9 @@ class LayoutTimes:
         return [timing.num_tokens for timing in answer] == [*self.counts]
 
     def measure(self) -> list[Timing]:
-        """Both ways in turns, of a layer of random weights over no attention; medians."""
+        """Measures a layer of random weights without attention, both ways in turns. Returns medians."""
         shape, comm = self.shape, self.comm
-        decoder = build_decoder(_one_layer(shape.spec), shape.dtype, shape.device, comm, shape.ops)
+        decoder = build_decoder(_cut_to_one_layer(shape.spec), shape.dtype, shape.device, comm, shape.ops)
         random_weights(decoder, seed=comm.rank)
         if self.tune is not None:
             self.tune(decoder, self.counts)
@@ -144,7 +144,7 @@ class LayoutTimes:
             of_whole = LayerRun(decoder, Replicated(comm), count, count)
             of_shards = LayerRun(decoder, self.shards, count, -(-count // comm.size))
             for run in (of_whole, of_shards):
-                run()  # what happens once
+                run()  # first use compiles and loads
             rounds = [[self._time(run) for run in (of_whole, of_shards)] for _ in range(_ROUNDS)]
             timings.append(Timing(count, *(median(times) / LAYERS for times in zip(*rounds, strict=True))))
         return timings
@@ -154,17 +154,17 @@ class LayoutTimes:
         return self.clock(run)
 
 
-def _one_layer(spec: ModelSpec) -> ModelSpec:
+def _cut_to_one_layer(spec: ModelSpec) -> ModelSpec:
     return msgspec.structs.replace(spec, num_layers=1, windows=spec.windows[:1])
 
 
-def _without_overlap(asked: int | Literal["auto"], comm: Comm, world: Comm, reason: str) -> LayoutPolicy:
-    """`auto` is never; a number stands, and collectives take their turn."""
+def _fall_back(asked: int | Literal["auto"], comm: Comm, world: Comm, reason: str) -> LayoutPolicy:
+    """Refuses overlap: `auto` becomes never, a number stands, and collectives run after products."""
     if asked == "auto":
         if world.rank == 0:
             logger.info("async TP: never: %s", reason)
         return LayoutPolicy(Replicated(comm))
-    least = _with_two_each(asked, comm)
+    least = _raise_least(asked, comm)
     if world.rank == 0:
         logger.warning(
             "parallel.async_tp_min_tokens=%d: steps from %d tokens on are in shards, but nothing overlaps: %s",
@@ -175,8 +175,8 @@ def _without_overlap(asked: int | Literal["auto"], comm: Comm, world: Comm, reas
     return LayoutPolicy(Replicated(comm), SequenceSharded(comm), least)
 
 
-def _with_two_each(asked: int, comm: Comm) -> int:
-    """The smallest step of so many tokens that gives each rank more than one."""
+def _raise_least(asked: int, comm: Comm) -> int:
+    """Returns the smallest step of at least so many tokens that gives each rank more than one."""
     return max(asked, comm.size + 1)
 
 
@@ -188,13 +188,13 @@ def _report(comm: Comm, least: int, timings: Sequence[Timing]) -> None:
 
 
 def list_token_counts(most_captured: int, max_tokens: int) -> list[int]:
-    """What to measure: powers of two above the captured steps."""
+    """Lists the counts to measure: powers of two above the captured steps."""
     counts = [_LEAST_TOKENS << doubled for doubled in range(32)]
     return [count for count in counts if most_captured < count <= max_tokens]
 
 
 def find_least_tokens(timings: Sequence[Timing]) -> int:
-    """The least count from which on shards are faster by the margin; 0: there is none."""
+    """Finds the least count from which on shards are faster by the margin; 0 if there is none."""
     least = 0
     for timing in sorted(timings, key=lambda timing: -timing.num_tokens):
         if timing.shards * MARGIN > timing.whole:
@@ -204,7 +204,7 @@ def find_least_tokens(timings: Sequence[Timing]) -> int:
 
 
 class LayerRun:
-    """A step's layers, computed by one: `num_tokens`, of which the rank has `num_own`."""
+    """Computes a step's layers one after the other: `num_tokens`, of which the rank has `num_own`."""
 
     def __init__(self, decoder: Decoder, layout: ActivationLayout, num_tokens: int, num_own: int) -> None:
         assert decoder.norm is not None
@@ -223,7 +223,7 @@ class LayerRun:
 
 
 class NoAttention:
-    """Gives queries back, as fast as both ways allow."""
+    """Returns the queries."""
 
     def __init__(self, num_heads: int) -> None:
         self._num_heads = num_heads

@@ -1,4 +1,4 @@
-"""The choice between attention's parts: times them at a handful of shapes, and makes the table that chooses.
+"""Chooses between attention's parts: times them at a handful of shapes, and makes the table that chooses.
 
 A part is timed as a step uses it: planned once on the host, run once for each layer. Knows parts by name only.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from toka_async.attention.base import PrefixGroup
 from toka_async.attention.build import AttentionParts
-from toka_async.attention.choice import MARGIN, ChoiceTable, MeasuredShape, find_smallest_groups, only
+from toka_async.attention.choice import MARGIN, ChoiceTable, MeasuredShape, choose_always, find_smallest_groups
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.try_out import TrialShape, make_batch
 from toka_async.tuning.clock import time_calls, time_host
@@ -29,24 +29,24 @@ CHUNKS = (
 )
 GROUP_ROWS = (4, 8, 16, 64, 512)
 GROUP_TOKENS = (64, 256, 512, 1024, 4096)
-GROUPED_ROWS = 4096  # of all groups together
-OWN_TOKENS = 64  # of a grouped row
+GROUPED_ROWS = 4096  # rows of all groups together
+OWN_TOKENS = 64  # tokens of a grouped row of its own
 MOST_TOKENS = 1 << 22  # of all rows of a measured batch: some milliseconds to read
 LARGEST = 1 << 30  # rows or tokens of any shape
 _ROUNDS = 3
-_REPEATS = 3  # of a run in each
+_REPEATS = 3  # runs in each round
 
 
 class PartClock(Protocol):
     def __call__(self, plan: Callable[[], None], run: Callable[[], None], num_layers: int) -> float:
-        """Seconds that a step takes: one plan, and a run for each layer."""
+        """Returns the seconds of a step: one plan, and a run for each layer."""
         ...
 
 
 def time_part(plan: Callable[[], None], run: Callable[[], None], num_layers: int) -> float:
-    """Host time of planning and device time of running, the least of some rounds: what else is at work only adds.
+    """Returns the host's time of planning and the device's of running, the least of some rounds: disturbances only add.
 
-    The first round, which may compile, is not counted.
+    The first round, which may compile, does not count.
     """
     plan()
     run()
@@ -56,7 +56,7 @@ def time_part(plan: Callable[[], None], run: Callable[[], None], num_layers: int
 
 @dataclass(slots=True, frozen=True)
 class AttentionChoice:
-    """`Choice` of the part for each shape of a step, and of the groups whose prefix is worth reading once."""
+    """The `Choice` of the part for each shape of a step, and of the groups whose prefix is worth reading once."""
 
     parts: AttentionParts
     clock: PartClock = time_part
@@ -68,15 +68,15 @@ class AttentionChoice:
         return self.parts.cache
 
     def measure(self) -> ChoiceTable:
-        """The fastest parts; a single part is measured for its groups alone."""
-        grouped, groups = self._groups()
-        table = only(next(iter(self.parts.decode)), groups)
+        """Measures which parts are fastest. A single part is measured for its groups alone."""
+        grouped, groups = self._measure_groups()
+        table = choose_always(next(iter(self.parts.decode)), groups)
         if len(self.parts.decode) == 1 and len(self.parts.chunks) == 1:
             return table
         return ChoiceTable(
-            decode=self._decode_points() or table.decode,
+            decode=self._choose_decode() or table.decode,
             grouped=grouped or table.grouped,
-            chunks=self._chunk_points() or table.chunks,
+            chunks=self._choose_chunks() or table.chunks,
             groups=groups,
         )
 
@@ -88,28 +88,28 @@ class AttentionChoice:
             "page_size": cache.page_size,
             "dtype": str(cache.keys[0].dtype),
             "parts": [list(self.parts.decode), list(self.parts.chunks)],
-            "shapes": [self._decode_shapes(), self._chunk_shapes(), self._group_shapes()],
+            "shapes": [self._list_decode_shapes(), self._list_chunk_shapes(), self._list_group_shapes()],
         }
 
     def admits(self, answer: ChoiceTable) -> bool:
-        """Whether it can be chosen by: it names parts that there are, at shapes that can be."""
+        """Tells whether the answer names parts that exist, at shapes that can occur."""
         decode, chunks = (*answer.decode, *answer.grouped), answer.chunks
         return (
             bool(answer.decode and answer.grouped and answer.chunks)
             and {point.choice for point in decode} <= set(self.parts.decode)
             and {point.choice for point in chunks} <= set(self.parts.chunks)
             and all(0 < number <= LARGEST for point in (*decode, *chunks) for number in (point.size, point.tokens))
-            and set(answer.groups) <= {(rows, tokens) for rows, tokens, _ in self._group_shapes()}
+            and set(answer.groups) <= {(rows, tokens) for rows, tokens, _ in self._list_group_shapes()}
         )
 
-    def _decode_points(self) -> tuple[MeasuredShape, ...]:
+    def _choose_decode(self) -> tuple[MeasuredShape, ...]:
         return tuple(
-            MeasuredShape(rows, context, _fastest(self._decode_times(TrialShape(((context, 1),) * rows, rows))))
-            for rows, context in self._decode_shapes()
+            MeasuredShape(rows, context, _find_fastest(self._time_decode(TrialShape(((context, 1),) * rows, rows))))
+            for rows, context in self._list_decode_shapes()
         )
 
-    def _decode_shapes(self) -> list[tuple[int, int]]:
-        """Rows and context of each."""
+    def _list_decode_shapes(self) -> list[tuple[int, int]]:
+        """Lists rows and context of each shape."""
         most_tokens = min(MOST_TOKENS, self.cache.num_pages * self.cache.page_size)
         return [
             (rows, context)
@@ -118,14 +118,14 @@ class AttentionChoice:
             if rows <= self.parts.max_seqs and rows * context <= most_tokens
         ]
 
-    def _chunk_points(self) -> tuple[MeasuredShape, ...]:
+    def _choose_chunks(self) -> tuple[MeasuredShape, ...]:
         return tuple(
-            MeasuredShape(rows * length, before + length, _fastest(self._chunk_times(rows, length, before)))
-            for rows, length, before in self._chunk_shapes()
+            MeasuredShape(rows * length, before + length, _find_fastest(self._time_chunks(rows, length, before)))
+            for rows, length, before in self._list_chunk_shapes()
         )
 
-    def _chunk_shapes(self) -> list[tuple[int, int, int]]:
-        """Rows, tokens of a row's chunk and before it."""
+    def _list_chunk_shapes(self) -> list[tuple[int, int, int]]:
+        """Lists rows, tokens of a row's chunk, and tokens before it."""
         most_tokens = self.cache.num_pages * self.cache.page_size
         return [
             (rows, length, before)
@@ -135,55 +135,55 @@ class AttentionChoice:
             and rows * (before + length) <= most_tokens
         ]
 
-    def _groups(self) -> tuple[tuple[MeasuredShape, ...], tuple[tuple[int, int], ...]]:
-        """The fastest part with groups, and which groups are faster than the fastest part without."""
+    def _measure_groups(self) -> tuple[tuple[MeasuredShape, ...], tuple[tuple[int, int], ...]]:
+        """Measures the fastest part with groups, and which groups beat the fastest part without."""
         points: list[MeasuredShape] = []
         worth: dict[tuple[int, int], bool] = {}
-        for num_rows, num_tokens, num_groups in self._group_shapes():
-            num_pages = self._pages_of(num_tokens)
+        for num_rows, num_tokens, num_groups in self._list_group_shapes():
+            num_pages = self._count_pages(num_tokens)
             groups = tuple(PrefixGroup(i * num_rows, num_rows, num_pages) for i in range(num_groups))
             num_decode = num_rows * num_groups
             rows = ((num_pages * self.cache.page_size + OWN_TOKENS, 1),) * num_decode
-            shared = self._decode_times(TrialShape(rows, num_decode, groups))
-            alone = self._decode_times(TrialShape(rows, num_decode), groups)
-            points.append(MeasuredShape(num_rows, num_tokens, _fastest(shared)))
+            shared = self._time_decode(TrialShape(rows, num_decode, groups))
+            alone = self._time_decode(TrialShape(rows, num_decode), groups)
+            points.append(MeasuredShape(num_rows, num_tokens, _find_fastest(shared)))
             worth[num_rows, num_tokens] = min(shared.values()) < MARGIN * min(alone.values())
         return tuple(points), find_smallest_groups(worth)
 
-    def _group_shapes(self) -> list[tuple[int, int, int]]:
-        """Rows of a group, tokens of its prefix, and groups: as many as a full step has, if the cache holds one."""
+    def _list_group_shapes(self) -> list[tuple[int, int, int]]:
+        """Lists rows of a group, tokens of its prefix, and groups: those of a full step, if the cache has room."""
         shapes = []
         for num_rows in GROUP_ROWS:
             for num_tokens in GROUP_TOKENS:
-                context = self._pages_of(num_tokens) * self.cache.page_size + OWN_TOKENS
+                context = self._count_pages(num_tokens) * self.cache.page_size + OWN_TOKENS
                 num_groups = min(self.parts.max_seqs, GROUPED_ROWS, MOST_TOKENS // context) // num_rows
                 if num_groups and context <= self.cache.num_pages * self.cache.page_size:
                     shapes.append((num_rows, num_tokens, num_groups))
         return shapes
 
-    def _pages_of(self, num_tokens: int) -> int:
+    def _count_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.cache.page_size)
 
-    def _decode_times(self, shape: TrialShape, alike: tuple[PrefixGroup, ...] = ()) -> dict[str, float]:
-        """Seconds of each part; rows of `alike` share pages, too, but the parts are not told."""
+    def _time_decode(self, shape: TrialShape, alike: tuple[PrefixGroup, ...] = ()) -> dict[str, float]:
+        """Times each part, in seconds. Rows of `alike` share pages, too, but the parts are not told."""
         batch = make_batch(self.cache, shape, shape.groups or alike)
-        query = self._queries(shape.num_decode)
+        query = self._make_queries(shape.num_decode)
         output = torch.empty_like(query)
         return {
             name: self._time(partial(part.plan, batch, shape.groups, 0), partial(part.run, 0, query, output))
             for name, part in self.parts.decode.items()
         }
 
-    def _chunk_times(self, num_rows: int, length: int, before: int) -> dict[str, float]:
+    def _time_chunks(self, num_rows: int, length: int, before: int) -> dict[str, float]:
         batch = make_batch(self.cache, TrialShape(((before + length, length),) * num_rows, 0))
-        query = self._queries(num_rows * length)
+        query = self._make_queries(num_rows * length)
         output = torch.empty_like(query)
         return {
             name: self._time(partial(part.plan, batch, 0), partial(part.run, 0, query, output))
             for name, part in self.parts.chunks.items()
         }
 
-    def _queries(self, num_tokens: int) -> Tensor:
+    def _make_queries(self, num_tokens: int) -> Tensor:
         keys = self.cache.keys[0]
         return torch.randn((num_tokens, self.parts.num_heads, self.cache.head_dim), device=keys.device).to(keys.dtype)
 
@@ -192,11 +192,10 @@ class AttentionChoice:
 
 
 def measure_table(parts: AttentionParts) -> ChoiceTable:
-    """The table of the parts, measured now."""
     return AttentionChoice(parts).measure()
 
 
-def _fastest(times: Mapping[str, float]) -> str:
-    """The first that is as fast as the fastest, but for chance."""
+def _find_fastest(times: Mapping[str, float]) -> str:
+    """Finds the first that is as fast as the fastest, within the margin."""
     best = min(times.values())
     return next(name for name, seconds in times.items() if seconds * MARGIN <= best)

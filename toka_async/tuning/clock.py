@@ -1,4 +1,4 @@
-"""How long the device takes for what it is told: the one clock of everything that is measured at a start."""
+"""Measures how long the device takes. All measurements at a start use this clock."""
 
 from __future__ import annotations
 
@@ -7,33 +7,32 @@ from collections.abc import Callable
 
 import torch
 
-from toka_async.runner.clock import mark, seconds_between
+from toka_async.runner.clock import mark, measure_between
 
 HEAD_START = 100_000  # cycles of the device in which the host makes one call
 
 
 def time_calls(call: Callable[[], object], num_calls: int = 1, head_start: int = 0) -> float:
-    """Milliseconds of the calls on the current stream, by events.
+    """Returns the milliseconds of the calls on the current stream, by events.
 
-    head_start: so many calls are made while the device still waits, so that the host's time to make them is not
-    counted.
+    head_start: so many calls are made while the device still waits, so that the host's time is not counted.
     """
     if head_start:
         torch.cuda._sleep(HEAD_START * head_start)  # type: ignore[no-untyped-call]
     begin = mark()
     for _ in range(num_calls):
         call()
-    return 1000 * seconds_between(begin, mark())
+    return 1000 * measure_between(begin, mark())
 
 
 def time_alone(call: Callable[[], object], num_calls: int = 1) -> float:
-    """Milliseconds of the calls once the device has nothing else to do, from the first launch to the last end."""
+    """Returns the milliseconds of the calls on an idle device, from the first launch to the last end."""
     torch.cuda.synchronize()
     return time_calls(call, num_calls)
 
 
 def time_host(call: Callable[[], object]) -> float:
-    """Seconds that the host takes for a call."""
+    """Returns the seconds that the host takes for a call."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     call()

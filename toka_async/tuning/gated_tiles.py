@@ -1,4 +1,4 @@
-"""The choice of tiles for gated products in one kernel, by numbers of rows, where that kernel is the fastest."""
+"""Chooses tiles for gated products in one kernel, by numbers of rows, where that kernel is the fastest."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _CANNOT_BE_BUILT = (OutOfResources, PTXASError, CompileTimeAssertionFailure)
 
 
 class GatedTileChoice:
-    """`Choice` of a tile for up to each of `sizes` rows; None: what computes `separately` from x and a weight.
+    """The `Choice` of a tile for up to each of `sizes` rows; None: `separately` computes from x and a weight.
 
-    weights: [2 * inner, hidden] each, of several layers, which are used in turn. library: version of cuBLASLt, which
-    separate products are computed by. Measuring allocates inputs and outputs of the most rows.
+    weights: [2 * inner, hidden] each, of several layers, used in turn. library: version of the cuBLASLt that computes
+    separate products. Measuring allocates inputs and outputs of the most rows.
     """
 
     name = "gated-product"
@@ -56,8 +56,8 @@ class GatedTileChoice:
 
     @property
     def is_open(self) -> bool:
-        """Whether the kernel can compute any of it: enough rows, of values that the chip can copy."""
-        return self._sizes[-1] >= self._gates.fewest and can_copy(*self._operands(1), self._weights[0])
+        """Whether the kernel can compute any size: there are enough rows, of values that the chip can copy."""
+        return self._sizes[-1] >= self._gates.fewest and can_copy(*self._make_operands(1), self._weights[0])
 
     def describe(self) -> Facts:
         return {
@@ -67,17 +67,17 @@ class GatedTileChoice:
         }
 
     def admits(self, answer: Sequence[Tile | None]) -> bool:
-        """Whether all of its tiles can be built here."""
+        """Tells whether all tiles of the answer can be built here."""
         tiles = {tile for tile in answer if tile is not None}
         return len(answer) == len(self._sizes) and tiles <= set(self._tiles) and all(map(self._is_built, tiles))
 
     def measure(self) -> list[Tile | None]:
-        """The fastest way for each size.
+        """Measures the fastest way for each size.
 
         The most rows are timed until the chip has slowed down as far as each way makes it: our kernel draws less power,
-        and may be the faster one only then.
+        so it may win only then.
         """
-        x, output = self._operands(self._sizes[-1])
+        x, output = self._make_operands(self._sizes[-1])
         tiles: list[Tile | None] = [None]
         ways: list[Way] = [self._compute_separately]
         for tile in self._tiles:
@@ -88,16 +88,16 @@ class GatedTileChoice:
         for size, before in zip(self._sizes, [0, *self._sizes], strict=False):
             operands = [(x[:n], output[:n]) for n in pick_rows_to_time(size, before)]
             turn = LONGER if size == self._sizes[-1] else SUSTAINED
-            # Alike in time, ours needs less memory.
+            # At equal times ours wins: it needs less memory.
             index = find_fastest(ways, self._weights, operands, self._clock, gain=1.0, sustained=turn)
             chosen.append(tiles[index])
         return chosen
 
     def use(self, answer: Sequence[Tile | None]) -> None:
-        """Gated products of this shape are computed so from now on.
+        """Makes gated products of this shape use the answer from now on.
 
-        If our kernel computes the most rows, it computes all above a third of them: the largest step must stay the one
-        that needs the most memory, which is what the cache is sized by.
+        If our kernel computes the most rows, it computes all above a third of them: the cache is sized by the largest
+        step, so that step must need the most memory.
         """
         largest, most = answer[-1], self._sizes[-1]
         tiles = [tile or largest if 3 * size > most else tile for size, tile in zip(self._sizes, answer, strict=True)]
@@ -108,8 +108,8 @@ class GatedTileChoice:
         self._separately(x, weight)
 
     def _is_built(self, tile: Tile) -> bool:
-        """Whether the kernel can be built here, with the shared memory that its tile needs."""
-        x, output = self._operands(1)
+        """Builds the kernel. Returns False if its tile needs more shared memory than there is."""
+        x, output = self._make_operands(1)
         try:
             self._gates.run(self._activation, tile, x, self._weights[0], output)
         except _CANNOT_BE_BUILT as error:
@@ -118,13 +118,13 @@ class GatedTileChoice:
             return False
         return True
 
-    def _operands(self, num_rows: int) -> tuple[Tensor, Tensor]:
-        """x [t, hidden] and output [t, inner]."""
+    def _make_operands(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Makes x [t, hidden] and output [t, inner]."""
         outputs, hidden = (weight := self._weights[0]).shape
         x = torch.randn(num_rows, hidden, device=weight.device, dtype=weight.dtype)
         return x, torch.empty(num_rows, outputs // 2, device=weight.device, dtype=weight.dtype)
 
 
 def list_gated_sizes(most: int) -> list[int]:
-    """Rows to choose for: the more rows, the more alike; and the most take their time."""
+    """Lists the rows to choose for. Larger sizes are more alike, and take long to measure."""
     return [*(size for size in _SIZES if size < most), most]

@@ -1,7 +1,4 @@
-"""Has a GPU's products with the model's matrices tuned, for the numbers of rows that steps have.
-
-Knows which matrices a decoder has; how a choice is made is in `algorithms` and `gated_tiles`.
-"""
+"""Tunes a GPU's products with the model's matrices (by `algorithms` and `gated_tiles`) for steps' numbers of rows."""
 
 from __future__ import annotations
 
@@ -28,12 +25,12 @@ from toka_async.tuning.store import TuningCache
 logger = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float16)
-_MOST_WEIGHTS = 8  # of a shape that are used in turn
-_COPIES_TENSORS = (9, 0)  # compute capability of GPUs that do
+_MOST_WEIGHTS = 8  # weights of a shape that are used in turn
+_COPIES_TENSORS = (9, 0)  # compute capability of GPUs that copy tensors
 
 
 def make_ops(device: torch.device, dtype: torch.dtype, tuned: bool) -> FusedOps:
-    """Fused operations whose products can be tuned, as far as this GPU and dtype admit."""
+    """Makes fused operations whose products can be tuned, as far as this GPU and dtype admit."""
     if not tuned or dtype not in DTYPES:
         return FusedOps()
     gates: GatedProducts | None = None
@@ -44,7 +41,7 @@ def make_ops(device: torch.device, dtype: torch.dtype, tuned: bool) -> FusedOps:
 
 
 def _make_products(device: torch.device) -> TunedProducts | None:
-    """None where there is no cuBLASLt."""
+    """Returns None where there is no cuBLASLt."""
     try:
         return TunedProducts(CublasLt(device))
     except (OSError, AttributeError) as error:
@@ -53,7 +50,7 @@ def _make_products(device: torch.device) -> TunedProducts | None:
 
 
 class ProductTuning:
-    """Tunes the products of one process; `cache` has what an earlier start chose."""
+    """Tunes the products of one process. `cache` has what an earlier start chose."""
 
     def __init__(self, ops: FusedOps, cache: TuningCache) -> None:
         self.ops = ops
@@ -61,18 +58,18 @@ class ProductTuning:
 
     @torch.inference_mode()
     def tune(self, decoder: Decoder, limits: RankLimits, max_graph_rows: int, show: Callable[[int, int], None]) -> None:
-        """Tune for steps of up to the limits; graphs' numbers of rows each for itself. show: (shapes done, all)."""
+        """Tunes for steps of up to the limits, and for each of the graphs' sizes. show: (shapes done, all)."""
         graphs = list_graph_sizes(min(max_graph_rows, limits.max_seqs)) if max_graph_rows else []
-        products, gates = self._products(decoder), self._gates(decoder)
+        products, gates = self._find_products(decoder), self._find_gates(decoder)
         total = len(products) + len(gates)
         for done, (weights, adds, of_samples) in enumerate(products):
             show(done, total)
             sizes = list_product_sizes(graphs, limits.max_seqs if of_samples else limits.max_tokens)
-            algorithms = self._algorithms(weights[:_MOST_WEIGHTS], adds, sizes)
+            algorithms = self._choose_algorithms(weights[:_MOST_WEIGHTS], adds, sizes)
             algorithms.use(settle(algorithms, self._cache))
         for done, (weights, activation) in enumerate(gates, len(products)):
             show(done, total)
-            tiles = self._tiles(weights[:_MOST_WEIGHTS], activation, list_gated_sizes(limits.max_tokens))
+            tiles = self._choose_tiles(weights[:_MOST_WEIGHTS], activation, list_gated_sizes(limits.max_tokens))
             if tiles.is_open:
                 tiles.use(settle(tiles, self._cache))
             assert self.ops.gates is not None
@@ -82,29 +79,29 @@ class ProductTuning:
 
     @torch.inference_mode()
     def tune_layers(self, decoder: Decoder, sizes: Sequence[int]) -> None:
-        """Tune for steps of just so many tokens, layers alone; nothing is found or kept."""
-        for weights, adds, of_samples in self._products(decoder):
+        """Tunes layers for steps of exactly so many tokens; nothing is found in the cache or kept."""
+        for weights, adds, of_samples in self._find_products(decoder):
             if not of_samples:
-                algorithms = self._algorithms(weights, adds, sizes)
+                algorithms = self._choose_algorithms(weights, adds, sizes)
                 algorithms.use(algorithms.measure())
-        for weights, activation in self._gates(decoder):
-            tiles = self._tiles(weights, activation, sizes)
+        for weights, activation in self._find_gates(decoder):
+            tiles = self._choose_tiles(weights, activation, sizes)
             if tiles.is_open:
                 tiles.use(tiles.measure())
 
-    def _algorithms(self, weights: Sequence[Tensor], adds: bool, sizes: Sequence[int]) -> AlgorithmChoice:
+    def _choose_algorithms(self, weights: Sequence[Tensor], adds: bool, sizes: Sequence[int]) -> AlgorithmChoice:
         assert self.ops.products is not None
         return AlgorithmChoice(self.ops.products, weights, adds, sizes)
 
-    def _tiles(self, weights: Sequence[Tensor], activation: str, sizes: Sequence[int]) -> GatedTileChoice:
+    def _choose_tiles(self, weights: Sequence[Tensor], activation: str, sizes: Sequence[int]) -> GatedTileChoice:
         gates, products = self.ops.gates, self.ops.products
         assert gates is not None
         library = None if products is None else products.library.version
         separately = partial(_compute_separately, self.ops, activation)
         return GatedTileChoice(gates, weights, activation, sizes, separately, library)
 
-    def _products(self, decoder: Decoder) -> list[tuple[list[Tensor], bool, bool]]:
-        """Weights of one shape and use: is the product added, and do sampled rows alone go through it."""
+    def _find_products(self, decoder: Decoder) -> list[tuple[list[Tensor], bool, bool]]:
+        """Finds weights of one shape and use: whether the product is added, and whether only sampled rows use it."""
         if self.ops.products is None:
             return []
         found: dict[tuple[tuple[int, ...], bool, bool], list[Tensor]] = {}
@@ -120,8 +117,8 @@ class ProductTuning:
             found.setdefault(key, []).append(module.weight)
         return [(weights, adds, of_samples) for (_, adds, of_samples), weights in found.items()]
 
-    def _gates(self, decoder: Decoder) -> list[tuple[list[Tensor], str]]:
-        """Weights of one shape whose product is gated, and their activation."""
+    def _find_gates(self, decoder: Decoder) -> list[tuple[list[Tensor], str]]:
+        """Finds weights of one shape whose product is gated, and their activation."""
         if self.ops.gates is None:
             return []
         found: dict[tuple[tuple[int, ...], str], list[Tensor]] = {}

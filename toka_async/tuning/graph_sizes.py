@@ -1,7 +1,6 @@
-"""The choice of the graphs that are kept, by their numbers of rows.
+"""Chooses the graphs to keep, by their numbers of rows: those that beat all larger ones.
 
-Libraries' matrix products are not always faster for being smaller (448 rows of an 8B model took 13.6 ms on an H200, 512
-took 10.2): a graph is kept if it beats all larger ones.
+Smaller matrix products are not always faster: on an H200, 448 rows of an 8B model took 13.6 ms, 512 took 10.2.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from toka_async.runner.graphs import list_graph_sizes
 from toka_async.tuning.clock import time_calls
 from toka_async.tuning.store import Facts
 
-_REPLAYS = 3  # of a graph that is timed
+_REPLAYS = 3  # replays that are timed
 
 
 @dataclass(slots=True, frozen=True)
 class GraphChoice:
-    """`Choice` of the sizes of graphs up to `most` rows, with groups or without.
+    """The `Choice` of the sizes of graphs up to `most` rows, with groups or without.
 
-    model: what the times of graphs depend on beside these. show: (graphs captured, all).
+    model: what else the times of graphs depend on. show: (graphs captured, all).
     """
 
     decode: DecodePass
@@ -45,14 +44,12 @@ class GraphChoice:
 
     @torch.inference_mode()
     def measure(self) -> list[int]:
-        """Captures graphs of all sizes, and times them."""
         self._capture(list_graph_sizes(self.most))
         graphs = self.decode.graphs
         assert graphs is not None
-        return find_kept(graphs.sizes, [sum(map(_time_replay, graphs.of_size(size))) for size in graphs.sizes])
+        return find_kept(graphs.sizes, [sum(map(_time_replay, graphs.list_graphs(size))) for size in graphs.sizes])
 
     def use(self, answer: Sequence[int]) -> None:
-        """Only graphs of these sizes are there from now on."""
         if self.decode.graphs is None:
             self._capture(answer)
         else:
@@ -64,7 +61,7 @@ class GraphChoice:
 
 
 def find_kept(sizes: Sequence[int], times: Sequence[float]) -> list[int]:
-    """Those of the ascending sizes that take less time than every larger one."""
+    """Finds those of the ascending sizes that take less time than every larger one."""
     kept: list[int] = []
     best = math.inf
     for size, milliseconds in zip(reversed(sizes), reversed(times), strict=True):
@@ -75,6 +72,6 @@ def find_kept(sizes: Sequence[int], times: Sequence[float]) -> list[int]:
 
 
 def _time_replay(graph: torch.cuda.CUDAGraph) -> float:
-    """Milliseconds of a replay, the shortest of some; the first one of all is not counted."""
+    """Times replays, in milliseconds. Returns the shortest; the first one does not count."""
     graph.replay()
     return min(time_calls(graph.replay) for _ in range(_REPLAYS))

@@ -1,7 +1,4 @@
-"""Settles a question by measuring once: what an earlier start kept is taken, and all ranks take the first one's answer.
-
-Knows neither what is measured nor how.
-"""
+"""Settles a question by measuring once: later starts and the other ranks use the first rank's answer."""
 
 from __future__ import annotations
 
@@ -27,23 +24,21 @@ class Choice(Protocol[T]):
         ...
 
     def describe(self) -> Facts:
-        """What the answer depends on, beside the chip and the libraries."""
+        """Describes on what the answer depends, besides the chip and the libraries."""
         ...
 
     def admits(self, answer: T) -> bool:
-        """Whether an answer from a file can be used here."""
+        """Tells whether an answer from a file can be used here."""
         ...
 
-    def measure(self) -> T:
-        """The answer, measured now."""
-        ...
+    def measure(self) -> T: ...
 
 
 def settle(choice: Choice[T], cache: TuningCache, comm: Comm | None = None) -> T:
-    """The answer that an earlier start kept, or else the one that is measured now, which is then kept.
+    """Returns the answer that an earlier start kept; without one, measures it and keeps it.
 
-    comm: the ranks that ask together; they wait for each other, and all get the answer of the first. If the first has
-    none, all measure.
+    comm: the ranks that ask together. They wait for each other and get the first rank's answer; if it has none, all
+    measure.
     """
     comm, facts = comm or LocalComm(), choice.describe()
     found: T | None = cache.find(choice.name, facts, choice.kind)

@@ -12,7 +12,7 @@ from tests.cases.attention import make_case
 from tests.fakes import flashinfer as fake_flashinfer
 from toka_async.attention import build, flashinfer
 from toka_async.attention.build import AttentionParts, Backend, build_attention, resolve_backend
-from toka_async.attention.choice import AutoChunks, AutoDecode, ChoiceTable, only
+from toka_async.attention.choice import AutoChunks, AutoDecode, ChoiceTable, choose_always
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.checkpoint.spec import ModelError
@@ -63,7 +63,7 @@ def test_the_reference_on_a_cpu(backend: Backend, caplog: pytest.LogCaptureFixtu
     built = build_attention(backend, cache, 2, (0, 7), max_seqs=8, max_tokens=8, scale=0.3)
     assert isinstance(built.backend, ReferenceAttention)
     assert (built.backend.windows, built.backend.scale) == ((0, 7), 0.3)
-    assert built.smallest_group == built.backend.smallest_group()
+    assert built.smallest_group == built.backend.find_smallest_group()
     assert (built.graphs, built.table) == (None, None)
     assert not caplog.messages
 
@@ -150,7 +150,7 @@ def test_parts(backend: Backend, decode_names: list[str], chunk_names: list[str]
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_the_chosen_table_is_used(caplog: pytest.LogCaptureFixture) -> None:
-    chosen = only("flashinfer", ((4, 64),))
+    chosen = choose_always("flashinfer", ((4, 64),))
     asked: list[AttentionParts] = []
 
     def choose(parts: AttentionParts) -> ChoiceTable:
@@ -195,6 +195,6 @@ def test_every_window_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
         build, "try_decode", lambda _, __, part, ___, window: tried.append((type(part).__name__, window))
     )
     cache = make_case(0, 4, 1, 2, 16, contexts=[5]).cache
-    build_attention("auto", cache, 2, (7, 7), max_seqs=8, max_tokens=8, choose=lambda _: only("triton"))
+    build_attention("auto", cache, 2, (7, 7), max_seqs=8, max_tokens=8, choose=lambda _: choose_always("triton"))
     names = ("TritonDecode", "FlashInferDecode", "CascadeDecode")
     assert sorted(tried) == sorted((name, window) for name in names for window in (0, 7))

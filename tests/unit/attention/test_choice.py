@@ -10,7 +10,14 @@ from torch import Tensor
 
 from tests.cases.attention import AttentionCase, make_case
 from toka_async.attention.base import AttentionBatch, PrefixGroup
-from toka_async.attention.choice import AutoChunks, AutoDecode, MeasuredShape, find_smallest_groups, nearest, only
+from toka_async.attention.choice import (
+    AutoChunks,
+    AutoDecode,
+    MeasuredShape,
+    choose_always,
+    find_nearest,
+    find_smallest_groups,
+)
 
 PAGE = 4
 
@@ -40,8 +47,8 @@ def case_of(groups: list[tuple[int, int]], contexts: list[int], chunks: list[tup
 
 def test_the_nearest_point_is_so_by_factors() -> None:
     points = [MeasuredShape(1, 100, "a"), MeasuredShape(100, 100, "b"), MeasuredShape(100, 10_000, "c")]
-    assert [nearest(points, size, 100) for size in (0, 1, 9, 11, 5000)] == ["a", "a", "a", "b", "b"]
-    assert [nearest(points, 100, tokens) for tokens in (1, 100, 999, 1001, 1e6)] == ["b", "b", "b", "c", "c"]
+    assert [find_nearest(points, size, 100) for size in (0, 1, 9, 11, 5000)] == ["a", "a", "a", "b", "b"]
+    assert [find_nearest(points, 100, tokens) for tokens in (1, 100, 999, 1001, 1e6)] == ["b", "b", "b", "c", "c"]
 
 
 @pytest.mark.parametrize(
@@ -63,21 +70,21 @@ def test_the_smallest_groups(worth: dict[tuple[int, int], bool], expected: tuple
 
 
 def test_which_groups_pay() -> None:
-    table = only("a", ((4, 20), (8, 10)))
-    assert table.smallest_group() == (4, 10)
+    table = choose_always("a", ((4, 20), (8, 10)))
+    assert table.find_smallest_group() == (4, 10)
     assert [table.pays(*group) for group in ((4, 20), (8, 10), (7, 19), (100, 9), (3, 100))] == [
         True,
         True,
         *[False] * 3,
     ]
-    assert only("a").smallest_group() == (0, 0)
-    assert not only("a").pays(1000, 1000)
+    assert choose_always("a").find_smallest_group() == (0, 0)
+    assert not choose_always("a").pays(1000, 1000)
 
 
 def test_decoding_is_chosen_by_rows_and_mean_context() -> None:
     parts = {"a": Part(), "b": Part()}
     points = (MeasuredShape(2, 10, "a"), MeasuredShape(2, 100, "b"))
-    auto = AutoDecode(parts, replace(only("a"), decode=points), PAGE)
+    auto = AutoDecode(parts, replace(choose_always("a"), decode=points), PAGE)
     for contexts, expected in (([5, 20], "a"), ([5, 90], "b")):
         case = case_of([], contexts, [(500, 9)])  # chunks do not count
         auto.plan(case.batch, (), 7)
@@ -88,7 +95,7 @@ def test_decoding_is_chosen_by_rows_and_mean_context() -> None:
 def test_groups_are_chosen_by_mean_rows_and_prefix() -> None:
     parts = {"a": Part(), "b": Part()}
     points = (MeasuredShape(2, 8, "a"), MeasuredShape(8, 8, "b"), MeasuredShape(2, 40, "b"))
-    auto = AutoDecode(parts, replace(only("none"), grouped=points), PAGE)
+    auto = AutoDecode(parts, replace(choose_always("none"), grouped=points), PAGE)
     for groups, expected in (([(2, 2), (3, 2)], "a"), ([(8, 2), (5, 2)], "b"), ([(2, 9)], "b")):
         batch = case_of(groups, [], []).batch
         auto.plan(batch, batch.groups, 0)
@@ -98,7 +105,7 @@ def test_groups_are_chosen_by_mean_rows_and_prefix() -> None:
 def test_chunks_are_chosen_by_tokens_and_mean_context() -> None:
     parts = {"a": Part(), "b": Part()}
     points = (MeasuredShape(10, 10, "a"), MeasuredShape(100, 10, "b"), MeasuredShape(10, 100, "b"))
-    auto = AutoChunks(parts, replace(only("a"), chunks=points))
+    auto = AutoChunks(parts, replace(choose_always("a"), chunks=points))
     for chunks, expected in (([(0, 9)], "a"), ([(0, 9)] * 8, "b"), ([(90, 9)], "b")):
         case = case_of([], [200], chunks)  # decoding rows do not count
         auto.plan(case.batch, 5)
@@ -110,14 +117,14 @@ def test_chunks_are_chosen_by_tokens_and_mean_context() -> None:
 def test_a_single_part_needs_no_table() -> None:
     part = Part()
     case = case_of([(2, 2)], [3], [(0, 9)])
-    AutoDecode({"b": part}, only("a"), PAGE).plan(case.batch, case.batch.groups, 0)
-    AutoChunks({"b": part}, only("a")).plan(case.batch, 0)
+    AutoDecode({"b": part}, choose_always("a"), PAGE).plan(case.batch, case.batch.groups, 0)
+    AutoChunks({"b": part}, choose_always("a")).plan(case.batch, 0)
     assert part.calls == [(case.batch, case.batch.groups, 0), (case.batch, 0)]
 
 
 def test_graphs_are_of_the_part_that_can_be_captured() -> None:
     part, captured = Part(), Part()
-    auto = AutoDecode({"a": part}, only("a"), PAGE, captured)
+    auto = AutoDecode({"a": part}, choose_always("a"), PAGE, captured)
     batch, query = case_of([(2, 2)], [], []).batch, torch.zeros(1)
     auto.plan_graph(batch, True, 6)
     auto.run(0, query, query)
@@ -129,6 +136,8 @@ def test_graphs_are_of_the_part_that_can_be_captured() -> None:
 
 
 def test_a_summary() -> None:
-    assert only("a", ((4, 64),)).summary().endswith("chunks a 1; groups of rows x tokens 4x64")
-    two = replace(only("a"), decode=(MeasuredShape(1, 1, "a"), MeasuredShape(1, 2, "b"), MeasuredShape(1, 3, "b")))
-    assert two.summary() == "decode b 2, a 1; grouped a 1; chunks a 1; no groups"
+    assert choose_always("a", ((4, 64),)).summarize().endswith("chunks a 1; groups of rows x tokens 4x64")
+    two = replace(
+        choose_always("a"), decode=(MeasuredShape(1, 1, "a"), MeasuredShape(1, 2, "b"), MeasuredShape(1, 3, "b"))
+    )
+    assert two.summarize() == "decode b 2, a 1; grouped a 1; chunks a 1; no groups"

@@ -228,9 +228,9 @@ def test_graphs_keep_the_memory_that_they_were_captured_with() -> None:
     case = Case(0, 4, [], [3, 3], [], num_sms=4)
     part = decode_part(case)
     query = torch.zeros((2, 6, DIM), device=DEVICE)
-    first = part.memory.partial("splits", query, 2)
-    larger = part.memory.partial("splits", query, 4)
-    assert part.memory.partial("splits", query[:1], 4).output.data_ptr() == larger.output.data_ptr()
+    first = part.memory.take_partial("splits", query, 2)
+    larger = part.memory.take_partial("splits", query, 4)
+    assert part.memory.take_partial("splits", query[:1], 4).output.data_ptr() == larger.output.data_ptr()
     assert any(slab.data_ptr() == first.output.data_ptr() for slab in part.memory.slabs["splits"])
 
 

@@ -7,7 +7,13 @@ from hypothesis import given
 from tests.drivers.paged_rows import make_batch
 from toka_async.arrays import Int64
 from toka_async.attention.base import PrefixGroup
-from toka_async.attention.query_tiles import QueryTiles, batches, make_chunk_spans, make_decode_spans, make_prefix_spans
+from toka_async.attention.query_tiles import (
+    QueryTiles,
+    make_chunk_spans,
+    make_decode_spans,
+    make_prefix_spans,
+    split_into_batches,
+)
 
 
 def spans_of(counts: list[int], pages: list[int]) -> QueryTiles:
@@ -22,7 +28,7 @@ def spans_of(counts: list[int], pages: list[int]) -> QueryTiles:
 )
 def test_batches_partition_spans_of_similar_shape(shapes: list[tuple[int, int]], max_pages: int, small: int) -> None:
     spans = spans_of([count for count, _ in shapes], [pages for _, pages in shapes])
-    parts = list(batches(spans, max_pages, small))
+    parts = list(split_into_batches(spans, max_pages, small))
     assert sorted(row for part in parts for row in part.rows) == list(range(len(shapes)))
     for part in parts:
         assert len(part) == 1 or len(part) * part.num_pages.max() <= max_pages
@@ -32,7 +38,7 @@ def test_batches_partition_spans_of_similar_shape(shapes: list[tuple[int, int]],
 
 
 def test_even_spans_keep_their_order() -> None:
-    (part,) = batches(spans_of([1] * 4, [9, 10, 8, 10]), 100, 1)
+    (part,) = split_into_batches(spans_of([1] * 4, [9, 10, 8, 10]), 100, 1)
     assert part.rows.tolist() == [0, 1, 2, 3]
 
 

@@ -172,7 +172,7 @@ def test_the_smallest_group_is_worth_it_and_no_smaller_one() -> None:
         case = Case(0, 4, 1, 1, [(16, 70)], [], [])
         page_bytes = 2 * case.cache.keys[0][0].numel() * 4
         backend = ReferenceAttention(case.cache, 1, (0,), limits=TileLimits(shared_bytes=15 * 70 * page_bytes - 1))
-        assert backend.smallest_group() == (16, 70 * 4)
+        assert backend.find_smallest_group() == (16, 70 * 4)
         smaller = replace(case.batch, groups=(PrefixGroup(0, 16, 70 - less),))
         backend.plan(smaller)
         assert (backend.plans[0].grouped is None) == bool(less)

@@ -5,23 +5,23 @@ import math
 import pytest
 import torch
 
-from toka_async.attention.rope import Rope, attention_scale, inverse_frequencies, rotate
+from toka_async.attention.rope import Rope, compute_frequencies, compute_scale, rotate
 from toka_async.checkpoint.rope_spec import RopeSpec
 
 
 def test_default_frequencies() -> None:
     expected = torch.tensor([10000.0 ** (-i / 8) for i in (0, 2, 4, 6)])
-    torch.testing.assert_close(inverse_frequencies(RopeSpec(), 8), expected)
+    torch.testing.assert_close(compute_frequencies(RopeSpec(), 8), expected)
 
 
 def test_linear_frequencies() -> None:
-    scaled = inverse_frequencies(RopeSpec(kind="linear", factor=4.0), 8)
-    torch.testing.assert_close(scaled * 4, inverse_frequencies(RopeSpec(), 8))
+    scaled = compute_frequencies(RopeSpec(kind="linear", factor=4.0), 8)
+    torch.testing.assert_close(scaled * 4, compute_frequencies(RopeSpec(), 8))
 
 
 def test_llama3_keeps_short_and_stretches_long_wavelengths() -> None:
     spec = RopeSpec(kind="llama3", factor=8.0, original_max_position=64, low_freq_factor=1.0, high_freq_factor=4.0)
-    plain, scaled = inverse_frequencies(RopeSpec(), 32), inverse_frequencies(spec, 32)
+    plain, scaled = compute_frequencies(RopeSpec(), 32), compute_frequencies(spec, 32)
     wavelengths = 2 * math.pi / plain
     short, long = wavelengths < 64 / 4, wavelengths > 64
     assert short.any()
@@ -35,7 +35,7 @@ def test_llama3_keeps_short_and_stretches_long_wavelengths() -> None:
 
 def test_yarn_keeps_fast_and_stretches_slow_dimensions() -> None:
     spec = RopeSpec(kind="yarn", factor=4.0, original_max_position=4096)
-    ratio = inverse_frequencies(spec, 64) / inverse_frequencies(RopeSpec(), 64)
+    ratio = compute_frequencies(spec, 64) / compute_frequencies(RopeSpec(), 64)
     assert ratio[0] == 1.0
     assert ratio[-1] == 0.25
     assert (ratio.diff() <= 0).all()
@@ -53,14 +53,14 @@ def test_yarn_keeps_fast_and_stretches_slow_dimensions() -> None:
     ],
 )
 def test_attention_scale(spec: RopeSpec, scale: float) -> None:
-    assert attention_scale(spec) == pytest.approx(scale)
+    assert compute_scale(spec) == pytest.approx(scale)
 
 
 def test_rotation_is_that_of_complex_numbers() -> None:
     rope = Rope(RopeSpec(), 8)
     positions = torch.tensor([0, 1, 77])
     x = torch.randn(3, 2, 8)
-    turned = torch.polar(torch.ones(3, 4), positions[:, None] * inverse_frequencies(RopeSpec(), 8))
+    turned = torch.polar(torch.ones(3, 4), positions[:, None] * compute_frequencies(RopeSpec(), 8))
     expected = torch.complex(x[..., :4], x[..., 4:]) * turned[:, None]
     actual = rotate(x, rope(positions, torch.float32))
     torch.testing.assert_close(actual, torch.cat((expected.real, expected.imag), dim=-1))

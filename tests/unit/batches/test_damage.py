@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toka_async.batches.damage import BLOCK, whole_lines
+from toka_async.batches.damage import BLOCK, count_whole_lines
 from toka_async.batches.disk import StorageError
 from toka_async.batches.records import Batch, BatchRecord, DoneLine, Fault, FileRecord
 from toka_async.batches.store import NotFoundError, Store
@@ -153,4 +153,4 @@ def test_whole_lines_of_any_length(tmp_path: Path, size: int) -> None:
         (b"a\n" + b"b" * size + b"\nc", (size + 3, 2)),
     ):
         path.write_bytes(text)
-        assert whole_lines(path) == expected
+        assert count_whole_lines(path) == expected

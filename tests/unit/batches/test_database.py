@@ -32,7 +32,7 @@ def batch_record(name: str) -> BatchRecord:
 def filled(folder: Path) -> None:
     """An input file; of its batches b1 has ended, b2 and b3 are in progress with a line of two done, b4 is new."""
     store = Store(folder, lambda: 1000)
-    upload = store.folder.new_upload()
+    upload = store.folder.make_upload()
     upload.write_bytes(b'{"custom_id": "a"}\n{"custom_id": "b"}\n')
     store.add_file(FileRecord(id=ID(0), filename="in", purpose="batch", bytes=38, created_at=1), upload)
     for name in ("b1", "b2", "b3", "b4"):

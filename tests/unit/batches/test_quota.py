@@ -13,7 +13,7 @@ from toka_async.batches.store import InUseError, NotFoundError, Store
 
 
 def put(store: Store, number: int, quota: Quota, owner: str = "", size: int = 1 << 20) -> None:
-    upload = store.folder.new_upload()
+    upload = store.folder.make_upload()
     upload.touch()
     record = FileRecord(id=ID(number), filename="in", purpose="batch", bytes=size, created_at=1, owner=owner)
     store.add_file(record, upload, quota)

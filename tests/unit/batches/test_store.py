@@ -91,7 +91,7 @@ def test_what_no_transaction_knows_is_removed_at_the_start(tmp_path: Path) -> No
     store = opened(tmp_path)
     put(store)
     (tmp_path / "files" / f"file-{'a' * 24}").touch()
-    store.folder.new_upload().touch()
+    store.folder.make_upload().touch()
     kept = [tmp_path / "files" / "notes.txt", tmp_path / "uploads" / "mine"]
     for path in kept:
         path.touch()

@@ -118,7 +118,7 @@ async def test_expiry_follows_a_wall_clock_that_jumps(
         return now
 
     never = asyncio.get_running_loop().create_future()
-    waiting = asyncio.create_task(work.first_before({never}, 1_000_000 + (3600 if jump > 0 else 1), clock))
+    waiting = asyncio.create_task(work.wait_until({never}, 1_000_000 + (3600 if jump > 0 else 1), clock))
     await until(lambda: asked)
     assert not waiting.done()
     now += jump

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import toka_async
-from toka_async.bench.floor import Floor, seconds_of
+from toka_async.bench.floor import Floor, count_seconds
 from toka_async.bench.step_load import Case
 from toka_async.checkpoint.spec import read_spec
 
@@ -43,6 +43,6 @@ def test_the_parts(floor: Floor) -> None:
 
 def test_short_work_is_timed_many_times() -> None:
     calls: list[int] = []
-    seconds = seconds_of(lambda: calls.append(1), CPU)
+    seconds = count_seconds(lambda: calls.append(1), CPU)
     assert 0 < seconds < 1e-4
     assert len(calls) > 100

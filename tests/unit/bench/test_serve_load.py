@@ -22,7 +22,7 @@ from toka_async.bench.rates import Rates
 from toka_async.bench.serve_load import (
     LoadPercentiles,
     ServeLoadResult,
-    fitting_samples,
+    fit_samples,
     measure,
     percentiles,
     stream_rate,
@@ -183,7 +183,7 @@ async def test_the_load_fits_the_server(
     monkeypatch.setattr(serve_load, "send_all", sent)
     async with aiohttp.ClientSession() as session:
         options = parse("serve-load", "--shots", "1")
-        assert await fitting_samples(options, session, "http://127.0.0.1:9", ListedModel("m")) == samples
+        assert await fit_samples(options, session, "http://127.0.0.1:9", ListedModel("m")) == samples
     assert asked == [256 * 32]
     assert f"16 prompts x {samples} samples" in capsys.readouterr().err
 

@@ -11,8 +11,8 @@ from toka_async.checkpoint.division import (
     all_layers,
     check_division,
     check_tensor_size,
-    spec_of_rank,
-    spec_of_stage,
+    make_rank_spec,
+    make_stage_spec,
     stage_layers,
     stage_parts,
     tensor_sizes,
@@ -42,7 +42,7 @@ def test_sizes_divide_heads_and_repeat_kv_heads(
     assert tensor_sizes(spec) == sizes
     for tp in sizes:
         check_tensor_size(spec, tp)
-        part = spec_of_rank(spec, tp)
+        part = make_rank_spec(spec, tp)
         assert part.num_heads * tp == heads
         assert part.intermediate_size * tp == inner
         assert part.num_kv_heads == max(1, kv_heads // tp)
@@ -77,7 +77,7 @@ def test_parts_of_stages_follow_each_other(tmp_path: Path) -> None:
         assert [parts[0].first, *(part.last for part in parts)] == [*(part.first for part in parts), 7]
         assert [part.is_first for part in parts] == [True, *[False] * (pp - 1)]
         assert [part.is_last for part in parts] == [*[False] * (pp - 1), True]
-        of_stages = [spec_of_stage(spec, part) for part in parts]
+        of_stages = [make_stage_spec(spec, part) for part in parts]
         assert [part.size for part in parts] == [stage.num_layers for stage in of_stages]
         assert sum((stage.windows for stage in of_stages), ()) == spec.windows == (0, 0, 0, 0, 64, 64, 64)
     assert stage_parts(spec, 1, 1) == [all_layers(spec)]

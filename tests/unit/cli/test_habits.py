@@ -7,7 +7,7 @@ import pytest
 
 from toka_async.cli.habits import ASSIGNMENTS, OPTIONS, Habit
 from toka_async.config import load_config
-from toka_async.config.load import key_names
+from toka_async.config.load import list_keys
 
 GUIDE = Path(__file__).parents[3] / "configs" / "README.md"
 
@@ -17,7 +17,7 @@ def test_every_habit_is_a_key_or_an_answer(name: str) -> None:
     habit = OPTIONS[name] if name in OPTIONS else ASSIGNMENTS[name]
     assert bool(habit.key) != bool(habit.answer)
     if habit.key:
-        assert habit.key in key_names()
+        assert habit.key in list_keys()
     for value in [habit.value, *habit.words.values()]:
         if value:
             load_config(None, [f"{habit.key}={value}"])

@@ -193,7 +193,7 @@ def test_shards_of_tensor_ranks_need_some() -> None:
     assert Config().parallel.async_tp_min_tokens == "auto"
 
 
-def test_describe_has_every_field_with_type_default_and_meaning() -> None:
+def test_describe_has_every_field_with_type_default_and_read_meaning() -> None:
     fields = {field.key: field for field in describe()}
     config = Config()
     for section in msgspec.structs.fields(Config):

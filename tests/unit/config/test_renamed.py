@@ -6,7 +6,7 @@ import pytest
 
 from toka_async import cli
 from toka_async.config import ConfigError, load_config
-from toka_async.config.load import key_names
+from toka_async.config.load import list_keys
 from toka_async.config.renamed import GONE, RENAMED
 
 
@@ -19,8 +19,8 @@ def test_an_old_key_names_the_new_one(old: str, tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             load_config(*given)
         assert str(caught.value) == f"{old} is now {RENAMED[old]}"
-    assert RENAMED[old] in key_names()
-    assert old not in key_names()
+    assert RENAMED[old] in list_keys()
+    assert old not in list_keys()
 
 
 @pytest.mark.parametrize("old", GONE)
@@ -31,7 +31,7 @@ def test_a_key_that_is_gone_says_what_to_do(old: str, tmp_path: Path) -> None:
     for given in ((path,), (None, [f"{old}=1"])):
         with pytest.raises(ConfigError, match=f"^{old} is gone: [a-z]"):
             load_config(*given)
-    assert old not in key_names()
+    assert old not in list_keys()
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ from toka_async.kernels.decode import (
     DecodeConfig,
     Partial,
     Splits,
+    choose_graph_splits,
+    choose_splits,
     decode_attention,
     decode_config,
     merge,
-    splits_of,
-    splits_of_any,
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -184,24 +184,26 @@ def test_merge_of_few_rows_reads_parts_together_and_of_many_in_turn(num_rows: in
 
 
 def test_splits_fill_the_chip_and_no_more() -> None:
-    assert splits_of(96, 96 * 8192, 8192, 32, 64, 8, 132).count == 1
-    assert splits_of(8000, 8000, 1, 32, 64, 8, 132) == Splits(32, 128)
-    assert splits_of(300, 300, 1, 32, 64, 8, 132).count == 3
-    assert splits_of(1200, 1200 * 64, 64, 32, 64, 8, 132) == Splits(3, 448)  # 1,536 programs: as many as run at once
-    assert splits_of(8000, 8000 + 500 * 1000, 1001, 32, 64, 8, 132).count > 4  # a long row beside short ones
-    assert splits_of(0, 0, 1, 1, 64, 1, 1).count == 1
+    assert choose_splits(96, 96 * 8192, 8192, 32, 64, 8, 132).count == 1
+    assert choose_splits(8000, 8000, 1, 32, 64, 8, 132) == Splits(32, 128)
+    assert choose_splits(300, 300, 1, 32, 64, 8, 132).count == 3
+    assert choose_splits(1200, 1200 * 64, 64, 32, 64, 8, 132) == Splits(
+        3, 448
+    )  # 1,536 programs: as many as run at once
+    assert choose_splits(8000, 8000 + 500 * 1000, 1001, 32, 64, 8, 132).count > 4  # a long row beside short ones
+    assert choose_splits(0, 0, 1, 1, 64, 1, 1).count == 1
 
 
 def test_memory_of_partial_results_is_bounded() -> None:
-    splits = splits_of(100_000, 100_000 + 2000 * 500, 2001, 32, 128, 8, 132)
+    splits = choose_splits(100_000, 100_000 + 2000 * 500, 2001, 32, 128, 8, 132)
     assert 1 < splits.count <= MOST_PARTIALS / (2001 * 32 * 128)
 
 
 def test_rows_of_any_length_are_split_by_their_number() -> None:
-    assert splits_of_any(1, 8, 132) == Splits(32, 64)
-    assert splits_of_any(64, 8, 132) == Splits(16, 256)
-    assert splits_of_any(512, 8, 132) == splits_of_any(8192, 8, 132) == Splits(4, 512)
-    counts = [splits_of_any(num_rows, 8, 132).count for num_rows in range(1, 1000)]
+    assert choose_graph_splits(1, 8, 132) == Splits(32, 64)
+    assert choose_graph_splits(64, 8, 132) == Splits(16, 256)
+    assert choose_graph_splits(512, 8, 132) == choose_graph_splits(8192, 8, 132) == Splits(4, 512)
+    counts = [choose_graph_splits(num_rows, 8, 132).count for num_rows in range(1, 1000)]
     assert counts == sorted(counts, reverse=True)
 
 

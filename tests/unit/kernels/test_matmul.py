@@ -10,7 +10,7 @@ from tests.fakes.cublaslt import FakeLibrary
 from toka_async.kernels import matmul
 from toka_async.kernels.cublaslt import Algorithm
 from toka_async.kernels.fused import FusedOps
-from toka_async.kernels.matmul import TunedProducts, product_of
+from toka_async.kernels.matmul import TunedProducts, describe_product
 
 N, K = 64, 32
 
@@ -27,14 +27,14 @@ def weight() -> Tensor:
 def tuned(library: FakeLibrary, adds: bool = False) -> TunedProducts:
     """Up to 8 rows."""
     products = TunedProducts(library)
-    products.use(product_of(weight(), adds), [8], [Algorithm("fast")])
+    products.use(describe_product(weight(), adds), [8], [Algorithm("fast")])
     return products
 
 
 def test_each_algorithm_computes_up_to_its_number_of_rows() -> None:
     library = FakeLibrary({"few": lambda _: 1, "many": lambda _: 1})
     products = TunedProducts(library)
-    products.use(product_of(weight(), False), [2, 8, 16], [Algorithm("few"), None, Algorithm("many")])
+    products.use(describe_product(weight(), False), [2, 8, 16], [Algorithm("few"), None, Algorithm("many")])
     for num_rows in (1, 2, 3, 8, 9, 16):
         x = torch.randn(num_rows, K)
         torch.testing.assert_close(products.linear(x, weight()), x @ weight().T)

@@ -19,7 +19,7 @@ from transformers import (
 from toka_async.arrays import i32_column
 from toka_async.messages import SamplingParams
 from toka_async.model.rng import Float64, draw_uniforms
-from toka_async.model.sampling import Flag, clean, params_of, sample
+from toka_async.model.sampling import Flag, clean, make_params, sample
 from toka_async.openai.generation import LEAST_TEMPERATURE
 
 FILTERS = [
@@ -70,7 +70,7 @@ def _exact(logits: Tensor, sampling: SamplingParams) -> npt.NDArray[np.float64]:
 
 def _draw(logits: Tensor, sampling: SamplingParams, uniform: Float64) -> npt.NDArray[np.int64]:
     """One token for each number, of the same logits [1, vocab]."""
-    params = params_of(sampling)
+    params = make_params(sampling)
     parts = [
         sample(logits.expand(len(part), -1).clone(), np.repeat(params, len(part)), part).numpy()
         for part in np.array_split(uniform, max(1, uniform.size * logits.shape[1] // 1_000_000))
@@ -136,7 +136,7 @@ def test_greedy_takes_the_largest_and_the_lowest_id_of_ties(dtype: torch.dtype) 
         SamplingParams(temperature=0, top_k=3, top_p=0.5),
         SamplingParams(top_k=1),
     ):
-        params = np.repeat(params_of(sampling), 3)
+        params = np.repeat(make_params(sampling), 3)
         assert sample(logits.clone(), params, np.full(3, 0.99)).tolist() == [1, 0, 3]
 
 
@@ -170,7 +170,7 @@ def test_logits_that_are_not_numbers(vocab: int, sampling: SamplingParams) -> No
     logits[4] = torch.nan
     logits[4, 6] = -5.0
     for uniform in (0.0, 0.5, 1 - 2.0**-53):
-        tokens = sample(clean(logits.clone()), np.repeat(params_of(sampling), 5), np.full(5, uniform))
+        tokens = sample(clean(logits.clone()), np.repeat(make_params(sampling), 5), np.full(5, uniform))
         assert tokens.tolist() == [0, 0, 3, 4, 6]
 
 
@@ -206,7 +206,7 @@ def test_a_row_alone_and_among_others_samples_the_same(rows: list[_Row], vocab: 
     logits = torch.cat(
         [row.spread * torch.randn(1, vocab, generator=torch.Generator().manual_seed(row.seed)) for row in rows]
     )
-    params = np.concatenate([params_of(row.sampling) for row in rows])
+    params = np.concatenate([make_params(row.sampling) for row in rows])
     uniform = draw_uniforms(np.array([row.seed for row in rows]), np.zeros(len(rows), dtype=np.int64))
     together = sample(logits.clone(), params, uniform).tolist()
     alone = [int(sample(logits[i : i + 1].clone(), params[i : i + 1], uniform[i : i + 1])) for i in range(len(rows))]
@@ -237,7 +237,7 @@ def test_low_precision_logits_are_sampled_in_float32() -> None:
     ids=_name,
 )
 def test_rows_pay_only_for_what_they_ask(sampling: SamplingParams, flags: int) -> None:
-    assert params_of(sampling)["flags"].tolist() == [flags]
+    assert make_params(sampling)["flags"].tolist() == [flags]
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 1e-46}, {"top_k": 5, "min_p": 1e-46}])

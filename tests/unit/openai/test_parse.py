@@ -8,7 +8,14 @@ import pytest
 
 from toka_async.openai.errors import ApiError
 from toka_async.openai.fields import UNSUPPORTED
-from toka_async.openai.parse import MAX_ITEMS, fault_in, most_parsed_bytes, parse_fields, parse_request, parsed_bytes
+from toka_async.openai.parse import (
+    MAX_ITEMS,
+    bound_parsed_bytes,
+    count_parsed_bytes,
+    fault_in,
+    parse_fields,
+    parse_request,
+)
 from toka_async.openai.requests import MAX_IDS, ChatRequest, CompletionRequest, StreamOptions
 
 
@@ -180,7 +187,7 @@ def test_the_memory_of_a_parsed_body_has_a_bound(body: dict[str, Any], is_ascii:
     raw = json.dumps(body, ensure_ascii=is_ascii).encode()
     prompt = parse_request(raw, CompletionRequest).prompt
     num_bytes = sys.getsizeof(prompt) + sum(map(sys.getsizeof, prompt if isinstance(prompt, list) else ()))
-    assert num_bytes <= parsed_bytes(raw) + 128 <= most_parsed_bytes(len(raw)) + 128
+    assert num_bytes <= count_parsed_bytes(raw) + 128 <= bound_parsed_bytes(len(raw)) + 128
 
 
 @pytest.mark.parametrize("depth", [100, 500, 900])

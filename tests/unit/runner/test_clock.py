@@ -34,7 +34,7 @@ def step(clock: StepClock, host: Host, waits: float, takes: float) -> StepSpan:
 
 def test_steps_and_the_time_between_them(clock: StepClock, host: Host) -> None:
     spans = [step(clock, host, 3.0, 0.5), step(clock, host, 0.25, 2.0), step(clock, host, 0.0, 1.0)]
-    assert [clock.seconds(span) for span in spans] == [(0.5, 0.0), (2.0, 0.25), (1.0, 0.0)]
+    assert [clock.measure(span) for span in spans] == [(0.5, 0.0), (2.0, 0.25), (1.0, 0.0)]
 
 
 def test_a_step_that_began_before_the_last_ended_did_not_wait(clock: StepClock, host: Host) -> None:
@@ -44,7 +44,7 @@ def test_a_step_that_began_before_the_last_ended_did_not_wait(clock: StepClock, 
     clock.end(first)
     host.now += 1.0
     clock.end(second)
-    assert [clock.seconds(first), clock.seconds(second)] == [(1.0, 0.0), (2.0, 0.0)]
+    assert [clock.measure(first), clock.measure(second)] == [(1.0, 0.0), (2.0, 0.0)]
 
 
 def test_a_cpu_copies_on_no_stream(clock: StepClock) -> None:
@@ -53,16 +53,16 @@ def test_a_cpu_copies_on_no_stream(clock: StepClock) -> None:
 
 def test_a_step_must_have_ended(clock: StepClock) -> None:
     with pytest.raises(AssertionError):
-        clock.seconds(clock.begin())
+        clock.measure(clock.begin())
 
 
 def test_waits_for_other_ranks_are_part_of_a_step(clock: StepClock, host: Host) -> None:
     span = clock.begin()
     for waits, takes in ((0.25, 1.0), (0.5, 2.0)):
-        with clock.stalled(span):
+        with clock.stall(span):
             host.now += waits
         host.now += takes
     clock.end(span)
-    assert clock.seconds(span) == (3.75, 0.0)
-    assert clock.stall_seconds(span) == 0.75
-    assert clock.stall_seconds(step(clock, host, 1.0, 1.0)) == 0.0
+    assert clock.measure(span) == (3.75, 0.0)
+    assert clock.measure_stalls(span) == 0.75
+    assert clock.measure_stalls(step(clock, host, 1.0, 1.0)) == 0.0

@@ -45,7 +45,7 @@ def test_downloaded_arrays_have_the_shapes_and_types_of_the_tensors() -> None:
         torch.arange(6, dtype=torch.float32).view(2, 3).T,  # not contiguous
         torch.tensor(7, dtype=torch.int32),
     ]
-    arrays = Download(tensors).arrays()
+    arrays = Download(tensors).collect()
     for array, tensor in zip(arrays, tensors, strict=True):
         assert array.dtype == tensor.numpy().dtype
         np.testing.assert_array_equal(array, tensor.numpy())
@@ -56,10 +56,10 @@ def test_tensors_can_be_written_again_at_once() -> None:
         download = Download(tensors)
         for tensor in tensors:
             tensor.zero_()
-        assert all((array == 1).all() for array in download.arrays())
+        assert all((array == 1).all() for array in download.collect())
 
 
 def test_nothing_to_download() -> None:
-    assert Download([]).arrays() == []
-    (array,) = Download([torch.empty(0)]).arrays()
+    assert Download([]).collect() == []
+    (array,) = Download([torch.empty(0)]).collect()
     assert array.shape == (0,)

@@ -127,7 +127,7 @@ def test_nothing_is_replayed_without_graphs(fake_graphs: FakeGraphs) -> None:
     for _ in range(4):
         driver.step([100])
     assert driver.runner.decode is not None
-    assert driver.runner.decode.padded(np.arange(3, dtype=np.int32)) == 3
+    assert driver.runner.decode.count_padded(np.arange(3, dtype=np.int32)) == 3
     assert fake_graphs.graphs == []
 
 
@@ -175,7 +175,11 @@ def run(
     """Rows of one step, then five steps of their tokens."""
     rows = SyntheticRows(READY, num_shared)
     lengths = [num_shared * READY.page_size + 3] * len(samplings)
-    steps = [rows.step(lengths, samplings), *(rows.step(num_grouped=num_grouped) for _ in range(5)), rows.end()]
+    steps = [
+        rows.make_step(lengths, samplings),
+        *(rows.make_step(num_grouped=num_grouped) for _ in range(5)),
+        rows.end(),
+    ]
     return [runner.run(step) for step in steps][:-1]
 
 
@@ -203,7 +207,9 @@ def test_results_outlive_the_next_replay(fake_graphs: FakeGraphs) -> None:
     assert runner.decode is not None
     list(runner.decode.capture([1, 2], grouped=False))
     rows = SyntheticRows(READY)
-    launched = [runner.launch(step) for step in (rows.step([3, 3], FAST[:2]), *(rows.step() for _ in range(4)))]
+    launched = [
+        runner.launch(step) for step in (rows.make_step([3, 3], FAST[:2]), *(rows.make_step() for _ in range(4)))
+    ]
     tokens = [as_i32(step.collect().token_ids)[0] for step in launched]
     expected = [0, 0, 0]
     for _ in tokens:

@@ -51,7 +51,7 @@ class Tables:
         self.check(inputs, order, num_rows)
         sampled = torch.from_numpy(self.rng.integers(1000, 2000, num_rows))
         rows.advance(inputs.slots, inputs.contexts)
-        rows.sampled(inputs.slots, sampled)
+        rows.set_sampled(inputs.slots, sampled)
         for slot, token in zip(order, sampled.tolist(), strict=False):
             self.lines[slot].position += 1
             self.lines[slot].last_token = token

@@ -50,7 +50,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
 
 def test_nothing_can_be_replayed_before_the_capture(fake: FakeGraphs) -> None:
     graphs = Graphs(fake, [1, 2, 4], grouped=False).graphs
-    assert graphs.size_for(1) == 0
+    assert graphs.find_size(1) == 0
     assert not graphs.has(1, grouped=False)
 
 
@@ -68,7 +68,7 @@ def test_the_largest_is_captured_first_after_a_run_of_its_own(fake: FakeGraphs, 
 def test_the_smallest_graph_that_holds_the_rows(fake: FakeGraphs) -> None:
     graphs = Graphs(fake, [1, 2, 4], grouped=False).graphs
     list(graphs.capture())
-    assert [graphs.size_for(num_rows) for num_rows in range(1, 6)] == [1, 2, 4, 4, 0]
+    assert [graphs.find_size(num_rows) for num_rows in range(1, 6)] == [1, 2, 4, 4, 0]
     assert [graphs.has(num_rows, grouped=False) for num_rows in range(1, 6)] == [True] * 4 + [False]
     assert not any(graphs.has(num_rows, grouped=True) for num_rows in range(1, 6))
 
@@ -134,10 +134,10 @@ def test_graphs_of_other_sizes_are_dropped(fake: FakeGraphs) -> None:
     assert graphs.sizes == []
     list(graphs.capture())
     assert graphs.sizes == [1, 2, 4, 8]
-    assert [len(graphs.of_size(size)) for size in graphs.sizes] == [2] * 4
+    assert [len(graphs.list_graphs(size)) for size in graphs.sizes] == [2] * 4
     graphs.keep([1, 2, 8])
     assert graphs.sizes == [1, 2, 8]
-    assert [graphs.size_for(num_rows) for num_rows in range(1, 10)] == [1, 2, 8, 8, 8, 8, 8, 8, 0]
+    assert [graphs.find_size(num_rows) for num_rows in range(1, 10)] == [1, 2, 8, 8, 8, 8, 8, 8, 0]
     assert all(graphs.has(num_rows, grouped) for num_rows in range(1, 9) for grouped in (False, True))
 
 

@@ -71,7 +71,7 @@ def test_fast_rows_draw_what_torch_draws(bench: Bench, kind: str) -> None:
     samplings = dict(enumerate(FAST[kind]))
     bench.admit(samplings)
     slots = [*samplings][::-1]
-    assert bench.kernels.all_fast(np.array(slots))
+    assert bench.kernels.are_fast(np.array(slots))
     check_equal(bench.sample(slots))
     check_equal(bench.sample(slots[:1]))  # the next of its stream
 
@@ -80,9 +80,9 @@ def test_fast_rows_draw_what_torch_draws(bench: Bench, kind: str) -> None:
 def test_slow_rows_draw_what_torch_draws(bench: Bench, kind: str) -> None:
     """Alone, and between fast rows."""
     bench.admit({6: SLOW[kind], 2: GREEDY, 0: SamplingParams(num_logprobs=0)})
-    assert not bench.kernels.all_fast(np.array([6]))
-    assert not bench.kernels.all_fast(np.array([2, 6]))
-    assert bench.kernels.all_fast(np.array([0, 2]))
+    assert not bench.kernels.are_fast(np.array([6]))
+    assert not bench.kernels.are_fast(np.array([2, 6]))
+    assert bench.kernels.are_fast(np.array([0, 2]))
     check_equal(bench.sample([6]))
     check_equal(bench.sample([2, 6]))
     check_equal(bench.sample([0, 6]))
@@ -98,7 +98,7 @@ def test_likeliest_tokens_of_several_slow_rows_between_fast_ones(bench: Bench) -
 def test_a_large_top_k_is_for_kernels_too(bench: Bench) -> None:
     """Such a row may draw another token than torch, out of those that it keeps."""
     bench.admit({4: SamplingParams(temperature=0, top_k=80), 5: SamplingParams(temperature=9.0, top_k=80)})
-    assert bench.kernels.all_fast(np.array([4, 5]))
+    assert bench.kernels.are_fast(np.array([4, 5]))
     logits = torch.arange(VOCAB).repeat(2, 1) / VOCAB
     by_kernels, by_torch = bench.sample([4, 5], logits)
     assert int(by_kernels.token_ids[0]) == int(by_torch.token_ids[0]) == VOCAB - 1
@@ -155,6 +155,6 @@ def test_a_row_goes_on_after_a_preemption(bench: Bench) -> None:
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 90])
 def test_seen_bits_are_those_of_the_ids(vocab: int) -> None:
     prompt = Prompt(key=0, token_ids=i32_column([0, vocab - 1, 0]), num_prompt=3, pages=i32_column([]), sampling=GREEDY)
-    bits = kernel_sampler._seen_bits(read_prompt(prompt, vocab), vocab)
+    bits = kernel_sampler._make_seen_bits(read_prompt(prompt, vocab), vocab)
     assert bits.shape == (-(-vocab // 32),)
     assert {i for i in range(32 * bits.size) if int(bits[i // 32]) >> i % 32 & 1} == {0, vocab - 1}

@@ -49,11 +49,11 @@ def test_parts_make_up_the_step(
     assert [token for part in parts for token in tokens_of(part.rows, True)] == tokens_of(rows, True)
     places = [place for part in parts for place in places_of(part)]
     assert sorted(places) == [*range(int(rows.samples.sum()))]
-    sampled = rows.sampled()
+    sampled = rows.list_sampling()
     for part in parts:
         assert part.rows.slots.size
         assert part.rows.firsts.tolist() == (np.cumsum(part.rows.lengths) - part.rows.lengths).tolist()
-        for place, slot, context in zip(places_of(part), *part.rows.sampled(), strict=True):
+        for place, slot, context in zip(places_of(part), *part.rows.list_sampling(), strict=True):
             assert (sampled[0][place], sampled[1][place]) == (slot, context)
 
 

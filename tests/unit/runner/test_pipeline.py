@@ -84,7 +84,7 @@ def test_a_new_row_does_not_wait_for_the_old_ones_token_in_its_slot() -> None:
     stages = Stages(3)
     first = decoding([7, 8])
     stages.run_first(first)
-    stages.stages[0].admitted(np.array([7], np.int32))
+    stages.stages[0].admit(np.array([7], np.int32))
     stages.rows.last_tokens[7] = 5
     stages.run_first(decoding([7]))  # nothing has come back
     assert stages.last_tokens(decoding([7])) == [5]

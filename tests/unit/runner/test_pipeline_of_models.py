@@ -17,7 +17,7 @@ from toka_async.arrays import as_f32
 from toka_async.attention.build import BuiltAttention
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
-from toka_async.checkpoint.division import spec_of_stage, stage_parts
+from toka_async.checkpoint.division import make_stage_spec, stage_parts
 from toka_async.checkpoint.spec import read_spec
 from toka_async.messages import Ready, SamplingParams
 from toka_async.model.weights import build_decoder, load_weights
@@ -58,7 +58,7 @@ def in_stages(folder: Path, num_stages: int, num_parts: int) -> StageRunners:
     parts = stage_parts(spec, num_stages, 1)
 
     def runner(setup: StageSetup | None, stage: int) -> Runner:
-        own = spec_of_stage(spec, parts[stage])
+        own = make_stage_spec(spec, parts[stage])
         decoder = build_decoder(spec, torch.float32, CPU, part=parts[stage])
         load_weights(decoder, folder)
         cache = KVCache(own.num_layers, 301, spec.num_kv_heads, 4, spec.head_dim, torch.float32, CPU)

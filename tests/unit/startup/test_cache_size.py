@@ -22,8 +22,8 @@ from toka_async.startup.cache_size import (
     count_largest_step_pages,
     count_page_bytes,
     count_row_bytes,
+    count_token_bytes,
     fit_limits,
-    token_bytes,
 )
 
 GIB = 1 << 30
@@ -155,8 +155,8 @@ def test_rows_and_tokens_take_more_of_a_larger_vocabulary_and_model(tmp_path: Pa
         count_row_bytes(wide, limits, dtype, 16) - count_row_bytes(spec, limits, dtype, 16)
         == 739 * 2 + 1000 // 4 - 261 // 4
     )
-    assert token_bytes(wide, dtype) - token_bytes(spec, dtype) == 4 * 48 * 2
-    assert token_bytes(spec, torch.float32) == 2 * token_bytes(spec, dtype)
+    assert count_token_bytes(wide, dtype) - count_token_bytes(spec, dtype) == 4 * 48 * 2
+    assert count_token_bytes(spec, torch.float32) == 2 * count_token_bytes(spec, dtype)
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_groups_pay_as_measured_or_as_configured(model_dir: Path) -> None:
     measured = BuiltAttention(FakeAttention(), pays=lambda num_rows, num_tokens: num_rows * num_tokens > 100)
 
     def rule(**schedule: Any) -> list[bool]:
-        pays = _factory(model_dir, schedule=ScheduleConfig(**schedule))._group_rule(measured)
+        pays = _factory(model_dir, schedule=ScheduleConfig(**schedule))._make_group_rule(measured)
         return [pays(4, 16), pays(4, 64), pays(8, 4)]
 
     assert rule() == [False, True, False]
@@ -236,9 +236,9 @@ def test_steps_in_shards_are_not_captured(model_dir: Path, shards: bool, rows: i
     factory = _factory(model_dir, graphs=GraphsConfig(max_rows=12), schedule=ScheduleConfig(max_seqs=16))
     whole = Replicated(LocalComm())
     layouts = LayoutPolicy(whole, SequenceSharded(LocalComm()), 7) if shards else LayoutPolicy(whole)
-    assert factory._max_graph_rows(layouts) == rows
-    assert _factory(model_dir, graphs=GraphsConfig(enabled=False))._max_graph_rows(layouts) == 0
-    assert _factory(model_dir, schedule=ScheduleConfig(max_seqs=3))._max_graph_rows(LayoutPolicy(whole)) == 3
+    assert factory._count_graph_rows(layouts) == rows
+    assert _factory(model_dir, graphs=GraphsConfig(enabled=False))._count_graph_rows(layouts) == 0
+    assert _factory(model_dir, schedule=ScheduleConfig(max_seqs=3))._count_graph_rows(LayoutPolicy(whole)) == 3
 
 
 def test_a_rank_on_a_cpu_imports_no_kernels() -> None:

@@ -12,7 +12,7 @@ from toka_async.config import Config, ModelConfig
 from toka_async.model.weights import build_decoder
 from toka_async.startup import weights_fit
 from toka_async.startup.runner_factory import RunnerFactory
-from toka_async.startup.weights_fit import allocating, check_weights_fit, count_rank_bytes
+from toka_async.startup.weights_fit import catch_lost_memory, check_weights_fit, count_rank_bytes
 
 
 @pytest.fixture
@@ -64,9 +64,9 @@ def test_on_a_gpu_more_of_them_may_do(spec: ModelSpec) -> None:
 )
 def test_memory_that_others_took_meanwhile(spec: ModelSpec, error: RuntimeError) -> None:
     (part,) = stage_parts(spec, 1, 1)
-    with pytest.raises(ModelError, match="no memory left for"), allocating(spec, part, 1, torch.float32):
+    with pytest.raises(ModelError, match="no memory left for"), catch_lost_memory(spec, part, 1, torch.float32):
         raise error
-    with pytest.raises(RuntimeError, match="something else"), allocating(spec, part, 1, torch.float32):
+    with pytest.raises(RuntimeError, match="something else"), catch_lost_memory(spec, part, 1, torch.float32):
         raise RuntimeError("something else")
 
 

@@ -11,7 +11,7 @@ import torch
 from tests.fakes.attention_part import Cost, FakePart
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.build import AttentionParts
-from toka_async.attention.choice import ChoiceTable, MeasuredShape, nearest
+from toka_async.attention.choice import ChoiceTable, MeasuredShape, find_nearest
 from toka_async.attention.kv_cache import KVCache
 from toka_async.tuning.attention import GROUP_ROWS, GROUP_TOKENS, AttentionChoice, time_part
 
@@ -52,9 +52,9 @@ def planned(batch: AttentionBatch, groups: tuple[PrefixGroup, ...]) -> float:
 
 def test_the_fastest_part_is_chosen_for_each_shape() -> None:
     table, _ = measured({"own": unshared, "planned": planned})
-    assert [nearest(table.decode, 16, context) for context in (128, 1024, 8192)] == ["own", "planned", "planned"]
-    assert [nearest(table.chunks, *shape) for shape in ((512, 512), (4096, 4096))] == ["own", "planned"]
-    assert [nearest(table.grouped, *shape) for shape in ((128, 64), (2, 4096))] == ["own", "planned"]
+    assert [find_nearest(table.decode, 16, context) for context in (128, 1024, 8192)] == ["own", "planned", "planned"]
+    assert [find_nearest(table.chunks, *shape) for shape in ((512, 512), (4096, 4096))] == ["own", "planned"]
+    assert [find_nearest(table.grouped, *shape) for shape in ((128, 64), (2, 4096))] == ["own", "planned"]
 
 
 def test_groups_from_where_sharing_pays() -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from toka_async.attention.choice import ChoiceTable, MeasuredShape, only
+from toka_async.attention.choice import ChoiceTable, MeasuredShape, choose_always
 from toka_async.tuning import store as tuning_cache
 from toka_async.tuning.store import TuningCache, describe_gpu, find_folder
 
@@ -26,8 +26,8 @@ def test_another_process_finds_what_was_kept(tmp_path: Path) -> None:
     again = TuningCache(folder, dict(reversed(PLATFORM.items())))
     assert again.find("attention", dict(reversed(FACTS.items())), ChoiceTable) == TABLE
     assert (again.num_found, again.num_asked) == (1, 1)
-    again.keep("attention", FACTS, only("own"))
-    assert TuningCache(folder, PLATFORM).find("attention", FACTS, ChoiceTable) == only("own")
+    again.keep("attention", FACTS, choose_always("own"))
+    assert TuningCache(folder, PLATFORM).find("attention", FACTS, ChoiceTable) == choose_always("own")
     (file,) = folder.iterdir()
     assert (file.name[:10], file.suffix) == ("attention-", ".json")
 

@@ -49,7 +49,7 @@ def serve(overrides: Sequence[str]) -> Iterator[Served]:
         line = process.stdout.readline()
         if not line:
             raise BenchError("the server did not start")
-        yield Served(line.split()[-1], children_of(process.pid))
+        yield Served(line.split()[-1], list_children(process.pid))
     finally:
         process.terminate()
         try:
@@ -60,7 +60,7 @@ def serve(overrides: Sequence[str]) -> Iterator[Served]:
         process.stdout.close()
 
 
-def children_of(pid: int) -> dict[str, int]:
+def list_children(pid: int) -> dict[str, int]:
     """Returns the process ids of a server's children by name, from /proc."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):

@@ -1,1 +1,1 @@
-"""What work may start, and what must make way."""
+"""Decides which work may start, and which must make way."""

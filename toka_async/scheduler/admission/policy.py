@@ -1,4 +1,4 @@
-"""What an admission policy decides, and the simplest policy. Knows counts of pages."""
+"""The interface of admission policies, and the simplest policy. Knows counts of pages."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Every failure as OpenAI's JSON error, those of the web framework included.
-
-Knows aiohttp and the engine's exceptions.
-"""
+"""Answers every failure with OpenAI's JSON error, those of the web framework included."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of `error`; nothing of the inside of an unexpected one."""
+    """Turns an exception into the client's error. An unexpected one reveals nothing of the server's inside."""
     match error:
         case ApiError():
             return error
@@ -51,18 +48,18 @@ def as_api_error(error: Exception) -> ApiError:
         case web.RequestPayloadError():
             return ApiError(400, f"the body cannot be read: {error}")
         case web.HTTPException():
-            return ApiError(error.status, framework_message(error))
+            return ApiError(error.status, read_framework_message(error))
     return ApiError(500, "internal error; the server's log has the details", code="internal_error")
 
 
-def framework_message(error: web.HTTPException) -> str:
+def read_framework_message(error: web.HTTPException) -> str:
     if isinstance(error, web.HTTPMethodNotAllowed):
         return f"method {error.method} is not allowed here, only {', '.join(sorted(error.allowed_methods))}"
     return error.reason
 
 
-def no_route(request: web.Request) -> ApiError:
-    """A 404 that leads on: to the route that was meant, or to all of them but the page's files."""
+def make_no_route(request: web.Request) -> ApiError:
+    """Makes a 404 that names the route that was meant, or all routes except the page's files."""
     routed = {resource.canonical for resource in request.app.router.resources()}
     paths = sorted(path for path in routed if not path.startswith("/page/"))
     asked = request.path[:256]
@@ -71,7 +68,7 @@ def no_route(request: web.Request) -> ApiError:
     return ApiError(404, f"no such route: {asked!r}; {lead}", code="unknown_url")
 
 
-def error_response(error: ApiError) -> web.Response:
+def make_error_response(error: ApiError) -> web.Response:
     headers = dict(HEADERS)
     if error.retry_after is not None:
         headers["Retry-After"] = str(error.retry_after)
@@ -86,24 +83,24 @@ def error_response(error: ApiError) -> web.Response:
 
 
 async def add_headers(_request: web.Request, response: web.StreamResponse) -> None:
-    """To every response, before it is sent. A response may have a content policy of its own."""
+    """Adds headers to every response before it is sent. A response may have a content policy of its own."""
     policy = response.headers.get(POLICY, HEADERS[POLICY])
     response.headers.update({**HEADERS, POLICY: policy})
 
 
 @web.middleware
-async def json_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Turns exceptions into error responses."""
     try:
         return await handler(request)
     except (asyncio.CancelledError, ConnectionError):  # the client is gone
         raise
     except Exception as error:
-        known = no_route(request) if isinstance(error, web.HTTPNotFound) else as_api_error(error)
+        known = make_no_route(request) if isinstance(error, web.HTTPNotFound) else as_api_error(error)
         request[FAULT] = known
         if known.code == "internal_error":
             logger.exception("%s %s failed", request.method, request.rel_url.raw_path)  # encoded: it stays one line
-        response = error_response(known)
+        response = make_error_response(known)
         if isinstance(error, web.HTTPMethodNotAllowed):
             response.headers["Allow"] = error.headers["Allow"]
         if (

@@ -26,7 +26,7 @@ METHODS = "GET, HEAD, POST, DELETE"
 
 @dataclass(frozen=True, slots=True)
 class RequestSender:
-    """Who sent a request. key: None where none is needed. account: what the request counts in."""
+    """The sender of a request. key: None where none is needed. account: where the request counts."""
 
     key: Key | None
     account: Account
@@ -56,67 +56,68 @@ class Guard:
         if not keys:
             self._check_page(request)
             return RequestSender(None, self.accounts.total)
-        text, resource = key_text(request), request.match_info.route.resource
+        text, resource = read_key(request), request.match_info.route.resource
         key = keys.find(text) if text else None
         if key is None and (resource is None or resource.canonical not in self.open_paths):
             self.num_unauthorized += 1
-            raise unauthorized(is_missing=not text)
-        return RequestSender(key, self._account(key))
+            raise make_unauthorized(is_missing=not text)
+        return RequestSender(key, self._open_account(key))
 
     def _check_page(self, request: web.Request) -> None:
         if not self.origins.accepts(request.method, request.headers):
-            raise self._foreign(
+            raise self._count_foreign(
                 "a web page of another origin may not use this server: name its origin in auth.allowed_origins"
             )
         host = request.headers.get(hdrs.HOST)
         if not self.origins.is_own_host(host) and is_loopback(request.protocol.sockname):
-            raise self._foreign(
+            raise self._count_foreign(
                 f"this server is not known as {(host or '')[:128]!r}: name it in auth.allowed_hosts, or use API keys"
             )
 
     def check_preflight(self, request: web.Request) -> None:
         """Raises ApiError (403) when a page of that origin may not use this server, with or without a key."""
         if not self.origins.allows(request.headers.get(hdrs.ORIGIN)):
-            raise self._foreign("web pages of this origin may not use this server: see auth.allowed_origins")
+            raise self._count_foreign("web pages of this origin may not use this server: see auth.allowed_origins")
 
-    def _foreign(self, message: str) -> ApiError:
+    def _count_foreign(self, message: str) -> ApiError:
         self.num_foreign += 1
         return ApiError(403, message, code="origin_not_allowed")
 
-    def shown(self, request: web.Request) -> frozenset[str] | None:
-        """Returns the owners whose accounts are in the metrics that a request gets; None for all.
+    def list_shown_owners(self, request: web.Request) -> frozenset[str] | None:
+        """Lists the owners whose accounts are in the metrics for a request; None for all.
 
-        Where there are keys, one sees itself only, and who has none sees nobody, unless its line in the file says more.
+        With keys, a sender sees its own account, and one without a key sees none, unless the key's line in the file
+        says more.
         """
         key = request[SENDER].key
         if not self.source() or (key is not None and key.sees_all):
             return None
         return frozenset() if key is None else frozenset({f"key {key.name}", f"batches of key {key.name}"})
 
-    def _account(self, key: Key | None) -> Account:
+    def _open_account(self, key: Key | None) -> Account:
         """Opens the account that a key's requests count in."""
         if key is None:
             return self.accounts.total
         limits = (key.max_requests, key.max_tokens, key.max_waiting)
         return self.accounts.open(f"key {key.name}", *limits, cache_owner=f"key {key.owner}")
 
-    def owner_account(self, owner: str) -> Account | None:
+    def open_owner_account(self, owner: str) -> Account | None:
         """Opens the account of an owner by name; None when no key has that owner (any more)."""
-        key = self.source().of_owner(owner)
-        return None if key is None else self._account(key)
+        key = self.source().find_owner(owner)
+        return None if key is None else self._open_account(key)
 
 
 GUARD: web.AppKey[Guard] = web.AppKey("guard", Guard)
 SENDER: web.RequestKey[RequestSender] = web.RequestKey("sender", RequestSender)
 
 
-def key_text(request: web.Request) -> str:
+def read_key(request: web.Request) -> str:
     """Reads the key of a request from either of two headers; empty when there is none."""
     scheme, _, text = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     return text.strip() if scheme.lower() == "bearer" else request.headers.get(API_KEY, "").strip()
 
 
-def unauthorized(*, is_missing: bool) -> ApiError:
+def make_unauthorized(*, is_missing: bool) -> ApiError:
     message = "an API key is needed" if is_missing else "the API key is wrong"
     return ApiError(401, f"{message}: send the header 'Authorization: Bearer KEY'", code="invalid_api_key")
 
@@ -147,12 +148,12 @@ async def check_sender(request: web.Request, handler: Handler) -> web.StreamResp
     guard = request.app[GUARD]
     if request.method == hdrs.METH_OPTIONS and hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers:
         guard.check_preflight(request)
-        return preflight_answer(request)
+        return answer_preflight(request)
     note_sender(request)
     return await handler(request)
 
 
-def preflight_answer(request: web.Request) -> web.Response:
+def answer_preflight(request: web.Request) -> web.Response:
     """Allows a page of an allowed origin whatever it asks for."""
     headers = {
         hdrs.ACCESS_CONTROL_ALLOW_METHODS: METHODS,

@@ -12,7 +12,7 @@ from toka_async.server.access.guard import Guard
 
 
 class GuardCollector(Collector):
-    """Keys appear with their first request. shown: the owners, besides the server itself; None: all."""
+    """Collects metrics per key, from its first request on. shown: the owners, besides the server itself; None: all."""
 
     def __init__(self, guard: Guard, shown: frozenset[str] | None) -> None:
         self._guard = guard
@@ -37,8 +37,8 @@ class GuardCollector(Collector):
         yield from (requests, tokens, waiting, refused, unauthorized, foreign)
 
 
-def account_metrics(guard: Guard, shown: frozenset[str] | None) -> bytes:
-    """In Prometheus' format."""
+def format_account_metrics(guard: Guard, shown: frozenset[str] | None) -> bytes:
+    """Formats the metrics for Prometheus."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(GuardCollector(guard, shown))
     return generate_latest(registry)

@@ -59,12 +59,12 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self.keys)
 
-    def of_owner(self, owner: str) -> Key | None:
+    def find_owner(self, owner: str) -> Key | None:
         return next((key for key in self.keys if key.owner == owner), None)
 
     def find(self, text: str) -> Key | None:
         """Finds a key; takes as long for any text."""
-        digest, found = digest_of(text), None
+        digest, found = digest_key(text), None
         for key in self.keys:
             if hmac.compare_digest(key.digest, digest):
                 found = key
@@ -72,10 +72,10 @@ class Keys:
 
 
 class KeySource:
-    """The keys as their file has them now; looks at the file at most once in PAUSE seconds.
+    """The keys as their file has them now. Looks at the file at most once in PAUSE seconds.
 
-    A file that is wrong or gone is logged and leaves the keys as they were. So does a file that is being written: its
-    last line has no end, or it changes while it is read. Raises ConfigError from the first `read_keys`.
+    Logs a file that is wrong or gone and leaves the keys as they were; also a file in writing, whose last line has no
+    end or which changes while it is read. Raises ConfigError from the first `read_keys`.
     """
 
     def __init__(
@@ -84,22 +84,22 @@ class KeySource:
         self._config = config
         self._environment = environment
         self._clock = clock
-        self._state = self._newest()
+        self._state = self._read_state()
         self._looked = clock()
         self._keys = read_keys(config, environment)
 
     def __call__(self) -> Keys:
         if self._config.api_keys and (now := self._clock()) >= self._looked + PAUSE:
             self._looked = now
-            if (state := self._newest()) != self._state:
+            if (state := self._read_state()) != self._state:
                 self._state = state
                 self._read()
         return self._keys
 
-    def _newest(self) -> tuple[int, int, int] | None:
+    def _read_state(self) -> tuple[int, int, int] | None:
         """Returns the state of the file; None when there is none."""
         try:
-            return _state(self._config.api_keys)
+            return _stat(self._config.api_keys)
         except (OSError, ValueError):
             return None
 
@@ -112,13 +112,13 @@ class KeySource:
             logger.info("there are %d API keys now", len(self._keys.keys))
 
 
-def _state(path: str | Path) -> tuple[int, int, int]:
+def _stat(path: str | Path) -> tuple[int, int, int]:
     """Returns what changes when the file changes."""
     stat = os.stat(path)
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def digest_of(text: str) -> bytes:
+def digest_key(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
 
 
@@ -126,26 +126,26 @@ def read_keys(config: AuthConfig, environment: Mapping[str, str]) -> Keys:
     """Raises ConfigError that names `auth.api_keys` or the variable."""
     keys: list[Key] = []
     if config.api_keys:
-        keys.extend(_file_keys(Path(config.api_keys)))
+        keys.extend(_read_file(Path(config.api_keys)))
     if given := environment.get(VARIABLE, ""):
         texts = [text for text in re.split(r"[,\s]+", given) if text]
         if not texts:
             raise ConfigError(f"{VARIABLE}: there are no keys in it; unset it to ask for none")
         for number, text in enumerate(texts, 1):
-            keys.append(_key(text, f"{VARIABLE}-{number}", f"{VARIABLE}, key {number}", {}, is_named=False))
+            keys.append(_make_key(text, f"{VARIABLE}-{number}", f"{VARIABLE}, key {number}", {}, is_named=False))
     for what in ("digest", "name"):
         if len({getattr(key, what) for key in keys}) < len(keys):
             raise ConfigError(f"auth.api_keys: two keys have the same {'name' if what == 'name' else 'text'}")
     return Keys(tuple(keys))
 
 
-def _file_keys(path: Path) -> Iterator[Key]:
+def _read_file(path: Path) -> Iterator[Key]:
     if path.is_fifo():  # reading a pipe could take for ever
         raise ConfigError(f"auth.api_keys: {path}: a pipe, not a file")
     try:
-        before = _state(path)
+        before = _stat(path)
         text = path.read_text(encoding="utf-8")
-        after = _state(path)
+        after = _stat(path)
     except OSError as error:
         raise ConfigError(f"auth.api_keys: {path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, ValueError):
@@ -163,7 +163,7 @@ def _file_keys(path: Path) -> Iterator[Key]:
         raise ConfigError(f"auth.api_keys: {path} has no keys: expected one a line")
     for number, words in rows:
         if words:
-            yield _line_key(words, number, f"auth.api_keys: {path}, line {number}")
+            yield _parse_line(words, number, f"auth.api_keys: {path}, line {number}")
 
 
 def _is_content(word: str) -> bool:
@@ -171,7 +171,7 @@ def _is_content(word: str) -> bool:
     return not word.startswith("#")
 
 
-def _line_key(words: list[str], number: int, where: str) -> Key:
+def _parse_line(words: list[str], number: int, where: str) -> Key:
     """Parses `KEY [NAME] [max_requests=N] [max_held_tokens=N] [max_waiting=N] [metrics=all]`."""
     text, *rest = words
     sees_all = _SEES_ALL in rest
@@ -184,13 +184,15 @@ def _line_key(words: list[str], number: int, where: str) -> Key:
         if limit not in _LIMITS or not (value.isascii() and value.isdecimal() and len(value) <= 18):
             raise ConfigError(f"{where}: expected KEY [NAME] [{'=N] ['.join(_LIMITS)}=N] [{_SEES_ALL}]")
         limits[limit] = int(value)
-    return _key(text, name, where, limits, is_named=is_named, sees_all=sees_all)
+    return _make_key(text, name, where, limits, is_named=is_named, sees_all=sees_all)
 
 
-def _key(text: str, name: str, where: str, limits: Mapping[str, int], *, is_named: bool, sees_all: bool = False) -> Key:
+def _make_key(
+    text: str, name: str, where: str, limits: Mapping[str, int], *, is_named: bool, sees_all: bool = False
+) -> Key:
     if len(text) < MIN_LENGTH or not _KEY.fullmatch(text):
         raise ConfigError(f"{where}: a key has at least {MIN_LENGTH} characters, all of them visible ASCII")
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{where}: a name has 1 to 64 letters, digits, dots, dashes and underscores")
     max_requests, max_tokens, max_waiting = (limits.get(limit) for limit in _LIMITS)
-    return Key(digest_of(text), name, max_requests, max_tokens, max_waiting, is_named, sees_all)
+    return Key(digest_key(text), name, max_requests, max_tokens, max_waiting, is_named, sees_all)

@@ -49,12 +49,12 @@ class Origins:
         send."""
         if host is None or ANY in self.hosts:
             return True
-        name = name_of(host)
+        name = strip_port(host)
         return name in self.hosts or name.endswith(".localhost") or _is_address(name)
 
 
 def read_origins(config: AuthConfig, host: str) -> Origins:
-    """For a server at that address. Raises ConfigError that names the key."""
+    """Reads the origins of a server at that address. Raises ConfigError that names the key."""
     allowed = [text.lower().rstrip("/") for text in re.split(r"[,\s]+", config.allowed_origins) if text]
     for text in allowed:
         if not _ORIGIN.fullmatch(text):
@@ -75,7 +75,7 @@ def is_followed_link(method: str, headers: Mapping[str, str]) -> bool:
     return method in ("GET", "HEAD") and (mode, target) == ("navigate", "document")
 
 
-def name_of(host: str) -> str:
+def strip_port(host: str) -> str:
     """Returns a `Host` header without its port and the brackets of an address."""
     name = host.strip().lower()
     if name.startswith("["):

@@ -28,13 +28,13 @@ NUM_THREADS = 4  # that read and write files
 
 
 class BatchService:
-    """What the routes of files and batches share; made without an event loop, begun in one.
+    """The store and work behind the routes of files and batches. Made without an event loop, begun in one.
 
     Args:
         store: opened; closed by `stop`.
-        owner_account: what the requests of a batch's owner count in; None: there is none of that name (any more).
+        owner_account: finds the account of a batch's owner; None: no key has that name (any more).
         on_progress, on_end: see Batches.
-        one_model: a file whose lines ask for another model is refused; otherwise that is these lines' answer.
+        one_model: a file whose lines ask for another model is refused; otherwise these lines' answer says so.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class BatchService:
 
     @property
     def quota(self) -> Quota:
-        """What one owner may have."""
+        """The limits of one owner."""
         config = self.config
         return Quota(config.key_max_open_batches, config.key_max_files, config.key_max_files_mb << 20)
 
     async def start(self) -> None:
-        """Goes on with what has not ended, as soon as the engine takes requests."""
+        """Continues what has not ended, as soon as the engine takes requests."""
         self.writer = Writer(Transactions(self.store.database.connection, self.store.after_commit, self.store.forget))
         limits = InputFileLimits(self.config.max_batch_lines, self.service.config.max_body_mb << 20, self._model)
         self.batches = Batches(
@@ -94,14 +94,14 @@ class BatchService:
         return accounts.batches_of(self._owner_account(owner) or accounts.open(gone, 0, 0, 0, cache_owner=gone))
 
     def follow(self) -> None:
-        """Reports the engine's state, which has changed, to what depends on it."""
+        """Reports a change of the engine's state to what depends on it."""
         engine = self.service.engine
         if engine.is_closing:
             self.batches.suspend()
         self.service.accounts.window.report(read_load(engine))
 
     async def stop(self) -> None:
-        """Keeps what has ended; the rest goes on after the next start."""
+        """Keeps what has ended; the rest continues after the next start."""
         await self.batches.stop()
         self.executor.shutdown(wait=False, cancel_futures=True)
 
@@ -115,8 +115,6 @@ def read_load(engine: Engine) -> EngineLoad:
 
 
 class BatchCollector(Collector):
-    """Metrics of batches."""
-
     def __init__(self, batches: Batches, window: Window) -> None:
         self._batches = batches
         self._window = window

@@ -1,6 +1,6 @@
-"""Lines of a batch as requests to the engine, behind all that comes from connections.
+"""Turns lines of a batch into requests to the engine, behind all that comes from connections.
 
-This module knows the API's requests and the engine's errors, and nothing of files.
+Knows the API's requests and the engine's errors; knows nothing of files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from toka_async.batches.records import BatchRecord
 from toka_async.batches.results import Answered, LineError
 from toka_async.batches.work import LineRequest
 from toka_async.openai.errors import ApiError, bad_request
-from toka_async.openai.parse import LARGE, most_parsed_bytes, parse_request, parsed_bytes
+from toka_async.openai.parse import LARGE, bound_parsed_bytes, count_parsed_bytes, parse_request
 from toka_async.openai.requests import ChatRequest, CompletionRequest
 from toka_async.server.access.errors import as_api_error
 from toka_async.server.engine.request_group import EngineStoppedError
@@ -53,7 +53,7 @@ class LineAnswers:
     def __init__(self, service: Service, account_of: Callable[[str], Account]) -> None:
         self._service = service
         self._account_of = account_of
-        self._most_parsed = most_parsed_bytes(service.config.max_body_mb << 20)
+        self._most_parsed = bound_parsed_bytes(service.config.max_body_mb << 20)
         self._parsed = Bodies(2 * self._most_parsed, self._most_parsed)  # memory of large lines, as of large requests
 
     async def prepare(self, record: BatchRecord, raw: bytes) -> LineRequest | Answered:
@@ -61,7 +61,7 @@ class LineAnswers:
         account = self._account_of(record.owner)
         if len(raw) < LARGE:
             return await self._prepare(account, *parse_line(record.endpoint, raw))
-        num_bytes = await self._service.in_thread(parsed_bytes, raw, is_long=True)
+        num_bytes = await self._service.in_thread(count_parsed_bytes, raw, is_long=True)
         room = await self._parsed.reserve(record.owner, min(num_bytes, self._most_parsed), 0.0)
         try:
             parsed = await self._service.in_thread(partial(parse_line, record.endpoint), raw, is_long=True)

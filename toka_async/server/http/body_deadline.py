@@ -27,7 +27,7 @@ class BodyDeadline:
     seconds: float = 0.0
 
     @asynccontextmanager
-    async def waiting(self) -> AsyncIterator[None]:
+    async def limit_wait(self) -> AsyncIterator[None]:
         """Around each wait for a part of the body, whose size is added to `num_bytes`. Raises ApiError (408)."""
         begin = asyncio.get_running_loop().time()
         allowed = [

@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from toka_async.openai.errors import ApiError
-from toka_async.server.access.errors import HEADERS, error_response
+from toka_async.server.access.errors import HEADERS, make_error_response
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class HttpConnection(web.RequestHandler):
         if status >= 500:
             logger.error("a connection failed", exc_info=exc)
         what = "internal error" if status >= 500 else f"bad HTTP: {message or exc}"
-        response = error_response(ApiError(status, what))
+        response = make_error_response(ApiError(status, what))
         response.force_close()
         return response
 
@@ -72,7 +72,7 @@ class HttpConnection(web.RequestHandler):
 
 def refusal(error: ApiError) -> bytes:
     """A whole response, for what has no request."""
-    response = error_response(error)
+    response = make_error_response(error)
     assert isinstance(response.body, bytes)
     names = [*HEADERS, *(["Retry-After"] if error.retry_after is not None else [])]
     headers = "".join(f"{name}: {response.headers[name]}\r\n" for name in names)

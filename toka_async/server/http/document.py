@@ -63,7 +63,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What the document needs to know of the server. open_paths: paths that never need a key."""
+    """Facts of the server that the document names. open_paths: paths that never need a key."""
 
     model: str
     limits: RequestLimits
@@ -106,23 +106,23 @@ def strip_patterns(path: str) -> str:
 
 def describe_operation(operation: Operation, path: str, *, needs_key: bool) -> dict[str, Any]:
     made: dict[str, Any] = {"operationId": operation.name, "summary": operation.summary}
-    if parameters := parameters_of(path, operation.query or {}):
+    if parameters := build_parameters(path, operation.query or {}):
         made["parameters"] = parameters
     if operation.body is not None:
         made["requestBody"] = {"required": True, "content": {JSON: {"schema": refer_to(operation.body)}}}
     if operation.form is not None:
         made["requestBody"] = {"required": True, "content": {FORM_DATA: {"schema": operation.form}}}
-    made["responses"] = responses_of(operation, operation.errors(needs_key=needs_key))
+    made["responses"] = build_responses(operation, operation.errors(needs_key=needs_key))
     return made
 
 
-def parameters_of(path: str, query: Mapping[str, Schema]) -> Sequence[dict[str, Any]]:
+def build_parameters(path: str, query: Mapping[str, Schema]) -> Sequence[dict[str, Any]]:
     text = {"type": "string", "minLength": 1}
     places = [{"name": name, "in": "path", "required": True, "schema": text} for name in _PLACE.findall(path)]
     return [*places, *({"name": name, "in": "query", "schema": schema} for name, schema in query.items())]
 
 
-def responses_of(operation: Operation, errors: Iterable[int]) -> dict[str, Any]:
+def build_responses(operation: Operation, errors: Iterable[int]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     if isinstance(operation.answer, str):
         content[operation.answer] = {"schema": MEDIA[operation.answer]}

@@ -84,7 +84,7 @@ async def create_file(request: web.Request) -> web.Response:
     service = batch_service(request)
     check_upload(request)
     await reserve(request, CHUNK if request.content_length is None else min(CHUNK, request.content_length))
-    upload = await new_upload(service, viewer_of(request) or "", request.content_length or 0)
+    upload = await make_upload(service, viewer_of(request) or "", request.content_length or 0)
     try:
         await receive(request, upload, service.executor)
         record = upload.record(int(service.store.now()))
@@ -103,7 +103,7 @@ async def create_file(request: web.Request) -> web.Response:
     return json_response(file_object(record))
 
 
-async def new_upload(service: BatchService, owner: str, num_bytes: int) -> Upload:
+async def make_upload(service: BatchService, owner: str, num_bytes: int) -> Upload:
     """Starts an upload of about `num_bytes`. Raises ApiError (429) when its owner is at a limit."""
     num_files, num_kept = await service.writer.run(partial(service.store.database.count_files, owner))
     num_coming = service.receiving[owner] + max(0, num_bytes - OVERHEAD)
@@ -112,7 +112,7 @@ async def new_upload(service: BatchService, owner: str, num_bytes: int) -> Uploa
     except QuotaError as error:
         raise over_quota(error) from None
     return Upload(
-        path=service.store.folder.new_upload(),
+        path=service.store.folder.make_upload(),
         owner=owner,
         max_bytes=service.config.max_file_mb << 20,
         quota=service.quota,
@@ -197,11 +197,11 @@ def parse_expires_after(fields: dict[str, str | None]) -> int | None:
 async def receive(request: web.Request, upload: Upload, executor: Executor) -> None:
     """Reads the form. Raises ApiError (400, 408, 413) or StorageError."""
     deadline = upload.deadline
-    async with deadline.waiting():
+    async with deadline.limit_wait():
         with form_errors():
             reader = await request.multipart()
     while True:
-        async with deadline.waiting():
+        async with deadline.limit_wait():
             with form_errors():
                 part = await reader.next()
                 given = part.name if isinstance(part, BodyPartReader) else None
@@ -251,7 +251,7 @@ async def read_field(part: BodyPartReader, name: str, deadline: BodyDeadline) ->
 
 async def read_chunk(part: BodyPartReader, most: int, deadline: BodyDeadline) -> bytes:
     """Returns no bytes at the end. Raises ApiError (400, 408)."""
-    async with deadline.waiting():
+    async with deadline.limit_wait():
         with form_errors():
             chunk = await part.read_chunk(most)
     deadline.num_bytes += len(chunk)

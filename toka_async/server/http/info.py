@@ -18,7 +18,7 @@ from toka_async.openai.prompts import check_vocabulary, parse_token_ids
 from toka_async.openai.requests import DetokenizeRequest, TokenizeRequest
 from toka_async.openai.responses import DetokenizeResponse, Health, Model, ModelList, TokenizeResponse, Version
 from toka_async.server.access.guard import GUARD
-from toka_async.server.access.guard_metrics import account_metrics
+from toka_async.server.access.guard_metrics import format_account_metrics
 from toka_async.server.engine.load import load_of
 from toka_async.server.generate.chat import wire_chat
 from toka_async.server.generate.events import ENCODER
@@ -82,7 +82,7 @@ async def metrics(request: web.Request) -> web.Response:
     """Returns Prometheus' text: fresh counts of the schedulers, and the accounts that the request's key may see."""
     guard, engine = request.app[GUARD], request.app[SERVICE].engine
     await engine.replicas.refresh()
-    text = engine.metrics.text() + account_metrics(guard, guard.shown(request))
+    text = engine.metrics.text() + format_account_metrics(guard, guard.list_shown_owners(request))
     return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

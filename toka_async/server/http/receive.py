@@ -14,7 +14,7 @@ from aiohttp import HttpVersion11, hdrs, web
 
 from toka_async.config import LimitsConfig
 from toka_async.openai.errors import ApiError
-from toka_async.openai.parse import LARGE, most_parsed_bytes, parse_request, parsed_bytes
+from toka_async.openai.parse import LARGE, bound_parsed_bytes, count_parsed_bytes, parse_request
 from toka_async.openai.requests import WireRequest
 from toka_async.server.access.errors import Handler
 from toka_async.server.access.guard import viewer_of
@@ -30,10 +30,10 @@ SMALL = 1 << 16  # bytes of a body that needs no room: a connection that nobody 
 
 @dataclass(frozen=True, slots=True)
 class Receiving:
-    """What the bodies of one server share.
+    """The common part of the bodies of one server.
 
-    parsed: the room of what they become. Who has some never waits for room for a body, so that all get to their end.
-    executor: parses large ones.
+    parsed: the room of parsed bodies. A request that has some never waits for room for a body, so that all get to their
+    end. executor: parses large bodies.
     """
 
     config: LimitsConfig
@@ -65,10 +65,10 @@ def show_bodies(bodies: Bodies, metrics: Metrics) -> None:
     metrics.watch_count("http_bodies_refused", "bodies that waited too long for room", lambda: bodies.num_refused)
 
 
-def receiving(config: LimitsConfig, executor: Executor) -> Receiving:
+def make_receiving(config: LimitsConfig, executor: Executor) -> Receiving:
     largest = config.max_body_mb << 20
     most = 8 * largest if config.max_bodies_mb == "auto" else config.max_bodies_mb << 20
-    parsed = most_parsed_bytes(largest)
+    parsed = bound_parsed_bytes(largest)
     limit = "the memory for parsed bodies (a multiple of limits.max_body_mb)"
     return Receiving(config, Bodies(most, max(largest, most // 2)), Bodies(2 * parsed, parsed, limit), executor)
 
@@ -85,12 +85,12 @@ async def reserve(request: web.Request, num_bytes: int) -> None:
 
 
 def owner_of(request: web.Request) -> str:
-    """Whose a body is: its key's, without keys its address's."""
+    """Returns the owner of a body: its key, or its address without keys."""
     return viewer_of(request) or request.remote or ""
 
 
 def give_back_room(request: web.Request) -> None:
-    """Nothing of the body waits for anything any more."""
+    """Gives back the room of a body, which nothing needs any more."""
     for key in (ROOM, PARSED_ROOM):
         if (room := request.get(key)) is not None:
             room.shrink(0)
@@ -133,7 +133,7 @@ async def read_more(request: web.Request, body: bytearray, most: int, deadline: 
     content = request.content
     while len(body) <= most and not content.at_eof():
         if not (chunk := content.read_nowait()):  # most bodies come with their header
-            async with deadline.waiting():
+            async with deadline.limit_wait():
                 chunk = await content.readany()
         body += chunk
         deadline.num_bytes = len(body)
@@ -151,9 +151,9 @@ async def read_request(request: web.Request, kind: type[T]) -> T:
     receiving, loop = request.app[RECEIVING], asyncio.get_running_loop()
     executor = receiving.executor
     if len(raw) < LARGE:
-        num_bytes = parsed_bytes(raw)
+        num_bytes = count_parsed_bytes(raw)
     else:
-        num_bytes = await loop.run_in_executor(executor, parsed_bytes, raw)
+        num_bytes = await loop.run_in_executor(executor, count_parsed_bytes, raw)
     request[PARSED_ROOM] = await receiving.parsed.reserve(owner_of(request), num_bytes, receiving.patience)
     if len(raw) < LARGE:
         return parse_request(raw, kind)

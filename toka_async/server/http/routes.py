@@ -36,7 +36,7 @@ from toka_async.openai.responses import (
     TokenizeResponse,
     Version,
 )
-from toka_async.server.access.errors import Handler, error_response
+from toka_async.server.access.errors import Handler, make_error_response
 from toka_async.server.access.guard import GUARD, note_sender
 from toka_async.server.engine.load import ServerLoad
 from toka_async.server.http import batch_routes, files, info
@@ -250,12 +250,12 @@ async def expect_upload(request: web.Request) -> web.StreamResponse | None:
 
 async def answer_expect(request: web.Request, check: Callable[[web.Request], None]) -> web.StreamResponse | None:
     if request.headers.get(hdrs.EXPECT, "").lower() != "100-continue":
-        return error_response(ApiError(417, "the only expectation that is met is 100-continue"))
+        return make_error_response(ApiError(417, "the only expectation that is met is 100-continue"))
     try:
         note_sender(request)
         check(request)
     except ApiError as error:
-        return error_response(error)
+        return make_error_response(error)
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     request.writer.output_size = 0  # like aiohttp's own handler: nothing of the response is sent yet
     return None

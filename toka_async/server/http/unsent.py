@@ -63,7 +63,7 @@ class Unsent:
         self._timer: asyncio.TimerHandle | None = None
 
     @contextmanager
-    def sending(self, request: web.BaseRequest, num_bytes: int) -> Iterator[None]:
+    def count_sending(self, request: web.BaseRequest, num_bytes: int) -> Iterator[None]:
         """Counts an answer while it is sent."""
         loop = asyncio.get_running_loop()
         sending = Sending(request, num_bytes, loop.time())
@@ -159,7 +159,7 @@ class Sliced(Payload):
 
     async def write(self, writer: AbstractStreamWriter) -> None:
         view = memoryview(self._body)
-        with self._unsent.sending(self._request, len(view)):
+        with self._unsent.count_sending(self._request, len(view)):
             for start in range(0, len(view), SLICE):
                 await writer.write(view[start : start + SLICE])
                 await writer.drain()
@@ -171,7 +171,7 @@ class FileDownload(web.FileResponse):
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         assert isinstance(request, web.Request)
-        with request.app[UNSENT].sending(request, DOWNLOAD):
+        with request.app[UNSENT].count_sending(request, DOWNLOAD):
             return await super().prepare(request)
 
 

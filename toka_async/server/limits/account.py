@@ -20,7 +20,7 @@ UNLIMITED = 2**62
 
 
 class Cost(NamedTuple):
-    """What is asked of the engine: prompts, their tokens with all that may follow them, and samples."""
+    """A request's cost: prompts, their tokens with all that may follow them, and samples."""
 
     requests: int
     tokens: int

@@ -88,7 +88,7 @@ class Bodies:
 
 @dataclass(slots=True, eq=False)
 class Room:
-    """What is reserved for one body. num_bytes: 0 when it is given back."""
+    """The reservation of one body. num_bytes: 0 when it is given back."""
 
     queue: FairQueue[int]
     account: BodyAccount

@@ -15,7 +15,7 @@ MIN_WAITING = 64  # sequences in the schedulers' queues, so that rows that end a
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What the schedulers report. rows: sequences that can run at once. running, waiting: sequences of all clients."""
+    """The schedulers' report. rows: sequences that can run at once. running, waiting: sequences of all clients."""
 
     rows: int
     running: int = 0

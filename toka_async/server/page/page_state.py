@@ -71,7 +71,7 @@ def page_state(service: Service, history: ReplicaHistory, after: int, *, has_bat
         version=toka_async.__version__,
         started=service.created,
         now=history.now,
-        problem=problem_of(engine),
+        problem=find_problem(engine),
         has_batches=has_batches,
         max_n=service.config.max_n,
         model=PageModel(
@@ -88,7 +88,7 @@ def page_state(service: Service, history: ReplicaHistory, after: int, *, has_bat
     )
 
 
-def problem_of(engine: Engine) -> str | None:
+def find_problem(engine: Engine) -> str | None:
     """Returns why the engine is not fully healthy."""
     try:
         engine.check_whole()

@@ -18,7 +18,7 @@ from tests.processes.keyed import ALICE, BOB, KEYS, ask, bearer
 from tests.unit.server.test_app import transports
 from toka_async.config import AuthConfig
 from toka_async.server.access.guard import GUARD
-from toka_async.server.access.keys import Key, Keys, KeySource, digest_of
+from toka_async.server.access.keys import Key, Keys, KeySource, digest_key
 from toka_async.server.http.files import BATCHES
 from toka_async.server.http.respond import SERVICE
 
@@ -147,7 +147,7 @@ async def test_metrics_can_be_open() -> None:
 async def test_who_sees_whose_load() -> None:
     """A key itself, one that is meant to see all all, and nobody without a key."""
     watcher = "sk-watcher-01234"
-    keys = Keys((*KEYS.keys, Key(digest_of(watcher), "watcher", sees_all=True)))
+    keys = Keys((*KEYS.keys, Key(digest_key(watcher), "watcher", sees_all=True)))
     async with web_server(keys=keys, open_metrics=True) as server:
         for key in (ALICE, BOB):
             assert (await ask(server, key))[0] == 200

@@ -13,7 +13,7 @@ from tests.drivers.web_server import WebServer, web_server
 from tests.fakes.scheduler import FakeScheduler
 from tests.processes.keyed import ALICE, BOB, KEYS, ask, batch_of, bearer, ended
 from toka_async.batches.records import Batch as StoredBatch
-from toka_async.server.access.keys import Key, Keys, digest_of
+from toka_async.server.access.keys import Key, Keys, digest_key
 from toka_async.server.http.files import BATCHES
 from toka_async.server.http.respond import SERVICE
 
@@ -120,7 +120,7 @@ async def test_after_a_restart_keys_may_be_gone(tmp_path: Path) -> None:
     ):
         batch = await batch_of(client, 5)
         await until(lambda: server.engine.num_requests == 2)
-    async with web_server(keys=Keys((Key(digest_of(BOB), "bob"),)), data_dir=data_dir) as server:
+    async with web_server(keys=Keys((Key(digest_key(BOB), "bob"),)), data_dir=data_dir) as server:
         service = server.app[BATCHES]
         assert service is not None
 
@@ -134,7 +134,7 @@ async def test_after_a_restart_keys_may_be_gone(tmp_path: Path) -> None:
             assert response.status == 404
     renewed = "sk-alice-another"
     async with (
-        web_server(keys=Keys((Key(digest_of(renewed), "alice"),)), data_dir=data_dir) as server,
+        web_server(keys=Keys((Key(digest_key(renewed), "alice"),)), data_dir=data_dir) as server,
         openai.AsyncOpenAI(base_url=server.url + "/v1", api_key=renewed, max_retries=0) as client,
     ):
         assert (await client.batches.retrieve(batch.id)).status == "completed"

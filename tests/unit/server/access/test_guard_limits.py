@@ -40,7 +40,7 @@ async def test_requests_and_tokens_of_a_key() -> None:
 async def test_requests_wait_in_order_for_room() -> None:
     """One at a time of alice's; who waits longest is next; bob is not in their way, nor they in his."""
     async with web_server(FakeScheduler(held=True), keys=KEYS, max_waiting=2) as server:
-        alice = server.app[GUARD].owner_account("name alice")
+        alice = server.app[GUARD].open_owner_account("name alice")
         assert alice is not None
         first = asyncio.create_task(ask(server, ALICE, max_tokens=30))
         await until(lambda: server.engine.num_requests == 1)

@@ -127,7 +127,7 @@ async def test_what_can_never_enter_is_the_line_s_answer(lines: Lines) -> None:
 async def test_large_lines_are_parsed_as_memory_allows(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     """An owner's second line waits while the first one is tokenized, another owner's does not."""
     monkeypatch.setattr(line_answers, "LARGE", 1 << 10)
-    monkeypatch.setattr(line_answers, "parsed_bytes", lambda _raw: 300 << 20)
+    monkeypatch.setattr(line_answers, "count_parsed_bytes", lambda _raw: 300 << 20)
     tokenizing, gate = list[str](), asyncio.Event()
     encode = Service.encode
 

@@ -21,13 +21,13 @@ from toka_async.openai.requests import (
     StreamOptions,
     TokenizeRequest,
 )
-from toka_async.server.access.keys import Key, Keys, digest_of
+from toka_async.server.access.keys import Key, Keys, digest_key
 from toka_async.server.http.document import strip_patterns
 from toka_async.server.http.routes import ROUTES
 from toka_async.server.page.page import STATE
 
 KEY = "sk-alice-0123456"
-KEYS = Keys((Key(digest_of(KEY), "alice"),))
+KEYS = Keys((Key(digest_key(KEY), "alice"),))
 CHAT = [{"role": "user", "content": "hi"}]
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.drivers.until import turns, until
 from tests.drivers.web_server import WebServer, checked_error, web_server
 from tests.fakes.scheduler import FakeScheduler
-from toka_async.openai.parse import most_parsed_bytes
+from toka_async.openai.parse import bound_parsed_bytes
 from toka_async.server.http.receive import RECEIVING, SMALL
 from toka_async.server.limits.bodies import Bodies
 
@@ -262,7 +262,7 @@ async def test_without_room_for_what_a_body_becomes_it_gets_a_429() -> None:
     async with web_server(max_body_mb=1, receive_timeout=0.1) as server:
         parsed = server.app[RECEIVING].parsed
         for owner in "ab":
-            await parsed.reserve(owner, most_parsed_bytes(MIB), 0.0)
+            await parsed.reserve(owner, bound_parsed_bytes(MIB), 0.0)
         async with connected(server, head(SMALL + 1) + padded(SMALL + 1)) as client:
             assert await client.status() == 429
             assert "parsed bodies" in str((await client.error())["message"])
