@@ -37,7 +37,7 @@ class ReplicaState(msgspec.Struct, frozen=True, kw_only=True):
     devices: list[DeviceState]
 
 
-class PageModel(msgspec.Struct, frozen=True, kw_only=True):
+class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     """temperature: the default of requests. Numbers are 0 until the engine is ready."""
 
     name: str
@@ -57,7 +57,7 @@ class PageState(msgspec.Struct, frozen=True, kw_only=True):
     problem: str | None
     has_batches: bool
     max_n: int
-    model: PageModel
+    model: ServedModel
     load: ServerLoad
     replicas: list[ReplicaState]
     history: PageHistory
@@ -74,7 +74,7 @@ def page_state(service: Service, history: ReplicaHistory, after: int, *, has_bat
         problem=find_problem(engine),
         has_batches=has_batches,
         max_n=service.config.max_n,
-        model=PageModel(
+        model=ServedModel(
             name=service.name,
             has_chat=service.chat_template is not None,
             temperature=service.defaults.temperature,
