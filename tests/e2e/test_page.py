@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -67,7 +68,7 @@ def run_batch(url: str, num_lines: int) -> None:
 async def test_samples_votes_and_batches(server: Serving, page: Page) -> None:
     await page.open(f"{server.url}/")
     await page.until("document.querySelector('#health').textContent === 'serving'")
-    assert await page.text("#fact-device") == "cpu"
+    assert re.fullmatch(r"CPU \(\d+ threads?\)", await page.text("#fact-device"))
     assert await page.text("#fact-dtype") == "float32"
     assert "MiB" in await page.text("#devices")
 
