@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 
 class Cuttable:
-    """Stands before a server at tcp://HOST:PORT. num_connections: that were made up to now."""
+    """Stands before a server at tcp://HOST:PORT. num_connections: those joined to the server up to now."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -44,7 +44,6 @@ class Cuttable:
             await self._join(reader, writer)
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.num_connections += 1
         try:
             there, back = await asyncio.open_connection(self._host, self._port)
         except OSError:  # there is no server
@@ -52,6 +51,7 @@ class Cuttable:
             return
         both = [writer, back]
         self._writers += both
+        self.num_connections += 1  # from here on `cut` breaks it
         await asyncio.gather(self._copy(reader, back), self._copy(there, writer))
         self._writers = [each for each in self._writers if each not in both]
 
