@@ -163,6 +163,7 @@ class Ready(Tagged, frozen=True, kw_only=True):
     max_context: int  # tokens, prompt and completion
     vocab_size: int  # ids below it are valid
     max_tokens: int = 2048  # of one step
+    token_seconds: float = 0.0  # of a prompt's token in a large step, as the ranks measured it; 0: they did not
     # The smallest shared prefix that is worth a group of its own, as the rank measured it; 0: none is.
     group_min_seqs: int = 0
     group_min_tokens: int = 0

@@ -267,6 +267,13 @@ class ScheduleConfig(Section, frozen=True, kw_only=True):
         Count | Auto,
         Meta(description="most tokens of one step; longer prompts are split; auto: 2048 on a CPU, else 32768"),
     ] = "auto"
+    max_step_ms: Annotated[
+        Annotated[float, Meta(ge=0, le=60000)] | Auto,
+        Meta(
+            description="milliseconds of a step that computes prompts, as far as can be foretold; auto: 40 while a "
+            "client reads a stream, else 125; 0: no limit"
+        ),
+    ] = "auto"
     steps_ahead: Annotated[
         Annotated[int, Meta(ge=1, le=16)] | Auto,
         Meta(
