@@ -265,6 +265,7 @@ GAP_SECONDS = (
     160,
     640,
 )
+STEP_COSTS = ("step", "token", "key", "pair")  # of each step; of its tokens, and as `scheduler.time_predictor` says
 SCHEDULER_STAGES = ("results", "requests", "steps", "messages")  # receive, receive, build, and send them
 
 
@@ -309,6 +310,9 @@ class Stats(Tagged, frozen=True, kw_only=True):
     # Times between two tokens of a sample: their number by GAP_SECONDS, and their sum.
     token_gaps: tuple[int, ...] = ()
     token_gap_seconds: float = 0.0
+    num_prompt_steps: int = 0  # steps that computed prompts, and their time
+    prompt_step_seconds: float = 0.0
+    step_costs: tuple[float, ...] = ()  # seconds that a step is expected to take, by STEP_COSTS
     answers: int = 0  # number of the newest AskStats so far; 0: none
     forecast: Forecast | None = None  # only if an AskStats wants it and admission makes one
 

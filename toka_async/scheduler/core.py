@@ -102,7 +102,9 @@ class Core:
             self._predictor,
             step_limits,
         )
-        self._stats = StatsSource(self._running, self._builder, self._preemption, self._depth, self._admission)
+        self._stats = StatsSource(
+            self._running, self._builder, self._preemption, self._depth, self._admission, self._predictor
+        )
         self._results = ResultHandler(
             self._running,
             self._requests,
@@ -246,7 +248,7 @@ class Core:
         self._depth.note_completed(now, done.seconds, len(self._in_flight))
         assert done.step_id == record.step_id, "steps come back in order"
         self._predictor.learn(record.work, done.seconds)
-        self._stats.count_step(done, record.was_queued, now)
+        self._stats.count_step(done, record, now)
         if self._in_flight:
             self._in_flight[0].was_queued = True
         self._results.take_scores(done, record)
