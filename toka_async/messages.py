@@ -163,6 +163,7 @@ class Ready(Tagged, frozen=True, kw_only=True):
     max_context: int  # tokens, prompt and completion
     vocab_size: int  # ids below it are valid
     max_tokens: int = 2048  # of one step
+    token_seconds: float = 0.0  # of a prompt's token in a large step, as the ranks measured it; 0: they did not
     # The smallest shared prefix that is worth a group of its own, as the rank measured it; 0: none is.
     group_min_seqs: int = 0
     group_min_tokens: int = 0
@@ -264,6 +265,7 @@ GAP_SECONDS = (
     160,
     640,
 )
+STEP_COSTS = ("step", "token", "key", "pair")  # of each step; of its tokens, and as `scheduler.time_predictor` says
 SCHEDULER_STAGES = ("results", "requests", "steps", "messages")  # receive, receive, build, and send them
 
 
@@ -308,6 +310,9 @@ class Stats(Tagged, frozen=True, kw_only=True):
     # Times between two tokens of a sample: their number by GAP_SECONDS, and their sum.
     token_gaps: tuple[int, ...] = ()
     token_gap_seconds: float = 0.0
+    num_prompt_steps: int = 0  # steps that computed prompts, and their time
+    prompt_step_seconds: float = 0.0
+    step_costs: tuple[float, ...] = ()  # seconds that a step is expected to take, by STEP_COSTS
     answers: int = 0  # number of the newest AskStats so far; 0: none
     forecast: Forecast | None = None  # only if an AskStats wants it and admission makes one
 

@@ -31,6 +31,7 @@ from toka_async.messages import (
 from toka_async.scheduler.admission.lookahead import LookAhead
 from toka_async.scheduler.admission.policy import UntilFull
 from toka_async.scheduler.core import Core
+from toka_async.scheduler.step_budget import StepLimits
 from toka_async.transport.codec import Codec
 
 
@@ -66,6 +67,7 @@ class Rank(Protocol):
 
 
 class CoreOptions(TypedDict, total=False):
+    step_limits: StepLimits
     steps_ahead: int
     prefix: bool
     group_min_seqs: int

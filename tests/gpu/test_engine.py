@@ -17,6 +17,7 @@ from tests.parity.test_engine import SHAPES, TIE, prompts_of_mixed_lengths
 from toka_async.bench.loads.texts import word_problem
 from toka_async.checkpoint.hub import resolve_model
 from toka_async.messages import SamplingParams
+from toka_async.scheduler.step_budget import StepLimits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -51,6 +52,20 @@ def test_the_built_in_model_answers_alike_on_cpu_and_gpu() -> None:
         texts.append([tokenizer.decode(r.samples[0].token_ids) for r in received])
     assert len(set(texts[0])) > 16, "answers to different questions are the same"
     assert texts[0] == texts[1]
+
+
+def test_short_steps_give_the_same_tokens() -> None:
+    """A start measures what a token takes; with a limit below any step's time, prompts are computed in small chunks."""
+    folder, draw = resolve_model("demo"), random.Random(1)
+    prompts = [[draw.randrange(20, 200) for _ in range(draw.randrange(300, 900))] for _ in range(12)]
+    tokens = []
+    for limits in (StepLimits(), StepLimits(seconds=1e-6, streaming=1e-6, least_tokens=16)):
+        engine = Engine(folder, device="cuda", max_tokens=4096, num_tokens=32768, step_limits=limits)
+        assert engine.runner.ready.token_seconds > 0
+        received = engine.run(prompts, max_tokens=24, stream=True)
+        tokens.append([each.samples[0].token_ids for each in received])
+    same = sum(a == b for a, b in zip(*tokens, strict=True))
+    assert same >= 11, f"{same} of 12 answers agree"
 
 
 def test_seeded_samples_are_alike_on_cpu_and_gpu() -> None:

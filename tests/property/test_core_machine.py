@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from typing import Unpack
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.drivers.core import CoreDriver, CoreOptions, Received
-from tests.drivers.page_rank import expected, prompt_score, submit
+from tests.drivers.page_rank import PageRank, expected, prompt_score, submit
 from toka_async.arrays import as_f32, as_i32, i32_column
-from toka_async.messages import Ready, Reason, SamplingParams
+from toka_async.messages import Ready, Reason, SamplingParams, Step, StepDone
+from toka_async.scheduler.step_budget import StepLimits
 
 VOCAB = 23
+TOKEN = 1e-3  # seconds of a token
 ENDS = [3, 4]
+
+
+class TimedPageRank(PageRank):
+    """A step takes so long for each of its tokens, and nothing else."""
+
+    def run(self, step: Step) -> StepDone:
+        before = self.num_computed
+        done = super().run(step)
+        return msgspec.structs.replace(done, seconds=TOKEN * (self.num_computed - before))
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -30,6 +42,7 @@ class CoreMachine(RuleBasedStateMachine):
         until_full=st.booleans(),
         group_min_seqs=st.sampled_from([0, 2, 2, 3]),
         group_min_tokens=st.integers(1, 7),
+        step_limits=st.sampled_from([StepLimits(), StepLimits(9 * TOKEN, 4 * TOKEN, least_tokens=1)]),
     )
     def start(
         self,
@@ -41,10 +54,16 @@ class CoreMachine(RuleBasedStateMachine):
         **options: Unpack[CoreOptions],
     ) -> None:
         ready = Ready(
-            num_pages=num_tokens // page_size, page_size=page_size, max_seqs=max_seqs, max_context=64, vocab_size=VOCAB
+            num_pages=num_tokens // page_size,
+            page_size=page_size,
+            max_seqs=max_seqs,
+            max_context=64,
+            vocab_size=VOCAB,
+            token_seconds=TOKEN,
         )
         self.ready = ready
-        self.driver = CoreDriver(ready, max_tokens=max_seqs + extra_tokens, until_full=until_full, **options)
+        rank = TimedPageRank(ready)
+        self.driver = CoreDriver(ready, max_tokens=max_seqs + extra_tokens, rank=rank, until_full=until_full, **options)
         self.ends_asked: dict[tuple[int, int], int] = {}
 
     @rule(

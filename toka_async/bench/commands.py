@@ -17,6 +17,7 @@ def add_benchmarks(add: Add) -> None:
     _add_serve_load(add("serve-load", "measure a running server, of this or another engine, under a load"))
     _add_step(add("step", "time a rank's steps, without a server"))
     _add_policy(add("policy", "compare ways to share the KV cache on given lengths, in simulated time"))
+    _add_gaps(add("gaps", "gaps between tokens by the limit of a step's time, in simulated time"))
 
 
 def run_benchmark(options: argparse.Namespace) -> int:
@@ -38,6 +39,10 @@ def run_benchmark(options: argparse.Namespace) -> int:
             from toka_async.bench.policy import policy
 
             return policy.main(options)
+        case "gaps":
+            from toka_async.bench import gaps
+
+            return gaps.main(options)
         case _:
             raise AssertionError(f"no benchmark {options.benchmark}")
 
@@ -130,6 +135,23 @@ def _add_policy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="forecast and actual use (needs toka-async[plot])"
     )
+
+
+def _add_gaps(parser: argparse.ArgumentParser) -> None:
+    limits = "values of schedule.max_step_ms to compare, with commas; default: auto,0"
+    parser.add_argument("--limits", type=lambda text: text.split(","), default=["auto", "0"], metavar="MS", help=limits)
+    parser.add_argument("--users", type=_count, default=256, metavar="N", help="who stream; default: 256")
+    parser.add_argument("--rounds", type=_count, default=4, metavar="N", help="requests of each user; default: 4")
+    parser.add_argument("--prompt-tokens", type=_count, default=1024, metavar="N", help="of a user; default: 1024")
+    parser.add_argument("--output-tokens", type=_count, default=256, metavar="N", help="of a user; default: 256")
+    parser.add_argument("--trace", type=Path, metavar="FILE.csv", help="ContextTokens,GeneratedTokens; default: drawn")
+    parser.add_argument("--requests", type=_count, default=4096, metavar="N", help="of the trace; default: 4096")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn; default: 0")
+    parser.add_argument("--step-ms", type=_duration, default=1.2, metavar="MS", help="of a step; default: 1.2")
+    parser.add_argument("--token-us", type=_duration, default=4.8, metavar="US", help="of a token in it; default: 4.8")
+    parser.add_argument("--key-ns", type=_duration, default=7.6, metavar="NS", help="of a key in it; default: 7.6")
+    parser.add_argument("--json", action="store_true", help="one line of JSON")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="further configuration")
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:

@@ -267,6 +267,13 @@ class ScheduleConfig(Section, frozen=True, kw_only=True):
         Count | Auto,
         Meta(description="most tokens of one step; longer prompts are split; auto: 2048 on a CPU, else 32768"),
     ] = "auto"
+    max_step_ms: Annotated[
+        Annotated[float, Meta(ge=0, le=60000)] | Auto,
+        Meta(
+            description="milliseconds of a step that computes prompts, as far as can be foretold; auto: 40 while a "
+            "client reads a stream, else 125; 0: no limit"
+        ),
+    ] = "auto"
     steps_ahead: Annotated[
         Annotated[int, Meta(ge=1, le=16)] | Auto,
         Meta(
@@ -341,7 +348,23 @@ class TuningConfig(Section, frozen=True, kw_only=True):
 
 
 class SimulatedConfig(Section, frozen=True, kw_only=True):
-    step_ms: Annotated[float, Meta(ge=0, le=60000, description="milliseconds that a simulated step takes")] = 0.0
+    step_ms: Annotated[
+        float, Meta(ge=0, le=60000, description="milliseconds that a simulated step takes, whatever it computes")
+    ] = 0.0
+    token_us: Annotated[
+        float,
+        Meta(
+            ge=0, le=1_000_000, description="microseconds that a simulated step takes for each token that it computes"
+        ),
+    ] = 0.0
+    key_ns: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1_000_000,
+            description="nanoseconds that a simulated step takes for each key that its decoding rows read",
+        ),
+    ] = 0.0
     end_rate: Annotated[
         float, Meta(ge=0, le=1, description="probability that a simulated token is one of the request's end tokens")
     ] = 0.0

@@ -72,6 +72,7 @@ def serve_simulated(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbo
     shape = read_spec(Path(link.spec.model_dir))
     ready = msgspec.structs.replace(
         make_simulated_ready(shape, config.model, config.cache, config.schedule),
+        token_seconds=config.simulated.token_us / 1e6,
         ranks=(RankDevice(rank=link.spec.rank, device="simulated", dtype=""),),
     )
     rank = SimulatedRank(ready, config.simulated)

@@ -11,18 +11,22 @@ import time
 import msgspec
 import zmq
 
-from toka_async.config import Config
+from toka_async.config import Config, ScheduleConfig
 from toka_async.messages import FromRank, Ready, StageTimes, Stats, ToRank, ToScheduler, ToServer
 from toka_async.procs.child import ParentLink, Started
 from toka_async.procs.progress import WorkProgress, answer_while_moving
 from toka_async.procs.step_times import StepTimes
 from toka_async.scheduler.core import Core
+from toka_async.scheduler.step_budget import StepLimits
 from toka_async.transport.base import EveryOutbox, Inbox, Outbox
 from toka_async.transport.codec import Codec
 from toka_async.transport.zmq_sockets import PollSet, ZmqInbox, ZmqOutbox
 
 # Reference counting frees what a request needs. Collections only cost time, more with every waiting request.
 COLLECTED = (50_000, 20, 50)
+# Seconds of a step with prompts. A reader notices longer gaps than 50 ms; larger steps are hardly more efficient.
+AUTO_STREAMING_STEP = 0.040
+AUTO_STEP = 0.125
 
 
 def run(link: ParentLink) -> None:
@@ -68,12 +72,22 @@ def make_core(ready: Ready, config: Config) -> Core:
     return Core(
         ready,
         max_tokens=ready.max_tokens,
+        step_limits=make_step_limits(schedule),
         steps_ahead=schedule.steps_ahead,
         pipeline_lag=(parallel.pp - 1) / parallel.num_micro_batches,
         prefix=config.cache.prefix,
         group_min_seqs=ready.group_min_seqs if schedule.group_min_seqs == "auto" else schedule.group_min_seqs,
         group_min_tokens=ready.group_min_tokens if schedule.group_min_tokens == "auto" else schedule.group_min_tokens,
     )
+
+
+def make_step_limits(schedule: ScheduleConfig) -> StepLimits:
+    """Make the limits of a step's time. With `auto`, they are shorter while somebody waits for a stream's tokens."""
+    if schedule.max_step_ms == "auto":
+        return StepLimits(seconds=AUTO_STEP, streaming=AUTO_STREAMING_STEP)
+    if schedule.max_step_ms == 0:
+        return StepLimits()
+    return StepLimits(schedule.max_step_ms / 1000, schedule.max_step_ms / 1000)
 
 
 def run_turn(

@@ -22,6 +22,8 @@ from toka_async.scheduler.sequences.queues import PrefillQueue
 from toka_async.scheduler.sequences.requests import MASK, PrefillTask, PromptRun, Request, UInt64, sample_seeds
 from toka_async.scheduler.sequences.running import RunningSet
 from toka_async.scheduler.sequences.step_draft import StepDraft
+from toka_async.scheduler.step_budget import StepBudget, StepLimits, count_pairs
+from toka_async.scheduler.time_predictor import StepWork, TimePredictor
 
 NO_SEQS: Int32 = np.empty(0, np.int32)
 NO_SEEDS: UInt64 = np.empty(0, np.uint64)
@@ -33,8 +35,8 @@ class StepRecord:
 
     seqs: the sequences that sample, in the order of the results. firsts: those that sample their first token. resumed:
     sequences that continue after a preemption, each with the time of its last token. computed: runs whose prompt this
-    step completes. scored: slot -> request, for chunks whose prompt log-probs come back. was_queued: the step was
-    queued before the one ahead of it came back.
+    step completes. scored: slot -> request, for chunks whose prompt log-probs come back. work: what it computes.
+    was_queued: the step was queued before the one ahead of it came back.
     """
 
     step_id: int
@@ -43,6 +45,7 @@ class StepRecord:
     resumed: list[tuple[int, float]]
     computed: list[PromptRun]
     scored: dict[int, Request]
+    work: StepWork
     was_queued: bool = False
 
 
@@ -54,7 +57,9 @@ class StepBuilder:
         admission: Admission,
         preemption: Preemption,
         max_tokens: int,
-        grouping: Grouping | None = None,
+        grouping: Grouping | None,
+        predictor: TimePredictor,
+        limits: StepLimits,
     ) -> None:
         self._running = running
         self._queue = queue
@@ -62,10 +67,13 @@ class StepBuilder:
         self._seen_preemptions = 0
         self._has_time = True
         self._preemption = preemption
-        self._yielding = Yielding(running, queue, preemption, max_tokens)
+        self._yielding = Yielding(running, queue, preemption, self._count_startable)
         self._max_tokens = max_tokens
         self._grouping = grouping
+        self._predictor = predictor
+        self._limits = limits
         self._next_step = 0
+        self._num_keys = 0  # that the newest step's decoding rows read
         self._joining = NO_SEQS  # their prompt's last chunk was in the step before
         self._opened: list[PromptRun] = []  # the ranks do not know them yet
         self._opened_keys: set[int] = set()
@@ -92,9 +100,9 @@ class StepBuilder:
         if joined.size:
             plan.joined.append(joined)
         assert running.rows.size <= num_old + joined.size
-        budget = self._max_tokens - running.rows.size
+        budget = self._make_budget()
         for run in list(running.prefilling):
-            budget -= self._add_chunk(plan, run, budget)
+            self._add_chunk(plan, run, budget)
         if admit or not (running.rows.size or plan.chunks):
             self._begin_admission()
             self._admit(plan, budget, now)
@@ -149,34 +157,54 @@ class StepBuilder:
 
     # ---- prompts
 
-    def _add_chunk(self, plan: StepDraft, run: PromptRun, budget: int) -> int:
-        """Add as much of a prompt as the budget allows; returns the number of tokens."""
-        count = min(budget, run.num_to_compute - run.num_computed)
+    def _make_budget(self) -> StepBudget:
+        """Make the budget of a step with the running rows, with time for prompts if there are any."""
+        num_rows = self._running.rows.size
+        budget = StepBudget(self._predictor, self._limits, self._max_tokens - num_rows)
+        if self._running.prefilling or len(self._queue):
+            # Most rows were in the step before, with a key less each. Those that joined or left are few.
+            budget.allow_prompts(StepWork(num_rows, self._num_keys + num_rows), self._is_streaming())
+        return budget
+
+    def _count_startable(self) -> int:
+        """Count the tokens of prompts that a step can compute if nothing decodes."""
+        return min(self._max_tokens, self._predictor.count_tokens(self._limits.seconds))
+
+    def _is_streaming(self) -> bool:
+        """Whether a stream's tokens would wait for other work in the step: a row's, or those of a prompt of several."""
+        table, prefilling, first = self._running.table, self._running.prefilling, self._queue.first()
+        num_streams = int(np.count_nonzero(table.stream & table.holds))
+        if len(prefilling) + len(self._queue) == 1:  # the prompt itself waits for nothing else
+            return num_streams > sum(run.request.submit.stream for run in prefilling)
+        return num_streams > 0 or (first is not None and first.request.submit.stream)
+
+    def _add_chunk(self, plan: StepDraft, run: PromptRun, budget: StepBudget) -> None:
+        """Add as much of a prompt as the budget allows."""
+        count = budget.take_chunk(run.num_computed, run.num_to_compute - run.num_computed)
         if count > 0:
             plan.chunks.append((run, run.seq, count))
             self._advance(run, count)
-        return count
 
     def _advance(self, run: PromptRun, count: int) -> None:
         self._running.advance(run, count)
         self.counts.count_computed(run, count)
 
-    def _admit(self, plan: StepDraft, budget: int, now: float) -> None:
+    def _admit(self, plan: StepDraft, budget: StepBudget, now: float) -> None:
         """Start samples and prompts in strict order, as far as slots, pages and the budget allow."""
         running = self._running
         early = running.pending_runs()
         num_reserved = 0  # slots for samples of prompts that this step opens
-        while budget > 0:
+        while budget.tokens > 0:
             run = next((run for run in running.forking if not self._waits(plan, run)), None)
             task = self._queue.first()
             if run is not None and (task is None or run.task.order <= task.order):
                 self._start_opened(plan)
-                taken = self._fork(plan, run, budget)
+                taken = self._fork(plan, run, budget.tokens)
                 if taken == 0:
                     self._yielding.note_refused(run.task)
                     break
-                budget -= taken
-            elif task is not None:
+                budget.take_rows(taken)
+            elif task is not None and budget.has_room:
                 num_earlier = sum(run.num_pending for run in early if run.task.order < task.order) if early else 0
                 num_free = running.num_free_slots - len(self._starting)
                 if num_free <= num_reserved + num_earlier and not self._is_alone:
@@ -187,10 +215,9 @@ class StepBuilder:
                     break
                 if not opened.computed:
                     num_reserved += opened.num_pending
-                    count = min(budget, opened.num_to_compute - opened.num_computed)
+                    count = budget.take_chunk(opened.num_computed, opened.num_to_compute - opened.num_computed)
                     self._advance(opened, count)
                     self._starting.append((opened, count))
-                    budget -= count
                 elif self._waits(plan, opened):
                     num_reserved += opened.num_pending
             else:
@@ -226,12 +253,12 @@ class StepBuilder:
         """Whether a prompt may start. Alone, any may: its arrival checked that it can end."""
         return self._is_alone or self._admission.prompt_fits(task, num_new_pages)
 
-    def _fork(self, plan: StepDraft, run: PromptRun, budget: int) -> int:
+    def _fork(self, plan: StepDraft, run: PromptRun, most: int) -> int:
         """Start pending samples of a computed prompt as decoding rows; returns how many."""
         running, table, tail = self._running, self._running.table, run.tail_page
         if not running.num_running:
             self._preemption.drop_idle_runs(run.task.order, 1)
-        count = min(run.num_pending, running.num_free_slots, budget, running.cache.num_reclaimable)
+        count = min(run.num_pending, running.num_free_slots, most, running.cache.num_reclaimable)
         if count > 0:
             count = min(count, max(self._admission.count_fitting_samples(run), int(not running.num_running)))
         if count <= 0:
@@ -338,7 +365,14 @@ class StepBuilder:
         seqs = np.concatenate([running.rows, sampling])
         table.last_step[chunk_seqs] = step_id
         slots = table.slot[chunk_seqs].tolist()
-        record = StepRecord(
+        num_pairs = sum(count_pairs(run.num_computed - count, count) for run, _, count in plan.chunks)
+        num_tokens = running.rows.size + sum(count for _, _, count in plan.chunks)
+        computed = [run for run, _, _ in plan.chunks if run.computed]
+        self._joining = sampling
+        for run in computed:
+            running.finish_computing(run)
+        self._advance_rows(step_id, seqs)
+        return StepRecord(
             step_id=step_id,
             seqs=seqs,
             firsts=np.concatenate([*plan.forked, sampling]) if plan.forked else sampling,
@@ -347,28 +381,28 @@ class StepBuilder:
                 for run, seq, _ in plan.chunks
                 if run.computed and run.task.generated is not None and run.task.generated.tokens.size
             ],
-            computed=[run for run, _, _ in plan.chunks if run.computed],
+            computed=computed,
             scored={
                 slot: run.request
                 for slot, (run, _, _) in zip(slots, plan.chunks, strict=True)
                 if run.request.scores is not None
             },
+            work=StepWork(num_tokens, self._num_keys, num_pairs),
         )
-        self._joining = sampling
-        for run in record.computed:
-            running.finish_computing(run)
-        self._advance_rows(step_id, seqs)
-        return record
 
     def _commit_repeat(self, step_id: int) -> StepRecord:
         rows = self._running.rows
         self._advance_rows(step_id, rows)
-        return StepRecord(step_id=step_id, seqs=rows, firsts=NO_SEQS, resumed=[], computed=[], scored={})
+        work = StepWork(rows.size, self._num_keys)
+        return StepRecord(step_id=step_id, seqs=rows, firsts=NO_SEQS, resumed=[], computed=[], scored={}, work=work)
 
     def _advance_rows(self, step_id: int, seqs: Int32) -> None:
         """Advance the tables by a pass in which `seqs` sample: the decoding rows, and chunks that are advanced."""
         running, table = self._running, self._running.table
-        table.position[running.rows] += 1
+        contexts = table.position[running.rows] + 1
+        table.position[running.rows] = contexts
+        num_spared = 0 if self._grouping is None else self._grouping.columns.num_spared
+        self._num_keys = int(contexts.sum()) - num_spared * running.cache.page_size
         table.remaining[seqs] -= 1
         table.last_step[seqs] = step_id
         ended = seqs[table.remaining[seqs] == 0]

@@ -41,9 +41,12 @@ from toka_async.scheduler.sequences.queues import PrefillQueue
 from toka_async.scheduler.sequences.requests import PrefillScores, PrefillTask, Request, Top
 from toka_async.scheduler.sequences.running import RunningSet
 from toka_async.scheduler.statistics import StatsSource
+from toka_async.scheduler.step_budget import StepLimits
 from toka_async.scheduler.stop_masks import StopTable
+from toka_async.scheduler.time_predictor import TimePredictor
 
 NO_SCORES: Float32 = np.empty(0, np.float32)
+NO_LIMITS = StepLimits()
 
 
 class Core:
@@ -52,6 +55,7 @@ class Core:
     Args:
         ready: what the ranks can hold.
         max_tokens: tokens of one step, at least `ready.max_seqs`.
+        step_limits: time of a step that computes prompts.
         steps_ahead: steps queued on the ranks at once, at most or exactly (`StepDepth`).
         pipeline_lag: share of a step's time by which the first rank finishes before the last one.
         prefix: reuse cached pages of earlier prompts.
@@ -65,6 +69,7 @@ class Core:
         ready: Ready,
         *,
         max_tokens: int,
+        step_limits: StepLimits = NO_LIMITS,
         steps_ahead: int | Literal["auto"] = 2,
         pipeline_lag: float = 0.0,
         prefix: bool = True,
@@ -86,10 +91,20 @@ class Core:
         self._admission = admission(self._running)
         group_min_pages = max(1, -(-group_min_tokens // ready.page_size))
         self._grouping = Grouping(group_min_seqs, group_min_pages) if group_min_seqs else None
+        self._predictor = TimePredictor(ready.token_seconds)
         self._builder = StepBuilder(
-            self._running, self._queue, self._admission, self._preemption, max_tokens, self._grouping
+            self._running,
+            self._queue,
+            self._admission,
+            self._preemption,
+            max_tokens,
+            self._grouping,
+            self._predictor,
+            step_limits,
         )
-        self._stats = StatsSource(self._running, self._builder, self._preemption, self._depth, self._admission)
+        self._stats = StatsSource(
+            self._running, self._builder, self._preemption, self._depth, self._admission, self._predictor
+        )
         self._results = ResultHandler(
             self._running,
             self._requests,
@@ -232,7 +247,8 @@ class Core:
         record = self._in_flight.popleft()
         self._depth.note_completed(now, done.seconds, len(self._in_flight))
         assert done.step_id == record.step_id, "steps come back in order"
-        self._stats.count_step(done, record.was_queued, now)
+        self._predictor.learn(record.work, done.seconds)
+        self._stats.count_step(done, record, now)
         if self._in_flight:
             self._in_flight[0].was_queued = True
         self._results.take_scores(done, record)

@@ -25,11 +25,15 @@ APART = 1 / 64
 
 @dataclass(slots=True, frozen=True)
 class GroupColumns:
-    """First row, number of rows and number of shared leading pages of each group, in row order."""
+    """First row, number of rows and number of shared leading pages of each group, in row order.
+
+    num_spared: pages that rows do not read because their group does, over all rows.
+    """
 
     starts: memoryview = EMPTY
     rows: memoryview = EMPTY
     pages: memoryview = EMPTY
+    num_spared: int = 0
 
 
 NO_GROUPS = GroupColumns()
@@ -95,10 +99,12 @@ class Grouping:
             longest = _find_stretches(groups[order])
             self.wants_order = False
         groups_now = longest.select(np.flatnonzero(longest.lengths >= self._min_seqs))
+        pages = tree.pages_of_group[groups_now.groups]
         self.columns = GroupColumns(
             i32_column(groups_now.starts.astype(np.int32)),
             i32_column(groups_now.lengths.astype(np.int32)),
-            i32_column(tree.pages_of_group[groups_now.groups]),
+            i32_column(pages),
+            num_spared=int(((groups_now.lengths - 1) * pages).sum()),
         )
         return order
 

@@ -12,9 +12,10 @@ import numpy.typing as npt
 from toka_async.messages import GAP_SECONDS, Stats, StepDone
 from toka_async.scheduler.admission.policy import Admission
 from toka_async.scheduler.admission.preemption import Preemption
-from toka_async.scheduler.builder import StepBuilder
+from toka_async.scheduler.builder import StepBuilder, StepRecord
 from toka_async.scheduler.depth import StepDepth
 from toka_async.scheduler.sequences.running import RunningSet
+from toka_async.scheduler.time_predictor import TimePredictor
 
 PERCENTILES = (50, 99, 100)
 NO_TIMES = (0.0, 0.0, 0.0)
@@ -23,13 +24,20 @@ INTERVAL = 0.25  # seconds between two messages while work goes on
 
 class StatsSource:
     def __init__(
-        self, running: RunningSet, builder: StepBuilder, preemption: Preemption, depth: StepDepth, admission: Admission
+        self,
+        running: RunningSet,
+        builder: StepBuilder,
+        preemption: Preemption,
+        depth: StepDepth,
+        admission: Admission,
+        predictor: TimePredictor,
     ) -> None:
         self._running = running
         self._builder = builder
         self._preemption = preemption
         self._depth = depth
         self._admission = admission
+        self._predictor = predictor
         self._sent: Stats | None = None
         self._sent_at = float("-inf")
         self._asked = 0
@@ -43,6 +51,8 @@ class StatsSource:
         self.wasted_tokens = 0
         self.num_steps = 0
         self.step_seconds = 0.0
+        self.num_prompt_steps = 0
+        self.prompt_step_seconds = 0.0
         self.device_idle_seconds = 0.0
         self.num_compiles = 0
         self.stages: dict[int, tuple[float, float, float]] = {}  # by stage: see `Stats.pipeline`
@@ -51,12 +61,15 @@ class StatsSource:
         """Note that the server wants statistics now, perhaps with a forecast."""
         self._asked, self._wants_forecast = number, forecast or self._wants_forecast
 
-    def count_step(self, done: StepDone, was_queued: bool, now: float) -> None:
-        """Count a completed step; `was_queued`: it was queued when the one before it came back."""
+    def count_step(self, done: StepDone, record: StepRecord, now: float) -> None:
+        """Count a completed step."""
         self._since_step, self._stepped_at = now - self._stepped_at, now
         self.num_steps += 1
         self.step_seconds += done.seconds
-        self.device_idle_seconds += done.waited if was_queued else 0.0
+        if record.work.pairs:
+            self.num_prompt_steps += 1
+            self.prompt_step_seconds += done.seconds
+        self.device_idle_seconds += done.waited if record.was_queued else 0.0
         self.num_compiles = done.num_compiles
 
     def count_tokens(self, num_tokens: int, num_wasted: int, num_first: int) -> None:
@@ -121,6 +134,9 @@ class StatsSource:
             expected_length=self._admission.expected_length(),
             token_gaps=tuple(self._gaps),
             token_gap_seconds=round(self._gap_seconds, 6),
+            num_prompt_steps=self.num_prompt_steps,
+            prompt_step_seconds=self.prompt_step_seconds,
+            step_costs=self._predictor.costs,
             answers=self._asked,
             pipeline=tuple(self.stages.get(stage, NO_TIMES) for stage in range(max(self.stages, default=-1) + 1)),
         )

@@ -48,6 +48,7 @@ from toka_async.startup.memory import choose_cpu_cache_bytes
 from toka_async.startup.process_groups import build_links, make_groups
 from toka_async.startup.progress import StartupProgress
 from toka_async.startup.rank_coords import ALONE, RankCoords
+from toka_async.startup.token_time import measure_token_seconds
 from toka_async.startup.warmup import make_largest_load, warm_up
 from toka_async.startup.weights_fit import catch_lost_memory, check_weights_fit, measure_free_bytes
 from toka_async.tuning.async_tp import RankShape, build_layouts
@@ -104,6 +105,7 @@ class RunnerFactory:
             num_pages = self.groups.world.minimum(self._count_pages(decoder, stage))
         with self.stages.stage("attention"):
             runner = self._make_runner(decoder, stage, num_pages, self._choose_table)
+        token_seconds = self._measure_token_seconds(runner)
         self._warm_up(runner, decoder, max_graph_rows)
         self.stages.report()
         self.tuning_cache.report()
@@ -111,7 +113,7 @@ class RunnerFactory:
         described = describe_device(
             self.coords.world_rank, self.device, self.dtype, count_weight_bytes(decoder), cache_bytes
         )
-        runner.ready = msgspec.structs.replace(runner.ready, ranks=(described,))
+        runner.ready = msgspec.structs.replace(runner.ready, ranks=(described,), token_seconds=token_seconds)
         return runner
 
     def _make_tuning(self) -> ProductTuning | None:
@@ -281,6 +283,12 @@ class RunnerFactory:
         if tensor.size == 1 or decoder.head is None:
             return None
         return RowShares(tensor, decoder.own_logits, self.limits.max_seqs)
+
+    def _measure_token_seconds(self, runner: Runner) -> float:
+        """Measures the seconds of a prompt's token, the same on all ranks; 0 on a CPU, where that would take long."""
+        if self.kind == "cpu":
+            return 0.0
+        return self.groups.world.agree(measure_token_seconds(runner), float)
 
     def _warm_up(self, runner: Runner, decoder: Decoder, max_graph_rows: int) -> None:
         """Computes every kind of step, and captures graphs."""

@@ -70,7 +70,7 @@ class SimulatedRank:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.ready = ready
-        self._seconds = simulated.step_ms / 1000
+        self._simulated = simulated
         self._end_below = np.uint64(min(round(simulated.end_rate * 2**32), 2**32))
         self._clock = clock
         self._sleep = sleep
@@ -92,7 +92,7 @@ class SimulatedRank:
         self._free_at = 0.0
 
     def run(self, step: Step) -> StepDone:
-        """Runs one step. Sleeps until `step_ms` after its start; a queued step starts at the end of the one before."""
+        """Runs one step. Sleeps until its time is over; a queued step starts at the end of the one before."""
         began = self._free_at or self._clock()
         self._apply(step)
         chunk_slots, lengths = as_i32(step.chunk_slots), as_i32(step.chunk_lengths)
@@ -100,6 +100,7 @@ class SimulatedRank:
         slots = np.concatenate([self._order, chunk_slots])
         positions = self._positions.take(slots)
         positions += np.uint64(1)
+        num_keys = int(positions[: self._order.size].sum())
         positions[self._order.size :] = starts + lengths.astype(np.uint64)
         self._positions[slots] = positions
         if step.chunk_slots:
@@ -108,7 +109,7 @@ class SimulatedRank:
         token_ids = self._draw(slots, positions)
         logprobs, tops = self._make_logprobs(slots, token_ids)
         prompts = self._score(chunk_slots, starts.astype(np.int64).tolist(), lengths.tolist())
-        self._free_at = began + self._seconds
+        self._free_at = began + self._count_seconds(step, self._order.size + int(lengths.sum()), num_keys)
         if (left := self._free_at - self._clock()) > 0:
             self._sleep(left)
         else:
@@ -124,6 +125,12 @@ class SimulatedRank:
             prompts=prompts,
             seconds=self._free_at - began,
         )
+
+    def _count_seconds(self, step: Step, num_tokens: int, num_keys: int) -> float:
+        """Counts the seconds of a step whose decoding rows have `num_keys` keys; a group reads its shared ones once."""
+        num_spared = int(((as_i32(step.group_rows) - 1) * as_i32(step.group_pages)).sum()) * self.ready.page_size
+        times = self._simulated
+        return times.step_ms / 1e3 + times.token_us / 1e6 * num_tokens + times.key_ns / 1e9 * (num_keys - num_spared)
 
     # ---- events
 

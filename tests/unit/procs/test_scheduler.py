@@ -22,9 +22,10 @@ from toka_async.messages import (
     ToScheduler,
     ToServer,
 )
-from toka_async.procs.scheduler import make_core, run_turn, wait_ready
+from toka_async.procs.scheduler import make_core, make_step_limits, run_turn, wait_ready
 from toka_async.procs.step_times import StepTimes
 from toka_async.scheduler.core import Core
+from toka_async.scheduler.step_budget import UNLIMITED
 from toka_async.transport.codec import Codec
 from toka_async.transport.local import LocalChannel
 from toka_async.transport.zmq_sockets import ZmqInbox
@@ -93,6 +94,15 @@ def test_each_rank_tells_of_its_own_device() -> None:
     ranks = [RankDevice(rank=rank, device="cpu", dtype="float32", weights=10 + rank) for rank in range(3)]
     inbox = Waiting(*(msgspec.structs.replace(ready, ranks=(ranks[rank],)) for rank in (2, 0, 1)))
     assert wait_ready(cast(ZmqInbox[FromRank], inbox), 3) == msgspec.structs.replace(ready, ranks=tuple(ranks))
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds", "streaming"),
+    [("auto", 0.125, 0.04), ("0", UNLIMITED, UNLIMITED), ("70.5", 0.0705, 0.0705)],
+)
+def test_limits_of_a_steps_time(value: str, seconds: float, streaming: float) -> None:
+    limits = make_step_limits(load_config(None, [f"schedule.max_step_ms={value}"]).schedule)
+    assert (limits.seconds, limits.streaming) == pytest.approx((seconds, streaming))
 
 
 @pytest.mark.parametrize(

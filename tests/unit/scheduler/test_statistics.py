@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from tests.drivers.page_rank import PageRank, submit
-from toka_async.messages import GAP_SECONDS, AskStats, Ready, Stats
+from toka_async.messages import GAP_SECONDS, STEP_COSTS, AskStats, Ready, Stats
 from toka_async.scheduler.admission.policy import UntilFull
 from toka_async.scheduler.core import Core
 from toka_async.scheduler.statistics import INTERVAL
@@ -83,6 +83,21 @@ def test_a_forecast_for_who_looks() -> None:
     assert all(expected >= used for expected, used in zip(forecast.pages, came, strict=True))
     assert sum(expected == used for expected, used in zip(forecast.pages, came, strict=True)) > 0.75 * len(came)
     assert max(forecast.pages) < forecast.limit <= ready.num_pages
+
+
+def test_steps_with_prompts_are_counted_and_timed() -> None:
+    core, rank = Core(READY, max_tokens=32, steps_ahead=1), PageRank(READY)
+    core.submit(submit(0, [1, 2, 3], max_tokens=5), 0.0)
+    now = 0.0
+    while steps := core.next_steps(now):
+        now += 1.0
+        seconds = 0.5 if steps[0].chunk_slots else 0.25
+        core.complete(msgspec.structs.replace(rank.run(steps[0]), seconds=seconds), now)
+    (last,) = stats_at(core, now)
+    assert (last.num_prompt_steps, last.prompt_step_seconds) == (1, 0.5)
+    assert (last.num_steps, last.step_seconds) == (5, 1.5)
+    assert len(last.step_costs) == len(STEP_COSTS)
+    assert all(cost > 0 for cost in last.step_costs)
 
 
 def test_one_look_is_answered_once() -> None:

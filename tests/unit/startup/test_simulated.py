@@ -201,3 +201,30 @@ def test_seeds_are_read_as_they_are_sent() -> None:
     rank = SimulatedRank(ready(), SimulatedConfig())
     started(rank, 2, SamplingParams(), first_seed=-1)
     assert rank._seeds[:2].view(np.int64).tolist() == as_i64(column(np.array([-1, 0]))).tolist()
+
+
+def test_a_step_takes_longer_for_its_tokens_and_keys() -> None:
+    """A prefix that a group shares is read once."""
+    clock, times = Clock(), SimulatedConfig(step_ms=3, token_us=500, key_ns=1000)
+    rank = SimulatedRank(ready(), times, lambda: clock.now, clock.sleep)
+    prompt = Prompt(
+        key=0, token_ids=i32_column(range(9)), num_prompt=9, pages=i32_column([0, 1]), sampling=SamplingParams()
+    )
+    slots = i32_column([0, 1])
+    first = Step(
+        step_id=0,
+        prompts=(prompt,),
+        admit_slots=slots,
+        admit_keys=i32_column([0, 0]),
+        admit_starts=i32_column([0, 0]),
+        admit_seeds=column(np.zeros(2, np.int64)),
+        chunk_slots=slots,
+        chunk_lengths=i32_column([9, 4]),
+        chunk_samples=column(np.asarray([True, False])),
+    )
+    assert rank.run(first).seconds == pytest.approx(0.003 + 13 * 0.0005)
+    alone = Step(step_id=1, joined=i32_column([0, 1]))
+    assert rank.run(alone).seconds == pytest.approx(0.003 + 2 * 0.0005 + (10 + 5) * 1e-6)
+    ones = i32_column([1])
+    shared = Step(step_id=2, group_starts=i32_column([0]), group_rows=i32_column([2]), group_pages=ones)
+    assert rank.run(shared).seconds == pytest.approx(0.003 + 2 * 0.0005 + (11 + 6 - 4) * 1e-6)

@@ -7,6 +7,8 @@ made way is computed again (`preemption`). Knows the running set and the queue.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from toka_async.scheduler.admission.preemption import Preemption
 from toka_async.scheduler.sequences.queues import PrefillQueue
 from toka_async.scheduler.sequences.requests import PrefillTask, Request
@@ -14,13 +16,19 @@ from toka_async.scheduler.sequences.running import RunningSet
 
 
 class Yielding:
-    """Decides before a step is built what makes way. `max_tokens`: the size of a step."""
+    """Decides before a step is built what makes way. count_startable: of prompts' tokens, as a step can compute."""
 
-    def __init__(self, running: RunningSet, queue: PrefillQueue, preemption: Preemption, max_tokens: int) -> None:
+    def __init__(
+        self,
+        running: RunningSet,
+        queue: PrefillQueue,
+        preemption: Preemption,
+        count_startable: Callable[[], int],
+    ) -> None:
         self._running = running
         self._queue = queue
+        self._count_startable = count_startable
         self._preemption = preemption
-        self._max_tokens = max_tokens
         self._lacks_pages: Request | None = None
         self._num_yielding = 0  # sequences that made way for pages the last time
 
@@ -56,7 +64,8 @@ class Yielding:
     def _count_wanted(self, priority: int) -> int:
         """Slots for the sequences that come before a priority and can start in a step."""
         num_tasks, num_tokens = self._queue.count_before(priority)
-        if num_tokens > self._max_tokens:
-            num_tasks = max(1, num_tasks * self._max_tokens // num_tokens)
+        num_startable = self._count_startable()
+        if num_tokens > num_startable:
+            num_tasks = max(1, num_tasks * num_startable // num_tokens)
         forking = self._running.forking
         return num_tasks + sum(run.num_pending for run in forking if run.request.submit.priority < priority)

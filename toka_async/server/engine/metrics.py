@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from toka_async.arrays import Int64
-from toka_async.messages import GAP_SECONDS, SCHEDULER_STAGES, Reason, Stats
+from toka_async.messages import GAP_SECONDS, SCHEDULER_STAGES, STEP_COSTS, Reason, Stats
 from toka_async.server.engine.replicas import Replica, Replicas
 
 Float64 = npt.NDArray[np.float64]
@@ -69,6 +69,8 @@ COUNTERS: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "recomputed_tokens": ("tokens computed again after a preemption", lambda s: s.recomputed_tokens),
     "steps": ("forward passes", lambda s: s.num_steps),
     "step_seconds": ("time in forward passes", lambda s: s.step_seconds),
+    "prompt_steps": ("of these passes, those that computed prompts", lambda s: s.num_prompt_steps),
+    "prompt_step_seconds": ("time in passes that computed prompts", lambda s: s.prompt_step_seconds),
     "rank_idle_seconds": ("time in which ranks waited for the scheduler", lambda s: s.idle_seconds),
     "device_idle_seconds": ("time between steps that were queued in time", lambda s: s.device_idle_seconds),
     "compiles": (
@@ -335,6 +337,15 @@ class ReplicasCollector(Collector):
             for index, replica in each:
                 counter.add_metric([index], value(replica))
             yield counter
+        costs = GaugeMetricFamily(
+            "toka:replica_step_cost_seconds",
+            "what a pass is expected to take: for itself, and for each token, key and pair of them",
+            labels=["replica", "part"],
+        )
+        for index, replica in each:
+            for part, seconds in zip(STEP_COSTS, replica.stats.step_costs, strict=False):
+                costs.add_metric([index, part], seconds)
+        yield costs
         outstanding = GaugeMetricFamily(
             "toka:replica_outstanding_tokens", "tokens that it may still have to compute", labels=["replica"]
         )

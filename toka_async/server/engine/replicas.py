@@ -50,6 +50,8 @@ _COUNTERS = (
     "queue_seconds",
     "prefix_shared",
     "token_gap_seconds",
+    "num_prompt_steps",
+    "prompt_step_seconds",
 )
 NO_TIMES = (0.0, 0.0, 0.0)
 
@@ -200,7 +202,7 @@ class Replicas:
 def merge_stats(parts: Sequence[Stats]) -> Stats:
     """Several replicas' statistics as one: sums; of percentiles the worst replica's, of expected lengths the mean.
 
-    Forecasts stay with their replicas.
+    Forecasts and the costs of steps stay with their replicas.
     """
     if len(parts) == 1:
         return parts[0]
@@ -222,7 +224,9 @@ def merge_stats(parts: Sequence[Stats]) -> Stats:
 def keep_counters(stats: Stats) -> Stats:
     """The counters alone, as they stay of a scheduler that is gone, so that sums never fall."""
     state = dict.fromkeys(_STATE, 0)
-    return msgspec.structs.replace(stats, **state, scheduler_us=(), forecast_us=(), expected_length=None, forecast=None)
+    return msgspec.structs.replace(
+        stats, **state, scheduler_us=(), forecast_us=(), expected_length=None, step_costs=(), forecast=None
+    )
 
 
 def _add_times(stages: Iterable[tuple[float, float, float]]) -> tuple[float, float, float]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.cases.requests import make_prompt, make_requests, run_group
 from tests.fakes.scheduler import READY, FakeScheduler
-from toka_async.messages import DropStop, Ready, Stats, StopMask
+from toka_async.messages import STEP_COSTS, DropStop, Ready, Stats, StopMask
 from toka_async.server.engine import replicas
 from toka_async.server.engine.engine import Engine
 from toka_async.server.engine.replicas import keep_counters, merge_stats
@@ -208,6 +208,16 @@ async def test_counters_never_fall(pair: Pair) -> None:
     assert value("toka:replica_requests_running", {"replica": "0"}) == 2
 
 
+async def test_each_replica_tells_what_its_steps_cost(pair: Pair) -> None:
+    costs = (1e-3, 5e-6, 8e-9, 4e-10)
+    pair.engine.on_messages([Stats(step_costs=costs, num_prompt_steps=3), Stats(num_prompt_steps=4, replica=1)])
+    value = pair.engine.metrics.registry.get_sample_value
+    found = [value("toka:replica_step_cost_seconds", {"replica": "0", "part": part}) for part in STEP_COSTS]
+    assert found == list(costs)
+    assert value("toka:replica_step_cost_seconds", {"replica": "1", "part": "step"}) is None
+    assert value("toka:prompt_steps_total") == 7
+
+
 async def test_stop_sets_go_to_all_and_again_to_one_that_is_back(pair: Pair) -> None:
     pair.engine.replicas.tell_all(MASK)
     pair.lose(0)
@@ -284,7 +294,7 @@ def test_what_stays_of_a_scheduler_that_is_gone() -> None:
 @given(st.data())
 def test_every_field_is_merge_stats(data: st.DataObject) -> None:
     """With nothing else, a replica's statistics stay what they are, whatever field is set."""
-    labels = ("replica", "life", "answers", "forecast")
+    labels = ("replica", "life", "answers", "forecast", "step_costs")
     names = [field.name for field in msgspec.structs.fields(Stats) if field.name not in labels]
     name = data.draw(st.sampled_from(names))
     value = {

@@ -1,0 +1,71 @@
+"""How much of prompts a step computes: as many tokens as there is memory for, and as its time allows.
+
+A step that computes prompts should not take longer than a limit: rows that decode get no token meanwhile. If decoding
+takes most of that time, prompts still get a share of the step, so that they move on. Knows no requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toka_async.scheduler.time_predictor import StepWork, TimePredictor
+
+UNLIMITED = 1e6  # seconds
+SHARE = 0.25  # of the time of decoding, that prompts may take at least
+
+
+@dataclass(slots=True, frozen=True)
+class StepLimits:
+    """How long a step that computes prompts may take, in seconds; `streaming`: while somebody reads a stream.
+
+    least_tokens: of prompts, that a step has time for at any rate: some of its costs do not depend on its size.
+    """
+
+    seconds: float = UNLIMITED
+    streaming: float = UNLIMITED
+    least_tokens: int = 256
+
+
+@dataclass(slots=True)
+class StepBudget:
+    """What a step has room for beside its decoding rows: tokens, and seconds for those of prompts."""
+
+    predictor: TimePredictor
+    limits: StepLimits
+    tokens: int
+    seconds: float = 0.0
+
+    def allow_prompts(self, decoding: StepWork, is_streaming: bool) -> None:
+        """Allow prompts to take the time that decoding leaves, and a least part of the step in any case."""
+        limits, spent = self.limits, self.predictor.predict(decoding)
+        left = (limits.streaming if is_streaming else limits.seconds) - spent
+        self.seconds = max(left, SHARE * spent, limits.least_tokens * self.predictor.token)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a chunk of a prompt fits that is worth beginning."""
+        return self.tokens > 0 and self.seconds > self.limits.least_tokens // 8 * self.predictor.token
+
+    def take_chunk(self, start: int, wanted: int) -> int:
+        """Take as much as fits of a prompt's next `wanted` tokens, after its first `start`; returns how many.
+
+        It is at least one while there is room, and none otherwise.
+        """
+        if not self.has_room:
+            return 0
+        count = min(wanted, self.tokens, max(self.predictor.count_tokens(self.seconds, start), 1))
+        self._spend(count, count_pairs(start, count))
+        return count
+
+    def take_rows(self, count: int) -> None:
+        """Take rows that start to decode."""
+        self._spend(count, 0.0)
+
+    def _spend(self, tokens: int, pairs: float) -> None:
+        self.tokens -= tokens
+        self.seconds -= self.predictor.token * tokens + self.predictor.pair * pairs
+
+
+def count_pairs(start: int, count: int) -> float:
+    """Count the pairs of a chunk's token and a key before it, where the chunk follows `start` tokens."""
+    return count * (start + count / 2)
