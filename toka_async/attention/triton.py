@@ -27,7 +27,7 @@ from toka_async.kernels.decode import (
     decode_attention,
     decode_config,
 )
-from toka_async.kernels.prefill import attend_chunks, attend_prefixes, prefill_config
+from toka_async.kernels.prefill import PrefillConfig, attend_chunks, attend_prefixes, list_prefill_configs
 
 PREFIX_PROGRAMS_PER_SM = 2
 SHORT = 400  # keys of a row, on average, for which blocks are small
@@ -61,14 +61,17 @@ class _DecodePlan:
 class TritonDecode:
     """`GraphDecodePart` of one kernel for all rows, after another one if rows share prefixes."""
 
-    def __init__(self, cache: KVCache, num_heads: int, scale: float | None = None) -> None:
+    def __init__(
+        self, cache: KVCache, num_heads: int, scale: float | None = None, tiles: PrefillConfig | None = None
+    ) -> None:
+        """tiles: of prefixes that rows share; None: the best, if they fit the chip."""
         self.cache = cache
         self.scale = scale if scale is not None else cache.head_dim**-0.5
         self.num_heads = num_heads
         self.device = cache.keys[0].device
         self.num_sms = count_sms(self.device)
         group_size = num_heads // cache.num_kv_heads
-        self.tile_config = prefill_config(cache.head_dim, group_size, cache.keys[0].dtype)
+        self.tile_config = tiles or list_prefill_configs(cache.head_dim, group_size, cache.keys[0].dtype)[0]
         self.tile_rows = self.tile_config.queries(group_size)
         self.memory = _Memory(self.device)
         self.step: _DecodePlan | None = None
@@ -202,11 +205,14 @@ class TritonDecode:
 class TritonChunks:
     """`ChunkPart` that cuts chunks into tiles, the longest first."""
 
-    def __init__(self, cache: KVCache, num_heads: int, scale: float | None = None) -> None:
+    def __init__(
+        self, cache: KVCache, num_heads: int, scale: float | None = None, tiles: PrefillConfig | None = None
+    ) -> None:
+        """tiles: of chunks; None: the best, if they fit the chip."""
         self.cache = cache
         self.scale = scale if scale is not None else cache.head_dim**-0.5
         group_size = num_heads // cache.num_kv_heads
-        self.config = prefill_config(cache.head_dim, group_size, cache.keys[0].dtype)
+        self.config = tiles or list_prefill_configs(cache.head_dim, group_size, cache.keys[0].dtype)[0]
         self.tile_queries = self.config.queries(group_size)
         self.step: tuple[AttentionBatch, int, Tensor] | None = None
 

@@ -93,7 +93,9 @@ def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank
     """Serve with a model. Raises ModelError before the rank is ready."""
     try:
         ready, launch, enter_thread = build(link.spec)
-    except RuntimeError:
+    except ModelError:
+        raise
+    except Exception:
         let_others_end(link)
         raise
     announce(link, results, ready)
