@@ -17,7 +17,7 @@ from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.copies import to_device
 from toka_async.attention.flashinfer import WHOLE, Prefill, WrapperShape, is_seen
 from toka_async.attention.query_tiles import make_prefix_spans
-from toka_async.attention.triton import TritonDecode
+from toka_async.attention.triton import PartialMemory, TritonDecode
 from toka_async.kernels.decode import Partial, Splits, decode_attention
 
 
@@ -40,7 +40,8 @@ class CascadeDecode:
     def __init__(self, shape: WrapperShape) -> None:
         self.shape = shape
         self.cache = shape.cache
-        self.own = TritonDecode(shape.cache, shape.num_heads, shape.scale)
+        memory = PartialMemory(shape.workspace.device, 1)  # it computes no prefixes
+        self.own = TritonDecode(shape.cache, shape.num_heads, shape.scale, memory=memory)
         self.prefill = Prefill(shape)
         self.step: _CascadePlan | None = None
 

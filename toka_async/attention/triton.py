@@ -62,9 +62,17 @@ class TritonDecode:
     """`GraphDecodePart` of one kernel for all rows, after another one if rows share prefixes."""
 
     def __init__(
-        self, cache: KVCache, num_heads: int, scale: float | None = None, tiles: PrefillConfig | None = None
+        self,
+        cache: KVCache,
+        num_heads: int,
+        scale: float | None = None,
+        tiles: PrefillConfig | None = None,
+        memory: PartialMemory | None = None,
     ) -> None:
-        """tiles: of prefixes that rows share; None: the best, if they fit the chip."""
+        """tiles: of prefixes that rows share; None: the best, if they fit the chip.
+
+        memory: parts of one stream may share it; None: it has its own.
+        """
         self.cache = cache
         self.scale = scale if scale is not None else cache.head_dim**-0.5
         self.num_heads = num_heads
@@ -73,7 +81,7 @@ class TritonDecode:
         group_size = num_heads // cache.num_kv_heads
         self.tile_config = tiles or list_prefill_configs(cache.head_dim, group_size, cache.keys[0].dtype)[0]
         self.tile_rows = self.tile_config.queries(group_size)
-        self.memory = _Memory(self.device)
+        self.memory = memory or PartialMemory(self.device, count_partials(self.device))
         self.step: _DecodePlan | None = None
         # Grouped graphs: the groups that graph_data describes, skips of all rows first, then tiles.
         self.graph_groups: tuple[PrefixGroup, ...] = ()
@@ -198,7 +206,7 @@ class TritonDecode:
 
     def _count_prefix_splits(self, num_tiles: int, num_rows: int) -> int:
         wanted = PREFIX_PROGRAMS_PER_SM * self.num_sms // (num_tiles * self.cache.num_kv_heads)
-        most = MOST_PARTIALS // (num_rows * self.num_heads * self.cache.head_dim)
+        most = self.memory.most // (num_rows * self.num_heads * self.cache.head_dim)
         return max(min(wanted, most, MOST_PREFIX_SPLITS), 1)
 
 
@@ -243,13 +251,20 @@ class TritonChunks:
         )
 
 
-class _Memory:
-    """Memory of partial results. It stays where it is, since graphs hold its address, and grows to the largest use."""
+class PartialMemory:
+    """Memory of partial results. It stays where it is, since graphs hold its address.
 
-    def __init__(self, device: torch.device) -> None:
+    That of prefixes is taken at once, so that a cache which is sized later leaves room for it. The rest is small, and
+    grows to the largest use.
+    """
+
+    def __init__(self, device: torch.device, most: int) -> None:
+        """most: float32 numbers of all partial results of prefixes."""
         self.device = device
+        self.most = most
         self.slabs: dict[str, list[Tensor]] = {}
         self.orders: list[Tensor] = []
+        self._take("prefix", most)
 
     def take_partial(self, name: str, query: Tensor, parts: int, output: Tensor | None = None) -> Partial:
         """Takes room for `parts` results of the queries [rows, heads, dim]. A single one is in `output` if given."""
@@ -272,6 +287,14 @@ class _Memory:
             # Powers of two: all that were outgrown together take no more than the last.
             slabs.append(torch.empty(1 << (size - 1).bit_length(), dtype=torch.float32, device=self.device))
         return slabs[-1][:size]
+
+
+def count_partials(device: torch.device) -> int:
+    """Counts the numbers of partial results for which there is room: they take 0.4 % of a GPU's memory at most."""
+    if device.type != "cuda":
+        return 1 << 20
+    total = torch.cuda.get_device_properties(device).total_memory
+    return min(MOST_PARTIALS, 1 << (total // 1024).bit_length() - 1)
 
 
 def count_sms(device: torch.device) -> int:

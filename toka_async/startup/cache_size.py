@@ -19,7 +19,7 @@ from toka_async.startup.memory import read_free_cuda_memory
 
 _HISTORY_BYTES = 4  # of a token's id
 LINKED = 4  # residuals of a token that a stage holds beside its own: two that come, two that go
-# Bytes beside what a step allocates: graphs, libraries' workspaces, waste in the allocator's blocks.
+# Bytes beside what steps and graphs allocate: graphs' nodes, libraries' workspaces, waste in the allocator's blocks.
 _SPARE_SHARE = 0.02
 _SPARE_BYTES = 1 << 30
 
@@ -141,6 +141,12 @@ def count_token_bytes(spec: ModelSpec, dtype: torch.dtype, num_parts: int = 1) -
     if num_parts > 1:
         a_token = -(-(a_token + LINKED * spec.hidden_size) // num_parts)
     return a_token * dtype.itemsize + bytes_per_token(spec, dtype)
+
+
+def count_graph_bytes(spec: ModelSpec, dtype: torch.dtype, num_rows: int) -> int:
+    """Counts the bytes in which all graphs of up to so many decoding rows compute, beside those of other steps."""
+    a_row = count_token_bytes(spec, dtype) - bytes_per_token(spec, dtype) + spec.vocab_size * dtype.itemsize
+    return num_rows * a_row
 
 
 def count_row_bytes(spec: ModelSpec, limits: RankLimits, dtype: torch.dtype, page_size: int, num_parts: int = 1) -> int:

@@ -37,6 +37,7 @@ from toka_async.runner.samples import RowShares
 from toka_async.startup.cache_size import (
     check_largest_step,
     compute_cache_memory,
+    count_graph_bytes,
     count_page_bytes,
     count_trial_pages,
     fit_limits,
@@ -79,6 +80,9 @@ class RunnerFactory:
         self.limits = resolve_limits(config.model, config.schedule, spec, self.kind)
         self.part = stage_parts(spec, coords.num_stages, coords.size)[coords.stage]
         self.rank_spec = make_stage_spec(make_rank_spec(spec, coords.size), self.part)
+        # Only the last stage has logits.
+        vocab_size = self.rank_spec.vocab_size if self.part.is_last else 0
+        self.counted_spec = msgspec.structs.replace(self.rank_spec, vocab_size=vocab_size)
         free = measure_free_bytes(self.device, config.cache.memory_fraction)
         check_weights_fit(spec, self.part, coords.size, self.dtype, free, self.kind)
         self.tuning_cache = open_tuning_cache(self.device, config)
@@ -101,7 +105,7 @@ class RunnerFactory:
                 limits = limit_separate(limit_part(self.limits, self.coords.num_micro_batches), layouts)
                 self.tuning.tune(decoder, limits, max_graph_rows, self.stages.show)
         with self.stages.stage("memory"):
-            num_pages = self.groups.world.minimum(self._count_pages(decoder, stage))
+            num_pages = self.groups.world.minimum(self._count_pages(decoder, stage, max_graph_rows))
         with self.stages.stage("attention"):
             runner = self._make_runner(decoder, stage, num_pages, self._choose_table)
         self._warm_up(runner, decoder, max_graph_rows)
@@ -161,14 +165,12 @@ class RunnerFactory:
     def _fit_limits(self) -> RankLimits:
         """Halves limits that are `auto` until the largest step fits every rank's GPU. Raises ModelError."""
         cache, schedule, world = self.config.cache, self.config.schedule, self.groups.world
-        # Only the last stage has logits.
-        counted = self.rank_spec if self.part.is_last else msgspec.structs.replace(self.rank_spec, vocab_size=0)
         # What is automatic leaves half of the memory to the cache.
         share = 0.5 if "auto" in (schedule.max_seqs, schedule.max_tokens) else 1.0
 
         def check(tried: RankLimits) -> None:
             check_largest_step(
-                counted,
+                self.counted_spec,
                 tried,
                 self.dtype,
                 cache.page_size,
@@ -190,11 +192,12 @@ class RunnerFactory:
         links = build_links(self.groups.pairs, hidden_size, self.dtype, num_tokens, self.limits.max_seqs)
         return StageSetup(links, num_parts, hidden_size, self.dtype, self.device)
 
-    def _count_pages(self, decoder: Decoder, stage: StageSetup | None) -> int:
-        """Counts the pages of this rank's cache: as configured, or as memory allows beside the largest step."""
+    def _count_pages(self, decoder: Decoder, stage: StageSetup | None, max_graph_rows: int) -> int:
+        """Counts the pages of this rank's cache: as configured, or as memory allows beside steps and graphs."""
         page_bytes = count_page_bytes(self.rank_spec, self.config.cache, self.dtype)
         if self.kind == "cuda":
-            auto = most = self._measure_memory(decoder, stage, page_bytes)
+            of_graphs = count_graph_bytes(self.counted_spec, self.dtype, max_graph_rows)
+            auto = most = self._measure_memory(decoder, stage, page_bytes) - of_graphs
         else:
             auto, most = choose_cpu_cache_bytes(self.coords.num_sharing)
         return resolve_num_pages(self.config.cache, self.limits, page_bytes, auto, most)

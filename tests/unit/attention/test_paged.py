@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -20,8 +21,8 @@ from toka_async.attention.blocks import TileLimits
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.paged import PagedAttention
 from toka_async.attention.reference import ReferenceAttention
-from toka_async.attention.triton import TritonChunks, TritonDecode
-from toka_async.kernels.decode import Splits
+from toka_async.attention.triton import TritonChunks, TritonDecode, count_partials
+from toka_async.kernels.decode import MOST_PARTIALS, Splits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLES = 60 if DEVICE.type == "cuda" else 2  # the interpreter is slow
@@ -232,6 +233,29 @@ def test_graphs_keep_the_memory_that_they_were_captured_with() -> None:
     larger = part.memory.take_partial("splits", query, 4)
     assert part.memory.take_partial("splits", query[:1], 4).output.data_ptr() == larger.output.data_ptr()
     assert any(slab.data_ptr() == first.output.data_ptr() for slab in part.memory.slabs["splits"])
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 40, 8192])
+def test_prefixes_never_need_more_memory_than_was_taken_at_first(num_rows: int) -> None:
+    """A cache that is sized after the attention was built leaves no room for more."""
+    case = Case(0, 4, [], [3, 3], [], num_sms=132)
+    part = decode_part(case)
+    (taken,) = part.memory.slabs["prefix"]
+    query = torch.zeros((num_rows, 6, DIM), device=DEVICE)
+    for num_tiles in (1, 2, 30):
+        splits = part._count_prefix_splits(num_tiles, num_rows)
+        if splits > 1:  # otherwise the result lies in the output
+            assert part.memory.take_partial("prefix", query, splits).output.data_ptr() == taken.data_ptr()
+    assert len(part.memory.slabs["prefix"]) == 1
+
+
+@pytest.mark.parametrize("gib", [16, 22, 24, 48, 80, 141])
+def test_partial_results_take_a_small_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch, gib: int) -> None:
+    total = gib << 30
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=total))
+    taken = 4 * count_partials(torch.device("cuda"))
+    assert total / 600 < taken <= total / 256
+    assert taken <= 4 * MOST_PARTIALS
 
 
 def test_a_group_must_leave_each_row_its_newest_token() -> None:
