@@ -22,7 +22,7 @@ Case = tuple[int, str, dict[str, Any]]
 
 BF16, FP16, FP32 = "bfloat16", "float16", "float32"
 GATED = {90: 2, 100: 2, 120: 0}  # tiles of the gated product that fit; without any, it is computed separately
-MOST_STACK = 512  # bytes of a thread for registers that do not suffice
+MOST_STACK = 1024  # bytes of a thread for registers that do not suffice
 CASES: list[Case] = [
     (80, "attention", {"dtype": BF16, "dim": 128, "group": 4}),
     (86, "attention", {"dtype": BF16, "dim": 256, "group": 7, "page_size": 64}),
