@@ -18,7 +18,9 @@ from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.copies import pin, to_device
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.row_decode import RowDecode
-from toka_async.kernels.decode import MOST_PARTIALS, Partial
+from toka_async.attention.tile_parts import split_tiles
+from toka_async.kernels.decode import MOST_PARTIALS, Partial, merge
+from toka_async.kernels.occupancy import count_resident
 from toka_async.kernels.prefill import attend_chunks, attend_prefixes, prefill_config
 
 PREFIX_PROGRAMS_PER_SM = 2
@@ -144,42 +146,83 @@ class TritonDecode:
         return max(min(wanted, most, MOST_PREFIX_SPLITS), 1)
 
 
+@dataclass(slots=True, frozen=True)
+class _ChunkPlan:
+    """tiles, parts, partial: see `attend_chunks`. merged: see `merge`; no rows if no tile has several parts."""
+
+    batch: AttentionBatch
+    window: int
+    tiles: Tensor
+    parts: Tensor | None = None
+    merged: Tensor | None = None
+    partial: Partial | None = None
+
+
 class TritonChunks:
     """`ChunkPart` that cuts chunks into tiles, the longest first."""
 
     def __init__(self, cache: KVCache, num_heads: int, scale: float | None = None) -> None:
         self.cache = cache
         self.scale = scale if scale is not None else cache.head_dim**-0.5
+        self.num_heads = num_heads
+        self.device = cache.keys[0].device
         group_size = num_heads // cache.num_kv_heads
         self.config = prefill_config(cache.head_dim, group_size, cache.keys[0].dtype)
         self.tile_queries = self.config.queries(group_size)
-        self.step: tuple[AttentionBatch, int, Tensor] | None = None
+        self.programs = max(1, self._count_programs() // cache.num_kv_heads)  # of each KV head that run at once
+        self.step: _ChunkPlan | None = None
 
     def plan(self, batch: AttentionBatch, window: int) -> None:
         lengths = batch.query_lengths[batch.num_decode :].astype(np.int64)
         seen = batch.context_lengths[batch.num_decode :] - lengths + 1
         rows = np.arange(batch.num_decode, len(batch.query_lengths))
         tiles = _cut_tiles(rows, np.cumsum(lengths) - lengths, lengths, seen, self.tile_queries, causal=True)
-        # The last to start are the shortest, so that no program runs long when the others are done.
-        tiles[1:] = tiles[1:][np.argsort(-tiles[1:, 3], kind="stable")]
-        self.step = (batch, window, to_device(tiles.astype(np.int32), self.cache.keys[0].device))
+        split = split_tiles(tiles, window, self.tile_queries, self.config.block_keys, self.programs)
+        if split is None:
+            # The last to start are the shortest, so that no program runs long when the others are done.
+            tiles[1:] = tiles[1:][np.argsort(-tiles[1:, 3], kind="stable")]
+            self.step = _ChunkPlan(batch, window, self._upload(tiles))
+            return
+        shape = (split.num_partials * self.tile_queries, self.num_heads, self.cache.head_dim)
+        partial = Partial(
+            torch.empty(shape, dtype=torch.float32, device=self.device),
+            torch.empty(shape[:2], dtype=torch.float32, device=self.device),
+        )
+        tiles_there, parts, merged = (self._upload(table) for table in (split.tiles, split.parts, split.merged))
+        self.step = _ChunkPlan(batch, window, tiles_there, parts, merged, partial)
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
-        assert self.step is not None
-        batch, window, tiles = self.step
+        step = self.step
+        assert step is not None
         attend_chunks(
             query,
             self.cache.keys[layer],
             self.cache.values[layer],
-            batch.page_table,
-            batch.slots,
-            tiles,
-            len(tiles) - 1,
+            step.batch.page_table,
+            step.batch.slots,
+            step.tiles,
+            len(step.tiles) - 1,
             output,
             self.scale,
-            window,
+            step.window,
             self.config,
+            step.parts,
+            step.partial,
         )
+        if step.partial is not None and step.merged is not None:
+            merge(step.partial, step.merged, self.tile_queries, output)
+
+    def _upload(self, table: Int64) -> Tensor:
+        return to_device(table.astype(np.int32), self.device)
+
+    def _count_programs(self) -> int:
+        """Counts the programs that run at once, by one run without tiles; 1 if there is no GPU."""
+        if self.device.type != "cuda":
+            return 1
+        keys, zero = self.cache.keys[0], torch.zeros((1, 4), dtype=torch.int32, device=self.device)
+        query = keys.new_zeros(1, self.num_heads, self.cache.head_dim)
+        kernel = attend_chunks(query, keys, keys, zero, zero[0].long(), zero, 1, query, 1.0, 0, self.config)
+        return count_resident(kernel, self.device)
 
 
 class _Memory:

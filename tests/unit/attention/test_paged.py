@@ -247,7 +247,21 @@ def test_chunks_are_cut_into_tiles_longest_first() -> None:
     part.plan(case.batch, 0)
     assert part.step is not None
     # row, first query, queries, keys that it sees
-    assert part.step[2].tolist() == [[3, 0, 0, 0], [2, 6, 2, 21], [1, 4, 2, 8], [1, 0, 4, 4]]
+    assert part.step.tiles.tolist() == [[3, 0, 0, 0], [2, 6, 2, 21], [1, 4, 2, 8], [1, 0, 4, 4]]
+
+
+@pytest.mark.parametrize("windows", [(0,), (1200,)])
+def test_a_few_tokens_after_many_are_split_over_keys(windows: tuple[int, ...]) -> None:
+    case = Case(0, 16, [], [], [(1500, 6), (3, 2)], windows)
+    for chunks in case.backend.chunks.values():
+        assert isinstance(chunks, TritonChunks)
+        chunks.programs = 4
+    case.check(case.batch)
+    part = case.backend.chunks[windows[0]]
+    assert isinstance(part, TritonChunks)
+    assert part.step is not None
+    assert part.step.merged is not None
+    assert part.step.merged[:, 0].tolist() == list(range(6))
 
 
 def test_scale() -> None:
