@@ -145,13 +145,14 @@ def _add_triton(sources: Sources, limits: AttentionLimits) -> str:
 
     Returns why none can, and the fix; empty if parts were added.
     """
-    from toka_async.attention.triton import PartialMemory, TritonChunks, TritonDecode, count_partials
+    from toka_async.attention.prefix_memory import PrefixMemory, count_partials
+    from toka_async.attention.triton import TritonChunks, TritonDecode
     from toka_async.kernels.built import UnbuiltError, find_built
     from toka_async.kernels.prefill import PrefillConfig, list_prefill_configs
 
     cache, num_heads, scale = limits.cache, limits.num_heads, limits.scale
     device = cache.keys[0].device
-    memory = PartialMemory(device, count_partials(device))
+    memory = PrefixMemory(device, count_partials(device))
 
     def make_sources(tiles: PrefillConfig) -> Sources:
         decode = partial(TritonDecode, cache, num_heads, scale, tiles, memory)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -21,8 +20,7 @@ from toka_async.attention.blocks import TileLimits
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.paged import PagedAttention
 from toka_async.attention.reference import ReferenceAttention
-from toka_async.attention.triton import TritonChunks, TritonDecode, count_partials
-from toka_async.kernels.decode import MOST_PARTIALS, Splits
+from toka_async.attention.triton import TritonChunks, TritonDecode
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLES = 60 if DEVICE.type == "cuda" else 2  # the interpreter is slow
@@ -67,6 +65,7 @@ class Case:
         for decode in self.backend.decodes.values():
             assert isinstance(decode, TritonDecode)
             decode.num_sms = num_sms
+            decode.rows.programs = [num_sms, num_sms]
 
     def check(self, batch: AttentionBatch, graph: bool = False) -> None:
         """All layers of a step, and what they leave in the cache; with a graph's plan, or after a plan of the batch."""
@@ -139,18 +138,9 @@ def test_equals_the_reference(
 def test_many_splits(num_sms: int) -> None:
     case = Case(1, 16, [(2, 10)], [], [], num_sms=num_sms)
     case.check(case.batch)
-    step = decode_part(case).step
-    assert step is not None
-    assert step.shared is not None
-    assert (step.shared.splits > 1) == (num_sms > 1)
-
-
-def test_long_rows_are_split() -> None:
-    case = Case(0, 16, [], [300], [], num_sms=8)
-    case.check(case.batch)
-    step = decode_part(case).step
-    assert step is not None
-    assert step.splits == Splits(3, 128)
+    shared = decode_part(case).shared
+    assert shared is not None
+    assert (shared.splits > 1) == (num_sms > 1)
 
 
 def test_a_prefix_is_read_once() -> None:
@@ -225,37 +215,13 @@ def test_groups_that_stay_are_not_sent_again() -> None:
     assert data[:3].tolist() == [0, 0, 0]
 
 
-def test_graphs_keep_the_memory_that_they_were_captured_with() -> None:
-    case = Case(0, 4, [], [3, 3], [], num_sms=4)
-    part = decode_part(case)
-    query = torch.zeros((2, 6, DIM), device=DEVICE)
-    first = part.memory.take_partial("splits", query, 2)
-    larger = part.memory.take_partial("splits", query, 4)
-    assert part.memory.take_partial("splits", query[:1], 4).output.data_ptr() == larger.output.data_ptr()
-    assert any(slab.data_ptr() == first.output.data_ptr() for slab in part.memory.slabs["splits"])
-
-
-@pytest.mark.parametrize("num_rows", [1, 2, 40, 8192])
-def test_prefixes_never_need_more_memory_than_was_taken_at_first(num_rows: int) -> None:
+def test_prefixes_never_need_more_memory_than_was_taken_at_first() -> None:
     """A cache that is sized after the attention was built leaves no room for more."""
-    case = Case(0, 4, [], [3, 3], [], num_sms=132)
-    part = decode_part(case)
-    (taken,) = part.memory.slabs["prefix"]
-    query = torch.zeros((num_rows, 6, DIM), device=DEVICE)
-    for num_tiles in (1, 2, 30):
-        splits = part._count_prefix_splits(num_tiles, num_rows)
-        if splits > 1:  # otherwise the result lies in the output
-            assert part.memory.take_partial("prefix", query, splits).output.data_ptr() == taken.data_ptr()
-    assert len(part.memory.slabs["prefix"]) == 1
-
-
-@pytest.mark.parametrize("gib", [16, 22, 24, 48, 80, 141])
-def test_partial_results_take_a_small_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch, gib: int) -> None:
-    total = gib << 30
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=total))
-    taken = 4 * count_partials(torch.device("cuda"))
-    assert total / 600 < taken <= total / 256
-    assert taken <= 4 * MOST_PARTIALS
+    part = decode_part(Case(0, 4, [], [3, 3], [], num_sms=132))
+    for num_rows in (1, 2, 40, 8192):
+        for num_tiles in (1, 2, 30):
+            splits = part._count_prefix_splits(num_tiles, num_rows)
+            assert splits == 1 or splits * num_rows * 6 * DIM <= part.memory.most
 
 
 def test_a_group_must_leave_each_row_its_newest_token() -> None:
@@ -267,10 +233,9 @@ def test_a_group_must_leave_each_row_its_newest_token() -> None:
 def test_groups_out_of_every_window_are_left_out() -> None:
     case = Case(0, 4, [(2, 5), (2, 2)], [], [], windows=(16,))
     case.check(case.batch)
-    step = decode_part(case).step
-    assert step is not None
-    assert step.shared is not None
-    assert step.shared.skip.tolist() == [0, 0, 8, 8]
+    shared = decode_part(case).shared
+    assert shared is not None
+    assert shared.skip.tolist() == [0, 0, 8, 8]
 
 
 def test_chunks_are_cut_into_tiles_longest_first() -> None:
@@ -281,7 +246,21 @@ def test_chunks_are_cut_into_tiles_longest_first() -> None:
     part.plan(case.batch, 0)
     assert part.step is not None
     # row, first query, queries, keys that it sees
-    assert part.step[2].tolist() == [[3, 0, 0, 0], [2, 6, 2, 21], [1, 4, 2, 8], [1, 0, 4, 4]]
+    assert part.step.tiles.tolist() == [[3, 0, 0, 0], [2, 6, 2, 21], [1, 4, 2, 8], [1, 0, 4, 4]]
+
+
+@pytest.mark.parametrize("windows", [(0,), (1200,)])
+def test_a_few_tokens_after_many_are_split_over_keys(windows: tuple[int, ...]) -> None:
+    case = Case(0, 16, [], [], [(1500, 6), (3, 2)], windows)
+    for chunks in case.backend.chunks.values():
+        assert isinstance(chunks, TritonChunks)
+        chunks.programs = 4
+    case.check(case.batch)
+    part = case.backend.chunks[windows[0]]
+    assert isinstance(part, TritonChunks)
+    assert part.step is not None
+    assert part.step.merged is not None
+    assert part.step.merged[:, 0].tolist() == list(range(6))
 
 
 def test_scale() -> None:
