@@ -250,6 +250,10 @@ def _decode(
     is_head = in_group < group
     is_query = is_head[:, None] & (column < dim)[None, :]
     head = row * num_heads + kv_head * group + in_group
+    if length == 0:  # the merge leaves out what has a log-sum-exp of +inf
+        if is_split:
+            tl.store(lse + split.to(tl.int64) * num_rows * num_heads + head, float("inf"), mask=is_head)
+        return
     place = head[:, None] * dim + column[None, :]
     queries = tl.load(query + place, mask=is_query, other=0.0)
 

@@ -225,3 +225,16 @@ def test_configurations_fit(head_dim: int, dtype: torch.dtype, is_short: bool) -
     assert (
         2 * config.num_stages * config.block * head_dim * dtype.itemsize <= 64 << 10
     )  # three programs a multiprocessor
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_rows_without_keys_are_left_alone(splits: int) -> None:
+    """They fill up a batch: what their outputs are is somebody else's."""
+    case = PagedCase(0, [40, 5, 33], 4, 2, 3, 16, DEVICE)
+    query = case.normal(3, 6, 16)
+    whole = run(case, query, splits=splits)
+    case.contexts[1] = 0
+    output = torch.full_like(query, 7.0)
+    run(case, query, splits=splits, output=output)
+    assert output[1].eq(7.0).all()
+    assert torch.equal(output[[0, 2]], whole[[0, 2]])
