@@ -33,6 +33,7 @@ PREFIX_PROGRAMS_PER_SM = 2
 SHORT = 400  # keys of a row, on average, for which blocks are small
 UNEVEN = 1.3  # times the mean that the longest row must have for the rows' order to matter
 MOST_PREFIX_SPLITS = 8
+SPARE_TILES = 32  # programs of a captured step beside those for full tiles: each chunk may have one that is not full
 KEPT_GROUPS = 64  # descriptions of groups that are kept: a step's parts have the same groups in the next step
 
 
@@ -199,6 +200,16 @@ class TritonDecode:
         return max(min(wanted, most, MOST_PREFIX_SPLITS), 1)
 
 
+@dataclass(slots=True, frozen=True)
+class _ChunkPlan:
+    """tiles: see `attend_chunks`."""
+
+    batch: AttentionBatch
+    window: int
+    tiles: Tensor
+    num_programs: int
+
+
 class TritonChunks:
     """`ChunkPart` that cuts chunks into tiles, the longest first."""
 
@@ -208,31 +219,45 @@ class TritonChunks:
         group_size = num_heads // cache.num_kv_heads
         self.config = prefill_config(cache.head_dim, group_size, cache.keys[0].dtype)
         self.tile_queries = self.config.queries(group_size)
-        self.step: tuple[AttentionBatch, int, Tensor] | None = None
+        self.step: _ChunkPlan | None = None
 
     def plan(self, batch: AttentionBatch, window: int) -> None:
-        lengths = batch.query_lengths[batch.num_decode :].astype(np.int64)
-        seen = batch.context_lengths[batch.num_decode :] - lengths + 1
-        rows = np.arange(batch.num_decode, len(batch.query_lengths))
-        tiles = _cut_tiles(rows, np.cumsum(lengths) - lengths, lengths, seen, self.tile_queries, causal=True)
+        chunks = slice(batch.num_decode, None)
+        tiles = self.cut(batch.num_decode, batch.query_lengths[chunks], batch.context_lengths[chunks])
+        self.step = _ChunkPlan(batch, window, to_device(tiles, self.cache.keys[0].device), len(tiles) - 1)
+
+    def plan_graph(self, batch: AttentionBatch, window: int, tiles: Tensor) -> None:
+        """Prepares for a capture; tiles int32 [n, 4] are refilled before each replay, with what `cut` returns."""
+        num_programs = -(-len(batch.write_indices) // self.tile_queries) + SPARE_TILES
+        self.step = _ChunkPlan(batch, window, tiles, min(num_programs, len(tiles) - 1))
+
+    def cut(self, first_row: int, lengths: Int32, contexts: Int32 | Int64, first_query: int = 0) -> Int32:
+        """Cuts chunks of rows from `first_row` on into the tiles of `attend_chunks`, the longest first."""
+        counts, rows = lengths.astype(np.int64), np.arange(first_row, first_row + len(lengths))
+        firsts, seen = first_query + np.cumsum(counts) - counts, contexts - counts + 1
+        tiles = _cut_tiles(rows, firsts, counts, seen, self.tile_queries, causal=True)
         # The last to start are the shortest, so that no program runs long when the others are done.
         tiles[1:] = tiles[1:][np.argsort(-tiles[1:, 3], kind="stable")]
-        self.step = (batch, window, to_device(tiles.astype(np.int32), self.cache.keys[0].device))
+        return tiles.astype(np.int32)
+
+    def count_tiles(self, num_tokens: int, num_rows: int) -> int:
+        """Counts the entries that `cut` returns at most for so many tokens of so many rows."""
+        return 1 + num_tokens // self.tile_queries + num_rows
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
-        assert self.step is not None
-        batch, window, tiles = self.step
+        step = self.step
+        assert step is not None
         attend_chunks(
             query,
             self.cache.keys[layer],
             self.cache.values[layer],
-            batch.page_table,
-            batch.slots,
-            tiles,
-            len(tiles) - 1,
+            step.batch.page_table,
+            step.batch.slots,
+            step.tiles,
+            step.num_programs,
             output,
             self.scale,
-            window,
+            step.window,
             self.config,
         )
 
