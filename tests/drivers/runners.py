@@ -11,6 +11,7 @@ from tests.fakes.graphs import FakeGraphs
 from tests.fakes.plain_kernels import PlainKernels
 from toka_async.checkpoint.spec import read_spec
 from toka_async.config import CacheConfig, Config, ScheduleConfig
+from toka_async.runner.mixed import MixedPass
 from toka_async.runner.runner import Runner
 from toka_async.startup.runner_factory import RunnerFactory
 
@@ -54,7 +55,7 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fake_graphs(monkeypatch: pytest.MonkeyPatch, plain_kernels: None) -> FakeGraphs:  # noqa: ARG001
-    """Decoding steps of such runners can be captured."""
+    """Steps of such runners can be captured."""
     from toka_async.runner.decode import DecodePass
 
     graphs, decode = FakeGraphs(monkeypatch), DecodePass._decode
@@ -62,5 +63,9 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch, plain_kernels: None) -> FakeGra
         DecodePass,
         "_decode",
         lambda self, num_rows, grouped: graphs.capturable(partial(decode, self))(num_rows, grouped),
+    )
+    begin = MixedPass._begin
+    monkeypatch.setattr(
+        MixedPass, "_begin", lambda self, size: graphs.capturable(lambda size, _: begin(self, size))(size, False)
     )
     return graphs

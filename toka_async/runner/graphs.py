@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from toka_async.attention.base import GraphAttention, PrefixGroup
+from toka_async.attention.base import CapturedAttention, PrefixGroup
 
 # Computes a step of (rows, grouped). Returns tensors of as many rows.
 DecodeStep = Callable[[int, bool], tuple[Tensor, ...]]
@@ -40,7 +40,7 @@ def list_graph_sizes(most: int) -> list[int]:
 class DecodeGraphs:
     """Graphs by number of rows. The largest is captured first, so that the others share its memory."""
 
-    def __init__(self, decode: DecodeStep, attention: GraphAttention, sizes: Sequence[int], grouped: bool) -> None:
+    def __init__(self, decode: DecodeStep, attention: CapturedAttention, sizes: Sequence[int], grouped: bool) -> None:
         self._attention = attention
         self._sizes = sorted(sizes)
         self._graphs: dict[tuple[int, bool], _Captured] = {}
