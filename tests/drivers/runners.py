@@ -58,14 +58,16 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch, plain_kernels: None) -> FakeGra
     """Steps of such runners can be captured."""
     from toka_async.runner.decode import DecodePass
 
-    graphs, decode = FakeGraphs(monkeypatch), DecodePass._decode
-    monkeypatch.setattr(
-        DecodePass,
-        "_decode",
-        lambda self, num_rows, grouped: graphs.capturable(partial(decode, self))(num_rows, grouped),
-    )
+    graphs = FakeGraphs(monkeypatch)
+
+    def make_capturable(method: str, name: str) -> None:
+        computes = getattr(DecodePass, method)
+        monkeypatch.setattr(
+            DecodePass, method, lambda self, *args: graphs.capturable(partial(computes, self), name)(*args)
+        )
+
+    for method, name in {"_decode": "step", "_draw": "plain", "_keep_hidden": "torch"}.items():
+        make_capturable(method, name)
     begin = MixedPass._begin
-    monkeypatch.setattr(
-        MixedPass, "_begin", lambda self, size: graphs.capturable(lambda size, _: begin(self, size))(size, False)
-    )
+    monkeypatch.setattr(MixedPass, "_begin", lambda self, size: graphs.capturable(partial(begin, self), "mixed")(size))
     return graphs

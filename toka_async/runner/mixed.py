@@ -62,7 +62,7 @@ class MixedPass:
         """
         self._grouped = grouped
         self._inputs = {size: self._make_inputs(size) for size in sizes}
-        graphs = DecodeGraphs(lambda size, _: self._begin(size), self._attention, sizes, grouped=False)
+        graphs = DecodeGraphs(lambda size, _: self._begin(size), {}, self._attention, sizes, grouped=False)
         with torch.inference_mode():
             if self._make_residuals is not None:
                 self._residuals = self._make_residuals(max(sizes))

@@ -59,11 +59,11 @@ def test_chunks_beside_decoding_rows_are_replayed(fake_graphs: FakeGraphs) -> No
     start(driver, 9)
     for num_steps, lengths in enumerate(([4], [5], [], []), 1):
         driver.step(lengths)  # compares the tokens
-        assert fake_graphs.num_replays() == num_steps
+        assert fake_graphs.num_replays("mixed") == num_steps
     start(driver, 13, SLOW)
     start(driver, 2)
     driver.step([13, 2])  # and a decoding row: 16 tokens
-    assert fake_graphs.num_replays() == 5
+    assert fake_graphs.num_replays("mixed") == 5
     assert [graph.num_replays for graph in fake_graphs.graphs] == [1, 1, 3]  # of 16, 8 and 4 tokens
 
 
@@ -72,16 +72,16 @@ def test_larger_steps_are_not(fake_graphs: FakeGraphs) -> None:
     capture(driver, [4, 8])
     start(driver, 9)
     driver.step([9])
-    assert fake_graphs.num_replays() == 0
+    assert fake_graphs.num_replays("mixed") == 0
     driver.step()
-    assert fake_graphs.num_replays() == 1
+    assert fake_graphs.num_replays("mixed") == 1
 
 
 def test_nothing_is_replayed_without_graphs(fake_graphs: FakeGraphs) -> None:
     driver = Driver(4, use_kernels=True)
     start(driver, 5)
     driver.step([5])
-    assert fake_graphs.num_replays() == 0
+    assert fake_graphs.num_replays("mixed") == 0
 
 
 def test_more_rows_than_attention_has_programs_for_are_not(
@@ -92,10 +92,10 @@ def test_more_rows_than_attention_has_programs_for_are_not(
     capture(driver, [16])
     rows = [start(driver, length) for length in (3, 4, 5)]
     driver.step([5] * 3)
-    assert fake_graphs.num_replays() == 0
+    assert fake_graphs.num_replays("mixed") == 0
     driver.free(rows[0])
     driver.step()
-    assert fake_graphs.num_replays() == 1
+    assert fake_graphs.num_replays("mixed") == 1
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
@@ -106,8 +106,8 @@ def test_stages_replay_their_parts(fake_graphs: FakeGraphs, num_stages: int) -> 
         start(driver, length)
     for lengths in ([4, 2, 5], [5], [], []):
         driver.step(lengths)  # compares the tokens
-    assert fake_graphs.num_replays() % num_stages == 0
-    assert fake_graphs.num_replays() >= 4 * num_stages
+    assert fake_graphs.num_replays("mixed") % num_stages == 0
+    assert fake_graphs.num_replays("mixed") >= 4 * num_stages
 
 
 def test_padding_writes_no_page_of_a_row(fake_graphs: FakeGraphs) -> None:
@@ -122,7 +122,7 @@ def test_padding_writes_no_page_of_a_row(fake_graphs: FakeGraphs) -> None:
     driver.free_pages = driver.free_pages[: -len(gone.pages)]  # nobody else takes them
     for lengths in ([4, 1], [2], [], [], []):
         driver.step(lengths)
-    assert fake_graphs.num_replays() == 6
+    assert fake_graphs.num_replays("mixed") == 6
     written = {int(page) for page in np.flatnonzero((cache.tokens >= 0).any(1))}
     assert written - {page for row in (*rows, gone) for page in row.pages} == {SCRATCH}
     assert (cache.tokens[SCRATCH] >= 0).sum() == 1
@@ -165,7 +165,7 @@ def test_log_probs_of_prompts(fake_graphs: FakeGraphs) -> None:
         assert as_i32(done.token_ids).tolist() == as_i32(expected.token_ids).tolist()
         assert as_f32(done.logprobs).tolist() == as_f32(expected.logprobs).tolist()
         assert done.prompts == expected.prompts
-    assert fake_graphs.num_replays() == 4
+    assert fake_graphs.num_replays("mixed") == 4
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -175,7 +175,7 @@ def test_groups_are_set_where_graphs_can_have_any(fake_graphs: FakeGraphs, group
     assert runner.mixed is not None
     list(runner.mixed.capture([4, 16, 32], grouped))
     run(runner, GREEDY, num_shared=2, num_grouped=2)
-    assert fake_graphs.num_replays() == 4
+    assert fake_graphs.num_replays("mixed") == 4
     group = (PrefixGroup(0, 2, 2),)
     assert attention.groups == ([(), group, group, group] if grouped else [])
 
@@ -190,7 +190,7 @@ def test_results_outlive_the_next_replay(fake_graphs: FakeGraphs) -> None:
     launched = [replaying.launch(step) for step in steps]
     for step, expected in zip(launched, map(plain.run, steps), strict=True):
         assert as_i32(step.collect().token_ids).tolist() == as_i32(expected.token_ids).tolist()
-    assert fake_graphs.num_replays() == len(steps)
+    assert fake_graphs.num_replays("mixed") == len(steps)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that are interpreted need a machine without a GPU")
