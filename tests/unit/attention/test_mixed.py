@@ -102,7 +102,7 @@ def test_one_plan_serves_steps_of_all_kinds(windows: tuple[int, ...], num_sms: i
     case = Case(1, 5, [], [28, 1, 9], [(0, 7), (20, 3)], windows)
     graph = Graph(case, 24, 8)
     for decode in graph.attention.decodes.values():
-        decode.num_sms = num_sms
+        decode.rows.programs = [num_sms] * 2
     graph.attention.plan_mixed(graph.batch, False, graph.chunks)
     for rows in ([3], [0, 1, 2, 3, 4], [0, 1], [2, 4]):
         graph.check(make_part(case.batch, rows))

@@ -24,7 +24,6 @@ from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.paged import PagedAttention
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.attention.triton import TritonChunks, TritonDecode
-from toka_async.kernels.decode import Splits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLES = 60 if DEVICE.type == "cuda" else 2  # the interpreter is slow
@@ -69,6 +68,7 @@ class Case:
         for decode in self.backend.decodes.values():
             assert isinstance(decode, TritonDecode)
             decode.num_sms = num_sms
+            decode.rows.programs = [num_sms, num_sms]
 
     def check(self, batch: AttentionBatch, graph: bool = False) -> None:
         """All layers of a step, and what they leave in the cache; with a graph's plan, or after a plan of the batch."""
@@ -141,18 +141,9 @@ def test_equals_the_reference(
 def test_many_splits(num_sms: int) -> None:
     case = Case(1, 16, [(2, 10)], [], [], num_sms=num_sms)
     case.check(case.batch)
-    step = decode_part(case).step
-    assert step is not None
-    assert step.shared is not None
-    assert (step.shared.splits > 1) == (num_sms > 1)
-
-
-def test_long_rows_are_split() -> None:
-    case = Case(0, 16, [], [300], [], num_sms=8)
-    case.check(case.batch)
-    step = decode_part(case).step
-    assert step is not None
-    assert step.splits == Splits(3, 128)
+    shared = decode_part(case).shared
+    assert shared is not None
+    assert (shared.splits > 1) == (num_sms > 1)
 
 
 def test_a_prefix_is_read_once() -> None:
@@ -231,10 +222,10 @@ def test_graphs_keep_the_memory_that_they_were_captured_with() -> None:
     case = Case(0, 4, [], [3, 3], [], num_sms=4)
     part = decode_part(case)
     query = torch.zeros((2, 6, DIM), device=DEVICE)
-    first = part.memory.take_partial("splits", query, 2)
-    larger = part.memory.take_partial("splits", query, 4)
-    assert part.memory.take_partial("splits", query[:1], 4).output.data_ptr() == larger.output.data_ptr()
-    assert any(slab.data_ptr() == first.output.data_ptr() for slab in part.memory.slabs["splits"])
+    first = part.memory.take_partial("prefix", query, 2)
+    larger = part.memory.take_partial("prefix", query, 4)
+    assert part.memory.take_partial("prefix", query[:1], 4).output.data_ptr() == larger.output.data_ptr()
+    assert any(slab.data_ptr() == first.output.data_ptr() for slab in part.memory.slabs["prefix"])
 
 
 def test_a_group_must_leave_each_row_its_newest_token() -> None:
@@ -246,10 +237,9 @@ def test_a_group_must_leave_each_row_its_newest_token() -> None:
 def test_groups_out_of_every_window_are_left_out() -> None:
     case = Case(0, 4, [(2, 5), (2, 2)], [], [], windows=(16,))
     case.check(case.batch)
-    step = decode_part(case).step
-    assert step is not None
-    assert step.shared is not None
-    assert step.shared.skip.tolist() == [0, 0, 8, 8]
+    shared = decode_part(case).shared
+    assert shared is not None
+    assert shared.skip.tolist() == [0, 0, 8, 8]
 
 
 def test_chunks_are_cut_into_tiles_longest_first() -> None:
