@@ -20,6 +20,8 @@ from toka_async.attention.paged import run_beside
 from toka_async.attention.triton import TritonChunks, TritonDecode
 from toka_async.kernels.append import append
 
+FEW_TOKENS = 16
+
 
 class MixedGraphAttention:
     """`MixedAttention` over a `KVCache`, with a sliding window per layer (0: none)."""
@@ -32,12 +34,16 @@ class MixedGraphAttention:
         scale: float | None = None,
         side: torch.cuda.Stream | None = None,
     ) -> None:
-        """side: a stream on which decoding rows are attended beside chunks; None: one after the other."""
+        """side: a stream on which decoding rows are attended beside chunks; None: one after the other.
+
+        In graphs of few tokens they always are: there a kernel may start before the one in front of it has ended.
+        """
         self.cache = cache
         self.windows = tuple(windows)
         self.decodes = {window: TritonDecode(cache, num_heads, scale) for window in sorted({*windows})}
         self.chunks = {window: TritonChunks(cache, num_heads, scale) for window in sorted({*windows})}
         self.side = side
+        self.forks = False
         self.num_rows = 0
         self.write_indices = torch.empty(0, dtype=torch.int64)
 
@@ -49,6 +55,7 @@ class MixedGraphAttention:
 
     def plan_mixed(self, batch: AttentionBatch, grouped: bool, chunks: Tensor) -> None:
         self.num_rows, self.write_indices = batch.num_decode, batch.write_indices
+        self.forks = len(batch.write_indices) > FEW_TOKENS
         for window, decode in self.decodes.items():
             decode.plan_graph(batch, grouped, window)
             self.chunks[window].plan_graph(batch, window, chunks.view(-1, 4))
@@ -69,7 +76,7 @@ class MixedGraphAttention:
         output = torch.empty_like(query)  # of padding it stays as it is
         window, rows = self.windows[layer], slice(self.num_rows)
         run_beside(
-            self.side,
+            self.side if self.forks else None,
             partial(self.chunks[window].run, layer, query, output),
             partial(self.decodes[window].run, layer, query[rows], output[rows]),
         )

@@ -136,7 +136,9 @@ class _GraphInputs:
 
     def __init__(self, num_tokens: int, num_rows: int, num_cells: int, padding: int, device: torch.device) -> None:
         self.num_rows = num_rows
-        self._sizes = [num_tokens] * 3 + [num_rows] * 6 + [num_cells]
+        sizes = [num_tokens] * 3 + [num_rows] * 6 + [num_cells]
+        # Views begin at 16 bytes, so that kernels see one alignment only.
+        self._sizes = [-(-size // 4) * 4 for size in sizes]
         self._padding = padding
         self._memory = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
         (
@@ -150,7 +152,7 @@ class _GraphInputs:
             self.sample_slots,
             self.sample_contexts,
             self.chunks,
-        ) = torch.split(self._memory, self._sizes)
+        ) = (part[:size] for part, size in zip(torch.split(self._memory, self._sizes), sizes, strict=True))
         self._upload(())
 
     def fill(self, rows: RowTables, step_rows: StepRows, attention: MixedAttention) -> None:
