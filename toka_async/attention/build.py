@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -19,7 +19,13 @@ from toka_async.attention.try_out import try_chunks, try_decode
 from toka_async.checkpoint.spec import ModelError
 
 if TYPE_CHECKING:  # these need Triton, which is not everywhere
-    from toka_async.attention.paged import DecodeKernel, GraphDecodePart, PagedAttention, PrefillKernel
+    from toka_async.attention.paged import (
+        DecodeKernel,
+        GraphDecodePart,
+        GraphPrefillPart,
+        PagedAttention,
+        PrefillKernel,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +76,12 @@ class AttentionParts:
 
 @dataclass(slots=True)
 class Sources:
-    """Makers of the parts to choose from, by name. captured: makes the decode part in graphs."""
+    """Makers of the parts to choose from, by name. captured, captured_chunks: make the parts in graphs."""
 
     decode: dict[str, Callable[[], DecodeKernel]] = field(default_factory=dict)
     chunks: dict[str, Callable[[], PrefillKernel]] = field(default_factory=dict)
     captured: Callable[[], GraphDecodePart] | None = None
+    captured_chunks: Callable[[], GraphPrefillPart] | None = None
 
 
 def build_attention(
@@ -114,7 +121,8 @@ def build_attention(
     device = cache.keys[0].device
     side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
     paged = _assemble(sources, limits, table, side)
-    graphs, mixed = (paged, _build_mixed(limits, side)) if sources.captured else (None, None)
+    graphs = paged if sources.captured else None
+    mixed = _build_mixed(sources, limits, side)
     return BuiltAttention(paged, graphs, table.find_smallest_group(), table.pays, table, mixed)
 
 
@@ -150,7 +158,8 @@ def _add_triton(sources: Sources, limits: AttentionLimits) -> None:
     cache, num_heads, scale = limits.cache, limits.num_heads, limits.scale
     sources.captured = lambda: TritonDecode(cache, num_heads, scale)
     sources.decode["triton"] = sources.captured
-    sources.chunks["triton"] = lambda: TritonChunks(cache, num_heads, scale)
+    sources.captured_chunks = lambda: TritonChunks(cache, num_heads, scale)
+    sources.chunks["triton"] = sources.captured_chunks
 
 
 def _add_flashinfer(sources: Sources, limits: AttentionLimits) -> None:
@@ -180,7 +189,7 @@ def _try_flashinfer(sources: Sources, limits: AttentionLimits, must: bool) -> So
 
     Raises ModelError if they must work and do not.
     """
-    more = Sources(dict(sources.decode), dict(sources.chunks), sources.captured)
+    more = replace(sources, decode=dict(sources.decode), chunks=dict(sources.chunks))
     try:
         _add_flashinfer(more, limits)
         added = {name: make for name, make in more.decode.items() if name not in sources.decode}
@@ -230,7 +239,9 @@ def _assemble(
     return PagedAttention(limits.cache, limits.num_heads, limits.windows, decode, chunks, side)
 
 
-def _build_mixed(limits: AttentionLimits, side: torch.cuda.Stream | None) -> MixedAttention:
+def _build_mixed(sources: Sources, limits: AttentionLimits, side: torch.cuda.Stream | None) -> MixedAttention | None:
+    if sources.captured is None or sources.captured_chunks is None:
+        return None
     from toka_async.attention.mixed import MixedGraphAttention
 
-    return MixedGraphAttention(limits.cache, limits.num_heads, limits.windows, limits.scale, side)
+    return MixedGraphAttention(limits.cache, limits.windows, sources.captured, sources.captured_chunks, side)

@@ -168,26 +168,31 @@ class TritonChunks:
 
     def plan(self, batch: AttentionBatch, window: int) -> None:
         chunks = slice(batch.num_decode, None)
-        tiles = self.cut(batch.num_decode, batch.query_lengths[chunks], batch.context_lengths[chunks])
-        self.step = _ChunkPlan(batch, window, to_device(tiles, self.cache.keys[0].device), len(tiles) - 1)
+        tiles = self._cut(batch.num_decode, 0, batch.query_lengths[chunks], batch.context_lengths[chunks])
+        self.step = _ChunkPlan(
+            batch, window, to_device(tiles.astype(np.int32), self.cache.keys[0].device), len(tiles) - 1
+        )
 
-    def plan_graph(self, batch: AttentionBatch, window: int, tiles: Tensor) -> None:
-        """Prepares for a capture; tiles int32 [n, 4] are refilled before each replay, with what `cut` returns."""
+    def count_cells(self, num_tokens: int, num_rows: int) -> int:
+        return 4 * (1 + num_tokens // self.tile_queries + num_rows)
+
+    def describe(self, cells: Int32, num_decode: int, lengths: Int32, contexts: Int64, window: int) -> None:  # noqa: ARG002
+        tiles = self._cut(num_decode, num_decode, lengths, contexts)
+        cells[: tiles.size] = tiles.ravel()
+
+    def plan_graph(self, batch: AttentionBatch, window: int, cells: Tensor) -> None:
+        tiles = cells.view(-1, 4)
         num_programs = -(-len(batch.write_indices) // self.tile_queries) + SPARE_TILES
         self.step = _ChunkPlan(batch, window, tiles, min(num_programs, len(tiles) - 1))
 
-    def cut(self, first_row: int, lengths: Int32, contexts: Int32 | Int64, first_query: int = 0) -> Int32:
-        """Cuts chunks of rows from `first_row` on into the tiles of `attend_chunks`, the longest first."""
+    def _cut(self, first_row: int, first_query: int, lengths: Int32, contexts: Int32 | Int64) -> Int64:
+        """Cuts chunks into tiles, as `attend_chunks` takes them."""
         counts, rows = lengths.astype(np.int64), np.arange(first_row, first_row + len(lengths))
         firsts, seen = first_query + np.cumsum(counts) - counts, contexts - counts + 1
         tiles = _cut_tiles(rows, firsts, counts, seen, self.tile_queries, causal=True)
         # The last to start are the shortest, so that no program runs long when the others are done.
         tiles[1:] = tiles[1:][np.argsort(-tiles[1:, 3], kind="stable")]
-        return tiles.astype(np.int32)
-
-    def count_tiles(self, num_tokens: int, num_rows: int) -> int:
-        """Counts the entries that `cut` returns at most for so many tokens of so many rows."""
-        return 1 + num_tokens // self.tile_queries + num_rows
+        return tiles
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
         step = self.step

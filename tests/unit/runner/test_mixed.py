@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -198,6 +199,7 @@ def test_results_outlive_the_next_replay(fake_graphs: FakeGraphs) -> None:
 def test_a_decoder_computes_the_same_tokens(model_dir: Path) -> None:
     """With our kernels' attention in graphs, against the reference without."""
     from toka_async.attention.mixed import MixedGraphAttention
+    from toka_async.attention.triton import TritonChunks, TritonDecode
 
     spec, cpu = read_spec(model_dir), torch.device("cpu")
     decoder = build_decoder(spec, torch.float32, cpu)
@@ -208,7 +210,8 @@ def test_a_decoder_computes_the_same_tokens(model_dir: Path) -> None:
         cache = KVCache(
             spec.num_layers, ready.num_pages + 1, spec.num_kv_heads, ready.page_size, spec.head_dim, torch.float32, cpu
         )
-        mixed = MixedGraphAttention(cache, spec.num_heads, spec.windows)
+        decode, chunks = partial(TritonDecode, cache, spec.num_heads), partial(TritonChunks, cache, spec.num_heads)
+        mixed = MixedGraphAttention(cache, spec.windows, decode, chunks)
         built = BuiltAttention(ReferenceAttention(cache, spec.num_heads, spec.windows), mixed=mixed)
         return Runner(ready, cpu, decoder, cache, built)
 
