@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.unit.attention.test_paged import ALONE, DEVICE, DIM, Case
+from toka_async.attention import triton
 from toka_async.attention.base import AttentionBatch
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.mixed import MixedGraphAttention
@@ -20,12 +21,25 @@ from toka_async.attention.reference import ReferenceAttention
 from toka_async.attention.triton import TritonChunks, TritonDecode
 
 
+@pytest.fixture(autouse=True)
+def few_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs without work take the interpreter's time too."""
+    monkeypatch.setattr(triton, "MERGED_QUERIES", 4)
+
+
 class Graph:
     """The tensors of a captured step of `num_tokens` and `num_rows`, planned once for all steps of a case's cache."""
 
-    def __init__(self, case: Case, num_tokens: int, num_rows: int, grouped: bool = False) -> None:
+    def __init__(
+        self,
+        case: Case,
+        num_tokens: int,
+        num_rows: int,
+        grouped: bool = False,
+        attention: MixedGraphAttention | None = None,
+    ) -> None:
         self.case = case
-        self.attention = MixedGraphAttention(case.cache, case.windows, case._decode, case._chunks)
+        self.attention = attention or MixedGraphAttention(case.cache, case.windows, case._decode, case._chunks)
         self.chunks = torch.zeros(self.attention.count_chunk_cells(num_tokens, num_rows), dtype=torch.int32)
         self.chunks = self.chunks.to(DEVICE)
         table = case.batch.page_table
@@ -135,6 +149,21 @@ def test_there_may_be_more_tiles_than_programs() -> None:
         chunks.step = replace(chunks.step, num_programs=2)
     graph.check(case.batch)
     assert graph.chunks[0] == 6
+
+
+@pytest.mark.parametrize(("window", "tokens"), [(0, 4), (1200, 4), (0, 5)])
+def test_few_tokens_after_many_are_split_over_keys(window: int, tokens: int) -> None:
+    """Where the graph has room for their parts, of 4 queries; and then a step in which no tile is split."""
+    case = Case(0, 16, [], [3], [(1500, tokens), (2, 2)], (window,))
+    graph = Graph(case, 8, 4)
+    for chunks in graph.attention.chunks.values():
+        assert isinstance(chunks, TritonChunks)
+        chunks.programs = 4
+    graph = Graph(case, 8, 4, attention=graph.attention)
+    graph.check(case.batch)
+    assert graph.chunks[0] == (3 if tokens == 4 else 2)
+    graph.check(make_part(case.batch, [0, 2]))
+    assert graph.chunks[0] == 1
 
 
 def test_nothing_is_planned_step_by_step() -> None:

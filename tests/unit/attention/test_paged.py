@@ -253,6 +253,20 @@ def test_chunks_are_cut_into_tiles_longest_first() -> None:
     assert part.step.tiles.tolist() == [[3, 0, 0, 0], [2, 6, 2, 21], [1, 4, 2, 8], [1, 0, 4, 4]]
 
 
+@pytest.mark.parametrize("windows", [(0,), (1200,)])
+def test_a_few_tokens_after_many_are_split_over_keys(windows: tuple[int, ...]) -> None:
+    case = Case(0, 16, [], [], [(1500, 6), (3, 2)], windows)
+    for chunks in case.backend.chunks.values():
+        assert isinstance(chunks, TritonChunks)
+        chunks.programs = 4
+    case.check(case.batch)
+    part = case.backend.chunks[windows[0]]
+    assert isinstance(part, TritonChunks)
+    assert part.step is not None
+    assert part.step.merged is not None
+    assert part.step.merged[:, 0].tolist() == list(range(6))
+
+
 def test_scale() -> None:
     case = Case(0, 4, [(2, 2)], [9], [(2, 3)])
     case.backend.decodes[0] = TritonDecode(case.cache, 6, scale=0.0)

@@ -196,11 +196,13 @@ def test_results_outlive_the_next_replay(fake_graphs: FakeGraphs) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that are interpreted need a machine without a GPU")
 @pytest.mark.usefixtures("fake_graphs")
-def test_a_decoder_computes_the_same_tokens(model_dir: Path) -> None:
+def test_a_decoder_computes_the_same_tokens(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With our kernels' attention in graphs, against the reference without."""
+    from toka_async.attention import triton
     from toka_async.attention.mixed import MixedGraphAttention
     from toka_async.attention.triton import TritonChunks, TritonDecode
 
+    monkeypatch.setattr(triton, "MERGED_QUERIES", 4)
     spec, cpu = read_spec(model_dir), torch.device("cpu")
     decoder = build_decoder(spec, torch.float32, cpu)
     random_weights(decoder, seed=0)
