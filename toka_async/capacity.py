@@ -28,6 +28,7 @@ from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
 from toka_async.config import Config, ParallelConfig
 from toka_async.runner.micro_batches import count_most_rows, count_most_tokens
 from toka_async.startup.cache_size import (
+    choose_graph_tokens,
     compute_spare_bytes,
     count_graph_bytes,
     count_page_bytes,
@@ -96,11 +97,18 @@ class Stage:
         of_rows = limits.max_seqs * count_row_bytes(self._counted, limits, self.dtype, page_size, num_parts)
         return of_tokens + of_rows + self._shared(limits, config.parallel)
 
-    def count_graphs(self, limits: RankLimits, config: Config) -> int:
-        """Bytes in which captured steps compute."""
-        most = count_most_rows(limits.max_seqs, config.parallel.num_micro_batches)
-        num_rows = min(config.graphs.max_rows, most) if config.graphs.enabled else 0
-        return count_graph_bytes(self._counted, self.dtype, num_rows)
+    def count_graphs(self, limits: RankLimits, config: Config, memory: int) -> int:
+        """Bytes in which captured steps compute on a GPU of `memory` bytes."""
+        graphs, num_parts = config.graphs, config.parallel.num_micro_batches
+        if not graphs.enabled:
+            return 0
+        num_rows = min(graphs.max_rows, count_most_rows(limits.max_seqs, num_parts))
+        auto = choose_graph_tokens(self.part, self.dtype, memory)
+        num_tokens = min(
+            auto if graphs.max_tokens == "auto" else graphs.max_tokens,
+            count_most_tokens(limits.max_seqs, limits.max_tokens, num_parts),
+        )
+        return count_graph_bytes(self._counted, self.dtype, num_rows, num_tokens)
 
     @property
     def _counted(self) -> ModelSpec:
@@ -132,7 +140,7 @@ def make_plan(config: Config, memory: int) -> CapacityPlan:
     limits = fit_limits(asked, config.schedule, partial(_check_step, config, stages, usable))
     num_ranks = config.parallel.pp * config.parallel.tp
     ranks = [
-        _make_rank_plan(config, limits, usable, gpu, *divmod(gpu % num_ranks, config.parallel.tp), stages)
+        _make_rank_plan(config, limits, memory, usable, gpu, *divmod(gpu % num_ranks, config.parallel.tp), stages)
         for gpu in range(config.parallel.dp * num_ranks)
     ]
     return CapacityPlan(config, spec, dtype, memory, limits, ranks)
@@ -151,11 +159,18 @@ def _check_step(config: Config, stages: Sequence[Stage], usable: int, limits: Ra
 
 
 def _make_rank_plan(
-    config: Config, limits: RankLimits, usable: int, gpu: int, index: int, tp_rank: int, stages: Sequence[Stage]
+    config: Config,
+    limits: RankLimits,
+    memory: int,
+    usable: int,
+    gpu: int,
+    index: int,
+    tp_rank: int,
+    stages: Sequence[Stage],
 ) -> RankPlan:
     stage, page_size = stages[index], config.cache.page_size
     step = stage.count_largest_step(limits, config)
-    left = usable - stage.weights - step - stage.count_graphs(limits, config)
+    left = usable - stage.weights - step - stage.count_graphs(limits, config, memory)
     num_pages = max(0, left) // count_page_bytes(stage.part, config.cache, stage.dtype)
     return RankPlan(
         gpu=gpu,

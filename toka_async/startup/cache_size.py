@@ -22,6 +22,8 @@ LINKED = 4  # residuals of a token that a stage holds beside its own: two that c
 # Bytes beside what steps and graphs allocate: graphs' nodes, libraries' workspaces, waste in the allocator's blocks.
 _SPARE_SHARE = 0.02
 _SPARE_BYTES = 1 << 30
+_GRAPH_SHARE = 0.01  # of a GPU's memory, which steps with prompts may take in graphs
+_MOST_GRAPH_TOKENS = 4096
 
 
 def count_page_bytes(spec: ModelSpec, cache: CacheConfig, dtype: torch.dtype) -> int:
@@ -143,10 +145,26 @@ def count_token_bytes(spec: ModelSpec, dtype: torch.dtype, num_parts: int = 1) -
     return a_token * dtype.itemsize + bytes_per_token(spec, dtype)
 
 
-def count_graph_bytes(spec: ModelSpec, dtype: torch.dtype, num_rows: int) -> int:
-    """Counts the bytes in which all graphs of up to so many decoding rows compute, beside those of other steps."""
-    a_row = count_token_bytes(spec, dtype) - bytes_per_token(spec, dtype) + spec.vocab_size * dtype.itemsize
-    return num_rows * a_row
+def count_graph_bytes(spec: ModelSpec, dtype: torch.dtype, num_rows: int, num_tokens: int) -> int:
+    """Counts the bytes of the memory in which graphs compute, which lies beside that of other steps.
+
+    num_rows: of the largest graph of decoding rows. num_tokens: of the largest graph of steps with prompts.
+    """
+    a_token = count_graph_token_bytes(spec, dtype)
+    return num_rows * (a_token + spec.vocab_size * dtype.itemsize) + num_tokens * a_token
+
+
+def count_graph_token_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Counts a token's bytes in the memory of graphs: its keys and values lie in the cache."""
+    return count_token_bytes(spec, dtype) - bytes_per_token(spec, dtype)
+
+
+def choose_graph_tokens(spec: ModelSpec, dtype: torch.dtype, total: int) -> int:
+    """Chooses the tokens of the largest captured step with prompts on a GPU of `total` bytes.
+
+    A larger step takes the device longer than the host, so that a graph would save nothing.
+    """
+    return min(_MOST_GRAPH_TOKENS, int(_GRAPH_SHARE * total) // count_graph_token_bytes(spec, dtype))
 
 
 def count_row_bytes(spec: ModelSpec, limits: RankLimits, dtype: torch.dtype, page_size: int, num_parts: int = 1) -> int:

@@ -21,8 +21,10 @@ from toka_async.runner.graphs import list_graph_sizes
 from toka_async.runner.token_history import TokenHistory
 from toka_async.startup.cache_size import (
     check_largest_step,
+    choose_graph_tokens,
     compute_cache_memory,
     count_graph_bytes,
+    count_graph_token_bytes,
     count_largest_step_pages,
     count_page_bytes,
     count_row_bytes,
@@ -87,9 +89,9 @@ def test_the_cache_gets_what_is_left(memory: Memory) -> None:
 def test_graphs_take_what_is_counted_for_them(spec: ModelSpec) -> None:
     """All activations of a layer's widest moment, and logits; keys and values lie in the cache."""
     dtype = torch.bfloat16
-    assert count_graph_bytes(spec, dtype, 0) == 0
-    a_row = count_graph_bytes(spec, dtype, 1)
-    assert count_graph_bytes(spec, dtype, 512) == 512 * a_row
+    assert count_graph_bytes(spec, dtype, 0, 0) == 0
+    a_row = count_graph_bytes(spec, dtype, 1, 0)
+    assert count_graph_bytes(spec, dtype, 512, 7) == 512 * a_row + 7 * count_graph_token_bytes(spec, dtype)
     decoder = build_decoder(spec, dtype, torch.device("cpu"))
     hidden = torch.zeros(3, spec.hidden_size, dtype=dtype)
     (gate_up,) = {weight.shape[0] for name, weight in decoder.named_parameters() if name.endswith("gate_up.weight")}
@@ -112,7 +114,7 @@ def test_nothing_is_taken_after_the_cache_that_was_not_left_for_it(
     weights = layers * (3 * inner * hidden + 3 * hidden * hidden) * 2 + 128_256 * hidden * 2
     peak = weights + 2 * GIB
     memory.reserved, memory.free = peak + GIB, total - peak - GIB - GIB // 2  # and half for CUDA itself
-    of_graphs = count_graph_bytes(spec, torch.bfloat16, rows)
+    of_graphs = count_graph_bytes(spec, torch.bfloat16, rows, choose_graph_tokens(spec, torch.bfloat16, total))
     cache = compute_cache_memory(GPU, 0.9, peak) - of_graphs
     if cache <= 0:
         return  # the start refuses
@@ -218,3 +220,11 @@ def test_automatic_limits_become_smaller_until_they_fit(
     else:
         fitted = fit_limits(limits, schedule, check)
         assert (fitted.max_seqs, fitted.max_tokens) == expected
+
+
+def test_graphs_take_little_of_the_memory(tmp_path: Path, spec: ModelSpec) -> None:
+    assert choose_graph_tokens(spec, torch.bfloat16, 80 * GIB) == 4096
+    wide = read_spec(make_checkpoint(tmp_path, "llama", hidden_size=8192, intermediate_size=28672))
+    tokens = choose_graph_tokens(wide, torch.bfloat16, 24 * GIB)
+    assert 512 < tokens < 4096
+    assert 0.009 < tokens * count_graph_token_bytes(wide, torch.bfloat16) / (24 * GIB) <= 0.01
