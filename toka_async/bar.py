@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from typing import TextIO
 
+Show = Callable[[int, int, str], None]  # is told how many of how many are done, and what they are
 WIDTH = 30  # of the bar, if there is room
+
+
+def show_nothing(done: int, total: int, what: str) -> None:
+    """A `Show` where nobody looks."""
 
 
 def get_columns(stream: TextIO) -> int | None:

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Literal
 
 from toka_async.attention import flashinfer
@@ -14,6 +15,7 @@ from toka_async.attention.choice import AutoChunks, AutoDecode, ChoiceTable, cho
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.attention.try_out import try_chunks, try_decode
+from toka_async.bar import Show, show_nothing
 from toka_async.checkpoint.spec import ModelError
 
 if TYPE_CHECKING:  # these need Triton, which is not everywhere
@@ -84,11 +86,14 @@ def build_attention(
     scale: float | None = None,
     table: ChoiceTable = NOT_MEASURED,
     choose: Callable[[AttentionParts], ChoiceTable] | None = None,
+    with_flashinfer: bool = True,
+    show: Show = show_nothing,
 ) -> BuiltAttention:
     """Builds the backend over `cache`, for steps of up to max_seqs rows and max_tokens.
 
     windows: of each layer. table: to choose by. choose: makes it, once every part has run; it may measure on the cache,
-    but not write.
+    but not write. with_flashinfer: `auto` may use FlashInfer, which compiles its modules if they are missing. show:
+    (parts tried, all, what they are).
 
     Raises ModelError when the backend cannot attend over this cache; the message says why, and what can.
     """
@@ -102,9 +107,9 @@ def build_attention(
     if chosen != "flashinfer":
         _add_triton(sources, limits)
         if choose is not None:
-            _try_out(sources, limits)
-    if chosen == "flashinfer" or (chosen == "auto" and not flashinfer.explain_no_flashinfer(cache)):
-        sources = _try_flashinfer(sources, limits, must=chosen == "flashinfer")
+            _try_out(sources, limits, show)
+    if chosen == "flashinfer" or (chosen == "auto" and with_flashinfer and not _explain_no_flashinfer(cache)):
+        sources = _try_flashinfer(sources, limits, show, must=chosen == "flashinfer")
     if choose is not None:
         table = choose(_make_parts(sources, limits))
         logger.info("attention: %s", table.summarize())
@@ -116,7 +121,7 @@ def resolve_backend(backend: Backend, cache: KVCache) -> Backend:
     """Resolves `auto`: the reference without a GPU or Triton. Raises ModelError for a backend that cannot work."""
     if backend == "reference":
         return backend
-    reason = flashinfer.explain_no_flashinfer(cache) if backend == "flashinfer" else explain_no_triton(cache)
+    reason = _explain_no_flashinfer(cache) if backend == "flashinfer" else explain_no_triton(cache)
     if not reason and importlib.util.find_spec("triton") is None:
         reason = "the package triton is not installed; pip install triton, or use reference"
     if not reason:
@@ -138,6 +143,11 @@ def explain_no_triton(cache: KVCache) -> str:
     return ""
 
 
+def _explain_no_flashinfer(cache: KVCache) -> str:
+    keys = cache.keys[0]
+    return flashinfer.explain_no_flashinfer(keys.device, keys.dtype, cache.head_dim)
+
+
 def _add_triton(sources: Sources, limits: AttentionLimits) -> None:
     from toka_async.attention.triton import TritonChunks, TritonDecode
 
@@ -156,7 +166,6 @@ def _add_flashinfer(sources: Sources, limits: AttentionLimits) -> None:
         limits.max_tokens,
         flashinfer.make_workspace(limits.cache, limits.num_heads),
     )
-    flashinfer.compile_kernels(shape, limits.windows)
     sources.decode["flashinfer"] = lambda: flashinfer.FlashInferDecode(shape)
     sources.chunks["flashinfer"] = lambda: flashinfer.FlashInferChunks(shape)
     if "triton" in sources.decode:
@@ -165,8 +174,8 @@ def _add_flashinfer(sources: Sources, limits: AttentionLimits) -> None:
         sources.decode["mixed"] = lambda: CascadeDecode(shape)
 
 
-def _try_flashinfer(sources: Sources, limits: AttentionLimits, must: bool) -> Sources:
-    """Adds FlashInfer's parts, if they work here: first use compiles them, which takes a compiler.
+def _try_flashinfer(sources: Sources, limits: AttentionLimits, show: Show, must: bool) -> Sources:
+    """Adds FlashInfer's parts, if they work here.
 
     Raises ModelError if they must work and do not.
     """
@@ -174,9 +183,9 @@ def _try_flashinfer(sources: Sources, limits: AttentionLimits, must: bool) -> So
     try:
         _add_flashinfer(more, limits)
         added = {name: make for name, make in more.decode.items() if name not in sources.decode}
-        _try_out(Sources(added, {"flashinfer": more.chunks["flashinfer"]}), limits)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        _try_out(Sources(added, {"flashinfer": more.chunks["flashinfer"]}), limits, show)
+    except flashinfer.FAILURES as error:
+        reason = flashinfer.explain_failure(error)
         if must:
             raise ModelError(f"attention.backend=flashinfer: it does not work here: {reason}; use auto") from error
         logger.warning("attention.backend=auto: FlashInfer does not work here, so it is not used: %s", reason)
@@ -184,13 +193,19 @@ def _try_flashinfer(sources: Sources, limits: AttentionLimits, must: bool) -> So
     return more
 
 
-def _try_out(sources: Sources, limits: AttentionLimits) -> None:
+def _try_out(sources: Sources, limits: AttentionLimits, show: Show) -> None:
     """Runs parts with every window of the model, since windows are compiled into them."""
-    for window in sorted({0, *limits.windows}):
+    cache, num_heads = limits.cache, limits.num_heads
+    windows = sorted({0, *limits.windows})
+    total = len(windows) * (len(sources.decode) + len(sources.chunks))
+    done = count()
+    for window in windows:
         for make_decode in sources.decode.values():
-            try_decode(limits.cache, limits.num_heads, make_decode(), limits.max_seqs, window)
+            show(next(done), total, "kernels compiled and tried")
+            try_decode(cache, num_heads, make_decode(), limits.max_seqs, window)
         for make_chunks in sources.chunks.values():
-            try_chunks(limits.cache, limits.num_heads, make_chunks(), window)
+            show(next(done), total, "kernels compiled and tried")
+            try_chunks(cache, num_heads, make_chunks(), window)
 
 
 def _make_parts(sources: Sources, limits: AttentionLimits) -> AttentionParts:

@@ -26,6 +26,7 @@ from toka_async.messages import FromRank, RankDevice, Ready, Step, StepDone, ToR
 from toka_async.procs.child import Alive, ChildSpec, ParentLink, Resources, Started
 from toka_async.procs.progress import WorkProgress, answer_while_moving
 from toka_async.procs.stage_report import StageReport
+from toka_async.startup.progress import StartupProgress
 from toka_async.startup.rank_coords import RankCoords
 from toka_async.startup.simulated import SimulatedRank, make_simulated_ready
 from toka_async.transport.base import Outbox
@@ -219,9 +220,12 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[
     if place.world_size > 1 and LOOPBACK in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # all ranks are on this machine
 
-    from toka_async.startup.runner_factory import RunnerFactory
+    is_first = place.world_rank == 0
+    stages = StartupProgress(shown=is_first and spec.replica == spec.life == 0, logged=is_first)
+    with stages.stage("libraries", "loading torch"):
+        from toka_async.startup.runner_factory import RunnerFactory
 
-    runner = RunnerFactory(model_dir, shape, config, place).build()
+    runner = RunnerFactory(model_dir, shape, config, place, stages, compiles_first=spec.warm).build()
     return runner.ready, lambda step: runner.launch(step).collect, runner.enter_thread
 
 
