@@ -80,7 +80,7 @@ class ModuleCompilation:
                 if isinstance(status, CompilerFailure):
                     reason = status.reason
                 else:
-                    show(status.done, status.total, "FlashInfer files compiled")
+                    show(status.done, status.total, "files compiled")
         code = self.process.wait()
         if reason or code:
             raise RuntimeError(reason or f"the compiling process ended with exit code {code}")

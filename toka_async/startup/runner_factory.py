@@ -124,7 +124,7 @@ class RunnerFactory:
         with_flashinfer = self._prepare_flashinfer()
         with self.stages.stage("memory", "computing the largest step"):
             num_pages = self.groups.world.minimum(self._count_pages(decoder, stage, with_flashinfer))
-        with self.stages.stage("attention", "compiling kernels"):
+        with self.stages.stage("attention", "allocating the cache"):
             runner = self._make_runner(decoder, stage, num_pages, with_flashinfer, self._choose_table)
         self._warm_up(runner, decoder, max_graph_rows)
         self.stages.report()
@@ -281,9 +281,10 @@ class RunnerFactory:
     ) -> Runner:
         """Makes a runner over a new cache. choose: see `build_attention`; None: the runner is for a trial."""
         spec, limits, page_size = self.rank_spec, self.limits, self.config.cache.page_size
+        show = show_nothing if choose is None else self.stages.show
         # One page more, for rows that only fill up a batch.
         cache = KVCache(
-            spec.num_layers, num_pages + 1, spec.num_kv_heads, page_size, spec.head_dim, self.dtype, self.device
+            spec.num_layers, num_pages + 1, spec.num_kv_heads, page_size, spec.head_dim, self.dtype, self.device, show
         )
         attention = build_attention(
             self.config.attention.backend,
@@ -294,7 +295,7 @@ class RunnerFactory:
             max_tokens=limits.max_tokens,
             choose=choose,
             with_flashinfer=with_flashinfer,
-            show=show_nothing if choose is None else self.stages.show,
+            show=show,
         )
         group_min_seqs, group_min_tokens = self.groups.world.agree(attention.smallest_group, tuple[int, int])
         ready = Ready(
