@@ -8,6 +8,7 @@ when a part is built. Knows the cache and rows, no model and no kernels of ours.
 from __future__ import annotations
 
 import importlib.util
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ _WORK_BYTES = 28  # bytes of FlashAttention 3's schedule for each tile and head
 _MOST_WORKS = 4096  # tiles beyond which all heads share one schedule
 LEAST_ROWS = 512  # rows for which plans have room: trying out kernels takes more than small limits
 _DEFAULT_SCHEDULE = 8 << 20  # bytes that a wrapper brings
+_FAILED = re.compile(r"error:|not found|no such file|killed", re.IGNORECASE)
 FAILURES = (ImportError, OSError, RuntimeError, ValueError)  # what it raises where it does not work
 
 
@@ -46,9 +48,9 @@ def explain_no_flashinfer(device: torch.device, dtype: torch.dtype, head_dim: in
 
 
 def explain_failure(error: Exception) -> str:
-    """Explains in one line why FlashInfer failed: the first line about an error, as compilers write much around it."""
+    """Explains in one line why FlashInfer failed: the first line that says so, as compilers write much around it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return next((line for line in lines if "error" in line.lower()), lines[0])
+    return next((line for line in lines if _FAILED.search(line)), lines[0])
 
 
 @dataclass(slots=True, frozen=True)

@@ -18,6 +18,7 @@ from toka_async.bar import clear_line, draw_line, get_columns, write_line
 
 LONG = 2.0  # seconds after which a stage is worth a line
 _REDRAW_SECONDS, _LINE_SECONDS = 0.1, 5.0  # between two drawings of the bar, and two lines
+_LEAST_REPORTED = 0.05  # seconds of a stage that the report names
 _TICK = 0.25  # seconds between two looks at the clock
 
 logger = logging.getLogger(__name__)
@@ -77,8 +78,8 @@ class StartupProgress:
         """Logs all stages' times in one line, if the start was long."""
         seconds = sum(self.seconds.values())
         if self._reports and seconds >= LONG:
-            parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
-            logger.info("warm after %.1f s: %s", seconds, parts)
+            parts = [f"{name} {each:.1f} s" for name, each in self.seconds.items() if each >= _LEAST_REPORTED]
+            logger.info("warm after %.1f s: %s", seconds, ", ".join(parts))
 
     def _follow(self, ended: threading.Event) -> None:
         """Tells the time while the stage lasts."""

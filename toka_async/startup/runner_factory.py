@@ -187,6 +187,7 @@ class RunnerFactory:
             self.tuning_cache,
             self.groups.world,
             None if self.tuning is None else self.tuning.tune_layers,
+            show=self.stages.show,
         )
 
     def _count_graph_rows(self, layouts: LayoutPolicy | None = None) -> int:

@@ -168,6 +168,10 @@ def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", "RuntimeError"),
         ("Could not find nvcc\nand more", "Could not find nvcc"),
         (
+            "Ninja build failed. Ninja output:\n[1/3] nvcc -c error.cu\n/bin/sh: 1: nvcc: not found\nninja: stopped",
+            "/bin/sh: 1: nvcc: not found",
+        ),
+        (
             "Ninja build failed. Ninja output:\n[1/3] nvcc -c a.cu\na.cu(3): error: no such type\nninja: stopped",
             "a.cu(3): error: no such type",
         ),

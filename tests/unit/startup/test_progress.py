@@ -35,12 +35,12 @@ def test_times_of_stages(clock: Clock) -> None:
 
 def test_a_report_is_one_line(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     stages = StartupProgress(io.StringIO())
-    for name, seconds in (("weights", 2.0), ("graphs", 1.25)):
+    for name, seconds in (("weights", 2.0), ("memory", 0.01), ("graphs", 1.25)):
         with stages.stage(name):
             clock.now += seconds
     with caplog.at_level(logging.INFO, stages_module.__name__):
         stages.report()
-    assert caplog.messages == ["warm after 3.2 s: weights 2.0 s, graphs 1.2 s"]
+    assert caplog.messages == ["warm after 3.3 s: weights 2.0 s, graphs 1.2 s"]
 
 
 def test_a_quick_start_is_not_reported(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:

@@ -113,10 +113,10 @@ def test_what_was_found_is_told(
     """All choices ask the same cache."""
     cache = TuningCache(tmp_path, {})
 
-    def layouts(*args: Any) -> LayoutPolicy:
+    def layouts(*args: Any, **options: Any) -> LayoutPolicy:
         (given,) = [value for value in args if isinstance(value, TuningCache)]
         given.find("async-tp", {}, list[int])
-        return build_layouts(*args)
+        return build_layouts(*args, **options)
 
     monkeypatch.setattr(runner_factory, "open_tuning_cache", lambda *_: cache)
     monkeypatch.setattr(runner_factory, "build_layouts", layouts)
