@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -16,6 +17,7 @@ from toka_async.attention.choice import AutoChunks, AutoDecode, ChoiceTable, cho
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.attention.try_out import try_chunks, try_decode
+from toka_async.bar import Show, show_nothing
 from toka_async.checkpoint.spec import ModelError
 from toka_async.kernels.support import explain_no_kernels
 
@@ -95,11 +97,14 @@ def build_attention(
     scale: float | None = None,
     table: ChoiceTable = NOT_MEASURED,
     choose: Callable[[AttentionParts], ChoiceTable] | None = None,
+    with_flashinfer: bool = True,
+    show: Show = show_nothing,
 ) -> BuiltAttention:
     """Builds the backend over `cache`, for steps of up to max_seqs rows and max_tokens.
 
     windows: of each layer. table: to choose by. choose: makes it, once every part has run; it may measure on the cache,
-    but not write.
+    but not write. with_flashinfer: `auto` may use FlashInfer, which compiles its modules if they are missing. show:
+    (parts tried, all, what they are).
 
     Raises ModelError when the backend cannot attend over this cache; the message says why, and what can.
     """
@@ -108,12 +113,12 @@ def build_attention(
     limits = AttentionLimits(cache, num_heads, tuple(windows), scale, max_seqs, max_tokens)
     sources = Sources()
     if chosen in ("auto", "triton"):
-        chosen = _fall_back(chosen, cache, _add_triton(sources, limits))
+        chosen = _fall_back(chosen, cache, _add_triton(sources, limits, show))
     if chosen == "reference":
         reference = ReferenceAttention(cache, num_heads, windows, scale)
         return BuiltAttention(reference, None, reference.find_smallest_group(), every_group_pays)
-    if chosen == "flashinfer" or (chosen == "auto" and not flashinfer.explain_no_flashinfer(cache)):
-        sources = _try_flashinfer(sources, limits, must=chosen == "flashinfer")
+    if chosen == "flashinfer" or (chosen == "auto" and with_flashinfer and not _explain_no_flashinfer(cache)):
+        sources = _try_flashinfer(sources, limits, show, must=chosen == "flashinfer")
     if choose is not None:
         table = choose(_make_parts(sources, limits))
         logger.info("attention: %s", table.summarize())
@@ -129,7 +134,7 @@ def resolve_backend(backend: Backend, cache: KVCache) -> Backend:
     """Resolves `auto`: the reference without a GPU or Triton. Raises ModelError for a backend that cannot work."""
     if backend == "reference":
         return backend
-    reason = flashinfer.explain_no_flashinfer(cache) if backend == "flashinfer" else ""
+    reason = _explain_no_flashinfer(cache) if backend == "flashinfer" else ""
     return _fall_back(backend, cache, reason or explain_no_triton(cache))
 
 
@@ -154,7 +159,12 @@ def explain_no_triton(cache: KVCache) -> str:
     return ""
 
 
-def _add_triton(sources: Sources, limits: AttentionLimits) -> str:
+def _explain_no_flashinfer(cache: KVCache) -> str:
+    keys = cache.keys[0]
+    return flashinfer.explain_no_flashinfer(keys.device, keys.dtype, cache.head_dim)
+
+
+def _add_triton(sources: Sources, limits: AttentionLimits, show: Show) -> str:
     """Adds our own parts, with the largest tiles whose kernels can be built here.
 
     Returns why none can, and the fix; empty if parts were added.
@@ -175,7 +185,7 @@ def _add_triton(sources: Sources, limits: AttentionLimits) -> str:
 
     configs = list_prefill_configs(cache.head_dim, num_heads // cache.num_kv_heads, cache.keys[0].dtype)
     try:
-        tiles = find_built(configs, lambda tiles: _try_out(make_sources(tiles), limits))
+        tiles = find_built(configs, lambda tiles: _try_out(make_sources(tiles), limits, show))
     except UnbuiltError as error:
         return f"our kernels cannot be built here: {error}; use reference"
     if tiles != configs[0]:
@@ -199,7 +209,6 @@ def _add_flashinfer(sources: Sources, limits: AttentionLimits) -> None:
         )
         for _ in range(2)
     )
-    flashinfer.compile_kernels(shape, limits.windows)
     sources.decode["flashinfer"] = lambda: flashinfer.FlashInferDecode(shape)
     sources.chunks["flashinfer"] = lambda: flashinfer.FlashInferChunks(of_chunks)
     if "triton" in sources.decode:
@@ -208,8 +217,8 @@ def _add_flashinfer(sources: Sources, limits: AttentionLimits) -> None:
         sources.decode["mixed"] = lambda: CascadeDecode(shape)
 
 
-def _try_flashinfer(sources: Sources, limits: AttentionLimits, must: bool) -> Sources:
-    """Adds FlashInfer's parts, if they work here: first use compiles them, which takes a compiler.
+def _try_flashinfer(sources: Sources, limits: AttentionLimits, show: Show, must: bool) -> Sources:
+    """Adds FlashInfer's parts, if they work here.
 
     Raises ModelError if they must work and do not.
     """
@@ -217,9 +226,9 @@ def _try_flashinfer(sources: Sources, limits: AttentionLimits, must: bool) -> So
     try:
         _add_flashinfer(more, limits)
         added = {name: make for name, make in more.decode.items() if name not in sources.decode}
-        _try_out(Sources(added, {"flashinfer": more.chunks["flashinfer"]}), limits)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        _try_out(Sources(added, {"flashinfer": more.chunks["flashinfer"]}), limits, show)
+    except flashinfer.FAILURES as error:
+        reason = flashinfer.explain_failure(error)
         if must:
             raise ModelError(f"attention.backend=flashinfer: it does not work here: {reason}; use auto") from error
         logger.warning("attention.backend=auto: FlashInfer does not work here, so it is not used: %s", reason)
@@ -227,13 +236,19 @@ def _try_flashinfer(sources: Sources, limits: AttentionLimits, must: bool) -> So
     return more
 
 
-def _try_out(sources: Sources, limits: AttentionLimits) -> None:
+def _try_out(sources: Sources, limits: AttentionLimits, show: Show) -> None:
     """Runs parts with every window of the model, since windows are compiled into them."""
-    for window in sorted({0, *limits.windows}):
+    cache, num_heads = limits.cache, limits.num_heads
+    windows = sorted({0, *limits.windows})
+    total = len(windows) * (len(sources.decode) + len(sources.chunks))
+    done = count()
+    for window in windows:
         for make_decode in sources.decode.values():
-            try_decode(limits.cache, limits.num_heads, make_decode(), limits.max_seqs, window)
+            show(next(done), total, "kernels compiled and tried")
+            try_decode(cache, num_heads, make_decode(), limits.max_seqs, window)
         for make_chunks in sources.chunks.values():
-            try_chunks(limits.cache, limits.num_heads, make_chunks(), window)
+            show(next(done), total, "kernels compiled and tried")
+            try_chunks(cache, num_heads, make_chunks(), window)
 
 
 def _make_parts(sources: Sources, limits: AttentionLimits) -> AttentionParts:

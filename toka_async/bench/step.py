@@ -68,9 +68,10 @@ def measure(options: argparse.Namespace, config: Config) -> StepResult:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     from toka_async.bench.floor import Floor
     from toka_async.startup.device import resolve_dtype
+    from toka_async.startup.progress import StartupProgress
     from toka_async.startup.runner_factory import RunnerFactory
 
-    runner = RunnerFactory(model_dir, spec, config).build()
+    runner = RunnerFactory(model_dir, spec, config, stages=StartupProgress()).build()
     dtype = resolve_dtype(config.model, spec, runner.device)
     floor = Floor(spec, dtype, runner.device)
     times, skipped = [], []

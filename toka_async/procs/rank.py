@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -27,6 +28,7 @@ from toka_async.messages import FromRank, RankDevice, Ready, Step, StepDone, ToR
 from toka_async.procs.child import Alive, ChildSpec, ParentLink, Resources, Started
 from toka_async.procs.progress import WorkProgress, answer_while_moving
 from toka_async.procs.stage_report import StageReport
+from toka_async.startup.progress import StartupProgress
 from toka_async.startup.rank_coords import RankCoords
 from toka_async.startup.simulated import SimulatedRank, make_simulated_ready
 from toka_async.transport.base import Outbox
@@ -61,6 +63,8 @@ def run(link: ParentLink) -> None:
     try:
         if spec.config.model.device == "simulated":
             serve_simulated(link, steps, results)
+        elif spec.warm and not has_device(spec.config.model.device):
+            warm_without_gpu(link)
         else:
             serve(link, steps, results)
     except ModelError as error:
@@ -88,6 +92,26 @@ def serve_simulated(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbo
                 done = rank.run(part)
                 if answers:
                     results.send(done)
+
+
+def has_device(device: str) -> bool:
+    """Whether there is what the configuration asks for: a GPU, unless it asks for a CPU."""
+    if device == "cpu":
+        return True
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def warm_without_gpu(link: ParentLink) -> NoReturn:
+    """Do for a later start what needs no GPU, and wait for the end. Raises ModelError."""
+    from toka_async.startup.without_gpu import compile_without_gpu
+
+    if link.spec.rank == 0:
+        compile_without_gpu(read_spec(Path(link.spec.model_dir)), link.spec.config, StartupProgress())
+    link.report(Started())
+    while True:
+        signal.pause()
 
 
 def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank]) -> NoReturn:
@@ -235,9 +259,15 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[
     if place.world_size > 1 and LOOPBACK in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # all ranks are on this machine
 
-    from toka_async.startup.runner_factory import RunnerFactory
+    is_first = place.world_rank == 0
+    stages = StartupProgress(shown=is_first and spec.replica == spec.life == 0, logged=is_first)
+    with stages.stage("libraries", "loading torch"):
+        from toka_async.startup.runner_factory import RunnerFactory
 
-    runner = RunnerFactory(model_dir, shape, config, place).build()
+    runner = RunnerFactory(model_dir, shape, config, place, stages, compiles_first=spec.warm).build()
+    if spec.warm and is_first:
+        left = "a CPU compiles and measures nothing" if runner.device.type == "cpu" else "all of it is on the disk"
+        logging.getLogger(__name__).info("ready for later starts: %s", left)
     return runner.ready, lambda step: runner.launch(step).collect, runner.enter_thread
 
 

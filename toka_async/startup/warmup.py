@@ -45,15 +45,15 @@ def warm_up(
     runner: Runner, stages: StartupProgress, num_parts: int = 1, capture: Callable[[], None] | None = None
 ) -> None:
     """Computes steps of all kinds. num_parts: micro-batches of a step. capture: captures decoding steps, if any are."""
-    with stages.stage("warm-up"):
+    with stages.stage("warm-up", "computing steps"):
         loads = list_gpu_loads(runner.ready, num_parts) if runner.decode is not None else list_cpu_loads(runner.ready)
         if runner.ready.async_tp_min_tokens:
             loads.append(make_largest_load(runner.ready))
         for number, load in enumerate(loads):
             load(runner)
-            stages.show(number + 1, len(loads))
+            stages.show(number + 1, len(loads), "loads computed")
     if capture is not None:
-        with stages.stage("graphs"):
+        with stages.stage("graphs", "capturing"):
             torch.cuda.empty_cache()  # graphs have memory of their own, and a capture cannot free what steps keep
             capture()
             torch.cuda.empty_cache()  # what was computed before each capture, on the captures' stream

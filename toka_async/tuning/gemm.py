@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from toka_async.bar import Show
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.kernels.cublaslt import CublasLt
 from toka_async.kernels.fused import FusedOps
@@ -57,18 +58,18 @@ class ProductTuning:
         self._cache = cache
 
     @torch.inference_mode()
-    def tune(self, decoder: Decoder, limits: RankLimits, max_graph_rows: int, show: Callable[[int, int], None]) -> None:
-        """Tunes for steps of up to the limits, and for each of the graphs' sizes. show: (shapes done, all)."""
+    def tune(self, decoder: Decoder, limits: RankLimits, max_graph_rows: int, show: Show) -> None:
+        """Tunes for steps of up to the limits, and for each of the graphs' sizes."""
         graphs = list_graph_sizes(min(max_graph_rows, limits.max_seqs)) if max_graph_rows else []
         products, gates = self._find_products(decoder), self._find_gates(decoder)
         total = len(products) + len(gates)
         for done, (weights, adds, of_samples) in enumerate(products):
-            show(done, total)
+            show(done, total, "shapes tuned")
             sizes = list_product_sizes(graphs, limits.max_seqs if of_samples else limits.max_tokens)
             algorithms = self._choose_algorithms(weights[:_MOST_WEIGHTS], adds, sizes)
             algorithms.use(settle(algorithms, self._cache))
         for done, (weights, activation) in enumerate(gates, len(products)):
-            show(done, total)
+            show(done, total, "shapes tuned")
             tiles = self._choose_tiles(weights[:_MOST_WEIGHTS], activation, list_gated_sizes(limits.max_tokens))
             if tiles.is_open:
                 tiles.use(settle(tiles, self._cache))

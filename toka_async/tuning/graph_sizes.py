@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from toka_async.bar import Show
 from toka_async.runner.decode import DecodePass
 from toka_async.runner.graphs import list_graph_sizes
 from toka_async.tuning.clock import time_calls
@@ -24,14 +25,14 @@ _REPLAYS = 3  # replays that are timed
 class GraphChoice:
     """The `Choice` of the sizes of graphs up to `most` rows, with groups or without.
 
-    model: what else the times of graphs depend on. show: (graphs captured, all).
+    model: what else the times of graphs depend on.
     """
 
     decode: DecodePass
     most: int
     grouped: bool
     model: Facts
-    show: Callable[[int, int], None]
+    show: Show
     name: ClassVar[str] = "graphs"
     kind: ClassVar[Any] = list[int]
 
@@ -57,7 +58,7 @@ class GraphChoice:
 
     def _capture(self, sizes: Sequence[int]) -> None:
         for done, total in self.decode.capture(sizes, self.grouped):
-            self.show(done, total)
+            self.show(done, total, "graphs captured")
 
 
 def find_kept(sizes: Sequence[int], times: Sequence[float]) -> list[int]:

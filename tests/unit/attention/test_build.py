@@ -126,11 +126,10 @@ def test_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is there, and there is nothing to compile."""
+    """Everything is there."""
     fake_flashinfer.install(monkeypatch)
     monkeypatch.setattr(build, "resolve_backend", lambda backend, _: backend)
-    monkeypatch.setattr(flashinfer, "explain_no_flashinfer", lambda _: "")
-    monkeypatch.setattr(flashinfer, "compile_kernels", lambda *_: None)
+    monkeypatch.setattr(flashinfer, "explain_no_flashinfer", lambda *_: "")
     monkeypatch.setattr(build, "try_decode", lambda *_: None)
     monkeypatch.setattr(build, "try_chunks", lambda *_: None)
 
@@ -233,13 +232,13 @@ def test_the_chosen_table_is_used(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_without_a_compiler_auto_goes_without(
+def test_where_it_does_not_work_auto_goes_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("Could not find nvcc\nand more")
 
-    monkeypatch.setattr(flashinfer, "compile_kernels", fail)
+    monkeypatch.setattr(flashinfer, "FlashInferDecode", fail)
     cache = cache_of(on_cuda=False)
     built = build_attention("auto", cache, 2, (0,), max_seqs=8, max_tokens=8)
     assert list(parts_of(built, 0)[0].parts) == ["triton"]
@@ -251,12 +250,29 @@ def test_without_a_compiler_auto_goes_without(
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+def test_auto_waits_for_no_modules() -> None:
+    cache = cache_of(on_cuda=False)
+    built = build_attention("auto", cache, 2, (0,), max_seqs=8, max_tokens=8, with_flashinfer=False)
+    decode, chunks = parts_of(built, 0)
+    assert (list(decode.parts), list(chunks.parts)) == (["triton"], ["triton"])
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_every_window_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[str, int]] = []
     monkeypatch.setattr(
         build, "try_decode", lambda _, __, part, ___, window: tried.append((type(part).__name__, window))
     )
     cache = make_case(0, 4, 1, 2, 16, contexts=[5]).cache
-    build_attention("auto", cache, 2, (7, 7), max_seqs=8, max_tokens=8, choose=lambda _: choose_always("triton"))
+    shown: list[tuple[int, int]] = []
+
+    def choose(_: AttentionParts) -> ChoiceTable:
+        return choose_always("triton")
+
+    def show(done: int, total: int, _: str) -> None:
+        shown.append((done, total))
+
+    build_attention("auto", cache, 2, (7, 7), max_seqs=8, max_tokens=8, choose=choose, show=show)
     names = ("TritonDecode", "FlashInferDecode", "CascadeDecode")
     assert sorted(tried) == sorted((name, window) for name in names for window in (0, 7))
+    assert shown == [(done, total) for total in (4, 6) for done in range(total)]

@@ -14,7 +14,8 @@ import toka_async
 from tests.cases.models import make_checkpoint
 from tests.fakes.graphs import FakeGraphs
 from tests.fakes.model import FakeAttention, FakeCache, FakeModel
-from toka_async.attention.build import BuiltAttention
+from toka_async.attention.build import BuiltAttention, build_attention
+from toka_async.attention.modules import ModuleRequest
 from toka_async.checkpoint.division import StagePart
 from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.config import (
@@ -113,10 +114,10 @@ def test_what_was_found_is_told(
     """All choices ask the same cache."""
     cache = TuningCache(tmp_path, {})
 
-    def layouts(*args: Any) -> LayoutPolicy:
+    def layouts(*args: Any, **options: Any) -> LayoutPolicy:
         (given,) = [value for value in args if isinstance(value, TuningCache)]
         given.find("async-tp", {}, list[int])
-        return build_layouts(*args)
+        return build_layouts(*args, **options)
 
     monkeypatch.setattr(runner_factory, "open_tuning_cache", lambda *_: cache)
     monkeypatch.setattr(runner_factory, "build_layouts", layouts)
@@ -139,8 +140,82 @@ def test_attention_is_tried_out_unless_it_is_for_a_trial(
     decoder = factory._load_decoder(factory._build_layouts())
     monkeypatch.setattr(runner_factory, "build_attention", built)
     with pytest.raises(InterruptedError):
-        factory._make_runner(decoder, None, 4, factory._choose_table if asked else None)
+        factory._make_runner(decoder, None, 4, True, factory._choose_table if asked else None)
     assert options["choose"] == (factory._choose_table if asked else None)
+
+
+class FlashInferThere:
+    """What a factory asks and does about FlashInfer's modules, of which `missing` are not compiled."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, missing: int = 1, failure: Exception | None = None) -> None:
+        self.missing, self.failure = missing, failure
+        self.done: list[str] = []
+        patch.setattr(runner_factory, "explain_no_flashinfer", lambda *_: "")
+        patch.setattr(runner_factory, "list_architectures", lambda: "9.0a")
+        patch.setattr(runner_factory, "find_missing", self.find_missing)
+        patch.setattr(runner_factory, "compile_now", lambda *_: self.done.append("now"))
+        patch.setattr(runner_factory, "compile_in_background", lambda _: self.done.append("later"))
+
+    def find_missing(self, request: ModuleRequest) -> list[object]:
+        assert (request.architectures, request.dtype) == ("9.0a", "float32")
+        if self.failure is not None:
+            raise self.failure
+        return [object()] * self.missing
+
+
+@pytest.mark.parametrize(
+    ("missing", "compiles_first", "backend", "there", "done"),
+    [
+        (0, False, "auto", True, []),
+        (1, False, "auto", False, ["later"]),
+        (1, True, "auto", True, ["now"]),
+        (1, False, "flashinfer", True, ["now"]),
+        (1, False, "triton", True, []),  # nothing of FlashInfer is used
+    ],
+)
+def test_serving_does_not_wait_for_flashinfers_compiler(
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    missing: int,
+    compiles_first: bool,
+    backend: str,
+    there: bool,
+    done: list[str],
+) -> None:
+    flashinfer, given = FlashInferThere(monkeypatch, missing), list[bool]()
+    factory = _factory(model_dir, attention=AttentionConfig(backend=backend))  # type: ignore[arg-type]
+    factory.compiles_first = compiles_first
+
+    def build_reference(_: str, *arguments: Any, with_flashinfer: bool, **options: Any) -> BuiltAttention:
+        given.append(with_flashinfer)
+        return build_attention("reference", *arguments, **options)
+
+    monkeypatch.setattr(runner_factory, "build_attention", build_reference)
+    factory.build()
+    assert flashinfer.done == done
+    assert set(given) == {there}
+
+
+def test_one_rank_of_the_machine_compiles(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flashinfer = FlashInferThere(monkeypatch)
+    factory = _factory(model_dir)
+    factory.compiles_first = False
+    factory.coords = RankCoords(device_index=1)
+    factory.build()
+    assert flashinfer.done == []
+
+
+def test_where_flashinfer_does_not_work(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    FlashInferThere(monkeypatch, failure=RuntimeError("FlashInfer requires GPUs with sm75 or higher"))
+    assert not _factory(model_dir)._prepare_flashinfer()
+    assert caplog.messages == [
+        "attention.backend=auto: FlashInfer does not work here, so it is not used: "
+        "FlashInfer requires GPUs with sm75 or higher"
+    ]
+    with pytest.raises(ModelError, match=r"^attention.backend=flashinfer: it does not work here: .* higher; use auto$"):
+        _factory(model_dir, attention=AttentionConfig(backend="flashinfer"))._prepare_flashinfer()
 
 
 def test_graphs_depend_on_the_model_and_its_limits(model_dir: Path) -> None:

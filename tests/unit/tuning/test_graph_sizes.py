@@ -43,11 +43,11 @@ def sizes_of(decode: DecodePass) -> list[int]:
 
 
 def test_graphs_that_a_larger_one_beats_are_left_out(fake_graphs: FakeGraphs) -> None:
-    shown: list[tuple[int, int]] = []
+    shown: list[tuple[int, int, str]] = []
     choice = choice_of(show=lambda *progress: shown.append(progress))
     fake_graphs.slow = {4: 4.5, 1: 0.5}
     assert choice.measure() == [1, 2, 8]
-    assert shown == [(done, 8) for done in range(1, 9)]
+    assert shown == [(done, 8, "graphs captured") for done in range(1, 9)]
     assert [graph.num_replays for graph in fake_graphs.list_steps()] == [TIMED] * 8
     assert fake_graphs.num_replays("plain") == TIMED * 8
     assert sizes_of(choice.decode) == [1, 2, 4, 8]
