@@ -117,6 +117,14 @@ def build_attention(
     return BuiltAttention(paged, paged if sources.captured else None, table.find_smallest_group(), table.pays, table)
 
 
+def try_triton(cache: KVCache, num_heads: int, windows: Sequence[int], max_seqs: int, max_tokens: int) -> None:
+    """Compiles our kernels by running them over `cache`, which may be small, with every window."""
+    limits = AttentionLimits(cache, num_heads, tuple(windows), cache.head_dim**-0.5, max_seqs, max_tokens)
+    sources = Sources()
+    _add_triton(sources, limits)
+    _try_out(sources, limits, show_nothing)
+
+
 def resolve_backend(backend: Backend, cache: KVCache) -> Backend:
     """Resolves `auto`: the reference without a GPU or Triton. Raises ModelError for a backend that cannot work."""
     if backend == "reference":

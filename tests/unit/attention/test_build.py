@@ -11,7 +11,7 @@ import torch
 from tests.cases.attention import make_case
 from tests.fakes import flashinfer as fake_flashinfer
 from toka_async.attention import build, flashinfer
-from toka_async.attention.build import AttentionParts, Backend, build_attention, resolve_backend
+from toka_async.attention.build import AttentionParts, Backend, build_attention, resolve_backend, try_triton
 from toka_async.attention.choice import AutoChunks, AutoDecode, ChoiceTable, choose_always
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
@@ -214,3 +214,12 @@ def test_every_window_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("TritonDecode", "FlashInferDecode", "CascadeDecode")
     assert sorted(tried) == sorted((name, window) for name in names for window in (0, 7))
     assert shown == [(done, total) for total in (4, 6) for done in range(total)]
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_our_kernels_are_compiled_over_a_small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, tried = cache_of(on_cuda=False), list[object]()
+    monkeypatch.setattr(build, "try_decode", lambda *given: tried.append((given[0], given[1], given[3], given[4])))
+    monkeypatch.setattr(build, "try_chunks", lambda *given: tried.append((given[0], given[1], given[3])))
+    try_triton(cache, 2, (7, 7), max_seqs=8, max_tokens=9)
+    assert tried == [(cache, 2, 8, 0), (cache, 2, 0), (cache, 2, 8, 7), (cache, 2, 7)]
