@@ -130,6 +130,12 @@ def build_attention(
     return BuiltAttention(paged, graphs, table.find_smallest_group(), table.pays, table, mixed)
 
 
+def try_triton(cache: KVCache, num_heads: int, windows: Sequence[int], max_seqs: int, max_tokens: int) -> None:
+    """Compiles our kernels by running them over `cache`, which may be small, with every window."""
+    limits = AttentionLimits(cache, num_heads, tuple(windows), cache.head_dim**-0.5, max_seqs, max_tokens)
+    _add_triton(Sources(), limits, show_nothing)
+
+
 def resolve_backend(backend: Backend, cache: KVCache) -> Backend:
     """Resolves `auto`: the reference without a GPU or Triton. Raises ModelError for a backend that cannot work."""
     if backend == "reference":
@@ -189,7 +195,7 @@ def _add_triton(sources: Sources, limits: AttentionLimits, show: Show) -> str:
     except UnbuiltError as error:
         return f"our kernels cannot be built here: {error}; use reference"
     if tiles != configs[0]:
-        logger.info("attention: tiles of %d query heads, as larger ones do not fit this GPU", tiles.block_queries)
+        logger.debug("attention: tiles of %d query heads, as larger ones do not fit this GPU", tiles.block_queries)
     added = make_sources(tiles)
     sources.decode, sources.chunks = added.decode, added.chunks
     sources.captured, sources.captured_chunks = added.captured, added.captured_chunks

@@ -48,6 +48,7 @@ from toka_async.startup.cache_size import (
     fit_limits,
     make_misfit_error,
 )
+from toka_async.startup.compile_ahead import compile_ahead, list_compile_tasks
 from toka_async.startup.described import count_weight_bytes, describe_device
 from toka_async.startup.device import has_kernels, resolve_device, resolve_dtype, resolve_num_threads
 from toka_async.startup.memory import choose_cpu_cache_bytes
@@ -115,8 +116,10 @@ class RunnerFactory:
         with (
             self.stages.stage("weights", "loading"),
             catch_lost_memory(self.spec, self.part, self.coords.size, self.dtype),
+            compile_ahead(self._list_compile_tasks(), self.device),
         ):
             decoder = self._load_decoder(layouts)
+            self.stages.show(0, 0, "loaded; waiting for kernels that are compiled meanwhile")
         if self.kind == "cuda":
             self.limits = self._fit_limits()
         else:
@@ -226,6 +229,13 @@ class RunnerFactory:
         else:
             load_weights(decoder, self.model_dir, self.stages.show)
         return decoder
+
+    def _list_compile_tasks(self) -> list[Callable[[], None]]:
+        """Lists what compiles kernels while weights load. Tensor ranks and other stages do not draw from all logits."""
+        draws = self.coords.size == 1 and self.part.is_last
+        spec = self.rank_spec if draws else msgspec.structs.replace(self.rank_spec, vocab_size=0)
+        backend, page_size = self.config.attention.backend, self.config.cache.page_size
+        return list_compile_tasks(spec, self.dtype, self.device, backend, page_size, self.limits)
 
     def _set_num_threads(self, decoder: Decoder) -> None:
         num_parameters = sum(parameter.numel() for parameter in decoder.parameters())

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from tests.cases.attention import make_case
 from tests.fakes import flashinfer as fake_flashinfer
 from toka_async.attention import build, flashinfer
-from toka_async.attention.build import AttentionParts, Backend, build_attention, resolve_backend
+from toka_async.attention.build import AttentionParts, Backend, build_attention, resolve_backend, try_triton
 from toka_async.attention.choice import AutoChunks, AutoDecode, ChoiceTable, choose_always
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
@@ -186,7 +186,7 @@ def test_tiles_that_do_not_fit_are_not_used(
     choose: Callable[[AttentionParts], ChoiceTable] | None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     refused_tiles.add(128)
     cache = cache_of(256, on_cuda=False)
     built = build_attention("triton", cache, 2, (0,), max_seqs=8, max_tokens=8, choose=choose)
@@ -276,3 +276,12 @@ def test_every_window_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("TritonDecode", "FlashInferDecode", "CascadeDecode")
     assert sorted(tried) == sorted((name, window) for name in names for window in (0, 7))
     assert shown == [(done, total) for total in (4, 6) for done in range(total)]
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_our_kernels_are_compiled_over_a_small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, tried = cache_of(on_cuda=False), list[object]()
+    monkeypatch.setattr(build, "try_decode", lambda *given: tried.append((given[0], given[1], given[3], given[4])))
+    monkeypatch.setattr(build, "try_chunks", lambda *given: tried.append((given[0], given[1], given[3])))
+    try_triton(cache, 2, (7, 7), max_seqs=8, max_tokens=9)
+    assert tried == [(cache, 2, 8, 0), (cache, 2, 0), (cache, 2, 8, 7), (cache, 2, 7)]
