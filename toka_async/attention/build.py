@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from toka_async.attention import flashinfer
-from toka_async.attention.base import AttentionBackend, GraphAttention
+from toka_async.attention.base import AttentionBackend, GraphAttention, MixedAttention
 from toka_async.attention.choice import AutoChunks, AutoDecode, ChoiceTable, choose_always, every_group_pays
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
@@ -17,7 +19,13 @@ from toka_async.attention.try_out import try_chunks, try_decode
 from toka_async.checkpoint.spec import ModelError
 
 if TYPE_CHECKING:  # these need Triton, which is not everywhere
-    from toka_async.attention.paged import DecodeKernel, GraphDecodePart, PagedAttention, PrefillKernel
+    from toka_async.attention.paged import (
+        DecodeKernel,
+        GraphDecodePart,
+        GraphPrefillPart,
+        PagedAttention,
+        PrefillKernel,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +36,7 @@ NOT_MEASURED = choose_always("triton")  # builds the backend that is then measur
 
 @dataclass(slots=True, frozen=True)
 class BuiltAttention:
-    """A backend. graphs: the same, if its decoding can be captured in CUDA graphs.
+    """A backend. graphs: the same, if its decoding can be captured in CUDA graphs. mixed: for graphs of other steps.
 
     smallest_group: the fewest rows of a group and the fewest tokens of a prefix that can be worth sharing; (0, 0):
     none. pays: tells whether a group of so many rows and tokens is worth it. table: what chooses the parts.
@@ -39,6 +47,7 @@ class BuiltAttention:
     smallest_group: tuple[int, int] = (0, 0)
     pays: Callable[[int, int], bool] = every_group_pays
     table: ChoiceTable | None = None
+    mixed: MixedAttention | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,11 +76,12 @@ class AttentionParts:
 
 @dataclass(slots=True)
 class Sources:
-    """Makers of the parts to choose from, by name. captured: makes the decode part in graphs."""
+    """Makers of the parts to choose from, by name. captured, captured_chunks: make the parts in graphs."""
 
     decode: dict[str, Callable[[], DecodeKernel]] = field(default_factory=dict)
     chunks: dict[str, Callable[[], PrefillKernel]] = field(default_factory=dict)
     captured: Callable[[], GraphDecodePart] | None = None
+    captured_chunks: Callable[[], GraphPrefillPart] | None = None
 
 
 def build_attention(
@@ -108,8 +118,12 @@ def build_attention(
     if choose is not None:
         table = choose(_make_parts(sources, limits))
         logger.info("attention: %s", table.summarize())
-    paged = _assemble(sources, limits, table)
-    return BuiltAttention(paged, paged if sources.captured else None, table.find_smallest_group(), table.pays, table)
+    device = cache.keys[0].device
+    side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    paged = _assemble(sources, limits, table, side)
+    graphs = paged if sources.captured else None
+    mixed = _build_mixed(sources, limits, side)
+    return BuiltAttention(paged, graphs, table.find_smallest_group(), table.pays, table, mixed)
 
 
 def resolve_backend(backend: Backend, cache: KVCache) -> Backend:
@@ -144,21 +158,26 @@ def _add_triton(sources: Sources, limits: AttentionLimits) -> None:
     cache, num_heads, scale = limits.cache, limits.num_heads, limits.scale
     sources.captured = lambda: TritonDecode(cache, num_heads, scale)
     sources.decode["triton"] = sources.captured
-    sources.chunks["triton"] = lambda: TritonChunks(cache, num_heads, scale)
+    sources.captured_chunks = lambda: TritonChunks(cache, num_heads, scale)
+    sources.chunks["triton"] = sources.captured_chunks
 
 
 def _add_flashinfer(sources: Sources, limits: AttentionLimits) -> None:
-    shape = flashinfer.WrapperShape(
-        limits.cache,
-        limits.num_heads,
-        limits.scale,
-        limits.max_seqs,
-        limits.max_tokens,
-        flashinfer.make_workspace(limits.cache, limits.num_heads),
+    # Decoding rows and chunks may be attended at the same time, on two streams.
+    shape, of_chunks = (
+        flashinfer.WrapperShape(
+            limits.cache,
+            limits.num_heads,
+            limits.scale,
+            limits.max_seqs,
+            limits.max_tokens,
+            flashinfer.make_workspace(limits.cache, limits.num_heads),
+        )
+        for _ in range(2)
     )
     flashinfer.compile_kernels(shape, limits.windows)
     sources.decode["flashinfer"] = lambda: flashinfer.FlashInferDecode(shape)
-    sources.chunks["flashinfer"] = lambda: flashinfer.FlashInferChunks(shape)
+    sources.chunks["flashinfer"] = lambda: flashinfer.FlashInferChunks(of_chunks)
     if "triton" in sources.decode:
         from toka_async.attention.cascade import CascadeDecode
 
@@ -170,7 +189,7 @@ def _try_flashinfer(sources: Sources, limits: AttentionLimits, must: bool) -> So
 
     Raises ModelError if they must work and do not.
     """
-    more = Sources(dict(sources.decode), dict(sources.chunks), sources.captured)
+    more = replace(sources, decode=dict(sources.decode), chunks=dict(sources.chunks))
     try:
         _add_flashinfer(more, limits)
         added = {name: make for name, make in more.decode.items() if name not in sources.decode}
@@ -204,7 +223,9 @@ def _make_parts(sources: Sources, limits: AttentionLimits) -> AttentionParts:
     )
 
 
-def _assemble(sources: Sources, limits: AttentionLimits, table: ChoiceTable) -> PagedAttention:
+def _assemble(
+    sources: Sources, limits: AttentionLimits, table: ChoiceTable, side: torch.cuda.Stream | None
+) -> PagedAttention:
     from toka_async.attention.paged import PagedAttention
 
     def decode() -> AutoDecode:
@@ -215,4 +236,12 @@ def _assemble(sources: Sources, limits: AttentionLimits, table: ChoiceTable) -> 
     def chunks() -> AutoChunks:
         return AutoChunks({name: make() for name, make in sources.chunks.items()}, table)
 
-    return PagedAttention(limits.cache, limits.num_heads, limits.windows, decode, chunks)
+    return PagedAttention(limits.cache, limits.num_heads, limits.windows, decode, chunks, side)
+
+
+def _build_mixed(sources: Sources, limits: AttentionLimits, side: torch.cuda.Stream | None) -> MixedAttention | None:
+    if sources.captured is None or sources.captured_chunks is None:
+        return None
+    from toka_async.attention.mixed import MixedGraphAttention
+
+    return MixedGraphAttention(limits.cache, limits.windows, sources.captured, sources.captured_chunks, side)

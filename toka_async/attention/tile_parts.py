@@ -60,6 +60,15 @@ def split_tiles(tiles: Int64, window: int, queries: int, block_keys: int, num_pr
     return TileParts(cut, parts, merged, int(number[is_split].sum()))
 
 
+def keep_tiles(tiles: Int64, window: int) -> TileParts:
+    """Makes one part of each tile, those with the most keys first."""
+    seen, high = tiles[1:, 3], tiles[1:, 3] + tiles[1:, 2] - 1
+    low = np.maximum(seen - window, 0) if window else np.zeros_like(seen)
+    order = np.argsort(low - high, kind="stable")
+    parts = np.stack((low, high, np.full_like(low, -1)), axis=1)[order]
+    return TileParts(np.concatenate((tiles[:1], tiles[1:][order])), parts, np.empty((0, 3), np.int64), 0)
+
+
 def choose_share(keys: Int64, num_programs: int) -> int:
     """Chooses the most keys of a program, for tiles of so many keys.
 

@@ -18,13 +18,15 @@ from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.copies import pin, to_device
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.row_decode import RowDecode
-from toka_async.attention.tile_parts import split_tiles
+from toka_async.attention.tile_parts import keep_tiles, split_tiles
 from toka_async.kernels.decode import MOST_PARTIALS, Partial, merge
 from toka_async.kernels.occupancy import count_resident
 from toka_async.kernels.prefill import attend_chunks, attend_prefixes, prefill_config
 
 PREFIX_PROGRAMS_PER_SM = 2
 MOST_PREFIX_SPLITS = 8
+MERGED_QUERIES = 256  # of a captured step, in tiles of several parts
+SPARE_TILES = 32  # programs of a captured step beside those for full tiles: each chunk may have one that is not full
 KEPT_GROUPS = 64  # descriptions of groups that are kept: a step's parts have the same groups in the next step
 
 
@@ -153,6 +155,7 @@ class _ChunkPlan:
     batch: AttentionBatch
     window: int
     tiles: Tensor
+    num_programs: int
     parts: Tensor | None = None
     merged: Tensor | None = None
     partial: Partial | None = None
@@ -173,23 +176,44 @@ class TritonChunks:
         self.step: _ChunkPlan | None = None
 
     def plan(self, batch: AttentionBatch, window: int) -> None:
-        lengths = batch.query_lengths[batch.num_decode :].astype(np.int64)
-        seen = batch.context_lengths[batch.num_decode :] - lengths + 1
-        rows = np.arange(batch.num_decode, len(batch.query_lengths))
-        tiles = _cut_tiles(rows, np.cumsum(lengths) - lengths, lengths, seen, self.tile_queries, causal=True)
+        chunks = slice(batch.num_decode, None)
+        tiles = self._cut(batch.num_decode, 0, batch.query_lengths[chunks], batch.context_lengths[chunks])
         split = split_tiles(tiles, window, self.tile_queries, self.config.block_keys, self.programs)
         if split is None:
             # The last to start are the shortest, so that no program runs long when the others are done.
             tiles[1:] = tiles[1:][np.argsort(-tiles[1:, 3], kind="stable")]
-            self.step = _ChunkPlan(batch, window, self._upload(tiles))
+            self.step = _ChunkPlan(batch, window, self._upload(tiles), len(tiles) - 1)
             return
-        shape = (split.num_partials * self.tile_queries, self.num_heads, self.cache.head_dim)
-        partial = Partial(
-            torch.empty(shape, dtype=torch.float32, device=self.device),
-            torch.empty(shape[:2], dtype=torch.float32, device=self.device),
-        )
         tiles_there, parts, merged = (self._upload(table) for table in (split.tiles, split.parts, split.merged))
-        self.step = _ChunkPlan(batch, window, tiles_there, parts, merged, partial)
+        partial = self._make_partial(split.num_partials)
+        self.step = _ChunkPlan(batch, window, tiles_there, len(split.parts), parts, merged, partial)
+
+    def count_cells(self, num_tokens: int, num_rows: int) -> int:
+        most = num_tokens // self.tile_queries + num_rows + self.programs  # tiles, and parts beside their first
+        return 4 + 7 * most + 3 * MERGED_QUERIES
+
+    def describe(self, cells: Int32, num_decode: int, lengths: Int32, contexts: Int64, window: int) -> None:
+        tiles = self._cut(num_decode, num_decode, lengths, contexts)
+        split = split_tiles(tiles, window, self.tile_queries, self.config.block_keys, self.programs)
+        if split is None or len(split.merged) > MERGED_QUERIES:
+            split = keep_tiles(tiles, window)
+        for place, table in zip(_divide_cells(len(cells)), (split.tiles, split.parts, split.merged), strict=True):
+            cells[place][: table.size] = table.ravel()
+
+    def plan_graph(self, batch: AttentionBatch, window: int, cells: Tensor) -> None:
+        tiles, parts, merged = (cells[place] for place in _divide_cells(len(cells)))
+        num_programs = -(-len(batch.write_indices) // self.tile_queries) + max(self.programs, SPARE_TILES)
+        self.step = _ChunkPlan(
+            batch,
+            window,
+            tiles.view(-1, 4),
+            min(num_programs, len(parts) // 3),
+            parts.view(-1, 3),
+            merged.view(-1, 3),
+            self._make_partial(
+                2 * self.programs
+            ),  # a tile in parts has no more than twice as many as it has besides one
+        )
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
         step = self.step
@@ -201,7 +225,7 @@ class TritonChunks:
             step.batch.page_table,
             step.batch.slots,
             step.tiles,
-            len(step.tiles) - 1,
+            step.num_programs,
             output,
             self.scale,
             step.window,
@@ -211,6 +235,19 @@ class TritonChunks:
         )
         if step.partial is not None and step.merged is not None:
             merge(step.partial, step.merged, self.tile_queries, output)
+
+    def _cut(self, first_row: int, first_query: int, lengths: Int32, contexts: Int32 | Int64) -> Int64:
+        """Cuts chunks into tiles, as `attend_chunks` takes them."""
+        counts, rows = lengths.astype(np.int64), np.arange(first_row, first_row + len(lengths))
+        firsts, seen = first_query + np.cumsum(counts) - counts, contexts - counts + 1
+        return _cut_tiles(rows, firsts, counts, seen, self.tile_queries, causal=True)
+
+    def _make_partial(self, num_parts: int) -> Partial:
+        shape = (num_parts * self.tile_queries, self.num_heads, self.cache.head_dim)
+        return Partial(
+            torch.empty(shape, dtype=torch.float32, device=self.device),
+            torch.empty(shape[:2], dtype=torch.float32, device=self.device),
+        )
 
     def _upload(self, table: Int64) -> Tensor:
         return to_device(table.astype(np.int32), self.device)
@@ -247,6 +284,13 @@ class _Memory:
             # Powers of two: all that were outgrown together take no more than the last.
             slabs.append(torch.empty(1 << (size - 1).bit_length(), dtype=torch.float32, device=self.device))
         return slabs[-1][:size]
+
+
+def _divide_cells(num_cells: int) -> tuple[slice, slice, slice]:
+    """Divides what a graph reads of chunks into tiles and their parts, equally many, and merged queries."""
+    last = num_cells - 3 * MERGED_QUERIES
+    middle = 4 + (last - 4) // 7 * 4
+    return slice(middle), slice(middle, last), slice(last, None)
 
 
 def count_sms(device: torch.device) -> int:

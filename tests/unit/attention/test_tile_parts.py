@@ -8,7 +8,7 @@ from hypothesis import given
 pytest.importorskip("triton")
 
 from toka_async.arrays import Int64
-from toka_async.attention.tile_parts import LEAST_KEYS, choose_share, split_tiles
+from toka_async.attention.tile_parts import LEAST_KEYS, choose_share, keep_tiles, split_tiles
 from toka_async.kernels.decode_work import MOST_PARTS
 
 QUERIES, BLOCK = 32, 64
@@ -86,7 +86,27 @@ def test_every_key_of_a_tile_is_in_one_part(chunks: list[tuple[int, int]], windo
                 (places[0] * QUERIES + i, len(parts)) for i in range(count)
             ]
             assert parts[0][1] - parts[0][0] >= LEAST_KEYS / 2
-    assert split.num_partials <= 2 * max(num_programs, len(tiles))
+    assert len(split.parts) <= len(tiles) + num_programs
+    assert split.num_partials <= 2 * num_programs
+
+
+@pytest.mark.parametrize("window", [0, 40])
+def test_whole_tiles_are_one_part_each(window: int) -> None:
+    kept = keep_tiles(chunk(70, 10), window)
+    assert (
+        kept.tiles.tolist() == [[3, 0, 0, 0], [0, 32, 32, 43], [0, 64, 6, 75], [0, 0, 32, 11]]
+        if window
+        else [
+            [3, 0, 0, 0],
+            [0, 64, 6, 75],
+            [0, 32, 32, 43],
+            [0, 0, 32, 11],
+        ]
+    )
+    assert kept.parts.tolist() == (
+        [[3, 74, -1], [35, 80, -1], [0, 42, -1]] if window else [[0, 80, -1], [0, 74, -1], [0, 42, -1]]
+    )
+    assert kept.merged.shape == (0, 3)
 
 
 def test_shares() -> None:
