@@ -85,6 +85,15 @@ def test_nothing_is_replayed_without_graphs(fake_graphs: FakeGraphs) -> None:
     assert fake_graphs.num_replays("mixed") == 0
 
 
+def test_larger_ones_may_be_captured_later(fake_graphs: FakeGraphs) -> None:
+    driver = Driver(4, use_kernels=True)
+    for sizes in ([4], [4, 16]):
+        capture(driver, sizes)
+    start(driver, 13)
+    driver.step([13])  # compares the tokens
+    assert fake_graphs.num_replays("mixed") == 1
+
+
 def test_more_rows_than_attention_has_programs_for_are_not(
     fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
