@@ -107,8 +107,8 @@ class RunnerFactory:
                 limits = limit_separate(limit_part(self.limits, self.coords.num_micro_batches), layouts)
                 self.tuning.tune(decoder, limits, max_graph_rows, self.stages.show)
         with self.stages.stage("memory"):
-            most_captured = max_graph_rows, max_graph_tokens
-            num_pages = self.groups.world.minimum(self._count_pages(decoder, stage, most_captured))
+            of_graphs = count_graph_bytes(self.counted_spec, self.dtype, max_graph_rows, max_graph_tokens)
+            num_pages = self.groups.world.minimum(self._count_pages(decoder, stage, of_graphs))
         with self.stages.stage("attention"):
             runner = self._make_runner(decoder, stage, num_pages, self._choose_table)
         self._warm_up(runner, decoder, max_graph_rows, max_graph_tokens)
@@ -205,14 +205,10 @@ class RunnerFactory:
         links = build_links(self.groups.pairs, hidden_size, self.dtype, num_tokens, self.limits.max_seqs)
         return StageSetup(links, num_parts, hidden_size, self.dtype, self.device)
 
-    def _count_pages(self, decoder: Decoder, stage: StageSetup | None, most_captured: tuple[int, int]) -> int:
-        """Counts the pages of this rank's cache: as configured, or as memory allows beside steps and graphs.
-
-        most_captured: rows and tokens of the largest graphs.
-        """
+    def _count_pages(self, decoder: Decoder, stage: StageSetup | None, of_graphs: int) -> int:
+        """Counts the pages of this rank's cache: as configured, or as memory allows beside steps and graphs."""
         page_bytes = count_page_bytes(self.rank_spec, self.config.cache, self.dtype)
         if self.kind == "cuda":
-            of_graphs = count_graph_bytes(self.counted_spec, self.dtype, *most_captured)
             auto = most = self._measure_memory(decoder, stage, page_bytes) - of_graphs
         else:
             auto, most = choose_cpu_cache_bytes(self.coords.num_sharing)
