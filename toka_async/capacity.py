@@ -28,9 +28,9 @@ from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
 from toka_async.config import Config, ParallelConfig
 from toka_async.runner.micro_batches import count_most_rows, count_most_tokens
 from toka_async.startup.cache_size import (
-    choose_graph_tokens,
     compute_spare_bytes,
     count_graph_bytes,
+    count_graph_tokens,
     count_page_bytes,
     count_row_bytes,
     count_token_bytes,
@@ -98,16 +98,12 @@ class Stage:
         return of_tokens + of_rows + self._shared(limits, config.parallel)
 
     def count_graphs(self, limits: RankLimits, config: Config, memory: int) -> int:
-        """Bytes in which captured steps compute on a GPU of `memory` bytes."""
-        graphs, num_parts = config.graphs, config.parallel.num_micro_batches
-        if not graphs.enabled:
-            return 0
-        num_rows = min(graphs.max_rows, count_most_rows(limits.max_seqs, num_parts))
-        auto = choose_graph_tokens(self.part, self.dtype, memory)
-        num_tokens = min(
-            auto if graphs.max_tokens == "auto" else graphs.max_tokens,
-            count_most_tokens(limits.max_seqs, limits.max_tokens, num_parts),
-        )
+        """Bytes in which captured steps compute."""
+        num_parts = config.parallel.num_micro_batches
+        most = count_most_rows(limits.max_seqs, num_parts)
+        num_rows = min(config.graphs.max_rows, most) if config.graphs.enabled else 0
+        max_tokens = count_most_tokens(limits.max_seqs, limits.max_tokens, num_parts)
+        num_tokens = count_graph_tokens(config.graphs, self.part, self.dtype, memory, max_tokens)
         return count_graph_bytes(self._counted, self.dtype, num_rows, num_tokens)
 
     @property

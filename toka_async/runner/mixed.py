@@ -60,7 +60,7 @@ class MixedPass:
 
         grouped: replays may have groups of shared prefixes.
         """
-        self._grouped = grouped
+        self._grouped, self._outputs = grouped, ()
         self._inputs = {size: self._make_inputs(size) for size in sizes}
         graphs = DecodeGraphs(lambda size, _: self._begin(size), {}, self._attention, sizes, grouped=False)
         with torch.inference_mode():

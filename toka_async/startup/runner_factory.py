@@ -40,9 +40,9 @@ from toka_async.runner.runner import Runner, SamplingSetup
 from toka_async.runner.samples import RowShares
 from toka_async.startup.cache_size import (
     check_largest_step,
-    choose_graph_tokens,
     compute_cache_memory,
     count_graph_bytes,
+    count_graph_tokens,
     count_page_bytes,
     count_trial_pages,
     fit_limits,
@@ -210,15 +210,12 @@ class RunnerFactory:
 
     def _count_graph_tokens(self, layouts: LayoutPolicy) -> int:
         """Counts the tokens of the largest graph of steps with prompts, alike on all ranks; 0: none is captured."""
-        graphs = self.config.graphs
-        if not graphs.enabled or not has_kernels(self.device):
+        if not has_kernels(self.device):
             return 0
-        most = limit_part(self.limits, self.coords.num_micro_batches).max_tokens
-        if graphs.max_tokens == "auto":
-            total = torch.cuda.get_device_properties(self.device).total_memory
-            most = min(most, self.groups.world.minimum(choose_graph_tokens(self.rank_spec, self.dtype, total)))
-        else:
-            most = min(most, graphs.max_tokens)
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        max_tokens = limit_part(self.limits, self.coords.num_micro_batches).max_tokens
+        most = count_graph_tokens(self.config.graphs, self.rank_spec, self.dtype, total, max_tokens)
+        most = self.groups.world.minimum(most)
         return most if layouts.shards is None else min(most, layouts.min_tokens - 1)
 
     def _load_decoder(self, layouts: LayoutPolicy) -> Decoder:

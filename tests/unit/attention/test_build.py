@@ -71,7 +71,7 @@ def test_the_reference_on_a_cpu(backend: Backend, caplog: pytest.LogCaptureFixtu
     assert isinstance(built.backend, ReferenceAttention)
     assert (built.backend.windows, built.backend.scale) == ((0, 7), 0.3)
     assert built.smallest_group == built.backend.find_smallest_group()
-    assert (built.graphs, built.table) == (None, None)
+    assert (built.graphs, built.mixed, built.table) == (None, None, None)
     assert not caplog.messages
 
 
@@ -161,6 +161,7 @@ def test_parts(backend: Backend, decode_names: list[str], chunk_names: list[str]
         assert (list(decode.parts), list(chunks.parts)) == (decode_names, chunk_names)
         assert (decode.captured is not None) == ("triton" in decode_names)
     assert built.graphs is (built.backend if "triton" in decode_names else None)
+    assert (built.mixed is not None) == ("triton" in decode_names)
     assert parts_of(built, 0)[0].parts[decode_names[0]] is not parts_of(built, 7)[0].parts[decode_names[0]]
 
 

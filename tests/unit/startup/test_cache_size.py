@@ -15,16 +15,16 @@ from tests.cases.models import make_checkpoint
 from toka_async.attention.kv_cache import KVCache
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
-from toka_async.config import CacheConfig, ScheduleConfig
+from toka_async.config import CacheConfig, GraphsConfig, ScheduleConfig
 from toka_async.model.weights import build_decoder
 from toka_async.runner.graphs import list_graph_sizes
+from toka_async.runner.mixed import list_mixed_sizes
 from toka_async.runner.token_history import TokenHistory
 from toka_async.startup.cache_size import (
     check_largest_step,
-    choose_graph_tokens,
     compute_cache_memory,
     count_graph_bytes,
-    count_graph_token_bytes,
+    count_graph_tokens,
     count_largest_step_pages,
     count_page_bytes,
     count_row_bytes,
@@ -91,7 +91,8 @@ def test_graphs_take_what_is_counted_for_them(spec: ModelSpec) -> None:
     dtype = torch.bfloat16
     assert count_graph_bytes(spec, dtype, 0, 0) == 0
     a_row = count_graph_bytes(spec, dtype, 1, 0)
-    assert count_graph_bytes(spec, dtype, 512, 7) == 512 * a_row + 7 * count_graph_token_bytes(spec, dtype)
+    assert count_graph_bytes(spec, dtype, 512, 0) == 512 * a_row
+    assert count_graph_bytes(spec, dtype, 512, 100) == 512 * a_row + 100 * (a_row - 2 * spec.vocab_size)
     decoder = build_decoder(spec, dtype, torch.device("cpu"))
     hidden = torch.zeros(3, spec.hidden_size, dtype=dtype)
     (gate_up,) = {weight.shape[0] for name, weight in decoder.named_parameters() if name.endswith("gate_up.weight")}
@@ -114,11 +115,12 @@ def test_nothing_is_taken_after_the_cache_that_was_not_left_for_it(
     weights = layers * (3 * inner * hidden + 3 * hidden * hidden) * 2 + 128_256 * hidden * 2
     peak = weights + 2 * GIB
     memory.reserved, memory.free = peak + GIB, total - peak - GIB - GIB // 2  # and half for CUDA itself
-    of_graphs = count_graph_bytes(spec, torch.bfloat16, rows, choose_graph_tokens(spec, torch.bfloat16, total))
+    tokens = count_graph_tokens(GraphsConfig(), spec, torch.bfloat16, total, 32768)
+    of_graphs = count_graph_bytes(spec, torch.bfloat16, rows, tokens)
     cache = compute_cache_memory(GPU, 0.9, peak) - of_graphs
     if cache <= 0:
         return  # the start refuses
-    nodes = 2 * len(list_graph_sizes(rows)) * layers * 16 * 2048
+    nodes = (2 * len(list_graph_sizes(rows)) + len(list_mixed_sizes(tokens))) * layers * 16 * 2048
     workspaces = 4 * (32 << 20)
     assert peak + GIB // 2 + cache + of_graphs + nodes + workspaces <= 0.9 * total
 
@@ -222,9 +224,24 @@ def test_automatic_limits_become_smaller_until_they_fit(
         assert (fitted.max_seqs, fitted.max_tokens) == expected
 
 
-def test_graphs_take_little_of_the_memory(tmp_path: Path, spec: ModelSpec) -> None:
-    assert choose_graph_tokens(spec, torch.bfloat16, 80 * GIB) == 4096
+def test_graphs_of_prompts_take_little_of_the_memory(tmp_path: Path, spec: ModelSpec) -> None:
+    dtype = torch.bfloat16
+    assert count_graph_tokens(GraphsConfig(), spec, dtype, 80 * GIB, 32768) == 4096
     wide = read_spec(make_checkpoint(tmp_path, "llama", hidden_size=8192, intermediate_size=28672))
-    tokens = choose_graph_tokens(wide, torch.bfloat16, 24 * GIB)
+    tokens = count_graph_tokens(GraphsConfig(), wide, dtype, 24 * GIB, 32768)
     assert 512 < tokens < 4096
-    assert 0.009 < tokens * count_graph_token_bytes(wide, torch.bfloat16) / (24 * GIB) <= 0.01
+    assert 0.009 < count_graph_bytes(wide, dtype, 0, tokens) / (24 * GIB) <= 0.01
+
+
+@pytest.mark.parametrize(
+    ("graphs", "expected"),
+    [
+        (GraphsConfig(), 64),  # as many as a step may have
+        (GraphsConfig(max_tokens=50), 50),
+        (GraphsConfig(max_tokens=5000), 64),
+        (GraphsConfig(max_tokens=0), 0),
+        (GraphsConfig(enabled=False), 0),
+    ],
+)
+def test_tokens_of_the_largest_graph(spec: ModelSpec, graphs: GraphsConfig, expected: int) -> None:
+    assert count_graph_tokens(graphs, spec, torch.bfloat16, 80 * GIB, 64) == expected
