@@ -24,7 +24,7 @@ from toka_async.kernels.append import append
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.prefill import list_prefill_configs
-from toka_async.kernels.sampling import RowTable, SamplingKernels
+from toka_async.runner.kernel_sampler import try_sampling
 from toka_async.tuning.gated_tiles import TILES, GatedTileChoice
 
 CPU = torch.device("cpu")
@@ -64,11 +64,7 @@ def build_gated(dtype: str, hidden: int, inner: int) -> str:
 
 
 def build_sampling(dtype: str, vocab: int) -> str:
-    floats, integers = torch.zeros(4), torch.zeros(4, dtype=torch.int32)
-    seen = torch.zeros(4, -(-vocab // 32), dtype=torch.int32)
-    table = RowTable(floats, floats, floats, floats, integers, integers, integers, integers.long(), seen)
-    logits = torch.zeros(3, vocab, dtype=getattr(torch, dtype))
-    SamplingKernels(vocab, 4, CPU).draw(logits, torch.arange(3), integers[:3], table)
+    try_sampling(vocab, getattr(torch, dtype), CPU)
     return "all"
 
 

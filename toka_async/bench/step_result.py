@@ -8,8 +8,9 @@ import msgspec
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """A case and its median step, in milliseconds.
 
-    ms: time between results. device_ms: time that the rank measures. floor_ms: the sum of its three parts. share:
-    floor_ms / ms. torch_ms, torch_share: the same with matrices as torch multiplies them.
+    sampling: what `asking` of the rows ask for. ms: time between results. device_ms: time that the rank measures.
+    floor_ms: the sum of its three parts. share: floor_ms / ms. torch_ms, torch_share: the same with matrices as torch
+    multiplies them.
     """
 
     rows: int
@@ -17,6 +18,8 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     prefix: int
     groups: int
     prompt: int
+    sampling: str
+    asking: int
     ms: float
     device_ms: float
     tokens_per_second: float
