@@ -24,6 +24,8 @@ from toka_async.kernels.append import append
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.prefill import list_prefill_configs
+from toka_async.kernels.sampling.edit import LIST_WIDTH, EditKernels, EditTable, RowTokens
+from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
 from toka_async.runner.kernel_sampler import try_sampling
 from toka_async.tuning.gated_tiles import TILES, GatedTileChoice
 
@@ -64,7 +66,17 @@ def build_gated(dtype: str, hidden: int, inner: int) -> str:
 
 
 def build_sampling(dtype: str, vocab: int) -> str:
-    try_sampling(vocab, getattr(torch, dtype), CPU)
+    kind = getattr(torch, dtype)
+    try_sampling(vocab, kind, CPU)
+    floats, integers = torch.zeros(2), torch.zeros(2, dtype=torch.int32)
+    seen, ids = torch.zeros(2, -(-vocab // 32), dtype=torch.int32), torch.zeros(2, LIST_WIDTH, dtype=torch.int32)
+    rows = RowTable(floats, floats, floats, floats, integers, integers, integers, integers.long(), seen)
+    wanted = EditTable(floats, floats, integers, integers, integers, integers, ids, ids.float())
+    tokens = RowTokens(torch.zeros(2, 4, dtype=torch.int32), torch.zeros(4, 16, dtype=torch.int32))
+    edits = EditKernels(SamplingKernels(vocab, 2, CPU), 64, CPU)
+    step = torch.zeros(2, vocab, dtype=kind), integers.long(), integers, rows, wanted, tokens
+    edits.edit(*step)
+    edits.restore(*step, (integers.long(), floats))
     return "all"
 
 
