@@ -14,6 +14,7 @@ from toka_async.attention.kv_cache import bytes_per_token
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import CacheConfig, ScheduleConfig
+from toka_async.runner.graphs import DENSE_ROWS
 from toka_async.runner.slab_sampler import SLAB_BYTES
 from toka_async.startup.memory import read_free_cuda_memory
 
@@ -24,6 +25,7 @@ _SPARE_SHARE = 0.02
 _SPARE_BYTES = 1 << 30
 _GRAPH_SHARE = 0.01  # of a GPU's memory, which steps with prompts may take in graphs
 _MOST_GRAPH_TOKENS = 4096
+_MOST_GRAPH_ROWS = 4096
 
 
 def count_page_bytes(spec: ModelSpec, cache: CacheConfig, dtype: torch.dtype) -> int:
@@ -156,6 +158,12 @@ def choose_graph_tokens(spec: ModelSpec, dtype: torch.dtype, total: int) -> int:
     A larger step takes the device longer than the host, so that a graph would save nothing.
     """
     return min(_MOST_GRAPH_TOKENS, int(_GRAPH_SHARE * total) // count_graph_token_bytes(spec, dtype))
+
+
+def choose_graph_rows(spec: ModelSpec, dtype: torch.dtype, total: int) -> int:
+    """Chooses the most rows of a captured decoding step, whose logits take a quarter of the spare bytes of a GPU."""
+    row = count_graph_token_bytes(spec, dtype) + spec.vocab_size * dtype.itemsize
+    return min(_MOST_GRAPH_ROWS, max(DENSE_ROWS, compute_spare_bytes(total) // 4 // row))
 
 
 def count_row_bytes(spec: ModelSpec, limits: RankLimits, dtype: torch.dtype, page_size: int, num_parts: int = 1) -> int:

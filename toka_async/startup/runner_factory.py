@@ -30,6 +30,7 @@ from toka_async.model.ops import TorchOps
 from toka_async.model.overlap import OverlappedShards
 from toka_async.model.weights import build_decoder, load_weights, random_weights
 from toka_async.runner.compiles import CompileCounter
+from toka_async.runner.graphs import DENSE_ROWS
 from toka_async.runner.micro_batches import count_most_rows, count_most_tokens
 from toka_async.runner.mixed import list_mixed_sizes
 from toka_async.runner.pipeline import StageSetup
@@ -37,6 +38,7 @@ from toka_async.runner.runner import Runner, SamplingSetup
 from toka_async.runner.samples import RowShares
 from toka_async.startup.cache_size import (
     check_largest_step,
+    choose_graph_rows,
     choose_graph_tokens,
     compute_cache_memory,
     count_graph_token_bytes,
@@ -140,11 +142,21 @@ class RunnerFactory:
         )
 
     def _count_graph_rows(self, layouts: LayoutPolicy | None = None) -> int:
-        """Counts the rows of the largest graph; 0: none is captured. Steps in shards are not captured."""
+        """Counts the rows of the largest graph; 0: none is captured. Steps in shards are not captured.
+
+        What `auto` allows above DENSE_ROWS is captured if it pays (`GraphLimit`), and does not decide about layouts.
+        """
         graphs = self.config.graphs
         if not graphs.enabled:
             return 0
-        most = min(graphs.max_rows, limit_part(self.limits, self.coords.num_micro_batches).max_seqs)
+        most = limit_part(self.limits, self.coords.num_micro_batches).max_seqs
+        if graphs.max_rows != "auto":
+            most = min(most, graphs.max_rows)
+        elif layouts is None or not has_kernels(self.device):
+            most = min(most, DENSE_ROWS)
+        else:
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            most = min(most, self.groups.world.minimum(choose_graph_rows(self.rank_spec, self.dtype, total)))
         return most if layouts is None or layouts.shards is None else min(most, layouts.min_tokens - 1)
 
     def _count_graph_tokens(self, layouts: LayoutPolicy) -> int:
@@ -305,11 +317,14 @@ class RunnerFactory:
         least = runner.ready.group_min_seqs if schedule.group_min_seqs == "auto" else schedule.group_min_seqs
 
         def capture() -> None:
-            from toka_async.tuning.graph_sizes import GraphChoice
+            from toka_async.tuning.graph_sizes import GraphChoice, GraphLimit
 
             assert runner.decode is not None
-            model = self._describe_graphs(decoder)
-            graphs = GraphChoice(runner.decode, most, least > 0, model, self.stages.show)
+            model, largest = self._describe_graphs(decoder), most
+            if self.config.graphs.max_rows == "auto" and most > DENSE_ROWS:
+                limit = GraphLimit(runner.decode, most, model)
+                largest = settle(limit, self.tuning_cache, self.groups.tensor)
+            graphs = GraphChoice(runner.decode, largest, least > 0, model, self.stages.show)
             graphs.use(settle(graphs, self.tuning_cache, self.groups.tensor))
             if runner.mixed is not None and max_graph_tokens:
                 for done, total in runner.mixed.capture(list_mixed_sizes(max_graph_tokens), least > 0):

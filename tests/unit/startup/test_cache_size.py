@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -18,6 +19,7 @@ from toka_async.config import CacheConfig, ScheduleConfig
 from toka_async.runner.token_history import TokenHistory
 from toka_async.startup.cache_size import (
     check_largest_step,
+    choose_graph_rows,
     choose_graph_tokens,
     compute_cache_memory,
     count_graph_token_bytes,
@@ -187,3 +189,19 @@ def test_graphs_take_little_of_the_memory(tmp_path: Path, spec: ModelSpec) -> No
     tokens = choose_graph_tokens(wide, torch.bfloat16, 24 * GIB)
     assert 512 < tokens < 4096
     assert 0.009 < tokens * count_graph_token_bytes(wide, torch.bfloat16) / (24 * GIB) <= 0.01
+
+
+def test_graphs_of_many_rows_fit_the_spare_memory(tmp_path: Path, spec: ModelSpec) -> None:
+    """With their logits. Those of 512 rows are always captured."""
+    assert choose_graph_rows(spec, torch.bfloat16, 141 * GIB) == 4096
+    wide = msgspec.structs.replace(
+        read_spec(make_checkpoint(tmp_path, "llama", hidden_size=4096, intermediate_size=14336)), vocab_size=128_256
+    )
+    rows = [choose_graph_rows(wide, torch.bfloat16, total * GIB) for total in (16, 24, 80, 141)]
+    assert rows == sorted(rows)
+    assert rows[0] >= 512
+    assert rows[-1] < 4096
+    each = count_graph_token_bytes(wide, torch.bfloat16) + 2 * wide.vocab_size
+    assert rows[-1] * each <= (0.02 * 141 + 1) * GIB / 4
+    large = msgspec.structs.replace(wide, vocab_size=256_000)
+    assert choose_graph_rows(large, torch.bfloat16, 4 * GIB) == 512
