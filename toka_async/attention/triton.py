@@ -17,11 +17,12 @@ from toka_async.arrays import Int32, Int64
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.copies import pin, to_device
 from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.prefix_memory import PrefixMemory, count_partials
 from toka_async.attention.row_decode import RowDecode
 from toka_async.attention.tile_parts import keep_tiles, split_tiles
-from toka_async.kernels.decode import MOST_PARTIALS, Partial, merge
+from toka_async.kernels.decode import Partial, merge
 from toka_async.kernels.occupancy import count_resident
-from toka_async.kernels.prefill import attend_chunks, attend_prefixes, prefill_config
+from toka_async.kernels.prefill import PrefillConfig, attend_chunks, attend_prefixes, list_prefill_configs
 
 PREFIX_PROGRAMS_PER_SM = 2
 MOST_PREFIX_SPLITS = 8
@@ -43,16 +44,27 @@ class _Shared:
 class TritonDecode:
     """`GraphDecodePart` of one kernel for all rows, after another one if rows share prefixes."""
 
-    def __init__(self, cache: KVCache, num_heads: int, scale: float | None = None) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        num_heads: int,
+        scale: float | None = None,
+        tiles: PrefillConfig | None = None,
+        memory: PrefixMemory | None = None,
+    ) -> None:
+        """tiles: of prefixes that rows share; None: the best, if they fit the chip.
+
+        memory: parts of one stream may share it; None: it has its own.
+        """
         self.cache = cache
         self.scale = scale if scale is not None else cache.head_dim**-0.5
         self.num_heads = num_heads
         self.device = cache.keys[0].device
         self.num_sms = count_sms(self.device)
         group_size = num_heads // cache.num_kv_heads
-        self.tile_config = prefill_config(cache.head_dim, group_size, cache.keys[0].dtype)
+        self.tile_config = tiles or list_prefill_configs(cache.head_dim, group_size, cache.keys[0].dtype)[0]
         self.tile_rows = self.tile_config.queries(group_size)
-        self.memory = _Memory(self.device)
+        self.memory = memory or PrefixMemory(self.device, count_partials(self.device))
         self.rows = RowDecode(cache, num_heads, self.scale)
         self.shared: _Shared | None = None
         # Grouped graphs: the groups that graph_data describes, skips of all rows first, then tiles.
@@ -116,7 +128,7 @@ class TritonDecode:
         prefix = None
         if shared is not None:
             # One partial result may lie where the rows' outputs go: each program reads its own before it writes.
-            prefix = self.memory.take_partial("prefix", query, shared.splits, None if shared.splits > 1 else output)
+            prefix = self.memory.take(query, shared.splits, output)
             attend_prefixes(
                 query,
                 self.cache.keys[layer],
@@ -144,7 +156,7 @@ class TritonDecode:
 
     def _count_prefix_splits(self, num_tiles: int, num_rows: int) -> int:
         wanted = PREFIX_PROGRAMS_PER_SM * self.num_sms // (num_tiles * self.cache.num_kv_heads)
-        most = MOST_PARTIALS // (num_rows * self.num_heads * self.cache.head_dim)
+        most = self.memory.most // (num_rows * self.num_heads * self.cache.head_dim)
         return max(min(wanted, most, MOST_PREFIX_SPLITS), 1)
 
 
@@ -164,13 +176,16 @@ class _ChunkPlan:
 class TritonChunks:
     """`ChunkPart` that cuts chunks into tiles, the longest first."""
 
-    def __init__(self, cache: KVCache, num_heads: int, scale: float | None = None) -> None:
+    def __init__(
+        self, cache: KVCache, num_heads: int, scale: float | None = None, tiles: PrefillConfig | None = None
+    ) -> None:
+        """tiles: of chunks; None: the best, if they fit the chip."""
         self.cache = cache
         self.scale = scale if scale is not None else cache.head_dim**-0.5
         self.num_heads = num_heads
         self.device = cache.keys[0].device
         group_size = num_heads // cache.num_kv_heads
-        self.config = prefill_config(cache.head_dim, group_size, cache.keys[0].dtype)
+        self.config = tiles or list_prefill_configs(cache.head_dim, group_size, cache.keys[0].dtype)[0]
         self.tile_queries = self.config.queries(group_size)
         self.programs = max(1, self._count_programs() // cache.num_kv_heads)  # of each KV head that run at once
         self.step: _ChunkPlan | None = None
@@ -260,30 +275,6 @@ class TritonChunks:
         query = keys.new_zeros(1, self.num_heads, self.cache.head_dim)
         kernel = attend_chunks(query, keys, keys, zero, zero[0].long(), zero, 1, query, 1.0, 0, self.config)
         return count_resident(kernel, self.device)
-
-
-class _Memory:
-    """Memory of partial results. It stays where it is, since graphs hold its address, and grows to the largest use."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.slabs: dict[str, list[Tensor]] = {}
-
-    def take_partial(self, name: str, query: Tensor, parts: int, output: Tensor | None = None) -> Partial:
-        """Takes room for `parts` results of the queries [rows, heads, dim]. A single one is in `output` if given."""
-        num_rows, num_heads, dim = query.shape
-        size = parts * num_rows * num_heads
-        lse = self._take(f"{name} lse", size).view(parts, num_rows, num_heads)
-        if output is not None:
-            return Partial(output[None], lse)
-        return Partial(self._take(name, size * dim).view(parts, num_rows, num_heads, dim), lse)
-
-    def _take(self, name: str, size: int) -> Tensor:
-        slabs = self.slabs.setdefault(name, [])
-        if not slabs or len(slabs[-1]) < size:  # smaller ones stay for the graphs that were captured with them
-            # Powers of two: all that were outgrown together take no more than the last.
-            slabs.append(torch.empty(1 << (size - 1).bit_length(), dtype=torch.float32, device=self.device))
-        return slabs[-1][:size]
 
 
 def _divide_cells(num_cells: int) -> tuple[slice, slice, slice]:

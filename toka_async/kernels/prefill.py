@@ -31,14 +31,24 @@ class PrefillConfig:
         return max(1, self.block_queries // group_size)
 
 
-def prefill_config(head_dim: int, group_size: int, dtype: torch.dtype) -> PrefillConfig:
-    """Chooses tiles as large as registers and shared memory of a Hopper chip allow."""
+def list_prefill_configs(head_dim: int, group_size: int, dtype: torch.dtype) -> list[PrefillConfig]:
+    """Lists tiles, the best first: as large as registers and shared memory of a Hopper chip allow.
+
+    Further ones need less shared memory; `kernels.built` finds the first that fits a chip.
+    """
     least = triton.next_power_of_2(group_size)
     if dtype == torch.float32:
-        return PrefillConfig(max(16, least), 32 if head_dim <= 128 else 16, num_warps=4, num_stages=1)
+        return [PrefillConfig(max(16, least), 32 if head_dim <= 128 else 16, num_warps=4, num_stages=1)]
     if head_dim <= 128:
-        return PrefillConfig(max(128, least), 64, num_warps=8 if head_dim <= 64 else 4, num_stages=3)
-    return PrefillConfig(max(128, least), 32, num_warps=8, num_stages=2)
+        return [
+            PrefillConfig(max(128, least), 64, num_warps=8 if head_dim <= 64 else 4, num_stages=3),
+            PrefillConfig(max(64, least), 32, num_warps=4, num_stages=2),
+        ]
+    return [
+        PrefillConfig(max(128, least), 32, num_warps=8, num_stages=2),
+        PrefillConfig(max(64, least), 32, num_warps=8, num_stages=2),
+        PrefillConfig(max(64, least), 16, num_warps=8, num_stages=2),
+    ]
 
 
 def attend_chunks(

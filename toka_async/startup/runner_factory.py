@@ -38,10 +38,10 @@ from toka_async.runner.runner import Runner, SamplingSetup
 from toka_async.runner.samples import RowShares
 from toka_async.startup.cache_size import (
     check_largest_step,
-    choose_graph_rows,
-    choose_graph_tokens,
     compute_cache_memory,
-    count_graph_token_bytes,
+    count_graph_bytes,
+    count_graph_rows,
+    count_graph_tokens,
     count_page_bytes,
     count_trial_pages,
     fit_limits,
@@ -84,6 +84,9 @@ class RunnerFactory:
         self.limits = resolve_limits(config.model, config.schedule, spec, self.kind)
         self.part = stage_parts(spec, coords.num_stages, coords.size)[coords.stage]
         self.rank_spec = make_stage_spec(make_rank_spec(spec, coords.size), self.part)
+        # Only the last stage has logits.
+        vocab_size = self.rank_spec.vocab_size if self.part.is_last else 0
+        self.counted_spec = msgspec.structs.replace(self.rank_spec, vocab_size=vocab_size)
         free = measure_free_bytes(self.device, config.cache.memory_fraction)
         check_weights_fit(spec, self.part, coords.size, self.dtype, free, self.kind)
         self.tuning_cache = open_tuning_cache(self.device, config)
@@ -106,7 +109,8 @@ class RunnerFactory:
                 limits = limit_separate(limit_part(self.limits, self.coords.num_micro_batches), layouts)
                 self.tuning.tune(decoder, limits, max_graph_rows, self.stages.show)
         with self.stages.stage("memory"):
-            num_pages = self.groups.world.minimum(self._count_pages(decoder, stage, max_graph_tokens))
+            num_pages, max_graph_rows = self._count_pages(decoder, stage, max_graph_rows, max_graph_tokens)
+            num_pages = self.groups.world.minimum(num_pages)
         with self.stages.stage("attention"):
             runner = self._make_runner(decoder, stage, num_pages, self._choose_table)
         self._warm_up(runner, decoder, max_graph_rows, max_graph_tokens)
@@ -144,32 +148,23 @@ class RunnerFactory:
     def _count_graph_rows(self, layouts: LayoutPolicy | None = None) -> int:
         """Counts the rows of the largest graph; 0: none is captured. Steps in shards are not captured.
 
-        What `auto` allows above DENSE_ROWS is captured if it pays (`GraphLimit`), and does not decide about layouts.
+        Automatic sizes above DENSE_ROWS do not decide about layouts.
         """
-        graphs = self.config.graphs
-        if not graphs.enabled:
-            return 0
-        most = limit_part(self.limits, self.coords.num_micro_batches).max_seqs
-        if graphs.max_rows != "auto":
-            most = min(most, graphs.max_rows)
-        elif layouts is None or not has_kernels(self.device):
-            most = min(most, DENSE_ROWS)
-        else:
+        max_seqs, total = limit_part(self.limits, self.coords.num_micro_batches).max_seqs, 0
+        if layouts is not None and has_kernels(self.device):
             total = torch.cuda.get_device_properties(self.device).total_memory
-            most = min(most, self.groups.world.minimum(choose_graph_rows(self.rank_spec, self.dtype, total)))
+        most = count_graph_rows(self.config.graphs, self.counted_spec, self.dtype, total, max_seqs)
+        most = self.groups.world.minimum(most)
         return most if layouts is None or layouts.shards is None else min(most, layouts.min_tokens - 1)
 
     def _count_graph_tokens(self, layouts: LayoutPolicy) -> int:
         """Counts the tokens of the largest graph of steps with prompts, alike on all ranks; 0: none is captured."""
-        graphs = self.config.graphs
-        if not graphs.enabled or not has_kernels(self.device):
+        if not has_kernels(self.device):
             return 0
-        most = limit_part(self.limits, self.coords.num_micro_batches).max_tokens
-        if graphs.max_tokens == "auto":
-            total = torch.cuda.get_device_properties(self.device).total_memory
-            most = min(most, self.groups.world.minimum(choose_graph_tokens(self.rank_spec, self.dtype, total)))
-        else:
-            most = min(most, graphs.max_tokens)
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        max_tokens = limit_part(self.limits, self.coords.num_micro_batches).max_tokens
+        most = count_graph_tokens(self.config.graphs, self.rank_spec, self.dtype, total, max_tokens)
+        most = self.groups.world.minimum(most)
         return most if layouts.shards is None else min(most, layouts.min_tokens - 1)
 
     def _load_decoder(self, layouts: LayoutPolicy) -> Decoder:
@@ -189,14 +184,12 @@ class RunnerFactory:
     def _fit_limits(self) -> RankLimits:
         """Halves limits that are `auto` until the largest step fits every rank's GPU. Raises ModelError."""
         cache, schedule, world = self.config.cache, self.config.schedule, self.groups.world
-        # Only the last stage has logits.
-        counted = self.rank_spec if self.part.is_last else msgspec.structs.replace(self.rank_spec, vocab_size=0)
         # What is automatic leaves half of the memory to the cache.
         share = 0.5 if "auto" in (schedule.max_seqs, schedule.max_tokens) else 1.0
 
         def check(tried: RankLimits) -> None:
             check_largest_step(
-                counted,
+                self.counted_spec,
                 tried,
                 self.dtype,
                 cache.page_size,
@@ -218,18 +211,28 @@ class RunnerFactory:
         links = build_links(self.groups.pairs, hidden_size, self.dtype, num_tokens, self.limits.max_seqs)
         return StageSetup(links, num_parts, hidden_size, self.dtype, self.device)
 
-    def _count_pages(self, decoder: Decoder, stage: StageSetup | None, max_graph_tokens: int) -> int:
-        """Counts the pages of this rank's cache: as configured, or as memory allows beside graphs and steps."""
+    def _count_pages(
+        self, decoder: Decoder, stage: StageSetup | None, max_graph_rows: int, max_graph_tokens: int
+    ) -> tuple[int, int]:
+        """Counts the pages of this rank's cache: as configured, or as memory allows beside steps and graphs.
+
+        Also returns the rows of the largest graph, of those up to max_graph_rows that pay.
+        """
         page_bytes = count_page_bytes(self.rank_spec, self.config.cache, self.dtype)
         if self.kind == "cuda":
-            graph_bytes = max_graph_tokens * count_graph_token_bytes(self.rank_spec, self.dtype)
-            auto = most = self._measure_memory(decoder, stage, page_bytes) - graph_bytes
+            free, max_graph_rows = self._measure_memory(decoder, stage, page_bytes, max_graph_rows)
+            auto = most = free - count_graph_bytes(self.counted_spec, self.dtype, max_graph_rows, max_graph_tokens)
         else:
             auto, most = choose_cpu_cache_bytes(self.coords.num_sharing)
-        return resolve_num_pages(self.config.cache, self.limits, page_bytes, auto, most)
+        return resolve_num_pages(self.config.cache, self.limits, page_bytes, auto, most), max_graph_rows
 
-    def _measure_memory(self, decoder: Decoder, stage: StageSetup | None, page_bytes: int) -> int:
-        """Measures the bytes that the largest step leaves to the cache, by computing it once."""
+    def _measure_memory(
+        self, decoder: Decoder, stage: StageSetup | None, page_bytes: int, max_graph_rows: int
+    ) -> tuple[int, int]:
+        """Measures the bytes that the largest step leaves to the cache, by computing it once.
+
+        Also returns the rows of the largest graph, see `_limit_graph_rows`.
+        """
         cache = self.config.cache
         torch.cuda.reset_peak_memory_stats(self.device)
         num_pages = count_trial_pages(self.limits, cache.page_size, page_bytes, self.device, cache.memory_fraction)
@@ -240,10 +243,21 @@ class RunnerFactory:
         except torch.OutOfMemoryError:
             raise make_misfit_error(self.limits) from None
         peak = torch.cuda.max_memory_allocated(self.device) - (num_pages + 1) * page_bytes
+        max_graph_rows = self._limit_graph_rows(runner, decoder, max_graph_rows)
         del runner
         gc.collect()
         torch.cuda.empty_cache()
-        return compute_cache_memory(self.device, cache.memory_fraction, peak)
+        return compute_cache_memory(self.device, cache.memory_fraction, peak), max_graph_rows
+
+    def _limit_graph_rows(self, runner: Runner, decoder: Decoder, most: int) -> int:
+        """Finds the rows of the largest graph that pays, with a runner for a trial."""
+        decode = runner.decode
+        if self.config.graphs.max_rows != "auto" or most <= DENSE_ROWS or decode is None or not decode.can_capture:
+            return most
+        from toka_async.tuning.graph_sizes import GraphLimit
+
+        limit = GraphLimit(decode, most, self._describe_graphs(decoder))
+        return settle(limit, self.tuning_cache, self.groups.tensor)
 
     def _make_runner(
         self,
@@ -317,14 +331,11 @@ class RunnerFactory:
         least = runner.ready.group_min_seqs if schedule.group_min_seqs == "auto" else schedule.group_min_seqs
 
         def capture() -> None:
-            from toka_async.tuning.graph_sizes import GraphChoice, GraphLimit
+            from toka_async.tuning.graph_sizes import GraphChoice
 
             assert runner.decode is not None
-            model, largest = self._describe_graphs(decoder), most
-            if self.config.graphs.max_rows == "auto" and most > DENSE_ROWS:
-                limit = GraphLimit(runner.decode, most, model)
-                largest = settle(limit, self.tuning_cache, self.groups.tensor)
-            graphs = GraphChoice(runner.decode, largest, least > 0, model, self.stages.show)
+            model = self._describe_graphs(decoder)
+            graphs = GraphChoice(runner.decode, most, least > 0, model, self.stages.show)
             graphs.use(settle(graphs, self.tuning_cache, self.groups.tensor))
             if runner.mixed is not None and max_graph_tokens:
                 for done, total in runner.mixed.capture(list_mixed_sizes(max_graph_tokens), least > 0):

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from tests.cases.paged import PagedCase
 from toka_async.kernels.decode import Partial, merge
-from toka_async.kernels.prefill import PrefillConfig, attend_chunks, attend_prefixes, prefill_config
+from toka_async.kernels.prefill import PrefillConfig, attend_chunks, attend_prefixes, list_prefill_configs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLES = 60 if DEVICE.type == "cuda" else 3  # the interpreter is slow
@@ -90,10 +90,11 @@ def test_chunks(shape: tuple[int, int, int], seed: int, lengths: list[int], page
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 160])
 def test_chunks_as_configured(dim: int, dtype: torch.dtype) -> None:
     case = PagedCase(0, [140] if dtype == torch.bfloat16 else [40], 16, 1, 4, dim, DEVICE, dtype)
-    check_chunks(case, 0, prefill_config(dim, 4, dtype))
+    for config in list_prefill_configs(dim, 4, dtype):
+        check_chunks(case, 0, config)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 16), (1, 7, 80)], ids=str)
@@ -112,7 +113,7 @@ def test_parts_of_tiles(shape: tuple[int, int, int], seed: int, length: int, pag
 
 def test_parts_as_configured() -> None:
     case = PagedCase(0, [150], 16, 1, 4, 64, DEVICE, torch.bfloat16)
-    check_chunks(case, 0, prefill_config(64, 4, torch.bfloat16), is_split=True)
+    check_chunks(case, 0, list_prefill_configs(64, 4, torch.bfloat16)[0], is_split=True)
 
 
 @pytest.mark.parametrize("window", [0, 9])
@@ -164,4 +165,4 @@ def test_no_tiles() -> None:
 def test_tiles_hold_whole_queries() -> None:
     assert SMALL.queries(7) == 2
     assert SMALL.queries(16) == 1
-    assert prefill_config(64, 200, torch.bfloat16).queries(200) == 1
+    assert all(config.queries(200) == 1 for config in list_prefill_configs(64, 200, torch.bfloat16))
