@@ -30,6 +30,7 @@ from toka_async.runner.micro_batches import count_most_rows, count_most_tokens
 from toka_async.startup.cache_size import (
     compute_spare_bytes,
     count_graph_bytes,
+    count_graph_rows,
     count_graph_tokens,
     count_page_bytes,
     count_row_bytes,
@@ -101,7 +102,7 @@ class Stage:
         """Bytes in which captured steps compute."""
         num_parts = config.parallel.num_micro_batches
         most = count_most_rows(limits.max_seqs, num_parts)
-        num_rows = min(config.graphs.max_rows, most) if config.graphs.enabled else 0
+        num_rows = count_graph_rows(config.graphs, self._counted, self.dtype, memory, most)
         max_tokens = count_most_tokens(limits.max_seqs, limits.max_tokens, num_parts)
         num_tokens = count_graph_tokens(config.graphs, self.part, self.dtype, memory, max_tokens)
         return count_graph_bytes(self._counted, self.dtype, num_rows, num_tokens)

@@ -36,14 +36,18 @@ LARGE = 8192  # rows and columns of the matrices that are multiplied to measure 
 
 
 class AttentionTime(msgspec.Struct, frozen=True, kw_only=True):
-    """What a part takes. plan_us: microseconds of the host, once a step. ms, floor_ms: of a layer on the device."""
+    """What a part takes. plan_us: microseconds of the host, once a step. ms: of a layer on the device.
+
+    read_ms, multiply_ms: to read the keys and values once, and to multiply with them. share: of the longer, in ms.
+    """
 
     shape: str
     dim: int
     part: str
     plan_us: float
     ms: float
-    floor_ms: float
+    read_ms: float
+    multiply_ms: float
     share: float
 
 
@@ -59,7 +63,8 @@ def main(options: argparse.Namespace) -> int:
     """Prints each time as it is measured; returns the exit code."""
     try:
         if not options.json:
-            print(f"{'shape':>28} {'dim':>4} {'part':>12} {'plan_us':>9} {'ms':>8} {'floor_ms':>9} {'share':>7}")
+            names = ("plan_us", "ms", "read_ms", "multiply_ms", "share")
+            print(f"{'shape':>28} {'dim':>4} {'part':>12}" + "".join(f"{name:>13}" for name in names))
         for each in measure(options):
             print(msgspec.json.encode(each).decode() if options.json else describe(each), flush=True)
     except BenchError as error:
@@ -69,10 +74,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 def describe(each: AttentionTime) -> str:
-    return (
-        f"{each.shape:>28} {each.dim:>4} {each.part:>12} {each.plan_us:>9.1f} {each.ms:>8.4f} {each.floor_ms:>9.4f} "
-        f"{each.share:>7.1%}"
-    )
+    times = "".join(f"{ms:>13.4f}" for ms in (each.ms, each.read_ms, each.multiply_ms))
+    return f"{each.shape:>28} {each.dim:>4} {each.part:>12}{each.plan_us:>13.1f}{times}{each.share:>13.1%}"
 
 
 def measure(options: argparse.Namespace) -> Iterator[AttentionTime]:
@@ -129,7 +132,7 @@ def time_parts(parts: AttentionParts, name: str, shape: TrialShape, rates: Devic
     num_tokens = int(batch.query_lengths.sum())
     query = torch.randn((num_tokens, parts.num_heads, cache.head_dim), device=cache.keys[0].device).to(torch.bfloat16)
     output = torch.empty_like(query)
-    floor = compute_floor(shape, parts.num_heads, cache, rates)
+    read, multiply = compute_floors(shape, parts.num_heads, cache, rates)
     for part, (plan, run) in list_plans(parts, batch).items():
         planned, seconds = _time_part(plan, [partial(run, layer, query, output) for layer in range(NUM_LAYERS)])
         yield AttentionTime(
@@ -138,8 +141,9 @@ def time_parts(parts: AttentionParts, name: str, shape: TrialShape, rates: Devic
             part=part,
             plan_us=round(planned * 1e6, 1),
             ms=round(seconds * 1e3, 4),
-            floor_ms=round(floor * 1e3, 4),
-            share=round(floor / seconds, 4),
+            read_ms=round(read * 1e3, 4),
+            multiply_ms=round(multiply * 1e3, 4),
+            share=round(max(read, multiply) / seconds, 4),
         )
 
 
@@ -157,12 +161,12 @@ def list_plans(parts: AttentionParts, batch: AttentionBatch) -> dict[str, tuple[
     return plans
 
 
-def compute_floor(shape: TrialShape, num_heads: int, cache: KVCache, rates: DeviceRates) -> float:
-    """Computes the least seconds of a layer: to read keys and values, or to multiply queries with what they see."""
+def compute_floors(shape: TrialShape, num_heads: int, cache: KVCache, rates: DeviceRates) -> tuple[float, float]:
+    """Computes the least seconds of a layer to read keys and values, and to multiply queries with what they see."""
     num_keys = sum(context for context, _ in shape.rows)
     num_pairs = sum(length * context - length * (length - 1) // 2 for context, length in shape.rows)
     num_bytes = 2 * num_keys * cache.num_kv_heads * cache.head_dim * cache.keys[0].itemsize
-    return max(num_bytes / rates.bandwidth, 4 * num_pairs * num_heads * cache.head_dim / rates.flops)
+    return num_bytes / rates.bandwidth, 4 * num_pairs * num_heads * cache.head_dim / rates.flops
 
 
 def _time_part(plan: Callable[[], None], runs: Sequence[Callable[[], None]]) -> tuple[float, float]:

@@ -324,7 +324,13 @@ class GraphsConfig(Section, frozen=True, kw_only=True):
     enabled: Annotated[
         bool, Meta(description="capture small steps in CUDA graphs, with the triton attention kernels")
     ] = True
-    max_rows: Annotated[int, Meta(ge=1, le=8192, description="sequences of the largest captured decode step")] = 512
+    max_rows: Annotated[
+        Annotated[int, Meta(ge=1, le=8192)] | Auto,
+        Meta(
+            description="sequences of the largest captured decode step; auto: 512, and up to 4096 as long as the host "
+            "takes longer to launch a step than the GPU to compute it"
+        ),
+    ] = "auto"
     max_tokens: Annotated[
         Annotated[int, Meta(ge=0, le=32768)] | Auto,
         Meta(

@@ -59,19 +59,28 @@ class DecodePass:
     def capture(self, sizes: Sequence[int], grouped: bool) -> Iterator[tuple[int, int]]:
         """Captures graphs of these numbers of rows; yields (captured, all) after each. No row may decode meanwhile."""
         assert self._attention is not None
-        assert not self._rows.order.size
-        most = max(sizes)
-        # No row decodes now: from here on padding computes.
-        self._rows.on_device.set_order(self._rows.order, most)
+        self.fill(max(sizes))
         ends: dict[str, DecodeEnd] = {}
         if self.sampler is not None:
             ends = {Route.PLAIN: self._draw, Route.FULL: self._draw_full, Route.TORCH: self._keep_hidden}
         graphs = DecodeGraphs(self._decode, ends, self._attention, sizes, grouped)
         with torch.inference_mode():
-            if self._make_residuals is not None:
-                self._residuals = self._make_residuals(most)
             yield from graphs.capture()
         self.graphs = graphs
+
+    def fill(self, most: int) -> None:
+        """Makes padding of the first rows, up to `most`, so that steps compute without requests. No row may decode."""
+        assert not self._rows.order.size
+        self._rows.on_device.set_order(self._rows.order, most)
+        if self._make_residuals is not None:
+            with torch.inference_mode():
+                self._residuals = self._make_residuals(most)
+
+    def compute_padding(self, num_rows: int) -> None:
+        """Computes a step of padding, as a graph holds it, but launched by the host. `fill` must have made so much."""
+        outputs = self._decode(num_rows, grouped=False)
+        if self.sampler is not None:
+            self._draw(outputs)
 
     def count_padded(self, order: Int32) -> int:
         """Counts the rows that a pass of these computes, padding included."""

@@ -14,6 +14,7 @@ from toka_async.attention.kv_cache import bytes_per_token
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import CacheConfig, GraphsConfig, ScheduleConfig
+from toka_async.runner.graphs import DENSE_ROWS
 from toka_async.runner.slab_sampler import SLAB_BYTES
 from toka_async.startup.memory import read_free_cuda_memory
 
@@ -22,8 +23,9 @@ LINKED = 4  # residuals of a token that a stage holds beside its own: two that c
 # Bytes beside what steps and graphs allocate: graphs' nodes, libraries' workspaces, waste in the allocator's blocks.
 _SPARE_SHARE = 0.02
 _SPARE_BYTES = 1 << 30
-_GRAPH_SHARE = 0.01  # of a GPU's memory, which steps with prompts may take in graphs
+_GRAPH_SHARE = 0.01  # of a GPU's memory, which steps with prompts may take in graphs, and decoding steps as well
 _MOST_GRAPH_TOKENS = 4096
+_MOST_GRAPH_ROWS = 4096
 
 
 def count_page_bytes(spec: ModelSpec, cache: CacheConfig, dtype: torch.dtype) -> int:
@@ -165,6 +167,19 @@ def count_graph_tokens(graphs: GraphsConfig, spec: ModelSpec, dtype: torch.dtype
     if graphs.max_tokens != "auto":
         return min(graphs.max_tokens, max_tokens)
     return min(_MOST_GRAPH_TOKENS, int(_GRAPH_SHARE * total) // count_graph_bytes(spec, dtype, 0, 1), max_tokens)
+
+
+def count_graph_rows(graphs: GraphsConfig, spec: ModelSpec, dtype: torch.dtype, total: int, max_seqs: int) -> int:
+    """Counts the rows of the largest decoding step that may be captured on a GPU of `total` bytes; 0: none is.
+
+    max_seqs: of a step. Of automatic sizes above DENSE_ROWS, a start captures those that pay.
+    """
+    if not graphs.enabled:
+        return 0
+    if graphs.max_rows != "auto":
+        return min(graphs.max_rows, max_seqs)
+    most = int(_GRAPH_SHARE * total) // count_graph_bytes(spec, dtype, 1, 0)
+    return min(_MOST_GRAPH_ROWS, max(DENSE_ROWS, most), max_seqs)
 
 
 def count_row_bytes(spec: ModelSpec, limits: RankLimits, dtype: torch.dtype, page_size: int, num_parts: int = 1) -> int:

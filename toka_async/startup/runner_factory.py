@@ -33,6 +33,7 @@ from toka_async.model.ops import TorchOps
 from toka_async.model.overlap import OverlappedShards
 from toka_async.model.weights import build_decoder, load_weights, random_weights
 from toka_async.runner.compiles import CompileCounter
+from toka_async.runner.graphs import DENSE_ROWS
 from toka_async.runner.micro_batches import count_most_rows, count_most_tokens
 from toka_async.runner.mixed import list_mixed_sizes
 from toka_async.runner.pipeline import StageSetup
@@ -42,6 +43,7 @@ from toka_async.startup.cache_size import (
     check_largest_step,
     compute_cache_memory,
     count_graph_bytes,
+    count_graph_rows,
     count_graph_tokens,
     count_page_bytes,
     count_trial_pages,
@@ -132,8 +134,10 @@ class RunnerFactory:
                 self.tuning.tune(decoder, limits, max_graph_rows, self.stages.show)
         with_flashinfer = self._prepare_flashinfer()
         with self.stages.stage("memory", "computing the largest step"):
-            of_graphs = count_graph_bytes(self.counted_spec, self.dtype, max_graph_rows, max_graph_tokens)
-            num_pages = self.groups.world.minimum(self._count_pages(decoder, stage, with_flashinfer, of_graphs))
+            num_pages, max_graph_rows = self._count_pages(
+                decoder, stage, with_flashinfer, max_graph_rows, max_graph_tokens
+            )
+            num_pages = self.groups.world.minimum(num_pages)
         with self.stages.stage("attention", "allocating the cache"):
             runner = self._make_runner(decoder, stage, num_pages, with_flashinfer, self._choose_table)
         self._warm_up(runner, decoder, max_graph_rows, max_graph_tokens)
@@ -201,11 +205,15 @@ class RunnerFactory:
         )
 
     def _count_graph_rows(self, layouts: LayoutPolicy | None = None) -> int:
-        """Counts the rows of the largest graph; 0: none is captured. Steps in shards are not captured."""
-        graphs = self.config.graphs
-        if not graphs.enabled:
-            return 0
-        most = min(graphs.max_rows, limit_part(self.limits, self.coords.num_micro_batches).max_seqs)
+        """Counts the rows of the largest graph; 0: none is captured. Steps in shards are not captured.
+
+        Automatic sizes above DENSE_ROWS do not decide about layouts.
+        """
+        max_seqs, total = limit_part(self.limits, self.coords.num_micro_batches).max_seqs, 0
+        if layouts is not None and has_kernels(self.device):
+            total = torch.cuda.get_device_properties(self.device).total_memory
+        most = count_graph_rows(self.config.graphs, self.counted_spec, self.dtype, total, max_seqs)
+        most = self.groups.world.minimum(most)
         return most if layouts is None or layouts.shards is None else min(most, layouts.min_tokens - 1)
 
     def _count_graph_tokens(self, layouts: LayoutPolicy) -> int:
@@ -269,19 +277,33 @@ class RunnerFactory:
         links = build_links(self.groups.pairs, hidden_size, self.dtype, num_tokens, self.limits.max_seqs)
         return StageSetup(links, num_parts, hidden_size, self.dtype, self.device)
 
-    def _count_pages(self, decoder: Decoder, stage: StageSetup | None, with_flashinfer: bool, of_graphs: int) -> int:
-        """Counts the pages of this rank's cache: as configured, or as memory allows beside steps and graphs."""
+    def _count_pages(
+        self,
+        decoder: Decoder,
+        stage: StageSetup | None,
+        with_flashinfer: bool,
+        max_graph_rows: int,
+        max_graph_tokens: int,
+    ) -> tuple[int, int]:
+        """Counts the pages of this rank's cache: as configured, or as memory allows beside steps and graphs.
+
+        Also returns the rows of the largest graph, of those up to max_graph_rows that pay.
+        """
         page_bytes = count_page_bytes(self.rank_spec, self.config.cache, self.dtype)
         if self.kind == "cuda":
-            auto = most = self._measure_memory(decoder, stage, page_bytes, with_flashinfer) - of_graphs
+            free, max_graph_rows = self._measure_memory(decoder, stage, page_bytes, with_flashinfer, max_graph_rows)
+            auto = most = free - count_graph_bytes(self.counted_spec, self.dtype, max_graph_rows, max_graph_tokens)
         else:
             auto, most = choose_cpu_cache_bytes(self.coords.num_sharing)
-        return resolve_num_pages(self.config.cache, self.limits, page_bytes, auto, most)
+        return resolve_num_pages(self.config.cache, self.limits, page_bytes, auto, most), max_graph_rows
 
     def _measure_memory(
-        self, decoder: Decoder, stage: StageSetup | None, page_bytes: int, with_flashinfer: bool
-    ) -> int:
-        """Measures the bytes that the largest step leaves to the cache, by computing it once."""
+        self, decoder: Decoder, stage: StageSetup | None, page_bytes: int, with_flashinfer: bool, max_graph_rows: int
+    ) -> tuple[int, int]:
+        """Measures the bytes that the largest step leaves to the cache, by computing it once.
+
+        Also returns the rows of the largest graph, see `_limit_graph_rows`.
+        """
         cache = self.config.cache
         torch.cuda.reset_peak_memory_stats(self.device)
         num_pages = count_trial_pages(self.limits, cache.page_size, page_bytes, self.device, cache.memory_fraction)
@@ -292,10 +314,21 @@ class RunnerFactory:
         except torch.OutOfMemoryError:
             raise make_misfit_error(self.limits) from None
         peak = torch.cuda.max_memory_allocated(self.device) - (num_pages + 1) * page_bytes
+        max_graph_rows = self._limit_graph_rows(runner, decoder, max_graph_rows)
         del runner
         gc.collect()
         torch.cuda.empty_cache()
-        return compute_cache_memory(self.device, cache.memory_fraction, peak)
+        return compute_cache_memory(self.device, cache.memory_fraction, peak), max_graph_rows
+
+    def _limit_graph_rows(self, runner: Runner, decoder: Decoder, most: int) -> int:
+        """Finds the rows of the largest graph that pays, with a runner for a trial."""
+        decode = runner.decode
+        if self.config.graphs.max_rows != "auto" or most <= DENSE_ROWS or decode is None or not decode.can_capture:
+            return most
+        from toka_async.tuning.graph_sizes import GraphLimit
+
+        limit = GraphLimit(decode, most, self._describe_graphs(decoder))
+        return settle(limit, self.tuning_cache, self.groups.tensor)
 
     def _make_runner(
         self,

@@ -17,7 +17,7 @@ from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.matmul import TunedProducts
 from toka_async.model.decoder import MLP, Decoder
 from toka_async.model.layers import ColumnLinear, RowLinear, VocabularyMatrix
-from toka_async.runner.graphs import list_graph_sizes
+from toka_async.runner.graphs import DENSE_ROWS, list_graph_sizes
 from toka_async.tuning.algorithms import AlgorithmChoice, list_product_sizes
 from toka_async.tuning.gated_tiles import GatedTileChoice, list_gated_sizes
 from toka_async.tuning.settle import settle
@@ -59,8 +59,8 @@ class ProductTuning:
 
     @torch.inference_mode()
     def tune(self, decoder: Decoder, limits: RankLimits, max_graph_rows: int, show: Show) -> None:
-        """Tunes for steps of up to the limits, and for each of the graphs' sizes."""
-        graphs = list_graph_sizes(min(max_graph_rows, limits.max_seqs)) if max_graph_rows else []
+        """Tunes for steps of up to the limits, and for each of the graphs' close sizes."""
+        graphs = list_graph_sizes(min(max_graph_rows, limits.max_seqs, DENSE_ROWS)) if max_graph_rows else []
         products, gates = self._find_products(decoder), self._find_gates(decoder)
         total = len(products) + len(gates)
         for done, (weights, adds, of_samples) in enumerate(products):

@@ -14,7 +14,7 @@ from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.triton import TritonDecode
 from toka_async.attention.try_out import TrialShape
 from toka_async.bench import attention
-from toka_async.bench.attention import DeviceRates, compute_floor, describe, list_shapes, time_parts
+from toka_async.bench.attention import DeviceRates, compute_floors, describe, list_shapes, time_parts
 
 RATES = DeviceRates(bandwidth=1e6, flops=1e9)
 
@@ -45,10 +45,9 @@ def test_the_floor_is_what_must_be_read_or_multiplied(
     rows: tuple[tuple[int, int], ...], num_keys: int, num_pairs: int
 ) -> None:
     cache = KVCache(1, 1, 2, 16, 8, torch.bfloat16, torch.device("cpu"))
-    shape = TrialShape(rows, 0)
-    reads, multiplies = DeviceRates(1.0, float("inf")), DeviceRates(float("inf"), 1.0)
-    assert compute_floor(shape, 4, cache, reads) == num_keys * 2 * 2 * 8 * 2  # keys and values, heads, dim, bytes
-    assert compute_floor(shape, 4, cache, multiplies) == num_pairs * 2 * 2 * 4 * 8  # products, heads, dim
+    read, multiply = compute_floors(TrialShape(rows, 0), 4, cache, DeviceRates(1.0, 1.0))
+    assert read == num_keys * 2 * 2 * 8 * 2  # keys and values, heads, dim, bytes
+    assert multiply == num_pairs * 2 * 2 * 4 * 8  # two products, heads, dim
 
 
 def test_every_part_is_timed_and_ours_as_in_graphs_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from toka_async.startup.cache_size import (
     check_largest_step,
     compute_cache_memory,
     count_graph_bytes,
+    count_graph_rows,
     count_graph_tokens,
     count_largest_step_pages,
     count_page_bytes,
@@ -245,3 +246,29 @@ def test_graphs_of_prompts_take_little_of_the_memory(tmp_path: Path, spec: Model
 )
 def test_tokens_of_the_largest_graph(spec: ModelSpec, graphs: GraphsConfig, expected: int) -> None:
     assert count_graph_tokens(graphs, spec, torch.bfloat16, 80 * GIB, 64) == expected
+
+
+def test_graphs_of_many_rows_take_little_of_the_memory(tmp_path: Path, spec: ModelSpec) -> None:
+    """With their logits. Those of 512 rows are always captured."""
+    graphs, dtype = GraphsConfig(), torch.bfloat16
+    assert count_graph_rows(graphs, spec, dtype, 141 * GIB, 8192) == 4096
+    wide = msgspec.structs.replace(
+        read_spec(make_checkpoint(tmp_path, "llama", hidden_size=4096, intermediate_size=14336)), vocab_size=128_256
+    )
+    rows = count_graph_rows(graphs, wide, dtype, 80 * GIB, 8192)
+    assert 512 < rows < 4096
+    assert 0.009 < count_graph_bytes(wide, dtype, rows, 0) / (80 * GIB) <= 0.01
+    assert count_graph_rows(graphs, wide, dtype, 8 * GIB, 8192) == 512
+
+
+@pytest.mark.parametrize(
+    ("graphs", "expected"),
+    [
+        (GraphsConfig(), 64),  # as many as a step may have
+        (GraphsConfig(max_rows=50), 50),
+        (GraphsConfig(max_rows=5000), 64),
+        (GraphsConfig(enabled=False), 0),
+    ],
+)
+def test_rows_of_the_largest_graph(spec: ModelSpec, graphs: GraphsConfig, expected: int) -> None:
+    assert count_graph_rows(graphs, spec, torch.bfloat16, 80 * GIB, 64) == expected

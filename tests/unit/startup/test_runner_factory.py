@@ -4,7 +4,7 @@ import ast
 import logging
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -345,6 +345,20 @@ def test_steps_in_shards_are_not_captured(model_dir: Path, shards: bool, rows: i
     assert factory._count_graph_rows(layouts) == rows
     assert _factory(model_dir, graphs=GraphsConfig(enabled=False))._count_graph_rows(layouts) == 0
     assert _factory(model_dir, schedule=ScheduleConfig(max_seqs=3))._count_graph_rows(LayoutPolicy(whole)) == 3
+
+
+@pytest.mark.parametrize("max_rows", ["auto", 3000])
+def test_automatic_graphs_are_as_large_as_memory_allows(
+    monkeypatch: pytest.MonkeyPatch, model_dir: Path, max_rows: int | Literal["auto"]
+) -> None:
+    """But decide only with the usual number of rows from which steps on are measured in shards."""
+    factory = _factory(model_dir, graphs=GraphsConfig(max_rows=max_rows), schedule=ScheduleConfig(max_seqs=8192))
+    layouts = LayoutPolicy(Replicated(LocalComm()))
+    assert factory._count_graph_rows(layouts) == (512 if max_rows == "auto" else 3000)  # on a CPU none is captured
+    monkeypatch.setattr(runner_factory, "has_kernels", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30))
+    assert factory._count_graph_rows(layouts) == (4096 if max_rows == "auto" else 3000)
+    assert factory._count_graph_rows() == (512 if max_rows == "auto" else 3000)
 
 
 def test_a_rank_on_a_cpu_imports_no_kernels() -> None:
