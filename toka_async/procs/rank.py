@@ -63,7 +63,7 @@ def run(link: ParentLink) -> None:
     try:
         if spec.config.model.device == "simulated":
             serve_simulated(link, steps, results)
-        elif spec.warm and not has_device(spec.config.model.device):
+        elif spec.warm and misses_gpu(spec):
             warm_without_gpu(link)
         else:
             serve(link, steps, results)
@@ -94,13 +94,15 @@ def serve_simulated(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbo
                     results.send(done)
 
 
-def has_device(device: str) -> bool:
-    """Whether there is what the configuration asks for: a GPU, unless it asks for a CPU."""
-    if device == "cpu":
-        return True
-    import torch
+def misses_gpu(spec: ChildSpec) -> bool:
+    """Tells whether the configuration admits a GPU, and there is none."""
+    if spec.config.model.device == "cpu":
+        return False
+    set_environment(make_coords(spec))
+    with make_progress(spec).stage("libraries", "loading torch"):
+        import torch
 
-    return torch.cuda.is_available()
+    return not torch.cuda.is_available()
 
 
 def warm_without_gpu(link: ParentLink) -> NoReturn:
@@ -108,7 +110,7 @@ def warm_without_gpu(link: ParentLink) -> NoReturn:
     from toka_async.startup.without_gpu import compile_without_gpu
 
     if link.spec.rank == 0:
-        compile_without_gpu(read_spec(Path(link.spec.model_dir)), link.spec.config, StartupProgress())
+        compile_without_gpu(read_spec(Path(link.spec.model_dir)), link.spec.config, make_progress(link.spec))
     link.report(Started())
     while True:
         signal.pause()
@@ -245,30 +247,37 @@ def make_resources(ready: Ready) -> Resources:
 def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[], None]]:
     """Return Ready, the function that launches a step, and what a waiting thread calls first. Raises ModelError."""
     config, model_dir = spec.config, Path(spec.model_dir)
-    shape = read_spec(model_dir)
-    # Set before torch loads: threads that spin for work starve the other processes (measured: 5 times slower).
+    shape, place = read_spec(model_dir), make_coords(spec)
+    set_environment(place)
+    stages = make_progress(spec)
+    with stages.stage("libraries", "loading torch"):
+        from toka_async.startup.runner_factory import RunnerFactory
+
+    runner = RunnerFactory(model_dir, shape, config, place, stages, compiles_first=spec.warm).build()
+    if spec.warm and spec.rank == 0:
+        left = "a CPU compiles and measures nothing" if runner.device.type == "cpu" else "all of it is on the disk"
+        logging.getLogger(__name__).info("ready for later starts: %s", left)
+    return runner.ready, lambda step: runner.launch(step).collect, runner.enter_thread
+
+
+def make_progress(spec: ChildSpec) -> StartupProgress:
+    """Makes what shows the start: the first rank draws, and the first ones of other replicas log."""
+    return StartupProgress(shown=spec.rank == spec.replica == spec.life == 0, logged=spec.rank == 0)
+
+
+def set_environment(place: RankCoords) -> None:
+    """Sets what torch, its allocator and NCCL read when they are loaded."""
+    # Threads that spin for work starve the other processes (measured: 5 times slower).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Steps differ in size: blocks that cannot grow would fragment memory more and more.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     os.environ.update(NO_MULTICAST)
     # With captured graphs NCCL would register memory, which fails where the allocator's blocks grow.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    place = make_coords(spec)
     if place.num_stages > 1:
         os.environ.update(STAGE_STREAMS)
     if place.world_size > 1 and LOOPBACK in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # all ranks are on this machine
-
-    is_first = place.world_rank == 0
-    stages = StartupProgress(shown=is_first and spec.replica == spec.life == 0, logged=is_first)
-    with stages.stage("libraries", "loading torch"):
-        from toka_async.startup.runner_factory import RunnerFactory
-
-    runner = RunnerFactory(model_dir, shape, config, place, stages, compiles_first=spec.warm).build()
-    if spec.warm and is_first:
-        left = "a CPU compiles and measures nothing" if runner.device.type == "cpu" else "all of it is on the disk"
-        logging.getLogger(__name__).info("ready for later starts: %s", left)
-    return runner.ready, lambda step: runner.launch(step).collect, runner.enter_thread
 
 
 def make_coords(spec: ChildSpec) -> RankCoords:
