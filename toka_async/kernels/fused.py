@@ -15,6 +15,7 @@ from torch import Tensor
 from toka_async.kernels.activation import NAMES, activate
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.matmul import TunedProducts
+from toka_async.kernels.rotation import compute_rotation
 
 _NORM_CELLS = 2048  # values of a program that norms several short rows
 _GATE_BLOCK = 2048
@@ -26,6 +27,8 @@ class FusedOps:
     A kernel is built once per width and dtype, for any t. products: computes products without bias; None: torch does.
     gates: computes gated products without bias, where it pays; None: product and gate are computed separately.
     """
+
+    compute_rotation = staticmethod(compute_rotation)
 
     def __init__(self, products: TunedProducts | None = None, gates: GatedProducts | None = None) -> None:
         self.products = products

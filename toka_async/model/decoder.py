@@ -45,7 +45,7 @@ class Decoder(nn.Module):
         self.tied = spec.tie_embeddings
         self.num_heads = share_of(spec.num_heads, comm).size  # the rank's query heads
         self.embedding = VocabularyMatrix(spec.vocab_size, spec.hidden_size, comm, ops) if part.is_first else None
-        self.rope = Rope(spec.rope, spec.head_dim)
+        self.rope = Rope(spec.rope, spec.head_dim, ops.compute_rotation)
         self.layers = nn.ModuleList(Layer(spec, index, comm, ops) for index in range(part.size))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops) if part.is_last else None
         self.head: VocabularyMatrix | None = None

@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from toka_async.attention.rope import compute_rotation
 
 
 class Ops(Protocol):
@@ -21,6 +24,12 @@ class Ops(Protocol):
         x, residual: [t, hidden]; a residual of None counts as zeros. weight: [hidden]. Returns both in x's dtype:
         rms_norm(sum) * weight, accumulated in float32, and the sum, which is rounded to the dtype first.
         """
+        ...
+
+    def compute_rotation(
+        self, positions: Tensor, inverse_frequencies: Tensor, scale: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """See `attention.rope.compute_rotation`."""
         ...
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
@@ -47,6 +56,8 @@ class Ops(Protocol):
 
 class TorchOps:
     """`Ops` in plain torch."""
+
+    compute_rotation = staticmethod(compute_rotation)
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if residual is not None:
