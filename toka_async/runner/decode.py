@@ -14,6 +14,7 @@ from torch import Tensor
 
 from toka_async.arrays import Int32
 from toka_async.attention.base import AttentionBatch, GraphAttention, PrefixGroup
+from toka_async.kernels.decode_rows import begin_rows
 from toka_async.runner.device_rows import DecodeInputs
 from toka_async.runner.graphs import DecodeGraphs
 from toka_async.runner.inputs import StepModel, StepRows
@@ -110,7 +111,7 @@ class DecodePass:
     def _decode(self, num_rows: int, grouped: bool) -> tuple[Tensor, ...]:
         """Decodes the first rows in the device's order, padding included. Reads and writes tables, takes no inputs."""
         rows = self._rows.on_device
-        inputs = rows.decode_inputs(num_rows)
+        inputs = self._begin(num_rows)
         batch = AttentionBatch(
             num_decode=num_rows,
             query_lengths=np.ones(num_rows, dtype=np.int32),
@@ -122,15 +123,19 @@ class DecodePass:
         )
         assert self._attention is not None
         self._attention.plan_graph(batch, grouped)
-        if self._history is not None:
-            self._history.write(inputs.write_indices, inputs.token_ids)
         hidden = self._model.forward(self._make_first(inputs), inputs.positions, self._attention)
-        rows.advance(inputs.slots, inputs.contexts)
         if self.sampler is None:
             return (hidden,)
         token_ids, logprobs = self.sampler.draw(hidden, inputs.slots, inputs.contexts)
         rows.set_sampled(inputs.slots, token_ids)
         return token_ids, logprobs
+
+    def _begin(self, num_rows: int) -> DecodeInputs:
+        """Takes the rows' next tokens into the history and their slots' positions."""
+        rows, history = self._rows.on_device, None if self._history is None else self._history.ids
+        slots = rows.order[:num_rows]
+        tables = rows.last_tokens, rows.positions, rows.page_table
+        return DecodeInputs(slots, *begin_rows(slots, *tables, rows.page_size, history))
 
     def _make_first(self, inputs: DecodeInputs) -> Tensor:
         """Returns what the first layer reads."""
