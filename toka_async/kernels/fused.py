@@ -13,8 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.activation import NAMES, activate
+from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.matmul import TunedProducts
+from toka_async.kernels.pdl import FEW_ROWS
 from toka_async.kernels.rotation import compute_rotation
 
 _NORM_CELLS = 2048  # values of a program that norms several short rows
@@ -26,13 +28,20 @@ class FusedOps:
 
     A kernel is built once per width and dtype, for any t. products: computes products without bias; None: torch does.
     gates: computes gated products without bias, where it pays; None: product and gate are computed separately.
+    few_rows: computes products of few rows, where it pays.
     """
 
     compute_rotation = staticmethod(compute_rotation)
 
-    def __init__(self, products: TunedProducts | None = None, gates: GatedProducts | None = None) -> None:
+    def __init__(
+        self,
+        products: TunedProducts | None = None,
+        gates: GatedProducts | None = None,
+        few_rows: FewRowsProducts | None = None,
+    ) -> None:
         self.products = products
         self.gates = gates
+        self.few_rows = few_rows
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Returns rms_norm(residual + x) * weight and residual + x; the sum is rounded to x's dtype before the norm.
@@ -71,20 +80,29 @@ class FusedOps:
         block = min(_GATE_BLOCK, triton.next_power_of_2(inner))
         if num_rows:
             _gate[(num_rows, triton.cdiv(inner, block))](
-                gate_up, output, inner=inner, activation=activation, block=block, num_warps=4
+                gate_up,
+                output,
+                inner=inner,
+                activation=activation,
+                block=block,
+                num_warps=4,
             )
         return output
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        output = self._compute_few(STORE, x, weight, bias)
+        if output is not None:
+            return output
         if bias is not None or self.products is None:
             return F.linear(x, weight, bias)
         return self.products.linear(x, weight)
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        if bias is None and self.gates is not None:
+        output = self._compute_few(activation, x, weight, bias)
+        if output is None and bias is None and self.gates is not None:
             output = self.gates.compute(x, weight, activation)
-            if output is not None:
-                return output
+        if output is not None:
+            return output
         return self.gate(self.linear(x, weight, bias), activation)
 
     def add_linear(
@@ -93,9 +111,18 @@ class FusedOps:
         """Adds x Wᵀ to the residual as the product is written, which halves the reads of the norm after it."""
         if bias is not None:
             return F.linear(x, weight, bias), residual
+        if self._compute_few(ADD, x, weight, None, residual) is not None:
+            return None, residual
         if self.products is None:
             return None, residual.addmm_(x, weight.t())
         return None, self.products.add(residual, x, weight)
+
+    def _compute_few(
+        self, finish: str, x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor | None = None
+    ) -> Tensor | None:
+        if self.few_rows is None or len(x) > FEW_ROWS:
+            return None
+        return self.few_rows.compute(finish, x, weight, bias, output)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -129,7 +156,13 @@ def _add_norm(
 
 
 @triton.jit
-def _gate(gate_up_at, output_at, inner: tl.constexpr, activation: tl.constexpr, block: tl.constexpr):
+def _gate(
+    gate_up_at,
+    output_at,
+    inner: tl.constexpr,
+    activation: tl.constexpr,
+    block: tl.constexpr,
+):
     """One program gates `block` values of one row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)

@@ -14,6 +14,7 @@ from tests.cases.models import make_checkpoint
 from tests.fakes.cublaslt import FakeLibrary
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.spec import read_spec
+from toka_async.kernels.few_rows import FewRowsProducts
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.matmul import TunedProducts
@@ -29,7 +30,7 @@ Asked = tuple[str, tuple[int, ...], int, bool | str, list[int]]  # kind, shape, 
 
 
 class Recorded:
-    """Stands for both choices: remembers what was measured, and what came into use."""
+    """Stands for all choices: remembers what was measured, and what came into use."""
 
     kind = list[int]
     is_open = True
@@ -71,6 +72,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     log = Log()
     monkeypatch.setattr(gemm, "AlgorithmChoice", log.make("product"))
     monkeypatch.setattr(gemm, "GatedTileChoice", log.make("gated-product"))
+    monkeypatch.setattr(gemm, "FewRowsChoice", log.make("few-rows"))
     return log
 
 
@@ -103,6 +105,22 @@ def test_matrices_by_shape_and_use(tmp_path: Path, log: Log) -> None:
         ("gated-product", (192, 64), "silu"): (3, [128, 300]),
     }
     assert log.used == log.measured
+
+
+def test_few_rows_by_shape_and_finish(tmp_path: Path, log: Log) -> None:
+    """Matrices with a bias too: it costs our kernel nothing. What is gated has no product of its own."""
+    for overrides in ({}, {"attention_bias": True}):
+        log.measured.clear()
+        decoder = decoder_of(tmp_path / str(len(overrides)), **overrides)
+        ProductTuning(FusedOps(few_rows=FewRowsProducts(0)), NONE).tune(decoder, LIMITS, 4, lambda *_: None)
+        added = "store" if overrides else "add"  # the output of attention has a bias, too
+        assert {(name, shape, use): (num, sizes) for name, shape, num, use, sizes in log.measured} == {
+            ("few-rows", (128, 64), "store"): (3, [1, 2, 4, 8, 16]),
+            ("few-rows", (64, 64), added): (3, [1, 2, 4, 8, 16]),
+            ("few-rows", (192, 64), "silu"): (3, [1, 2, 4, 8, 16]),
+            ("few-rows", (64, 96), "add"): (3, [1, 2, 4, 8, 16]),
+            ("few-rows", (256, 64), "store"): (1, [1, 2, 4, 8, 16]),
+        }
 
 
 def test_products_with_a_bias_are_not_tuned(tmp_path: Path, log: Log) -> None:
@@ -186,6 +204,7 @@ def test_gated_products_need_a_gpu_that_copies_tensors(
 ) -> None:
     class Properties:
         multi_processor_count = 7
+        L2_cache_size = 50 << 20
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties())
