@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toka_async.kernels.pdl import can_follow, follow
+
 LOG2E = 1.4426950408889634
 MOST_SPLITS = 32
 PROGRAMS_PER_SM = 12  # about as many run at once
@@ -140,7 +142,7 @@ def decode_attention(
     assert (skip is None) == (prefix is None)
     if not num_rows:
         return
-    config = config or decode_config(dim, keys.dtype)
+    config, pdl = config or decode_config(dim, keys.dtype), can_follow(query)
     shares = 1 if splits is None else splits.lse.shape[0]
     _decode[num_rows * shares * kv_heads,](
         query,
@@ -172,8 +174,10 @@ def decode_attention(
         has_prefix=prefix is not None,
         is_split=splits is not None,
         block=config.block,
+        pdl=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        launch_pdl=pdl,
     )
     if splits is not None:
         merge(splits, output)
@@ -186,7 +190,7 @@ def merge(parts: Partial, output: Tensor) -> None:
     """
     num_parts, num_rows, num_heads = parts.lse.shape
     assert num_parts <= MOST_SPLITS
-    dim = output.shape[-1]
+    dim, pdl = output.shape[-1], can_follow(output)
     _merge[triton.cdiv(num_rows * num_heads, MERGED_HEADS),](
         parts.output,
         parts.lse,
@@ -198,7 +202,9 @@ def merge(parts: Partial, output: Tensor) -> None:
         at_once=1 if num_rows > MANY_ROWS else MERGED_AT_ONCE,
         dim=dim,
         dim_pad=triton.next_power_of_2(dim),
+        pdl=pdl,
         num_warps=4,
+        launch_pdl=pdl,
     )
 
 
@@ -236,7 +242,9 @@ def _decode(
     has_prefix: tl.constexpr,
     is_split: tl.constexpr,
     block: tl.constexpr,
+    pdl: tl.constexpr,
 ):
+    follow(pdl)
     num_heads: tl.constexpr = kv_heads * group
     number = tl.program_id(0)
     kv_head = number % kv_heads  # the heads of a page lie side by side
@@ -327,11 +335,13 @@ def _merge(
     at_once: tl.constexpr,
     dim: tl.constexpr,
     dim_pad: tl.constexpr,
+    pdl: tl.constexpr,
 ):
     """One program merges `heads` of all rows' heads. Most rows have few parts that are not empty; only those are read.
 
     Few programs would mostly wait for memory, so each reads `at_once` parts together.
     """
+    follow(pdl)
     head = tl.program_id(0).to(tl.int64) * heads + tl.arange(0, heads)
     number = tl.arange(0, parts_pad)
     place = number[None, :] * num_heads + head[:, None]

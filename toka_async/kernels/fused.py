@@ -16,7 +16,7 @@ from toka_async.kernels.activation import NAMES, activate
 from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.matmul import TunedProducts
-from toka_async.kernels.pdl import FEW_ROWS
+from toka_async.kernels.pdl import FEW_ROWS, can_follow, follow
 from toka_async.kernels.rotation import compute_rotation
 
 _NORM_CELLS = 2048  # values of a program that norms several short rows
@@ -55,6 +55,8 @@ class FusedOps:
         added = x if residual is None else torch.empty_like(x)
         block = triton.next_power_of_2(hidden)
         rows = max(1, _NORM_CELLS // block)
+        # What is added may come from other ranks, so that a kernel of another stream is in front of this one.
+        pdl = residual is None and can_follow(x)
         if num_rows:
             _add_norm[(triton.cdiv(num_rows, rows),)](
                 x,
@@ -68,7 +70,9 @@ class FusedOps:
                 has_residual=residual is not None,
                 rows=rows,
                 block=block,
+                pdl=pdl,
                 num_warps=min(16, max(4, block // 1024)),
+                launch_pdl=pdl,
             )
         return normed, added
 
@@ -77,7 +81,7 @@ class FusedOps:
         assert activation in NAMES, activation
         num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
         output = gate_up.new_empty(num_rows, inner)
-        block = min(_GATE_BLOCK, triton.next_power_of_2(inner))
+        block, pdl = min(_GATE_BLOCK, triton.next_power_of_2(inner)), can_follow(gate_up)
         if num_rows:
             _gate[(num_rows, triton.cdiv(inner, block))](
                 gate_up,
@@ -85,7 +89,9 @@ class FusedOps:
                 inner=inner,
                 activation=activation,
                 block=block,
+                pdl=pdl,
                 num_warps=4,
+                launch_pdl=pdl,
             )
         return output
 
@@ -138,8 +144,10 @@ def _add_norm(
     has_residual: tl.constexpr,
     rows: tl.constexpr,
     block: tl.constexpr,
+    pdl: tl.constexpr,
 ):
     """One program norms `rows` rows of `hidden` values, padded to `block`."""
+    follow(pdl)
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, block)
     within = (row < num_rows)[:, None] & (column < hidden)[None, :]
@@ -162,8 +170,10 @@ def _gate(
     inner: tl.constexpr,
     activation: tl.constexpr,
     block: tl.constexpr,
+    pdl: tl.constexpr,
 ):
     """One program gates `block` values of one row."""
+    follow(pdl)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     within = column < inner
