@@ -37,7 +37,7 @@ def test_every_tile(n: int, k: int, finish: str, dtype: torch.dtype) -> None:
         x, before = normal(generator, num_rows, k, dtype=dtype), normal(generator, num_rows, n, dtype=dtype)
         exact = x.double() @ weight.double().T + bias
         if finish == ADD:
-            exact += before
+            exact = exact + before
         elif finish != STORE:
             exact = TorchOps().gate(exact, finish)
         for tile in TILES:
@@ -48,6 +48,22 @@ def test_every_tile(n: int, k: int, finish: str, dtype: torch.dtype) -> None:
                 assert (output.double() - exact).abs().max() < 0.1
                 num_ran += 1
     assert num_ran >= 3
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 16])
+@pytest.mark.parametrize(("n", "k"), [(3072, 2048), (6144, 4096), (9728, 896)])
+def test_every_tile_with_a_norm(n: int, k: int, num_rows: int) -> None:
+    generator, num_ran = torch.Generator(DEVICE).manual_seed(0), 0
+    weight, x = normal(generator, n, k) / k**0.5, normal(generator, num_rows, k) * 5
+    norm = normal(generator, k) / 4 + 1, 1e-5
+    exact = TorchOps().linear(x.double(), weight.double(), None, (norm[0].double(), norm[1]))
+    products, output = FewRowsProducts(FETCHED), x.new_empty(num_rows, n)
+    for tile in TILES:
+        if products.can_run(STORE, tile, x, weight):
+            products.run(STORE, tile, x, weight, output, norm=norm)
+            assert (output.double() - exact).norm() / exact.norm() < 5e-3
+            num_ran += 1
+    assert num_ran
 
 
 def test_a_graph_computes_what_separate_kernels_do() -> None:
@@ -72,9 +88,9 @@ def test_a_graph_computes_what_separate_kernels_do() -> None:
     def compute(x: Tensor, pause: Callable[[], object]) -> Tensor:
         residual = x.clone()
         for norm, first, gate_up, down in layers:
-            hidden = ops.add_norm(residual, None, norm, 1e-5)[0]
+            hidden = ops.linear(residual, first, None, (norm, 1e-5))
             pause()
-            hidden = ops.linear(hidden, first)
+            hidden = ops.add_norm(hidden, None, norm, 1e-5)[0]
             pause()
             hidden = ops.gated_linear(hidden, gate_up, None, "silu")
             pause()

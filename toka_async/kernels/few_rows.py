@@ -23,13 +23,18 @@ from toka_async.kernels.pdl import can_follow, follow
 STORE: Final = "store"
 ADD: Final = "add"  # to what the output holds
 FINISHES = (STORE, ADD, *NAMES)  # the last: a gate's activation times up
+Norm = tuple[Tensor, float]  # an RMSNorm's weight and epsilon
+NORMED_DTYPES = (torch.bfloat16,)  # that hold x times the weight alone, whatever x is
 _ALIGNMENT = 16  # bytes
 _LINE = 64  # bytes that memory sends to the L2 cache at least
 
 
 @dataclass(slots=True, frozen=True)
 class FewRowsTile:
-    """columns: outputs of a program. depth: inputs at a time. rows: 1, summed by threads, or 16, by matrix units."""
+    """rows: 1, multiplied by threads, or 16, by matrix units. columns: outputs of a program. depth: inputs at a time.
+
+    num_stages: how many times the depth is on its way at once.
+    """
 
     rows: int
     columns: int
@@ -59,20 +64,27 @@ class FewRowsProducts:
         self._chosen[_describe(weight, finish)] = ByRows(list(sizes), list(tiles))
 
     def compute(
-        self, finish: str, x: Tensor, weight: Tensor, bias: Tensor | None = None, output: Tensor | None = None
+        self,
+        finish: str,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        output: Tensor | None = None,
+        norm: Norm | None = None,
     ) -> Tensor | None:
         """Computes x Wᵀ + b, finished, from x [t, k] and W [n, k] into output [t, n], or [t, n / 2] if it is gated.
 
         Returns None, with nothing done, where our kernel was not chosen. output: what is added to; None: a new one.
+        norm: of x, before; weight [k].
         """
         chosen = self._chosen.get(_describe(weight, finish))
         tile = None if chosen is None else chosen.find(len(x))
-        if tile is None or not _can_read(x, weight):
+        if tile is None or not _can_read(x, weight) or (norm is not None and x.dtype not in NORMED_DTYPES):
             return None
         if output is None:
             output = x.new_empty(len(x), len(weight) // (1 if finish in (STORE, ADD) else 2))
         assert output.is_contiguous()
-        self.run(finish, tile, x, weight, output, bias)
+        self.run(finish, tile, x, weight, output, bias, norm)
         return output
 
     def can_run(self, finish: str, tile: FewRowsTile, x: Tensor, weight: Tensor) -> bool:
@@ -82,24 +94,35 @@ class FewRowsProducts:
         return whole and 0 < len(x) <= tile.rows and _can_read(x, weight)
 
     def run(
-        self, finish: str, tile: FewRowsTile, x: Tensor, weight: Tensor, output: Tensor, bias: Tensor | None = None
+        self,
+        finish: str,
+        tile: FewRowsTile,
+        x: Tensor,
+        weight: Tensor,
+        output: Tensor,
+        bias: Tensor | None = None,
+        norm: Norm | None = None,
     ) -> None:
         """Computes by a tile that can run; the first call of a tile compiles it."""
         n, k = weight.shape
         gated = finish not in (STORE, ADD)
         num_rows, pdl = len(x), can_follow(x)
         num_weights = tile.columns * (2 if gated else 1)  # rows of the matrix that a program reads
+        norm_weight, eps = norm or (None, 0.0)
         row_bytes = min(k, self._fetched_bytes // (n * weight.itemsize)) * weight.itemsize
         _product[(n // num_weights,)](
             x,
             weight,
             bias,
+            norm_weight,
             output,
             num_rows,
+            eps,
             n=n,
             k=k,
             finish=finish,
             has_bias=bias is not None,
+            has_norm=norm is not None,
             rows=tile.rows,
             columns=tile.columns,
             depth=tile.depth,
@@ -130,12 +153,15 @@ def _product(
     x,
     weight,
     bias,
+    norm_weight,
     output,
     num_rows,
+    eps,
     n: tl.constexpr,
     k: tl.constexpr,
     finish: tl.constexpr,
     has_bias: tl.constexpr,
+    has_norm: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
     depth: tl.constexpr,
@@ -160,18 +186,35 @@ def _product(
     is_row = row < num_rows
     within = tl.arange(0, depth)
     if rows == 1:
+        # x as large as the weights, so that it lies in threads as they do: nothing is exchanged in the loop.
+        each = tl.zeros_like(source)[:, None] + within[None, :]
         products = tl.zeros([source.shape[0], depth], tl.float32)
-        for begin in tl.range(0, k, depth, num_stages=stages):
-            part_x = tl.load(x + begin + within[None, :]).to(tl.float32)
+        squares = tl.zeros([depth], tl.float32)
+        for begin in tl.range(0, k, depth, loop_unroll_factor=stages):
+            part_x = tl.load(x + begin + each).to(tl.float32)
             part_w = tl.load(weights_at + begin + within[None, :]).to(tl.float32)
+            if has_norm:
+                once = tl.load(x + begin + within).to(tl.float32)
+                squares += once * once
+                part_x *= tl.load(norm_weight + begin + each).to(tl.float32)
             products += part_w * part_x
-        result = tl.sum(products, 1)[None, :]
+        result = tl.sum(products, 1)
+        if has_norm:
+            result *= tl.rsqrt(tl.sum(squares) / k + eps)
+        result = result[None, :]
     else:
         result = tl.zeros([rows, source.shape[0]], tl.float32)
+        total = tl.zeros([rows], tl.float32)
         for begin in tl.range(0, k, depth, num_stages=stages):
             part_x = tl.load(x + row[:, None] * k + begin + within[None, :], mask=is_row[:, None], other=0.0)
             part_w = tl.load(weights_at + begin + within[None, :])
+            if has_norm:  # a row's factor is known once all of the row has been read
+                wide = part_x.to(tl.float32)
+                total += tl.sum(wide * wide, 1)
+                part_x = (wide * tl.load(norm_weight + begin + within[None, :]).to(tl.float32)).to(part_x.dtype)
             result = tl.dot(part_x, part_w.T, result)
+        if has_norm:
+            result *= tl.rsqrt(total / k + eps)[:, None]
 
     if has_bias:
         result += tl.load(bias + source).to(tl.float32)[None, :]

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.activation import NAMES, activate
-from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts
+from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts, Norm
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.matmul import TunedProducts
 from toka_async.kernels.pdl import FEW_ROWS, can_follow, follow
@@ -95,16 +95,22 @@ class FusedOps:
             )
         return output
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        output = self._compute_few(STORE, x, weight, bias)
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None) -> Tensor:
+        output = self._compute_few(STORE, x, weight, bias, norm=norm)
         if output is not None:
             return output
+        if norm is not None:
+            return self.linear(self.add_norm(x, None, *norm)[0], weight, bias)
         if bias is not None or self.products is None:
             return F.linear(x, weight, bias)
         return self.products.linear(x, weight)
 
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        output = self._compute_few(activation, x, weight, bias)
+    def gated_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, norm: Norm | None = None
+    ) -> Tensor:
+        output = self._compute_few(activation, x, weight, bias, norm=norm)
+        if output is None and norm is not None:
+            return self.gated_linear(self.add_norm(x, None, *norm)[0], weight, bias, activation)
         if output is None and bias is None and self.gates is not None:
             output = self.gates.compute(x, weight, activation)
         if output is not None:
@@ -124,11 +130,17 @@ class FusedOps:
         return None, self.products.add(residual, x, weight)
 
     def _compute_few(
-        self, finish: str, x: Tensor, weight: Tensor, bias: Tensor | None, output: Tensor | None = None
+        self,
+        finish: str,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        output: Tensor | None = None,
+        norm: Norm | None = None,
     ) -> Tensor | None:
         if self.few_rows is None or len(x) > FEW_ROWS:
             return None
-        return self.few_rows.compute(finish, x, weight, bias, output)
+        return self.few_rows.compute(finish, x, weight, bias, output, norm)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

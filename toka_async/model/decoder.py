@@ -18,7 +18,7 @@ from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import ActivationLayout, LayoutPolicy, Replicated
 from toka_async.model.comm import Comm, kv_share_of, share_of
 from toka_async.model.layers import ColumnLinear, HeadNorm, RMSNorm, RowLinear, VocabularyMatrix
-from toka_async.model.ops import Ops
+from toka_async.model.ops import Norm, Ops
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -115,13 +115,14 @@ class Layer(nn.Module):
         Wanted tokens are few: once the others have left, every rank has all of them. May overwrite the given
         residual.
         """
-        normed, residual = self.attention_norm(hidden, residual)
-        mixed = self.attention(normed, rotation, backend, layout)
+        normed, residual, norm = self.attention_norm.defer(hidden, residual, layout)
+        mixed = self.attention(normed, rotation, backend, layout, norm)
         if wanted is not None:
             mixed, residual = mixed.index_select(0, wanted), layout.gather(residual).index_select(0, wanted)
             layout = layout.replicated
-        normed, residual = self.mlp_norm(*self.attention.output(layout.pad(mixed), residual, layout))
-        output: tuple[Tensor | None, Tensor] = self.mlp(normed, residual, layout)
+        hidden, residual = self.attention.output(layout.pad(mixed), residual, layout)
+        normed, residual, norm = self.mlp_norm.defer(hidden, residual, layout)
+        output: tuple[Tensor | None, Tensor] = self.mlp(normed, residual, layout, norm)
         return output
 
 
@@ -141,11 +142,19 @@ class Attention(nn.Module):
         self.output = RowLinear(wide.total, spec.hidden_size, spec.output_bias, comm, ops)
 
     def forward(
-        self, hidden: Tensor, rotation: Rotation, backend: AttentionBackend, layout: ActivationLayout
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        backend: AttentionBackend,
+        layout: ActivationLayout,
+        deferred: Norm | None = None,
     ) -> Tensor:
-        """[u, hidden] to each token's mix of the values that it sees [t, heads * dim], for `output` to project."""
+        """[u, hidden] to each token's mix of the values that it sees [t, heads * dim], for `output` to project.
+
+        deferred: see `RMSNorm.defer`.
+        """
         num_tokens = len(rotation[0])
-        heads = layout.trim(self.qkv(hidden, layout), num_tokens)
+        heads = layout.trim(self.qkv(hidden, layout, deferred), num_tokens)
         heads = heads.view(num_tokens, -1, self.dim)  # [t, heads + 2 kv_heads, dim]
         norm = self.head_norm() if self.head_norm is not None else None
         return backend.attend(self.index, heads, rotation, norm).flatten(1)
@@ -162,8 +171,10 @@ class MLP(nn.Module):
         self.gate_up = ColumnLinear(spec.hidden_size, (share, share), spec.mlp_bias, ops)
         self.down = RowLinear(inner, spec.hidden_size, spec.mlp_bias, comm, ops)
 
-    def forward(self, hidden: Tensor, residual: Tensor, layout: ActivationLayout) -> tuple[Tensor | None, Tensor]:
-        """Returns what to add to the residual, and the residual; all are [u, hidden]."""
-        inner = self.gate_up.forward_gated(hidden, layout, self.activation)
+    def forward(
+        self, hidden: Tensor, residual: Tensor, layout: ActivationLayout, deferred: Norm | None = None
+    ) -> tuple[Tensor | None, Tensor]:
+        """Returns what to add to the residual, and the residual; all are [u, hidden]. deferred: see `RMSNorm.defer`."""
+        inner = self.gate_up.forward_gated(hidden, layout, self.activation, deferred)
         output: tuple[Tensor | None, Tensor] = self.down(inner, residual, layout)
         return output

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts, FewRowsTile
+from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts, FewRowsTile, Norm
 from toka_async.kernels.pdl import FEW_ROWS
 from toka_async.tuning.algorithms import describe_weights
 from toka_async.tuning.store import Facts
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 # Each is built for every matrix at a first start.
 TILES = (
-    FewRowsTile(rows=1, columns=8, depth=512, num_stages=1, num_warps=4),
-    FewRowsTile(rows=1, columns=4, depth=1024, num_stages=1, num_warps=4),
+    FewRowsTile(rows=1, columns=4, depth=1024, num_stages=2, num_warps=4),
+    FewRowsTile(rows=1, columns=8, depth=512, num_stages=4, num_warps=4),
     FewRowsTile(rows=16, columns=16, depth=256, num_stages=4, num_warps=2),
     FewRowsTile(rows=16, columns=32, depth=128, num_stages=5, num_warps=4),
 )
@@ -32,7 +32,8 @@ class FewRowsChoice:
     """The `Choice` of a tile for up to each of `sizes` rows; None: the usual way.
 
     weights: of one shape and use, of several layers, used in turn. finish: see `FINISHES`. usual: computes from x and a
-    weight, adding to the output or into one of its own. library: version of the cuBLASLt that it calls.
+    weight, adding to the output or into one of its own. library: version of the cuBLASLt that it calls. norm: of x,
+    which both ways compute; its weight [k].
     """
 
     name = "few-rows"
@@ -46,6 +47,7 @@ class FewRowsChoice:
         sizes: Sequence[int],
         usual: Way,
         library: int | None = None,
+        norm: Norm | None = None,
         tiles: Sequence[FewRowsTile] = TILES,
         clock: CallClock = time_products,
     ) -> None:
@@ -55,6 +57,7 @@ class FewRowsChoice:
         self._sizes = sorted(sizes)
         self._usual = usual
         self._library = library
+        self._norm = norm
         self._tiles = tiles
         self._clock = clock
 
@@ -63,6 +66,7 @@ class FewRowsChoice:
             **describe_weights(self._weights, self._sizes),
             "finish": self._finish,
             "library": self._library,
+            "norm": self._norm is not None,
             "tiles": [repr(tile) for tile in self._tiles],
         }
 
@@ -84,7 +88,7 @@ class FewRowsChoice:
             for tile in self._tiles:
                 if self._is_built(tile, *operands):
                     tiles.append(tile)
-                    ways.append(partial(self._products.run, self._finish, tile))
+                    ways.append(partial(self._products.run, self._finish, tile, norm=self._norm))
             chosen.append(tiles[find_fastest(ways, self._weights, [operands], self._clock)])
         return chosen
 
@@ -102,7 +106,7 @@ class FewRowsChoice:
         if not self._products.can_run(self._finish, tile, x, self._weights[0]):
             return False
         try:
-            self._products.run(self._finish, tile, x, self._weights[0], output)
+            self._products.run(self._finish, tile, x, self._weights[0], output, norm=self._norm)
         except (OutOfResources, PTXASError) as error:
             logger.info("products of few rows: %s is not used here: %s", tile, str(error).partition("\n")[0])
             return False

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.kernels.cublaslt import CublasLt
-from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts
+from toka_async.kernels.few_rows import ADD, NORMED_DTYPES, STORE, FewRowsProducts, Norm
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.matmul import TunedProducts
@@ -81,10 +81,10 @@ class ProductTuning:
             assert self.ops.gates is not None
             ranges = ", ".join(f"{first} to {last}" for first, last in self.ops.gates.ranges())
             logger.info("gated products: in one kernel for %s rows", ranges or "no")
-        for done, (weights, finish, of_samples) in enumerate(few_rows, len(products) + len(gates)):
+        for done, (weights, finish, normed, of_samples) in enumerate(few_rows, len(products) + len(gates)):
             show(done, total)
             sizes = list_few_rows_sizes(limits.max_seqs if of_samples else limits.max_tokens)
-            choice = self._choose_few_rows(weights[:_MOST_WEIGHTS], finish, sizes)
+            choice = self._choose_few_rows(weights[:_MOST_WEIGHTS], finish, normed, sizes)
             choice.use(settle(choice, self._cache))
         torch.cuda.empty_cache()
 
@@ -111,12 +111,15 @@ class ProductTuning:
         separately = partial(_compute_separately, self.ops, activation)
         return GatedTileChoice(gates, weights, activation, sizes, separately, library)
 
-    def _choose_few_rows(self, weights: Sequence[Tensor], finish: str, sizes: Sequence[int]) -> FewRowsChoice:
+    def _choose_few_rows(
+        self, weights: Sequence[Tensor], finish: str, normed: bool, sizes: Sequence[int]
+    ) -> FewRowsChoice:
         few_rows, products = self.ops.few_rows, self.ops.products
         assert few_rows is not None
         library = None if products is None else products.library.version
-        usual = partial(_compute_usually, FusedOps(products, self.ops.gates), finish)
-        return FewRowsChoice(few_rows, weights, finish, sizes, usual, library)
+        norm = (weights[0].new_ones(weights[0].shape[1]), 1e-5) if normed else None
+        usual = partial(_compute_usually, FusedOps(products, self.ops.gates), finish, norm)
+        return FewRowsChoice(few_rows, weights, finish, sizes, usual, library, norm)
 
     def _find_products(self, decoder: Decoder) -> list[tuple[list[Tensor], bool, bool]]:
         """Finds weights of one shape and use: whether the product is added, and whether only sampled rows use it."""
@@ -146,33 +149,38 @@ class ProductTuning:
                 found.setdefault((tuple(weight.shape), module.activation), []).append(weight)
         return [(weights, activation) for (_, activation), weights in found.items()]
 
-    def _find_uses(self, decoder: Decoder) -> list[tuple[list[Tensor], str, bool]]:
-        """Finds weights of one shape, how their product is finished, and whether only sampled rows use it."""
+    def _find_uses(self, decoder: Decoder) -> list[tuple[list[Tensor], str, bool, bool]]:
+        """Finds weights of one shape and use: the finish, whether a norm can be part, whether only sampled rows use it.
+
+        Products that are added to the residual leave nothing to add before the next norm.
+        """
         if self.ops.few_rows is None:
             return []
-        found: dict[tuple[tuple[int, ...], str, bool], list[Tensor]] = {}
-        activations = {module.gate_up: module.activation for module in decoder.modules() if isinstance(module, MLP)}
-        for module in decoder.modules():
-            finish = STORE
+        found: dict[tuple[tuple[int, ...], str, bool, bool], list[Tensor]] = {}
+        modules = list(decoder.modules())
+        activations = {module.gate_up: module.activation for module in modules if isinstance(module, MLP)}
+        adds = all(module.adds for module in modules if isinstance(module, RowLinear))
+        for module in modules:
             if isinstance(module, ColumnLinear):
-                finish = activations.get(module, STORE)
+                use = activations.get(module, STORE), adds and module.weight.dtype in NORMED_DTYPES, False
             elif isinstance(module, RowLinear):
-                finish = ADD if module.adds else STORE
-            elif not isinstance(module, VocabularyMatrix) or module is not decoder.head:
+                use = ADD if module.adds else STORE, False, False
+            elif isinstance(module, VocabularyMatrix) and module is decoder.head:
+                use = STORE, False, True
+            else:
                 continue
-            key = tuple(module.weight.shape), finish, module is decoder.head
-            found.setdefault(key, []).append(module.weight)
-        return [(weights, finish, of_samples) for (_, finish, of_samples), weights in found.items()]
+            found.setdefault((tuple(module.weight.shape), *use), []).append(module.weight)
+        return [(weights, *use[1:]) for use, weights in found.items()]
 
 
 def _compute_separately(ops: FusedOps, activation: str, x: Tensor, weight: Tensor) -> Tensor:
     return ops.gate(ops.linear(x, weight), activation)
 
 
-def _compute_usually(ops: FusedOps, finish: str, x: Tensor, weight: Tensor, output: Tensor) -> None:
+def _compute_usually(ops: FusedOps, finish: str, norm: Norm | None, x: Tensor, weight: Tensor, output: Tensor) -> None:
     if finish == ADD:
         ops.add_linear(output, x, weight, None)
     elif finish == STORE:
-        ops.linear(x, weight)
+        ops.linear(x, weight, None, norm)
     else:
-        ops.gated_linear(x, weight, None, finish)
+        ops.gated_linear(x, weight, None, finish, norm)

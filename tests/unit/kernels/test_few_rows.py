@@ -50,6 +50,30 @@ def test_it_equals_plain_torch(
     torch.testing.assert_close(actual.float(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("num_rows", [1, 5])
+@pytest.mark.parametrize("finish", [STORE, "silu"])
+def test_a_norm_can_be_part_of_it(device: torch.device, num_rows: int, finish: str) -> None:
+    x, weight = normal(device, torch.bfloat16, num_rows, 48) * 3, normal(device, torch.bfloat16, 32, 48) / 7
+    bias, norm = normal(device, torch.bfloat16, 32), (normal(device, torch.bfloat16, 48) + 2, 0.5)
+    actual = chosen(weight, finish).compute(finish, x, weight, bias, norm=norm)
+    wide = x.float(), weight.float(), bias.float()
+    exact = TorchOps().linear(*wide, (norm[0].float(), norm[1]))
+    if finish != STORE:
+        exact = TorchOps().gate(exact, finish)
+    assert actual is not None
+    torch.testing.assert_close(actual.float(), exact, atol=3e-2, rtol=3e-2)
+
+
+def test_float16_may_not_hold_what_is_yet_to_be_normed(device: torch.device) -> None:
+    x, weight = normal(device, torch.float16, 1, 32) * 1e4, normal(device, torch.float16, 16, 32)
+    norm = torch.full((32,), 9.0, dtype=torch.float16, device=device), 1e-5
+    products = chosen(weight)
+    assert products.compute(STORE, x, weight, norm=norm) is None
+    exact = TorchOps().linear(x.float(), weight.float(), None, (norm[0].float(), 1e-5))
+    actual = FusedOps(few_rows=products).linear(x, weight, None, norm)
+    torch.testing.assert_close(actual.float(), exact, atol=0.2, rtol=4e-3)
+
+
 def test_only_what_it_was_chosen_for_is_computed(device: torch.device) -> None:
     weight, x = normal(device, torch.float16, 16, 32), normal(device, torch.float16, 17, 32)
     products = chosen(weight)

@@ -49,7 +49,7 @@ def choice_of(
 ) -> tuple[FewRowsChoice, FewRowsProducts]:
     products = FewRowsProducts(0)
     weights = [normal(16, 32), normal(16, 32) + 1]
-    return FewRowsChoice(products, weights, finish, sizes, clock.compute_usually, 13, tiles, clock), products
+    return FewRowsChoice(products, weights, finish, sizes, clock.compute_usually, 13, None, tiles, clock), products
 
 
 def test_each_size_has_the_fastest_way() -> None:
@@ -84,7 +84,7 @@ def test_an_answer_from_a_file_must_suit(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not choice.admits([WIDE, None])
     assert not choice_of(Clock({}), tiles=[MANY])[0].admits([ONE, MANY])  # that is no longer there
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise OutOfResources(120_000, 101_376, "shared memory")
 
     monkeypatch.setattr(FewRowsProducts, "run", fail)
@@ -95,10 +95,10 @@ def test_an_answer_from_a_file_must_suit(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_cannot_be_built_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     run = FewRowsProducts.run
 
-    def fail(products: FewRowsProducts, finish: str, tile: FewRowsTile, *args: Any) -> None:
+    def fail(products: FewRowsProducts, finish: str, tile: FewRowsTile, *args: Any, **options: Any) -> None:
         if tile == MANY:
             raise OutOfResources(120_000, 101_376, "shared memory")
-        run(products, finish, tile, *args)
+        run(products, finish, tile, *args, **options)
 
     monkeypatch.setattr(FewRowsProducts, "run", fail)
     assert choice_of(Clock({1: 5.0, 4: 5.0}))[0].measure() == [ONE, None]
@@ -112,6 +112,7 @@ def test_what_the_fastest_tiles_depend_on() -> None:
         "sizes": [1, 4],
         "finish": STORE,
         "library": 13,
+        "norm": False,
         "tiles": [repr(ONE)],
     }
 

@@ -59,9 +59,12 @@ class Log:
     def __init__(self) -> None:
         self.measured: list[Asked] = []
         self.used: list[Asked] = []
+        self.normed: list[tuple[int, ...]] = []
 
     def make(self, name: str) -> Callable[..., Recorded]:
-        def choice(_: object, weights: Sequence[Tensor], use: bool | str, sizes: Sequence[int], *__: Any) -> Recorded:
+        def choice(_: object, weights: Sequence[Tensor], use: bool | str, sizes: Sequence[int], *rest: Any) -> Recorded:
+            if name == "few-rows" and rest[-1] is not None:
+                self.normed.append(tuple(weights[0].shape))
             return Recorded(name, self, (name, tuple(weights[0].shape), len(weights), use, list(sizes)))
 
         return choice
@@ -76,12 +79,12 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     return log
 
 
-def decoder_of(tmp_path: Path, **overrides: Any) -> Decoder:
+def decoder_of(tmp_path: Path, dtype: torch.dtype = torch.float32, **overrides: Any) -> Decoder:
     folder = make_checkpoint(
         tmp_path, "llama", hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16, vocab_size=256, tie_word_embeddings=True, **{"num_hidden_layers": 3} | overrides,
     )  # fmt: skip
-    return build_decoder(read_spec(folder), torch.float32, torch.device("cpu"))
+    return build_decoder(read_spec(folder), dtype, torch.device("cpu"))
 
 
 def ops() -> FusedOps:
@@ -107,20 +110,35 @@ def test_matrices_by_shape_and_use(tmp_path: Path, log: Log) -> None:
     assert log.used == log.measured
 
 
-def test_few_rows_by_shape_and_finish(tmp_path: Path, log: Log) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_few_rows_by_shape_and_finish(tmp_path: Path, log: Log, biased: bool) -> None:
     """Matrices with a bias too: it costs our kernel nothing. What is gated has no product of its own."""
-    for overrides in ({}, {"attention_bias": True}):
-        log.measured.clear()
-        decoder = decoder_of(tmp_path / str(len(overrides)), **overrides)
-        ProductTuning(FusedOps(few_rows=FewRowsProducts(0)), NONE).tune(decoder, LIMITS, 4, lambda *_: None)
-        added = "store" if overrides else "add"  # the output of attention has a bias, too
-        assert {(name, shape, use): (num, sizes) for name, shape, num, use, sizes in log.measured} == {
-            ("few-rows", (128, 64), "store"): (3, [1, 2, 4, 8, 16]),
-            ("few-rows", (64, 64), added): (3, [1, 2, 4, 8, 16]),
-            ("few-rows", (192, 64), "silu"): (3, [1, 2, 4, 8, 16]),
-            ("few-rows", (64, 96), "add"): (3, [1, 2, 4, 8, 16]),
-            ("few-rows", (256, 64), "store"): (1, [1, 2, 4, 8, 16]),
-        }
+    decoder = decoder_of(tmp_path, attention_bias=biased)
+    ProductTuning(FusedOps(few_rows=FewRowsProducts(0)), NONE).tune(decoder, LIMITS, 4, lambda *_: None)
+    added = "store" if biased else "add"  # the output of attention has a bias, too
+    assert {(name, shape, use): (num, sizes) for name, shape, num, use, sizes in log.measured} == {
+        ("few-rows", (128, 64), "store"): (3, [1, 2, 4, 8, 16]),
+        ("few-rows", (64, 64), added): (3, [1, 2, 4, 8, 16]),
+        ("few-rows", (192, 64), "silu"): (3, [1, 2, 4, 8, 16]),
+        ("few-rows", (64, 96), "add"): (3, [1, 2, 4, 8, 16]),
+        ("few-rows", (256, 64), "store"): (1, [1, 2, 4, 8, 16]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "overrides", "normed"),
+    [
+        (torch.bfloat16, {}, [(128, 64), (192, 64)]),
+        (torch.float16, {}, []),  # see `NORMED_DTYPES`
+        (torch.bfloat16, {"attention_bias": True}, []),  # the norm has something to add
+    ],
+)
+def test_few_rows_are_normed_where_they_will_be(
+    tmp_path: Path, log: Log, dtype: torch.dtype, overrides: dict[str, Any], normed: list[tuple[int, ...]]
+) -> None:
+    decoder = decoder_of(tmp_path, dtype, **overrides)
+    ProductTuning(FusedOps(few_rows=FewRowsProducts(0)), NONE).tune(decoder, LIMITS, 4, lambda *_: None)
+    assert log.normed == normed
 
 
 def test_products_with_a_bias_are_not_tuned(tmp_path: Path, log: Log) -> None:
