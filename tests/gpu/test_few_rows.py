@@ -10,6 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from toka_async.cli import main
 from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts
 from toka_async.kernels.fused import FusedOps
 from toka_async.model.ops import TorchOps
@@ -123,3 +124,9 @@ def test_the_fastest_tile_is_found() -> None:
     answer = choice.measure()
     assert None not in answer
     assert choice.admits(answer)
+
+
+def test_the_benchmark_times_every_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "products", "--rows", "1,16", "model.dtype=bfloat16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.endswith("cuBLASLt") for line in lines) == 2 * 5

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float16)
 _MOST_WEIGHTS = 8  # weights of a shape that are used in turn
-_FETCHED = 0.3  # of the L2 cache: weights that a kernel may have there before it begins
+_FETCHED = 0.3  # of the L2 cache
 _COPIES_TENSORS = (9, 0)  # compute capability of GPUs that copy tensors
 
 
@@ -39,11 +39,16 @@ def make_ops(device: torch.device, dtype: torch.dtype, tuned: bool) -> FusedOps:
     """Makes fused operations whose products can be tuned, as far as this GPU and dtype admit."""
     if not tuned or dtype not in DTYPES:
         return FusedOps()
-    gates, chip = None, torch.cuda.get_device_properties(device)
+    gates: GatedProducts | None = None
     if torch.cuda.get_device_capability(device) >= _COPIES_TENSORS:
-        gates = GatedProducts(chip.multi_processor_count)
-    few_rows = FewRowsProducts(int(_FETCHED * chip.L2_cache_size))
-    return FusedOps(_make_products(device), gates, few_rows)
+        num_programs = torch.cuda.get_device_properties(device).multi_processor_count
+        gates = GatedProducts(num_programs)
+    return FusedOps(_make_products(device), gates, FewRowsProducts(count_fetched_bytes(device)))
+
+
+def count_fetched_bytes(device: torch.device) -> int:
+    """Counts the bytes of weights that a kernel may have in the L2 cache before it begins."""
+    return int(_FETCHED * torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def _make_products(device: torch.device) -> TunedProducts | None:
@@ -118,7 +123,7 @@ class ProductTuning:
         assert few_rows is not None
         library = None if products is None else products.library.version
         norm = (weights[0].new_ones(weights[0].shape[1]), 1e-5) if normed else None
-        usual = partial(_compute_usually, FusedOps(products, self.ops.gates), finish, norm)
+        usual = partial(compute_usually, FusedOps(products, self.ops.gates), finish, norm)
         return FewRowsChoice(few_rows, weights, finish, sizes, usual, library, norm)
 
     def _find_products(self, decoder: Decoder) -> list[tuple[list[Tensor], bool, bool]]:
@@ -177,7 +182,8 @@ def _compute_separately(ops: FusedOps, activation: str, x: Tensor, weight: Tenso
     return ops.gate(ops.linear(x, weight), activation)
 
 
-def _compute_usually(ops: FusedOps, finish: str, norm: Norm | None, x: Tensor, weight: Tensor, output: Tensor) -> None:
+def compute_usually(ops: FusedOps, finish: str, norm: Norm | None, x: Tensor, weight: Tensor, output: Tensor) -> None:
+    """Computes a product of few rows without our kernel for it. output: what is added to, if any."""
     if finish == ADD:
         ops.add_linear(output, x, weight, None)
     elif finish == STORE:
