@@ -9,6 +9,8 @@ by their `ModelSpec`.
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor, nn
 
 from toka_async.attention.base import AttentionBackend
@@ -63,22 +65,37 @@ class Decoder(nn.Module):
         of tokens; the others leave their keys and values in every layer, which is all that later tokens need of them,
         and skip the rest of the last layer.
         """
-        num_tokens = len(inputs)
-        layout = self.layouts.choose(num_tokens)
+        return self.finish(*self.begin(inputs, positions, attention), wanted)
+
+    def begin(self, inputs: Tensor, positions: Tensor, attention: AttentionBackend) -> tuple[Tensor, Tensor]:
+        """Computes everything up to the last layer's attention: the part of a step in which all tokens are needed.
+
+        Returns what each token attends to, [t, the rank's heads * dim], and the residual [u, hidden].
+        """
+        layout = self.layouts.choose(len(inputs))
         # [u, hidden] each
         first = layout.take_own(inputs) if self.embedding is None else self.embedding.embed(inputs, layout)
         rotation = self.rope(positions, first.dtype)  # cos, sin: [t, 1, dim]
         hidden: Tensor | None = first
         residual: Tensor | None = None
-        last = len(self.layers) - 1
-        for index, layer in enumerate(self.layers):
-            hidden, residual = layer(hidden, residual, rotation, attention, layout, wanted if index == last else None)
+        *layers, last = self.list_layers()
+        for layer in layers:
+            hidden, residual = layer(hidden, residual, rotation, attention, layout)
+        return last.attend(hidden, residual, rotation, attention, layout)
+
+    def finish(self, attended: Tensor, residual: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """Computes what follows `begin`, of all tokens or those wanted; see `forward`. May overwrite the residual."""
+        num_tokens = len(attended)
+        layout = self.layouts.choose(num_tokens)
+        hidden, residual = self.list_layers()[-1].finish(attended, residual, layout, wanted)
         if self.norm is None:
-            assert residual is not None
             total = residual if hidden is None else residual + hidden
             return layout.trim(layout.gather(total), num_tokens)
         normed: Tensor = self.norm(hidden, residual)[0]
         return layout.trim(layout.gather(normed), num_tokens) if wanted is None else normed
+
+    def list_layers(self) -> list[Layer]:
+        return cast(list[Layer], list(self.layers))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[s, hidden] to [s, vocab], in the activations' dtype; the last stage only."""
@@ -108,19 +125,33 @@ class Layer(nn.Module):
         rotation: Rotation,
         backend: AttentionBackend,
         layout: ActivationLayout,
-        wanted: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
-        """Returns what to add to the residual, and the residual: [u, hidden] each, or [w, hidden] of wanted tokens.
+        """Returns what to add to the residual, and the residual: [u, hidden] each. May overwrite the given residual."""
+        return self.finish(*self.attend(hidden, residual, rotation, backend, layout), layout)
 
-        Wanted tokens are few: once the others have left, every rank has all of them. May overwrite the given
-        residual.
-        """
+    def attend(
+        self,
+        hidden: Tensor | None,
+        residual: Tensor | None,
+        rotation: Rotation,
+        backend: AttentionBackend,
+        layout: ActivationLayout,
+    ) -> tuple[Tensor, Tensor]:
+        """Adds [u, hidden] to the residual. Returns what tokens attend to, [t, heads * dim], and the residual."""
         normed, residual, norm = self.attention_norm.defer(hidden, residual, layout)
-        mixed = self.attention(normed, rotation, backend, layout, norm)
+        return self.attention(normed, rotation, backend, layout, norm), residual
+
+    def finish(
+        self, attended: Tensor, residual: Tensor, layout: ActivationLayout, wanted: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor]:
+        """Computes what follows attention, for all tokens or the wanted ones [w]. May overwrite the given residual.
+
+        Wanted tokens are few: once the others have left, every rank has all of them.
+        """
         if wanted is not None:
-            mixed, residual = mixed.index_select(0, wanted), layout.gather(residual).index_select(0, wanted)
+            attended, residual = attended.index_select(0, wanted), layout.gather(residual).index_select(0, wanted)
             layout = layout.replicated
-        hidden, residual = self.attention.output(layout.pad(mixed), residual, layout)
+        hidden, residual = self.attention.output(layout.pad(attended), residual, layout)
         normed, residual, norm = self.mlp_norm.defer(hidden, residual, layout)
         output: tuple[Tensor | None, Tensor] = self.mlp(normed, residual, layout, norm)
         return output

@@ -16,9 +16,9 @@ from toka_async.arrays import Int32
 from toka_async.attention.base import AttentionBatch, GraphAttention, PrefixGroup
 from toka_async.kernels.decode_rows import begin_rows
 from toka_async.runner.device_rows import DecodeInputs
-from toka_async.runner.graphs import DecodeGraphs
+from toka_async.runner.graphs import DecodeEnd, DecodeGraphs
 from toka_async.runner.inputs import StepModel, StepRows
-from toka_async.runner.kernel_sampler import KernelSampler
+from toka_async.runner.kernel_sampler import KernelSampler, Route
 from toka_async.runner.rows import RowTables
 from toka_async.runner.samples import Draws, RowShares
 from toka_async.runner.token_history import TokenHistory
@@ -28,6 +28,9 @@ _KINDS = 64  # arrays of slots that are remembered: as many as a step has micro-
 
 class DecodePass:
     """Computes steps of decoding rows alone, without the host; captured if `attention` is not None.
+
+    The model's graph ends with the rows' hidden states. Sampling is captured apart; steps with rows that only plain
+    torch samples leave it out.
 
     sampler: draws with kernels, from parameters that stay on the device; None on a stage that does not sample.
     """
@@ -48,10 +51,11 @@ class DecodePass:
         self._history = history
         self._make_residuals = residuals
         self._residuals: Tensor | None = None
+        self._hidden: Tensor | None = None  # of a replay that plain torch samples: [most rows, hidden]
         self.sampler = None if history is None else KernelSampler(model.logits, rows, history, shares)
         self.graphs: DecodeGraphs | None = None
-        # Arrays of slots, whether kernels sample them all, and whether any wants log-probs; the newest last.
-        self._kinds: deque[tuple[Int32, bool, bool]] = deque(maxlen=_KINDS)
+        # Arrays of slots, how they are sampled, and whether any wants log-probs; the newest last.
+        self._kinds: deque[tuple[Int32, Route, bool]] = deque(maxlen=_KINDS)
 
     @property
     def can_capture(self) -> bool:
@@ -64,7 +68,10 @@ class DecodePass:
         most = max(sizes)
         # No row decodes now: from here on padding computes.
         self._rows.on_device.set_order(self._rows.order, most)
-        graphs = DecodeGraphs(self._decode, self._attention, sizes, grouped)
+        ends: dict[str, DecodeEnd] = {}
+        if self.sampler is not None:
+            ends = {Route.PLAIN: self._draw, Route.TORCH: self._keep_hidden}
+        graphs = DecodeGraphs(self._decode, ends, self._attention, sizes, grouped)
         with torch.inference_mode():
             if self._make_residuals is not None:
                 self._residuals = self._make_residuals(most)
@@ -77,11 +84,9 @@ class DecodePass:
         return size or order.size
 
     def can_replay(self, step_rows: StepRows, grouped: bool) -> bool:
-        """Tells whether a graph can compute the step: it has no chunks, not too many rows, and kernels sample all."""
+        """Tells whether a graph can compute the step: it has no chunks and not too many rows."""
         num_rows = step_rows.num_decode
-        if self.graphs is None or step_rows.slots.size != num_rows or not self.graphs.has(num_rows, grouped):
-            return False
-        return self.sampler is None or self._find_kind(self.sampler, step_rows.slots)[0]
+        return self.graphs is not None and step_rows.slots.size == num_rows and self.graphs.has(num_rows, grouped)
 
     def replay(
         self, step_rows: StepRows, groups: tuple[PrefixGroup, ...], residuals: Tensor | None = None
@@ -94,18 +99,31 @@ class DecodePass:
         if residuals is not None:
             assert self._residuals is not None
             self._residuals[: len(residuals)].copy_(residuals)
-        outputs = self.graphs.replay(step_rows.num_decode, groups)
+        num_rows = step_rows.num_decode
         if self.sampler is None:
-            return None, outputs[0]
+            return None, self.graphs.replay(num_rows, groups)[0]
+        route, wants_logprobs = self._find_kind(self.sampler, step_rows.slots)
+        outputs = self.graphs.replay(num_rows, groups, route)
+        if route is Route.TORCH:
+            return self._sample(self.sampler, outputs[0], step_rows), None
         token_ids, logprobs = outputs
-        return Draws(token_ids, logprobs if self._find_kind(self.sampler, step_rows.slots)[1] else None), None
+        return Draws(token_ids, logprobs if wants_logprobs else None), None
 
-    def _find_kind(self, sampler: KernelSampler, slots: Int32) -> tuple[bool, bool]:
-        """Tells whether kernels sample all rows, and whether any wants log-probs. Remembered by array of slots."""
+    def _sample(self, sampler: KernelSampler, hidden: Tensor, step_rows: StepRows) -> Draws:
+        """Samples after a replay, from the rows' hidden states [n, hidden]."""
+        rows = self._rows.on_device
+        slots = rows.order[: len(hidden)]
+        contexts = rows.positions.index_select(0, slots).to(torch.int32)
+        draws = sampler.sample(hidden, step_rows.slots, step_rows.contexts, slots, contexts)
+        rows.set_sampled(slots, draws.token_ids)
+        return draws
+
+    def _find_kind(self, sampler: KernelSampler, slots: Int32) -> tuple[Route, bool]:
+        """Tells how the rows are sampled, and whether any wants log-probs. Remembered by array of slots."""
         for kind in self._kinds:
             if kind[0] is slots:
                 return kind[1:]
-        self._kinds.append((slots, sampler.are_fast(slots), sampler.wants_logprobs(slots)))
+        self._kinds.append((slots, sampler.find_route(slots), sampler.wants_logprobs(slots)))
         return self._kinds[-1][1:]
 
     def _decode(self, num_rows: int, grouped: bool) -> tuple[Tensor, ...]:
@@ -124,11 +142,7 @@ class DecodePass:
         assert self._attention is not None
         self._attention.plan_graph(batch, grouped)
         hidden = self._model.forward(self._make_first(inputs), inputs.positions, self._attention)
-        if self.sampler is None:
-            return (hidden,)
-        token_ids, logprobs = self.sampler.draw(hidden, inputs.slots, inputs.contexts)
-        rows.set_sampled(inputs.slots, token_ids)
-        return token_ids, logprobs
+        return (hidden,) if self.sampler is None else (hidden, inputs.contexts)
 
     def _begin(self, num_rows: int) -> DecodeInputs:
         """Takes the rows' next tokens into the history and their slots' positions."""
@@ -136,6 +150,22 @@ class DecodePass:
         slots = rows.order[:num_rows]
         tables = rows.last_tokens, rows.positions, rows.page_table
         return DecodeInputs(slots, *begin_rows(slots, *tables, rows.page_size, history))
+
+    def _draw(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Draws the next tokens of the rows that `_decode` computed, padding included."""
+        assert self.sampler is not None
+        hidden, contexts = outputs
+        slots = self._rows.on_device.order[: len(hidden)]
+        token_ids, logprobs = self.sampler.draw(hidden, slots, contexts)
+        self._rows.on_device.set_sampled(slots, token_ids)
+        return token_ids, logprobs
+
+    def _keep_hidden(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Copies the hidden states to where they stay while the host launches what samples them."""
+        hidden = outputs[0]
+        if self._hidden is None:  # the first run has the most rows
+            self._hidden = torch.empty_like(hidden)
+        return (self._hidden[: len(hidden)].copy_(hidden),)
 
     def _make_first(self, inputs: DecodeInputs) -> Tensor:
         """Returns what the first layer reads."""

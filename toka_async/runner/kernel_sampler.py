@@ -5,6 +5,8 @@ The parameters of running rows stay on the device, by slot. Knows slots and samp
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,6 +22,13 @@ from toka_async.runner.token_history import TokenHistory
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition")
 _SLOW = Flag.ALLOWED | Flag.BIASED | Flag.MIN_TOKENS | Flag.COUNTED
+
+
+class Route(StrEnum):
+    """How the rows of a step are sampled."""
+
+    PLAIN = "plain"  # by the kernels that only read logits
+    TORCH = "torch"  # some of them in plain torch
 
 
 class KernelSampler:
@@ -77,9 +86,9 @@ class KernelSampler:
         words = table.seen.view(-1).index_select(0, cells)
         table.seen.view(-1).index_copy_(0, cells, torch.where(penalises, words | bits, words))
 
-    def are_fast(self, slots: Int32) -> bool:
-        """Tells whether `draw` alone can sample all of the slots."""
-        return not self._slow[slots].any()
+    def find_route(self, slots: Int32) -> Route:
+        """Finds how the slots are sampled; `draw` alone can do that on the plain route only."""
+        return Route.TORCH if self._slow[slots].any() else Route.PLAIN
 
     def wants_logprobs(self, slots: Int32) -> bool:
         return bool((self._rows.params["flags"][slots] & Flag.LOGPROBS).any())

@@ -56,7 +56,7 @@ def test_steps_of_decoding_rows_are_replayed(fake_graphs: FakeGraphs) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_share_rows_replay_them_alike(fake_graphs: FakeGraphs, size: int) -> None:
-    """Rows come and go, so that they are another rank's; slow ones are sampled by every rank, without a graph."""
+    """Rows come and go, so that they are another rank's; slow ones are sampled by every rank, after a replay."""
 
     def play(comm: Comm) -> None:
         driver = Driver(4, use_kernels=True, comm=comm)
@@ -70,7 +70,8 @@ def test_ranks_that_share_rows_replay_them_alike(fake_graphs: FakeGraphs, size: 
             driver.step(lengths)
 
     run_ranks(size, play)
-    assert fake_graphs.num_replays() == 4 * size
+    assert fake_graphs.num_replays() == 6 * size
+    assert fake_graphs.num_replays("torch") == 2 * size
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that are interpreted need a machine without a GPU")
@@ -105,19 +106,23 @@ def test_more_rows_than_the_largest_graph_are_not(fake_graphs: FakeGraphs) -> No
     assert fake_graphs.num_replays() == 1
 
 
-def test_rows_that_kernels_cannot_sample_are_not(fake_graphs: FakeGraphs) -> None:
+def test_plain_torch_samples_after_a_replay(fake_graphs: FakeGraphs) -> None:
     driver = Driver(4, use_kernels=True)
     *_, slow = start(driver, (*FAST[:2], SLOW), 4)
-    for _ in range(3):
-        driver.step()
-    assert fake_graphs.num_replays() == 0
+    ends = []
+
+    def step(lengths: tuple[int, ...] = ()) -> None:
+        driver.step(lengths)  # compares the tokens
+        ends.append((fake_graphs.num_replays("plain"), fake_graphs.num_replays("torch")))
+
+    step()
+    step()
     driver.free(slow)
-    for _ in range(3):
-        driver.step()
-    assert fake_graphs.num_replays() == 3
+    step()
     driver.start(Request([3, 1], FAST[1]), 5)  # in the slot of the slow one
-    driver.step([100])
-    driver.step()
+    step((100,))
+    step()
+    assert ends == [(0, 1), (0, 2), (1, 2), (1, 2), (2, 2)]
     assert fake_graphs.num_replays() == 4
 
 
@@ -259,4 +264,4 @@ def test_a_capture_changes_nothing_but_padding(fake_graphs: FakeGraphs) -> None:
     after = [tables.positions, tables.last_tokens[:-1], runner._history.ids[:-1]]
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old, new)
-    assert len(fake_graphs.graphs) == 2 * 3  # of 1, 2 and 4 rows
+    assert len(fake_graphs.list_steps()) == 2 * 3  # of 1, 2 and 4 rows

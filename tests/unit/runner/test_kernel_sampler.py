@@ -15,6 +15,7 @@ from toka_async.arrays import f32_column, i32_column
 from toka_async.kernels.sampling import SamplingKernels
 from toka_async.messages import Prompt, SamplingParams
 from toka_async.runner import kernel_sampler
+from toka_async.runner.kernel_sampler import Route
 from toka_async.runner.rows import read_prompt
 from toka_async.runner.samples import Draws
 
@@ -71,7 +72,7 @@ def test_fast_rows_draw_what_torch_draws(bench: Bench, kind: str) -> None:
     samplings = dict(enumerate(FAST[kind]))
     bench.admit(samplings)
     slots = [*samplings][::-1]
-    assert bench.kernels.are_fast(np.array(slots))
+    assert bench.kernels.find_route(np.array(slots)) is Route.PLAIN
     check_equal(bench.sample(slots))
     check_equal(bench.sample(slots[:1]))  # the next of its stream
 
@@ -80,9 +81,9 @@ def test_fast_rows_draw_what_torch_draws(bench: Bench, kind: str) -> None:
 def test_slow_rows_draw_what_torch_draws(bench: Bench, kind: str) -> None:
     """Alone, and between fast rows."""
     bench.admit({6: SLOW[kind], 2: GREEDY, 0: SamplingParams(num_logprobs=0)})
-    assert not bench.kernels.are_fast(np.array([6]))
-    assert not bench.kernels.are_fast(np.array([2, 6]))
-    assert bench.kernels.are_fast(np.array([0, 2]))
+    assert bench.kernels.find_route(np.array([6])) is Route.TORCH
+    assert bench.kernels.find_route(np.array([2, 6])) is Route.TORCH
+    assert bench.kernels.find_route(np.array([0, 2])) is Route.PLAIN
     check_equal(bench.sample([6]))
     check_equal(bench.sample([2, 6]))
     check_equal(bench.sample([0, 6]))
@@ -98,7 +99,7 @@ def test_likeliest_tokens_of_several_slow_rows_between_fast_ones(bench: Bench) -
 def test_a_large_top_k_is_for_kernels_too(bench: Bench) -> None:
     """Such a row may draw another token than torch, out of those that it keeps."""
     bench.admit({4: SamplingParams(temperature=0, top_k=80), 5: SamplingParams(temperature=9.0, top_k=80)})
-    assert bench.kernels.are_fast(np.array([4, 5]))
+    assert bench.kernels.find_route(np.array([4, 5])) is Route.PLAIN
     logits = torch.arange(VOCAB).repeat(2, 1) / VOCAB
     by_kernels, by_torch = bench.sample([4, 5], logits)
     assert int(by_kernels.token_ids[0]) == int(by_torch.token_ids[0]) == VOCAB - 1
