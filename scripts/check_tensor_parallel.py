@@ -340,7 +340,7 @@ def check_and_time_sampling(bench: Bench, tiny: bool) -> None:
     from toka_async.runner.samples import RowShares
     from toka_async.runner.token_history import TokenHistory
     from toka_async.startup.synthetic import SyntheticRows
-    from toka_async.startup.warmup import FAST
+    from toka_async.startup.warmup import PLAIN
 
     comm, device, load = bench.comm, bench.device, bench.load
     num, hidden_size = load.sampled, load.shapes[0].hidden
@@ -352,7 +352,7 @@ def check_and_time_sampling(bench: Bench, tiny: bool) -> None:
     rows, history = RowTables(ready, device), TokenHistory(2 * num + 1, 16, device)
     gathered = KernelSampler(head.logits, rows, history)
     shared = KernelSampler(head.logits, rows, history, RowShares(comm, head.own_logits, num))
-    admitted = rows.apply(SyntheticRows(ready).make_step([1] * num, FAST))
+    admitted = rows.apply(SyntheticRows(ready).make_step([1] * num, PLAIN))
     for sampler in (gathered, shared):
         sampler.admit(admitted)
     x = torch.randn(
@@ -374,7 +374,7 @@ def check_and_time_sampling(bench: Bench, tiny: bool) -> None:
     bench.say(f"sampling {num} rows of {load.vocab} ids, the head's product alone and with the rest, ms: {cells}")
 
 
-def compare(bench: Bench, what: str, expected: tuple[Tensor, Tensor], got: tuple[Tensor, Tensor]) -> None:
+def compare(bench: Bench, what: str, expected: tuple[Tensor, ...], got: tuple[Tensor, ...]) -> None:
     """Share of rows with another token: the head's numbers are the same bits both ways, so there is none."""
     bench.check(f"{what}: other tokens", float((expected[0] != got[0]).float().mean()), 0.0)
     bench.check(f"{what}: log-probs", float((expected[1] - got[1]).abs().max()), 1e-4)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.cases.models import make_checkpoint
 from tests.fakes.graphs import FakeGraphs
-from tests.fakes.plain_kernels import PlainKernels
+from tests.fakes.plain_kernels import PlainEditKernels, PlainKernels
 from toka_async.checkpoint.spec import read_spec
 from toka_async.config import CacheConfig, Config, ScheduleConfig
 from toka_async.runner.mixed import MixedPass
@@ -51,6 +51,7 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from toka_async.runner import kernel_sampler
 
     monkeypatch.setattr(kernel_sampler, "SamplingKernels", PlainKernels)
+    monkeypatch.setattr(kernel_sampler, "EditKernels", PlainEditKernels)
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch, plain_kernels: None) -> FakeGra
             DecodePass, method, lambda self, *args: graphs.capturable(partial(computes, self), name)(*args)
         )
 
-    for method, name in {"_decode": "step", "_draw": "plain", "_keep_hidden": "torch"}.items():
+    for method, name in {"_decode": "step", "_draw": "plain", "_draw_full": "full", "_keep_hidden": "torch"}.items():
         make_capturable(method, name)
     begin = MixedPass._begin
     monkeypatch.setattr(MixedPass, "_begin", lambda self, size: graphs.capturable(partial(begin, self), "mixed")(size))

@@ -5,7 +5,6 @@ In a pipeline, a pass may begin or end with residuals in place of tokens. Knows 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -18,12 +17,11 @@ from toka_async.kernels.decode_rows import begin_rows
 from toka_async.runner.device_rows import DecodeInputs
 from toka_async.runner.graphs import DecodeEnd, DecodeGraphs
 from toka_async.runner.inputs import StepModel, StepRows
-from toka_async.runner.kernel_sampler import KernelSampler, Route
+from toka_async.runner.kernel_sampler import KernelSampler
 from toka_async.runner.rows import RowTables
 from toka_async.runner.samples import Draws, RowShares
+from toka_async.runner.sampling_routes import Route
 from toka_async.runner.token_history import TokenHistory
-
-_KINDS = 64  # arrays of slots that are remembered: as many as a step has micro-batches at most
 
 
 class DecodePass:
@@ -54,8 +52,6 @@ class DecodePass:
         self._hidden: Tensor | None = None  # of a replay that plain torch samples: [most rows, hidden]
         self.sampler = None if history is None else KernelSampler(model.logits, rows, history, shares)
         self.graphs: DecodeGraphs | None = None
-        # Arrays of slots, how they are sampled, and whether any wants log-probs; the newest last.
-        self._kinds: deque[tuple[Int32, Route, bool]] = deque(maxlen=_KINDS)
 
     @property
     def can_capture(self) -> bool:
@@ -70,7 +66,7 @@ class DecodePass:
         self._rows.on_device.set_order(self._rows.order, most)
         ends: dict[str, DecodeEnd] = {}
         if self.sampler is not None:
-            ends = {Route.PLAIN: self._draw, Route.TORCH: self._keep_hidden}
+            ends = {Route.PLAIN: self._draw, Route.FULL: self._draw_full, Route.TORCH: self._keep_hidden}
         graphs = DecodeGraphs(self._decode, ends, self._attention, sizes, grouped)
         with torch.inference_mode():
             if self._make_residuals is not None:
@@ -102,12 +98,11 @@ class DecodePass:
         num_rows = step_rows.num_decode
         if self.sampler is None:
             return None, self.graphs.replay(num_rows, groups)[0]
-        route, wants_logprobs = self._find_kind(self.sampler, step_rows.slots)
-        outputs = self.graphs.replay(num_rows, groups, route)
-        if route is Route.TORCH:
+        needs = self.sampler.find_needs(step_rows.slots)
+        outputs = self.graphs.replay(num_rows, groups, needs.route)
+        if needs.route is Route.TORCH:
             return self._sample(self.sampler, outputs[0], step_rows), None
-        token_ids, logprobs = outputs
-        return Draws(token_ids, logprobs if wants_logprobs else None), None
+        return self.sampler.make_draws(needs, outputs), None
 
     def _sample(self, sampler: KernelSampler, hidden: Tensor, step_rows: StepRows) -> Draws:
         """Samples after a replay, from the rows' hidden states [n, hidden]."""
@@ -117,14 +112,6 @@ class DecodePass:
         draws = sampler.sample(hidden, step_rows.slots, step_rows.contexts, slots, contexts)
         rows.set_sampled(slots, draws.token_ids)
         return draws
-
-    def _find_kind(self, sampler: KernelSampler, slots: Int32) -> tuple[Route, bool]:
-        """Tells how the rows are sampled, and whether any wants log-probs. Remembered by array of slots."""
-        for kind in self._kinds:
-            if kind[0] is slots:
-                return kind[1:]
-        self._kinds.append((slots, sampler.find_route(slots), sampler.wants_logprobs(slots)))
-        return self._kinds[-1][1:]
 
     def _decode(self, num_rows: int, grouped: bool) -> tuple[Tensor, ...]:
         """Decodes the first rows in the device's order, padding included. Reads and writes tables, takes no inputs."""
@@ -152,13 +139,21 @@ class DecodePass:
         return DecodeInputs(slots, *begin_rows(slots, *tables, rows.page_size, history))
 
     def _draw(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Draws the next tokens of the rows that `_decode` computed, padding included."""
+        """Draws the next tokens of the rows that `_decode` computed, padding included, on the plain route."""
         assert self.sampler is not None
-        hidden, contexts = outputs
+        return self._draw_with(self.sampler.draw, *outputs)
+
+    def _draw_full(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        assert self.sampler is not None
+        return self._draw_with(self.sampler.draw_full, *outputs)
+
+    def _draw_with(
+        self, draw: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]], hidden: Tensor, contexts: Tensor
+    ) -> tuple[Tensor, ...]:
         slots = self._rows.on_device.order[: len(hidden)]
-        token_ids, logprobs = self.sampler.draw(hidden, slots, contexts)
-        self._rows.on_device.set_sampled(slots, token_ids)
-        return token_ids, logprobs
+        drawn = draw(hidden, slots, contexts)
+        self._rows.on_device.set_sampled(slots, drawn[0])
+        return drawn
 
     def _keep_hidden(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Copies the hidden states to where they stay while the host launches what samples them."""
