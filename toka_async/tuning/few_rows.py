@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from triton.runtime.errors import OutOfResources, PTXASError
+from triton.errors import TritonError
 
 from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts, FewRowsTile, Norm
 from toka_async.kernels.pdl import FEW_ROWS
@@ -107,7 +107,7 @@ class FewRowsChoice:
             return False
         try:
             self._products.run(self._finish, tile, x, self._weights[0], output, norm=self._norm)
-        except (OutOfResources, PTXASError) as error:
+        except TritonError as error:
             logger.info("products of few rows: %s is not used here: %s", tile, str(error).partition("\n")[0])
             return False
         return True
