@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from tests.drivers.gpu_models import Reference, WatchedEngine, make_model
+from tests.gpu.test_parity import LOGPROBS, NUM_TOKENS, Case, Errors, alone, check
 from toka_async.cli import main
-from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts
+from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts, FewRowsTile
 from toka_async.kernels.fused import FusedOps
 from toka_async.model.ops import TorchOps
 from toka_async.tuning.few_rows import TILES, FewRowsChoice
@@ -124,6 +127,33 @@ def test_the_fastest_tile_is_found() -> None:
     answer = choice.measure()
     assert None not in answer
     assert choice.admits(answer)
+
+
+@pytest.mark.parametrize(("shape", "most"), [("llama", 0), ("llama", 1), ("qwen2", 0)])
+def test_an_engine_that_uses_it_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, most: int
+) -> None:
+    """In graphs and in steps with prompts, with a bias and without. most: rows whose products threads compute."""
+    used = list[FewRowsTile]()
+
+    def choose_ours(choice: FewRowsChoice) -> list[FewRowsTile | None]:
+        answer: list[FewRowsTile | None] = []
+        for operands in choice._make_operands():
+            tiles = [tile for tile in TILES if choice._is_built(tile, *operands)]
+            tiles.sort(key=lambda tile: tile.rows, reverse=most < len(operands[0]))
+            used.extend(tiles[:1])
+            answer.append(tiles[0] if tiles else None)
+        return answer
+
+    monkeypatch.setattr(FewRowsChoice, "measure", choose_ours)
+    reference = Reference.of(make_model(tmp_path, shape))
+    engine = WatchedEngine(reference.folder, "bfloat16", grouped=False)
+    samples = alone(engine)
+    one = engine.run([[5, 6, 7]], sampling=LOGPROBS, max_tokens=NUM_TOKENS)[0]
+    errors = Errors.of(reference, [*samples, ([5, 6, 7], one.samples[0])])
+    check(Case("bfloat16", "auto", graphs=True), errors)
+    assert {tile.rows for tile in used} == ({1, 16} if most else {16})
+    assert engine.watch.num_replays > NUM_TOKENS
 
 
 def test_the_benchmark_times_every_way(capsys: pytest.CaptureFixture[str]) -> None:
