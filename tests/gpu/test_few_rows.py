@@ -35,7 +35,7 @@ def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.b
 @pytest.mark.parametrize(("n", "k"), [(2048, 2048), (16384, 2048), (2048, 8192), (9728, 896), (128256, 1024)])
 def test_every_tile(n: int, k: int, finish: str, dtype: torch.dtype) -> None:
     generator = torch.Generator(DEVICE).manual_seed(0)
-    products, num_ran = FewRowsProducts(FETCHED), 0
+    products, num_ran = FewRowsProducts(FETCHED, 800), 0
     weight, bias = normal(generator, n, k, dtype=dtype) / k**0.5, normal(generator, n, dtype=dtype)
     for num_rows in (1, 3, 16):
         x, before = normal(generator, num_rows, k, dtype=dtype), normal(generator, num_rows, n, dtype=dtype)
@@ -51,7 +51,7 @@ def test_every_tile(n: int, k: int, finish: str, dtype: torch.dtype) -> None:
                 assert (output.double() - exact).norm() / exact.norm() < 4e-3
                 assert (output.double() - exact).abs().max() < 0.1
                 num_ran += 1
-    assert num_ran >= 3
+    assert num_ran >= 3  # of one row, of three and of 16
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16])
@@ -61,7 +61,7 @@ def test_every_tile_with_a_norm(n: int, k: int, num_rows: int) -> None:
     weight, x = normal(generator, n, k) / k**0.5, normal(generator, num_rows, k) * 5
     norm = normal(generator, k) / 4 + 1, 1e-5
     exact = TorchOps().linear(x.double(), weight.double(), None, (norm[0].double(), norm[1]))
-    products, output = FewRowsProducts(FETCHED), x.new_empty(num_rows, n)
+    products, output = FewRowsProducts(FETCHED, 800), x.new_empty(num_rows, n)
     for tile in TILES:
         if products.can_run(STORE, tile, x, weight):
             products.run(STORE, tile, x, weight, output, norm=norm)
@@ -82,7 +82,7 @@ def test_a_graph_computes_what_separate_kernels_do() -> None:
         )
         for _ in range(12)
     ]
-    products = FewRowsProducts(FETCHED)
+    products = FewRowsProducts(FETCHED, 800)
     for weight, finish in zip(layers[0][1:], (STORE, "silu", ADD), strict=True):
         tiles = [tile for rows in (1, 16) for tile in TILES if tile.rows == rows and weight.shape[1] % tile.depth == 0]
         by_rows = {tile.rows: tile for tile in tiles}
@@ -123,13 +123,13 @@ def test_the_fastest_tile_is_found() -> None:
         torch.cuda._sleep(10_000_000)  # type: ignore[no-untyped-call]
         torch.mm(x, weight.T, out=output)
 
-    choice = FewRowsChoice(FewRowsProducts(FETCHED), weights, STORE, SIZES, compute_slowly)
+    choice = FewRowsChoice(FewRowsProducts(FETCHED, 800), weights, STORE, SIZES, compute_slowly)
     answer = choice.measure()
     assert None not in answer
     assert choice.admits(answer)
 
 
-@pytest.mark.parametrize(("shape", "most"), [("llama", 0), ("llama", 1), ("qwen2", 0)])
+@pytest.mark.parametrize(("shape", "most"), [("llama", 0), ("qwen2", 0), ("qwen3", 1)])
 def test_an_engine_that_uses_it_everywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str, most: int
 ) -> None:

@@ -115,12 +115,11 @@ def list_ways(
 ) -> Iterator[tuple[str, Callable[[Tensor, Tensor], object]]]:
     """Yields names and functions of x and a weight: torch, the fastest of cuBLASLt, and each of our tiles."""
     from toka_async.kernels.cublaslt import CublasLt
-    from toka_async.kernels.few_rows import FewRowsProducts
     from toka_async.kernels.fused import FusedOps
     from toka_async.kernels.matmul import TunedProducts
     from toka_async.tuning.algorithms import AlgorithmChoice
     from toka_async.tuning.few_rows import TILES
-    from toka_async.tuning.gemm import count_fetched_bytes
+    from toka_async.tuning.gemm import make_few_rows
 
     norm = (x.new_ones(matrix.k), 1e-5) if matrix.normed else None
     output = x.new_zeros(len(x), matrix.n if matrix.finish in ("store", "add") else matrix.n // 2)
@@ -129,7 +128,7 @@ def list_ways(
     choice.use(choice.measure())
     for way, ops in (("torch", FusedOps()), ("cuBLASLt", FusedOps(products))):
         yield way, partial(_compute_usually, ops, matrix.finish, norm, output)
-    few_rows = FewRowsProducts(count_fetched_bytes(x.device))
+    few_rows = make_few_rows(x.device)
     for tile in TILES:
         if few_rows.can_run(matrix.finish, tile, x, weights[0]):
             yield str(tile), partial(_compute_by_tile, few_rows, matrix.finish, tile, norm, output)

@@ -54,9 +54,10 @@ class _Use:
 class FewRowsProducts:
     """Products of up to 16 rows by our kernel, for the shapes and numbers of rows that it was chosen for."""
 
-    def __init__(self, fetched_bytes: int) -> None:
-        """fetched_bytes: of a matrix that wait in the L2 cache for their kernel, at most."""
+    def __init__(self, fetched_bytes: int, num_programs: int) -> None:
+        """fetched_bytes: of weights that may wait in the L2 cache for `num_programs`, which about run at once."""
         self._fetched_bytes = fetched_bytes
+        self._num_programs = num_programs
         self._chosen: dict[_Use, ByRows[FewRowsTile | None]] = {}
 
     def use(self, weight: Tensor, finish: str, sizes: Sequence[int], tiles: Sequence[FewRowsTile | None]) -> None:
@@ -109,8 +110,9 @@ class FewRowsProducts:
         num_rows, pdl = len(x), can_follow(x)
         num_weights = tile.columns * (2 if gated else 1)  # rows of the matrix that a program reads
         norm_weight, eps = norm or (None, 0.0)
-        row_bytes = min(k, self._fetched_bytes // (n * weight.itemsize)) * weight.itemsize
-        _product[(n // num_weights,)](
+        num_programs = n // num_weights
+        row_bytes = self._fetched_bytes // (min(num_programs, self._num_programs) * num_weights)
+        _product[(num_programs,)](
             x,
             weight,
             bias,
@@ -128,7 +130,7 @@ class FewRowsProducts:
             depth=tile.depth,
             stages=tile.num_stages,
             pdl=pdl,
-            fetched=_round_down(row_bytes // _LINE),
+            fetched=_round_down(min(row_bytes, k * weight.itemsize) // _LINE),
             num_warps=tile.num_warps,
             launch_pdl=pdl,
         )

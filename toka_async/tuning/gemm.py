@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float16)
 _MOST_WEIGHTS = 8  # weights of a shape that are used in turn
-_FETCHED = 0.3  # of the L2 cache
+_FETCHED = 0.35  # of the L2 cache: weights that a product of few rows may have there before it begins
+_PROGRAMS_PER_SM = 6  # of such a product that run at once, about
 _COPIES_TENSORS = (9, 0)  # compute capability of GPUs that copy tensors
 
 
@@ -43,12 +44,12 @@ def make_ops(device: torch.device, dtype: torch.dtype, tuned: bool) -> FusedOps:
     if torch.cuda.get_device_capability(device) >= _COPIES_TENSORS:
         num_programs = torch.cuda.get_device_properties(device).multi_processor_count
         gates = GatedProducts(num_programs)
-    return FusedOps(_make_products(device), gates, FewRowsProducts(count_fetched_bytes(device)))
+    return FusedOps(_make_products(device), gates, make_few_rows(device))
 
 
-def count_fetched_bytes(device: torch.device) -> int:
-    """Counts the bytes of weights that a kernel may have in the L2 cache before it begins."""
-    return int(_FETCHED * torch.cuda.get_device_properties(device).L2_cache_size)
+def make_few_rows(device: torch.device) -> FewRowsProducts:
+    chip = torch.cuda.get_device_properties(device)
+    return FewRowsProducts(int(_FETCHED * chip.L2_cache_size), _PROGRAMS_PER_SM * chip.multi_processor_count)
 
 
 def _make_products(device: torch.device) -> TunedProducts | None:

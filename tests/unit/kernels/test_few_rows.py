@@ -22,7 +22,7 @@ def normal(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
 
 def chosen(weight: Tensor, finish: str = STORE) -> FewRowsProducts:
     """Our kernel, for up to 16 rows."""
-    products = FewRowsProducts(1 << 20)
+    products = FewRowsProducts(1 << 20, 8)
     products.use(weight, finish, [1, 16], [ONE, MANY])
     return products
 
@@ -89,7 +89,7 @@ def test_only_what_it_was_chosen_for_is_computed(device: torch.device) -> None:
 
 
 def test_what_a_tile_can_compute(device: torch.device) -> None:
-    products = FewRowsProducts(0)
+    products = FewRowsProducts(0, 1)
 
     def can_run(num_rows: int, n: int, k: int, tile: FewRowsTile, finish: str = STORE) -> bool:
         x, weight = (torch.zeros(rows, k, dtype=torch.float16, device=device) for rows in (num_rows, n))

@@ -47,7 +47,7 @@ def normal(*shape: int) -> Tensor:
 def choice_of(
     clock: Clock, finish: str = STORE, sizes: Sequence[int] = (1, 4), tiles: Sequence[FewRowsTile] = (ONE, MANY, WIDE)
 ) -> tuple[FewRowsChoice, FewRowsProducts]:
-    products = FewRowsProducts(0)
+    products = FewRowsProducts(0, 1)
     weights = [normal(16, 32), normal(16, 32) + 1]
     return FewRowsChoice(products, weights, finish, sizes, clock.compute_usually, 13, None, tiles, clock), products
 

@@ -114,7 +114,7 @@ def test_matrices_by_shape_and_use(tmp_path: Path, log: Log) -> None:
 def test_few_rows_by_shape_and_finish(tmp_path: Path, log: Log, biased: bool) -> None:
     """Matrices with a bias too: it costs our kernel nothing. What is gated has no product of its own."""
     decoder = decoder_of(tmp_path, attention_bias=biased)
-    ProductTuning(FusedOps(few_rows=FewRowsProducts(0)), NONE).tune(decoder, LIMITS, 4, lambda *_: None)
+    ProductTuning(FusedOps(few_rows=FewRowsProducts(0, 1)), NONE).tune(decoder, LIMITS, 4, lambda *_: None)
     added = "store" if biased else "add"  # the output of attention has a bias, too
     assert {(name, shape, use): (num, sizes) for name, shape, num, use, sizes in log.measured} == {
         ("few-rows", (128, 64), "store"): (3, [1, 2, 4, 8, 16]),
@@ -137,7 +137,7 @@ def test_few_rows_are_normed_where_they_will_be(
     tmp_path: Path, log: Log, dtype: torch.dtype, overrides: dict[str, Any], normed: list[tuple[int, ...]]
 ) -> None:
     decoder = decoder_of(tmp_path, dtype, **overrides)
-    ProductTuning(FusedOps(few_rows=FewRowsProducts(0)), NONE).tune(decoder, LIMITS, 4, lambda *_: None)
+    ProductTuning(FusedOps(few_rows=FewRowsProducts(0, 1)), NONE).tune(decoder, LIMITS, 4, lambda *_: None)
     assert log.normed == normed
 
 
