@@ -66,8 +66,10 @@ class FakeAttention:
     def count_chunk_cells(self, num_tokens: int, num_rows: int) -> int:  # noqa: ARG002
         return 2 + 2 * num_rows
 
-    def describe_chunks(self, num_decode: int, lengths: Int32, contexts: Int64) -> Int32:
-        return np.concatenate([[num_decode, lengths.size], lengths, contexts]).astype(np.int32)
+    def describe_chunks(self, cells: Int32, num_decode: int, lengths: Int32, contexts: Int64) -> None:
+        assert not cells.any()
+        described = np.concatenate([[num_decode, lengths.size], lengths, contexts])
+        cells[: described.size] = described
 
     def plan_mixed(self, batch: AttentionBatch, grouped: bool, chunks: Tensor) -> None:  # noqa: ARG002
         num_decode, count, *rest = chunks.tolist()

@@ -93,15 +93,15 @@ class MixedAttention(CapturedAttention, Protocol):
     """Captures attention of decoding rows and chunks of prompts together."""
 
     def count_chunk_cells(self, num_tokens: int, num_rows: int) -> int:
-        """Counts the numbers that `describe_chunks` returns at most for a step of so many tokens of so many rows."""
+        """Counts the numbers in which `describe_chunks` describes any step of so many tokens of so many rows."""
         ...
 
-    def describe_chunks(self, num_decode: int, lengths: Int32, contexts: Int64) -> Int32:
-        """Describes chunks of these lengths and contexts after the decoding rows, to be copied where graphs read it."""
+    def describe_chunks(self, cells: Int32, num_decode: int, lengths: Int32, contexts: Int64) -> None:
+        """Writes into cells, all zeros, what chunks of these lengths and contexts follow the decoding rows."""
         ...
 
     def plan_mixed(self, batch: AttentionBatch, grouped: bool, chunks: Tensor) -> None:
-        """Prepares for a capture. The batch's device tensors and `chunks`, int32, are refilled before each replay.
+        """Prepares for a capture. The batch's device tensors and the cells `chunks` are refilled before each replay.
 
         `num_decode` is the number of rows, decoding or not: a replay has the decoding rows first, with their contexts;
         the other rows' contexts are 0. The lengths on the host mean nothing. `grouped`: replays follow `set_groups`.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -17,9 +17,16 @@ from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.attention.try_out import try_chunks, try_decode
 from toka_async.checkpoint.spec import ModelError
+from toka_async.kernels.support import explain_no_kernels
 
 if TYPE_CHECKING:  # these need Triton, which is not everywhere
-    from toka_async.attention.paged import DecodeKernel, GraphDecodePart, PagedAttention, PrefillKernel
+    from toka_async.attention.paged import (
+        DecodeKernel,
+        GraphDecodePart,
+        GraphPrefillPart,
+        PagedAttention,
+        PrefillKernel,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +77,12 @@ class AttentionParts:
 
 @dataclass(slots=True)
 class Sources:
-    """Makers of the parts to choose from, by name. captured: makes the decode part in graphs."""
+    """Makers of the parts to choose from, by name. captured, captured_chunks: make the parts in graphs."""
 
     decode: dict[str, Callable[[], DecodeKernel]] = field(default_factory=dict)
     chunks: dict[str, Callable[[], PrefillKernel]] = field(default_factory=dict)
     captured: Callable[[], GraphDecodePart] | None = None
+    captured_chunks: Callable[[], GraphPrefillPart] | None = None
 
 
 def build_attention(
@@ -96,16 +104,14 @@ def build_attention(
     Raises ModelError when the backend cannot attend over this cache; the message says why, and what can.
     """
     chosen = resolve_backend(backend, cache)
-    if chosen == "reference":
-        reference = ReferenceAttention(cache, num_heads, windows, scale)
-        return BuiltAttention(reference, None, reference.find_smallest_group(), every_group_pays)
     scale = scale if scale is not None else cache.head_dim**-0.5
     limits = AttentionLimits(cache, num_heads, tuple(windows), scale, max_seqs, max_tokens)
     sources = Sources()
-    if chosen != "flashinfer":
-        _add_triton(sources, limits)
-        if choose is not None:
-            _try_out(sources, limits)
+    if chosen in ("auto", "triton"):
+        chosen = _fall_back(chosen, cache, _add_triton(sources, limits))
+    if chosen == "reference":
+        reference = ReferenceAttention(cache, num_heads, windows, scale)
+        return BuiltAttention(reference, None, reference.find_smallest_group(), every_group_pays)
     if chosen == "flashinfer" or (chosen == "auto" and not flashinfer.explain_no_flashinfer(cache)):
         sources = _try_flashinfer(sources, limits, must=chosen == "flashinfer")
     if choose is not None:
@@ -114,7 +120,8 @@ def build_attention(
     device = cache.keys[0].device
     side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
     paged = _assemble(sources, limits, table, side)
-    graphs, mixed = (paged, _build_mixed(limits, side)) if sources.captured else (None, None)
+    graphs = paged if sources.captured else None
+    mixed = _build_mixed(sources, limits, side)
     return BuiltAttention(paged, graphs, table.find_smallest_group(), table.pays, table, mixed)
 
 
@@ -122,9 +129,12 @@ def resolve_backend(backend: Backend, cache: KVCache) -> Backend:
     """Resolves `auto`: the reference without a GPU or Triton. Raises ModelError for a backend that cannot work."""
     if backend == "reference":
         return backend
-    reason = flashinfer.explain_no_flashinfer(cache) if backend == "flashinfer" else explain_no_triton(cache)
-    if not reason and importlib.util.find_spec("triton") is None:
-        reason = "the package triton is not installed; pip install triton, or use reference"
+    reason = flashinfer.explain_no_flashinfer(cache) if backend == "flashinfer" else ""
+    return _fall_back(backend, cache, reason or explain_no_triton(cache))
+
+
+def _fall_back(backend: Backend, cache: KVCache, reason: str) -> Backend:
+    """Returns the backend if there is no reason against it, otherwise what `auto` then is. Raises ModelError."""
     if not reason:
         return backend
     if backend != "auto":
@@ -136,21 +146,44 @@ def resolve_backend(backend: Backend, cache: KVCache) -> Backend:
 
 def explain_no_triton(cache: KVCache) -> str:
     """Explains why our own kernels cannot attend over the cache, and the fix; empty if they can."""
-    device = cache.keys[0].device.type
-    if device != "cuda":
-        return f"expected a CUDA device, got {device}; use auto"
+    device = cache.keys[0].device
+    if reason := explain_no_kernels(device):
+        return f"{reason}; use {'reference' if device.type == 'cuda' else 'auto'}"
     if cache.head_dim > LARGEST_HEAD:
         return f"expected heads of at most {LARGEST_HEAD} dimensions, the model has {cache.head_dim}; use reference"
     return ""
 
 
-def _add_triton(sources: Sources, limits: AttentionLimits) -> None:
+def _add_triton(sources: Sources, limits: AttentionLimits) -> str:
+    """Adds our own parts, with the largest tiles whose kernels can be built here.
+
+    Returns why none can, and the fix; empty if parts were added.
+    """
+    from toka_async.attention.prefix_memory import PrefixMemory, count_partials
     from toka_async.attention.triton import TritonChunks, TritonDecode
+    from toka_async.kernels.built import UnbuiltError, find_built
+    from toka_async.kernels.prefill import PrefillConfig, list_prefill_configs
 
     cache, num_heads, scale = limits.cache, limits.num_heads, limits.scale
-    sources.captured = lambda: TritonDecode(cache, num_heads, scale)
-    sources.decode["triton"] = sources.captured
-    sources.chunks["triton"] = lambda: TritonChunks(cache, num_heads, scale)
+    device = cache.keys[0].device
+    memory = PrefixMemory(device, count_partials(device))
+
+    def make_sources(tiles: PrefillConfig) -> Sources:
+        decode = partial(TritonDecode, cache, num_heads, scale, tiles, memory)
+        chunks = partial(TritonChunks, cache, num_heads, scale, tiles)
+        return Sources({"triton": decode}, {"triton": chunks}, decode, chunks)
+
+    configs = list_prefill_configs(cache.head_dim, num_heads // cache.num_kv_heads, cache.keys[0].dtype)
+    try:
+        tiles = find_built(configs, lambda tiles: _try_out(make_sources(tiles), limits))
+    except UnbuiltError as error:
+        return f"our kernels cannot be built here: {error}; use reference"
+    if tiles != configs[0]:
+        logger.info("attention: tiles of %d query heads, as larger ones do not fit this GPU", tiles.block_queries)
+    added = make_sources(tiles)
+    sources.decode, sources.chunks = added.decode, added.chunks
+    sources.captured, sources.captured_chunks = added.captured, added.captured_chunks
+    return ""
 
 
 def _add_flashinfer(sources: Sources, limits: AttentionLimits) -> None:
@@ -180,7 +213,7 @@ def _try_flashinfer(sources: Sources, limits: AttentionLimits, must: bool) -> So
 
     Raises ModelError if they must work and do not.
     """
-    more = Sources(dict(sources.decode), dict(sources.chunks), sources.captured)
+    more = replace(sources, decode=dict(sources.decode), chunks=dict(sources.chunks))
     try:
         _add_flashinfer(more, limits)
         added = {name: make for name, make in more.decode.items() if name not in sources.decode}
@@ -230,7 +263,9 @@ def _assemble(
     return PagedAttention(limits.cache, limits.num_heads, limits.windows, decode, chunks, side)
 
 
-def _build_mixed(limits: AttentionLimits, side: torch.cuda.Stream | None) -> MixedAttention:
+def _build_mixed(sources: Sources, limits: AttentionLimits, side: torch.cuda.Stream | None) -> MixedAttention | None:
+    if sources.captured is None or sources.captured_chunks is None:
+        return None
     from toka_async.attention.mixed import MixedGraphAttention
 
-    return MixedGraphAttention(limits.cache, limits.num_heads, limits.windows, limits.scale, side)
+    return MixedGraphAttention(limits.cache, limits.windows, sources.captured, sources.captured_chunks, side)

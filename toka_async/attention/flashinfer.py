@@ -1,8 +1,8 @@
 """Attention by FlashInfer (arXiv:2501.01005): decoding rows, chunks of prompts, and prefixes that rows share.
 
 Plans are made on the host, from lengths known there. A group's prefix is attended once for all of its rows, without a
-mask, and merged with their own parts by log-sum-exp in float32 (Hydragen, arXiv:2402.05099). The package is imported
-when a part is built. Knows the cache and rows, no model and no kernels of ours.
+mask, and merged with their own parts by log-sum-exp (Hydragen, arXiv:2402.05099): computed in float32, of parts in the
+model's dtype. The package is imported when a part is built. Knows the cache and rows, no model and no kernels of ours.
 """
 
 from __future__ import annotations

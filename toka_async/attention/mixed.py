@@ -1,23 +1,23 @@
 """Attention of decoding rows and chunks of prompts together, captured in CUDA graphs and replayed for other steps.
 
 A graph's tensors have room for a number of tokens and rows. What a step has of them lies on the device: decoding rows
-are the first ones, with their contexts; of further rows these are 0. Chunks are tiles, as many as the first of them
-says. Programs without work end at once. For CUDA, with our own kernels.
+are the first ones, with their contexts; of further rows these are 0. Chunks are described in cells. Programs without
+work end at once. For CUDA.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from toka_async.arrays import Int32, Int64
 from toka_async.attention.base import AttentionBatch, PrefixGroup, QueryKeyNorm
 from toka_async.attention.kv_cache import KVCache
-from toka_async.attention.paged import run_beside
-from toka_async.attention.triton import TritonChunks, TritonDecode
+from toka_async.attention.paged import GraphDecodePart, GraphPrefillPart, run_beside
 from toka_async.kernels.append import append
 
 FEW_TOKENS = 16
@@ -29,9 +29,9 @@ class MixedGraphAttention:
     def __init__(
         self,
         cache: KVCache,
-        num_heads: int,
         windows: Sequence[int],
-        scale: float | None = None,
+        decode: Callable[[], GraphDecodePart],
+        chunks: Callable[[], GraphPrefillPart],
         side: torch.cuda.Stream | None = None,
     ) -> None:
         """side: a stream on which decoding rows are attended beside chunks; None: one after the other.
@@ -40,25 +40,27 @@ class MixedGraphAttention:
         """
         self.cache = cache
         self.windows = tuple(windows)
-        self.decodes = {window: TritonDecode(cache, num_heads, scale) for window in sorted({*windows})}
-        self.chunks = {window: TritonChunks(cache, num_heads, scale) for window in sorted({*windows})}
+        self.decodes = {window: decode() for window in sorted({*windows})}
+        self.chunks = {window: chunks() for window in sorted({*windows})}
         self.side = side
         self.forks = False
         self.num_rows = 0
         self.write_indices = torch.empty(0, dtype=torch.int64)
 
     def count_chunk_cells(self, num_tokens: int, num_rows: int) -> int:
-        return 4 * self.chunks[self.windows[0]].count_tiles(num_tokens, num_rows)
+        return sum(chunks.count_cells(num_tokens, num_rows) for chunks in self.chunks.values())
 
-    def describe_chunks(self, num_decode: int, lengths: Int32, contexts: Int64) -> Int32:
-        return self.chunks[self.windows[0]].cut(num_decode, lengths, contexts, first_query=num_decode).ravel()
+    def describe_chunks(self, cells: Int32, num_decode: int, lengths: Int32, contexts: Int64) -> None:
+        parts = np.split(cells, len(self.chunks))
+        for part, (window, chunks) in zip(parts, self.chunks.items(), strict=True):
+            chunks.describe(part, num_decode, lengths, contexts, window)
 
     def plan_mixed(self, batch: AttentionBatch, grouped: bool, chunks: Tensor) -> None:
         self.num_rows, self.write_indices = batch.num_decode, batch.write_indices
         self.forks = len(batch.write_indices) > FEW_TOKENS
-        for window, decode in self.decodes.items():
-            decode.plan_graph(batch, grouped, window)
-            self.chunks[window].plan_graph(batch, window, chunks.view(-1, 4))
+        for cells, (window, part) in zip(chunks.chunk(len(self.chunks)), self.chunks.items(), strict=True):
+            part.plan_graph(batch, window, cells)
+            self.decodes[window].plan_graph(batch, grouped, window)
 
     def set_groups(self, groups: tuple[PrefixGroup, ...]) -> None:
         for decode in self.decodes.values():

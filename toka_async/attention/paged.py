@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from toka_async.arrays import Int32, Int64
 from toka_async.attention.base import AttentionBatch, PrefixGroup, QueryKeyNorm
 from toka_async.attention.kv_cache import KVCache
 from toka_async.kernels.append import append
@@ -60,6 +61,25 @@ class PrefillKernel(Protocol):
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
         """Attends from query, rotated, into output: [tokens of chunks, heads, dim] each, contiguous."""
+        ...
+
+
+class GraphPrefillPart(PrefillKernel, Protocol):
+    """A part for chunks whose runs can be captured in CUDA graphs and replayed for other chunks."""
+
+    def count_cells(self, num_tokens: int, num_rows: int) -> int:
+        """Counts the numbers in which `describe` describes any chunks of so many tokens of so many rows."""
+        ...
+
+    def describe(self, cells: Int32, num_decode: int, lengths: Int32, contexts: Int64, window: int) -> None:
+        """Writes into cells, all zeros, what chunks of these lengths and contexts follow the decoding rows."""
+        ...
+
+    def plan_graph(self, batch: AttentionBatch, window: int, cells: Tensor) -> None:
+        """Prepares for a capture: the batch's device tensors and `cells`, int32, are refilled before each replay.
+
+        Runs get queries and outputs of all tokens, those of decoding rows first.
+        """
         ...
 
 

@@ -77,10 +77,11 @@ def _try(cache: KVCache, num_heads: int, part: DecodeKernel, shape: TrialShape, 
 
 
 def try_chunks(cache: KVCache, num_heads: int, part: PrefillKernel, window: int = 0) -> None:
-    """Runs a part at a short context and at a long one."""
+    """Runs a part at short contexts, and at a long one beside a short one, which several programs share."""
     query = _make_zeros(cache, 2, num_heads)
-    for context in _choose_contexts(cache, window):
-        part.plan(make_batch(cache, TrialShape(((context, 1),) * 2, 0)), window)
+    short = cache.page_size + 1
+    for context in (short, short + LONG_TOKENS):
+        part.plan(make_batch(cache, TrialShape(((context, 1), (short, 1)), 0)), window)
         part.run(0, query, torch.empty_like(query))
     _wait(cache.keys[0].device)
 

@@ -21,7 +21,6 @@ from toka_async.kernels.pdl import can_follow, follow
 LOG2E = 1.4426950408889634
 MERGED_HEADS = 4  # heads of a program of the merge
 MERGED_AT_ONCE = 8  # parts that a program of the merge reads at once: it would mostly wait for one after the other
-MOST_PARTIALS = 1 << 26  # numbers in all partial results of a step's prefixes
 
 
 @dataclass(slots=True, frozen=True)

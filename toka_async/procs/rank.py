@@ -22,6 +22,7 @@ import msgspec
 import zmq
 
 from toka_async.checkpoint.spec import ModelError, read_spec
+from toka_async.config import Config
 from toka_async.messages import FromRank, RankDevice, Ready, Step, StepDone, ToRank
 from toka_async.procs.child import Alive, ChildSpec, ParentLink, Resources, Started
 from toka_async.procs.progress import WorkProgress, answer_while_moving
@@ -93,8 +94,11 @@ def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank
     """Serve with a model. Raises ModelError before the rank is ready."""
     try:
         ready, launch, enter_thread = build(link.spec)
-    except RuntimeError:
+    except ModelError:
+        raise
+    except Exception as error:
         let_others_end(link)
+        refuse_lost_memory(error, link.spec.config)
         raise
     announce(link, results, ready)
     launched: SimpleQueue[Collect] = SimpleQueue()
@@ -174,6 +178,18 @@ def report_device_failure(link: ParentLink, error: RuntimeError) -> NoReturn:
     logging.getLogger(__name__).exception("the device failed")
     let_others_end(link)
     link.fatal(f"the device failed: {error}")
+
+
+def refuse_lost_memory(error: Exception, config: Config) -> None:
+    """Raise ModelError if a start ran out of the GPU's memory: for what was not measured, or others took it."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        reason = str(error).partition("\n")[0]
+        raise ModelError(
+            f"cache.memory_fraction={config.cache.memory_fraction}: the GPU's memory did not suffice for the start; "
+            f"end what else uses it, or use less of it ({reason})"
+        ) from error
 
 
 def let_others_end(link: ParentLink) -> None:

@@ -35,7 +35,7 @@ class DeviceRows:
     step in parts, `whole_order` holds all decoding slots, and `order` those of the part that is computed.
 
     Args:
-        width: pages for which a row has room; the table grows when a row needs more.
+        width: pages for which a row has room; on a CPU the table grows when a row needs more.
     """
 
     def __init__(self, max_seqs: int, page_size: int, width: int, scratch_page: int, device: torch.device) -> None:
@@ -51,10 +51,11 @@ class DeviceRows:
         self.whole_order = self.order
 
     def widen(self, width: int) -> None:
-        """Makes room for `width` pages in every row. Grows by doubling."""
+        """Makes room for `width` pages in every row. Grows by doubling, on a CPU: on a GPU, graphs hold the table."""
         old = self.page_table
         if width <= old.shape[1]:
             return
+        assert self.device.type == "cpu", f"a row has {width} pages where the table holds {old.shape[1]}"
         self.page_table = old.new_zeros(old.shape[0], 1 << (width - 1).bit_length())
         self.page_table[:, : old.shape[1]] = old
         self.page_table[self.padding] = self.scratch_page

@@ -60,7 +60,7 @@ class MixedPass:
 
         grouped: replays may have groups of shared prefixes.
         """
-        self._grouped = grouped
+        self._grouped, self._outputs = grouped, ()
         self._inputs = {size: self._make_inputs(size) for size in sizes}
         graphs = DecodeGraphs(lambda size, _: self._begin(size), {}, self._attention, sizes, grouped=False)
         with torch.inference_mode():
@@ -153,7 +153,7 @@ class _GraphInputs:
             self.sample_contexts,
             self.chunks,
         ) = (part[:size] for part, size in zip(torch.split(self._memory, self._sizes), sizes, strict=True))
-        self._upload(())
+        self._upload(self._make_empty()[0])
 
     def fill(self, rows: RowTables, step_rows: StepRows, attention: MixedAttention) -> None:
         slots, lengths, contexts = step_rows.slots, step_rows.lengths, step_rows.contexts
@@ -161,18 +161,20 @@ class _GraphInputs:
         token_ids = np.full(split, _NEXT_TOKEN, dtype=np.int32)
         if split < slots.size:
             token_ids = np.concatenate([token_ids, read_chunk_ids(rows, step_rows)])
-        self._upload(
-            (
-                token_ids,
-                np.repeat(slots, lengths),
-                np.repeat(contexts - lengths - step_rows.firsts, lengths) + np.arange(token_ids.size),
-                slots,
-                contexts,
-                contexts[:split],
-                *step_rows.list_sampled(),
-                attention.describe_chunks(split, lengths[split:], contexts[split:]),
-            )
+        columns: tuple[Int32 | Int64, ...] = (
+            token_ids,
+            np.repeat(slots, lengths),
+            np.repeat(contexts - lengths - step_rows.firsts, lengths) + np.arange(token_ids.size),
+            slots,
+            contexts,
+            contexts[:split],
+            *step_rows.list_sampled(),
         )
+        values, (*parts, cells) = self._make_empty()
+        for part, column in zip(parts, columns, strict=True):
+            part[: column.size] = column
+        attention.describe_chunks(cells[: len(self.chunks)], split, lengths[split:], contexts[split:])
+        self._upload(values)
 
     def take_sampled(self, step_rows: StepRows) -> SampledTokens:
         """Returns the sampled part of what was filled in."""
@@ -180,12 +182,14 @@ class _GraphInputs:
         tokens = None if count == step_rows.num_tokens else self.sampled[:count].long()
         return SampledTokens(tokens, self.sample_slots[:count].long(), self.sample_contexts[:count])
 
-    def _upload(self, columns: Sequence[Int32 | Int64]) -> None:
-        values = np.zeros(sum(self._sizes), dtype=np.int32)
+    def _make_empty(self) -> tuple[Int32, list[Int32]]:
+        """Makes the values of a step without rows, and their parts."""
+        values = np.zeros(self._memory.numel(), dtype=np.int32)
         parts = np.split(values, np.cumsum(self._sizes)[:-1])
         for slots in (parts[1], parts[3]):
             slots[:] = self._padding
-        for part, column in zip(parts, columns, strict=False):
-            part[: column.size] = column
+        return values, parts
+
+    def _upload(self, values: Int32) -> None:
         # In the stream's order: a replay under way has read the old values before the copy.
         self._memory.copy_(pin(values, self._memory.device), non_blocking=True)

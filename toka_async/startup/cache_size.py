@@ -13,13 +13,13 @@ import torch
 from toka_async.attention.kv_cache import bytes_per_token
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.spec import ModelError, ModelSpec
-from toka_async.config import CacheConfig, ScheduleConfig
+from toka_async.config import CacheConfig, GraphsConfig, ScheduleConfig
 from toka_async.runner.slab_sampler import SLAB_BYTES
 from toka_async.startup.memory import read_free_cuda_memory
 
 _HISTORY_BYTES = 4  # of a token's id
 LINKED = 4  # residuals of a token that a stage holds beside its own: two that come, two that go
-# Bytes beside what a step allocates: graphs, libraries' workspaces, waste in the allocator's blocks.
+# Bytes beside what steps and graphs allocate: graphs' nodes, libraries' workspaces, waste in the allocator's blocks.
 _SPARE_SHARE = 0.02
 _SPARE_BYTES = 1 << 30
 _GRAPH_SHARE = 0.01  # of a GPU's memory, which steps with prompts may take in graphs
@@ -145,17 +145,26 @@ def count_token_bytes(spec: ModelSpec, dtype: torch.dtype, num_parts: int = 1) -
     return a_token * dtype.itemsize + bytes_per_token(spec, dtype)
 
 
-def count_graph_token_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Counts a token's bytes in the memory of the graphs, which lies beside that of other steps."""
-    return count_token_bytes(spec, dtype) - bytes_per_token(spec, dtype)
+def count_graph_bytes(spec: ModelSpec, dtype: torch.dtype, num_rows: int, num_tokens: int) -> int:
+    """Counts the bytes in which all graphs compute, beside those of other steps.
 
-
-def choose_graph_tokens(spec: ModelSpec, dtype: torch.dtype, total: int) -> int:
-    """Chooses the tokens of the largest captured step with prompts on a GPU of `total` bytes.
-
-    A larger step takes the device longer than the host, so that a graph would save nothing.
+    num_rows: of the largest decoding step. num_tokens: of the largest step with prompts, whose logits are not captured.
     """
-    return min(_MOST_GRAPH_TOKENS, int(_GRAPH_SHARE * total) // count_graph_token_bytes(spec, dtype))
+    a_token = count_token_bytes(spec, dtype) - bytes_per_token(spec, dtype)
+    return num_rows * (a_token + spec.vocab_size * dtype.itemsize) + num_tokens * a_token
+
+
+def count_graph_tokens(graphs: GraphsConfig, spec: ModelSpec, dtype: torch.dtype, total: int, max_tokens: int) -> int:
+    """Counts the tokens of the largest captured step with prompts on a GPU of `total` bytes; 0: none is captured.
+
+    max_tokens: of a step. A step of more than are chosen takes the device longer than the host, mostly, so that a graph
+    would save nothing.
+    """
+    if not graphs.enabled:
+        return 0
+    if graphs.max_tokens != "auto":
+        return min(graphs.max_tokens, max_tokens)
+    return min(_MOST_GRAPH_TOKENS, int(_GRAPH_SHARE * total) // count_graph_bytes(spec, dtype, 0, 1), max_tokens)
 
 
 def count_row_bytes(spec: ModelSpec, limits: RankLimits, dtype: torch.dtype, page_size: int, num_parts: int = 1) -> int:

@@ -37,9 +37,9 @@ from toka_async.runner.runner import Runner, SamplingSetup
 from toka_async.runner.samples import RowShares
 from toka_async.startup.cache_size import (
     check_largest_step,
-    choose_graph_tokens,
     compute_cache_memory,
-    count_graph_token_bytes,
+    count_graph_bytes,
+    count_graph_tokens,
     count_page_bytes,
     count_trial_pages,
     fit_limits,
@@ -82,6 +82,9 @@ class RunnerFactory:
         self.limits = resolve_limits(config.model, config.schedule, spec, self.kind)
         self.part = stage_parts(spec, coords.num_stages, coords.size)[coords.stage]
         self.rank_spec = make_stage_spec(make_rank_spec(spec, coords.size), self.part)
+        # Only the last stage has logits.
+        vocab_size = self.rank_spec.vocab_size if self.part.is_last else 0
+        self.counted_spec = msgspec.structs.replace(self.rank_spec, vocab_size=vocab_size)
         free = measure_free_bytes(self.device, config.cache.memory_fraction)
         check_weights_fit(spec, self.part, coords.size, self.dtype, free, self.kind)
         self.tuning_cache = open_tuning_cache(self.device, config)
@@ -104,7 +107,8 @@ class RunnerFactory:
                 limits = limit_separate(limit_part(self.limits, self.coords.num_micro_batches), layouts)
                 self.tuning.tune(decoder, limits, max_graph_rows, self.stages.show)
         with self.stages.stage("memory"):
-            num_pages = self.groups.world.minimum(self._count_pages(decoder, stage, max_graph_tokens))
+            of_graphs = count_graph_bytes(self.counted_spec, self.dtype, max_graph_rows, max_graph_tokens)
+            num_pages = self.groups.world.minimum(self._count_pages(decoder, stage, of_graphs))
         with self.stages.stage("attention"):
             runner = self._make_runner(decoder, stage, num_pages, self._choose_table)
         self._warm_up(runner, decoder, max_graph_rows, max_graph_tokens)
@@ -149,15 +153,12 @@ class RunnerFactory:
 
     def _count_graph_tokens(self, layouts: LayoutPolicy) -> int:
         """Counts the tokens of the largest graph of steps with prompts, alike on all ranks; 0: none is captured."""
-        graphs = self.config.graphs
-        if not graphs.enabled or not has_kernels(self.device):
+        if not has_kernels(self.device):
             return 0
-        most = limit_part(self.limits, self.coords.num_micro_batches).max_tokens
-        if graphs.max_tokens == "auto":
-            total = torch.cuda.get_device_properties(self.device).total_memory
-            most = min(most, self.groups.world.minimum(choose_graph_tokens(self.rank_spec, self.dtype, total)))
-        else:
-            most = min(most, graphs.max_tokens)
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        max_tokens = limit_part(self.limits, self.coords.num_micro_batches).max_tokens
+        most = count_graph_tokens(self.config.graphs, self.rank_spec, self.dtype, total, max_tokens)
+        most = self.groups.world.minimum(most)
         return most if layouts.shards is None else min(most, layouts.min_tokens - 1)
 
     def _load_decoder(self, layouts: LayoutPolicy) -> Decoder:
@@ -177,14 +178,12 @@ class RunnerFactory:
     def _fit_limits(self) -> RankLimits:
         """Halves limits that are `auto` until the largest step fits every rank's GPU. Raises ModelError."""
         cache, schedule, world = self.config.cache, self.config.schedule, self.groups.world
-        # Only the last stage has logits.
-        counted = self.rank_spec if self.part.is_last else msgspec.structs.replace(self.rank_spec, vocab_size=0)
         # What is automatic leaves half of the memory to the cache.
         share = 0.5 if "auto" in (schedule.max_seqs, schedule.max_tokens) else 1.0
 
         def check(tried: RankLimits) -> None:
             check_largest_step(
-                counted,
+                self.counted_spec,
                 tried,
                 self.dtype,
                 cache.page_size,
@@ -206,12 +205,11 @@ class RunnerFactory:
         links = build_links(self.groups.pairs, hidden_size, self.dtype, num_tokens, self.limits.max_seqs)
         return StageSetup(links, num_parts, hidden_size, self.dtype, self.device)
 
-    def _count_pages(self, decoder: Decoder, stage: StageSetup | None, max_graph_tokens: int) -> int:
-        """Counts the pages of this rank's cache: as configured, or as memory allows beside graphs and steps."""
+    def _count_pages(self, decoder: Decoder, stage: StageSetup | None, of_graphs: int) -> int:
+        """Counts the pages of this rank's cache: as configured, or as memory allows beside steps and graphs."""
         page_bytes = count_page_bytes(self.rank_spec, self.config.cache, self.dtype)
         if self.kind == "cuda":
-            graph_bytes = max_graph_tokens * count_graph_token_bytes(self.rank_spec, self.dtype)
-            auto = most = self._measure_memory(decoder, stage, page_bytes) - graph_bytes
+            auto = most = self._measure_memory(decoder, stage, page_bytes) - of_graphs
         else:
             auto, most = choose_cpu_cache_bytes(self.coords.num_sharing)
         return resolve_num_pages(self.config.cache, self.limits, page_bytes, auto, most)

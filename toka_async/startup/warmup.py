@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
+import torch
 
 from toka_async.arrays import column, i32_column
 from toka_async.messages import Ready, SamplingParams
@@ -60,7 +61,9 @@ def warm_up(
             stages.show(number + 1, len(loads))
     if capture is not None:
         with stages.stage("graphs"):
+            torch.cuda.empty_cache()  # graphs have memory of their own, and a capture cannot free what steps keep
             capture()
+            torch.cuda.empty_cache()  # what was computed before each capture, on the captures' stream
             for load in loads:  # replayed once: a graph's first launch takes longer
                 load(runner)
     gc.collect()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,10 +23,10 @@ from toka_async.tuning.clock import time_calls, time_host
 from toka_async.tuning.store import Facts
 
 ROWS = (1, 16, 128, 1024, 8192)
-CONTEXTS = (128, 1024, 8192, 32768)
+CONTEXTS = (128, 1024, 8192, 32768)  # on average: rows are uneven
 CHUNKS = (
-    *((1, 512, 0), (1, 4096, 0), (8, 512, 0), (8, 1024, 0), (16, 1024, 0), (32, 1024, 0)),
-    *((1, 512, 8192), (32, 256, 1024), (128, 64, 1024)),
+    *((1, 512, 0), (1, 4096, 0), (8, 512, 0), (8, 1024, 0), (32, 1024, 0)),
+    *((1, 512, 8192), (1, 256, 32768), (32, 256, 1024), (128, 64, 1024)),
 )
 GROUP_ROWS = (4, 8, 16, 64, 512)
 GROUP_TOKENS = (64, 256, 512, 1024, 4096)
@@ -103,13 +104,15 @@ class AttentionChoice:
         )
 
     def _choose_decode(self) -> tuple[MeasuredShape, ...]:
-        return tuple(
-            MeasuredShape(rows, context, _find_fastest(self._time_decode(TrialShape(((context, 1),) * rows, rows))))
-            for rows, context in self._list_decode_shapes()
-        )
+        points = []
+        for rows, mean in self._list_decode_shapes():
+            contexts = spread_contexts(rows, mean, self.cache.num_pages * self.cache.page_size)
+            times = self._time_decode(TrialShape([(context, 1) for context in contexts], rows))
+            points.append(MeasuredShape(rows, mean, _find_fastest(times)))
+        return tuple(points)
 
     def _list_decode_shapes(self) -> list[tuple[int, int]]:
-        """Lists rows and context of each shape."""
+        """Lists rows and mean context of each shape."""
         most_tokens = min(MOST_TOKENS, self.cache.num_pages * self.cache.page_size)
         return [
             (rows, context)
@@ -193,6 +196,17 @@ class AttentionChoice:
 
 def measure_table(parts: AttentionParts) -> ChoiceTable:
     return AttentionChoice(parts).measure()
+
+
+def spread_contexts(num_rows: int, mean: int, most: int) -> list[int]:
+    """Spreads contexts as those of conversations: quantiles of the exponential distribution, in a random order.
+
+    Of 128 rows the longest has 5.5 times the mean. most: tokens of a row.
+    """
+    quantiles = (np.arange(num_rows) + 0.5) / num_rows
+    spread = -np.log1p(-quantiles)
+    contexts = np.clip(spread * mean / spread.mean(), 1, most).astype(int)
+    return [int(context) for context in np.random.default_rng(0).permutation(contexts)]
 
 
 def _find_fastest(times: Mapping[str, float]) -> str:

@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from triton.errors import TritonError
 
+from toka_async.kernels.built import explain_unbuilt
 from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts, FewRowsTile, Norm
 from toka_async.kernels.pdl import FEW_ROWS
 from toka_async.tuning.algorithms import describe_weights
@@ -102,14 +102,13 @@ class FewRowsChoice:
 
     def _is_built(self, tile: FewRowsTile, x: Tensor, output: Tensor) -> bool:
         """Builds the kernel. Returns False if the tile does not suit the matrix or the chip."""
-        if not self._products.can_run(self._finish, tile, x, self._weights[0]):
+        weight = self._weights[0]
+        if not self._products.can_run(self._finish, tile, x, weight):
             return False
-        try:
-            self._products.run(self._finish, tile, x, self._weights[0], output, norm=self._norm)
-        except TritonError as error:
-            logger.info("products of few rows: %s is not used here: %s", tile, str(error).partition("\n")[0])
-            return False
-        return True
+        reason = explain_unbuilt(partial(self._products.run, self._finish, tile, x, weight, output, norm=self._norm))
+        if reason:
+            logger.info("products of few rows: %s is not used here: %s", tile, reason)
+        return not reason
 
     def _make_operands(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Makes x [t, inputs] and output [t, outputs] of each size."""

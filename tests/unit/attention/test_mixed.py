@@ -13,18 +13,33 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.unit.attention.test_paged import ALONE, DEVICE, DIM, Case
+from toka_async.attention import triton
 from toka_async.attention.base import AttentionBatch
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.mixed import MixedGraphAttention
 from toka_async.attention.reference import ReferenceAttention
+from toka_async.attention.triton import TritonChunks, TritonDecode
+
+
+@pytest.fixture(autouse=True)
+def few_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs without work take the interpreter's time too."""
+    monkeypatch.setattr(triton, "MERGED_QUERIES", 4)
 
 
 class Graph:
     """The tensors of a captured step of `num_tokens` and `num_rows`, planned once for all steps of a case's cache."""
 
-    def __init__(self, case: Case, num_tokens: int, num_rows: int, grouped: bool = False) -> None:
+    def __init__(
+        self,
+        case: Case,
+        num_tokens: int,
+        num_rows: int,
+        grouped: bool = False,
+        attention: MixedGraphAttention | None = None,
+    ) -> None:
         self.case = case
-        self.attention = MixedGraphAttention(case.cache, case.heads, case.windows)
+        self.attention = attention or MixedGraphAttention(case.cache, case.windows, case._decode, case._chunks)
         self.chunks = torch.zeros(self.attention.count_chunk_cells(num_tokens, num_rows), dtype=torch.int32)
         self.chunks = self.chunks.to(DEVICE)
         table = case.batch.page_table
@@ -48,10 +63,10 @@ class Graph:
         self.batch.slots[: len(batch.slots)] = batch.slots
         self.batch.write_indices.zero_()  # the first page is nobody's
         self.batch.write_indices[: len(batch.write_indices)] = batch.write_indices
-        described = self.attention.describe_chunks(
-            split, batch.query_lengths[chunks], batch.context_lengths[chunks].astype(np.int64)
-        )
-        self.chunks[: described.size] = torch.from_numpy(described).to(DEVICE)
+        cells = np.zeros(len(self.chunks), np.int32)
+        lengths, contexts = batch.query_lengths[chunks], batch.context_lengths[chunks].astype(np.int64)
+        self.attention.describe_chunks(cells, split, lengths, contexts)
+        self.chunks.copy_(torch.from_numpy(cells))
         if self.grouped:
             self.attention.set_groups(batch.groups)
 
@@ -102,6 +117,7 @@ def test_one_plan_serves_steps_of_all_kinds(windows: tuple[int, ...], num_sms: i
     case = Case(1, 5, [], [28, 1, 9], [(0, 7), (20, 3)], windows)
     graph = Graph(case, 24, 8)
     for decode in graph.attention.decodes.values():
+        assert isinstance(decode, TritonDecode)
         decode.rows.programs = [num_sms] * 2
     graph.attention.plan_mixed(graph.batch, False, graph.chunks)
     for rows in ([3], [0, 1, 2, 3, 4], [0, 1], [2, 4]):
@@ -122,18 +138,32 @@ def test_groups_come_and_go(window: int) -> None:
     graph.check(case.batch)
 
 
-def test_long_chunks_are_many_tiles() -> None:
-    """More than there are programs: the first ones take a second."""
+def test_there_may_be_more_tiles_than_programs() -> None:
+    """The first programs take a second one."""
     case = Case(0, 4, [], [2], [(0, 9), (5, 8), (1, 1)])
     graph = Graph(case, 32, 4)
     for chunks in graph.attention.chunks.values():
+        assert isinstance(chunks, TritonChunks)
         chunks.tile_queries = 4
         assert chunks.step is not None
         chunks.step = replace(chunks.step, num_programs=2)
-    described = graph.attention.describe_chunks(1, np.array([9, 8, 1], np.int32), np.array([9, 13, 2]))
-    assert described[0] == 6
-    assert described.size <= 4 * graph.attention.chunks[0].count_tiles(18, 4)
     graph.check(case.batch)
+    assert graph.chunks[0] == 6
+
+
+@pytest.mark.parametrize(("window", "tokens"), [(0, 4), (1200, 4), (0, 5)])
+def test_few_tokens_after_many_are_split_over_keys(window: int, tokens: int) -> None:
+    """Where the graph has room for their parts, of 4 queries; and then a step in which no tile is split."""
+    case = Case(0, 16, [], [3], [(1500, tokens), (2, 2)], (window,))
+    graph = Graph(case, 8, 4)
+    for chunks in graph.attention.chunks.values():
+        assert isinstance(chunks, TritonChunks)
+        chunks.programs = 4
+    graph = Graph(case, 8, 4, attention=graph.attention)
+    graph.check(case.batch)
+    assert graph.chunks[0] == (3 if tokens == 4 else 2)
+    graph.check(make_part(case.batch, [0, 2]))
+    assert graph.chunks[0] == 1
 
 
 def test_nothing_is_planned_step_by_step() -> None:

@@ -218,14 +218,13 @@ def test_groups_that_stay_are_not_sent_again() -> None:
     assert data[:3].tolist() == [0, 0, 0]
 
 
-def test_graphs_keep_the_memory_that_they_were_captured_with() -> None:
-    case = Case(0, 4, [], [3, 3], [], num_sms=4)
-    part = decode_part(case)
-    query = torch.zeros((2, 6, DIM), device=DEVICE)
-    first = part.memory.take_partial("prefix", query, 2)
-    larger = part.memory.take_partial("prefix", query, 4)
-    assert part.memory.take_partial("prefix", query[:1], 4).output.data_ptr() == larger.output.data_ptr()
-    assert any(slab.data_ptr() == first.output.data_ptr() for slab in part.memory.slabs["prefix"])
+def test_prefixes_never_need_more_memory_than_was_taken_at_first() -> None:
+    """A cache that is sized after the attention was built leaves no room for more."""
+    part = decode_part(Case(0, 4, [], [3, 3], [], num_sms=132))
+    for num_rows in (1, 2, 40, 8192):
+        for num_tiles in (1, 2, 30):
+            splits = part._count_prefix_splits(num_tiles, num_rows)
+            assert splits == 1 or splits * num_rows * 6 * DIM <= part.memory.most
 
 
 def test_a_group_must_leave_each_row_its_newest_token() -> None:
@@ -251,6 +250,20 @@ def test_chunks_are_cut_into_tiles_longest_first() -> None:
     assert part.step is not None
     # row, first query, queries, keys that it sees
     assert part.step.tiles.tolist() == [[3, 0, 0, 0], [2, 6, 2, 21], [1, 4, 2, 8], [1, 0, 4, 4]]
+
+
+@pytest.mark.parametrize("windows", [(0,), (1200,)])
+def test_a_few_tokens_after_many_are_split_over_keys(windows: tuple[int, ...]) -> None:
+    case = Case(0, 16, [], [], [(1500, 6), (3, 2)], windows)
+    for chunks in case.backend.chunks.values():
+        assert isinstance(chunks, TritonChunks)
+        chunks.programs = 4
+    case.check(case.batch)
+    part = case.backend.chunks[windows[0]]
+    assert isinstance(part, TritonChunks)
+    assert part.step is not None
+    assert part.step.merged is not None
+    assert part.step.merged[:, 0].tolist() == list(range(6))
 
 
 def test_scale() -> None:

@@ -59,3 +59,24 @@ def test_trying_out_compiles_every_kernel(kv_heads: int, window: int) -> None:
     part.rows.programs = [max(2, 32 // kv_heads)] * 2  # at most what a multiprocessor runs, at least what any chip does
     try_decode(cache, 32, part, max_seqs=8192, window=window)
     assert len(seen) == 8
+
+
+@pytest.mark.parametrize(("window", "is_split"), [(0, True), (2000, True), (512, False)])
+@pytest.mark.parametrize("programs", [2, 3, 33, 264])
+def test_trying_out_splits_chunks_over_keys(programs: int, window: int, is_split: bool) -> None:
+    """Unless no window is that long."""
+    pytest.importorskip("triton")
+    from toka_async.attention.triton import TritonChunks
+
+    seen: list[bool] = []
+
+    class PlannedChunks(TritonChunks):
+        def run(self, layer: int, query: Tensor, output: Tensor) -> None:  # noqa: ARG002
+            assert self.step is not None
+            seen.append(self.step.parts is not None)
+
+    cache = KVCache(1, 2, 2, PAGE, 8, torch.bfloat16, torch.device("cpu"))
+    part = PlannedChunks(cache, 32)
+    part.programs = programs
+    try_chunks(cache, 32, part, window=window)
+    assert seen == [False, is_split]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.drivers.rows import VOCAB, Driver, Request, Row
+from tests.drivers.thread_ranks import run_ranks
 from tests.fakes.graphs import FakeGraphs
 from tests.fakes.model import FakeAttention, FakeCache, FakeModel
 from toka_async.arrays import as_f32, as_i32
@@ -20,6 +22,7 @@ from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.checkpoint.spec import read_spec
 from toka_async.messages import Ready, SamplingParams, StepDone
+from toka_async.model.comm import Comm
 from toka_async.model.weights import build_decoder, random_weights
 from toka_async.runner.mixed import list_mixed_sizes
 from toka_async.runner.runner import Runner, SamplingSetup
@@ -84,6 +87,15 @@ def test_nothing_is_replayed_without_graphs(fake_graphs: FakeGraphs) -> None:
     assert fake_graphs.num_replays("mixed") == 0
 
 
+def test_larger_ones_may_be_captured_later(fake_graphs: FakeGraphs) -> None:
+    driver = Driver(4, use_kernels=True)
+    for sizes in ([4], [4, 16]):
+        capture(driver, sizes)
+    start(driver, 13)
+    driver.step([13])  # compares the tokens
+    assert fake_graphs.num_replays("mixed") == 1
+
+
 def test_more_rows_than_attention_has_programs_for_are_not(
     fake_graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +120,20 @@ def test_stages_replay_their_parts(fake_graphs: FakeGraphs, num_stages: int) -> 
         driver.step(lengths)  # compares the tokens
     assert fake_graphs.num_replays("mixed") % num_stages == 0
     assert fake_graphs.num_replays("mixed") >= 4 * num_stages
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_share_rows_replay_them_alike(fake_graphs: FakeGraphs, size: int) -> None:
+    def play(comm: Comm) -> None:
+        driver = Driver(4, use_kernels=True, comm=comm)
+        capture(driver, [4, 16])
+        for length in (9, 2, 5):
+            start(driver, length)
+        for lengths in ([4, 2, 5], [5], []):
+            driver.step(lengths)  # compares the tokens
+
+    run_ranks(size, play)
+    assert fake_graphs.num_replays("mixed") == 3 * size
 
 
 def test_padding_writes_no_page_of_a_row(fake_graphs: FakeGraphs) -> None:
@@ -195,10 +221,13 @@ def test_results_outlive_the_next_replay(fake_graphs: FakeGraphs) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that are interpreted need a machine without a GPU")
 @pytest.mark.usefixtures("fake_graphs")
-def test_a_decoder_computes_the_same_tokens(model_dir: Path) -> None:
+def test_a_decoder_computes_the_same_tokens(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With our kernels' attention in graphs, against the reference without."""
+    from toka_async.attention import triton
     from toka_async.attention.mixed import MixedGraphAttention
+    from toka_async.attention.triton import TritonChunks, TritonDecode
 
+    monkeypatch.setattr(triton, "MERGED_QUERIES", 4)
     spec, cpu = read_spec(model_dir), torch.device("cpu")
     decoder = build_decoder(spec, torch.float32, cpu)
     random_weights(decoder, seed=0)
@@ -208,7 +237,8 @@ def test_a_decoder_computes_the_same_tokens(model_dir: Path) -> None:
         cache = KVCache(
             spec.num_layers, ready.num_pages + 1, spec.num_kv_heads, ready.page_size, spec.head_dim, torch.float32, cpu
         )
-        mixed = MixedGraphAttention(cache, spec.num_heads, spec.windows)
+        decode, chunks = partial(TritonDecode, cache, spec.num_heads), partial(TritonChunks, cache, spec.num_heads)
+        mixed = MixedGraphAttention(cache, spec.windows, decode, chunks)
         built = BuiltAttention(ReferenceAttention(cache, spec.num_heads, spec.windows), mixed=mixed)
         return Runner(ready, cpu, decoder, cache, built)
 
