@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import triton
 
 from tests.fakes.offline_gpus import OfflineGpu
 from toka_async.attention import build
@@ -20,6 +21,7 @@ from toka_async.attention.choice import AutoChunks
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.paged import PagedAttention
 from toka_async.attention.triton import TritonChunks
+from toka_async.kernels import few_rows
 from toka_async.kernels.append import append
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.gated import GatedProducts
@@ -27,6 +29,7 @@ from toka_async.kernels.prefill import list_prefill_configs
 from toka_async.kernels.sampling.edit import LIST_WIDTH, EditKernels, EditTable, RowTokens
 from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
 from toka_async.runner.kernel_sampler import try_sampling
+from toka_async.tuning import few_rows as few_rows_tuning
 from toka_async.tuning.gated_tiles import TILES, GatedTileChoice
 
 CPU = torch.device("cpu")
@@ -65,6 +68,17 @@ def build_gated(dtype: str, hidden: int, inner: int) -> str:
     return f"{sum(choice.admits([tile]) for tile in TILES)} tiles"
 
 
+def build_few_rows(dtype: str, hidden: int, inner: int) -> str:
+    """Returns how many tiles fit, with a norm and a gate, starting early where the GPU can."""
+    arch = triton.runtime.driver.active.get_current_target().arch
+    few_rows.can_follow = lambda _: arch >= 90  # type: ignore[assignment, attr-defined]
+    weight = torch.zeros(2 * inner, hidden, dtype=getattr(torch, dtype))
+    choice = few_rows_tuning.FewRowsChoice(
+        few_rows.FewRowsProducts(1 << 24, 800), [weight], "silu", [1], lambda *_: None, norm=(weight[0], 1e-6)
+    )
+    return f"{sum(choice.admits([tile]) for tile in few_rows_tuning.TILES)} tiles"
+
+
 def build_sampling(dtype: str, vocab: int) -> str:
     kind = getattr(torch, dtype)
     try_sampling(vocab, kind, CPU)
@@ -84,6 +98,7 @@ BUILDERS: dict[str, Callable[..., str]] = {
     "attention": build_attention,
     "layer": build_layer,
     "gated": build_gated,
+    "few rows": build_few_rows,
     "sampling": build_sampling,
 }
 

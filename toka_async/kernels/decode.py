@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.decode_work import MOST_PARTS, DecodeWork, find_first
+from toka_async.kernels.pdl import can_follow, follow
 
 LOG2E = 1.4426950408889634
 MERGED_HEADS = 4  # heads of a program of the merge
@@ -111,7 +112,7 @@ def decode_attention(
     assert output.is_contiguous()
     assert (skip is None) == (prefix is None)
     assert (work is None) == (partial is None)
-    num_items = num_rows if work is None else len(work.items)
+    num_items, pdl = num_rows if work is None else len(work.items), can_follow(query)
     kernel = _decode[num_items * kv_heads,](
         query,
         keys,
@@ -139,8 +140,10 @@ def decode_attention(
         page_size=page_size,
         window=window,
         block=config.block,
+        pdl=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        launch_pdl=pdl,
     )
     if work is not None and partial is not None and len(work.merged):
         merge(partial, work.merged, 1, output)
@@ -153,7 +156,7 @@ def merge(partial: Partial, merged: Tensor, stride: int, output: Tensor) -> None
     merged: int32 [m, 3]: a row, its first result, how many it has, at most MOST_PARTS, of which each is `stride` after
     the one before. A row stays as it is if it has fewer than two, if an lse is +inf, or if all are -inf (no keys).
     """
-    num_heads, dim = output.shape[1:]
+    (num_heads, dim), pdl = output.shape[1:], can_follow(output)
     _merge[len(merged), triton.cdiv(num_heads, MERGED_HEADS)](
         partial.output,
         partial.lse,
@@ -166,7 +169,9 @@ def merge(partial: Partial, merged: Tensor, stride: int, output: Tensor) -> None
         at_once=MERGED_AT_ONCE,
         dim=dim,
         dim_pad=triton.next_power_of_2(dim),
+        pdl=pdl,
         num_warps=4,
+        launch_pdl=pdl,
     )
 
 
@@ -201,7 +206,9 @@ def _decode(
     page_size: tl.constexpr,
     window: tl.constexpr,
     block: tl.constexpr,
+    pdl: tl.constexpr,
 ):
+    follow(pdl)
     num_heads: tl.constexpr = kv_heads * group
     number = tl.program_id(0)
     kv_head = number % kv_heads  # the heads of a page lie side by side
@@ -299,8 +306,10 @@ def _merge(
     at_once: tl.constexpr,
     dim: tl.constexpr,
     dim_pad: tl.constexpr,
+    pdl: tl.constexpr,
 ):
     """One program merges `heads` heads of a row."""
+    follow(pdl)
     entry = merged + tl.program_id(0) * 3
     count = tl.load(entry + 2)
     if count < 2:

@@ -20,7 +20,7 @@ from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import ActivationLayout, LayoutPolicy, Replicated
 from toka_async.model.comm import Comm, kv_share_of, share_of
 from toka_async.model.layers import ColumnLinear, HeadNorm, RMSNorm, RowLinear, VocabularyMatrix
-from toka_async.model.ops import Ops
+from toka_async.model.ops import Norm, Ops
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -47,7 +47,7 @@ class Decoder(nn.Module):
         self.tied = spec.tie_embeddings
         self.num_heads = share_of(spec.num_heads, comm).size  # the rank's query heads
         self.embedding = VocabularyMatrix(spec.vocab_size, spec.hidden_size, comm, ops) if part.is_first else None
-        self.rope = Rope(spec.rope, spec.head_dim)
+        self.rope = Rope(spec.rope, spec.head_dim, ops.compute_rotation)
         self.layers = nn.ModuleList(Layer(spec, index, comm, ops) for index in range(part.size))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops) if part.is_last else None
         self.head: VocabularyMatrix | None = None
@@ -138,8 +138,8 @@ class Layer(nn.Module):
         layout: ActivationLayout,
     ) -> tuple[Tensor, Tensor]:
         """Adds [u, hidden] to the residual. Returns what tokens attend to, [t, heads * dim], and the residual."""
-        normed, residual = self.attention_norm(hidden, residual)
-        return self.attention(normed, rotation, backend, layout), residual
+        normed, residual, norm = self.attention_norm.defer(hidden, residual, layout)
+        return self.attention(normed, rotation, backend, layout, norm), residual
 
     def finish(
         self, attended: Tensor, residual: Tensor, layout: ActivationLayout, wanted: Tensor | None = None
@@ -151,8 +151,9 @@ class Layer(nn.Module):
         if wanted is not None:
             attended, residual = attended.index_select(0, wanted), layout.gather(residual).index_select(0, wanted)
             layout = layout.replicated
-        normed, residual = self.mlp_norm(*self.attention.output(layout.pad(attended), residual, layout))
-        output: tuple[Tensor | None, Tensor] = self.mlp(normed, residual, layout)
+        hidden, residual = self.attention.output(layout.pad(attended), residual, layout)
+        normed, residual, norm = self.mlp_norm.defer(hidden, residual, layout)
+        output: tuple[Tensor | None, Tensor] = self.mlp(normed, residual, layout, norm)
         return output
 
 
@@ -172,11 +173,19 @@ class Attention(nn.Module):
         self.output = RowLinear(wide.total, spec.hidden_size, spec.output_bias, comm, ops)
 
     def forward(
-        self, hidden: Tensor, rotation: Rotation, backend: AttentionBackend, layout: ActivationLayout
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        backend: AttentionBackend,
+        layout: ActivationLayout,
+        deferred: Norm | None = None,
     ) -> Tensor:
-        """[u, hidden] to each token's mix of the values that it sees [t, heads * dim], for `output` to project."""
+        """[u, hidden] to each token's mix of the values that it sees [t, heads * dim], for `output` to project.
+
+        deferred: see `RMSNorm.defer`.
+        """
         num_tokens = len(rotation[0])
-        heads = layout.trim(self.qkv(hidden, layout), num_tokens)
+        heads = layout.trim(self.qkv(hidden, layout, deferred), num_tokens)
         heads = heads.view(num_tokens, -1, self.dim)  # [t, heads + 2 kv_heads, dim]
         norm = self.head_norm() if self.head_norm is not None else None
         return backend.attend(self.index, heads, rotation, norm).flatten(1)
@@ -193,8 +202,10 @@ class MLP(nn.Module):
         self.gate_up = ColumnLinear(spec.hidden_size, (share, share), spec.mlp_bias, ops)
         self.down = RowLinear(inner, spec.hidden_size, spec.mlp_bias, comm, ops)
 
-    def forward(self, hidden: Tensor, residual: Tensor, layout: ActivationLayout) -> tuple[Tensor | None, Tensor]:
-        """Returns what to add to the residual, and the residual; all are [u, hidden]."""
-        inner = self.gate_up.forward_gated(hidden, layout, self.activation)
+    def forward(
+        self, hidden: Tensor, residual: Tensor, layout: ActivationLayout, deferred: Norm | None = None
+    ) -> tuple[Tensor | None, Tensor]:
+        """Returns what to add to the residual, and the residual; all are [u, hidden]. deferred: see `RMSNorm.defer`."""
+        inner = self.gate_up.forward_gated(hidden, layout, self.activation, deferred)
         output: tuple[Tensor | None, Tensor] = self.down(inner, residual, layout)
         return output

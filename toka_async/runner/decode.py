@@ -13,6 +13,7 @@ from torch import Tensor
 
 from toka_async.arrays import Int32
 from toka_async.attention.base import AttentionBatch, GraphAttention, PrefixGroup
+from toka_async.kernels.decode_rows import begin_rows
 from toka_async.runner.device_rows import DecodeInputs
 from toka_async.runner.graphs import DecodeEnd, DecodeGraphs
 from toka_async.runner.inputs import StepModel, StepRows
@@ -124,7 +125,7 @@ class DecodePass:
     def _decode(self, num_rows: int, grouped: bool) -> tuple[Tensor, ...]:
         """Decodes the first rows in the device's order, padding included. Reads and writes tables, takes no inputs."""
         rows = self._rows.on_device
-        inputs = rows.decode_inputs(num_rows)
+        inputs = self._begin(num_rows)
         batch = AttentionBatch(
             num_decode=num_rows,
             query_lengths=np.ones(num_rows, dtype=np.int32),
@@ -136,11 +137,15 @@ class DecodePass:
         )
         assert self._attention is not None
         self._attention.plan_graph(batch, grouped)
-        if self._history is not None:
-            self._history.write(inputs.write_indices, inputs.token_ids)
         hidden = self._model.forward(self._make_first(inputs), inputs.positions, self._attention)
-        rows.advance(inputs.slots, inputs.contexts)
         return (hidden,) if self.sampler is None else (hidden, inputs.contexts)
+
+    def _begin(self, num_rows: int) -> DecodeInputs:
+        """Takes the rows' next tokens into the history and their slots' positions."""
+        rows, history = self._rows.on_device, None if self._history is None else self._history.ids
+        slots = rows.order[:num_rows]
+        tables = rows.last_tokens, rows.positions, rows.page_table
+        return DecodeInputs(slots, *begin_rows(slots, *tables, rows.page_size, history))
 
     def _draw(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Draws the next tokens of the rows that `_decode` computed, padding included, on the plain route."""

@@ -95,10 +95,12 @@ def list_gpu_loads(ready: Ready, num_parts: int = 1) -> list[Load]:
     loads.append(make_rows_load([1], (GREEDY,)))
     lengths = [room // part for part in (1, 2, 16)] + [LEAST_TOKENS * num_parts] * (num_parts > 1)
     loads += [make_rows_load([length], (GREEDY,)) for length in lengths if 0 < length <= room]
-    for count, shared in (*((count, 4) for count in add_part_counts((64,), num_parts)), (2, 1), (most, 32)):
+    grouped = [(count, 4, count) for count in add_part_counts((64,), num_parts)] + [(2, 1, 2), (most, 32, most)]
+    # More rows than start early (`kernels.pdl`), with so many keys each that several programs read them.
+    for count, shared, num_grouped in (*grouped, (17, 32, 0)):
         fits = shared + count * pages <= ready.num_pages and 1 < count <= ready.max_seqs
         if fits and (shared + pages) * size <= ready.max_context and count * 2 <= ready.max_tokens:
-            loads.append(make_rows_load([shared * size + 2] * count, PLAIN, shared, count))
+            loads.append(make_rows_load([shared * size + 2] * count, PLAIN, shared, num_grouped))
     return loads
 
 

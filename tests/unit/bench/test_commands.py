@@ -19,6 +19,7 @@ from toka_async.cli import main
         (["step", "parallel.tp=2"], "parallel.tp=2: one rank alone is measured"),
         (["step", "model.path=/does/not/exist"], "/does/not/exist"),
         (["step", "schedule.max_seq=8"], "schedule.max_seqs"),
+        (["products", "model.device=cpu"], "needs an NVIDIA GPU"),
         (["attention", "--dim", "64,"], "--dim"),
         pytest.param(["attention"], "need a GPU", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU")),
     ],

@@ -33,6 +33,7 @@ CASES: list[Case] = [
     *((arch, "layer", {"dtype": BF16, "dim": 128, "hidden": 4096}) for arch in (80, 86, 90, 100)),
     *((arch, "layer", {"dtype": FP32, "dim": 64, "hidden": 2048}) for arch in (89, 120)),
     *((arch, "gated", {"dtype": BF16, "hidden": 2048, "inner": 8192}) for arch in (90, 100, 120)),
+    *((arch, "few rows", {"dtype": BF16, "hidden": 2048, "inner": 8192}) for arch in (86, 90)),
     *((arch, "sampling", {"dtype": BF16, "vocab": 128_256}) for arch in (86, 120)),
 ]
 EVERY: list[Case] = [
@@ -52,6 +53,7 @@ EVERY: list[Case] = [
         (arch, "gated", {"dtype": dtype, "hidden": 4096, "inner": 14_336})
         for arch, dtype in itertools.product((90, 100, 120), (BF16, FP16))
     ),
+    *((arch, "few rows", {"dtype": BF16, "hidden": 4096, "inner": 14_336}) for arch in SHARED_MEMORY),
     *(
         (arch, "sampling", {"dtype": dtype, "vocab": 151_936})
         for arch, dtype in itertools.product(SHARED_MEMORY, (BF16, FP16, FP32))
@@ -76,6 +78,8 @@ def check(cases: list[Case]) -> None:
         if what == "attention":  # the best tiles, where there is room for them
             is_large = arguments["dim"] > 128 and arguments["dtype"] != FP32
             expected = "tiles 1" if arch in SMALL and is_large else "tiles 0"
+        elif what == "few rows":
+            expected = "3 tiles"
         elif what == "gated":
             expected = "0 tiles" if arch in SMALL else "2 tiles"
         name = f"sm{arch} {what} {arguments}"
