@@ -294,7 +294,7 @@ def check_layer(bench: Bench, decoder: Decoder, what: str, way: SequenceSharded,
     from toka_async.model.activation_layout import Replicated
     from toka_async.tuning.async_tp import NoAttention
 
-    layer, attention = decoder.layers[0], NoAttention(decoder.num_heads)
+    layer, attention = decoder.list_layers()[0], NoAttention(decoder.num_heads)
     x, residual = same_on_all(decoder, num_tokens, 2), same_on_all(decoder, num_tokens, 3)
     rotation = decoder.rope(torch.arange(num_tokens, device=x.device), x.dtype)
     expected = layer(x, residual, rotation, attention, Replicated(bench.comm))
@@ -305,7 +305,8 @@ def check_layer(bench: Bench, decoder: Decoder, what: str, way: SequenceSharded,
     ):
         bench.check(f"{what}, {name}", error(way.trim(way.gather(got), num_tokens), right), MOST_ERROR)
     wanted = torch.tensor([num_tokens - 1, 0], device=x.device)
-    got, _ = layer(*shares, rotation, attention, way, wanted)
+    got, _ = layer.finish(*layer.attend(shares[0], shares[1], rotation, attention, way), way, wanted)
+    assert got is not None
     bench.check(f"{what}, wanted ones", error(got, expected[0][wanted]), MOST_ERROR)
 
 

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from typing import TextIO
 
+Show = Callable[[int, int, str], None]  # is told how many of how many are done, and what they are
 WIDTH = 30  # of the bar, if there is room
+CLEAR = "\r\x1b[K"  # clears the terminal's line
+
+
+def show_nothing(done: int, total: int, what: str) -> None:
+    """A `Show` where nobody looks."""
 
 
 def get_columns(stream: TextIO) -> int | None:
@@ -38,7 +45,8 @@ def write_line(stream: TextIO, line: str) -> None:
 
 def clear_line(stream: TextIO) -> None:
     """Clear the terminal's line for what follows."""
-    write_line(stream, "")
+    stream.write(CLEAR)
+    stream.flush()
 
 
 def format_count(number: int, what: str) -> str:

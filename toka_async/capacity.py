@@ -26,9 +26,12 @@ from toka_async.checkpoint.hub import resolve_model
 from toka_async.checkpoint.limits import RankLimits, resolve_limits
 from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
 from toka_async.config import Config, ParallelConfig
-from toka_async.runner.micro_batches import count_most_tokens
+from toka_async.runner.micro_batches import count_most_rows, count_most_tokens
 from toka_async.startup.cache_size import (
     compute_spare_bytes,
+    count_graph_bytes,
+    count_graph_rows,
+    count_graph_tokens,
     count_page_bytes,
     count_row_bytes,
     count_token_bytes,
@@ -91,10 +94,23 @@ class Stage:
     def count_largest_step(self, limits: RankLimits, config: Config) -> int:
         """Bytes of the largest step, with those that tensor ranks share; only the last stage has logits."""
         page_size, num_parts = config.cache.page_size, config.parallel.num_micro_batches
-        rows = self.part if self.is_last else msgspec.structs.replace(self.part, vocab_size=0)
         of_tokens = limits.max_tokens * count_token_bytes(self.part, self.dtype, num_parts)
-        of_rows = limits.max_seqs * count_row_bytes(rows, limits, self.dtype, page_size, num_parts)
+        of_rows = limits.max_seqs * count_row_bytes(self._counted, limits, self.dtype, page_size, num_parts)
         return of_tokens + of_rows + self._shared(limits, config.parallel)
+
+    def count_graphs(self, limits: RankLimits, config: Config, memory: int) -> int:
+        """Bytes in which captured steps compute."""
+        num_parts = config.parallel.num_micro_batches
+        most = count_most_rows(limits.max_seqs, num_parts)
+        num_rows = count_graph_rows(config.graphs, self._counted, self.dtype, memory, most)
+        max_tokens = count_most_tokens(limits.max_seqs, limits.max_tokens, num_parts)
+        num_tokens = count_graph_tokens(config.graphs, self.part, self.dtype, memory, max_tokens)
+        return count_graph_bytes(self._counted, self.dtype, num_rows, num_tokens)
+
+    @property
+    def _counted(self) -> ModelSpec:
+        """The shape without a vocabulary where there are no logits."""
+        return self.part if self.is_last else msgspec.structs.replace(self.part, vocab_size=0)
 
     def _shared(self, limits: RankLimits, parallel: ParallelConfig) -> int:
         """Bytes that tensor ranks share; a start gives them back if overlapping does not pay."""
@@ -121,7 +137,7 @@ def make_plan(config: Config, memory: int) -> CapacityPlan:
     limits = fit_limits(asked, config.schedule, partial(_check_step, config, stages, usable))
     num_ranks = config.parallel.pp * config.parallel.tp
     ranks = [
-        _make_rank_plan(config, limits, usable, gpu, *divmod(gpu % num_ranks, config.parallel.tp), stages)
+        _make_rank_plan(config, limits, memory, usable, gpu, *divmod(gpu % num_ranks, config.parallel.tp), stages)
         for gpu in range(config.parallel.dp * num_ranks)
     ]
     return CapacityPlan(config, spec, dtype, memory, limits, ranks)
@@ -140,11 +156,19 @@ def _check_step(config: Config, stages: Sequence[Stage], usable: int, limits: Ra
 
 
 def _make_rank_plan(
-    config: Config, limits: RankLimits, usable: int, gpu: int, index: int, tp_rank: int, stages: Sequence[Stage]
+    config: Config,
+    limits: RankLimits,
+    memory: int,
+    usable: int,
+    gpu: int,
+    index: int,
+    tp_rank: int,
+    stages: Sequence[Stage],
 ) -> RankPlan:
     stage, page_size = stages[index], config.cache.page_size
     step = stage.count_largest_step(limits, config)
-    num_pages = max(0, usable - stage.weights - step) // count_page_bytes(stage.part, config.cache, stage.dtype)
+    left = usable - stage.weights - step - stage.count_graphs(limits, config, memory)
+    num_pages = max(0, left) // count_page_bytes(stage.part, config.cache, stage.dtype)
     return RankPlan(
         gpu=gpu,
         replica=gpu // (config.parallel.pp * config.parallel.tp),

@@ -1,4 +1,4 @@
-"""`toka-async serve` and `batch run`: prepares what the processes share, and runs and supervises them until they end.
+"""`toka-async serve`, `warm` and `batch run`: prepares what the processes share, runs and supervises them to their end.
 
 Checks all mistakes of users that are cheap to see before any process starts. Loads no torch and knows nothing of HTTP,
 nor of models beyond their files.
@@ -28,6 +28,7 @@ from toka_async.server.access.origins import read_origins
 from toka_async.server.http.tls import tls_context
 from toka_async.socket_folder import socket_folder
 from toka_async.start_report import start_lines
+from toka_async.startup.progress import StartupProgress
 from toka_async.supervisor import Launch, Supervisor
 from toka_async.topology import Layout, local_topology
 
@@ -44,8 +45,8 @@ def serve(config: Config) -> int:
     check_direct(config.zmq)
     tls, keys = tls_context(config.server), read_keys(config.auth, os.environ)
     read_origins(config.auth, config.server.host)
-    model_dir, tokenizer_dir = _find_files(config)
     say, ranks = configure_parent(config.log.format), _Ranks(config.parallel)
+    model_dir, tokenizer_dir = _find_files(config)
     with closing(open_listener(config.server, config.limits.client_timeout)) as listener, socket_folder() as folder:
         limits = [*raise_limits(), *find_exposures(config.server, has_keys=bool(keys))]
         url = find_url(listener, "http" if tls is None else "https")
@@ -64,6 +65,38 @@ def serve(config: Config) -> int:
             return supervisor.run(on_started)
 
 
+def warm(config: Config) -> int:
+    """Start the ranks of one replica as `serve` does, for what that leaves on the disk; returns the exit code.
+
+    FlashInfer's modules are compiled in the foreground. Nothing listens and nothing is served.
+
+    Raises:
+        ModelError: as in `serve`.
+    """
+    say, ranks = configure_parent(config.log.format), _Ranks(config.parallel)
+    model_dir, tokenizer_dir = _find_files(config)
+    with socket_folder() as folder:
+        spec = msgspec.structs.replace(_make_spec("server", config, folder, model_dir, tokenizer_dir), warm=True)
+        children = [child for child in _list_replica(spec, replica=0) if child.role == "rank"]
+        num_started = 0
+
+        def on_status(status: Status) -> int | None:
+            nonlocal num_started
+            ranks.hear(status)
+            num_started += isinstance(status, Started)
+            return 0 if num_started == len(children) else None
+
+        def on_started() -> None:
+            for line in ranks.take_lines():
+                say(line)
+
+        with _make_supervisor(spec, 0.0, on_status) as supervisor:
+            for child in children:
+                supervisor.start(_make_launch(child))
+            code = supervisor.run(on_started)
+        return code if num_started == len(children) else code or 1
+
+
 def run_batch(config: Config, job: BatchJob, show: Callable[[Status], int | None]) -> int:
     """Run a batch without a server until it ends, a signal or a failure; returns the exit code.
 
@@ -72,8 +105,8 @@ def run_batch(config: Config, job: BatchJob, show: Callable[[Status], int | None
     Raises:
         ModelError: as in `serve`.
     """
-    model_dir, tokenizer_dir = _find_files(config)
     say, ranks = configure_parent(config.log.format), _Ranks(config.parallel)
+    model_dir, tokenizer_dir = _find_files(config)
 
     def on_status(status: Status) -> int | None:
         ranks.hear(status)
@@ -137,7 +170,9 @@ def _make_supervisor(
 def _find_files(config: Config) -> tuple[Path, Path]:
     """Find the folders of the model and the tokenizer, and check their small files. Raises ModelError."""
     weights = config.model.device != "simulated" and config.model.load == "weights"
-    model_dir = resolve_model(config.model.path, weights)
+    # On a terminal the hub's own bars show downloads.
+    with StartupProgress(shown=False).stage("model", f"finding {config.model.path} here or on the hub"):
+        model_dir = resolve_model(config.model.path, weights)
     spec = read_spec(model_dir)
     check_division(spec, config.parallel.pp, config.parallel.tp)
     read_generation_defaults(model_dir, spec, use_file=config.model.generation_config == "auto")

@@ -7,6 +7,7 @@ A line is bounded, and writing it never blocks (`log_writer`). Knows no requests
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import traceback
@@ -17,6 +18,7 @@ from typing import Protocol, Self
 
 import msgspec
 
+from toka_async.bar import CLEAR
 from toka_async.log_writer import LogWriter
 
 MOST_TEXT = 8192  # characters of a message, and of a traceback
@@ -95,6 +97,7 @@ class LogHandler(logging.Handler):
         super().__init__()
         self.setFormatter(JsonLines(process) if log_format == "json" else TextLines(process))
         self.writer = LogWriter(2, self._format_lost)
+        self._before = CLEAR if os.isatty(2) else ""  # this or another process may have drawn a bar in the line
 
     @classmethod
     def find_installed(cls) -> Self | None:
@@ -102,7 +105,7 @@ class LogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self.writer.put(self.format(record))
+            self.writer.put(self._before + self.format(record))
         except Exception:
             self.handleError(record)
 

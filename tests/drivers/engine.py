@@ -55,7 +55,7 @@ class Engine:
             graphs=GraphsConfig(enabled=max_graph_seqs > 0, max_rows=max(1, max_graph_seqs)),
             tuning=TuningConfig(dir=tuning_dir),
         )
-        self.runner = RunnerFactory(model_dir, read_spec(model_dir), config, progress=False).build()
+        self.runner = RunnerFactory(model_dir, read_spec(model_dir), config).build()
         rank = self.runner
         self.driver = CoreDriver(rank.ready, max_tokens=max_tokens, rank=rank, until_full=until_full, **options)
 

@@ -11,6 +11,7 @@ from tests.fakes.graphs import FakeGraphs
 from tests.fakes.plain_kernels import PlainEditKernels, PlainKernels
 from toka_async.checkpoint.spec import read_spec
 from toka_async.config import CacheConfig, Config, ScheduleConfig
+from toka_async.runner.mixed import MixedPass
 from toka_async.runner.runner import Runner
 from toka_async.startup.runner_factory import RunnerFactory
 
@@ -55,7 +56,7 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fake_graphs(monkeypatch: pytest.MonkeyPatch, plain_kernels: None) -> FakeGraphs:  # noqa: ARG001
-    """Decoding steps of such runners can be captured."""
+    """Steps of such runners can be captured."""
     from toka_async.runner.decode import DecodePass
 
     graphs = FakeGraphs(monkeypatch)
@@ -68,4 +69,6 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch, plain_kernels: None) -> FakeGra
 
     for method, name in {"_decode": "step", "_draw": "plain", "_draw_full": "full", "_keep_hidden": "torch"}.items():
         make_capturable(method, name)
+    begin = MixedPass._begin
+    monkeypatch.setattr(MixedPass, "_begin", lambda self, size: graphs.capturable(partial(begin, self), "mixed")(size))
     return graphs

@@ -89,6 +89,7 @@ def test_steps_of_the_built_in_model() -> None:
         assert each["ms"] > 0
         parts = [each[f"{part}_ms"] for part in ("matrices", "attention", "sampling")]
         assert each["floor_ms"] == pytest.approx(sum(parts), abs=2e-4)
+        assert each["torch_ms"] > each["attention_ms"] + each["sampling_ms"]
         assert each["tokens_per_second"] == pytest.approx((each["rows"] or 20) / each["ms"] * 1000, rel=0.01)
     assert result["skipped"] == [
         f"9 rows, context 40{shared}: schedule.max_seqs is 8" for shared in ("", ", 32 shared")

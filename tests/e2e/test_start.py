@@ -1,8 +1,9 @@
-"""Starts that cannot succeed: exit code 2 and one line that says what to mend; and stops during the start."""
+"""Starts that cannot succeed: exit code 2 and one line that says what to mend; stops during the start; `warm`."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import toka_async
 from tests.drivers.until import SECONDS, wait_until
-from tests.processes.serving import alive
+from tests.processes.serving import alive, wait_until_gone
 from toka_async.bench.loads.served import list_children
 
 DEMO = Path(toka_async.__file__).parent / "demo"
@@ -30,7 +31,8 @@ def serve(*overrides: str) -> subprocess.CompletedProcess[str]:
 
 def assert_refused(done: subprocess.CompletedProcess[str], *parts: str) -> None:
     assert (done.returncode, done.stdout) == (2, "")
-    line = done.stderr.splitlines()[-1]
+    # A rank that still starts may have told a stage after the error.
+    line = [line for line in done.stderr.splitlines() if " INFO rank-" not in line][-1]
     assert line.startswith("toka-async: ") or " ERROR toka-async: " in line  # the latter: by a child
     assert "Traceback" not in done.stderr
     for part in parts:
@@ -160,3 +162,70 @@ def test_a_stop_during_the_start(num_children: int) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(SECONDS) in (0, -signal.SIGTERM)
     assert not alive(children.values())
+
+
+WARM = [sys.executable, "-m", "toka_async.cli", "warm"]
+WITHOUT_GPUS = {name: value for name, value in os.environ.items() if name != "FLASHINFER_CUDA_ARCH_LIST"}
+
+
+def warm(*overrides: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*WARM, *overrides], capture_output=True, text=True, timeout=60, check=False, env=WITHOUT_GPUS
+    )
+
+
+def list_session(group: int) -> list[int]:
+    """The processes of a session."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(session) == group and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("overrides", [[], ["parallel.tp=2"], ["parallel.dp=2"]])
+def test_warm_ends_and_leaves_no_process(overrides: list[str], tmp_path: Path) -> None:
+    command = [*WARM, "model.device=cpu", "cache.num_tokens=4096", *overrides]
+    with (tmp_path / "stderr").open("wb") as errors:
+        process = subprocess.Popen(command, stderr=errors, start_new_session=True)
+    assert process.wait(60) == 0
+    said = (tmp_path / "stderr").read_text()
+    assert "ready for later starts: a CPU compiles and measures nothing" in said
+    assert "4,096 tokens" in said
+    wait_until(lambda: not list_session(process.pid), lambda: f"processes {list_session(process.pid)} are left")
+
+
+def test_warm_without_a_gpu_says_what_it_could_not_do() -> None:
+    done = warm()
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "there is no GPU here, so nothing is compiled or measured" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.path=/no/such/folder"], "model.path=/no/such/folder: no such directory"),
+        (["model.device=cpu", "attention.backend=flashinfer"], "attention.backend=flashinfer: "),
+        (["model.depth=3"], "model.depth"),
+    ],
+)
+def test_warm_reports_a_mistake_in_one_line(overrides: list[str], message: str) -> None:
+    done = warm(*overrides)
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_warm_that_is_stopped_is_no_success() -> None:
+    process = subprocess.Popen([*WARM, "model.device=cpu"], stderr=subprocess.PIPE, start_new_session=True, text=True)
+    wait_until(lambda: list_children(process.pid))
+    children = list_children(process.pid)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "stopped before it was ready" in said
+    wait_until_gone(children.values())

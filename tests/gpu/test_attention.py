@@ -20,6 +20,7 @@ from toka_async.attention.build import NOT_MEASURED, build_attention
 from toka_async.attention.choice import ChoiceTable, MeasuredShape, choose_always
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
+from toka_async.attention.triton import TritonChunks
 from toka_async.tuning.attention import measure_table
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -206,6 +207,21 @@ def test_steps_launched_ahead_do_not_disturb_each_other(
     expected = steps_ahead(step, attention, counts, busy=False)
     for output, alone in zip(steps_ahead(step, attention, counts, busy=True), expected, strict=True):
         torch.testing.assert_close(output, alone, rtol=0, atol=0)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("window", [0, 5000])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_few_tokens_after_many_are_split_over_keys(dim: int, window: int) -> None:
+    """Beside a chunk that is not; each key is in one part, and parts are merged in float32."""
+    case = make_case(0, 16, 2, 4, dim, chunks=[(20_000, 200), (0, 600), (9000, 1)], dtype=torch.bfloat16, device=CUDA)
+    part = TritonChunks(case.cache, case.num_heads)
+    output = torch.full_like(case.query, torch.nan)
+    part.plan(case.batch, window)
+    part.run(0, case.query, output)
+    assert part.step is not None
+    assert part.step.merged is not None
+    assert error(output, case.expected(window)) < BOUNDS[torch.bfloat16]
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from toka_async.checkpoint.division import num_weights
 from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.config import Config, load_config
 from toka_async.model.weights import build_decoder
-from toka_async.startup.cache_size import compute_spare_bytes
+from toka_async.startup.cache_size import compute_spare_bytes, count_graph_bytes
 
 
 def configure(folder: Path, *overrides: str) -> Config:
@@ -64,7 +64,8 @@ def test_parts_make_up_the_whole(tmp_path: Path, tied: bool) -> None:
 def test_the_cache_gets_what_is_left(model: Path) -> None:
     plan = make_plan(configure(model, "cache.memory_fraction=0.5", "schedule.max_seqs=8"), 8 * GIB)
     (rank,) = plan.ranks
-    left = 4 * GIB - compute_spare_bytes(8 * GIB) - rank.weights - rank.largest_step
+    graphs = count_graph_bytes(plan.spec, plan.dtype, 8, 4096)
+    left = 4 * GIB - compute_spare_bytes(8 * GIB) - rank.weights - rank.largest_step - graphs
     page_tokens, page_bytes = 16, 16 * (rank.kv_token + 4)
     assert rank.num_tokens == left // page_bytes * page_tokens == plan.num_tokens
     more = make_plan(configure(model, "cache.memory_fraction=0.5", "schedule.max_seqs=8"), 9 * GIB)

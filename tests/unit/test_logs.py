@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -55,6 +56,16 @@ def test_text() -> None:
     said = lines.format(record("y"))
     request_id.reset(token)
     assert re.fullmatch(rf"{DATE} WARNING rank-0-0 \[r-1\]: y", said)
+
+
+@pytest.mark.parametrize(("on_terminal", "before"), [(True, "\r\x1b[K"), (False, "")])
+def test_a_line_takes_the_place_of_a_bar(on_terminal: bool, before: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "isatty", lambda fd: fd == 2 and on_terminal)
+    handler, lines = LogHandler("server", "text"), list[str]()
+    monkeypatch.setattr(handler.writer, "put", lines.append)
+    handler.emit(record("x"))
+    (line,) = lines
+    assert re.fullmatch(f"{re.escape(before)}{DATE} WARNING server: x", line)
 
 
 def test_a_message_is_one_line_of_text() -> None:

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from toka_async.attention import flashinfer
-from toka_async.attention.base import AttentionBackend, GraphAttention
+from toka_async.attention.base import AttentionBackend, GraphAttention, MixedAttention
 from toka_async.attention.choice import AutoChunks, AutoDecode, ChoiceTable, choose_always, every_group_pays
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.attention.try_out import try_chunks, try_decode
+from toka_async.bar import Show, show_nothing
 from toka_async.checkpoint.spec import ModelError
+from toka_async.kernels.support import explain_no_kernels
 
 if TYPE_CHECKING:  # these need Triton, which is not everywhere
-    from toka_async.attention.paged import DecodeKernel, GraphDecodePart, PagedAttention, PrefillKernel
+    from toka_async.attention.paged import (
+        DecodeKernel,
+        GraphDecodePart,
+        GraphPrefillPart,
+        PagedAttention,
+        PrefillKernel,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +39,7 @@ NOT_MEASURED = choose_always("triton")  # builds the backend that is then measur
 
 @dataclass(slots=True, frozen=True)
 class BuiltAttention:
-    """A backend. graphs: the same, if its decoding can be captured in CUDA graphs.
+    """A backend. graphs: the same, if its decoding can be captured in CUDA graphs. mixed: for graphs of other steps.
 
     smallest_group: the fewest rows of a group and the fewest tokens of a prefix that can be worth sharing; (0, 0):
     none. pays: tells whether a group of so many rows and tokens is worth it. table: what chooses the parts.
@@ -39,6 +50,7 @@ class BuiltAttention:
     smallest_group: tuple[int, int] = (0, 0)
     pays: Callable[[int, int], bool] = every_group_pays
     table: ChoiceTable | None = None
+    mixed: MixedAttention | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,11 +79,12 @@ class AttentionParts:
 
 @dataclass(slots=True)
 class Sources:
-    """Makers of the parts to choose from, by name. captured: makes the decode part in graphs."""
+    """Makers of the parts to choose from, by name. captured, captured_chunks: make the parts in graphs."""
 
     decode: dict[str, Callable[[], DecodeKernel]] = field(default_factory=dict)
     chunks: dict[str, Callable[[], PrefillKernel]] = field(default_factory=dict)
     captured: Callable[[], GraphDecodePart] | None = None
+    captured_chunks: Callable[[], GraphPrefillPart] | None = None
 
 
 def build_attention(
@@ -84,41 +97,55 @@ def build_attention(
     scale: float | None = None,
     table: ChoiceTable = NOT_MEASURED,
     choose: Callable[[AttentionParts], ChoiceTable] | None = None,
+    with_flashinfer: bool = True,
+    show: Show = show_nothing,
 ) -> BuiltAttention:
     """Builds the backend over `cache`, for steps of up to max_seqs rows and max_tokens.
 
     windows: of each layer. table: to choose by. choose: makes it, once every part has run; it may measure on the cache,
-    but not write.
+    but not write. with_flashinfer: `auto` may use FlashInfer, which compiles its modules if they are missing. show:
+    (parts tried, all, what they are).
 
     Raises ModelError when the backend cannot attend over this cache; the message says why, and what can.
     """
     chosen = resolve_backend(backend, cache)
-    if chosen == "reference":
-        reference = ReferenceAttention(cache, num_heads, windows, scale)
-        return BuiltAttention(reference, None, reference.find_smallest_group(), every_group_pays)
     scale = scale if scale is not None else cache.head_dim**-0.5
     limits = AttentionLimits(cache, num_heads, tuple(windows), scale, max_seqs, max_tokens)
     sources = Sources()
-    if chosen != "flashinfer":
-        _add_triton(sources, limits)
-        if choose is not None:
-            _try_out(sources, limits)
-    if chosen == "flashinfer" or (chosen == "auto" and not flashinfer.explain_no_flashinfer(cache)):
-        sources = _try_flashinfer(sources, limits, must=chosen == "flashinfer")
+    if chosen in ("auto", "triton"):
+        chosen = _fall_back(chosen, cache, _add_triton(sources, limits, show))
+    if chosen == "reference":
+        reference = ReferenceAttention(cache, num_heads, windows, scale)
+        return BuiltAttention(reference, None, reference.find_smallest_group(), every_group_pays)
+    if chosen == "flashinfer" or (chosen == "auto" and with_flashinfer and not _explain_no_flashinfer(cache)):
+        sources = _try_flashinfer(sources, limits, show, must=chosen == "flashinfer")
     if choose is not None:
         table = choose(_make_parts(sources, limits))
         logger.info("attention: %s", table.summarize())
-    paged = _assemble(sources, limits, table)
-    return BuiltAttention(paged, paged if sources.captured else None, table.find_smallest_group(), table.pays, table)
+    device = cache.keys[0].device
+    side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    paged = _assemble(sources, limits, table, side)
+    graphs = paged if sources.captured else None
+    mixed = _build_mixed(sources, limits, side)
+    return BuiltAttention(paged, graphs, table.find_smallest_group(), table.pays, table, mixed)
+
+
+def try_triton(cache: KVCache, num_heads: int, windows: Sequence[int], max_seqs: int, max_tokens: int) -> None:
+    """Compiles our kernels by running them over `cache`, which may be small, with every window."""
+    limits = AttentionLimits(cache, num_heads, tuple(windows), cache.head_dim**-0.5, max_seqs, max_tokens)
+    _add_triton(Sources(), limits, show_nothing)
 
 
 def resolve_backend(backend: Backend, cache: KVCache) -> Backend:
     """Resolves `auto`: the reference without a GPU or Triton. Raises ModelError for a backend that cannot work."""
     if backend == "reference":
         return backend
-    reason = flashinfer.explain_no_flashinfer(cache) if backend == "flashinfer" else explain_no_triton(cache)
-    if not reason and importlib.util.find_spec("triton") is None:
-        reason = "the package triton is not installed; pip install triton, or use reference"
+    reason = _explain_no_flashinfer(cache) if backend == "flashinfer" else ""
+    return _fall_back(backend, cache, reason or explain_no_triton(cache))
+
+
+def _fall_back(backend: Backend, cache: KVCache, reason: str) -> Backend:
+    """Returns the backend if there is no reason against it, otherwise what `auto` then is. Raises ModelError."""
     if not reason:
         return backend
     if backend != "auto":
@@ -130,53 +157,84 @@ def resolve_backend(backend: Backend, cache: KVCache) -> Backend:
 
 def explain_no_triton(cache: KVCache) -> str:
     """Explains why our own kernels cannot attend over the cache, and the fix; empty if they can."""
-    device = cache.keys[0].device.type
-    if device != "cuda":
-        return f"expected a CUDA device, got {device}; use auto"
+    device = cache.keys[0].device
+    if reason := explain_no_kernels(device):
+        return f"{reason}; use {'reference' if device.type == 'cuda' else 'auto'}"
     if cache.head_dim > LARGEST_HEAD:
         return f"expected heads of at most {LARGEST_HEAD} dimensions, the model has {cache.head_dim}; use reference"
     return ""
 
 
-def _add_triton(sources: Sources, limits: AttentionLimits) -> None:
+def _explain_no_flashinfer(cache: KVCache) -> str:
+    keys = cache.keys[0]
+    return flashinfer.explain_no_flashinfer(keys.device, keys.dtype, cache.head_dim)
+
+
+def _add_triton(sources: Sources, limits: AttentionLimits, show: Show) -> str:
+    """Adds our own parts, with the largest tiles whose kernels can be built here.
+
+    Returns why none can, and the fix; empty if parts were added.
+    """
+    from toka_async.attention.prefix_memory import PrefixMemory, count_partials
     from toka_async.attention.triton import TritonChunks, TritonDecode
+    from toka_async.kernels.built import UnbuiltError, find_built
+    from toka_async.kernels.prefill import PrefillConfig, list_prefill_configs
 
     cache, num_heads, scale = limits.cache, limits.num_heads, limits.scale
-    sources.captured = lambda: TritonDecode(cache, num_heads, scale)
-    sources.decode["triton"] = sources.captured
-    sources.chunks["triton"] = lambda: TritonChunks(cache, num_heads, scale)
+    device = cache.keys[0].device
+    memory = PrefixMemory(device, count_partials(device))
+
+    def make_sources(tiles: PrefillConfig) -> Sources:
+        decode = partial(TritonDecode, cache, num_heads, scale, tiles, memory)
+        chunks = partial(TritonChunks, cache, num_heads, scale, tiles)
+        return Sources({"triton": decode}, {"triton": chunks}, decode, chunks)
+
+    configs = list_prefill_configs(cache.head_dim, num_heads // cache.num_kv_heads, cache.keys[0].dtype)
+    try:
+        tiles = find_built(configs, lambda tiles: _try_out(make_sources(tiles), limits, show))
+    except UnbuiltError as error:
+        return f"our kernels cannot be built here: {error}; use reference"
+    if tiles != configs[0]:
+        logger.debug("attention: tiles of %d query heads, as larger ones do not fit this GPU", tiles.block_queries)
+    added = make_sources(tiles)
+    sources.decode, sources.chunks = added.decode, added.chunks
+    sources.captured, sources.captured_chunks = added.captured, added.captured_chunks
+    return ""
 
 
 def _add_flashinfer(sources: Sources, limits: AttentionLimits) -> None:
-    shape = flashinfer.WrapperShape(
-        limits.cache,
-        limits.num_heads,
-        limits.scale,
-        limits.max_seqs,
-        limits.max_tokens,
-        flashinfer.make_workspace(limits.cache, limits.num_heads),
+    # Decoding rows and chunks may be attended at the same time, on two streams.
+    shape, of_chunks = (
+        flashinfer.WrapperShape(
+            limits.cache,
+            limits.num_heads,
+            limits.scale,
+            limits.max_seqs,
+            limits.max_tokens,
+            flashinfer.make_workspace(limits.cache, limits.num_heads),
+        )
+        for _ in range(2)
     )
-    flashinfer.compile_kernels(shape, limits.windows)
     sources.decode["flashinfer"] = lambda: flashinfer.FlashInferDecode(shape)
-    sources.chunks["flashinfer"] = lambda: flashinfer.FlashInferChunks(shape)
+    sources.chunks["flashinfer"] = lambda: flashinfer.FlashInferChunks(of_chunks)
     if "triton" in sources.decode:
         from toka_async.attention.cascade import CascadeDecode
 
         sources.decode["mixed"] = lambda: CascadeDecode(shape)
 
 
-def _try_flashinfer(sources: Sources, limits: AttentionLimits, must: bool) -> Sources:
-    """Adds FlashInfer's parts, if they work here: first use compiles them, which takes a compiler.
+def _try_flashinfer(sources: Sources, limits: AttentionLimits, show: Show, must: bool) -> Sources:
+    """Adds FlashInfer's parts, if they work here.
 
     Raises ModelError if they must work and do not.
     """
-    more = Sources(dict(sources.decode), dict(sources.chunks), sources.captured)
+    more = replace(sources, decode=dict(sources.decode), chunks=dict(sources.chunks))
     try:
         _add_flashinfer(more, limits)
         added = {name: make for name, make in more.decode.items() if name not in sources.decode}
-        _try_out(Sources(added, {"flashinfer": more.chunks["flashinfer"]}), limits)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        _try_out(Sources(added, {"flashinfer": more.chunks["flashinfer"]}), limits, show)
+    except flashinfer.FAILURES as error:
+        reason = flashinfer.explain_failure(error)
         if must:
             raise ModelError(f"attention.backend=flashinfer: it does not work here: {reason}; use auto") from error
         logger.warning("attention.backend=auto: FlashInfer does not work here, so it is not used: %s", reason)
@@ -184,13 +242,19 @@ def _try_flashinfer(sources: Sources, limits: AttentionLimits, must: bool) -> So
     return more
 
 
-def _try_out(sources: Sources, limits: AttentionLimits) -> None:
+def _try_out(sources: Sources, limits: AttentionLimits, show: Show) -> None:
     """Runs parts with every window of the model, since windows are compiled into them."""
-    for window in sorted({0, *limits.windows}):
+    cache, num_heads = limits.cache, limits.num_heads
+    windows = sorted({0, *limits.windows})
+    total = len(windows) * (len(sources.decode) + len(sources.chunks))
+    done = count()
+    for window in windows:
         for make_decode in sources.decode.values():
-            try_decode(limits.cache, limits.num_heads, make_decode(), limits.max_seqs, window)
+            show(next(done), total, "kernels compiled and tried")
+            try_decode(cache, num_heads, make_decode(), limits.max_seqs, window)
         for make_chunks in sources.chunks.values():
-            try_chunks(limits.cache, limits.num_heads, make_chunks(), window)
+            show(next(done), total, "kernels compiled and tried")
+            try_chunks(cache, num_heads, make_chunks(), window)
 
 
 def _make_parts(sources: Sources, limits: AttentionLimits) -> AttentionParts:
@@ -204,7 +268,9 @@ def _make_parts(sources: Sources, limits: AttentionLimits) -> AttentionParts:
     )
 
 
-def _assemble(sources: Sources, limits: AttentionLimits, table: ChoiceTable) -> PagedAttention:
+def _assemble(
+    sources: Sources, limits: AttentionLimits, table: ChoiceTable, side: torch.cuda.Stream | None
+) -> PagedAttention:
     from toka_async.attention.paged import PagedAttention
 
     def decode() -> AutoDecode:
@@ -215,4 +281,12 @@ def _assemble(sources: Sources, limits: AttentionLimits, table: ChoiceTable) -> 
     def chunks() -> AutoChunks:
         return AutoChunks({name: make() for name, make in sources.chunks.items()}, table)
 
-    return PagedAttention(limits.cache, limits.num_heads, limits.windows, decode, chunks)
+    return PagedAttention(limits.cache, limits.num_heads, limits.windows, decode, chunks, side)
+
+
+def _build_mixed(sources: Sources, limits: AttentionLimits, side: torch.cuda.Stream | None) -> MixedAttention | None:
+    if sources.captured is None or sources.captured_chunks is None:
+        return None
+    from toka_async.attention.mixed import MixedGraphAttention
+
+    return MixedGraphAttention(limits.cache, limits.windows, sources.captured, sources.captured_chunks, side)

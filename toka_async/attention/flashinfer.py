@@ -1,14 +1,14 @@
 """Attention by FlashInfer (arXiv:2501.01005): decoding rows, chunks of prompts, and prefixes that rows share.
 
 Plans are made on the host, from lengths known there. A group's prefix is attended once for all of its rows, without a
-mask, and merged with their own parts by log-sum-exp in float32 (Hydragen, arXiv:2402.05099). The package is imported
-when a part is built. Knows the cache and rows, no model and no kernels of ours.
+mask, and merged with their own parts by log-sum-exp (Hydragen, arXiv:2402.05099): computed in float32, of parts in the
+model's dtype. The package is imported when a part is built. Knows the cache and rows, no model and no kernels of ours.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,32 +18,39 @@ from torch import Tensor
 
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.modules import TENSOR_CORE_GROUP
 from toka_async.attention.query_tiles import QueryTiles, make_chunk_spans, make_decode_spans, make_prefix_spans
 from toka_async.attention.wrappers import WrapperRing, put_paged_keys, put_query_bounds
 
 HEAD_DIMS = (64, 128, 256)
 WHOLE = 1 << 62  # cells of a span that is not cut
-_TENSOR_CORE_GROUP = 4  # query heads of a key head from which decoding is a matrix product
 _MOST_TILE = 128  # queries of a tile that FlashInfer may split over keys
 _WORK_BYTES = 28  # bytes of FlashAttention 3's schedule for each tile and head
 _MOST_WORKS = 4096  # tiles beyond which all heads share one schedule
 LEAST_ROWS = 512  # rows for which plans have room: trying out kernels takes more than small limits
 _DEFAULT_SCHEDULE = 8 << 20  # bytes that a wrapper brings
+_FAILED = re.compile(r"error:|not found|no such file|killed", re.IGNORECASE)
+FAILURES = (ImportError, OSError, RuntimeError, ValueError)  # what it raises where it does not work
 
 
-def explain_no_flashinfer(cache: KVCache) -> str:
-    """Explains why FlashInfer cannot attend over the cache, and the fix; empty if it can."""
-    keys = cache.keys[0]
+def explain_no_flashinfer(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """Explains why FlashInfer cannot attend over such a cache, and the fix; empty if it can."""
     if importlib.util.find_spec("flashinfer") is None:
         return "the package flashinfer-python is not installed; pip install 'flashinfer-python<0.7', or use auto"
-    if keys.device.type != "cuda":
-        return f"expected a CUDA device, got {keys.device.type}; use auto"
-    if keys.dtype not in (torch.bfloat16, torch.float16):
-        name = str(keys.dtype).removeprefix("torch.")
+    if device.type != "cuda":
+        return f"expected a CUDA device, got {device.type}; use auto"
+    if dtype not in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
         return f"expected model.dtype bfloat16 or float16, got {name}; use auto or triton"
-    if cache.head_dim not in HEAD_DIMS:
-        return f"expected heads of 64, 128 or 256 dimensions, the model has {cache.head_dim}; use auto or triton"
+    if head_dim not in HEAD_DIMS:
+        return f"expected heads of 64, 128 or 256 dimensions, the model has {head_dim}; use auto or triton"
     return ""
+
+
+def explain_failure(error: Exception) -> str:
+    """Explains in one line why FlashInfer failed: the first line that says so, as compilers write much around it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return next((line for line in lines if _FAILED.search(line)), lines[0])
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,7 +74,7 @@ class WrapperShape:
     @property
     def uses_tensor_cores(self) -> bool:
         """Whether decoding uses matrix products, which are as tall as a key head has query heads."""
-        return self.num_heads // self.cache.num_kv_heads >= _TENSOR_CORE_GROUP
+        return self.num_heads // self.cache.num_kv_heads >= TENSOR_CORE_GROUP
 
     def plan(self, wrapper: Any, inputs: tuple[Tensor, ...], window: int, **settings: object) -> None:
         dtype = self.cache.keys[0].dtype
@@ -92,26 +99,6 @@ def make_workspace(cache: KVCache, num_heads: int) -> Tensor:
     tiles = 2 * num_processors * (num_heads // cache.num_kv_heads)
     size = tiles * _MOST_TILE * (cache.head_dim + 1) * torch.float32.itemsize
     return torch.zeros(size + (16 << 20), dtype=torch.uint8, device=device)
-
-
-def compile_kernels(shape: WrapperShape, windows: Sequence[int]) -> None:
-    """Compiles what the parts will load and is missing, all at once. Raises RuntimeError if that fails."""
-    from flashinfer.jit import build_jit_specs
-    from flashinfer.jit.attention import gen_batch_decode_module, gen_batch_prefill_module
-    from flashinfer.jit.cascade import gen_cascade_module
-
-    dtype, dim = shape.cache.keys[0].dtype, shape.cache.head_dim
-    numbers = (dtype, dtype, dtype, torch.int32, dim, dim, 0)
-    specs = {spec.name: spec for spec in [gen_cascade_module()]}
-    for is_windowed in sorted({False, *(window > 0 for window in windows)}):
-        options = (is_windowed, False)
-        wanted = [gen_batch_prefill_module(shape.backend, *numbers, *options, False)]
-        if shape.uses_tensor_cores:
-            wanted.append(gen_batch_prefill_module("fa2", *numbers, *options, False))
-        else:
-            wanted.append(gen_batch_decode_module(*numbers, *options))
-        specs |= {spec.name: spec for spec in wanted}
-    build_jit_specs([spec for spec in specs.values() if not spec.is_compiled])
 
 
 class Prefill:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from toka_async.bar import Show, show_nothing
 from toka_async.checkpoint.spec import ModelSpec
 
 
@@ -23,6 +24,7 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        show: Show = show_nothing,
     ) -> None:
         self.num_pages = num_pages
         self.num_kv_heads = num_kv_heads
@@ -30,8 +32,12 @@ class KVCache:
         self.head_dim = head_dim
         shape = (num_pages, num_kv_heads, page_size, head_dim)
         # Zeros, not empty: what is masked is still multiplied, and 0 * NaN is NaN.
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        for layer in range(num_layers):
+            show(layer, num_layers, "layers of the cache allocated")
+            self.keys.append(torch.zeros(shape, dtype=dtype, device=device))
+            self.values.append(torch.zeros(shape, dtype=dtype, device=device))
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
         """Copies whole pages in all layers. int64 [n] each; all sources are read before a target is written."""

@@ -17,22 +17,17 @@ from toka_async.arrays import Int32, Int64
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.copies import pin, to_device
 from toka_async.attention.kv_cache import KVCache
-from toka_async.kernels.decode import (
-    MOST_PARTIALS,
-    DecodeConfig,
-    Partial,
-    Splits,
-    choose_graph_splits,
-    choose_splits,
-    decode_attention,
-    decode_config,
-)
-from toka_async.kernels.prefill import attend_chunks, attend_prefixes, prefill_config
+from toka_async.attention.prefix_memory import PrefixMemory, count_partials
+from toka_async.attention.row_decode import RowDecode
+from toka_async.attention.tile_parts import keep_tiles, split_tiles
+from toka_async.kernels.decode import Partial, merge
+from toka_async.kernels.occupancy import count_resident
+from toka_async.kernels.prefill import PrefillConfig, attend_chunks, attend_prefixes, list_prefill_configs
 
 PREFIX_PROGRAMS_PER_SM = 2
-SHORT = 400  # keys of a row, on average, for which blocks are small
-UNEVEN = 1.3  # times the mean that the longest row must have for the rows' order to matter
 MOST_PREFIX_SPLITS = 8
+MERGED_QUERIES = 256  # of a captured step, in tiles of several parts
+SPARE_TILES = 32  # programs of a captured step beside those for full tiles: each chunk may have one that is not full
 KEPT_GROUPS = 64  # descriptions of groups that are kept: a step's parts have the same groups in the next step
 
 
@@ -46,32 +41,32 @@ class _Shared:
     splits: int
 
 
-@dataclass(slots=True, frozen=True)
-class _DecodePlan:
-    """order: which rows start first; None: as they are."""
-
-    batch: AttentionBatch
-    window: int
-    splits: Splits
-    config: DecodeConfig
-    shared: _Shared | None
-    order: Tensor | None = None
-
-
 class TritonDecode:
     """`GraphDecodePart` of one kernel for all rows, after another one if rows share prefixes."""
 
-    def __init__(self, cache: KVCache, num_heads: int, scale: float | None = None) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        num_heads: int,
+        scale: float | None = None,
+        tiles: PrefillConfig | None = None,
+        memory: PrefixMemory | None = None,
+    ) -> None:
+        """tiles: of prefixes that rows share; None: the best, if they fit the chip.
+
+        memory: parts of one stream may share it; None: it has its own.
+        """
         self.cache = cache
         self.scale = scale if scale is not None else cache.head_dim**-0.5
         self.num_heads = num_heads
         self.device = cache.keys[0].device
         self.num_sms = count_sms(self.device)
         group_size = num_heads // cache.num_kv_heads
-        self.tile_config = prefill_config(cache.head_dim, group_size, cache.keys[0].dtype)
+        self.tile_config = tiles or list_prefill_configs(cache.head_dim, group_size, cache.keys[0].dtype)[0]
         self.tile_rows = self.tile_config.queries(group_size)
-        self.memory = _Memory(self.device)
-        self.step: _DecodePlan | None = None
+        self.memory = memory or PrefixMemory(self.device, count_partials(self.device))
+        self.rows = RowDecode(cache, num_heads, self.scale)
+        self.shared: _Shared | None = None
         # Grouped graphs: the groups that graph_data describes, skips of all rows first, then tiles.
         self.graph_groups: tuple[PrefixGroup, ...] = ()
         self.graph_rows = 0
@@ -81,26 +76,23 @@ class TritonDecode:
     def plan(self, batch: AttentionBatch, groups: tuple[PrefixGroup, ...], window: int) -> None:
         contexts = batch.context_lengths[: batch.num_decode]
         spans = _drop_unseen(_read_groups(groups), contexts, self.cache.page_size, window)
-        shared, lengths = None, contexts
+        self.shared, lengths = None, np.minimum(contexts, window) if window else contexts
         if len(spans):
             data, skip, num_tiles = self._describe(spans, batch.num_decode)
-            lengths = contexts - skip
+            lengths = np.minimum(contexts - skip, lengths)
             rows = _round_up(batch.num_decode)
             tiles = to_device(data, self.device)
-            shared = _Shared(
+            self.shared = _Shared(
                 tiles[:rows],
                 tiles[rows:].view(-1, 4),
                 num_tiles,
                 self._count_prefix_splits(num_tiles, batch.num_decode),
             )
-        lengths = np.minimum(lengths, window) if window else lengths
-        splits, order = self.divide_work(lengths)
-        config = self._choose_config(float(lengths.mean()) < SHORT)
-        self.step = _DecodePlan(batch, window, splits, config, shared, order)
+        self.rows.plan(batch, lengths, None if self.shared is None else self.shared.skip, window)
 
     def plan_graph(self, batch: AttentionBatch, grouped: bool, window: int) -> None:
         num_rows = len(batch.slots)
-        shared = None
+        self.shared = None
         if grouped:
             if not self.graph_rows:
                 self.graph_rows = _round_up(num_rows)
@@ -109,12 +101,10 @@ class TritonDecode:
             assert num_rows <= self.graph_rows, "the first grouped plan is of the most rows"
             skip, tiles = self.graph_data[: self.graph_rows], self.graph_data[self.graph_rows :].view(-1, 4)
             num_programs = -(-num_rows // self.tile_rows) + -(-num_rows // 64)  # full tiles, and some of small groups
-            shared = _Shared(
+            self.shared = _Shared(
                 skip, tiles, num_programs, self._count_prefix_splits(-(-num_rows // self.tile_rows), num_rows)
             )
-        splits = choose_graph_splits(num_rows, self.cache.num_kv_heads, self.num_sms)
-        # Rows that share a prefix have few keys of their own, most of the time.
-        self.step = _DecodePlan(batch, window, splits, self._choose_config(is_short=grouped), shared)
+        self.rows.plan_graph(batch, None if self.shared is None else self.shared.skip, window)
 
     def set_groups(self, groups: tuple[PrefixGroup, ...]) -> None:
         assert self.graph_rows, "no grouped graph was planned"
@@ -133,54 +123,25 @@ class TritonDecode:
         self.graph_groups = groups
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
-        step, keys, values = self.step, self.cache.keys[layer], self.cache.values[layer]
+        shared, step = self.shared, self.rows.step
         assert step is not None
-        batch, shared = step.batch, step.shared
         prefix = None
         if shared is not None:
             # One partial result may lie where the rows' outputs go: each program reads its own before it writes.
-            prefix = self.memory.take_partial("prefix", query, shared.splits, None if shared.splits > 1 else output)
+            prefix = self.memory.take(query, shared.splits, output)
             attend_prefixes(
                 query,
-                keys,
-                values,
-                batch.page_table,
-                batch.slots,
+                self.cache.keys[layer],
+                self.cache.values[layer],
+                step.batch.page_table,
+                step.batch.slots,
                 shared.tiles,
                 shared.num_programs,
                 prefix,
                 self.scale,
                 self.tile_config,
             )
-        decode_attention(
-            query,
-            keys,
-            values,
-            batch.page_table,
-            batch.slots,
-            batch.contexts,
-            self.memory.list_rows(len(query)) if step.order is None else step.order,
-            output,
-            self.scale,
-            step.window,
-            None if shared is None else shared.skip,
-            prefix,
-            self.memory.take_partial("splits", query, step.splits.count) if step.splits.count > 1 else None,
-            step.splits.least,
-            step.config,
-        )
-
-    def _choose_config(self, is_short: bool) -> DecodeConfig:
-        return decode_config(self.cache.head_dim, self.cache.keys[0].dtype, is_short)
-
-    def divide_work(self, lengths: Int32 | Int64) -> tuple[Splits, Tensor | None]:
-        """Splits rows that read so many keys each; orders the longest first where lengths differ."""
-        num_rows, longest, total = len(lengths), int(lengths.max(initial=1)), int(lengths.sum())
-        kv_heads, dim = self.cache.num_kv_heads, self.cache.head_dim
-        splits = choose_splits(longest, total, num_rows, self.num_heads, dim, kv_heads, self.num_sms)
-        if longest * num_rows <= UNEVEN * total:
-            return splits, None
-        return splits, to_device(np.argsort(-lengths, kind="stable").astype(np.int32), self.device)
+        self.rows.run(layer, query, output, prefix)
 
     def _describe(self, spans: Int64, num_rows: int) -> tuple[Int32, Int64, int]:
         """Turns spans [n, 3] of (first row, rows, keys) into device data: skips, padded, then tiles.
@@ -195,77 +156,132 @@ class TritonDecode:
 
     def _count_prefix_splits(self, num_tiles: int, num_rows: int) -> int:
         wanted = PREFIX_PROGRAMS_PER_SM * self.num_sms // (num_tiles * self.cache.num_kv_heads)
-        most = MOST_PARTIALS // (num_rows * self.num_heads * self.cache.head_dim)
+        most = self.memory.most // (num_rows * self.num_heads * self.cache.head_dim)
         return max(min(wanted, most, MOST_PREFIX_SPLITS), 1)
+
+
+@dataclass(slots=True, frozen=True)
+class _ChunkPlan:
+    """tiles, parts, partial: see `attend_chunks`. merged: see `merge`; no rows if no tile has several parts."""
+
+    batch: AttentionBatch
+    window: int
+    tiles: Tensor
+    num_programs: int
+    parts: Tensor | None = None
+    merged: Tensor | None = None
+    partial: Partial | None = None
 
 
 class TritonChunks:
     """`ChunkPart` that cuts chunks into tiles, the longest first."""
 
-    def __init__(self, cache: KVCache, num_heads: int, scale: float | None = None) -> None:
+    def __init__(
+        self, cache: KVCache, num_heads: int, scale: float | None = None, tiles: PrefillConfig | None = None
+    ) -> None:
+        """tiles: of chunks; None: the best, if they fit the chip."""
         self.cache = cache
         self.scale = scale if scale is not None else cache.head_dim**-0.5
+        self.num_heads = num_heads
+        self.device = cache.keys[0].device
         group_size = num_heads // cache.num_kv_heads
-        self.config = prefill_config(cache.head_dim, group_size, cache.keys[0].dtype)
+        self.config = tiles or list_prefill_configs(cache.head_dim, group_size, cache.keys[0].dtype)[0]
         self.tile_queries = self.config.queries(group_size)
-        self.step: tuple[AttentionBatch, int, Tensor] | None = None
+        self.programs = max(1, self._count_programs() // cache.num_kv_heads)  # of each KV head that run at once
+        self.step: _ChunkPlan | None = None
 
     def plan(self, batch: AttentionBatch, window: int) -> None:
-        lengths = batch.query_lengths[batch.num_decode :].astype(np.int64)
-        seen = batch.context_lengths[batch.num_decode :] - lengths + 1
-        rows = np.arange(batch.num_decode, len(batch.query_lengths))
-        tiles = _cut_tiles(rows, np.cumsum(lengths) - lengths, lengths, seen, self.tile_queries, causal=True)
-        # The last to start are the shortest, so that no program runs long when the others are done.
-        tiles[1:] = tiles[1:][np.argsort(-tiles[1:, 3], kind="stable")]
-        self.step = (batch, window, to_device(tiles.astype(np.int32), self.cache.keys[0].device))
+        chunks = slice(batch.num_decode, None)
+        tiles = self._cut(batch.num_decode, 0, batch.query_lengths[chunks], batch.context_lengths[chunks])
+        split = split_tiles(tiles, window, self.tile_queries, self.config.block_keys, self.programs)
+        if split is None:
+            # The last to start are the shortest, so that no program runs long when the others are done.
+            tiles[1:] = tiles[1:][np.argsort(-tiles[1:, 3], kind="stable")]
+            self.step = _ChunkPlan(batch, window, self._upload(tiles), len(tiles) - 1)
+            return
+        tiles_there, parts, merged = (self._upload(table) for table in (split.tiles, split.parts, split.merged))
+        partial = self._make_partial(split.num_partials)
+        self.step = _ChunkPlan(batch, window, tiles_there, len(split.parts), parts, merged, partial)
+
+    def count_cells(self, num_tokens: int, num_rows: int) -> int:
+        most = num_tokens // self.tile_queries + num_rows + self.programs  # tiles, and parts beside their first
+        return 4 + 7 * most + 3 * MERGED_QUERIES
+
+    def describe(self, cells: Int32, num_decode: int, lengths: Int32, contexts: Int64, window: int) -> None:
+        tiles = self._cut(num_decode, num_decode, lengths, contexts)
+        split = split_tiles(tiles, window, self.tile_queries, self.config.block_keys, self.programs)
+        if split is None or len(split.merged) > MERGED_QUERIES:
+            split = keep_tiles(tiles, window)
+        for place, table in zip(_divide_cells(len(cells)), (split.tiles, split.parts, split.merged), strict=True):
+            cells[place][: table.size] = table.ravel()
+
+    def plan_graph(self, batch: AttentionBatch, window: int, cells: Tensor) -> None:
+        tiles, parts, merged = (cells[place] for place in _divide_cells(len(cells)))
+        num_programs = -(-len(batch.write_indices) // self.tile_queries) + max(self.programs, SPARE_TILES)
+        self.step = _ChunkPlan(
+            batch,
+            window,
+            tiles.view(-1, 4),
+            min(num_programs, len(parts) // 3),
+            parts.view(-1, 3),
+            merged.view(-1, 3),
+            self._make_partial(
+                2 * self.programs
+            ),  # a tile in parts has no more than twice as many as it has besides one
+        )
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
-        assert self.step is not None
-        batch, window, tiles = self.step
+        step = self.step
+        assert step is not None
         attend_chunks(
             query,
             self.cache.keys[layer],
             self.cache.values[layer],
-            batch.page_table,
-            batch.slots,
-            tiles,
-            len(tiles) - 1,
+            step.batch.page_table,
+            step.batch.slots,
+            step.tiles,
+            step.num_programs,
             output,
             self.scale,
-            window,
+            step.window,
             self.config,
+            step.parts,
+            step.partial,
+        )
+        if step.partial is not None and step.merged is not None:
+            merge(step.partial, step.merged, self.tile_queries, output)
+
+    def _cut(self, first_row: int, first_query: int, lengths: Int32, contexts: Int32 | Int64) -> Int64:
+        """Cuts chunks into tiles, as `attend_chunks` takes them."""
+        counts, rows = lengths.astype(np.int64), np.arange(first_row, first_row + len(lengths))
+        firsts, seen = first_query + np.cumsum(counts) - counts, contexts - counts + 1
+        return _cut_tiles(rows, firsts, counts, seen, self.tile_queries, causal=True)
+
+    def _make_partial(self, num_parts: int) -> Partial:
+        shape = (num_parts * self.tile_queries, self.num_heads, self.cache.head_dim)
+        return Partial(
+            torch.empty(shape, dtype=torch.float32, device=self.device),
+            torch.empty(shape[:2], dtype=torch.float32, device=self.device),
         )
 
+    def _upload(self, table: Int64) -> Tensor:
+        return to_device(table.astype(np.int32), self.device)
 
-class _Memory:
-    """Memory of partial results. It stays where it is, since graphs hold its address, and grows to the largest use."""
+    def _count_programs(self) -> int:
+        """Counts the programs that run at once, by one run without tiles; 1 if there is no GPU."""
+        if self.device.type != "cuda":
+            return 1
+        keys, zero = self.cache.keys[0], torch.zeros((1, 4), dtype=torch.int32, device=self.device)
+        query = keys.new_zeros(1, self.num_heads, self.cache.head_dim)
+        kernel = attend_chunks(query, keys, keys, zero, zero[0].long(), zero, 1, query, 1.0, 0, self.config)
+        return count_resident(kernel, self.device)
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.slabs: dict[str, list[Tensor]] = {}
-        self.orders: list[Tensor] = []
 
-    def take_partial(self, name: str, query: Tensor, parts: int, output: Tensor | None = None) -> Partial:
-        """Takes room for `parts` results of the queries [rows, heads, dim]. A single one is in `output` if given."""
-        num_rows, num_heads, dim = query.shape
-        size = parts * num_rows * num_heads
-        lse = self._take(f"{name} lse", size).view(parts, num_rows, num_heads)
-        if output is not None:
-            return Partial(output[None], lse)
-        return Partial(self._take(name, size * dim).view(parts, num_rows, num_heads, dim), lse)
-
-    def list_rows(self, num_rows: int) -> Tensor:
-        """Lists the rows in their order, int32 [num_rows]."""
-        if not self.orders or len(self.orders[-1]) < num_rows:
-            self.orders.append(torch.arange(max(num_rows, 1024), dtype=torch.int32, device=self.device))
-        return self.orders[-1][:num_rows]
-
-    def _take(self, name: str, size: int) -> Tensor:
-        slabs = self.slabs.setdefault(name, [])
-        if not slabs or len(slabs[-1]) < size:  # smaller ones stay for the graphs that were captured with them
-            # Powers of two: all that were outgrown together take no more than the last.
-            slabs.append(torch.empty(1 << (size - 1).bit_length(), dtype=torch.float32, device=self.device))
-        return slabs[-1][:size]
+def _divide_cells(num_cells: int) -> tuple[slice, slice, slice]:
+    """Divides what a graph reads of chunks into tiles and their parts, equally many, and merged queries."""
+    last = num_cells - 3 * MERGED_QUERIES
+    middle = 4 + (last - 4) // 7 * 4
+    return slice(middle), slice(middle, last), slice(last, None)
 
 
 def count_sms(device: torch.device) -> int:

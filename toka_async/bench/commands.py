@@ -16,6 +16,8 @@ def add_benchmarks(add: Add) -> None:
     _add_control_plane(add("control-plane", "measure the processes around the model, with a simulated one"))
     _add_serve_load(add("serve-load", "measure a running server, of this or another engine, under a load"))
     _add_step(add("step", "time a rank's steps, without a server"))
+    _add_products(add("products", "time the ways to compute a model's products of few rows, on a GPU"))
+    _add_attention(add("attention", "time attention of one layer on a GPU, by its parts"))
     _add_policy(add("policy", "compare ways to share the KV cache on given lengths, in simulated time"))
     _add_gaps(add("gaps", "gaps between tokens by the limit of a step's time, in simulated time"))
 
@@ -35,6 +37,14 @@ def run_benchmark(options: argparse.Namespace) -> int:
             from toka_async.bench import step
 
             return step.main(options)
+        case "products":
+            from toka_async.bench import products
+
+            return products.main(options)
+        case "attention":
+            from toka_async.bench import attention
+
+            return attention.main(options)
         case "policy":
             from toka_async.bench.policy import policy
 
@@ -177,6 +187,33 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one line of JSON a case")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="ms a step by rows (needs toka-async[plot])")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration of the rank")
+
+
+def _add_products(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=_counts, default="1,2,4,8,16", metavar="N,…", help="default: 1,2,4,8,16")
+    parser.add_argument("--json", action="store_true", help="one line of JSON a product")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration of the rank")
+
+
+def _add_attention(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--heads", type=_count, default=32, metavar="N", help="of queries; default: 32")
+    parser.add_argument("--kv-heads", type=_count, default=8, metavar="N", help="of keys and values; default: 8")
+    parser.add_argument("--dim", type=_counts, default="64,128", metavar="N,…", help="of a head; default: 64,128")
+    parser.add_argument(
+        "--rows", type=_counts, default="1,16,64,200,512,800", metavar="N,…", help="that decode; default: 1 to 800"
+    )
+    parser.add_argument("--context", type=_counts, default="1300", metavar="N,…", help="of a row, on average")
+    parser.add_argument(
+        "--longest", type=_count, default=100_000, metavar="N", help="of a row beside such rows; default: 100000"
+    )
+    parser.add_argument("--chunk", type=_counts, default="200", metavar="N,…", help="tokens of a prompt; default: 200")
+    parser.add_argument(
+        "--after", type=_counts, default="100000", metavar="N,…", help="tokens before the chunk; default: 100000"
+    )
+    parser.add_argument(
+        "--cache-tokens", type=_count, default=2_000_000, metavar="N", help="of the cache; default: 2000000"
+    )
+    parser.add_argument("--json", action="store_true", help="one line of JSON a time")
 
 
 def _counts(text: str) -> list[int]:

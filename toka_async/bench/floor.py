@@ -1,8 +1,9 @@
 """The least time of a step on a device: its matrices, and what it must read, at rates measured there.
 
-The floor is the sum of the model's matrices at the step's number of tokens (at least the time to read them), attention
-(reading keys and values, a group's prefix once, or multiplying with them, whichever takes longer) and reading the
-logits once. Knows shapes; knows no kernels and no steps.
+The floor is the sum of the model's matrices (reading them, or multiplying with them at the rate of large ones: what
+takes longer), attention (likewise, a group's prefix read once) and reading the logits once. Beside it stands what the
+matrices take as torch multiplies at the step's number of tokens, which with few tokens is longer than to read them.
+Knows shapes; knows no kernels and no steps.
 """
 
 from __future__ import annotations
@@ -28,15 +29,20 @@ REPEATS = 5
 
 @dataclass(frozen=True, slots=True)
 class FloorParts:
-    """Seconds of a step."""
+    """Seconds of a step. by_torch: of its matrices, as torch multiplies."""
 
     matrices: float
     attention: float
     sampling: float
+    by_torch: float
 
     @property
     def total(self) -> float:
         return self.matrices + self.attention + self.sampling
+
+    @property
+    def total_by_torch(self) -> float:
+        return self.by_torch + self.attention + self.sampling
 
 
 class Floor:
@@ -52,38 +58,40 @@ class Floor:
         target = torch.empty_like(source)
         self.bandwidth = 2 * source.numel() / count_seconds(lambda: target.copy_(source), device)
         size = (LARGE[device.type], 2 * spec.intermediate_size, spec.hidden_size)
-        self.flops = 2 * math.prod(size) / self._matrix(*size)
+        self.flops = 2 * math.prod(size) / self._time_torch(*size)
 
     def compute(self, case: Case, grouped: bool) -> FloorParts:
         """grouped: each group's prefix is read once, not once a row."""
         spec, num_sampled = self._spec, case.rows or 1
         query, key_value = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim
-        shapes = (
-            (query + key_value, spec.hidden_size),
-            (spec.hidden_size, query),
-            (2 * spec.intermediate_size, spec.hidden_size),
-            (spec.hidden_size, spec.intermediate_size),
+        layer = (
+            (case.num_tokens, query + key_value, spec.hidden_size),
+            (case.num_tokens, spec.hidden_size, query),
+            (case.num_tokens, 2 * spec.intermediate_size, spec.hidden_size),
+            (case.num_tokens, spec.hidden_size, spec.intermediate_size),
         )
-        layer = sum(self._matrix(case.num_tokens, *shape) for shape in shapes)
-        head = self._matrix(num_sampled, spec.vocab_size, spec.hidden_size)
+        products = [*layer * spec.num_layers, (num_sampled, spec.vocab_size, spec.hidden_size)]
         return FloorParts(
-            matrices=spec.num_layers * layer + head,
+            matrices=sum(self._multiply(*product) for product in products),
             attention=sum(self._attention(case, grouped, window) for window in spec.windows),
             sampling=num_sampled * spec.vocab_size * self._dtype.itemsize / self.bandwidth,
+            by_torch=sum(self._time_torch(*product) for product in products),
         )
 
-    def _matrix(self, num_tokens: int, num_out: int, num_in: int) -> float:
-        """Returns the seconds of [tokens, in] times [in, out], at least those of reading the weights."""
+    def _multiply(self, num_tokens: int, num_out: int, num_in: int) -> float:
+        """Returns the least seconds of [tokens, in] times [in, out]: of reading the weights, or of multiplying."""
+        weights = num_out * num_in
+        return max(weights * self._dtype.itemsize / self.bandwidth, 2 * num_tokens * weights / self.flops)
+
+    def _time_torch(self, num_tokens: int, num_out: int, num_in: int) -> float:
+        """Measures the seconds of the product by torch."""
         key = (num_tokens, num_out, num_in)
         if key not in self._seconds:
-            self._seconds[key] = max(self._measure(*key), num_out * num_in * self._dtype.itemsize / self.bandwidth)
+            inputs = torch.randn(num_tokens, num_in, dtype=self._dtype, device=self._device)
+            weight = torch.randn(num_out, num_in, dtype=self._dtype, device=self._device)
+            with torch.inference_mode():
+                self._seconds[key] = count_seconds(lambda: functional.linear(inputs, weight), self._device)
         return self._seconds[key]
-
-    def _measure(self, num_tokens: int, num_out: int, num_in: int) -> float:
-        inputs = torch.randn(num_tokens, num_in, dtype=self._dtype, device=self._device)
-        weight = torch.randn(num_out, num_in, dtype=self._dtype, device=self._device)
-        with torch.inference_mode():
-            return count_seconds(lambda: functional.linear(inputs, weight), self._device)
 
     def _attention(self, case: Case, grouped: bool, window: int) -> float:
         """Returns the seconds of one layer; window 0: all tokens are seen."""

@@ -68,9 +68,10 @@ def measure(options: argparse.Namespace, config: Config) -> StepResult:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     from toka_async.bench.floor import Floor
     from toka_async.startup.device import resolve_dtype
+    from toka_async.startup.progress import StartupProgress
     from toka_async.startup.runner_factory import RunnerFactory
 
-    runner = RunnerFactory(model_dir, spec, config).build()
+    runner = RunnerFactory(model_dir, spec, config, stages=StartupProgress()).build()
     dtype = resolve_dtype(config.model, spec, runner.device)
     floor = Floor(spec, dtype, runner.device)
     times, skipped = [], []
@@ -135,6 +136,8 @@ def time_case(case: Case, options: argparse.Namespace, config: Config, runner: R
         attention_ms=round(parts.attention * 1000, 4),
         sampling_ms=round(parts.sampling * 1000, 4),
         share=round(parts.total * 1000 / ms, 4),
+        torch_ms=round(parts.total_by_torch * 1000, 4),
+        torch_share=round(parts.total_by_torch * 1000 / ms, 4),
     )
 
 
@@ -186,11 +189,12 @@ def table(result: StepResult) -> Iterator[str]:
         f"measured: {result.bandwidth_gb_s} GB/s, matrices {result.matrix_tflops} TFLOP/s"
     )
     kinds = ("rows", "context", "prefix", "groups", "prompt", "sampling", "asking")
-    figures = ("ms", "device_ms", "tokens/s", "floor_ms", "share")
+    figures = ("ms", "device_ms", "tokens/s", "floor_ms", "share", "torch_ms", "share")
     yield "".join(f"{name:>11}" for name in (*kinds, *figures))
     for each in result.steps:
         values = (each.rows, each.context, each.prefix, each.groups, each.prompt, each.sampling, each.asking)
-        measured = (f"{each.ms:.3f}", f"{each.device_ms:.3f}", f"{each.tokens_per_second:.0f}", f"{each.floor_ms:.3f}")
-        yield "".join(f"{value:>11}" for value in (*values, *measured, f"{each.share:.1%}"))
+        measured = (f"{each.ms:.3f}", f"{each.device_ms:.3f}", f"{each.tokens_per_second:.0f}")
+        floors = (f"{each.floor_ms:.3f}", f"{each.share:.1%}", f"{each.torch_ms:.3f}", f"{each.torch_share:.1%}")
+        yield "".join(f"{value:>11}" for value in (*values, *measured, *floors))
     for line in result.skipped:
         yield f"skipped: {line}"

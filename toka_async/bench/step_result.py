@@ -9,7 +9,8 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """A case and its median step, in milliseconds.
 
     sampling: what `asking` of the rows ask for. ms: time between results. device_ms: time that the rank measures.
-    floor_ms: the sum of its three parts. share: floor_ms / ms.
+    floor_ms: the sum of its three parts. share: floor_ms / ms. torch_ms, torch_share: the same with matrices as torch
+    multiplies them.
     """
 
     rows: int
@@ -27,6 +28,8 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     attention_ms: float
     sampling_ms: float
     share: float
+    torch_ms: float
+    torch_share: float
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):

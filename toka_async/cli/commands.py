@@ -39,6 +39,8 @@ def _run(options: argparse.Namespace) -> int:
     match options.command:
         case "serve":
             return _run_serve(_load_configuration(options))
+        case "warm":
+            return _run_warm(_load_configuration(options))
         case "batch":
             return _run_batch(options)
         case "plan":
@@ -68,6 +70,16 @@ def _run_serve(config: Config) -> int:
 
     try:
         return serve(config)
+    except ModelError as error:
+        return _report_error(error)
+
+
+def _run_warm(config: Config) -> int:
+    from toka_async.checkpoint.spec import ModelError
+    from toka_async.launch import warm
+
+    try:
+        return warm(config)
     except ModelError as error:
         return _report_error(error)
 

@@ -116,6 +116,7 @@ def _make_parser() -> _Parser:
     serve = command("serve", "serve a model over HTTP until SIGTERM or SIGINT")
     _add_configuration(serve)
     serve.epilog = f"{OFTEN_USED}\n{KEYS}"
+    _add_configuration(command("warm", "compile and measure ahead what a start would, and end: for images"))
     _add_ping(command("ping", "ask a running server; with -n: many samples and their vote"))
     _add_chat(command("chat", "talk with a running server in the terminal"))
     _add_batch(_add_commands(command("batch", "answer files of requests, without a server"), "action"))

@@ -22,6 +22,7 @@ _TRANSPOSE_A = 3
 _LAYOUT_COLUMNS = 3
 _MAX_WORKSPACE = 1
 _TRANSPOSED = 1
+_NOT_SUPPORTED = 15
 
 _WORKSPACE_BYTES = 64 << 20
 _MOST_ALGORITHMS = 16
@@ -63,7 +64,10 @@ class Library(Protocol):
         ...
 
     def algorithms(self, product: Product, m: int) -> list[Algorithm]:
-        """Returns the proposals for `m` rows, likeliest first; any of them may suit other numbers of rows too."""
+        """Returns the proposals for `m` rows, likeliest first; any of them may suit other numbers of rows too.
+
+        There may be none.
+        """
         ...
 
     def run(self, product: Product, algorithm: Algorithm, x: Tensor, weight: Tensor, output: Tensor) -> bool:
@@ -82,7 +86,7 @@ class Library(Protocol):
 class _Descriptors:
     """The operation of one product, and the layouts of W, x and y as the library sees them, columns first."""
 
-    def __init__(self, library: ctypes.CDLL, product: Product) -> None:
+    def __init__(self, library: ctypes.PyDLL, product: Product) -> None:
         self._library = library
         self.operation = c_void_p()
         _check(library.cublasLtMatmulDescCreate(byref(self.operation), _COMPUTE_32F, _REAL_32F))
@@ -123,7 +127,9 @@ class CublasLt:
     def __init__(self, device: torch.device) -> None:
         assert device.type == "cuda"
         major = (torch.version.cuda or "").partition(".")[0]
-        self._library = ctypes.CDLL(f"libcublasLt.so.{major}")  # the one that torch has loaded
+        # The one that torch has loaded. A call takes microseconds, so it keeps the interpreter's lock: another thread
+        # that gets the lock in between may hold it for longer than a small product takes.
+        self._library = ctypes.PyDLL(f"libcublasLt.so.{major}")
         self._library.cublasLtGetVersion.restype = c_size_t
         self._library.cublasLtMatmul.argtypes = [c_void_p] * 14 + [c_size_t, c_void_p]
         self._handle = c_void_p()
@@ -146,20 +152,21 @@ class CublasLt:
         of = self._of(product)
         of.set_rows(m)
         found, count = (_Proposal * _MOST_ALGORITHMS)(), c_int()
-        _check(
-            self._library.cublasLtMatmulAlgoGetHeuristic(
-                self._handle,
-                of.operation,
-                of.weight,
-                of.x,
-                of.output,
-                of.output,
-                self._preference,
-                _MOST_ALGORITHMS,
-                found,
-                byref(count),
-            )
+        status = self._library.cublasLtMatmulAlgoGetHeuristic(
+            self._handle,
+            of.operation,
+            of.weight,
+            of.x,
+            of.output,
+            of.output,
+            self._preference,
+            _MOST_ALGORITHMS,
+            found,
+            byref(count),
         )
+        if status == _NOT_SUPPORTED:  # of this shape, by any algorithm
+            return []
+        _check(status)
         return [Algorithm(proposal.algorithm) for proposal in found[: count.value] if proposal.status == 0]
 
     def run(self, product: Product, algorithm: Algorithm, x: Tensor, weight: Tensor, output: Tensor) -> bool:

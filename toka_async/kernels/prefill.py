@@ -7,6 +7,7 @@ side in a tile (arXiv:2305.13245). Knows no batches: a tile says which row it re
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -30,14 +31,24 @@ class PrefillConfig:
         return max(1, self.block_queries // group_size)
 
 
-def prefill_config(head_dim: int, group_size: int, dtype: torch.dtype) -> PrefillConfig:
-    """Chooses tiles as large as registers and shared memory of a Hopper chip allow."""
+def list_prefill_configs(head_dim: int, group_size: int, dtype: torch.dtype) -> list[PrefillConfig]:
+    """Lists tiles, the best first: as large as registers and shared memory of a Hopper chip allow.
+
+    Further ones need less shared memory; `kernels.built` finds the first that fits a chip.
+    """
     least = triton.next_power_of_2(group_size)
     if dtype == torch.float32:
-        return PrefillConfig(max(16, least), 32 if head_dim <= 128 else 16, num_warps=4, num_stages=1)
+        return [PrefillConfig(max(16, least), 32 if head_dim <= 128 else 16, num_warps=4, num_stages=1)]
     if head_dim <= 128:
-        return PrefillConfig(max(128, least), 64, num_warps=8 if head_dim <= 64 else 4, num_stages=3)
-    return PrefillConfig(max(128, least), 32, num_warps=8, num_stages=2)
+        return [
+            PrefillConfig(max(128, least), 64, num_warps=8 if head_dim <= 64 else 4, num_stages=3),
+            PrefillConfig(max(64, least), 32, num_warps=4, num_stages=2),
+        ]
+    return [
+        PrefillConfig(max(128, least), 32, num_warps=8, num_stages=2),
+        PrefillConfig(max(64, least), 32, num_warps=8, num_stages=2),
+        PrefillConfig(max(64, least), 16, num_warps=8, num_stages=2),
+    ]
 
 
 def attend_chunks(
@@ -52,15 +63,24 @@ def attend_chunks(
     scale: float,
     window: int,
     config: PrefillConfig,
-) -> None:
+    parts: Tensor | None = None,
+    partial: Partial | None = None,
+) -> Any:
     """Writes causal attention of the tiles' queries to output; both are [tokens, heads, dim] and contiguous.
 
     keys, values [pages, kv_heads, page_size, dim]; page_table int32 [slots, width]; slots int64 [rows]. tiles int32 [1
     + n, 4]: first (n, -, -, -); then for each tile its row, its first query, its number of queries (at most
     `config.queries`) and the keys that the first query sees; each further query sees one more. A query sees the last
-    `window` of them, 0: all. num_programs: programs that go through the tiles, best one each.
+    `window` of them, 0: all. num_programs: programs that go through the tiles, best one each. Returns the kernel.
+
+    parts int32 [n, 3]: of each tile the first and the end of its keys, whole blocks but for the last key of all; then
+    where its result goes: to output for -1, for i to the i-th `config.queries` rows of partial, float32 [rows, ...],
+    which the caller merges. None: a tile has all its keys.
     """
-    _launch(query, keys, values, page_table, slots, tiles, num_programs, output, None, scale, window, True, config)
+    split = (parts, None if partial is None else partial.output, None if partial is None else partial.lse)
+    return _launch(
+        query, keys, values, page_table, slots, tiles, num_programs, output, *split, scale, window, True, 1, config
+    )
 
 
 def attend_prefixes(
@@ -75,10 +95,9 @@ def attend_prefixes(
     scale: float,
     config: PrefillConfig,
 ) -> None:
-    """Attends as `attend_chunks`, but all queries of a tile see the same keys, split over result's partials."""
-    _launch(
-        query, keys, values, page_table, slots, tiles, num_programs, result.output, result.lse, scale, 0, False, config
-    )
+    """Attends as `attend_chunks`, but all queries of a tile see the same keys, split over result's [p, rows, ...]."""
+    to, splits = (result.output, None, None, result.lse), len(result.lse)
+    _launch(query, keys, values, page_table, slots, tiles, num_programs, *to, scale, 0, False, splits, config)
 
 
 def _launch(
@@ -90,20 +109,22 @@ def _launch(
     tiles: Tensor,
     num_programs: int,
     output: Tensor,
+    parts: Tensor | None,
+    partial: Tensor | None,
     lse: Tensor | None,
     scale: float,
     window: int,
     causal: bool,
+    splits: int,
     config: PrefillConfig,
-) -> None:
+) -> Any:
     num_queries, num_heads, dim = query.shape
     kv_heads, page_size = keys.shape[1:3]
     group = num_heads // kv_heads
     assert query.is_contiguous()
     assert output.is_contiguous()
     assert group <= config.block_queries
-    splits = 1 if lse is None else lse.shape[0]
-    _prefill[num_programs, kv_heads, splits](
+    return _prefill[num_programs, kv_heads, splits](
         query,
         keys,
         values,
@@ -111,6 +132,8 @@ def _launch(
         slots,
         tiles,
         output,
+        parts,
+        partial,
         lse,
         scale * LOG2E,
         page_table.stride(0),
@@ -126,12 +149,14 @@ def _launch(
         block_keys=config.block_keys,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        # Two programs a multiprocessor, as without parts: the compiler would take 50 registers more otherwise.
+        maxnreg=128 if parts is not None and config.num_warps == 8 and dim <= 64 else None,
     )
 
 
 @triton.jit(
     do_not_specialize=["table_stride", "num_queries"],
-    do_not_specialize_on_alignment=["page_table", "slots", "tiles"],
+    do_not_specialize_on_alignment=["page_table", "slots", "tiles", "parts"],
 )
 def _prefill(
     query,
@@ -141,6 +166,8 @@ def _prefill(
     slots,
     tiles,
     output,
+    parts,
+    partial,
     lse,
     scale,
     table_stride,
@@ -183,6 +210,9 @@ def _prefill(
             ends = seen + step
         if window > 0:
             low = tl.maximum(seen - window, 0)
+        if parts is not None:
+            low = tl.load(parts + tile * 3 - 3)
+            high = tl.load(parts + tile * 3 - 2)
         if not causal:
             share = tl.cdiv(tl.cdiv(seen, tl.num_programs(2)), block_keys) * block_keys
             low = split * share
@@ -194,7 +224,7 @@ def _prefill(
         total = tl.zeros([block_queries], tl.float32)
         mixed = tl.zeros([block_queries, dim_pad], tl.float32)
         if window > 0:
-            left_out = tl.maximum(seen + count - 1 - window, 0) - low
+            left_out = tl.maximum(seen + count - 1 - window - low, 0)
             middle = tl.minimum(low + tl.cdiv(left_out, block_keys) * block_keys, high)
             top, total, mixed = _attend(
                 top, total, mixed, queries, head_keys, head_values, table, low, middle, high, ends, scale,
@@ -212,12 +242,21 @@ def _prefill(
 
         total = tl.where(total > 0.0, total, 1.0)  # no keys give 0 and a log-sum-exp of -inf
         result = mixed / total[:, None]
-        before = split.to(tl.int64) * num_queries * num_heads
-        tl.store(output + before * dim + place, result.to(output.dtype.element_ty), mask=inside)
         if not causal:
-            tl.store(
-                lse + before + head, top + tl.log2(total), mask=is_query & (in_tile < block_queries // group * group)
-            )
+            before = split.to(tl.int64) * num_queries * num_heads
+            tl.store(output + before * dim + place, result.to(output.dtype.element_ty), mask=inside)
+            tl.store(lse + before + head, top + tl.log2(total), mask=is_query)
+        elif parts is not None:
+            number = tl.load(parts + tile * 3 - 1)
+            if number < 0:
+                tl.store(output + place, result.to(output.dtype.element_ty), mask=inside)
+            else:
+                in_partial = number * (block_queries // group) + step
+                at = in_partial.to(tl.int64) * num_heads + kv_head * group + in_tile % group
+                tl.store(partial + at[:, None] * dim + column[None, :], result, mask=inside)
+                tl.store(lse + at, top + tl.log2(total), mask=is_query)
+        else:
+            tl.store(output + place, result.to(output.dtype.element_ty), mask=inside)
 
 
 @triton.jit

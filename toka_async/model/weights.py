@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from toka_async.bar import Show, show_nothing
 from toka_async.checkpoint.division import StagePart
 from toka_async.checkpoint.json_file import JsonFile, ModelError
 from toka_async.checkpoint.spec import ModelSpec
@@ -57,12 +58,14 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def random_weights(decoder: Decoder, seed: int) -> None:
+def random_weights(decoder: Decoder, seed: int, show: Show = show_nothing) -> None:
     """Sets norms to 1 and everything else to N(0, 0.02), in place.
 
     A tensor's name seeds its numbers, so the ranks of any division together hold the same tensor.
     """
-    for name, part in read_checkpoint_parts(decoder):
+    parts = [*read_checkpoint_parts(decoder)]
+    for done, (name, part) in enumerate(parts):
+        show(done, len(parts), "tensors drawn")
         if name.endswith("norm.weight"):
             part.target.fill_(1.0)
             continue
@@ -75,10 +78,10 @@ def random_weights(decoder: Decoder, seed: int) -> None:
 
 
 @torch.inference_mode()
-def load_weights(decoder: Decoder, model_dir: Path, show: Callable[[int, int], None] | None = None) -> None:
+def load_weights(decoder: Decoder, model_dir: Path, show: Show = show_nothing) -> None:
     """Fills `decoder` from the safetensors files of `model_dir`, converting to its dtype.
 
-    show: is told of the bytes that are loaded, and of all. Raises ModelError, which names the tensor or file, for a
+    Raises ModelError, which names the tensor or file, for a
     tensor that is missing, mis-shaped or unexpected and a file that is missing or corrupt.
     """
     parts = dict(read_checkpoint_parts(decoder))
@@ -88,13 +91,16 @@ def load_weights(decoder: Decoder, model_dir: Path, show: Callable[[int, int], N
         for name in _load_file(path, parts, decoder.part):
             missing.discard(name)
             done += parts[name].target.nbytes
-            if show is not None:
-                show(done, total)
+            show(_count_mebibytes(done), _count_mebibytes(total), "MiB loaded")
     if missing:
         name = min(missing)
         shape = list(parts[name].shape)
         more = f" (and {len(missing) - 1} more tensors)" if len(missing) > 1 else ""
         raise ModelError(f"{model_dir}: tensor {name} of shape {shape} is missing from the weights{more}")
+
+
+def _count_mebibytes(size: int) -> int:
+    return -(-size >> 20)
 
 
 def read_checkpoint_parts(decoder: Decoder) -> Iterator[tuple[str, WeightPart]]:

@@ -56,6 +56,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     folder: str  # holds the sockets; children remove it if the parent was killed
     listen_fd: int = -1  # the server's listening socket
     job: BatchJob | None = None
+    warm: bool = False  # nothing is served: what a start compiles and measures is left on the disk
 
     @property
     def name(self) -> str:

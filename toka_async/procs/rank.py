@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -22,10 +23,12 @@ import msgspec
 import zmq
 
 from toka_async.checkpoint.spec import ModelError, read_spec
+from toka_async.config import Config
 from toka_async.messages import FromRank, RankDevice, Ready, Step, StepDone, ToRank
 from toka_async.procs.child import Alive, ChildSpec, ParentLink, Resources, Started
 from toka_async.procs.progress import WorkProgress, answer_while_moving
 from toka_async.procs.stage_report import StageReport
+from toka_async.startup.progress import StartupProgress
 from toka_async.startup.rank_coords import RankCoords
 from toka_async.startup.simulated import SimulatedRank, make_simulated_ready
 from toka_async.transport.base import Outbox
@@ -60,6 +63,8 @@ def run(link: ParentLink) -> None:
     try:
         if spec.config.model.device == "simulated":
             serve_simulated(link, steps, results)
+        elif spec.warm and misses_gpu(spec):
+            warm_without_gpu(link)
         else:
             serve(link, steps, results)
     except ModelError as error:
@@ -90,12 +95,37 @@ def serve_simulated(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbo
                     results.send(done)
 
 
+def misses_gpu(spec: ChildSpec) -> bool:
+    """Tells whether the configuration admits a GPU, and there is none."""
+    if spec.config.model.device == "cpu":
+        return False
+    set_environment(make_coords(spec))
+    with make_progress(spec).stage("libraries", "loading torch"):
+        import torch
+
+    return not torch.cuda.is_available()
+
+
+def warm_without_gpu(link: ParentLink) -> NoReturn:
+    """Do for a later start what needs no GPU, and wait for the end. Raises ModelError."""
+    from toka_async.startup.without_gpu import compile_without_gpu
+
+    if link.spec.rank == 0:
+        compile_without_gpu(read_spec(Path(link.spec.model_dir)), link.spec.config, make_progress(link.spec))
+    link.report(Started())
+    while True:
+        signal.pause()
+
+
 def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank]) -> NoReturn:
     """Serve with a model. Raises ModelError before the rank is ready."""
     try:
         ready, launch, enter_thread = build(link.spec)
-    except RuntimeError:
+    except ModelError:
+        raise
+    except Exception as error:
         let_others_end(link)
+        refuse_lost_memory(error, link.spec.config)
         raise
     announce(link, results, ready)
     launched: SimpleQueue[Collect] = SimpleQueue()
@@ -177,6 +207,18 @@ def report_device_failure(link: ParentLink, error: RuntimeError) -> NoReturn:
     link.fatal(f"the device failed: {error}")
 
 
+def refuse_lost_memory(error: Exception, config: Config) -> None:
+    """Raise ModelError if a start ran out of the GPU's memory: for what was not measured, or others took it."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        reason = str(error).partition("\n")[0]
+        raise ModelError(
+            f"cache.memory_fraction={config.cache.memory_fraction}: the GPU's memory did not suffice for the start; "
+            f"end what else uses it, or use less of it ({reason})"
+        ) from error
+
+
 def let_others_end(link: ParentLink) -> None:
     """Wait: a rank may fail because another one died, and the parent stops this one when it hears of that."""
     if link.spec.topology.layout.num_ranks > 1:
@@ -206,24 +248,37 @@ def make_resources(ready: Ready) -> Resources:
 def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[], None]]:
     """Return Ready, the function that launches a step, and what a waiting thread calls first. Raises ModelError."""
     config, model_dir = spec.config, Path(spec.model_dir)
-    shape = read_spec(model_dir)
-    # Set before torch loads: threads that spin for work starve the other processes (measured: 5 times slower).
+    shape, place = read_spec(model_dir), make_coords(spec)
+    set_environment(place)
+    stages = make_progress(spec)
+    with stages.stage("libraries", "loading torch"):
+        from toka_async.startup.runner_factory import RunnerFactory
+
+    runner = RunnerFactory(model_dir, shape, config, place, stages, compiles_first=spec.warm).build()
+    if spec.warm and spec.rank == 0:
+        left = "a CPU compiles and measures nothing" if runner.device.type == "cpu" else "all of it is on the disk"
+        logging.getLogger(__name__).info("ready for later starts: %s", left)
+    return runner.ready, lambda step: runner.launch(step).collect, runner.enter_thread
+
+
+def make_progress(spec: ChildSpec) -> StartupProgress:
+    """Makes what shows the start: the first rank draws, and the first ones of other replicas log."""
+    return StartupProgress(shown=spec.rank == spec.replica == spec.life == 0, logged=spec.rank == 0)
+
+
+def set_environment(place: RankCoords) -> None:
+    """Sets what torch, its allocator and NCCL read when they are loaded."""
+    # Threads that spin for work starve the other processes (measured: 5 times slower).
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Steps differ in size: blocks that cannot grow would fragment memory more and more.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     os.environ.update(NO_MULTICAST)
     # With captured graphs NCCL would register memory, which fails where the allocator's blocks grow.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    place = make_coords(spec)
     if place.num_stages > 1:
         os.environ.update(STAGE_STREAMS)
     if place.world_size > 1 and LOOPBACK in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # all ranks are on this machine
-
-    from toka_async.startup.runner_factory import RunnerFactory
-
-    runner = RunnerFactory(model_dir, shape, config, place).build()
-    return runner.ready, lambda step: runner.launch(step).collect, runner.enter_thread
 
 
 def make_coords(spec: ChildSpec) -> RankCoords:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from toka_async.arrays import Int32
 from toka_async.attention.base import AttentionBatch, GraphAttention, PrefixGroup
+from toka_async.kernels.decode_rows import begin_rows
 from toka_async.runner.device_rows import DecodeInputs
 from toka_async.runner.graphs import DecodeEnd, DecodeGraphs
 from toka_async.runner.inputs import StepModel, StepRows
@@ -59,19 +60,28 @@ class DecodePass:
     def capture(self, sizes: Sequence[int], grouped: bool) -> Iterator[tuple[int, int]]:
         """Captures graphs of these numbers of rows; yields (captured, all) after each. No row may decode meanwhile."""
         assert self._attention is not None
-        assert not self._rows.order.size
-        most = max(sizes)
-        # No row decodes now: from here on padding computes.
-        self._rows.on_device.set_order(self._rows.order, most)
+        self.fill(max(sizes))
         ends: dict[str, DecodeEnd] = {}
         if self.sampler is not None:
             ends = {Route.PLAIN: self._draw, Route.FULL: self._draw_full, Route.TORCH: self._keep_hidden}
         graphs = DecodeGraphs(self._decode, ends, self._attention, sizes, grouped)
         with torch.inference_mode():
-            if self._make_residuals is not None:
-                self._residuals = self._make_residuals(most)
             yield from graphs.capture()
         self.graphs = graphs
+
+    def fill(self, most: int) -> None:
+        """Makes padding of the first rows, up to `most`, so that steps compute without requests. No row may decode."""
+        assert not self._rows.order.size
+        self._rows.on_device.set_order(self._rows.order, most)
+        if self._make_residuals is not None:
+            with torch.inference_mode():
+                self._residuals = self._make_residuals(most)
+
+    def compute_padding(self, num_rows: int) -> None:
+        """Computes a step of padding, as a graph holds it, but launched by the host. `fill` must have made so much."""
+        outputs = self._decode(num_rows, grouped=False)
+        if self.sampler is not None:
+            self._draw(outputs)
 
     def count_padded(self, order: Int32) -> int:
         """Counts the rows that a pass of these computes, padding included."""
@@ -115,7 +125,7 @@ class DecodePass:
     def _decode(self, num_rows: int, grouped: bool) -> tuple[Tensor, ...]:
         """Decodes the first rows in the device's order, padding included. Reads and writes tables, takes no inputs."""
         rows = self._rows.on_device
-        inputs = rows.decode_inputs(num_rows)
+        inputs = self._begin(num_rows)
         batch = AttentionBatch(
             num_decode=num_rows,
             query_lengths=np.ones(num_rows, dtype=np.int32),
@@ -127,11 +137,15 @@ class DecodePass:
         )
         assert self._attention is not None
         self._attention.plan_graph(batch, grouped)
-        if self._history is not None:
-            self._history.write(inputs.write_indices, inputs.token_ids)
         hidden = self._model.forward(self._make_first(inputs), inputs.positions, self._attention)
-        rows.advance(inputs.slots, inputs.contexts)
         return (hidden,) if self.sampler is None else (hidden, inputs.contexts)
+
+    def _begin(self, num_rows: int) -> DecodeInputs:
+        """Takes the rows' next tokens into the history and their slots' positions."""
+        rows, history = self._rows.on_device, None if self._history is None else self._history.ids
+        slots = rows.order[:num_rows]
+        tables = rows.last_tokens, rows.positions, rows.page_table
+        return DecodeInputs(slots, *begin_rows(slots, *tables, rows.page_size, history))
 
     def _draw(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Draws the next tokens of the rows that `_decode` computed, padding included, on the plain route."""

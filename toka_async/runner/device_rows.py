@@ -35,7 +35,7 @@ class DeviceRows:
     step in parts, `whole_order` holds all decoding slots, and `order` those of the part that is computed.
 
     Args:
-        width: pages for which a row has room; the table grows when a row needs more.
+        width: pages for which a row has room; on a CPU the table grows when a row needs more.
     """
 
     def __init__(self, max_seqs: int, page_size: int, width: int, scratch_page: int, device: torch.device) -> None:
@@ -51,10 +51,11 @@ class DeviceRows:
         self.whole_order = self.order
 
     def widen(self, width: int) -> None:
-        """Makes room for `width` pages in every row. Grows by doubling."""
+        """Makes room for `width` pages in every row. Grows by doubling, on a CPU: on a GPU, graphs hold the table."""
         old = self.page_table
         if width <= old.shape[1]:
             return
+        assert self.device.type == "cpu", f"a row has {width} pages where the table holds {old.shape[1]}"
         self.page_table = old.new_zeros(old.shape[0], 1 << (width - 1).bit_length())
         self.page_table[:, : old.shape[1]] = old
         self.page_table[self.padding] = self.scratch_page
@@ -84,16 +85,20 @@ class DeviceRows:
         """Computes the inputs of the first rows in order, on the device, from tables that stay where they are."""
         slots = self.order[:num_rows]
         positions = self.positions.index_select(0, slots)
-        places = torch.div(positions, self.page_size, rounding_mode="floor")
-        cells = torch.add(places, slots, alpha=self.page_table.shape[1])
-        pages = self.page_table.view(-1).index_select(0, cells).long()
         return DecodeInputs(
             slots=slots,
             token_ids=self.last_tokens.index_select(0, slots),
             positions=positions,
-            write_indices=torch.add(positions, pages - places, alpha=self.page_size),
+            write_indices=self.locate(slots, positions),
             contexts=(positions + 1).to(torch.int32),
         )
+
+    def locate(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Locates tokens at `positions` of `slots` in the cache, page * page_size + offset: int64 [n] each."""
+        places = torch.div(positions, self.page_size, rounding_mode="floor")
+        cells = torch.add(places, slots, alpha=self.page_table.shape[1])
+        pages = self.page_table.view(-1).index_select(0, cells).long()
+        return torch.add(positions, pages - places, alpha=self.page_size)
 
     def advance(self, slots: Tensor, contexts: Tensor) -> None:
         """Records that the slots' tokens up to `contexts` [n] are computed. Padding stays where it is."""

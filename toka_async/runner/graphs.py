@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toka_async.attention.base import GraphAttention, PrefixGroup
+from toka_async.attention.base import CapturedAttention, PrefixGroup
 
 # Computes a step of (rows, grouped). Returns tensors of as many rows.
 DecodeStep = Callable[[int, bool], tuple[Tensor, ...]]
@@ -46,14 +46,18 @@ class _CapturedStep:
         return self.ends[end].outputs
 
 
+DENSE_ROWS = 512  # up to which sizes lie close together
+
+
 def list_graph_sizes(most: int) -> list[int]:
     """Lists the numbers of rows to capture, up to `most`, before any is dropped.
 
     Padding costs little while reading the weights takes the time, to about 150 rows. Above, products have whole tiles.
+    From DENSE_ROWS on there are four sizes for each doubling, since each takes time at the start.
     """
     sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128]
     while sizes[-1] < most:
-        sizes.append(sizes[-1] + max(64, sizes[-1] // 512 * 64))
+        sizes.append(sizes[-1] + (64 if sizes[-1] < DENSE_ROWS else 1 << (sizes[-1].bit_length() - 3)))
     return sorted({min(size, most) for size in sizes})
 
 
@@ -67,7 +71,7 @@ class DecodeGraphs:
         self,
         decode: DecodeStep,
         ends: Mapping[str, DecodeEnd],
-        attention: GraphAttention,
+        attention: CapturedAttention,
         sizes: Sequence[int],
         grouped: bool,
     ) -> None:

@@ -148,6 +148,14 @@ class KernelSampler:
             self._table.seen.index_copy_(0, at, bits.to(torch.int32).expand(len(indices), -1))
 
 
+def try_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compiles the kernels for logits of this type, by drawing for one row. They are the same for any rows."""
+    logits = torch.zeros(1, vocab_size, dtype=dtype, device=device)
+    slots = torch.zeros(1, dtype=torch.int64, device=device)
+    contexts = torch.ones(1, dtype=torch.int32, device=device)
+    SamplingKernels(vocab_size, 1, device).draw(logits, slots, contexts, _make_table(1, vocab_size, device))
+
+
 def _needs_raw(params: Params) -> Bool:
     """Tells which rows' log-probs need a pass before edits."""
     edited = (params["flags"] & _EDITED) != 0

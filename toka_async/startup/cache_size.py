@@ -13,15 +13,19 @@ import torch
 from toka_async.attention.kv_cache import bytes_per_token
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.spec import ModelError, ModelSpec
-from toka_async.config import CacheConfig, ScheduleConfig
+from toka_async.config import CacheConfig, GraphsConfig, ScheduleConfig
+from toka_async.runner.graphs import DENSE_ROWS
 from toka_async.runner.slab_sampler import SLAB_BYTES
 from toka_async.startup.memory import read_free_cuda_memory
 
 _HISTORY_BYTES = 4  # of a token's id
 LINKED = 4  # residuals of a token that a stage holds beside its own: two that come, two that go
-# Bytes beside what a step allocates: graphs, libraries' workspaces, waste in the allocator's blocks.
+# Bytes beside what steps and graphs allocate: graphs' nodes, libraries' workspaces, waste in the allocator's blocks.
 _SPARE_SHARE = 0.02
 _SPARE_BYTES = 1 << 30
+_GRAPH_SHARE = 0.01  # of a GPU's memory, which steps with prompts may take in graphs, and decoding steps as well
+_MOST_GRAPH_TOKENS = 4096
+_MOST_GRAPH_ROWS = 4096
 
 
 def count_page_bytes(spec: ModelSpec, cache: CacheConfig, dtype: torch.dtype) -> int:
@@ -141,6 +145,41 @@ def count_token_bytes(spec: ModelSpec, dtype: torch.dtype, num_parts: int = 1) -
     if num_parts > 1:
         a_token = -(-(a_token + LINKED * spec.hidden_size) // num_parts)
     return a_token * dtype.itemsize + bytes_per_token(spec, dtype)
+
+
+def count_graph_bytes(spec: ModelSpec, dtype: torch.dtype, num_rows: int, num_tokens: int) -> int:
+    """Counts the bytes in which all graphs compute, beside those of other steps.
+
+    num_rows: of the largest decoding step. num_tokens: of the largest step with prompts, whose logits are not captured.
+    """
+    a_token = count_token_bytes(spec, dtype) - bytes_per_token(spec, dtype)
+    return num_rows * (a_token + spec.vocab_size * dtype.itemsize) + num_tokens * a_token
+
+
+def count_graph_tokens(graphs: GraphsConfig, spec: ModelSpec, dtype: torch.dtype, total: int, max_tokens: int) -> int:
+    """Counts the tokens of the largest captured step with prompts on a GPU of `total` bytes; 0: none is captured.
+
+    max_tokens: of a step. A step of more than are chosen takes the device longer than the host, mostly, so that a graph
+    would save nothing.
+    """
+    if not graphs.enabled:
+        return 0
+    if graphs.max_tokens != "auto":
+        return min(graphs.max_tokens, max_tokens)
+    return min(_MOST_GRAPH_TOKENS, int(_GRAPH_SHARE * total) // count_graph_bytes(spec, dtype, 0, 1), max_tokens)
+
+
+def count_graph_rows(graphs: GraphsConfig, spec: ModelSpec, dtype: torch.dtype, total: int, max_seqs: int) -> int:
+    """Counts the rows of the largest decoding step that may be captured on a GPU of `total` bytes; 0: none is.
+
+    max_seqs: of a step. Of automatic sizes above DENSE_ROWS, a start captures those that pay.
+    """
+    if not graphs.enabled:
+        return 0
+    if graphs.max_rows != "auto":
+        return min(graphs.max_rows, max_seqs)
+    most = int(_GRAPH_SHARE * total) // count_graph_bytes(spec, dtype, 1, 0)
+    return min(_MOST_GRAPH_ROWS, max(DENSE_ROWS, most), max_seqs)
 
 
 def count_row_bytes(spec: ModelSpec, limits: RankLimits, dtype: torch.dtype, page_size: int, num_parts: int = 1) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from importlib.util import find_spec
 
 import torch
 
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import AttentionConfig, ModelConfig
+from toka_async.kernels.support import explain_no_kernels
 from toka_async.startup.gpu_absence import explain_unusable
 from toka_async.startup.rank_coords import ALONE, RankCoords
 
@@ -33,7 +33,10 @@ def resolve_device(model: ModelConfig, place: RankCoords = ALONE) -> torch.devic
                 f"{num_devices}; use fewer, or model.device=cpu"
             )
         torch.cuda.set_device(place.device_index)
-        return torch.device("cuda", place.device_index)
+        device = torch.device("cuda", place.device_index)
+        if (slow := explain_no_kernels(device)) and place.device_index == 0:
+            logger.warning("the GPU is used without kernels of ours and without graphs, and so is slow: %s", slow)
+        return device
     unusable = explain_unusable(reason)
     if model.device == "cuda":
         raise ModelError(f"model.device=cuda: {unusable or 'there is no NVIDIA GPU here'}; or use model.device=cpu")
@@ -82,4 +85,4 @@ def name_device(device: torch.device) -> str:
 
 def has_kernels(device: torch.device) -> bool:
     """Tells whether our kernels run there."""
-    return device.type == "cuda" and find_spec("triton") is not None
+    return not explain_no_kernels(device)

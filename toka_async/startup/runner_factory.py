@@ -6,7 +6,7 @@ Knows how the parts fit together; knows no processes and no sockets.
 from __future__ import annotations
 
 import gc
-import sys
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,10 +18,13 @@ import torch
 
 from toka_async.attention.build import AttentionParts, BuiltAttention, build_attention
 from toka_async.attention.choice import ChoiceTable, every_group_pays
+from toka_async.attention.flashinfer import FAILURES, explain_failure, explain_no_flashinfer
 from toka_async.attention.kv_cache import KVCache, bytes_per_token
+from toka_async.attention.modules import ModuleRequest, find_missing, list_architectures, make_module_request
+from toka_async.bar import show_nothing
 from toka_async.checkpoint.division import make_rank_spec, make_stage_spec, stage_parts
 from toka_async.checkpoint.limits import DeviceKind, RankLimits, resolve_limits, resolve_num_pages
-from toka_async.checkpoint.spec import ModelSpec
+from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import Config
 from toka_async.messages import Ready
 from toka_async.model.activation_layout import LayoutPolicy
@@ -30,21 +33,28 @@ from toka_async.model.ops import TorchOps
 from toka_async.model.overlap import OverlappedShards
 from toka_async.model.weights import build_decoder, load_weights, random_weights
 from toka_async.runner.compiles import CompileCounter
+from toka_async.runner.graphs import DENSE_ROWS
 from toka_async.runner.micro_batches import count_most_rows, count_most_tokens
+from toka_async.runner.mixed import list_mixed_sizes
 from toka_async.runner.pipeline import StageSetup
 from toka_async.runner.runner import Runner, SamplingSetup
 from toka_async.runner.samples import RowShares
 from toka_async.startup.cache_size import (
     check_largest_step,
     compute_cache_memory,
+    count_graph_bytes,
+    count_graph_rows,
+    count_graph_tokens,
     count_page_bytes,
     count_trial_pages,
     fit_limits,
     make_misfit_error,
 )
+from toka_async.startup.compile_ahead import compile_ahead, list_compile_tasks
 from toka_async.startup.described import count_weight_bytes, describe_device
 from toka_async.startup.device import has_kernels, resolve_device, resolve_dtype, resolve_num_threads
 from toka_async.startup.memory import choose_cpu_cache_bytes
+from toka_async.startup.module_compiler import compile_in_background, compile_now
 from toka_async.startup.process_groups import build_links, make_groups
 from toka_async.startup.progress import StartupProgress
 from toka_async.startup.rank_coords import ALONE, RankCoords
@@ -59,27 +69,44 @@ from toka_async.tuning.store import Facts, TuningCache, describe_gpu, find_folde
 if TYPE_CHECKING:  # needs Triton, which is not everywhere
     from toka_async.tuning.gemm import ProductTuning
 
+logger = logging.getLogger(__name__)
+
 
 class RunnerFactory:
     """Makes one runner. Ranks of one model must be built at the same time: they wait for each other."""
 
     def __init__(
-        self, model_dir: Path, spec: ModelSpec, config: Config, coords: RankCoords = ALONE, progress: bool = True
+        self,
+        model_dir: Path,
+        spec: ModelSpec,
+        config: Config,
+        coords: RankCoords = ALONE,
+        stages: StartupProgress | None = None,
+        compiles_first: bool = True,
     ) -> None:
-        """Connects to the other ranks. Raises ModelError that names the field and the fix."""
+        """Connects to the other ranks. Raises ModelError that names the field and the fix.
+
+        stages: shows the start; None: nobody looks. compiles_first: FlashInfer's missing modules are compiled before
+        the runner is ready, not in the background afterwards.
+        """
         self.model_dir = model_dir
         self.spec = spec
         self.config = config
         self.coords = coords
-        self.device = resolve_device(config.model, coords)
+        self.stages = stages or StartupProgress(shown=False, logged=False)
+        self.compiles_first = compiles_first
+        self.left_to_compile: ModuleRequest | None = None
+        with self.stages.stage("device", "starting the device and meeting the other ranks"):
+            self.device = resolve_device(config.model, coords)
+            self.groups = make_groups(coords, self.device)
         self.kind: DeviceKind = "cuda" if self.device.type == "cuda" else "cpu"
-        self.groups = make_groups(coords, self.device)
-        progress = progress and coords.world_rank == 0
-        self.stages = StartupProgress(sys.stderr, progress, logged=progress and self.kind == "cuda")
         self.dtype = resolve_dtype(config.model, spec, self.device)
         self.limits = resolve_limits(config.model, config.schedule, spec, self.kind)
         self.part = stage_parts(spec, coords.num_stages, coords.size)[coords.stage]
         self.rank_spec = make_stage_spec(make_rank_spec(spec, coords.size), self.part)
+        # Only the last stage has logits.
+        vocab_size = self.rank_spec.vocab_size if self.part.is_last else 0
+        self.counted_spec = msgspec.structs.replace(self.rank_spec, vocab_size=vocab_size)
         free = measure_free_bytes(self.device, config.cache.memory_fraction)
         check_weights_fit(spec, self.part, coords.size, self.dtype, free, self.kind)
         self.tuning_cache = open_tuning_cache(self.device, config)
@@ -87,26 +114,35 @@ class RunnerFactory:
 
     def build(self) -> Runner:
         """Builds the runner, ready for its first step. Raises ModelError."""
-        with self.stages.stage("tensor ranks") if self.coords.size > 1 else nullcontext():
+        with self.stages.stage("tensor ranks", "measuring layers in shards") if self.coords.size > 1 else nullcontext():
             layouts = self._build_layouts()
-        with self.stages.stage("weights"), catch_lost_memory(self.spec, self.part, self.coords.size, self.dtype):
+        with (
+            self.stages.stage("weights", "loading"),
+            catch_lost_memory(self.spec, self.part, self.coords.size, self.dtype),
+            compile_ahead(self._list_compile_tasks(), self.device),
+        ):
             decoder = self._load_decoder(layouts)
+            self.stages.show(0, 0, "loaded; waiting for kernels that are compiled meanwhile")
         if self.kind == "cuda":
             self.limits = self._fit_limits()
         else:
             self._set_num_threads(decoder)
         stage = self._connect_stage()
-        max_graph_rows = self._count_graph_rows(layouts)
-        with self.stages.stage("matrices"):
+        max_graph_rows, max_graph_tokens = self._count_graph_rows(layouts), self._count_graph_tokens(layouts)
+        with self.stages.stage("matrices", "measuring products"):
             if self.tuning is not None:
                 limits = limit_separate(limit_part(self.limits, self.coords.num_micro_batches), layouts)
                 self.tuning.tune(decoder, limits, max_graph_rows, self.stages.show)
-        with self.stages.stage("memory"):
-            num_pages = self.groups.world.minimum(self._count_pages(decoder, stage))
-        with self.stages.stage("attention"):
-            runner = self._make_runner(decoder, stage, num_pages, self._choose_table)
-        token_seconds = self._measure_token_seconds(runner)
-        self._warm_up(runner, decoder, max_graph_rows)
+        with_flashinfer = self._prepare_flashinfer()
+        with self.stages.stage("memory", "computing the largest step"):
+            num_pages, max_graph_rows = self._count_pages(
+                decoder, stage, with_flashinfer, max_graph_rows, max_graph_tokens
+            )
+            num_pages = self.groups.world.minimum(num_pages)
+        with self.stages.stage("attention", "allocating the cache"):
+            runner = self._make_runner(decoder, stage, num_pages, with_flashinfer, self._choose_table)
+            token_seconds = self._measure_token_seconds(runner)
+        self._warm_up(runner, decoder, max_graph_rows, max_graph_tokens)
         self.stages.report()
         self.tuning_cache.report()
         cache_bytes = (num_pages + 1) * self.config.cache.page_size * bytes_per_token(self.rank_spec, self.dtype)
@@ -114,7 +150,38 @@ class RunnerFactory:
             self.coords.world_rank, self.device, self.dtype, count_weight_bytes(decoder), cache_bytes
         )
         runner.ready = msgspec.structs.replace(runner.ready, ranks=(described,), token_seconds=token_seconds)
+        if self.left_to_compile is not None and self.coords.device_index == 0:  # once for all ranks and replicas
+            compile_in_background(self.left_to_compile)
         return runner
+
+    def _prepare_flashinfer(self) -> bool:
+        """Tells whether attention may use FlashInfer. Its missing modules are compiled now, or left for later.
+
+        A running server takes no new modules over: their buffers are not in the memory that the cache was sized by, and
+        measuring would stop the steps of all ranks for seconds. The next start measures them. Raises ModelError if
+        FlashInfer must be used and does not work.
+        """
+        backend = self.config.attention.backend
+        if backend not in ("auto", "flashinfer") or explain_no_flashinfer(self.device, self.dtype, self.spec.head_dim):
+            return True  # building attention says so where it matters
+        is_there, reason = False, ""
+        with self.stages.stage("FlashInfer", "looking for its modules"):
+            try:
+                whole = make_rank_spec(self.spec, self.coords.size)  # other stages may have other windows
+                request = make_module_request(whole, str(self.dtype).removeprefix("torch."), list_architectures())
+                is_there = not find_missing(request)
+                if not is_there and (self.compiles_first or backend == "flashinfer"):
+                    compile_now(request, self.stages.show)
+                    is_there = True
+                if not is_there:
+                    self.left_to_compile = request
+            except FAILURES as error:
+                reason = explain_failure(error)
+        if reason and backend == "flashinfer":
+            raise ModelError(f"attention.backend=flashinfer: it does not work here: {reason}; use auto")
+        if reason:
+            logger.warning("attention.backend=auto: FlashInfer does not work here, so it is not used: %s", reason)
+        return bool(self.groups.world.minimum(int(is_there)))
 
     def _make_tuning(self) -> ProductTuning | None:
         """Makes tuned products and fused kernels on a GPU; None: plain torch."""
@@ -136,24 +203,46 @@ class RunnerFactory:
             self.tuning_cache,
             self.groups.world,
             None if self.tuning is None else self.tuning.tune_layers,
+            show=self.stages.show,
         )
 
     def _count_graph_rows(self, layouts: LayoutPolicy | None = None) -> int:
-        """Counts the rows of the largest graph; 0: none is captured. Steps in shards are not captured."""
-        graphs = self.config.graphs
-        if not graphs.enabled:
-            return 0
-        most = min(graphs.max_rows, limit_part(self.limits, self.coords.num_micro_batches).max_seqs)
+        """Counts the rows of the largest graph; 0: none is captured. Steps in shards are not captured.
+
+        Automatic sizes above DENSE_ROWS do not decide about layouts.
+        """
+        max_seqs, total = limit_part(self.limits, self.coords.num_micro_batches).max_seqs, 0
+        if layouts is not None and has_kernels(self.device):
+            total = torch.cuda.get_device_properties(self.device).total_memory
+        most = count_graph_rows(self.config.graphs, self.counted_spec, self.dtype, total, max_seqs)
+        most = self.groups.world.minimum(most)
         return most if layouts is None or layouts.shards is None else min(most, layouts.min_tokens - 1)
+
+    def _count_graph_tokens(self, layouts: LayoutPolicy) -> int:
+        """Counts the tokens of the largest graph of steps with prompts, alike on all ranks; 0: none is captured."""
+        if not has_kernels(self.device):
+            return 0
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        max_tokens = limit_part(self.limits, self.coords.num_micro_batches).max_tokens
+        most = count_graph_tokens(self.config.graphs, self.rank_spec, self.dtype, total, max_tokens)
+        most = self.groups.world.minimum(most)
+        return most if layouts.shards is None else min(most, layouts.min_tokens - 1)
 
     def _load_decoder(self, layouts: LayoutPolicy) -> Decoder:
         ops = TorchOps() if self.tuning is None else self.tuning.ops
         decoder = build_decoder(self.spec, self.dtype, self.device, self.groups.tensor, ops, layouts, self.part)
         if self.config.model.load == "random":
-            random_weights(decoder, seed=0)
+            random_weights(decoder, 0, self.stages.show)
         else:
             load_weights(decoder, self.model_dir, self.stages.show)
         return decoder
+
+    def _list_compile_tasks(self) -> list[Callable[[], None]]:
+        """Lists what compiles kernels while weights load. Tensor ranks and other stages do not draw from all logits."""
+        draws = self.coords.size == 1 and self.part.is_last
+        spec = self.rank_spec if draws else msgspec.structs.replace(self.rank_spec, vocab_size=0)
+        backend, page_size = self.config.attention.backend, self.config.cache.page_size
+        return list_compile_tasks(spec, self.dtype, self.device, backend, page_size, self.limits)
 
     def _set_num_threads(self, decoder: Decoder) -> None:
         num_parameters = sum(parameter.numel() for parameter in decoder.parameters())
@@ -163,14 +252,12 @@ class RunnerFactory:
     def _fit_limits(self) -> RankLimits:
         """Halves limits that are `auto` until the largest step fits every rank's GPU. Raises ModelError."""
         cache, schedule, world = self.config.cache, self.config.schedule, self.groups.world
-        # Only the last stage has logits.
-        counted = self.rank_spec if self.part.is_last else msgspec.structs.replace(self.rank_spec, vocab_size=0)
         # What is automatic leaves half of the memory to the cache.
         share = 0.5 if "auto" in (schedule.max_seqs, schedule.max_tokens) else 1.0
 
         def check(tried: RankLimits) -> None:
             check_largest_step(
-                counted,
+                self.counted_spec,
                 tried,
                 self.dtype,
                 cache.page_size,
@@ -192,44 +279,73 @@ class RunnerFactory:
         links = build_links(self.groups.pairs, hidden_size, self.dtype, num_tokens, self.limits.max_seqs)
         return StageSetup(links, num_parts, hidden_size, self.dtype, self.device)
 
-    def _count_pages(self, decoder: Decoder, stage: StageSetup | None) -> int:
-        """Counts the pages of this rank's cache: as configured, or as memory allows beside the largest step."""
+    def _count_pages(
+        self,
+        decoder: Decoder,
+        stage: StageSetup | None,
+        with_flashinfer: bool,
+        max_graph_rows: int,
+        max_graph_tokens: int,
+    ) -> tuple[int, int]:
+        """Counts the pages of this rank's cache: as configured, or as memory allows beside steps and graphs.
+
+        Also returns the rows of the largest graph, of those up to max_graph_rows that pay.
+        """
         page_bytes = count_page_bytes(self.rank_spec, self.config.cache, self.dtype)
         if self.kind == "cuda":
-            auto = most = self._measure_memory(decoder, stage, page_bytes)
+            free, max_graph_rows = self._measure_memory(decoder, stage, page_bytes, with_flashinfer, max_graph_rows)
+            auto = most = free - count_graph_bytes(self.counted_spec, self.dtype, max_graph_rows, max_graph_tokens)
         else:
             auto, most = choose_cpu_cache_bytes(self.coords.num_sharing)
-        return resolve_num_pages(self.config.cache, self.limits, page_bytes, auto, most)
+        return resolve_num_pages(self.config.cache, self.limits, page_bytes, auto, most), max_graph_rows
 
-    def _measure_memory(self, decoder: Decoder, stage: StageSetup | None, page_bytes: int) -> int:
-        """Measures the bytes that the largest step leaves to the cache, by computing it once."""
+    def _measure_memory(
+        self, decoder: Decoder, stage: StageSetup | None, page_bytes: int, with_flashinfer: bool, max_graph_rows: int
+    ) -> tuple[int, int]:
+        """Measures the bytes that the largest step leaves to the cache, by computing it once.
+
+        Also returns the rows of the largest graph, see `_limit_graph_rows`.
+        """
         cache = self.config.cache
         torch.cuda.reset_peak_memory_stats(self.device)
         num_pages = count_trial_pages(self.limits, cache.page_size, page_bytes, self.device, cache.memory_fraction)
         try:
-            runner = self._make_runner(decoder, stage, num_pages)
+            runner = self._make_runner(decoder, stage, num_pages, with_flashinfer)
             make_largest_load(runner.ready)(runner)
             torch.cuda.synchronize(self.device)
         except torch.OutOfMemoryError:
             raise make_misfit_error(self.limits) from None
         peak = torch.cuda.max_memory_allocated(self.device) - (num_pages + 1) * page_bytes
+        max_graph_rows = self._limit_graph_rows(runner, decoder, max_graph_rows)
         del runner
         gc.collect()
         torch.cuda.empty_cache()
-        return compute_cache_memory(self.device, cache.memory_fraction, peak)
+        return compute_cache_memory(self.device, cache.memory_fraction, peak), max_graph_rows
+
+    def _limit_graph_rows(self, runner: Runner, decoder: Decoder, most: int) -> int:
+        """Finds the rows of the largest graph that pays, with a runner for a trial."""
+        decode = runner.decode
+        if self.config.graphs.max_rows != "auto" or most <= DENSE_ROWS or decode is None or not decode.can_capture:
+            return most
+        from toka_async.tuning.graph_sizes import GraphLimit
+
+        limit = GraphLimit(decode, most, self._describe_graphs(decoder))
+        return settle(limit, self.tuning_cache, self.groups.tensor)
 
     def _make_runner(
         self,
         decoder: Decoder,
         stage: StageSetup | None,
         num_pages: int,
+        with_flashinfer: bool,
         choose: Callable[[AttentionParts], ChoiceTable] | None = None,
     ) -> Runner:
         """Makes a runner over a new cache. choose: see `build_attention`; None: the runner is for a trial."""
         spec, limits, page_size = self.rank_spec, self.limits, self.config.cache.page_size
+        show = show_nothing if choose is None else self.stages.show
         # One page more, for rows that only fill up a batch.
         cache = KVCache(
-            spec.num_layers, num_pages + 1, spec.num_kv_heads, page_size, spec.head_dim, self.dtype, self.device
+            spec.num_layers, num_pages + 1, spec.num_kv_heads, page_size, spec.head_dim, self.dtype, self.device, show
         )
         attention = build_attention(
             self.config.attention.backend,
@@ -239,6 +355,8 @@ class RunnerFactory:
             max_seqs=limits.max_seqs,
             max_tokens=limits.max_tokens,
             choose=choose,
+            with_flashinfer=with_flashinfer,
+            show=show,
         )
         group_min_seqs, group_min_tokens = self.groups.world.agree(attention.smallest_group, tuple[int, int])
         ready = Ready(
@@ -268,7 +386,7 @@ class RunnerFactory:
 
     def _choose_table(self, parts: AttentionParts) -> ChoiceTable:
         """Chooses the same table on all ranks of a stage, or they would compute a step in different ways."""
-        return settle(AttentionChoice(parts), self.tuning_cache, self.groups.tensor)
+        return settle(AttentionChoice(parts, show=self.stages.show), self.tuning_cache, self.groups.tensor)
 
     def _make_group_rule(self, attention: BuiltAttention) -> Callable[[int, int], bool]:
         """Decides which groups pay, as configured or measured. A micro-batch may have too small a part of one."""
@@ -290,7 +408,7 @@ class RunnerFactory:
             return 0.0
         return self.groups.world.agree(measure_token_seconds(runner), float)
 
-    def _warm_up(self, runner: Runner, decoder: Decoder, max_graph_rows: int) -> None:
+    def _warm_up(self, runner: Runner, decoder: Decoder, max_graph_rows: int, max_graph_tokens: int) -> None:
         """Computes every kind of step, and captures graphs."""
         schedule, most = self.config.schedule, min(max_graph_rows, self.limits.max_seqs)
         least = runner.ready.group_min_seqs if schedule.group_min_seqs == "auto" else schedule.group_min_seqs
@@ -302,6 +420,9 @@ class RunnerFactory:
             model = self._describe_graphs(decoder)
             graphs = GraphChoice(runner.decode, most, least > 0, model, self.stages.show)
             graphs.use(settle(graphs, self.tuning_cache, self.groups.tensor))
+            if runner.mixed is not None and max_graph_tokens:
+                for done, total in runner.mixed.capture(list_mixed_sizes(max_graph_tokens), least > 0):
+                    self.stages.show(done, total, "graphs captured")
 
         captures = most > 0 and runner.decode is not None and runner.decode.can_capture
         warm_up(runner, self.stages, self.coords.num_micro_batches, capture if captures else None)

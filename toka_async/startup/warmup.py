@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
+import torch
 
 from toka_async.arrays import column, i32_column
 from toka_async.messages import Ready, SamplingParams
@@ -51,16 +52,18 @@ def warm_up(
     runner: Runner, stages: StartupProgress, num_parts: int = 1, capture: Callable[[], None] | None = None
 ) -> None:
     """Computes steps of all kinds. num_parts: micro-batches of a step. capture: captures decoding steps, if any are."""
-    with stages.stage("warm-up"):
+    with stages.stage("warm-up", "computing steps"):
         loads = list_gpu_loads(runner.ready, num_parts) if runner.decode is not None else list_cpu_loads(runner.ready)
         if runner.ready.async_tp_min_tokens:
             loads.append(make_largest_load(runner.ready))
         for number, load in enumerate(loads):
             load(runner)
-            stages.show(number + 1, len(loads))
+            stages.show(number + 1, len(loads), "loads computed")
     if capture is not None:
-        with stages.stage("graphs"):
+        with stages.stage("graphs", "capturing"):
+            torch.cuda.empty_cache()  # graphs have memory of their own, and a capture cannot free what steps keep
             capture()
+            torch.cuda.empty_cache()  # what was computed before each capture, on the captures' stream
             for load in loads:  # replayed once: a graph's first launch takes longer
                 load(runner)
     gc.collect()
@@ -92,10 +95,12 @@ def list_gpu_loads(ready: Ready, num_parts: int = 1) -> list[Load]:
     loads.append(make_rows_load([1], (GREEDY,)))
     lengths = [room // part for part in (1, 2, 16)] + [LEAST_TOKENS * num_parts] * (num_parts > 1)
     loads += [make_rows_load([length], (GREEDY,)) for length in lengths if 0 < length <= room]
-    for count, shared in (*((count, 4) for count in add_part_counts((64,), num_parts)), (2, 1), (most, 32)):
+    grouped = [(count, 4, count) for count in add_part_counts((64,), num_parts)] + [(2, 1, 2), (most, 32, most)]
+    # More rows than start early (`kernels.pdl`), with so many keys each that several programs read them.
+    for count, shared, num_grouped in (*grouped, (17, 32, 0)):
         fits = shared + count * pages <= ready.num_pages and 1 < count <= ready.max_seqs
         if fits and (shared + pages) * size <= ready.max_context and count * 2 <= ready.max_tokens:
-            loads.append(make_rows_load([shared * size + 2] * count, PLAIN, shared, count))
+            loads.append(make_rows_load([shared * size + 2] * count, PLAIN, shared, num_grouped))
     return loads
 
 

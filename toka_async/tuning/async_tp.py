@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from toka_async.attention.base import AttentionBatch, QueryKeyNorm
+from toka_async.bar import Show, show_nothing
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import ActivationLayout, LayoutPolicy, Replicated, SequenceSharded
 from toka_async.model.comm import Comm
@@ -74,6 +75,7 @@ def build_layouts(
     world: Comm | None = None,
     tune: Tune | None = None,
     clock: RunClock = time_alone,
+    show: Show = show_nothing,
 ) -> LayoutPolicy:
     """Decides how steps are spread over the ranks. All ranks decide alike; they wait for each other.
 
@@ -96,7 +98,7 @@ def build_layouts(
     if asked != "auto":
         return LayoutPolicy(whole, shards, _raise_least(asked, comm))
     counts = list_token_counts(most_captured, shape.max_tokens)
-    timings = settle(LayoutTimes(shape, shards, comm, world, counts, tune, clock), cache, world) if counts else []
+    timings = settle(LayoutTimes(shape, shards, comm, world, counts, tune, clock, show), cache, world) if counts else []
     if shape.device.type == "cuda":
         torch.cuda.empty_cache()  # frees what measuring took
     least = find_least_tokens(timings)
@@ -118,6 +120,7 @@ class LayoutTimes:
     counts: Sequence[int]
     tune: Tune | None
     clock: RunClock
+    show: Show
     name: ClassVar[str] = "async-tp"
     kind: ClassVar[Any] = list[Timing]
 
@@ -140,7 +143,8 @@ class LayoutTimes:
         if self.tune is not None:
             self.tune(decoder, self.counts)
         timings = []
-        for count in self.counts:
+        for done, count in enumerate(self.counts):
+            self.show(done, len(self.counts), "sizes of steps measured")
             of_whole = LayerRun(decoder, Replicated(comm), count, count)
             of_shards = LayerRun(decoder, self.shards, count, -(-count // comm.size))
             for run in (of_whole, of_shards):

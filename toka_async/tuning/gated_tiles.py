@@ -8,9 +8,8 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from triton.compiler.errors import CompileTimeAssertionFailure
-from triton.runtime.errors import OutOfResources, PTXASError
 
+from toka_async.kernels.built import explain_unbuilt
 from toka_async.kernels.gated import GatedProducts, Tile, can_copy
 from toka_async.tuning.algorithms import describe_weights
 from toka_async.tuning.store import Facts
@@ -21,7 +20,6 @@ logger = logging.getLogger(__name__)
 TILES = (Tile(128, 128, 64, 3, 8), Tile(64, 128, 64, 4, 4))
 LONGER = 200.0  # milliseconds of a turn at the most rows
 _SIZES = (128, 256, 512, 1024, 2048, 4096)
-_CANNOT_BE_BUILT = (OutOfResources, PTXASError, CompileTimeAssertionFailure)
 
 
 class GatedTileChoice:
@@ -108,15 +106,12 @@ class GatedTileChoice:
         self._separately(x, weight)
 
     def _is_built(self, tile: Tile) -> bool:
-        """Builds the kernel. Returns False if its tile needs more shared memory than there is."""
+        """Builds the kernel. Returns False if that fails, such as for want of shared memory."""
         x, output = self._make_operands(1)
-        try:
-            self._gates.run(self._activation, tile, x, self._weights[0], output)
-        except _CANNOT_BE_BUILT as error:
-            reason = str(error).partition("\n")[0]
+        reason = explain_unbuilt(partial(self._gates.run, self._activation, tile, x, self._weights[0], output))
+        if reason:
             logger.info("gated products: tiles of %d x %d are not used here: %s", tile.rows, tile.columns, reason)
-            return False
-        return True
+        return not reason
 
     def _make_operands(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """Makes x [t, hidden] and output [t, inner]."""

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import get_args
 
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from tests.cases.attention import make_case
 from tests.fakes import flashinfer as fake_flashinfer
 from toka_async.attention import build, flashinfer
-from toka_async.attention.build import AttentionParts, Backend, build_attention, resolve_backend
+from toka_async.attention.build import AttentionParts, Backend, build_attention, resolve_backend, try_triton
 from toka_async.attention.choice import AutoChunks, AutoDecode, ChoiceTable, choose_always
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
+from toka_async.attention.triton import TritonChunks, TritonDecode
 from toka_async.checkpoint.spec import ModelError
 from toka_async.config.load import describe
+from toka_async.kernels import support
 
 BF16 = torch.bfloat16
 
@@ -42,6 +47,8 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Those that are installed."""
     names = {"triton", "flashinfer"}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in names else None)
+    monkeypatch.setattr(support, "find_spec", lambda name: name if name in names else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     return names
 
 
@@ -64,7 +71,7 @@ def test_the_reference_on_a_cpu(backend: Backend, caplog: pytest.LogCaptureFixtu
     assert isinstance(built.backend, ReferenceAttention)
     assert (built.backend.windows, built.backend.scale) == ((0, 7), 0.3)
     assert built.smallest_group == built.backend.find_smallest_group()
-    assert (built.graphs, built.table) == (None, None)
+    assert (built.graphs, built.mixed, built.table) == (None, None, None)
     assert not caplog.messages
 
 
@@ -106,14 +113,23 @@ def test_packages_that_are_not_there(packages: set[str], caplog: pytest.LogCaptu
     assert "the package triton is not installed" in caplog.text
 
 
+@pytest.mark.usefixtures("packages")
+def test_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    for backend in ("triton", "flashinfer"):
+        with pytest.raises(ModelError, match=r"capability 8\.0 or more, got 7\.5; use reference"):
+            resolve_backend(backend, cache_of())
+    assert not caplog.messages
+    assert resolve_backend("auto", cache_of()) == "reference"
+    assert "got 7.5; use reference; until then attention is the reference" in caplog.text
+
+
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is there, and there is nothing to compile."""
-    pytest.importorskip("triton")
+    """Everything is there."""
     fake_flashinfer.install(monkeypatch)
     monkeypatch.setattr(build, "resolve_backend", lambda backend, _: backend)
-    monkeypatch.setattr(flashinfer, "explain_no_flashinfer", lambda _: "")
-    monkeypatch.setattr(flashinfer, "compile_kernels", lambda *_: None)
+    monkeypatch.setattr(flashinfer, "explain_no_flashinfer", lambda *_: "")
     monkeypatch.setattr(build, "try_decode", lambda *_: None)
     monkeypatch.setattr(build, "try_chunks", lambda *_: None)
 
@@ -145,7 +161,53 @@ def test_parts(backend: Backend, decode_names: list[str], chunk_names: list[str]
         assert (list(decode.parts), list(chunks.parts)) == (decode_names, chunk_names)
         assert (decode.captured is not None) == ("triton" in decode_names)
     assert built.graphs is (built.backend if "triton" in decode_names else None)
+    assert (built.mixed is not None) == ("triton" in decode_names)
     assert parts_of(built, 0)[0].parts[decode_names[0]] is not parts_of(built, 7)[0].parts[decode_names[0]]
+
+
+@pytest.fixture
+def refused_tiles(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Query heads of the tiles whose kernels need more shared memory than this GPU has."""
+    from triton.runtime.errors import OutOfResources
+
+    refused: set[int] = set()
+
+    def try_chunks(_: KVCache, __: int, part: TritonChunks, ___: int) -> None:
+        if part.config.block_queries in refused:
+            raise OutOfResources(106_496, 101_376, "shared memory")
+
+    monkeypatch.setattr(build, "try_chunks", try_chunks)
+    return refused
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("choose", [None, lambda _: choose_always("triton")], ids=["trial", "start"])
+def test_tiles_that_do_not_fit_are_not_used(
+    refused_tiles: set[int],
+    choose: Callable[[AttentionParts], ChoiceTable] | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    refused_tiles.add(128)
+    cache = cache_of(256, on_cuda=False)
+    built = build_attention("triton", cache, 2, (0,), max_seqs=8, max_tokens=8, choose=choose)
+    decode, chunks = (auto.parts["triton"] for auto in parts_of(built, 0))
+    assert isinstance(decode, TritonDecode)
+    assert isinstance(chunks, TritonChunks)
+    assert decode.tile_config == chunks.config
+    assert chunks.config.block_queries == 64
+    assert "tiles of 64 query heads" in caplog.text
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_kernels_that_do_not_fit_at_all(refused_tiles: set[int]) -> None:
+    refused_tiles |= {64, 128}
+    cache = cache_of(256, on_cuda=False)
+    with pytest.raises(ModelError, match="=triton: our kernels cannot be built here: out of resource: shared memory"):
+        build_attention("triton", cache, 2, (0,), max_seqs=8, max_tokens=8)
+    built = build_attention("auto", cache, 2, (0,), max_seqs=8, max_tokens=8)
+    assert isinstance(built.backend, ReferenceAttention)
+    assert built.graphs is None
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
@@ -171,13 +233,13 @@ def test_the_chosen_table_is_used(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_without_a_compiler_auto_goes_without(
+def test_where_it_does_not_work_auto_goes_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("Could not find nvcc\nand more")
 
-    monkeypatch.setattr(flashinfer, "compile_kernels", fail)
+    monkeypatch.setattr(flashinfer, "FlashInferDecode", fail)
     cache = cache_of(on_cuda=False)
     built = build_attention("auto", cache, 2, (0,), max_seqs=8, max_tokens=8)
     assert list(parts_of(built, 0)[0].parts) == ["triton"]
@@ -189,12 +251,38 @@ def test_without_a_compiler_auto_goes_without(
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+def test_auto_waits_for_no_modules() -> None:
+    cache = cache_of(on_cuda=False)
+    built = build_attention("auto", cache, 2, (0,), max_seqs=8, max_tokens=8, with_flashinfer=False)
+    decode, chunks = parts_of(built, 0)
+    assert (list(decode.parts), list(chunks.parts)) == (["triton"], ["triton"])
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_every_window_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[str, int]] = []
     monkeypatch.setattr(
         build, "try_decode", lambda _, __, part, ___, window: tried.append((type(part).__name__, window))
     )
     cache = make_case(0, 4, 1, 2, 16, contexts=[5]).cache
-    build_attention("auto", cache, 2, (7, 7), max_seqs=8, max_tokens=8, choose=lambda _: choose_always("triton"))
+    shown: list[tuple[int, int]] = []
+
+    def choose(_: AttentionParts) -> ChoiceTable:
+        return choose_always("triton")
+
+    def show(done: int, total: int, _: str) -> None:
+        shown.append((done, total))
+
+    build_attention("auto", cache, 2, (7, 7), max_seqs=8, max_tokens=8, choose=choose, show=show)
     names = ("TritonDecode", "FlashInferDecode", "CascadeDecode")
     assert sorted(tried) == sorted((name, window) for name in names for window in (0, 7))
+    assert shown == [(done, total) for total in (4, 6) for done in range(total)]
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_our_kernels_are_compiled_over_a_small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, tried = cache_of(on_cuda=False), list[object]()
+    monkeypatch.setattr(build, "try_decode", lambda *given: tried.append((given[0], given[1], given[3], given[4])))
+    monkeypatch.setattr(build, "try_chunks", lambda *given: tried.append((given[0], given[1], given[3])))
+    try_triton(cache, 2, (7, 7), max_seqs=8, max_tokens=9)
+    assert tried == [(cache, 2, 8, 0), (cache, 2, 0), (cache, 2, 8, 7), (cache, 2, 7)]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import pytest
@@ -18,7 +16,7 @@ from toka_async.attention.flashinfer import (
     FlashInferChunks,
     FlashInferDecode,
     WrapperShape,
-    compile_kernels,
+    explain_failure,
     explain_no_flashinfer,
     make_workspace,
 )
@@ -149,50 +147,8 @@ def test_groups_are_the_callers_choice() -> None:
     assert part.planned.grouped == slice(0, 2)
 
 
-@pytest.mark.parametrize(
-    ("group_size", "windows", "expected"),
-    [
-        (4, (0, 0), ["cascade", "prefill fa2 64 False"]),
-        (4, (0, 9), ["cascade", "prefill fa2 64 False", "prefill fa2 64 True"]),
-        (1, (0,), ["cascade", "decode 64 False", "prefill fa2 64 False"]),
-    ],
-)
-def test_kernels_are_compiled_at_once(
-    group_size: int, windows: tuple[int, ...], expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built: list[list[str]] = []
-
-    def spec(*parts: object) -> SimpleNamespace:
-        return SimpleNamespace(name=" ".join(map(str, parts)), is_compiled=False)
-
-    modules = {
-        "flashinfer.jit": {"build_jit_specs": lambda specs: built.append(sorted(x.name for x in specs))},
-        "flashinfer.jit.cascade": {"gen_cascade_module": lambda: spec("cascade")},
-        "flashinfer.jit.attention": {
-            "gen_batch_prefill_module": lambda *x: spec("prefill", x[0], x[5], x[8]),
-            "gen_batch_decode_module": lambda *x: spec("decode", x[4], x[7]),
-        },
-    }
-    for name, members in modules.items():
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))  # type: ignore[arg-type]
-    compile_kernels(shape_of(make_case(0, 4, 1, group_size, 64, contexts=[5])), windows)
-    assert built == [expected]
-
-
-class OnCuda:
-    """A tensor as `explain_no_flashinfer` sees it."""
-
-    device = torch.device("cuda")
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-
 def reason(dim: int, dtype: torch.dtype, on_cuda: bool = True) -> str:
-    cache = KVCache(1, 2, 1, 4, dim, dtype, torch.device("cpu"))
-    if on_cuda:
-        cache.keys = [OnCuda(dtype)]  # type: ignore[list-item]
-    return explain_no_flashinfer(cache)
+    return explain_no_flashinfer(torch.device("cuda" if on_cuda else "cpu"), dtype, dim)
 
 
 def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,3 +160,22 @@ def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason(64, torch.bfloat16) == (
         "the package flashinfer-python is not installed; pip install 'flashinfer-python<0.7', or use auto"
     )
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("", "RuntimeError"),
+        ("Could not find nvcc\nand more", "Could not find nvcc"),
+        (
+            "Ninja build failed. Ninja output:\n[1/3] nvcc -c error.cu\n/bin/sh: 1: nvcc: not found\nninja: stopped",
+            "/bin/sh: 1: nvcc: not found",
+        ),
+        (
+            "Ninja build failed. Ninja output:\n[1/3] nvcc -c a.cu\na.cu(3): error: no such type\nninja: stopped",
+            "a.cu(3): error: no such type",
+        ),
+    ],
+)
+def test_a_failure_is_one_line(said: str, expected: str) -> None:
+    assert explain_failure(RuntimeError(said)) == expected

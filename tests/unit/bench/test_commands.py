@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from toka_async.cli import main
 
@@ -18,6 +19,9 @@ from toka_async.cli import main
         (["step", "parallel.tp=2"], "parallel.tp=2: one rank alone is measured"),
         (["step", "model.path=/does/not/exist"], "/does/not/exist"),
         (["step", "schedule.max_seq=8"], "schedule.max_seqs"),
+        (["products", "model.device=cpu"], "needs an NVIDIA GPU"),
+        (["attention", "--dim", "64,"], "--dim"),
+        pytest.param(["attention"], "need a GPU", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU")),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

@@ -36,9 +36,26 @@ def test_what_attention_reads(floor: Floor) -> None:
 def test_the_parts(floor: Floor) -> None:
     parts = floor.compute(Case(rows=64, context=64), grouped=False)
     assert parts.sampling == pytest.approx(64 * 608 * 4 / 1e9)
-    assert parts.matrices > 0
     assert parts.total == pytest.approx(parts.matrices + parts.attention + parts.sampling)
+    assert parts.total_by_torch == pytest.approx(parts.by_torch + parts.attention + parts.sampling)
     assert floor.compute(Case(prompt=64), grouped=False).sampling == pytest.approx(608 * 4 / 1e9)
+
+
+def test_matrices_are_read_or_multiplied_with(floor: Floor) -> None:
+    """Of few tokens reading them takes longer, of many multiplying; what torch measured changes neither."""
+    spec = read_spec(Path(toka_async.__file__).parent / "demo")
+    layer = spec.hidden_size * (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    layer += 3 * spec.hidden_size * spec.intermediate_size
+    head = spec.vocab_size * spec.hidden_size
+    few = floor.compute(Case(rows=1, context=1), grouped=False)
+    assert few.matrices == pytest.approx((spec.num_layers * layer + head) * 4 / 1e9)
+    assert few.by_torch > 0
+    floor.flops = 1e6
+    try:
+        many = floor.compute(Case(rows=64, context=1), grouped=False)
+        assert many.matrices == pytest.approx(2 * 64 * (spec.num_layers * layer + head) / 1e6)
+    finally:
+        floor.flops = 1e15
 
 
 def test_short_work_is_timed_many_times() -> None:

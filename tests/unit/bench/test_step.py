@@ -70,7 +70,8 @@ def test_groups_are_those_that_the_scheduler_makes(case: Case, overrides: list[s
 
 
 def test_a_table_for_people() -> None:
-    numbers = dict.fromkeys(StepTime.__struct_fields__, 1) | {"share": 0.5, "rows": 64, "sampling": "plain"}
+    numbers: dict[str, object] = dict.fromkeys(StepTime.__struct_fields__, 1)
+    numbers |= {"share": 0.5, "torch_share": 0.75, "rows": 64, "sampling": "plain"}
     result = StepResult(
         model="m", device="cpu", dtype="float32", cache_tokens=5, bandwidth_gb_s=1.0, matrix_tflops=2.0,
         steps=[msgspec.convert(numbers, StepTime)], skipped=["9 rows, context 1: no"],
@@ -79,5 +80,6 @@ def test_a_table_for_people() -> None:
     assert first.startswith("m on cpu")
     assert len(names) == len(row)
     assert row.split()[0] == "64"
-    assert row.endswith("50.0%")
+    assert row.split()[-3] == "50.0%"
+    assert row.endswith("75.0%")
     assert skipped == "skipped: 9 rows, context 1: no"

@@ -11,20 +11,23 @@ pytest.importorskip("triton")
 
 from tests.cases.paged import PagedCase
 from toka_async.kernels.decode import Partial, merge
-from toka_async.kernels.prefill import PrefillConfig, attend_chunks, attend_prefixes, prefill_config
+from toka_async.kernels.prefill import PrefillConfig, attend_chunks, attend_prefixes, list_prefill_configs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLES = 60 if DEVICE.type == "cuda" else 3  # the interpreter is slow
 SCALE = 0.4
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+Tile = tuple[int, int, int, int]
 SMALL = PrefillConfig(block_queries=16, block_keys=16, num_warps=4, num_stages=2)
 
 
-def tile_table(tiles: list[tuple[int, int, int, int]]) -> torch.Tensor:
+def tile_table(tiles: list[Tile]) -> torch.Tensor:
     return torch.tensor([(len(tiles), 0, 0, 0), *tiles], dtype=torch.int32, device=DEVICE)
 
 
-def check_chunks(case: PagedCase, window: int, config: PrefillConfig, num_programs: int = 0) -> None:
+def check_chunks(
+    case: PagedCase, window: int, config: PrefillConfig, num_programs: int = 0, is_split: bool = False
+) -> None:
     """Each row's keys are cut into a context and a chunk, whose last tile is the shortest."""
     tiles, expected = [], []
     size, token = config.queries(case.group), 0
@@ -38,10 +41,40 @@ def check_chunks(case: PagedCase, window: int, config: PrefillConfig, num_progra
             expected.append(case.attend(query[token], row, first, end, SCALE)[0])
             token += 1
     output = torch.full_like(query, math.nan)
-    programs = num_programs or len(tiles)
-    attend_chunks(query, *case.cache, tile_table(tiles), programs, output, SCALE, window, config)
+    if is_split:
+        attend_in_parts(case, query, tiles, output, window, config)
+    else:
+        programs = num_programs or len(tiles)
+        attend_chunks(query, *case.cache, tile_table(tiles), programs, output, SCALE, window, config)
     tolerance = TOLERANCE[case.dtype]
     torch.testing.assert_close(output, torch.stack(expected).to(case.dtype), atol=tolerance, rtol=tolerance)
+
+
+def attend_in_parts(
+    case: PagedCase, query: torch.Tensor, tiles: list[Tile], output: torch.Tensor, window: int, config: PrefillConfig
+) -> None:
+    """Each tile of more than two blocks of keys has a part for each two blocks."""
+    of_parts: list[Tile] = []
+    parts: list[tuple[int, int, int]] = []
+    merged: list[tuple[int, int, int]] = []
+    size = config.queries(case.group)
+    for row, first, count, seen in tiles:
+        low, high = max(0, seen - window) if window else 0, seen + count - 1
+        starts = range(low, high, 2 * config.block_keys)
+        number = len(parts)
+        of_parts += [(row, first, count, seen)] * len(starts)
+        parts += [(start, min(start + starts.step, high), number + i) for i, start in enumerate(starts)]
+        if len(starts) == 1:
+            parts[-1] = (low, high, -1)
+        else:
+            merged += [(first + i, number * size + i, len(starts)) for i in range(count)]
+    shape = (len(parts) * size, case.heads, case.dim)
+    partial = Partial(torch.full(shape, math.nan, device=DEVICE), torch.full(shape[:2], math.nan, device=DEVICE))
+    table = torch.tensor(parts, dtype=torch.int32, device=DEVICE)
+    programs = len(parts)
+    attend_chunks(query, *case.cache, tile_table(of_parts), programs, output, SCALE, window, config, table, partial)
+    if merged:
+        merge(partial, torch.tensor(merged, dtype=torch.int32, device=DEVICE), size, output)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 8), (2, 3, 16), (1, 4, 64), (1, 7, 80)], ids=str)
@@ -57,10 +90,30 @@ def test_chunks(shape: tuple[int, int, int], seed: int, lengths: list[int], page
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 160])
 def test_chunks_as_configured(dim: int, dtype: torch.dtype) -> None:
     case = PagedCase(0, [140] if dtype == torch.bfloat16 else [40], 16, 1, 4, dim, DEVICE, dtype)
-    check_chunks(case, 0, prefill_config(dim, 4, dtype))
+    for config in list_prefill_configs(dim, 4, dtype):
+        check_chunks(case, 0, config)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 16), (1, 7, 80)], ids=str)
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    length=st.integers(30, 70),
+    page_size=st.sampled_from([1, 5, 16, 64]),
+    window=st.sampled_from([0, 0, 1, 7, 40]),
+)
+def test_parts_of_tiles(shape: tuple[int, int, int], seed: int, length: int, page_size: int, window: int) -> None:
+    """Some of a tile's queries see no key of its last part."""
+    case = PagedCase(seed, [length, 5], page_size, *shape, DEVICE)
+    check_chunks(case, window, SMALL, is_split=True)
+
+
+def test_parts_as_configured() -> None:
+    case = PagedCase(0, [150], 16, 1, 4, 64, DEVICE, torch.bfloat16)
+    check_chunks(case, 0, list_prefill_configs(64, 4, torch.bfloat16)[0], is_split=True)
 
 
 @pytest.mark.parametrize("window", [0, 9])
@@ -92,14 +145,13 @@ def test_prefixes(
     result = Partial(output, torch.full(output.shape[:3], math.nan, device=DEVICE))
     attend_prefixes(query, *case.cache, tile_table(tiles), len(tiles), result, SCALE, SMALL)
     assert result.output[:, 0].isnan().all(), "the row in no group is left alone"
-    result.output[:, 0], result.lse[:, 0] = 0.0, 0.0
     owners = [row for row, count in enumerate(counts, 1) for _ in range(count)]
     exact = [case.attend(query[1 + i], row, 0, keys, SCALE) for i, row in enumerate(owners)]
-    merged = torch.empty_like(query)
-    merge(result, merged)
-    torch.testing.assert_close(merged[1:], torch.stack([x for x, _ in exact]).float(), atol=1e-5, rtol=1e-5)
     lse = torch.logsumexp(result.lse[:, 1:] * math.log(2), 0) / math.log(2)
     torch.testing.assert_close(lse, torch.stack([x for _, x in exact]).float(), atol=1e-5, rtol=1e-5)
+    weights = torch.exp2(result.lse[:, 1:] - lse)[..., None]
+    merged = (result.output[:, 1:] * weights).sum(0)
+    torch.testing.assert_close(merged, torch.stack([x for x, _ in exact]).float(), atol=1e-5, rtol=1e-5)
 
 
 def test_no_tiles() -> None:
@@ -113,4 +165,4 @@ def test_no_tiles() -> None:
 def test_tiles_hold_whole_queries() -> None:
     assert SMALL.queries(7) == 2
     assert SMALL.queries(16) == 1
-    assert prefill_config(64, 200, torch.bfloat16).queries(200) == 1
+    assert all(config.queries(200) == 1 for config in list_prefill_configs(64, 200, torch.bfloat16))

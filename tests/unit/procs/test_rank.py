@@ -305,6 +305,32 @@ def test_a_model_that_does_not_fit_is_never_ready(
     assert not link.statuses
 
 
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory.\nTried"),
+            ModelError,
+            r"cache\.memory_fraction=0\.9: .* of memory",
+        ),
+        (KeyError("a bug"), KeyError, "a bug"),
+    ],
+)
+def test_a_start_that_fails_lets_a_dead_rank_be_heard_of_first(
+    link: Link, monkeypatch: pytest.MonkeyPatch, error: Exception, raised: type[Exception], message: str
+) -> None:
+    def build(_: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[], None]]:
+        raise error
+
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    monkeypatch.setattr(rank, "build", build)
+    link.spec = msgspec.structs.replace(link.spec, topology=local_topology(Path("unused"), Layout(tp=2)))
+    with pytest.raises(raised, match=message):
+        serve(link, cast("ZmqInbox[ToRank]", None), cast("ZmqOutbox[FromRank]", None))
+    assert waited == [rank.OTHERS_FIRST]
+
+
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_a_rank_tells_of_its_gpu_and_of_a_step_that_hangs(
     link: Link, monkeypatch: pytest.MonkeyPatch, has_gpu: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -113,6 +114,16 @@ def test_padding_alone_writes_only_the_scratch_page() -> None:
     for _ in range(9):  # more than a page of tokens
         tables.decode([], MAX_SEQS)
         tables.check_tables()
+
+
+def test_a_table_that_graphs_hold_stays_where_it_is() -> None:
+    rows = DeviceRows(MAX_SEQS, 4, 3, SCRATCH, torch.device("cpu"))
+    rows.device = torch.device("cuda")
+    table = rows.page_table
+    rows.widen(3)
+    with pytest.raises(AssertionError, match="a row has 4 pages where the table holds 3"):
+        rows.widen(4)
+    assert rows.page_table is table
 
 
 def test_widening_grows_by_doubling_and_never_shrinks() -> None:

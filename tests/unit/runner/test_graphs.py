@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.fakes.graphs import FakeGraphs
 from tests.fakes.model import FakeAttention
 from toka_async.attention.base import PrefixGroup
-from toka_async.runner.graphs import DecodeGraphs, list_graph_sizes
+from toka_async.runner.graphs import DENSE_ROWS, DecodeGraphs, list_graph_sizes
 
 GROUP = (PrefixGroup(0, 2, 1),)
 
@@ -28,6 +28,12 @@ def test_sizes_leave_little_padding(most: int) -> None:
         size = next(size for size in sizes if size >= num_rows)
         assert size < 2 * num_rows
     assert len(sizes) <= 4 * most.bit_length()
+
+
+def test_large_sizes_are_few() -> None:
+    """Each takes time at the start."""
+    large = [size for size in list_graph_sizes(4096) if size > DENSE_ROWS]
+    assert large == [640, 768, 896, 1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096]
 
 
 class Graphs:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
 from tests.drivers.sampler_bench import PROMPT, VOCAB, Bench
+from tests.fakes.plain_kernels import PlainKernels
 from toka_async.arrays import f32_column, i32_column
 from toka_async.kernels.sampling.kernels import SamplingKernels
 from toka_async.messages import Prompt, SamplingParams
@@ -200,3 +203,17 @@ def test_seen_bits_are_those_of_the_ids(vocab: int) -> None:
     bits = kernel_sampler._make_seen_bits(read_prompt(prompt, vocab), vocab)
     assert bits.shape == (-(-vocab // 32),)
     assert {i for i in range(32 * bits.size) if int(bits[i // 32]) >> i % 32 & 1} == {0, vocab - 1}
+
+
+@pytest.mark.usefixtures("plain_kernels")
+def test_kernels_are_compiled_for_logits_of_a_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[torch.Size, torch.dtype]] = []
+    draw = PlainKernels.draw
+
+    def note(self: PlainKernels, logits: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        drawn.append((logits.shape, logits.dtype))
+        return draw(self, logits, *others)
+
+    monkeypatch.setattr(PlainKernels, "draw", note)
+    kernel_sampler.try_sampling(50, torch.bfloat16, torch.device("cpu"))
+    assert drawn == [(torch.Size([1, 50]), torch.bfloat16)]

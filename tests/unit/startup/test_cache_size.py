@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -14,11 +15,17 @@ from tests.cases.models import make_checkpoint
 from toka_async.attention.kv_cache import KVCache
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
-from toka_async.config import CacheConfig, ScheduleConfig
+from toka_async.config import CacheConfig, GraphsConfig, ScheduleConfig
+from toka_async.model.weights import build_decoder
+from toka_async.runner.graphs import list_graph_sizes
+from toka_async.runner.mixed import list_mixed_sizes
 from toka_async.runner.token_history import TokenHistory
 from toka_async.startup.cache_size import (
     check_largest_step,
     compute_cache_memory,
+    count_graph_bytes,
+    count_graph_rows,
+    count_graph_tokens,
     count_largest_step_pages,
     count_page_bytes,
     count_row_bytes,
@@ -78,6 +85,45 @@ def test_the_cache_gets_what_is_left(memory: Memory) -> None:
     # What torch keeps without using it makes no difference.
     memory.free, memory.reserved = memory.free + 3 * GIB, memory.reserved - 3 * GIB
     assert compute_cache_memory(GPU, 0.9, 12 * GIB) == pytest.approx(72 * GIB - 5 * GIB - 12 * GIB - spare, abs=2)
+
+
+def test_graphs_take_what_is_counted_for_them(spec: ModelSpec) -> None:
+    """All activations of a layer's widest moment, and logits; keys and values lie in the cache."""
+    dtype = torch.bfloat16
+    assert count_graph_bytes(spec, dtype, 0, 0) == 0
+    a_row = count_graph_bytes(spec, dtype, 1, 0)
+    assert count_graph_bytes(spec, dtype, 512, 0) == 512 * a_row
+    assert count_graph_bytes(spec, dtype, 512, 100) == 512 * a_row + 100 * (a_row - 2 * spec.vocab_size)
+    decoder = build_decoder(spec, dtype, torch.device("cpu"))
+    hidden = torch.zeros(3, spec.hidden_size, dtype=dtype)
+    (gate_up,) = {weight.shape[0] for name, weight in decoder.named_parameters() if name.endswith("gate_up.weight")}
+    gated = 3 * (gate_up + gate_up // 2) * dtype.itemsize
+    assert 3 * a_row >= gated + 2 * hidden.nbytes + decoder.logits(hidden).nbytes
+
+
+@pytest.mark.parametrize("gib", [16, 22, 24, 48, 80, 141])
+@pytest.mark.parametrize("size", ["1b", "8b"])
+def test_nothing_is_taken_after_the_cache_that_was_not_left_for_it(
+    memory: Memory, spec: ModelSpec, gib: int, size: str
+) -> None:
+    """What is not in the peak of the largest step: graphs' own memory and nodes, libraries' workspaces, waste."""
+    hidden, inner, layers, heads, rows = {"1b": (2048, 8192, 16, 32, 2048), "8b": (4096, 14_336, 32, 32, 512)}[size]
+    spec = msgspec.structs.replace(
+        spec, hidden_size=hidden, intermediate_size=inner, num_layers=layers, num_heads=heads, num_kv_heads=8,
+        head_dim=hidden // heads, vocab_size=128_256,
+    )  # fmt: skip
+    total = memory.total = gib * GIB
+    weights = layers * (3 * inner * hidden + 3 * hidden * hidden) * 2 + 128_256 * hidden * 2
+    peak = weights + 2 * GIB
+    memory.reserved, memory.free = peak + GIB, total - peak - GIB - GIB // 2  # and half for CUDA itself
+    tokens = count_graph_tokens(GraphsConfig(), spec, torch.bfloat16, total, 32768)
+    of_graphs = count_graph_bytes(spec, torch.bfloat16, rows, tokens)
+    cache = compute_cache_memory(GPU, 0.9, peak) - of_graphs
+    if cache <= 0:
+        return  # the start refuses
+    nodes = (2 * len(list_graph_sizes(rows)) + len(list_mixed_sizes(tokens))) * layers * 16 * 2048
+    workspaces = 4 * (32 << 20)
+    assert peak + GIB // 2 + cache + of_graphs + nodes + workspaces <= 0.9 * total
 
 
 def test_limits_that_fit(memory: Memory, spec: ModelSpec) -> None:
@@ -177,3 +223,52 @@ def test_automatic_limits_become_smaller_until_they_fit(
     else:
         fitted = fit_limits(limits, schedule, check)
         assert (fitted.max_seqs, fitted.max_tokens) == expected
+
+
+def test_graphs_of_prompts_take_little_of_the_memory(tmp_path: Path, spec: ModelSpec) -> None:
+    dtype = torch.bfloat16
+    assert count_graph_tokens(GraphsConfig(), spec, dtype, 80 * GIB, 32768) == 4096
+    wide = read_spec(make_checkpoint(tmp_path, "llama", hidden_size=8192, intermediate_size=28672))
+    tokens = count_graph_tokens(GraphsConfig(), wide, dtype, 24 * GIB, 32768)
+    assert 512 < tokens < 4096
+    assert 0.009 < count_graph_bytes(wide, dtype, 0, tokens) / (24 * GIB) <= 0.01
+
+
+@pytest.mark.parametrize(
+    ("graphs", "expected"),
+    [
+        (GraphsConfig(), 64),  # as many as a step may have
+        (GraphsConfig(max_tokens=50), 50),
+        (GraphsConfig(max_tokens=5000), 64),
+        (GraphsConfig(max_tokens=0), 0),
+        (GraphsConfig(enabled=False), 0),
+    ],
+)
+def test_tokens_of_the_largest_graph(spec: ModelSpec, graphs: GraphsConfig, expected: int) -> None:
+    assert count_graph_tokens(graphs, spec, torch.bfloat16, 80 * GIB, 64) == expected
+
+
+def test_graphs_of_many_rows_take_little_of_the_memory(tmp_path: Path, spec: ModelSpec) -> None:
+    """With their logits. Those of 512 rows are always captured."""
+    graphs, dtype = GraphsConfig(), torch.bfloat16
+    assert count_graph_rows(graphs, spec, dtype, 141 * GIB, 8192) == 4096
+    wide = msgspec.structs.replace(
+        read_spec(make_checkpoint(tmp_path, "llama", hidden_size=4096, intermediate_size=14336)), vocab_size=128_256
+    )
+    rows = count_graph_rows(graphs, wide, dtype, 80 * GIB, 8192)
+    assert 512 < rows < 4096
+    assert 0.009 < count_graph_bytes(wide, dtype, rows, 0) / (80 * GIB) <= 0.01
+    assert count_graph_rows(graphs, wide, dtype, 8 * GIB, 8192) == 512
+
+
+@pytest.mark.parametrize(
+    ("graphs", "expected"),
+    [
+        (GraphsConfig(), 64),  # as many as a step may have
+        (GraphsConfig(max_rows=50), 50),
+        (GraphsConfig(max_rows=5000), 64),
+        (GraphsConfig(enabled=False), 0),
+    ],
+)
+def test_rows_of_the_largest_graph(spec: ModelSpec, graphs: GraphsConfig, expected: int) -> None:
+    assert count_graph_rows(graphs, spec, torch.bfloat16, 80 * GIB, 64) == expected

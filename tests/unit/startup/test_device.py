@@ -10,7 +10,7 @@ from tests.cases.models import make_checkpoint
 from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.config import AttentionConfig, CacheConfig, Config, ModelConfig
 from toka_async.startup import device
-from toka_async.startup.device import resolve_device, resolve_dtype, resolve_num_threads
+from toka_async.startup.device import has_kernels, resolve_device, resolve_dtype, resolve_num_threads
 from toka_async.startup.rank_coords import RankCoords
 from toka_async.startup.runner_factory import RunnerFactory
 
@@ -27,6 +27,7 @@ def test_every_rank_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert resolve_device(ModelConfig(), RankCoords(1, 2, device_index=1)) == torch.device("cuda", 1)
     assert current == [1]
     with pytest.raises(
@@ -34,6 +35,17 @@ def test_every_rank_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         resolve_device(ModelConfig(), RankCoords(2, 4, device_index=2, num_sharing=4))
     assert resolve_device(ModelConfig(device="cpu"), RankCoords(2, 4, device_index=2)) == torch.device("cpu")
+
+
+def test_an_old_gpu_is_used_without_kernels(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    gpu = resolve_device(ModelConfig())
+    assert gpu == torch.device("cuda", 0)
+    assert not has_kernels(gpu)
+    assert "and so is slow: expected a GPU of compute capability 8.0 or more, got 7.5" in caplog.text
 
 
 def test_dtypes(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@ from __future__ import annotations
 import ast
 import logging
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -13,7 +14,8 @@ import toka_async
 from tests.cases.models import make_checkpoint
 from tests.fakes.graphs import FakeGraphs
 from tests.fakes.model import FakeAttention, FakeCache, FakeModel
-from toka_async.attention.build import BuiltAttention
+from toka_async.attention.build import BuiltAttention, build_attention
+from toka_async.attention.modules import ModuleRequest
 from toka_async.checkpoint.division import StagePart
 from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.config import (
@@ -112,10 +114,10 @@ def test_what_was_found_is_told(
     """All choices ask the same cache."""
     cache = TuningCache(tmp_path, {})
 
-    def layouts(*args: Any) -> LayoutPolicy:
+    def layouts(*args: Any, **options: Any) -> LayoutPolicy:
         (given,) = [value for value in args if isinstance(value, TuningCache)]
         given.find("async-tp", {}, list[int])
-        return build_layouts(*args)
+        return build_layouts(*args, **options)
 
     monkeypatch.setattr(runner_factory, "open_tuning_cache", lambda *_: cache)
     monkeypatch.setattr(runner_factory, "build_layouts", layouts)
@@ -138,8 +140,82 @@ def test_attention_is_tried_out_unless_it_is_for_a_trial(
     decoder = factory._load_decoder(factory._build_layouts())
     monkeypatch.setattr(runner_factory, "build_attention", built)
     with pytest.raises(InterruptedError):
-        factory._make_runner(decoder, None, 4, factory._choose_table if asked else None)
+        factory._make_runner(decoder, None, 4, True, factory._choose_table if asked else None)
     assert options["choose"] == (factory._choose_table if asked else None)
+
+
+class FlashInferThere:
+    """What a factory asks and does about FlashInfer's modules, of which `missing` are not compiled."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, missing: int = 1, failure: Exception | None = None) -> None:
+        self.missing, self.failure = missing, failure
+        self.done: list[str] = []
+        patch.setattr(runner_factory, "explain_no_flashinfer", lambda *_: "")
+        patch.setattr(runner_factory, "list_architectures", lambda: "9.0a")
+        patch.setattr(runner_factory, "find_missing", self.find_missing)
+        patch.setattr(runner_factory, "compile_now", lambda *_: self.done.append("now"))
+        patch.setattr(runner_factory, "compile_in_background", lambda _: self.done.append("later"))
+
+    def find_missing(self, request: ModuleRequest) -> list[object]:
+        assert (request.architectures, request.dtype) == ("9.0a", "float32")
+        if self.failure is not None:
+            raise self.failure
+        return [object()] * self.missing
+
+
+@pytest.mark.parametrize(
+    ("missing", "compiles_first", "backend", "there", "done"),
+    [
+        (0, False, "auto", True, []),
+        (1, False, "auto", False, ["later"]),
+        (1, True, "auto", True, ["now"]),
+        (1, False, "flashinfer", True, ["now"]),
+        (1, False, "triton", True, []),  # nothing of FlashInfer is used
+    ],
+)
+def test_serving_does_not_wait_for_flashinfers_compiler(
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    missing: int,
+    compiles_first: bool,
+    backend: str,
+    there: bool,
+    done: list[str],
+) -> None:
+    flashinfer, given = FlashInferThere(monkeypatch, missing), list[bool]()
+    factory = _factory(model_dir, attention=AttentionConfig(backend=backend))  # type: ignore[arg-type]
+    factory.compiles_first = compiles_first
+
+    def build_reference(_: str, *arguments: Any, with_flashinfer: bool, **options: Any) -> BuiltAttention:
+        given.append(with_flashinfer)
+        return build_attention("reference", *arguments, **options)
+
+    monkeypatch.setattr(runner_factory, "build_attention", build_reference)
+    factory.build()
+    assert flashinfer.done == done
+    assert set(given) == {there}
+
+
+def test_one_rank_of_the_machine_compiles(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flashinfer = FlashInferThere(monkeypatch)
+    factory = _factory(model_dir)
+    factory.compiles_first = False
+    factory.coords = RankCoords(device_index=1)
+    factory.build()
+    assert flashinfer.done == []
+
+
+def test_where_flashinfer_does_not_work(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    FlashInferThere(monkeypatch, failure=RuntimeError("FlashInfer requires GPUs with sm75 or higher"))
+    assert not _factory(model_dir)._prepare_flashinfer()
+    assert caplog.messages == [
+        "attention.backend=auto: FlashInfer does not work here, so it is not used: "
+        "FlashInfer requires GPUs with sm75 or higher"
+    ]
+    with pytest.raises(ModelError, match=r"^attention.backend=flashinfer: it does not work here: .* higher; use auto$"):
+        _factory(model_dir, attention=AttentionConfig(backend="flashinfer"))._prepare_flashinfer()
 
 
 def test_graphs_depend_on_the_model_and_its_limits(model_dir: Path) -> None:
@@ -181,7 +257,7 @@ def test_graphs_are_captured_and_a_later_start_knows_which_ones(
         runner = Runner(ready, torch.device("cpu"), FakeModel(50, cache), cache, built, sampling)
         before = len(fake_graphs.list_steps())
         decoder = build_decoder(factory.spec, torch.float32, torch.device("meta"))
-        factory._warm_up(runner, decoder, 8)
+        factory._warm_up(runner, decoder, 8, 0)
         assert runner.decode is not None
         assert runner.decode.graphs is not None
         return runner.decode.graphs.sizes, len(fake_graphs.list_steps()) - before
@@ -193,12 +269,42 @@ def test_graphs_are_captured_and_a_later_start_knows_which_ones(
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.parametrize(("max_tokens", "sizes"), [(40, [16, 32, 40]), (0, [])])
+def test_steps_with_prompts_are_captured_too(
+    model_dir: Path, fake_graphs: FakeGraphs, max_tokens: int, sizes: list[int]
+) -> None:
+    factory = _factory(model_dir)
+    ready = Ready(num_pages=40, page_size=4, max_seqs=8, max_context=60, vocab_size=50, max_tokens=64)
+    cache, attention = FakeCache(41, 4), FakeAttention()
+    built, sampling = BuiltAttention(attention, attention, mixed=attention), SamplingSetup(kernels=True)
+    runner = Runner(ready, torch.device("cpu"), FakeModel(50, cache), cache, built, sampling)
+    factory._warm_up(runner, build_decoder(factory.spec, torch.float32, torch.device("meta")), 2, max_tokens)
+    assert runner.mixed is not None
+    assert (runner.mixed.graphs.sizes if runner.mixed.graphs is not None else []) == sizes
+    assert (fake_graphs.num_replays("mixed") > 0) == bool(sizes)  # by the warm-up's prompts
+
+
+@pytest.mark.parametrize(("shards", "tokens"), [(False, 64), (True, 6)])
+def test_prompts_in_shards_are_not_captured(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, shards: bool, tokens: int
+) -> None:
+    monkeypatch.setattr(runner_factory, "has_kernels", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 36))
+    whole = Replicated(LocalComm())
+    layouts = LayoutPolicy(whole, SequenceSharded(LocalComm()), 7) if shards else LayoutPolicy(whole)
+    assert _factory(model_dir)._count_graph_tokens(layouts) == tokens
+
+
+def test_a_cpu_captures_nothing(model_dir: Path) -> None:
+    assert _factory(model_dir)._count_graph_tokens(LayoutPolicy(Replicated(LocalComm()))) == 0
+
+
 @pytest.mark.parametrize("most", [0, 8])
 def test_what_cannot_be_captured_is_not_asked_for(model_dir: Path, most: int) -> None:
     factory = _factory(model_dir)
     runner = factory.build()
     before = factory.tuning_cache.num_asked
-    factory._warm_up(runner, build_decoder(factory.spec, torch.float32, torch.device("meta")), most)
+    factory._warm_up(runner, build_decoder(factory.spec, torch.float32, torch.device("meta")), most, 0)
     assert factory.tuning_cache.num_asked == before
 
 
@@ -241,6 +347,20 @@ def test_steps_in_shards_are_not_captured(model_dir: Path, shards: bool, rows: i
     assert _factory(model_dir, schedule=ScheduleConfig(max_seqs=3))._count_graph_rows(LayoutPolicy(whole)) == 3
 
 
+@pytest.mark.parametrize("max_rows", ["auto", 3000])
+def test_automatic_graphs_are_as_large_as_memory_allows(
+    monkeypatch: pytest.MonkeyPatch, model_dir: Path, max_rows: int | Literal["auto"]
+) -> None:
+    """But decide only with the usual number of rows from which steps on are measured in shards."""
+    factory = _factory(model_dir, graphs=GraphsConfig(max_rows=max_rows), schedule=ScheduleConfig(max_seqs=8192))
+    layouts = LayoutPolicy(Replicated(LocalComm()))
+    assert factory._count_graph_rows(layouts) == (512 if max_rows == "auto" else 3000)  # on a CPU none is captured
+    monkeypatch.setattr(runner_factory, "has_kernels", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30))
+    assert factory._count_graph_rows(layouts) == (4096 if max_rows == "auto" else 3000)
+    assert factory._count_graph_rows() == (512 if max_rows == "auto" else 3000)
+
+
 def test_a_rank_on_a_cpu_imports_no_kernels() -> None:
     """Triton is not everywhere: no module that is always imported imports one that needs it."""
     todo, done = {"toka_async.startup.runner_factory"}, set[str]()
@@ -249,7 +369,7 @@ def test_a_rank_on_a_cpu_imports_no_kernels() -> None:
         done.add(name)
         todo |= imported_at_once(name) - done
     assert {"toka_async.runner.runner", "toka_async.attention.build"} <= done
-    assert not [name for name in done if name.startswith("toka_async.kernels")]
+    assert [name for name in done if name.startswith("toka_async.kernels")] == ["toka_async.kernels.support"]
     assert "toka_async.kernels.sampling.kernels" in imported_at_once("toka_async.runner.kernel_sampler")
 
 

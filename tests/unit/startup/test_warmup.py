@@ -108,6 +108,7 @@ def test_loads_of_a_gpu_are_of_all_kinds() -> None:
     assert {*checker.groups} == {(0, 2, 1), (0, 64, 4), (0, 80, 32)}
     assert max(checker.tokens) >= 80 * 8
     assert {1, 395 // 16, 395 // 2, 395} <= {*checker.tokens}
+    assert 17 * 2 in checker.tokens  # after shared pages: rows of many keys
 
 
 ODD = [

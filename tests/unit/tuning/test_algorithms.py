@@ -127,3 +127,13 @@ def test_sizes_are_those_of_graphs_and_then_not_far_apart(most: int) -> None:
     assert sizes[: len(usual)] == usual
     assert all(low < high <= 2 * low for low, high in pairwise(size for size in sizes if size >= 512))
     assert list_product_sizes([], 40)[:4] == [1, 2, 3, 4]
+
+
+def test_without_proposals_torch_computes() -> None:
+    choice, products = choice_of(FakeLibrary({}))
+    answer = choice.measure()
+    assert answer == [None, None]
+    assert choice.admits(answer)
+    choice.use(answer)
+    x = torch.randn(3, K)
+    torch.testing.assert_close(products.linear(x, weight()), x @ weight().T)

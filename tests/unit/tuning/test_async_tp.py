@@ -11,6 +11,7 @@ import torch
 
 from tests.cases.models import make_checkpoint
 from tests.drivers.thread_ranks import run_ranks
+from toka_async.bar import show_nothing
 from toka_async.checkpoint.spec import read_spec
 from toka_async.model.activation_layout import LayoutPolicy, Replicated, SequenceSharded
 from toka_async.model.comm import Comm, LocalComm
@@ -172,7 +173,9 @@ def test_times_of_layers_depend_on_what_is_timed(shape: RankShape) -> None:
 
     def facts(shape: RankShape, num_ranks: int = 2, counts: tuple[int, ...] = (1024, 2048)) -> object:
         def rank(comm: Comm) -> object:
-            return LayoutTimes(shape, SequenceSharded(comm), comm, comm, counts, None, lambda _: 0.0).describe()
+            return LayoutTimes(
+                shape, SequenceSharded(comm), comm, comm, counts, None, lambda _: 0.0, show_nothing
+            ).describe()
 
         return run_ranks(num_ranks, rank)[0]
 

@@ -13,7 +13,7 @@ from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.build import AttentionParts
 from toka_async.attention.choice import ChoiceTable, MeasuredShape, find_nearest
 from toka_async.attention.kv_cache import KVCache
-from toka_async.tuning.attention import GROUP_ROWS, GROUP_TOKENS, AttentionChoice, time_part
+from toka_async.tuning.attention import GROUP_ROWS, GROUP_TOKENS, AttentionChoice, spread_contexts, time_part
 
 PAGE = 16
 
@@ -102,6 +102,16 @@ def test_nothing_fits() -> None:
     table, _ = measured({"own": unshared, "planned": planned}, num_pages=1, max_seqs=1, max_tokens=1)
     assert table.groups == ()
     assert [points[0].choice for points in (table.decode, table.grouped, table.chunks)] == ["own"] * 3
+
+
+def test_rows_are_as_uneven_as_conversations() -> None:
+    assert spread_contexts(1, 1024, 4096) == [1024]
+    contexts = spread_contexts(128, 1300, 1 << 20)
+    assert sum(contexts) / 128 == pytest.approx(1300, rel=0.01)
+    assert 5 * 1300 < max(contexts) < 6 * 1300
+    assert min(contexts) < 10
+    assert contexts != sorted(contexts)
+    assert max(spread_contexts(128, 1300, 2000)) == 2000
 
 
 def test_the_facts_say_what_is_measured() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from toka_async.messages import Ready
 from toka_async.model.comm import Comm
 from toka_async.runner.decode import DecodePass
 from toka_async.runner.runner import Runner, SamplingSetup
-from toka_async.tuning.graph_sizes import GraphChoice, find_kept
+from toka_async.tuning import graph_sizes
+from toka_async.tuning.clock import HEAD_START
+from toka_async.tuning.graph_sizes import GraphChoice, GraphLimit, find_kept
 from toka_async.tuning.settle import settle
 from toka_async.tuning.store import TuningCache
 
@@ -43,11 +46,11 @@ def sizes_of(decode: DecodePass) -> list[int]:
 
 
 def test_graphs_that_a_larger_one_beats_are_left_out(fake_graphs: FakeGraphs) -> None:
-    shown: list[tuple[int, int]] = []
+    shown: list[tuple[int, int, str]] = []
     choice = choice_of(show=lambda *progress: shown.append(progress))
     fake_graphs.slow = {4: 4.5, 1: 0.5}
     assert choice.measure() == [1, 2, 8]
-    assert shown == [(done, 8) for done in range(1, 9)]
+    assert shown == [(done, 8, "graphs captured") for done in range(1, 9)]
     assert [graph.num_replays for graph in fake_graphs.list_steps()] == [TIMED] * 8
     assert fake_graphs.num_replays("plain") == TIMED * 8
     assert sizes_of(choice.decode) == [1, 2, 4, 8]
@@ -102,6 +105,60 @@ def test_ranks_leave_out_the_same(fake_graphs: FakeGraphs) -> None:
         return sizes_of(choice.decode)
 
     assert run_ranks(2, rank) == [[1, 2, 8]] * 2
+
+
+class HostClock:
+    """Plays the times of launching steps: the host's is the same for all, the device's grows with the rows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, host: float, of_a_row: float) -> None:
+        self.sizes: list[int] = []
+        self.host, self.of_a_row = host, of_a_row
+        monkeypatch.setattr(DecodePass, "fill", self.fill)
+        monkeypatch.setattr(DecodePass, "compute_padding", lambda _, num_rows: self.sizes.append(num_rows))
+        monkeypatch.setattr(graph_sizes, "time_host", self.time_host)
+        monkeypatch.setattr(graph_sizes, "time_calls", self.time_device)
+
+    def fill(self, most: int) -> None:
+        self.most = most
+
+    def time_host(self, step: Callable[[], None]) -> float:
+        step()
+        return self.host
+
+    def time_device(self, step: Callable[[], None], head_start: int) -> float:
+        assert head_start * HEAD_START >= 2e9 * self.host  # cycles: all is launched before the device begins
+        step()
+        return 1000 * self.of_a_row * self.sizes[-1]
+
+
+@pytest.mark.parametrize(
+    ("of_a_row", "expected"), [(1e-5, 896), (2e-5, 512), (1e-7, 2048)], ids=["some", "none", "all"]
+)
+def test_steps_are_captured_up_to_where_the_device_is_slower_than_the_host(
+    monkeypatch: pytest.MonkeyPatch, of_a_row: float, expected: int
+) -> None:
+    clock = HostClock(monkeypatch, host=0.009, of_a_row=of_a_row)
+    limit = GraphLimit(make_decode(), 2048, {})
+    assert limit.measure() == expected
+    assert limit.admits(expected)
+    assert set(clock.sizes) == {640, 768, 896, 1024, 1280, 1536, 1792, 2048}  # whatever the times are
+
+
+@pytest.mark.usefixtures("plain_kernels")
+def test_limits_that_cannot_be_are_not_admitted() -> None:
+    limit = GraphLimit(make_decode(), 1000, {"model": "tiny"})
+    assert limit.describe() == {"model": "tiny", "graph_rows": 1000}
+    assert [size for size in (0, 256, 512, 640, 700, 1000, 1024) if limit.admits(size)] == [512, 640, 1000]
+
+
+@pytest.mark.usefixtures("plain_kernels")
+def test_padding_is_computed_without_graphs() -> None:
+    decode = make_decode()
+    decode.fill(8)
+    with torch.inference_mode():
+        decode.compute_padding(8)
+    rows = decode._rows.on_device
+    assert not rows.positions.any()  # padding stays where it is
 
 
 def test_each_kept_size_beats_all_larger_ones() -> None:

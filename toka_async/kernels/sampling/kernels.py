@@ -53,8 +53,9 @@ class SamplingKernels:
     """Draws tokens of a vocabulary for up to `max_rows` rows at once; owns about 18 KiB of workspace a row.
 
     Filters (repetition penalty, temperature, min_p, top_k, top_p, in this order, each on the rest of the one before)
-    keep exactly the tokens that `model.sampling` keeps, ties included. A number draws the same token too, except where
-    a row's filters keep more than `num_candidates` tokens: there it draws another token of the same distribution.
+    keep the tokens that `model.sampling` keeps, ties included. Sums are float32 here and float64 there, so a token that
+    is within rounding of the edge of top_p may differ. A number draws the same token too, except where a row's filters
+    keep more than `num_candidates` tokens: there it draws another token of the same distribution.
 
     Args:
         chunk: ids whose weights are summed together, a power of two of at least 64.

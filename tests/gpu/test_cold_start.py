@@ -1,0 +1,93 @@
+"""A first start serves before FlashInfer is compiled; after `toka-async warm` a start compiles and measures nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.drivers.engine import Engine
+from tests.drivers.gpu_models import make_model
+from tests.drivers.until import wait_until
+from tests.processes.serving import serving
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+NEEDS_FLASHINFER = pytest.mark.skipif(find_spec("flashinfer") is None, reason="no FlashInfer")
+BEGINS = "FlashInfer is compiled in the background"
+SMALL = ("schedule.max_seqs=64", "schedule.max_tokens=512", "graphs.max_rows=16", "server.port=0")
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of a start with nothing cached."""
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    model = make_model(tmp_path / "model", "llama")
+    return [f"model.path={model}", f"tuning.dir={tmp_path / 'tuning'}", *SMALL]
+
+
+def compilers(folder: Path) -> list[str]:
+    """Id and niceness of the processes that compile FlashInfer's modules in this folder."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"FLASHINFER_WORKSPACE_BASE={folder}".encode() in (each / "environ").read_bytes().split(b"\0"):
+                command = (each / "cmdline").read_bytes()
+                if b"module_compiler" in command or b"ninja" in command or b"cicc" in command:
+                    found.append(f"{each.name} {os.getpriority(os.PRIO_PROCESS, int(each.name))}")
+        except OSError:
+            continue
+    return found
+
+
+@NEEDS_FLASHINFER
+def test_a_first_start_serves_while_flashinfer_is_compiled(arguments: list[str], tmp_path: Path) -> None:
+    with serving(tmp_path, *arguments) as server:
+        wait_until(lambda: BEGINS in server.said())
+        wait_until(lambda: any(each.endswith(" 19") for each in compilers(tmp_path)))
+        status, _ = server.post("/v1/completions", model=str(tmp_path / "model"), prompt=[1, 2, 3], max_tokens=4)
+        assert status == 200
+    wait_until(lambda: not compilers(tmp_path), lambda: f"processes {compilers(tmp_path)} are left")
+
+
+def test_kernels_are_compiled_once_while_weights_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled ahead is what runs later: nothing is compiled again, for example for another stride."""
+    from triton.runtime.jit import JITFunction
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    compiled: list[tuple[str, str]] = []
+    compile_kernel = JITFunction._do_compile
+
+    def note(self: Any, *arguments: Any, **options: Any) -> Any:
+        compiled.append((self.fn.__name__, threading.current_thread().name.partition("_")[0]))
+        return compile_kernel(self, *arguments, **options)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", note)
+    Engine(make_model(tmp_path / "model", "qwen3"), device="cuda", dtype="bfloat16", backend="triton", max_seqs=64)
+    ahead = {name for name, thread in compiled if thread == "compiler"}
+    assert ahead >= {"pilot", "chunk_sums", "repair", "gather", "draw", "reject", "_decode", "_prefill"}
+    again = {name for name, thread in compiled if thread != "compiler"} & ahead
+    assert again <= {"_decode", "_merge"}  # which graphs need in further variants
+
+
+@NEEDS_FLASHINFER
+@pytest.mark.slow
+def test_after_warm_nothing_is_compiled_or_measured(arguments: list[str], tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "toka_async.cli", "warm", *arguments], check=True)
+    with serving(tmp_path, *arguments) as server:
+        found = re.search(r"(\d+) of (\d+) measurements found", server.said())
+        assert found is not None
+        assert found[1] == found[2]
+        assert re.search("attention: .*flashinfer", server.said())
+        assert BEGINS not in server.said()

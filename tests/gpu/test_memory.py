@@ -1,0 +1,57 @@
+"""A start takes no more of the GPU than it may, and the largest step fits beside the cache and the graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.drivers.gpu_models import make_model
+from toka_async.checkpoint.spec import read_spec
+from toka_async.config import CacheConfig, Config, GraphsConfig, ModelConfig, ScheduleConfig, TuningConfig
+from toka_async.startup.cache_size import count_graph_bytes
+from toka_async.startup.runner_factory import RunnerFactory
+from toka_async.startup.warmup import make_largest_load
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+TOKENS = 1024
+SLACK = 64 << 20  # bytes: blocks of the allocator that are partly used, the library's workspace on another stream
+
+
+def make_factory(folder: Path, fraction: float, max_rows: int) -> RunnerFactory:
+    config = Config(
+        model=ModelConfig(device="cuda"),
+        cache=CacheConfig(memory_fraction=fraction),
+        schedule=ScheduleConfig(max_seqs=1024, max_tokens=8192),
+        graphs=GraphsConfig(max_rows=max_rows, max_tokens=TOKENS),
+        tuning=TuningConfig(dir=""),
+    )
+    return RunnerFactory(folder, read_spec(folder), config)
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen3"])
+def test_graphs_compute_in_what_is_counted_for_them(tmp_path: Path, shape: str) -> None:
+    factory = make_factory(make_model(tmp_path, shape), 0.5, 512)
+    runner = factory.build()
+    torch.cuda.synchronize()
+    snapshot = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    pools = [segment for segment in snapshot if tuple(segment["segment_pool_id"]) != (0, 0)]
+    taken = sum(segment["total_size"] for segment in pools)
+    assert runner.decode is not None
+    assert runner.decode.graphs is not None
+    assert taken
+    assert taken <= count_graph_bytes(factory.counted_spec, factory.dtype, 512, TOKENS) + SLACK
+
+
+def test_the_largest_step_fits_beside_the_cache_and_the_graphs(tmp_path: Path) -> None:
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    fraction = 0.5 + (total - free) / total
+    runner = make_factory(make_model(tmp_path, "llama"), fraction, 1024).build()
+    for _ in range(2):
+        make_largest_load(runner.ready)(runner)
+        torch.cuda.synchronize()
+    free, _ = torch.cuda.mem_get_info()
+    assert total - free <= fraction * total

@@ -1,0 +1,100 @@
+"""Every kernel that a start builds can be built for, and fits, the GPUs that it may find. No GPU is needed for that.
+
+The cases choose among architectures, shapes and dtypes, so that each appears with some others; `slow` has all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.fakes.offline_gpus import SHARED_MEMORY
+
+Case = tuple[int, str, dict[str, Any]]
+
+BF16, FP16, FP32 = "bfloat16", "float16", "float32"
+SMALL = (86, 89, 120)  # with less shared memory than others
+MOST_STACK = 1024  # bytes of a thread for registers that do not suffice
+CASES: list[Case] = [
+    (80, "attention", {"dtype": BF16, "dim": 128, "group": 4}),
+    (86, "attention", {"dtype": BF16, "dim": 256, "group": 7, "page_size": 64}),
+    (89, "attention", {"dtype": FP32, "dim": 64, "group": 1}),
+    (90, "attention", {"dtype": BF16, "dim": 128, "group": 8}),
+    (100, "attention", {"dtype": FP16, "dim": 64, "group": 4}),
+    (120, "attention", {"dtype": BF16, "dim": 256, "group": 8}),
+    *((arch, "layer", {"dtype": BF16, "dim": 128, "hidden": 4096}) for arch in (80, 86, 90, 100)),
+    *((arch, "layer", {"dtype": FP32, "dim": 64, "hidden": 2048}) for arch in (89, 120)),
+    *((arch, "gated", {"dtype": BF16, "hidden": 2048, "inner": 8192}) for arch in (90, 100, 120)),
+    *((arch, "few rows", {"dtype": BF16, "hidden": 2048, "inner": 8192}) for arch in (86, 90)),
+    *((arch, "sampling", {"dtype": BF16, "vocab": 128_256}) for arch in (86, 120)),
+]
+EVERY: list[Case] = [
+    *(
+        (arch, "attention", {"dtype": dtype, "dim": dim, "group": group, "page_size": page_size, "windows": (0, 512)})
+        for arch, dtype, dim, (group, page_size) in itertools.product(
+            SHARED_MEMORY, (BF16, FP16, FP32), (64, 128, 256), ((1, 1), (4, 16), (7, 16), (8, 64))
+        )
+    ),
+    *(
+        (arch, "layer", {"dtype": dtype, "dim": dim, "hidden": hidden})
+        for arch, dtype, (dim, hidden) in itertools.product(
+            SHARED_MEMORY, (BF16, FP16, FP32), ((64, 896), (128, 8192), (256, 3072))
+        )
+    ),
+    *(
+        (arch, "gated", {"dtype": dtype, "hidden": 4096, "inner": 14_336})
+        for arch, dtype in itertools.product((90, 100, 120), (BF16, FP16))
+    ),
+    *((arch, "few rows", {"dtype": BF16, "hidden": 4096, "inner": 14_336}) for arch in SHARED_MEMORY),
+    *(
+        (arch, "sampling", {"dtype": dtype, "vocab": 151_936})
+        for arch, dtype in itertools.product(SHARED_MEMORY, (BF16, FP16, FP32))
+    ),
+]
+
+
+def build(cases: list[Case]) -> list[dict[str, Any]]:
+    """Builds in a process without Triton's interpreter. Returns what it says of each case."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.processes.build_kernels"]
+    done = subprocess.run(
+        command, input=json.dumps(cases), env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(cases: list[Case]) -> None:
+    wrong = []
+    for (arch, what, arguments), result in zip(cases, build(cases), strict=True):
+        expected = "all"
+        if what == "attention":  # the best tiles, where there is room for them
+            is_large = arguments["dim"] > 128 and arguments["dtype"] != FP32
+            expected = "tiles 1" if arch in SMALL and is_large else "tiles 0"
+        elif what == "few rows":
+            expected = "3 tiles"
+        elif what == "gated":
+            expected = "0 tiles" if arch in SMALL else "2 tiles"
+        name = f"sm{arch} {what} {arguments}"
+        if result["built"] != expected:
+            wrong.append(f"{name}: {result['built']}, expected {expected}")
+        wrong += [f"{name}: {kernel}" for kernel in result["kernels"] if kernel["stack"] > MOST_STACK]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_kernels_fit_every_architecture() -> None:
+    """A kernel that needs more shared memory than there is cannot be loaded, so that a start finds smaller tiles."""
+    check(CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", SHARED_MEMORY)
+def test_all_shapes_fit(arch: int) -> None:
+    check([case for case in EVERY if case[0] == arch])

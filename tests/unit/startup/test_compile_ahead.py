@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import threading
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from tests.cases.models import make_checkpoint
+from toka_async.attention.build import Backend
+from toka_async.attention.kv_cache import KVCache
+from toka_async.checkpoint.limits import RankLimits
+from toka_async.checkpoint.spec import ModelSpec, read_spec
+from toka_async.startup import compile_ahead as module
+from toka_async.startup.compile_ahead import Task, compile_ahead, list_compile_tasks
+
+CPU = torch.device("cpu")
+LIMITS = RankLimits(max_seqs=8, max_tokens=32, max_context=64)
+
+
+def test_tasks_run_while_the_body_runs_and_are_waited_for() -> None:
+    """Both tasks and the body wait for each other."""
+    begun = [threading.Event() for _ in range(3)]
+    ended: list[int] = []
+
+    def meet(number: int) -> None:
+        begun[number].set()
+        assert all(each.wait(60) for each in begun)
+        ended.append(number)
+
+    with compile_ahead([partial(meet, 0), partial(meet, 1)], CPU):
+        meet(2)
+    assert sorted(ended) == [0, 1, 2]
+
+
+def test_a_failure_is_left_to_the_kernels_use() -> None:
+    def fail() -> None:
+        raise RuntimeError("out of resources")
+
+    computed: list[str] = []
+    with compile_ahead([fail, partial(computed.append, "task")], CPU):
+        computed.append("body")
+    assert sorted(computed) == ["body", "task"]
+
+
+def test_an_error_of_the_body_is_raised() -> None:
+    with pytest.raises(ValueError, match="no weights"), compile_ahead([], CPU):
+        raise ValueError("no weights")
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> ModelSpec:
+    return read_spec(make_checkpoint(tmp_path, "mistral", sliding_window=7))
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was compiled, on a machine with kernels."""
+    pytest.importorskip("triton")
+    from toka_async.runner import kernel_sampler
+
+    names: list[str] = []
+
+    def try_triton(cache: KVCache, num_heads: int, windows: tuple[int, ...], max_seqs: int, max_tokens: int) -> None:
+        assert (cache.page_size, cache.keys[0].dtype, max_seqs, max_tokens) == (5, torch.bfloat16, 8, 32)
+        names.append(f"attention of {num_heads} heads and windows {sorted(set(windows))}")
+
+    def try_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        assert (dtype, device) == (torch.bfloat16, CPU)
+        names.append(f"sampling of {vocab_size} ids")
+
+    monkeypatch.setattr(module, "has_kernels", lambda _: True)
+    monkeypatch.setattr(module, "try_triton", try_triton)
+    monkeypatch.setattr(kernel_sampler, "try_sampling", try_sampling)
+    return names
+
+
+def tasks_of(spec: ModelSpec, backend: Backend = "auto") -> list[Task]:
+    return list_compile_tasks(spec, torch.bfloat16, CPU, backend, 5, LIMITS)
+
+
+def test_attention_and_sampling_are_compiled(spec: ModelSpec, tried: list[str]) -> None:
+    for task in tasks_of(spec):
+        task()
+    windows = sorted(set(spec.windows))
+    assert tried == [f"attention of {spec.num_heads} heads and windows {windows}", f"sampling of {spec.vocab_size} ids"]
+
+
+@pytest.mark.parametrize(("backend", "head_dim"), [("flashinfer", 64), ("reference", 64), ("auto", 512)])
+def test_where_attention_is_not_ours(spec: ModelSpec, tried: list[str], backend: Backend, head_dim: int) -> None:
+    for task in tasks_of(msgspec.structs.replace(spec, head_dim=head_dim), backend):
+        task()
+    assert tried == [f"sampling of {spec.vocab_size} ids"]
+
+
+@pytest.mark.usefixtures("tried")
+def test_a_rank_that_does_not_sample(spec: ModelSpec) -> None:
+    assert len(tasks_of(msgspec.structs.replace(spec, vocab_size=0))) == 1
+
+
+def test_without_kernels_there_is_nothing_to_do(spec: ModelSpec) -> None:
+    assert tasks_of(spec) == []

@@ -1,0 +1,72 @@
+"""Compiles kernels in threads while something else takes the time, as loading weights does.
+
+A kernel is compiled when it first runs. Triton releases Python's lock in most of its compiler, and so do copies of
+weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from toka_async.attention.build import LARGEST_HEAD, Backend, try_triton
+from toka_async.attention.kv_cache import KVCache
+from toka_async.checkpoint.limits import RankLimits
+from toka_async.checkpoint.spec import ModelSpec
+from toka_async.startup.device import has_kernels
+
+_NUM_PAGES = 64  # of the cache that is tried
+
+logger = logging.getLogger(__name__)
+
+Task = Callable[[], None]
+
+
+def list_compile_tasks(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, backend: Backend, page_size: int, limits: RankLimits
+) -> list[Task]:
+    """Lists functions that compile the kernels of a model, or of a rank's part of it: attention's, and sampling's.
+
+    spec: of the rank. Without a vocabulary the rank does not sample whole logits.
+    """
+    if not has_kernels(device):
+        return []
+    tasks: list[Task] = []
+    if backend in ("auto", "triton") and spec.head_dim <= LARGEST_HEAD:
+
+        def try_attention() -> None:
+            cache = KVCache(1, _NUM_PAGES, spec.num_kv_heads, page_size, spec.head_dim, dtype, device)
+            try_triton(cache, spec.num_heads, spec.windows, limits.max_seqs, limits.max_tokens)
+
+        tasks.append(try_attention)
+    if spec.vocab_size:
+        from toka_async.runner.kernel_sampler import try_sampling
+
+        tasks.append(partial(try_sampling, spec.vocab_size, dtype, device))
+    return tasks
+
+
+@contextmanager
+def compile_ahead(tasks: Sequence[Task], device: torch.device) -> Iterator[None]:
+    """Runs tasks while the body runs, and waits for them at its end.
+
+    What fails there fails again where the kernel is used, which knows what to do.
+    """
+
+    def run(task: Task) -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            task()
+        except Exception as error:
+            logger.debug("a kernel was not compiled ahead: %s", error)
+
+    with ThreadPoolExecutor(max(1, len(tasks)), thread_name_prefix="compiler") as pool:
+        for task in tasks:
+            pool.submit(run, task)
+        yield

@@ -1,0 +1,49 @@
+"""What can be compiled ahead of a start on a machine without a GPU, as images are built on: FlashInfer's modules."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from toka_async.attention.flashinfer import FAILURES, explain_failure, explain_no_flashinfer
+from toka_async.attention.modules import ARCHITECTURES, make_module_request
+from toka_async.checkpoint.division import make_rank_spec
+from toka_async.checkpoint.spec import ModelError, ModelSpec
+from toka_async.config import Config
+from toka_async.startup.module_compiler import compile_now
+from toka_async.startup.progress import StartupProgress
+
+logger = logging.getLogger(__name__)
+
+
+def compile_without_gpu(spec: ModelSpec, config: Config, stages: StartupProgress) -> None:
+    """Compiles FlashInfer's modules for the GPUs that `ARCHITECTURES` names, and logs what is left to a start.
+
+    Raises ModelError if they are named and their modules cannot be compiled.
+    """
+    architectures = os.environ.get(ARCHITECTURES, "")
+    if not architectures or config.attention.backend not in ("auto", "flashinfer"):
+        logger.warning(
+            "there is no GPU here, so nothing is compiled or measured, and the model's files are all that is there; "
+            "run this where the GPU is, or set %s, such as 9.0a, to compile FlashInfer's modules",
+            ARCHITECTURES,
+        )
+        return
+    dtype = spec.dtype if config.model.dtype == "auto" else config.model.dtype
+    reason = explain_no_flashinfer(torch.device("cuda"), getattr(torch, dtype), spec.head_dim)
+    if not reason:
+        request = make_module_request(make_rank_spec(spec, config.parallel.tp), dtype, architectures)
+        try:
+            with stages.stage("FlashInfer", "compiling its modules"):
+                compile_now(request, stages.show)
+        except FAILURES as error:
+            reason = explain_failure(error)
+    if reason:
+        raise ModelError(f"{ARCHITECTURES}={architectures}: FlashInfer's modules cannot be compiled: {reason}")
+    logger.warning(
+        "FlashInfer's modules are compiled for %s; there is no GPU here, so the first start still compiles our own "
+        "kernels, and measures",
+        architectures,
+    )
