@@ -14,12 +14,14 @@ from torch import Tensor
 
 from toka_async.arrays import Int32
 from toka_async.attention.base import AttentionBatch, GraphAttention, PrefixGroup
+from toka_async.model.sampling import sample
 from toka_async.runner.device_rows import DecodeInputs
 from toka_async.runner.graphs import DecodeGraphs
 from toka_async.runner.inputs import StepModel, StepRows
 from toka_async.runner.kernel_sampler import KernelSampler
 from toka_async.runner.rows import RowTables
 from toka_async.runner.samples import Draws, RowShares
+from toka_async.runner.slab_sampler import SlabDraw
 from toka_async.runner.token_history import TokenHistory
 
 _KINDS = 64  # arrays of slots that are remembered: as many as a step has micro-batches at most
@@ -39,15 +41,19 @@ class DecodePass:
         history: TokenHistory | None,
         shares: RowShares | None = None,
         residuals: Callable[[int], Tensor] | None = None,
+        draw: SlabDraw = sample,
     ) -> None:
-        """history: of a stage that samples. residuals: makes the memory from which graphs read residuals."""
+        """history: of a stage that samples. residuals: makes the memory from which graphs read residuals.
+
+        draw: samples the rows that kernels do not.
+        """
         self._model = model
         self._attention = attention
         self._rows = rows
         self._history = history
         self._make_residuals = residuals
         self._residuals: Tensor | None = None
-        self.sampler = None if history is None else KernelSampler(model.logits, rows, history, shares)
+        self.sampler = None if history is None else KernelSampler(model.logits, rows, history, shares, draw)
         self.graphs: DecodeGraphs | None = None
         # Arrays of slots, whether kernels sample them all, and whether any wants log-probs; the newest last.
         self._kinds: deque[tuple[Int32, bool, bool]] = deque(maxlen=_KINDS)

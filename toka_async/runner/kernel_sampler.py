@@ -11,11 +11,11 @@ from torch import Tensor
 
 from toka_async.arrays import Bool, Int32, Int64
 from toka_async.kernels.sampling import RowTable, SamplingKernels
-from toka_async.model.sampling import Flag, Params
+from toka_async.model.sampling import Flag, Params, sample
 from toka_async.runner.copies import upload
 from toka_async.runner.rows import RowPrompt, RowTables, group_by_key
 from toka_async.runner.samples import Draws, RowShares, TopLogprobs
-from toka_async.runner.slab_sampler import Head, SlabSampler
+from toka_async.runner.slab_sampler import Head, SlabDraw, SlabSampler
 from toka_async.runner.token_history import TokenHistory
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition")
@@ -23,13 +23,23 @@ _SLOW = Flag.ALLOWED | Flag.BIASED | Flag.MIN_TOKENS | Flag.COUNTED
 
 
 class KernelSampler:
-    """`Sampler` over the tables of `rows` and `history`. shares: how tensor ranks divide the rows; None: one rank."""
+    """`Sampler` over the tables of `rows` and `history`. shares: how tensor ranks divide the rows; None: one rank.
 
-    def __init__(self, head: Head, rows: RowTables, history: TokenHistory, shares: RowShares | None = None) -> None:
+    draw: samples slow rows.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        rows: RowTables,
+        history: TokenHistory,
+        shares: RowShares | None = None,
+        draw: SlabDraw = sample,
+    ) -> None:
         self._head = head
         self._shares = shares
         self._rows = rows
-        self._by_torch = SlabSampler(head, rows, history)
+        self._by_torch = SlabSampler(head, rows, history, draw)
         max_seqs, vocab = rows.params.size, rows.vocab_size
         self._kernels = SamplingKernels(vocab, shares.count_rows(max_seqs) if shares else max_seqs, rows.device)
         self._table = _make_table(max_seqs + 1, vocab, rows.device)
