@@ -18,6 +18,7 @@ import torch
 
 from toka_async.attention.build import AttentionParts, BuiltAttention, build_attention
 from toka_async.attention.choice import ChoiceTable, every_group_pays
+from toka_async.attention.invariant import build_invariant_attention
 from toka_async.attention.kv_cache import KVCache, bytes_per_token
 from toka_async.checkpoint.division import make_rank_spec, make_stage_spec, stage_parts
 from toka_async.checkpoint.limits import DeviceKind, RankLimits, resolve_limits, resolve_num_pages
@@ -25,9 +26,12 @@ from toka_async.checkpoint.spec import ModelSpec
 from toka_async.config import Config
 from toka_async.messages import Ready
 from toka_async.model.activation_layout import LayoutPolicy
+from toka_async.model.blocked_ops import BlockedOps
 from toka_async.model.decoder import Decoder
-from toka_async.model.ops import TorchOps
+from toka_async.model.ops import Ops, TorchOps
+from toka_async.model.ordered_sums import OrderedSums
 from toka_async.model.overlap import OverlappedShards
+from toka_async.model.sampling import sample, sample_alone
 from toka_async.model.weights import build_decoder, load_weights, random_weights
 from toka_async.runner.compiles import CompileCounter
 from toka_async.runner.micro_batches import count_most_rows, count_most_tokens
@@ -72,7 +76,10 @@ class RunnerFactory:
         self.coords = coords
         self.device = resolve_device(config.model, coords)
         self.kind: DeviceKind = "cuda" if self.device.type == "cuda" else "cpu"
+        self.invariant = config.model.batch_invariant
         self.groups = make_groups(coords, self.device)
+        if self.invariant and coords.size > 1:
+            self.groups = replace(self.groups, tensor=OrderedSums(self.groups.tensor))
         progress = progress and coords.world_rank == 0
         self.stages = StartupProgress(sys.stderr, progress, logged=progress and self.kind == "cuda")
         self.dtype = resolve_dtype(config.model, spec, self.device)
@@ -82,6 +89,7 @@ class RunnerFactory:
         free = measure_free_bytes(self.device, config.cache.memory_fraction)
         check_weights_fit(spec, self.part, coords.size, self.dtype, free, self.kind)
         self.tuning_cache = open_tuning_cache(self.device, config)
+        self.ops = self._make_ops()
         self.tuning = self._make_tuning()
 
     def build(self) -> Runner:
@@ -114,22 +122,36 @@ class RunnerFactory:
         runner.ready = msgspec.structs.replace(runner.ready, ranks=(described,))
         return runner
 
-    def _make_tuning(self) -> ProductTuning | None:
-        """Makes tuned products and fused kernels on a GPU; None: plain torch."""
+    def _make_ops(self) -> Ops:
+        """Makes the operations of layers: kernels on a GPU, otherwise plain torch."""
         if not has_kernels(self.device):
-            return None
-        from toka_async.tuning.gemm import ProductTuning, make_ops
+            return BlockedOps() if self.invariant else TorchOps()
+        if self.invariant:
+            from toka_async.kernels.invariant.products import InvariantOps
 
-        return ProductTuning(make_ops(self.device, self.dtype, self.config.tuning.products), self.tuning_cache)
+            return InvariantOps()
+        from toka_async.tuning.gemm import make_ops
+
+        return make_ops(self.device, self.dtype, self.config.tuning.products)
+
+    def _make_tuning(self) -> ProductTuning | None:
+        """Returns None where there is nothing to tune: without kernels, and where one tile computes every product."""
+        if not has_kernels(self.device) or self.invariant:
+            return None
+        from toka_async.kernels.fused import FusedOps
+        from toka_async.tuning.gemm import ProductTuning
+
+        assert isinstance(self.ops, FusedOps)
+        return ProductTuning(self.ops, self.tuning_cache)
 
     def _build_layouts(self) -> LayoutPolicy:
         """Decides how steps are spread over the tensor ranks."""
         limits = limit_part(self.limits, self.coords.num_micro_batches)
-        ops = TorchOps() if self.tuning is None else self.tuning.ops
         return build_layouts(
-            self.config.parallel.async_tp_min_tokens,
+            # A row of a step in shards is summed otherwise than one of a small step.
+            0 if self.invariant else self.config.parallel.async_tp_min_tokens,
             self.groups.tensor,
-            RankShape(self.spec, self.dtype, self.device, ops, limits.max_tokens),
+            RankShape(self.spec, self.dtype, self.device, self.ops, limits.max_tokens),
             self._count_graph_rows(),
             self.tuning_cache,
             self.groups.world,
@@ -145,8 +167,7 @@ class RunnerFactory:
         return most if layouts is None or layouts.shards is None else min(most, layouts.min_tokens - 1)
 
     def _load_decoder(self, layouts: LayoutPolicy) -> Decoder:
-        ops = TorchOps() if self.tuning is None else self.tuning.ops
-        decoder = build_decoder(self.spec, self.dtype, self.device, self.groups.tensor, ops, layouts, self.part)
+        decoder = build_decoder(self.spec, self.dtype, self.device, self.groups.tensor, self.ops, layouts, self.part)
         if self.config.model.load == "random":
             random_weights(decoder, seed=0)
         else:
@@ -229,15 +250,19 @@ class RunnerFactory:
         cache = KVCache(
             spec.num_layers, num_pages + 1, spec.num_kv_heads, page_size, spec.head_dim, self.dtype, self.device
         )
-        attention = build_attention(
-            self.config.attention.backend,
-            cache,
-            spec.num_heads,
-            spec.windows,
-            max_seqs=limits.max_seqs,
-            max_tokens=limits.max_tokens,
-            choose=choose,
-        )
+        backend = self.config.attention.backend
+        if self.invariant:
+            attention = build_invariant_attention(backend, cache, spec.num_heads, spec.windows, limits.max_seqs)
+        else:
+            attention = build_attention(
+                backend,
+                cache,
+                spec.num_heads,
+                spec.windows,
+                max_seqs=limits.max_seqs,
+                max_tokens=limits.max_tokens,
+                choose=choose,
+            )
         group_min_seqs, group_min_tokens = self.groups.world.agree(attention.smallest_group, tuple[int, int])
         ready = Ready(
             num_pages=num_pages,
@@ -259,7 +284,11 @@ class RunnerFactory:
             decoder,
             cache,
             replace(attention, pays=self._make_group_rule(attention)),
-            SamplingSetup(has_kernels(self.device), self._share_rows(decoder)),
+            SamplingSetup(
+                has_kernels(self.device),
+                self._share_rows(decoder),
+                sample_alone if self.invariant and self.kind == "cuda" else sample,
+            ),
             stage,
             compiles,
         )
@@ -307,6 +336,7 @@ class RunnerFactory:
             "limits": [self.limits.max_seqs, self.limits.max_context],
             "page_size": self.config.cache.page_size,
             "attention": self.config.attention.backend,
+            "invariant": self.invariant,
             "ranks": [self.groups.tensor.size, self.groups.world.size],
         }
 
