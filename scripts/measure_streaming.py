@@ -2,6 +2,7 @@
 
     toka-async serve model.path=demo
     python scripts/measure_streaming.py --users 64
+    python scripts/measure_streaming.py --prompt-tokens 512 --tokens 1  # the time to a first token
 
 Every run asks for `--tokens` tokens with `ignore_eos`; medians of `--runs`. Knows the HTTP API only.
 """
@@ -11,11 +12,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import random
 import statistics
 import time
 
 import aiohttp
 
+IDS = range(100, 200)  # of any model's vocabulary
 PROMPT = "Question: Tom has 12 apples. He buys 7 more and gives 5 to Ana. How many apples does Tom have?\nAnswer:"
 
 
@@ -23,7 +26,7 @@ async def stream(session: aiohttp.ClientSession, args: argparse.Namespace, seed:
     """Seconds to the first piece, and the number of tokens that the server counted."""
     body = {
         "model": args.model,
-        "prompt": PROMPT,
+        "prompt": random.Random(seed).choices(IDS, k=args.prompt_tokens) if args.prompt_tokens else PROMPT,
         "max_tokens": args.tokens,
         "ignore_eos": True,
         "seed": seed,
@@ -59,7 +62,7 @@ async def main(args: argparse.Namespace) -> None:
         for users in (1, args.users):
             rate, first = await measure(session, args, users)
             load = os.getloadavg()[0]
-            print(f"{users:4} users: {rate:8.0f} tokens/s, first piece after {first * 1000:.0f} ms, load {load:.1f}")
+            print(f"{users:4} users: {rate:8.0f} tokens/s, first piece after {first * 1000:.1f} ms, load {load:.1f}")
 
 
 if __name__ == "__main__":
@@ -68,5 +71,8 @@ if __name__ == "__main__":
     parser.add_argument("--model", default="demo")
     parser.add_argument("--users", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=0, help="random ids instead of a question; 0: the question"
+    )
     parser.add_argument("--runs", type=int, default=5)
     asyncio.run(main(parser.parse_args()))

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from toka_async.kernels.sampling import RowTable, SamplingKernels
+from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
 from toka_async.messages import SamplingParams
 from toka_async.model import rng as streams
 from toka_async.model.rng import Float64

@@ -21,7 +21,7 @@ from tests.drivers.engine import Engine
 from toka_async.arrays import as_i32
 from toka_async.attention.base import PrefixGroup
 from toka_async.messages import Step, StepDone
-from toka_async.runner.inputs import StepRows
+from toka_async.runner.inputs import SampledTokens, StepRows
 from toka_async.runner.runner import Runner
 from toka_async.runner.samples import Draws
 
@@ -116,16 +116,23 @@ class Reference:
 
 
 class Watch:
-    """Runs steps, and counts rows of steps in groups, graphs that are replayed, and those of them with groups."""
+    """Runs steps, and counts rows of steps in groups, graphs that are replayed, and those of them with groups.
+
+    num_mixed: graphs of steps with prompts. num_chunked: of all steps, those with prompts.
+    """
 
     def __init__(self, runner: Runner) -> None:
-        self.num_grouped = self.num_replays = self.num_grouped_replays = 0
+        self.num_grouped = self.num_replays = self.num_grouped_replays = self.num_mixed = self.num_chunked = 0
         self._runner = runner
         if runner.decode is not None:
             self._replay = runner.decode.replay
             runner.decode.replay = self._watched  # type: ignore[method-assign]
+        if runner.mixed is not None:
+            self._replay_mixed = runner.mixed.replay
+            runner.mixed.replay = self._watched_mixed  # type: ignore[method-assign]
 
     def run(self, step: Step) -> StepDone:
+        self.num_chunked += bool(step.chunk_slots)
         self.num_grouped += int(as_i32(step.group_rows).sum())
         return self._runner.run(step)
 
@@ -135,6 +142,12 @@ class Watch:
         self.num_replays += 1
         self.num_grouped_replays += bool(groups)
         return self._replay(step_rows, groups, residuals)
+
+    def _watched_mixed(
+        self, step_rows: StepRows, groups: tuple[PrefixGroup, ...], residuals: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, SampledTokens]:
+        self.num_mixed += 1
+        return self._replay_mixed(step_rows, groups, residuals)
 
 
 class WatchedEngine(Engine):

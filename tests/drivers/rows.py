@@ -112,7 +112,7 @@ class Driver:
                     shares = RowShares(comm, lambda hidden: model.logits(hidden.chunk(size)[rank]), max_seqs)
             else:
                 model = FakeStage(VOCAB, cache, setup.is_first, setup.is_last)
-            built, sampling = BuiltAttention(attention, attention), SamplingSetup(use_kernels, shares)
+            built, sampling = BuiltAttention(attention, attention, mixed=attention), SamplingSetup(use_kernels, shares)
             return Runner(ready, torch.device("cpu"), model, cache, built, sampling, setup)
 
         of_stages = setups(num_stages, num_parts, 1, torch.float64, capacity=num_parts + 1)

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from tests.cases.models import make_checkpoint
 from tests.fakes.graphs import FakeGraphs
-from tests.fakes.plain_kernels import PlainKernels
+from tests.fakes.plain_kernels import PlainEditKernels, PlainKernels
 from toka_async.checkpoint.spec import read_spec
 from toka_async.config import CacheConfig, Config, ScheduleConfig
+from toka_async.runner.mixed import MixedPass
 from toka_async.runner.runner import Runner
 from toka_async.startup.runner_factory import RunnerFactory
 
@@ -50,17 +51,24 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     from toka_async.runner import kernel_sampler
 
     monkeypatch.setattr(kernel_sampler, "SamplingKernels", PlainKernels)
+    monkeypatch.setattr(kernel_sampler, "EditKernels", PlainEditKernels)
 
 
 @pytest.fixture
 def fake_graphs(monkeypatch: pytest.MonkeyPatch, plain_kernels: None) -> FakeGraphs:  # noqa: ARG001
-    """Decoding steps of such runners can be captured."""
+    """Steps of such runners can be captured."""
     from toka_async.runner.decode import DecodePass
 
-    graphs, decode = FakeGraphs(monkeypatch), DecodePass._decode
-    monkeypatch.setattr(
-        DecodePass,
-        "_decode",
-        lambda self, num_rows, grouped: graphs.capturable(partial(decode, self))(num_rows, grouped),
-    )
+    graphs = FakeGraphs(monkeypatch)
+
+    def make_capturable(method: str, name: str) -> None:
+        computes = getattr(DecodePass, method)
+        monkeypatch.setattr(
+            DecodePass, method, lambda self, *args: graphs.capturable(partial(computes, self), name)(*args)
+        )
+
+    for method, name in {"_decode": "step", "_draw": "plain", "_draw_full": "full", "_keep_hidden": "torch"}.items():
+        make_capturable(method, name)
+    begin = MixedPass._begin
+    monkeypatch.setattr(MixedPass, "_begin", lambda self, size: graphs.capturable(partial(begin, self), "mixed")(size))
     return graphs

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import ParamSpec
 
 import pytest
 import torch
 from torch import Tensor
 
-from toka_async.runner.graphs import DecodeStep
+P = ParamSpec("P")
 
 
 class FakeStream:
@@ -36,10 +39,11 @@ class FakeEvent:
 
 
 class FakeGraph:
-    """Replays what was called while it was the graph being captured."""
+    """Replays what was called while it was the graph being captured. name: of that."""
 
     def __init__(self) -> None:
         self.body: Callable[[], None] | None = None
+        self.name = ""
         self.num_replays = 0
 
     def replay(self) -> None:
@@ -51,13 +55,14 @@ class FakeGraph:
 class FakeGraphs:
     """Takes the place of `torch.cuda`'s graphs. graphs: those captured. num_collections: of garbage, not done.
 
-    milliseconds: that replays have taken, one for each row; slow: more of them, by the number of rows.
+    milliseconds: that replays of steps have taken, one for each row; slow: more of them, by the number of rows.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.graphs: list[FakeGraph] = []
         self.num_collections = 0
-        self._before: tuple[Tensor, ...] = ()
+        # Of runs before captures, which come in the same order, by thread.
+        self._before: defaultdict[int, deque[tuple[Tensor, ...]]] = defaultdict(deque)
         patch.setattr(gc, "collect", self._collect)
         self._capturing: FakeGraph | None = None
         self.milliseconds = 0.0
@@ -73,8 +78,12 @@ class FakeGraphs:
         }.items():
             patch.setattr(torch.cuda, name, value)
 
-    def num_replays(self) -> int:
-        return sum(graph.num_replays for graph in self.graphs)
+    def num_replays(self, name: str = "step") -> int:
+        return sum(graph.num_replays for graph in self.graphs if graph.name == name)
+
+    def list_steps(self) -> list[FakeGraph]:
+        """The graphs of models."""
+        return [graph for graph in self.graphs if graph.name == "step"]
 
     def _collect(self) -> int:
         self.num_collections += 1
@@ -90,22 +99,26 @@ class FakeGraphs:
         assert graph.body is not None
         self.graphs.append(graph)
 
-    def capturable(self, decode: DecodeStep) -> DecodeStep:
-        """The same step, and one that a capture keeps for later."""
+    def capturable(
+        self, compute: Callable[P, tuple[Tensor, ...]], name: str = "step"
+    ) -> Callable[P, tuple[Tensor, ...]]:
+        """Computes the same; a capture keeps it for later."""
 
-        def step(num_rows: int, grouped: bool) -> tuple[Tensor, ...]:
+        def step(*args: P.args, **kwargs: P.kwargs) -> tuple[Tensor, ...]:
             if self._capturing is None:
-                self._before = decode(num_rows, grouped)
-                return self._before
+                values = compute(*args, **kwargs)
+                self._before[threading.get_ident()].append(values)
+                return values
             # As many and as large as the run before the capture made.
-            outputs = tuple(torch.full_like(output, -1) for output in self._before)
+            outputs = tuple(torch.full_like(output, -1) for output in self._before[threading.get_ident()].popleft())
 
             def body() -> None:
-                self.milliseconds += num_rows + self.slow.get(num_rows, 0.0)
-                for output, value in zip(outputs, decode(num_rows, grouped), strict=True):
+                if name == "step":
+                    self.milliseconds += len(outputs[0]) + self.slow.get(len(outputs[0]), 0.0)
+                for output, value in zip(outputs, compute(*args, **kwargs), strict=True):
                     output.copy_(value)
 
-            self._capturing.body = body
+            self._capturing.body, self._capturing.name = body, name
             return outputs
 
         return step

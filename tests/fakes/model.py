@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toka_async.arrays import Int32, Int64
 from toka_async.attention.base import AttentionBackend, AttentionBatch, PrefixGroup, QueryKeyNorm
 from toka_async.model.rng import draw_uniforms
 
@@ -62,6 +63,23 @@ class FakeAttention:
         assert batch.num_decode == len(batch.slots)
         self.batch = dataclasses.replace(batch, context_lengths=batch.contexts.numpy())
 
+    def count_chunk_cells(self, num_tokens: int, num_rows: int) -> int:  # noqa: ARG002
+        return 2 + 2 * num_rows
+
+    def describe_chunks(self, num_decode: int, lengths: Int32, contexts: Int64) -> Int32:
+        return np.concatenate([[num_decode, lengths.size], lengths, contexts]).astype(np.int32)
+
+    def plan_mixed(self, batch: AttentionBatch, grouped: bool, chunks: Tensor) -> None:  # noqa: ARG002
+        num_decode, count, *rest = chunks.tolist()
+        assert not batch.contexts[num_decode:].any()
+        self.batch = dataclasses.replace(
+            batch,
+            num_decode=num_decode,
+            query_lengths=np.array([1] * num_decode + rest[:count], dtype=np.int32),
+            context_lengths=np.array(batch.contexts[:num_decode].tolist() + rest[count : 2 * count], dtype=np.int32),
+            slots=batch.slots[: num_decode + count],
+        )
+
     def set_groups(self, groups: tuple[PrefixGroup, ...]) -> None:
         self.groups.append(groups)
 
@@ -85,6 +103,10 @@ class FakeModel:
     def forward(
         self, inputs: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
     ) -> Tensor:
+        return self.finish(*self.begin(inputs, positions, attention), wanted)
+
+    def begin(self, inputs: Tensor, positions: Tensor, attention: AttentionBackend) -> tuple[Tensor, Tensor]:
+        """Returns a hash for each token, 0 for padding, and the tokens."""
         assert isinstance(attention, FakeAttention)
         batch = attention.batch
         self.cache.tokens.reshape(-1)[batch.write_indices.numpy()] = inputs.numpy()
@@ -100,9 +122,12 @@ class FakeModel:
             ends = range(context - length + 1, context + 1)
             expected += [end - 1 for end in ends]
             hashes += [hash_of(tokens[:end]) for end in ends]
-        assert positions.tolist() == expected
-        hidden = torch.tensor(hashes, dtype=torch.float64)[:, None]
-        return hidden if wanted is None else hidden[wanted]
+        padding = [0] * (len(inputs) - len(expected))
+        assert positions.tolist() == expected + padding
+        return torch.tensor(hashes + padding, dtype=torch.float64)[:, None], inputs[:, None].double()
+
+    def finish(self, attended: Tensor, residual: Tensor, wanted: Tensor | None = None) -> Tensor:  # noqa: ARG002
+        return attended if wanted is None else attended[wanted]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return _logits(hidden, self.vocab_size)
@@ -116,13 +141,12 @@ class FakeStage(FakeModel):
         self.is_first = is_first
         self.is_last = is_last
 
-    def forward(
-        self, inputs: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
-    ) -> Tensor:
+    def begin(self, inputs: Tensor, positions: Tensor, attention: AttentionBackend) -> tuple[Tensor, Tensor]:
         assert inputs.shape == ((len(positions),) if self.is_first else (len(positions), 1))
-        tokens = inputs if self.is_first else inputs[:, 0].long()
-        hidden = super().forward(tokens, positions, attention, wanted)
+        return super().begin(inputs if self.is_first else inputs[:, 0].long(), positions, attention)
+
+    def finish(self, attended: Tensor, residual: Tensor, wanted: Tensor | None = None) -> Tensor:
         if self.is_last:
-            return hidden
+            return super().finish(attended, residual, wanted)
         assert wanted is None, "the next stage needs every token"
-        return tokens[:, None].double()
+        return residual

@@ -1,4 +1,7 @@
-"""`SamplingKernels` in plain torch on a CPU, for tests of what is around them: reads and writes the same table."""
+"""`SamplingKernels` and `EditKernels` in plain torch on a CPU, for tests of what is around them.
+
+They read and write the same tables.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from torch import Tensor
 
 from toka_async.model.logprobs import distribution
 from toka_async.model.rng import draw_uniforms
-from toka_async.model.sampling import PARAMS, Flag, Params, clean, sample
+from toka_async.model.sampling import PARAMS, Flag, Params, clean, find_likeliest, sample
 
 if TYPE_CHECKING:  # needs Triton
-    from toka_async.kernels.sampling import RowTable
+    from toka_async.kernels.sampling.edit import EditTable, RowTokens
+    from toka_async.kernels.sampling.kernels import RowTable
 
 _NAMES = ("temperature", "top_p", "min_p", "repetition", "top_k", "flags")
 
@@ -50,6 +54,60 @@ class PlainKernels:
         """The bits of the table: bool [slots, vocab]."""
         bits = np.unpackbits(table.seen.numpy().view(np.uint8), axis=1, bitorder="little")
         return torch.from_numpy(bits[:, : self.vocab_size].astype(np.bool_))
+
+
+_RAW = 256
+_NUM_TOP = 20
+
+
+class PlainEditKernels:
+    """Edits one row after the other. Knows of it what its slot's lines of the tables say."""
+
+    def __init__(self, kernels: PlainKernels, num_cells: int, device: torch.device) -> None:  # noqa: ARG002
+        assert device.type == "cpu"
+        self._raw = torch.empty(0)
+
+    def edit(
+        self, logits: Tensor, slots: Tensor, contexts: Tensor, table: RowTable, edits: EditTable, tokens: RowTokens
+    ) -> tuple[Tensor, Tensor]:
+        """See `EditKernels.edit`."""
+        self._raw = distribution(clean(logits.clone()))
+        for x, slot, context in zip(logits, slots.tolist(), contexts.tolist(), strict=True):
+            flags, num_prompt = int(table.flags[slot]), int(table.num_prompt[slot])
+            num_bias, ids = int(edits.num_bias[slot]), edits.ids[slot].long()
+            if flags & Flag.BIASED:
+                x[ids[:num_bias]] += edits.values[slot, :num_bias]
+            if flags & Flag.COUNTED:
+                of_row = tokens.history[tokens.page_table[slot].long()].flatten()[num_prompt:context]
+                self._subtract(x, of_row.long(), slot, table, edits)
+            if flags & Flag.MIN_TOKENS and context - num_prompt < int(edits.min_tokens[slot]):
+                x[ids[num_bias : num_bias + int(edits.num_ends[slot])]] = -torch.inf
+        values, likeliest = find_likeliest(self._raw, min(_NUM_TOP, logits.shape[1]))
+        return likeliest.to(torch.int32), values
+
+    def restore(
+        self,
+        logits: Tensor,  # noqa: ARG002
+        slots: Tensor,
+        contexts: Tensor,  # noqa: ARG002
+        table: RowTable,
+        edits: EditTable,  # noqa: ARG002
+        tokens: RowTokens,  # noqa: ARG002
+        drawn: tuple[Tensor, Tensor],
+    ) -> None:
+        """See `EditKernels.restore`."""
+        raw = (table.flags[slots] & _RAW) != 0
+        drawn[1][raw] = self._raw.gather(1, drawn[0][:, None])[raw, 0]
+
+    @staticmethod
+    def _subtract(x: Tensor, output: Tensor, slot: int, table: RowTable, edits: EditTable) -> None:
+        ids, counts = torch.unique(output, return_counts=True)
+        values = x[ids]
+        if int(table.flags[slot]) & Flag.REPETITION:
+            values = torch.where(values > 0, values / table.repetition[slot], values * table.repetition[slot])
+            for token in ids.tolist():
+                table.seen[slot, token // 32] &= ~torch.tensor(1 << token % 32).to(torch.int32)
+        x[ids] = values - edits.presence[slot] - counts * edits.frequency[slot]
 
 
 def _penalised(logits: Tensor, params: Params) -> Tensor:

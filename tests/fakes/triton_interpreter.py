@@ -17,7 +17,8 @@ def interpret_kernels() -> None:
         return
     os.environ["TRITON_INTERPRET"] = "1"
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
-    patch_tensor, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+    builder = interpreter.InterpreterBuilder
+    patch_tensor, dot, cast = interpreter._patch_lang_tensor, builder.create_dot, builder.cast_impl
 
     def patched(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
@@ -27,8 +28,15 @@ def interpret_kernels() -> None:
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return dot(self, _widened(a), _widened(b), *rest)
 
+    def cast_impl(self: Any, source: Any, dtype: Any) -> Any:
+        if (str(source.dtype.scalar), str(dtype.scalar)) != ("fp32", "bf16"):
+            return cast(self, source, dtype)
+        # A GPU rounds to the nearest; the interpreter cuts off.
+        bits = torch.from_numpy(np.array(source.data)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return type(source)(bits, dtype.scalar)
+
     interpreter._patch_lang_tensor = patched
-    interpreter.InterpreterBuilder.create_dot = create_dot
+    builder.create_dot, builder.cast_impl = create_dot, cast_impl
 
 
 def _widened(handle: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.cases.sampling_rows import INDEX, draw, kept_by, name_of, penalised, table_of, uniforms_of, weights_of
-from toka_async.kernels.sampling import SamplingKernels
+from toka_async.kernels.sampling.kernels import SamplingKernels
 from toka_async.messages import SamplingParams
 from toka_async.model.logprobs import distribution
 from toka_async.model.sampling import sample

@@ -14,6 +14,7 @@ from tests.drivers.gpu_models import make_model
 from toka_async.messages import SamplingParams
 from toka_async.tuning.algorithms import AlgorithmChoice
 from toka_async.tuning.attention import AttentionChoice
+from toka_async.tuning.few_rows import FewRowsChoice
 from toka_async.tuning.gated_tiles import GatedTileChoice
 from toka_async.tuning.graph_sizes import GraphChoice
 
@@ -41,9 +42,9 @@ def test_a_second_start_measures_nothing(tmp_path: Path, monkeypatch: pytest.Mon
     first, expected = start()
     kept = {path: path.read_bytes() for path in tuning_dir.iterdir()}
     kinds = {path.name.rpartition("-")[0] for path in kept}
-    assert kinds >= {"product", "attention", "graphs"}
+    assert kinds >= {"product", "few-rows", "attention", "graphs"}
     assert ("gated-product" in kinds) == (torch.cuda.get_device_capability() >= (9, 0))
-    for choice in (AlgorithmChoice, AttentionChoice, GatedTileChoice, GraphChoice):
+    for choice in (AlgorithmChoice, AttentionChoice, FewRowsChoice, GatedTileChoice, GraphChoice):
         monkeypatch.setattr(choice, "measure", None)
     second, samples = start()
     assert samples == expected

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from toka_async.arrays import Int32
+from toka_async.arrays import Int32, Int64
 
 
 @dataclass(slots=True, frozen=True)
@@ -70,8 +70,16 @@ class AttentionBackend(Protocol):
         ...
 
 
-class GraphAttention(AttentionBackend, Protocol):
-    """A backend whose attention of decoding rows can be captured in a CUDA graph and replayed for other rows."""
+class CapturedAttention(AttentionBackend, Protocol):
+    """A backend that can be captured in CUDA graphs and replayed for other rows."""
+
+    def set_groups(self, groups: tuple[PrefixGroup, ...]) -> None:
+        """Sets the groups of the next replays of grouped graphs. The largest such graph must be planned first."""
+        ...
+
+
+class GraphAttention(CapturedAttention, Protocol):
+    """Captures attention of decoding rows alone."""
 
     def plan_graph(self, batch: AttentionBatch, grouped: bool) -> None:
         """Prepares for a capture: all rows decode, and the batch's device tensors stay where they are.
@@ -80,6 +88,22 @@ class GraphAttention(AttentionBackend, Protocol):
         """
         ...
 
-    def set_groups(self, groups: tuple[PrefixGroup, ...]) -> None:
-        """Sets the groups of the next replays of grouped graphs. The largest such graph must be planned first."""
+
+class MixedAttention(CapturedAttention, Protocol):
+    """Captures attention of decoding rows and chunks of prompts together."""
+
+    def count_chunk_cells(self, num_tokens: int, num_rows: int) -> int:
+        """Counts the numbers that `describe_chunks` returns at most for a step of so many tokens of so many rows."""
+        ...
+
+    def describe_chunks(self, num_decode: int, lengths: Int32, contexts: Int64) -> Int32:
+        """Describes chunks of these lengths and contexts after the decoding rows, to be copied where graphs read it."""
+        ...
+
+    def plan_mixed(self, batch: AttentionBatch, grouped: bool, chunks: Tensor) -> None:
+        """Prepares for a capture. The batch's device tensors and `chunks`, int32, are refilled before each replay.
+
+        `num_decode` is the number of rows, decoding or not: a replay has the decoding rows first, with their contexts;
+        the other rows' contexts are 0. The lengths on the host mean nothing. `grouped`: replays follow `set_groups`.
+        """
         ...

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from toka_async.attention import flashinfer
-from toka_async.attention.base import AttentionBackend, GraphAttention
+from toka_async.attention.base import AttentionBackend, GraphAttention, MixedAttention
 from toka_async.attention.choice import AutoChunks, AutoDecode, ChoiceTable, choose_always, every_group_pays
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
@@ -28,7 +30,7 @@ NOT_MEASURED = choose_always("triton")  # builds the backend that is then measur
 
 @dataclass(slots=True, frozen=True)
 class BuiltAttention:
-    """A backend. graphs: the same, if its decoding can be captured in CUDA graphs.
+    """A backend. graphs: the same, if its decoding can be captured in CUDA graphs. mixed: for graphs of other steps.
 
     smallest_group: the fewest rows of a group and the fewest tokens of a prefix that can be worth sharing; (0, 0):
     none. pays: tells whether a group of so many rows and tokens is worth it. table: what chooses the parts.
@@ -39,6 +41,7 @@ class BuiltAttention:
     smallest_group: tuple[int, int] = (0, 0)
     pays: Callable[[int, int], bool] = every_group_pays
     table: ChoiceTable | None = None
+    mixed: MixedAttention | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -108,8 +111,11 @@ def build_attention(
     if choose is not None:
         table = choose(_make_parts(sources, limits))
         logger.info("attention: %s", table.summarize())
-    paged = _assemble(sources, limits, table)
-    return BuiltAttention(paged, paged if sources.captured else None, table.find_smallest_group(), table.pays, table)
+    device = cache.keys[0].device
+    side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+    paged = _assemble(sources, limits, table, side)
+    graphs, mixed = (paged, _build_mixed(limits, side)) if sources.captured else (None, None)
+    return BuiltAttention(paged, graphs, table.find_smallest_group(), table.pays, table, mixed)
 
 
 def resolve_backend(backend: Backend, cache: KVCache) -> Backend:
@@ -148,17 +154,21 @@ def _add_triton(sources: Sources, limits: AttentionLimits) -> None:
 
 
 def _add_flashinfer(sources: Sources, limits: AttentionLimits) -> None:
-    shape = flashinfer.WrapperShape(
-        limits.cache,
-        limits.num_heads,
-        limits.scale,
-        limits.max_seqs,
-        limits.max_tokens,
-        flashinfer.make_workspace(limits.cache, limits.num_heads),
+    # Decoding rows and chunks may be attended at the same time, on two streams.
+    shape, of_chunks = (
+        flashinfer.WrapperShape(
+            limits.cache,
+            limits.num_heads,
+            limits.scale,
+            limits.max_seqs,
+            limits.max_tokens,
+            flashinfer.make_workspace(limits.cache, limits.num_heads),
+        )
+        for _ in range(2)
     )
     flashinfer.compile_kernels(shape, limits.windows)
     sources.decode["flashinfer"] = lambda: flashinfer.FlashInferDecode(shape)
-    sources.chunks["flashinfer"] = lambda: flashinfer.FlashInferChunks(shape)
+    sources.chunks["flashinfer"] = lambda: flashinfer.FlashInferChunks(of_chunks)
     if "triton" in sources.decode:
         from toka_async.attention.cascade import CascadeDecode
 
@@ -204,7 +214,9 @@ def _make_parts(sources: Sources, limits: AttentionLimits) -> AttentionParts:
     )
 
 
-def _assemble(sources: Sources, limits: AttentionLimits, table: ChoiceTable) -> PagedAttention:
+def _assemble(
+    sources: Sources, limits: AttentionLimits, table: ChoiceTable, side: torch.cuda.Stream | None
+) -> PagedAttention:
     from toka_async.attention.paged import PagedAttention
 
     def decode() -> AutoDecode:
@@ -215,4 +227,10 @@ def _assemble(sources: Sources, limits: AttentionLimits, table: ChoiceTable) -> 
     def chunks() -> AutoChunks:
         return AutoChunks({name: make() for name, make in sources.chunks.items()}, table)
 
-    return PagedAttention(limits.cache, limits.num_heads, limits.windows, decode, chunks)
+    return PagedAttention(limits.cache, limits.num_heads, limits.windows, decode, chunks, side)
+
+
+def _build_mixed(limits: AttentionLimits, side: torch.cuda.Stream | None) -> MixedAttention:
+    from toka_async.attention.mixed import MixedGraphAttention
+
+    return MixedGraphAttention(limits.cache, limits.num_heads, limits.windows, limits.scale, side)

@@ -17,100 +17,59 @@ from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.copies import to_device
 from toka_async.attention.flashinfer import WHOLE, Prefill, WrapperShape, is_seen
 from toka_async.attention.query_tiles import make_prefix_spans
-from toka_async.attention.triton import TritonDecode
-from toka_async.kernels.decode import Partial, Splits, decode_attention
+from toka_async.attention.row_decode import RowDecode
+from toka_async.kernels.decode import Partial
 
 
 @dataclass(slots=True, frozen=True)
-class _CascadePlan:
-    """skip: int32 [rows], keys of the prefix. prefix: a wrapper for the `grouped` rows. splits: of a row's own keys."""
+class _PlannedPrefix:
+    """wrapper: for the prefixes of the `grouped` rows."""
 
-    batch: AttentionBatch
-    window: int
-    skip: Tensor
-    prefix: Any
+    wrapper: Any
     grouped: slice | Tensor
-    splits: Splits
-    order: Tensor | None
 
 
 class CascadeDecode:
     """A `DecodePart` that uses our own kernel alone when there are no groups."""
 
     def __init__(self, shape: WrapperShape) -> None:
-        self.shape = shape
         self.cache = shape.cache
-        self.own = TritonDecode(shape.cache, shape.num_heads, shape.scale)
+        self.device = shape.workspace.device
+        self.rows = RowDecode(shape.cache, shape.num_heads, shape.scale)
         self.prefill = Prefill(shape)
-        self.step: _CascadePlan | None = None
+        self.prefix: _PlannedPrefix | None = None
 
     def plan(self, batch: AttentionBatch, groups: tuple[PrefixGroup, ...], window: int) -> None:
         groups = tuple(group for group in groups if is_seen(batch, group, window))
-        if not groups:
-            self.step = None
-            self.own.plan(batch, (), window)
-            return
-        page_size = self.cache.page_size
+        contexts, page_size = batch.context_lengths[: batch.num_decode], self.cache.page_size
         skip = np.zeros(batch.num_decode, dtype=np.int32)
         for group in groups:
             skip[group.first_row : group.first_row + group.num_rows] = group.num_pages * page_size
-        lengths = batch.context_lengths[: batch.num_decode] - skip
-        splits, order = self.own.divide_work(np.minimum(lengths, window) if window else lengths)
-        rows = np.flatnonzero(skip)
-        is_run = len(rows) == rows[-1] - rows[0] + 1
-        device = self.shape.workspace.device
-        self.step = _CascadePlan(
-            batch,
-            window,
-            to_device(skip, device),
-            self.prefill.plan(batch, make_prefix_spans(groups, page_size, WHOLE), 0),
-            slice(int(rows[0]), int(rows[-1]) + 1) if is_run else to_device(rows.astype(np.int32), device),
-            splits,
-            order,
-        )
+        lengths = np.minimum(contexts - skip, window) if window else contexts - skip
+        self.rows.plan(batch, lengths, to_device(skip, self.device) if groups else None, window)
+        self.prefix = None
+        if groups:
+            rows = np.flatnonzero(skip)
+            is_run = len(rows) == rows[-1] - rows[0] + 1
+            self.prefix = _PlannedPrefix(
+                self.prefill.plan(batch, make_prefix_spans(groups, page_size, WHOLE), 0),
+                slice(int(rows[0]), int(rows[-1]) + 1) if is_run else to_device(rows, self.device),
+            )
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
-        step = self.step
-        if step is None:
-            self.own.run(layer, query, output)
-            return
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        decode_attention(
-            query,
-            keys,
-            values,
-            step.batch.page_table,
-            step.batch.slots,
-            step.batch.contexts,
-            self.own.memory.list_rows(len(query)) if step.order is None else step.order,
-            output,
-            self.shape.scale,
-            step.window,
-            step.skip,
-            self._attend_prefix(step, (keys, values), query, output),
-            _make_partial(step.splits.count, query) if step.splits.count > 1 else None,
-            step.splits.least,
-        )
+        prefix = None if self.prefix is None else self._attend_prefix(self.prefix, layer, query, output)
+        self.rows.run(layer, query, output, prefix)
 
-    def _attend_prefix(
-        self, step: _CascadePlan, pages: tuple[Tensor, Tensor], query: Tensor, output: Tensor
-    ) -> Partial:
+    def _attend_prefix(self, prefix: _PlannedPrefix, layer: int, query: Tensor, output: Tensor) -> Partial:
         """Attends grouped rows over their prefix, into `output`: the kernel reads it there before it writes."""
+        pages = self.cache.keys[layer], self.cache.values[layer]
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        rows = step.grouped
+        rows = prefix.grouped
         if isinstance(rows, slice):
-            step.prefix.run(query[rows], pages, out=output[rows], lse=lse[rows], return_lse=True)
+            prefix.wrapper.run(query[rows], pages, out=output[rows], lse=lse[rows], return_lse=True)
         else:
             shared = query[rows]
-            part, part_lse = step.prefix.run(shared, pages, out=torch.empty_like(shared), return_lse=True)
-            output.index_copy_(0, rows.long(), part)
-            lse.index_copy_(0, rows.long(), part_lse)
+            part, part_lse = prefix.wrapper.run(shared, pages, out=torch.empty_like(shared), return_lse=True)
+            output.index_copy_(0, rows, part)
+            lse.index_copy_(0, rows, part_lse)
         return Partial(output[None], lse[None])
-
-
-def _make_partial(splits: int, query: Tensor) -> Partial:
-    shape = (splits, *query.shape)
-    return Partial(
-        torch.empty(shape, dtype=torch.float32, device=query.device),
-        torch.empty(shape[:-1], dtype=torch.float32, device=query.device),
-    )

@@ -6,11 +6,30 @@ Angles are computed in float32 and never stored for all positions, so a long con
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from toka_async.checkpoint.rope_spec import RopeSpec
+
+# Computes cos and signed sin from positions, inverse frequencies, their factor and their dtype; see below.
+RotationFunction = Callable[[Tensor, Tensor, float, torch.dtype], tuple[Tensor, Tensor]]
+
+
+def compute_rotation(
+    positions: Tensor, inverse_frequencies: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Turns positions [t] into cos and signed sin times the scale, each [t, 1, dim] in the dtype.
+
+    inverse_frequencies: float32 [dim / 2]. The first half of the sin is negated.
+    """
+    angles = positions[:, None].float() * inverse_frequencies  # [t, dim / 2]
+    cos, sin = angles.cos(), angles.sin()
+    if scale != 1.0:
+        cos, sin = cos * scale, sin * scale
+    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
 
 
 class Rope(nn.Module):
@@ -18,20 +37,16 @@ class Rope(nn.Module):
 
     inverse_frequencies: Tensor
 
-    def __init__(self, spec: RopeSpec, dim: int) -> None:
+    def __init__(self, spec: RopeSpec, dim: int, compute: RotationFunction = compute_rotation) -> None:
         super().__init__()
         frequencies = compute_frequencies(spec, dim).to(torch.get_default_device())
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
         self.scale = compute_scale(spec)
+        self._compute = compute
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Turns positions [t] into cos and signed sin, each [t, 1, dim]; the first half of the sin is negated."""
-        angles = positions[:, None].float() * self.inverse_frequencies  # [t, dim / 2]
-        cos, sin = angles.cos(), angles.sin()
-        if self.scale != 1.0:
-            cos, sin = cos * self.scale, sin * self.scale
-        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-        return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
+        """Turns positions [t] into cos and signed sin, each [t, 1, dim]."""
+        return self._compute(positions, self.inverse_frequencies, self.scale, dtype)
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

@@ -17,22 +17,13 @@ from toka_async.arrays import Int32, Int64
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.copies import pin, to_device
 from toka_async.attention.kv_cache import KVCache
-from toka_async.kernels.decode import (
-    MOST_PARTIALS,
-    DecodeConfig,
-    Partial,
-    Splits,
-    choose_graph_splits,
-    choose_splits,
-    decode_attention,
-    decode_config,
-)
+from toka_async.attention.row_decode import RowDecode
+from toka_async.kernels.decode import MOST_PARTIALS, Partial
 from toka_async.kernels.prefill import attend_chunks, attend_prefixes, prefill_config
 
 PREFIX_PROGRAMS_PER_SM = 2
-SHORT = 400  # keys of a row, on average, for which blocks are small
-UNEVEN = 1.3  # times the mean that the longest row must have for the rows' order to matter
 MOST_PREFIX_SPLITS = 8
+SPARE_TILES = 32  # programs of a captured step beside those for full tiles: each chunk may have one that is not full
 KEPT_GROUPS = 64  # descriptions of groups that are kept: a step's parts have the same groups in the next step
 
 
@@ -44,18 +35,6 @@ class _Shared:
     tiles: Tensor
     num_programs: int
     splits: int
-
-
-@dataclass(slots=True, frozen=True)
-class _DecodePlan:
-    """order: which rows start first; None: as they are."""
-
-    batch: AttentionBatch
-    window: int
-    splits: Splits
-    config: DecodeConfig
-    shared: _Shared | None
-    order: Tensor | None = None
 
 
 class TritonDecode:
@@ -71,7 +50,8 @@ class TritonDecode:
         self.tile_config = prefill_config(cache.head_dim, group_size, cache.keys[0].dtype)
         self.tile_rows = self.tile_config.queries(group_size)
         self.memory = _Memory(self.device)
-        self.step: _DecodePlan | None = None
+        self.rows = RowDecode(cache, num_heads, self.scale)
+        self.shared: _Shared | None = None
         # Grouped graphs: the groups that graph_data describes, skips of all rows first, then tiles.
         self.graph_groups: tuple[PrefixGroup, ...] = ()
         self.graph_rows = 0
@@ -81,26 +61,23 @@ class TritonDecode:
     def plan(self, batch: AttentionBatch, groups: tuple[PrefixGroup, ...], window: int) -> None:
         contexts = batch.context_lengths[: batch.num_decode]
         spans = _drop_unseen(_read_groups(groups), contexts, self.cache.page_size, window)
-        shared, lengths = None, contexts
+        self.shared, lengths = None, np.minimum(contexts, window) if window else contexts
         if len(spans):
             data, skip, num_tiles = self._describe(spans, batch.num_decode)
-            lengths = contexts - skip
+            lengths = np.minimum(contexts - skip, lengths)
             rows = _round_up(batch.num_decode)
             tiles = to_device(data, self.device)
-            shared = _Shared(
+            self.shared = _Shared(
                 tiles[:rows],
                 tiles[rows:].view(-1, 4),
                 num_tiles,
                 self._count_prefix_splits(num_tiles, batch.num_decode),
             )
-        lengths = np.minimum(lengths, window) if window else lengths
-        splits, order = self.divide_work(lengths)
-        config = self._choose_config(float(lengths.mean()) < SHORT)
-        self.step = _DecodePlan(batch, window, splits, config, shared, order)
+        self.rows.plan(batch, lengths, None if self.shared is None else self.shared.skip, window)
 
     def plan_graph(self, batch: AttentionBatch, grouped: bool, window: int) -> None:
         num_rows = len(batch.slots)
-        shared = None
+        self.shared = None
         if grouped:
             if not self.graph_rows:
                 self.graph_rows = _round_up(num_rows)
@@ -109,12 +86,10 @@ class TritonDecode:
             assert num_rows <= self.graph_rows, "the first grouped plan is of the most rows"
             skip, tiles = self.graph_data[: self.graph_rows], self.graph_data[self.graph_rows :].view(-1, 4)
             num_programs = -(-num_rows // self.tile_rows) + -(-num_rows // 64)  # full tiles, and some of small groups
-            shared = _Shared(
+            self.shared = _Shared(
                 skip, tiles, num_programs, self._count_prefix_splits(-(-num_rows // self.tile_rows), num_rows)
             )
-        splits = choose_graph_splits(num_rows, self.cache.num_kv_heads, self.num_sms)
-        # Rows that share a prefix have few keys of their own, most of the time.
-        self.step = _DecodePlan(batch, window, splits, self._choose_config(is_short=grouped), shared)
+        self.rows.plan_graph(batch, None if self.shared is None else self.shared.skip, window)
 
     def set_groups(self, groups: tuple[PrefixGroup, ...]) -> None:
         assert self.graph_rows, "no grouped graph was planned"
@@ -133,54 +108,25 @@ class TritonDecode:
         self.graph_groups = groups
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
-        step, keys, values = self.step, self.cache.keys[layer], self.cache.values[layer]
+        shared, step = self.shared, self.rows.step
         assert step is not None
-        batch, shared = step.batch, step.shared
         prefix = None
         if shared is not None:
             # One partial result may lie where the rows' outputs go: each program reads its own before it writes.
             prefix = self.memory.take_partial("prefix", query, shared.splits, None if shared.splits > 1 else output)
             attend_prefixes(
                 query,
-                keys,
-                values,
-                batch.page_table,
-                batch.slots,
+                self.cache.keys[layer],
+                self.cache.values[layer],
+                step.batch.page_table,
+                step.batch.slots,
                 shared.tiles,
                 shared.num_programs,
                 prefix,
                 self.scale,
                 self.tile_config,
             )
-        decode_attention(
-            query,
-            keys,
-            values,
-            batch.page_table,
-            batch.slots,
-            batch.contexts,
-            self.memory.list_rows(len(query)) if step.order is None else step.order,
-            output,
-            self.scale,
-            step.window,
-            None if shared is None else shared.skip,
-            prefix,
-            self.memory.take_partial("splits", query, step.splits.count) if step.splits.count > 1 else None,
-            step.splits.least,
-            step.config,
-        )
-
-    def _choose_config(self, is_short: bool) -> DecodeConfig:
-        return decode_config(self.cache.head_dim, self.cache.keys[0].dtype, is_short)
-
-    def divide_work(self, lengths: Int32 | Int64) -> tuple[Splits, Tensor | None]:
-        """Splits rows that read so many keys each; orders the longest first where lengths differ."""
-        num_rows, longest, total = len(lengths), int(lengths.max(initial=1)), int(lengths.sum())
-        kv_heads, dim = self.cache.num_kv_heads, self.cache.head_dim
-        splits = choose_splits(longest, total, num_rows, self.num_heads, dim, kv_heads, self.num_sms)
-        if longest * num_rows <= UNEVEN * total:
-            return splits, None
-        return splits, to_device(np.argsort(-lengths, kind="stable").astype(np.int32), self.device)
+        self.rows.run(layer, query, output, prefix)
 
     def _describe(self, spans: Int64, num_rows: int) -> tuple[Int32, Int64, int]:
         """Turns spans [n, 3] of (first row, rows, keys) into device data: skips, padded, then tiles.
@@ -199,6 +145,16 @@ class TritonDecode:
         return max(min(wanted, most, MOST_PREFIX_SPLITS), 1)
 
 
+@dataclass(slots=True, frozen=True)
+class _ChunkPlan:
+    """tiles: see `attend_chunks`."""
+
+    batch: AttentionBatch
+    window: int
+    tiles: Tensor
+    num_programs: int
+
+
 class TritonChunks:
     """`ChunkPart` that cuts chunks into tiles, the longest first."""
 
@@ -208,31 +164,45 @@ class TritonChunks:
         group_size = num_heads // cache.num_kv_heads
         self.config = prefill_config(cache.head_dim, group_size, cache.keys[0].dtype)
         self.tile_queries = self.config.queries(group_size)
-        self.step: tuple[AttentionBatch, int, Tensor] | None = None
+        self.step: _ChunkPlan | None = None
 
     def plan(self, batch: AttentionBatch, window: int) -> None:
-        lengths = batch.query_lengths[batch.num_decode :].astype(np.int64)
-        seen = batch.context_lengths[batch.num_decode :] - lengths + 1
-        rows = np.arange(batch.num_decode, len(batch.query_lengths))
-        tiles = _cut_tiles(rows, np.cumsum(lengths) - lengths, lengths, seen, self.tile_queries, causal=True)
+        chunks = slice(batch.num_decode, None)
+        tiles = self.cut(batch.num_decode, batch.query_lengths[chunks], batch.context_lengths[chunks])
+        self.step = _ChunkPlan(batch, window, to_device(tiles, self.cache.keys[0].device), len(tiles) - 1)
+
+    def plan_graph(self, batch: AttentionBatch, window: int, tiles: Tensor) -> None:
+        """Prepares for a capture; tiles int32 [n, 4] are refilled before each replay, with what `cut` returns."""
+        num_programs = -(-len(batch.write_indices) // self.tile_queries) + SPARE_TILES
+        self.step = _ChunkPlan(batch, window, tiles, min(num_programs, len(tiles) - 1))
+
+    def cut(self, first_row: int, lengths: Int32, contexts: Int32 | Int64, first_query: int = 0) -> Int32:
+        """Cuts chunks of rows from `first_row` on into the tiles of `attend_chunks`, the longest first."""
+        counts, rows = lengths.astype(np.int64), np.arange(first_row, first_row + len(lengths))
+        firsts, seen = first_query + np.cumsum(counts) - counts, contexts - counts + 1
+        tiles = _cut_tiles(rows, firsts, counts, seen, self.tile_queries, causal=True)
         # The last to start are the shortest, so that no program runs long when the others are done.
         tiles[1:] = tiles[1:][np.argsort(-tiles[1:, 3], kind="stable")]
-        self.step = (batch, window, to_device(tiles.astype(np.int32), self.cache.keys[0].device))
+        return tiles.astype(np.int32)
+
+    def count_tiles(self, num_tokens: int, num_rows: int) -> int:
+        """Counts the entries that `cut` returns at most for so many tokens of so many rows."""
+        return 1 + num_tokens // self.tile_queries + num_rows
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
-        assert self.step is not None
-        batch, window, tiles = self.step
+        step = self.step
+        assert step is not None
         attend_chunks(
             query,
             self.cache.keys[layer],
             self.cache.values[layer],
-            batch.page_table,
-            batch.slots,
-            tiles,
-            len(tiles) - 1,
+            step.batch.page_table,
+            step.batch.slots,
+            step.tiles,
+            step.num_programs,
             output,
             self.scale,
-            window,
+            step.window,
             self.config,
         )
 
@@ -243,7 +213,6 @@ class _Memory:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.slabs: dict[str, list[Tensor]] = {}
-        self.orders: list[Tensor] = []
 
     def take_partial(self, name: str, query: Tensor, parts: int, output: Tensor | None = None) -> Partial:
         """Takes room for `parts` results of the queries [rows, heads, dim]. A single one is in `output` if given."""
@@ -253,12 +222,6 @@ class _Memory:
         if output is not None:
             return Partial(output[None], lse)
         return Partial(self._take(name, size * dim).view(parts, num_rows, num_heads, dim), lse)
-
-    def list_rows(self, num_rows: int) -> Tensor:
-        """Lists the rows in their order, int32 [num_rows]."""
-        if not self.orders or len(self.orders[-1]) < num_rows:
-            self.orders.append(torch.arange(max(num_rows, 1024), dtype=torch.int32, device=self.device))
-        return self.orders[-1][:num_rows]
 
     def _take(self, name: str, size: int) -> Tensor:
         slabs = self.slabs.setdefault(name, [])

@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # these need Triton, which is not everywhere
 
 LONG_TOKENS = 4096  # tokens of a row that several programs share
 MIDDLE_TOKENS = 640  # tokens of a row that one program reads if there are many rows
-UNEVEN_ROWS = 200  # rows that fill the chip, so that the parts of a long one are merged in turn
 SPLIT_TOKENS = 300  # tokens of a short row that several programs share
 
 
@@ -56,7 +55,7 @@ def try_decode(cache: KVCache, num_heads: int, part: DecodeKernel, max_seqs: int
     """Runs a part at shapes that take each of its paths.
 
     Paths: keys of a row read by one or several programs, few keys and many; no groups, one group, as many as fill the
-    chip; many rows, one of which is read by several programs.
+    chip.
     """
     device = cache.keys[0].device
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -64,13 +63,10 @@ def try_decode(cache: KVCache, num_heads: int, part: DecodeKernel, max_seqs: int
     for num_groups in (0, 1, full):
         groups = tuple(PrefixGroup(2 * i, 2, 1) for i in range(num_groups))
         few = 2 * max(1, num_groups)
-        many = max(few, min(max_seqs, 32 * full))  # or the most: none of them needs several programs
+        many = max(few, min(max_seqs, 64 * full))  # or the most: none of them needs several programs
         short, long = _choose_contexts(cache, window)
         for num_rows, context in ((few, short), (few, long), (few, SPLIT_TOKENS), (many, min(MIDDLE_TOKENS, long))):
             _try(cache, num_heads, part, TrialShape(((context, 1),) * num_rows, num_rows, groups), window)
-    short, long = _choose_contexts(cache, window)
-    num_rows = min(max_seqs, UNEVEN_ROWS)
-    _try(cache, num_heads, part, TrialShape(((long, 1), *((short, 1),) * (num_rows - 1)), num_rows), window)
     _wait(device)
 
 

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+SAMPLINGS = ("plain", "min_tokens", "logit_bias", "penalties", "logprobs", "allowed")
+
 Add = Callable[[str, str], argparse.ArgumentParser]  # (benchmark's name, meaning) -> its parser
 
 
@@ -14,6 +16,7 @@ def add_benchmarks(add: Add) -> None:
     _add_control_plane(add("control-plane", "measure the processes around the model, with a simulated one"))
     _add_serve_load(add("serve-load", "measure a running server, of this or another engine, under a load"))
     _add_step(add("step", "time a rank's steps, without a server"))
+    _add_products(add("products", "time the ways to compute a model's products of few rows, on a GPU"))
     _add_policy(add("policy", "compare ways to share the KV cache on given lengths, in simulated time"))
 
 
@@ -32,6 +35,10 @@ def run_benchmark(options: argparse.Namespace) -> int:
             from toka_async.bench import step
 
             return step.main(options)
+        case "products":
+            from toka_async.bench import products
+
+            return products.main(options)
         case "policy":
             from toka_async.bench.policy import policy
 
@@ -142,13 +149,35 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.6, metavar="T", help="default: 0.6")
     parser.add_argument("--top-p", type=_rate, default=1.0, metavar="P", help="default: 1")
     parser.add_argument("--logprobs", action="store_true", help="the chosen tokens' log-probs too")
+    parser.add_argument(
+        "--sampling",
+        type=_samplings,
+        default="plain",
+        metavar="NAME,…",
+        help=f"what rows ask for beside that: {', '.join(SAMPLINGS)}; default: plain",
+    )
+    parser.add_argument("--asking", type=_count, metavar="N", help="rows that ask; the others are plain; default: all")
     parser.add_argument("--json", action="store_true", help="one line of JSON a case")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="ms a step by rows (needs toka-async[plot])")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration of the rank")
 
 
+def _add_products(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=_counts, default="1,2,4,8,16", metavar="N,…", help="default: 1,2,4,8,16")
+    parser.add_argument("--json", action="store_true", help="one line of JSON a product")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration of the rank")
+
+
 def _counts(text: str) -> list[int]:
     return [_count(part) for part in text.split(",")]
+
+
+def _samplings(text: str) -> list[str]:
+    names = text.split(",")
+    for name in names:
+        if name not in SAMPLINGS:
+            raise argparse.ArgumentTypeError(f"expected {', '.join(SAMPLINGS)}, got {name}")
+    return names
 
 
 def _whole_numbers(text: str) -> list[int]:

@@ -94,9 +94,12 @@ def measure(options: argparse.Namespace, config: Config) -> StepResult:
 def cases(options: argparse.Namespace, ready: Ready) -> Iterator[Case]:
     """Yields every combination of the options; a prefix is whole pages, and shorter than the context."""
     prefixes = dict.fromkeys(prefix // ready.page_size * ready.page_size for prefix in options.shared_prefix)
-    for context, prefix, rows in itertools.product(options.context, prefixes, options.rows):
+    kinds = itertools.product(options.context, prefixes, options.sampling, options.rows)
+    for context, prefix, sampling, rows in kinds:
         if prefix < context:
-            yield Case(rows, context, prefix, groups=min(options.groups, rows) if prefix else 0)
+            groups = min(options.groups, rows) if prefix else 0
+            asking = 0 if sampling == "plain" else min(options.asking or rows, rows)
+            yield Case(rows, context, prefix, groups, sampling=sampling, asking=asking)
     for length in options.prompt:
         yield Case(prompt=length)
 
@@ -122,6 +125,8 @@ def time_case(case: Case, options: argparse.Namespace, config: Config, runner: R
         prefix=case.prefix,
         groups=case.groups if grouped else 0,
         prompt=case.prompt,
+        sampling=case.sampling,
+        asking=case.asking,
         ms=round(ms, 4),
         device_ms=round(device_ms, 4),
         tokens_per_second=round(case.num_tokens / ms * 1000, 1),
@@ -165,7 +170,8 @@ def describe_case(case: Case) -> str:
     if case.prompt:
         return f"prompt {case.prompt}"
     shared = f", {case.prefix} shared" if case.prefix else ""
-    return f"{case.rows} rows, context {case.context}{shared}"
+    asking = f", {case.asking} asking for {case.sampling}" if case.asking else ""
+    return f"{case.rows} rows, context {case.context}{shared}{asking}"
 
 
 def device_name(runner: Runner) -> str:
@@ -179,10 +185,11 @@ def table(result: StepResult) -> Iterator[str]:
         f"{result.model} on {result.device}, {result.dtype}, cache of {result.cache_tokens} tokens; "
         f"measured: {result.bandwidth_gb_s} GB/s, matrices {result.matrix_tflops} TFLOP/s"
     )
-    names = ("rows", "context", "prefix", "groups", "prompt", "ms", "device_ms", "tokens/s", "floor_ms", "share")
-    yield "".join(f"{name:>11}" for name in names)
+    kinds = ("rows", "context", "prefix", "groups", "prompt", "sampling", "asking")
+    figures = ("ms", "device_ms", "tokens/s", "floor_ms", "share")
+    yield "".join(f"{name:>11}" for name in (*kinds, *figures))
     for each in result.steps:
-        values = (each.rows, each.context, each.prefix, each.groups, each.prompt)
+        values = (each.rows, each.context, each.prefix, each.groups, each.prompt, each.sampling, each.asking)
         measured = (f"{each.ms:.3f}", f"{each.device_ms:.3f}", f"{each.tokens_per_second:.0f}", f"{each.floor_ms:.3f}")
         yield "".join(f"{value:>11}" for value in (*values, *measured, f"{each.share:.1%}"))
     for line in result.skipped:

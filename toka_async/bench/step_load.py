@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,7 +29,7 @@ class Case:
     """A step in which `rows` decode at `context` tokens, or one prompt of `prompt` tokens is computed.
 
     prefix: leading tokens that the rows of a group share, whole pages. groups: of about equal size; 0 without a
-    prefix.
+    prefix. asking: the first of the rows, which ask for `sampling`.
     """
 
     rows: int = 0
@@ -36,6 +37,8 @@ class Case:
     prefix: int = 0
     groups: int = 0
     prompt: int = 0
+    sampling: str = "plain"
+    asking: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -45,12 +48,13 @@ class Case:
 class DecodeSteps:
     """Steps in each of which all rows of a case decode.
 
-    num_steps: the most steps that `step` will give. grouped: tells the rank which rows share their prefix. Raises
-    DoesNotFitError.
+    num_steps: the most steps that `step` will give. grouped: tells the rank which rows share their prefix. Rows that
+    ask for something count the second half of their context as output. Raises DoesNotFitError.
     """
 
     def __init__(self, case: Case, ready: Ready, sampling: SamplingParams, num_steps: int, grouped: bool) -> None:
         self._case, self._ready, self._sampling = case, ready, sampling
+        self._asked = make_sampling(case.sampling, sampling, ready.vocab_size)
         self._sizes = np.full(max(case.groups, 1), case.rows // max(case.groups, 1), np.int32)
         self._sizes[: case.rows % self._sizes.size] += 1  # rows of each group
         self._shared = case.prefix // ready.page_size
@@ -82,11 +86,13 @@ class DecodeSteps:
         case = self._case
         slots = np.arange(case.rows, dtype=np.int32)
         pages = np.stack([self._pages_of(row) for row in range(case.rows)])
+        keys = self._keys()
         joining = Step(
             step_id=0,
             freed=i32_column(range(self._sizes.size)),
+            prompts=tuple(self._asking_prompt(key) for key in np.unique(keys[: case.asking]).tolist()),
             admit_slots=column(slots),
-            admit_keys=column(np.repeat(np.arange(self._sizes.size, dtype=np.int32), self._sizes)),
+            admit_keys=column(keys),
             admit_starts=column(np.full(case.rows, case.context - 1, np.int32)),
             admit_seeds=column(np.arange(case.rows, dtype=np.int64)),
             page_slots=column(np.repeat(slots, self._own)),
@@ -101,8 +107,19 @@ class DecodeSteps:
 
     def end(self) -> Step:
         """Frees all rows."""
-        slots, keys = i32_column(range(self._case.rows)), i32_column(range(self._sizes.size))
-        return Step(step_id=0, freed=slots, dropped_prompts=keys)
+        keys = {*range(self._sizes.size), *self._keys().tolist()}
+        return Step(step_id=0, freed=i32_column(range(self._case.rows)), dropped_prompts=i32_column(keys))
+
+    def _keys(self) -> Int32:
+        """Returns the keys of the rows' prompts: a group's number, and another one for those of its rows that ask."""
+        keys = np.repeat(np.arange(self._sizes.size, dtype=np.int32), self._sizes)
+        keys[: self._case.asking] += self._sizes.size
+        return keys
+
+    def _asking_prompt(self, key: int) -> Prompt:
+        group, length = key - self._sizes.size, self._case.context
+        prompt = random_prompt(group, length, self._shared_pages(group), self._ready, self._asked)
+        return msgspec.structs.replace(prompt, key=key, num_prompt=length - length // 2)
 
     def _compute_prompts(self) -> Iterator[Step]:
         """Computes the prompt of each group's first row, except the last token, which is the first to decode."""
@@ -202,6 +219,21 @@ class PromptSteps:
 
     def end(self) -> Step:
         return Step(step_id=0, freed=i32_column([0]), dropped_prompts=i32_column([self._key]))
+
+
+def make_sampling(name: str, sampling: SamplingParams, vocab_size: int) -> SamplingParams:
+    """Adds what a row asks for by this name."""
+    rng = np.random.default_rng(0)
+    few, many = (rng.choice(vocab_size, min(count, vocab_size), replace=False).astype(np.int32) for count in (4, 300))
+    asked: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "min_tokens": {"min_tokens": 1 << 20, "end_ids": column(few)},
+        "logit_bias": {"bias_ids": column(many), "bias_values": column(np.full(many.size, 0.5, np.float32))},
+        "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+        "logprobs": {"num_logprobs": 5},
+        "allowed": {"allowed_ids": column(many)},
+    }
+    return msgspec.structs.replace(sampling, **asked[name])
 
 
 def random_prompt(key: int, length: int, pages: Int32, ready: Ready, sampling: SamplingParams) -> Prompt:

@@ -8,8 +8,8 @@ import msgspec
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """A case and its median step, in milliseconds.
 
-    ms: time between results. device_ms: time that the rank measures. floor_ms: the sum of its three parts. share:
-    floor_ms / ms.
+    sampling: what `asking` of the rows ask for. ms: time between results. device_ms: time that the rank measures.
+    floor_ms: the sum of its three parts. share: floor_ms / ms.
     """
 
     rows: int
@@ -17,6 +17,8 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     prefix: int
     groups: int
     prompt: int
+    sampling: str
+    asking: int
     ms: float
     device_ms: float
     tokens_per_second: float

@@ -326,9 +326,16 @@ class AttentionConfig(Section, frozen=True, kw_only=True):
 
 class GraphsConfig(Section, frozen=True, kw_only=True):
     enabled: Annotated[
-        bool, Meta(description="capture decode steps in CUDA graphs, with the triton attention kernels")
+        bool, Meta(description="capture small steps in CUDA graphs, with the triton attention kernels")
     ] = True
-    max_rows: Annotated[int, Meta(ge=1, le=8192, description="sequences of the largest captured step")] = 512
+    max_rows: Annotated[int, Meta(ge=1, le=8192, description="sequences of the largest captured decode step")] = 512
+    max_tokens: Annotated[
+        Annotated[int, Meta(ge=0, le=32768)] | Auto,
+        Meta(
+            description="tokens of the largest captured step with prompts; 0: none is captured; auto: up to 4096, as "
+            "many as one percent of the GPU's memory holds"
+        ),
+    ] = "auto"
 
 
 class TuningConfig(Section, frozen=True, kw_only=True):

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toka_async.kernels.pdl import can_follow, follow
+
 # Heads and elements of a program: enough for wide accesses, few enough to give one token several programs.
 HEADS = 16
 TILE = 2048
@@ -42,7 +44,7 @@ def append(
     query = torch.empty((num_tokens, num_heads, dim), dtype=heads.dtype, device=heads.device)
     if not num_tokens:
         return query
-    half_pad = triton.next_power_of_2(dim // 2)
+    half_pad, pdl = triton.next_power_of_2(dim // 2), can_follow(heads)
     block = min(HEADS, max(1, TILE // (2 * half_pad)), triton.next_power_of_2(num_all))
     _append[num_tokens, triton.cdiv(num_all, block)](
         heads,
@@ -61,7 +63,9 @@ def append(
         half_pad=half_pad,
         page_size=page_size,
         block=block,
+        pdl=pdl,
         num_warps=2 if block * half_pad >= 256 else 1,
+        launch_pdl=pdl,
     )
     return query
 
@@ -84,7 +88,9 @@ def _append(
     half_pad: tl.constexpr,
     page_size: tl.constexpr,
     block: tl.constexpr,
+    pdl: tl.constexpr,
 ):
+    follow(pdl)
     num_all: tl.constexpr = num_heads + 2 * kv_heads
     dim: tl.constexpr = 2 * half
     token = tl.program_id(0).to(tl.int64)

@@ -1,28 +1,27 @@
 """Attention of rows with one query each over their pages, straight from the page table.
 
-One program is a row, a KV head and a split of its keys; nothing is planned on the host. Rows may skip leading keys that
+One program is a row, a KV head and a part of its keys; nothing is planned on the host. Rows may skip leading keys that
 were attended elsewhere and start from that partial result (arXiv:2402.05099): one pass merges and attends. The results
-of splits are merged by their log-sum-exp (arXiv:2311.01282). Knows no groups.
+of a row's parts are merged by their log-sum-exp (arXiv:2311.01282). Knows no groups.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from toka_async.kernels.decode_work import MOST_PARTS, DecodeWork, find_first
+from toka_async.kernels.pdl import can_follow, follow
+
 LOG2E = 1.4426950408889634
-MOST_SPLITS = 32
-PROGRAMS_PER_SM = 12  # about as many run at once
-SMALLEST_SPLIT = 128  # keys; merging smaller splits costs more than they save
-FEW_ROWS = 16  # with more rows, only larger splits pay
 MERGED_HEADS = 4  # heads of a program of the merge
-MERGED_AT_ONCE = 8  # parts that a program reads at once if too few programs run to hide each other's waits
-MANY_ROWS = 128
-MOST_PARTIALS = 1 << 26  # numbers in all partial results of a step
+MERGED_AT_ONCE = 8  # parts that a program of the merge reads at once: it would mostly wait for one after the other
+MOST_PARTIALS = 1 << 26  # numbers in all partial results of a step's prefixes
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,7 +35,7 @@ class DecodeConfig:
 
 @dataclass(slots=True, frozen=True)
 class Partial:
-    """Attention over p parts of the keys: output [p, rows, heads, dim], lse float32 [p, rows, heads].
+    """Attention over parts of the keys: output [..., heads, dim], lse float32 [..., heads].
 
     lse is the base-2 logarithm of the sum of 2 ** (score * log2(e)); -inf for no keys.
     """
@@ -59,52 +58,28 @@ def decode_config(head_dim: int, dtype: torch.dtype, is_short: bool = False) -> 
     return DecodeConfig(block=64, num_warps=2, num_stages=2)
 
 
-@dataclass(slots=True, frozen=True)
-class Splits:
-    """The most programs that share a row's keys, and the fewest keys that justify another program."""
-
-    count: int
-    least: int
-
-
-# (programs of each row and KV head that would fill the chip, splits); the first entry within reach holds.
-_SPLITS = (
-    (100.0, Splits(32, 64)),
-    (8.0, Splits(16, 128)),
-    (2.0, Splits(16, 256)),
-    (1.0, Splits(8, 256)),
-    (0.5, Splits(8, 512)),
-    (0.0, Splits(4, 512)),
+# (programs of each row and KV head that would fill the chip, parts, least keys); the first entry within reach holds.
+_PARTS = (
+    (100.0, (32, 64)),
+    (8.0, (16, 128)),
+    (2.0, (16, 256)),
+    (1.0, (8, 256)),
+    (0.5, (8, 512)),
+    (0.0, (4, 512)),
 )
 
 
-def choose_graph_splits(num_rows: int, kv_heads: int, num_sms: int) -> Splits:
-    """Chooses splits for rows of unknown lengths, in any order.
+def choose_parts(num_rows: int, num_programs: int) -> tuple[int, int]:
+    """Chooses into how many parts of how many keys at least to divide few rows of unknown lengths.
 
-    Measured on an H200 with rows of uneven lengths, 30 to 4,500 keys, and with even ones: the fastest of some dozens of
-    splits is about as many programs as the chip runs at once, and the least keys grow with the rows.
+    num_programs: that run at once, for each KV head. Measured on an H200 with rows of uneven lengths, 30 to 4,500 keys,
+    and with even ones: the fastest is about as many programs as the chip runs at once, and the least keys grow with the
+    rows.
     """
-    wanted = PROGRAMS_PER_SM * num_sms / max(1, num_rows * kv_heads)  # programs of each row and head to fill the chip
-    return next(splits for least, splits in _SPLITS if wanted >= least)
-
-
-def choose_splits(
-    longest: int, total: int, num_rows: int, num_heads: int, dim: int, kv_heads: int, num_sms: int
-) -> Splits:
-    """Chooses splits for rows of `total` keys together, the longest of which start first.
-
-    A program that goes on alone when all others are done wastes the chip: none gets more than half of an equal part of
-    the work, or all of it where rows are alike.
-    """
-    equal = total * kv_heads / (PROGRAMS_PER_SM * num_sms)
-    if longest <= equal / 2:
-        return Splits(1, longest)
-    is_even = longest * num_rows <= 1.3 * total
-    smallest = SMALLEST_SPLIT if num_rows <= FEW_ROWS else 2 * SMALLEST_SPLIT
-    least = triton.cdiv(max(smallest, int(equal if is_even else equal / 2)), 64) * 64
-    most = MOST_SPLITS if num_rows == 1 else MOST_SPLITS // 2
-    most = min(most, max(1, MOST_PARTIALS // (num_rows * num_heads * dim)))
-    return Splits(min(triton.cdiv(longest, least), most), least)
+    wanted = num_programs / num_rows  # programs of each row and head to fill the chip
+    if num_rows == 1 and wanted >= MOST_PARTS:
+        return _PARTS[0][1]
+    return next(parts for least, parts in _PARTS if wanted >= least)
 
 
 def decode_attention(
@@ -114,54 +89,50 @@ def decode_attention(
     page_table: Tensor,
     slots: Tensor,
     contexts: Tensor,
-    order: Tensor,
     output: Tensor,
     scale: float,
+    config: DecodeConfig,
     window: int = 0,
     skip: Tensor | None = None,
     prefix: Partial | None = None,
-    splits: Partial | None = None,
-    least: int = SMALLEST_SPLIT,
-    config: DecodeConfig | None = None,
-) -> None:
-    """Writes attention of query [rows, heads, dim] to output; all tensors are contiguous.
+    work: DecodeWork | None = None,
+    partial: Partial | None = None,
+) -> Any:
+    """Writes attention of query [rows, heads, dim] to output; all tensors are contiguous. Returns the kernel.
 
     keys, values [pages, kv_heads, page_size, dim]; page_table int32 [slots, width]; slots int64, contexts int32 [rows],
-    further entries are ignored. order int32 [rows]: which rows start first, best those with the most keys. window: a
-    row sees its last `window` keys; 0: all of them. skip int32 [rows], prefix: keys that a row leaves out, and
-    attention over them (unread where skip is 0); a row whose window begins after its first key uses neither.
-    prefix.output may be `output`, of one partial. splits: float32 memory for partial results, one for each program that
-    shares a row's keys; None: one does all. least: the fewest keys of each of these programs but the last.
+    further entries are ignored. Rows of context 0 are left alone. window: a row sees its last `window` keys; 0: all of
+    them. skip int32 [rows], prefix [p, rows, ...]: keys that a row leaves out, and attention over them (unread where
+    skip is 0); a row whose window begins after its first key uses neither. prefix.output may be `output`, of one
+    partial. work: which program reads which keys; None: each row has one. partial [work.num_partials, ...]: float32
+    memory for partial results.
     """
     num_rows, num_heads, dim = query.shape
     kv_heads, page_size = keys.shape[1:3]
     assert query.is_contiguous()
     assert output.is_contiguous()
     assert (skip is None) == (prefix is None)
-    if not num_rows:
-        return
-    config = config or decode_config(dim, keys.dtype)
-    shares = 1 if splits is None else splits.lse.shape[0]
-    _decode[num_rows * shares * kv_heads,](
+    assert (work is None) == (partial is None)
+    num_items, pdl = num_rows if work is None else len(work.items), can_follow(query)
+    kernel = _decode[num_items * kv_heads,](
         query,
         keys,
         values,
         page_table,
         slots,
         contexts,
-        order,
+        None if work is None else work.items,
         skip,
         None if prefix is None else prefix.output,
         None if prefix is None else prefix.lse,
         output,
-        None if splits is None else splits.output,
-        None if splits is None else splits.lse,
+        None if partial is None else partial.output,
+        None if partial is None else partial.lse,
         scale * LOG2E,
         page_table.stride(0),
         0 if prefix is None else prefix.lse.shape[0],
         num_rows,
-        shares,
-        least,
+        0 if work is None else work.least,
         kv_heads=kv_heads,
         group=num_heads // kv_heads,
         group_pad=max(16, triton.next_power_of_2(num_heads // kv_heads)),
@@ -169,42 +140,45 @@ def decode_attention(
         dim_pad=max(16, triton.next_power_of_2(dim)),
         page_size=page_size,
         window=window,
-        has_prefix=prefix is not None,
-        is_split=splits is not None,
         block=config.block,
+        pdl=pdl,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        launch_pdl=pdl,
     )
-    if splits is not None:
-        merge(splits, output)
+    if work is not None and partial is not None and len(work.merged):
+        merge(partial, work.merged, 1, output)
+    return kernel
 
 
-def merge(parts: Partial, output: Tensor) -> None:
-    """Merges partial results of queries [rows, heads] into output [rows, heads, dim].
+def merge(partial: Partial, merged: Tensor, stride: int, output: Tensor) -> None:
+    """Merges partial results [n, heads, dim] of rows into output [rows, heads, dim].
 
-    The output stays as it is where an lse is +inf, or where all are -inf (no keys).
+    merged: int32 [m, 3]: a row, its first result, how many it has, at most MOST_PARTS, of which each is `stride` after
+    the one before. A row stays as it is if it has fewer than two, if an lse is +inf, or if all are -inf (no keys).
     """
-    num_parts, num_rows, num_heads = parts.lse.shape
-    assert num_parts <= MOST_SPLITS
-    dim = output.shape[-1]
-    _merge[triton.cdiv(num_rows * num_heads, MERGED_HEADS),](
-        parts.output,
-        parts.lse,
+    (num_heads, dim), pdl = output.shape[1:], can_follow(output)
+    _merge[len(merged), triton.cdiv(num_heads, MERGED_HEADS)](
+        partial.output,
+        partial.lse,
+        merged,
         output,
-        num_parts,
-        num_rows * num_heads,
-        parts_pad=MOST_SPLITS,
+        stride,
+        num_heads=num_heads,
+        parts_pad=MOST_PARTS,
         heads=MERGED_HEADS,
-        at_once=1 if num_rows > MANY_ROWS else MERGED_AT_ONCE,
+        at_once=MERGED_AT_ONCE,
         dim=dim,
         dim_pad=triton.next_power_of_2(dim),
+        pdl=pdl,
         num_warps=4,
+        launch_pdl=pdl,
     )
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "num_prefixes", "num_rows", "num_splits", "least"],
-    do_not_specialize_on_alignment=["page_table", "slots", "contexts", "order", "skip"],
+    do_not_specialize=["table_stride", "num_prefixes", "num_rows", "least"],
+    do_not_specialize_on_alignment=["page_table", "slots", "contexts", "items", "skip"],
 )
 def _decode(
     query,
@@ -213,7 +187,7 @@ def _decode(
     page_table,
     slots,
     contexts,
-    order,
+    items,
     skip,
     prefix_output,
     prefix_lse,
@@ -224,7 +198,6 @@ def _decode(
     table_stride,
     num_prefixes,
     num_rows,
-    num_splits,
     least,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
@@ -233,56 +206,62 @@ def _decode(
     dim_pad: tl.constexpr,
     page_size: tl.constexpr,
     window: tl.constexpr,
-    has_prefix: tl.constexpr,
-    is_split: tl.constexpr,
     block: tl.constexpr,
+    pdl: tl.constexpr,
 ):
+    follow(pdl)
     num_heads: tl.constexpr = kv_heads * group
     number = tl.program_id(0)
     kv_head = number % kv_heads  # the heads of a page lie side by side
-    split = number // kv_heads % num_splits
-    row = tl.load(order + number // kv_heads // num_splits).to(tl.int64)
+    item = (number // kv_heads).to(tl.int64)
+    row, part, num_parts = item, 0, 1
+    if items is not None:
+        row = tl.load(items + item * 3).to(tl.int64)
+        if row < 0:
+            return
+        part = tl.load(items + item * 3 + 1)
+        num_parts = tl.load(items + item * 3 + 2)
     table = page_table + tl.load(slots + row) * table_stride
-    length = tl.load(contexts + row)
+    length, first = find_first(contexts, skip, row, True, window)
 
     in_group = tl.arange(0, group_pad)
     column = tl.arange(0, dim_pad)
     is_head = in_group < group
     is_query = is_head[:, None] & (column < dim)[None, :]
     head = row * num_heads + kv_head * group + in_group
+    in_parts = item * num_heads + kv_head * group + in_group
+    if length == 0:
+        if items is not None:  # the merge leaves a row out where it finds +inf
+            tl.store(lse + in_parts, float("inf"), mask=is_head & (num_parts > 1))
+        return
     place = head[:, None] * dim + column[None, :]
     queries = tl.load(query + place, mask=is_query, other=0.0)
 
     top = tl.full([group_pad], -float("inf"), tl.float32)  # largest score so far, base 2
     total = tl.zeros([group_pad], tl.float32)
     mixed = tl.zeros([group_pad, dim_pad], tl.float32)
-    first = length * 0
-    if has_prefix:
-        first = tl.load(skip + row)
-        if window > 0:
-            first = tl.where(length > window, 0, first)
-        taken = (first > 0) & (split == 0)
-        for part_number in range(num_prefixes):
-            before = tl.cast(part_number, tl.int64) * num_rows * num_heads
-            part_lse = tl.load(prefix_lse + before + head, mask=is_head & taken, other=-float("inf"))
-            part = tl.load(prefix_output + before * dim + place, mask=is_query & taken, other=0.0).to(tl.float32)
-            new_top = tl.maximum(top, part_lse)
+    if skip is not None:
+        taken = (first > 0) & (part == 0)
+        for prefix_number in range(num_prefixes):
+            before = tl.cast(prefix_number, tl.int64) * num_rows * num_heads
+            one_lse = tl.load(prefix_lse + before + head, mask=is_head & taken, other=-float("inf"))
+            one = tl.load(prefix_output + before * dim + place, mask=is_query & taken, other=0.0).to(tl.float32)
+            new_top = tl.maximum(top, one_lse)
             base = tl.where(new_top == -float("inf"), 0.0, new_top)
-            old_weight, weight = tl.exp2(top - base), tl.exp2(part_lse - base)
-            mixed = mixed * old_weight[:, None] + part * weight[:, None]
+            old_weight, weight = tl.exp2(top - base), tl.exp2(one_lse - base)
+            mixed = mixed * old_weight[:, None] + one * weight[:, None]
             total = total * old_weight + weight
             top = new_top
     if window > 0:
         first = tl.maximum(first, length - window)
     last = length
-    if is_split:
-        share = tl.cdiv(tl.maximum(tl.cdiv(length - first, num_splits), least), block) * block
+    if items is not None:
+        share = tl.cdiv(tl.maximum(tl.cdiv(length - first, num_parts), least), block) * block
         alone = first + share >= length  # no other program has keys of this row
-        first = first + split * share
+        first = first + part * share
         last = tl.minimum(first + share, length)
-        if (first >= last) & (split > 0):  # no keys are left: the weight in the merge is 0
-            before = split.to(tl.int64) * num_rows * num_heads
-            tl.store(lse + before + head, top, mask=is_head)
+        if (first >= last) & (part > 0):  # no keys are left: the weight in the merge is 0
+            tl.store(lse + in_parts, top, mask=is_head)
             return
 
     for start in range(first, last, block):
@@ -304,38 +283,44 @@ def _decode(
 
     total = tl.where(total > 0.0, total, 1.0)  # no keys give 0 and a log-sum-exp of -inf
     result = mixed / total[:, None]
-    if is_split:
-        before = split.to(tl.int64) * num_rows * num_heads
-        tl.store(lse + before + head, tl.where(alone, float("inf"), top + tl.log2(total)), mask=is_head)
+    if items is not None:
+        part_lse = tl.where(alone, float("inf"), top + tl.log2(total))
+        tl.store(lse + in_parts, part_lse, mask=is_head & (num_parts > 1))
         if alone:
             tl.store(output + place, result.to(output.dtype.element_ty), mask=is_query)
         else:
-            tl.store(parts + before * dim + place, result, mask=is_query)
+            tl.store(parts + in_parts[:, None] * dim + column[None, :], result, mask=is_query)
     else:
         tl.store(output + place, result.to(output.dtype.element_ty), mask=is_query)
 
 
-@triton.jit(do_not_specialize=["num_parts", "num_heads"])
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["merged"])
 def _merge(
     parts,
     lse,
+    merged,
     output,
-    num_parts,
-    num_heads,
+    stride,
+    num_heads: tl.constexpr,
     parts_pad: tl.constexpr,
     heads: tl.constexpr,
     at_once: tl.constexpr,
     dim: tl.constexpr,
     dim_pad: tl.constexpr,
+    pdl: tl.constexpr,
 ):
-    """One program merges `heads` of all rows' heads. Most rows have few parts that are not empty; only those are read.
-
-    Few programs would mostly wait for memory, so each reads `at_once` parts together.
-    """
-    head = tl.program_id(0).to(tl.int64) * heads + tl.arange(0, heads)
+    """One program merges `heads` heads of a row."""
+    follow(pdl)
+    entry = merged + tl.program_id(0) * 3
+    count = tl.load(entry + 2)
+    if count < 2:
+        return
+    row = tl.load(entry).to(tl.int64)
+    first = tl.load(entry + 1).to(tl.int64)
+    head = tl.program_id(1) * heads + tl.arange(0, heads)
     number = tl.arange(0, parts_pad)
-    place = number[None, :] * num_heads + head[:, None]
-    inside = (head < num_heads)[:, None] & (number < num_parts)[None, :]
+    inside = (head < num_heads)[:, None] & (number < count)[None, :]
+    place = (first + number[None, :] * stride) * num_heads + head[:, None]
     part_lse = tl.load(lse + place, mask=inside, other=-float("inf"))
     top = tl.max(part_lse, 1)
     is_head = (head < num_heads) & (top < float("inf"))  # +inf: a program has written the output itself
@@ -347,21 +332,15 @@ def _merge(
     column = tl.arange(0, dim_pad)
     is_column = (column < dim)[None, :]
     mixed = tl.zeros([heads, dim_pad], tl.float32)
-    if at_once == 1:
-        for part in range(count):
-            weight = tl.sum(tl.where(number[None, :] == part, weights, 0.0), 1)
-            at = (part * num_heads + head)[:, None] * dim + column[None, :]
-            value = tl.load(parts + at, mask=(weight > 0.0)[:, None] & is_column, other=0.0).to(tl.float32)
-            mixed += value * weight[:, None]
-    else:
-        for start in range(0, count, at_once):
-            some = start + tl.arange(0, at_once)
-            is_part = some[None, :, None] == number[None, None, :]
-            shares = tl.sum(tl.where(is_part, weights[:, None, :], 0.0), 2)  # [heads, at_once]
-            places = (some[None, :] * num_heads + head[:, None])[:, :, None] * dim + column[None, None, :]
-            values = tl.load(parts + places, mask=(shares > 0.0)[:, :, None] & is_column[:, None, :], other=0.0)
-            mixed += tl.sum(values.to(tl.float32) * shares[:, :, None], 1)
+    for start in range(0, count, at_once):
+        some = start + tl.arange(0, at_once)
+        is_part = some[None, :, None] == number[None, None, :]
+        shares = tl.sum(tl.where(is_part, weights[:, None, :], 0.0), 2)  # [heads, at_once]
+        places = ((first + some[None, :] * stride) * num_heads + head[:, None])[:, :, None] * dim
+        of_parts = (shares > 0.0)[:, :, None] & is_column[:, None, :]
+        values = tl.load(parts + places + column[None, None, :], mask=of_parts, other=0.0)
+        mixed += tl.sum(values.to(tl.float32) * shares[:, :, None], 1)
     total = tl.sum(weights, 1)
     result = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
-    at = head[:, None] * dim + column[None, :]
+    at = (row * num_heads + head)[:, None] * dim + column[None, :]
     tl.store(output + at, result.to(output.dtype.element_ty), mask=is_head[:, None] & is_column)

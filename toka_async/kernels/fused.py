@@ -13,8 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.activation import NAMES, activate
+from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts, Norm
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.matmul import TunedProducts
+from toka_async.kernels.pdl import FEW_ROWS, can_follow, follow
+from toka_async.kernels.rotation import compute_rotation
 
 _NORM_CELLS = 2048  # values of a program that norms several short rows
 _GATE_BLOCK = 2048
@@ -25,11 +28,20 @@ class FusedOps:
 
     A kernel is built once per width and dtype, for any t. products: computes products without bias; None: torch does.
     gates: computes gated products without bias, where it pays; None: product and gate are computed separately.
+    few_rows: computes products of few rows, where it pays.
     """
 
-    def __init__(self, products: TunedProducts | None = None, gates: GatedProducts | None = None) -> None:
+    compute_rotation = staticmethod(compute_rotation)
+
+    def __init__(
+        self,
+        products: TunedProducts | None = None,
+        gates: GatedProducts | None = None,
+        few_rows: FewRowsProducts | None = None,
+    ) -> None:
         self.products = products
         self.gates = gates
+        self.few_rows = few_rows
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Returns rms_norm(residual + x) * weight and residual + x; the sum is rounded to x's dtype before the norm.
@@ -43,6 +55,8 @@ class FusedOps:
         added = x if residual is None else torch.empty_like(x)
         block = triton.next_power_of_2(hidden)
         rows = max(1, _NORM_CELLS // block)
+        # What is added may come from other ranks, so that a kernel of another stream is in front of this one.
+        pdl = residual is None and can_follow(x)
         if num_rows:
             _add_norm[(triton.cdiv(num_rows, rows),)](
                 x,
@@ -56,7 +70,9 @@ class FusedOps:
                 has_residual=residual is not None,
                 rows=rows,
                 block=block,
+                pdl=pdl,
                 num_warps=min(16, max(4, block // 1024)),
+                launch_pdl=pdl,
             )
         return normed, added
 
@@ -65,23 +81,40 @@ class FusedOps:
         assert activation in NAMES, activation
         num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
         output = gate_up.new_empty(num_rows, inner)
-        block = min(_GATE_BLOCK, triton.next_power_of_2(inner))
+        block, pdl = min(_GATE_BLOCK, triton.next_power_of_2(inner)), can_follow(gate_up)
         if num_rows:
             _gate[(num_rows, triton.cdiv(inner, block))](
-                gate_up, output, inner=inner, activation=activation, block=block, num_warps=4
+                gate_up,
+                output,
+                inner=inner,
+                activation=activation,
+                block=block,
+                pdl=pdl,
+                num_warps=4,
+                launch_pdl=pdl,
             )
         return output
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None) -> Tensor:
+        output = self._compute_few(STORE, x, weight, bias, norm=norm)
+        if output is not None:
+            return output
+        if norm is not None:
+            return self.linear(self.add_norm(x, None, *norm)[0], weight, bias)
         if bias is not None or self.products is None:
             return F.linear(x, weight, bias)
         return self.products.linear(x, weight)
 
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        if bias is None and self.gates is not None:
+    def gated_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, norm: Norm | None = None
+    ) -> Tensor:
+        output = self._compute_few(activation, x, weight, bias, norm=norm)
+        if output is None and norm is not None:
+            return self.gated_linear(self.add_norm(x, None, *norm)[0], weight, bias, activation)
+        if output is None and bias is None and self.gates is not None:
             output = self.gates.compute(x, weight, activation)
-            if output is not None:
-                return output
+        if output is not None:
+            return output
         return self.gate(self.linear(x, weight, bias), activation)
 
     def add_linear(
@@ -90,9 +123,24 @@ class FusedOps:
         """Adds x Wᵀ to the residual as the product is written, which halves the reads of the norm after it."""
         if bias is not None:
             return F.linear(x, weight, bias), residual
+        if self._compute_few(ADD, x, weight, None, residual) is not None:
+            return None, residual
         if self.products is None:
             return None, residual.addmm_(x, weight.t())
         return None, self.products.add(residual, x, weight)
+
+    def _compute_few(
+        self,
+        finish: str,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        output: Tensor | None = None,
+        norm: Norm | None = None,
+    ) -> Tensor | None:
+        if self.few_rows is None or len(x) > FEW_ROWS:
+            return None
+        return self.few_rows.compute(finish, x, weight, bias, output, norm)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -108,8 +156,10 @@ def _add_norm(
     has_residual: tl.constexpr,
     rows: tl.constexpr,
     block: tl.constexpr,
+    pdl: tl.constexpr,
 ):
     """One program norms `rows` rows of `hidden` values, padded to `block`."""
+    follow(pdl)
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     column = tl.arange(0, block)
     within = (row < num_rows)[:, None] & (column < hidden)[None, :]
@@ -126,8 +176,16 @@ def _add_norm(
 
 
 @triton.jit
-def _gate(gate_up_at, output_at, inner: tl.constexpr, activation: tl.constexpr, block: tl.constexpr):
+def _gate(
+    gate_up_at,
+    output_at,
+    inner: tl.constexpr,
+    activation: tl.constexpr,
+    block: tl.constexpr,
+    pdl: tl.constexpr,
+):
     """One program gates `block` values of one row."""
+    follow(pdl)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     within = column < inner

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toka_async.model.ops import TorchOps
+from toka_async.model.ops import Norm, TorchOps
 
 ROWS = 16  # of a product; fewer waste less on few rows, more read the weights less often
 # MKL sums products of fewer than 12 outputs in an order that depends on the row's place, among rows and in memory.
@@ -21,7 +21,9 @@ _FEWEST_OUTPUTS = 16
 class BlockedOps(TorchOps):
     """Multiplies blocks of `ROWS` rows, the last one filled up with zeros."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None) -> Tensor:
+        if norm is not None:
+            x = self.add_norm(x, None, *norm)[0]
         num_outputs = len(weight)
         if num_outputs < _FEWEST_OUTPUTS:
             weight = F.pad(weight, (0, 0, 0, _FEWEST_OUTPUTS - num_outputs))

@@ -9,6 +9,8 @@ by their `ModelSpec`.
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import Tensor, nn
 
 from toka_async.attention.base import AttentionBackend
@@ -18,7 +20,7 @@ from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import ActivationLayout, LayoutPolicy, Replicated
 from toka_async.model.comm import Comm, kv_share_of, share_of
 from toka_async.model.layers import ColumnLinear, HeadNorm, RMSNorm, RowLinear, VocabularyMatrix
-from toka_async.model.ops import Ops
+from toka_async.model.ops import Norm, Ops
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -45,7 +47,7 @@ class Decoder(nn.Module):
         self.tied = spec.tie_embeddings
         self.num_heads = share_of(spec.num_heads, comm).size  # the rank's query heads
         self.embedding = VocabularyMatrix(spec.vocab_size, spec.hidden_size, comm, ops) if part.is_first else None
-        self.rope = Rope(spec.rope, spec.head_dim)
+        self.rope = Rope(spec.rope, spec.head_dim, ops.compute_rotation)
         self.layers = nn.ModuleList(Layer(spec, index, comm, ops) for index in range(part.size))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops) if part.is_last else None
         self.head: VocabularyMatrix | None = None
@@ -63,22 +65,37 @@ class Decoder(nn.Module):
         of tokens; the others leave their keys and values in every layer, which is all that later tokens need of them,
         and skip the rest of the last layer.
         """
-        num_tokens = len(inputs)
-        layout = self.layouts.choose(num_tokens)
+        return self.finish(*self.begin(inputs, positions, attention), wanted)
+
+    def begin(self, inputs: Tensor, positions: Tensor, attention: AttentionBackend) -> tuple[Tensor, Tensor]:
+        """Computes everything up to the last layer's attention: the part of a step in which all tokens are needed.
+
+        Returns what each token attends to, [t, the rank's heads * dim], and the residual [u, hidden].
+        """
+        layout = self.layouts.choose(len(inputs))
         # [u, hidden] each
         first = layout.take_own(inputs) if self.embedding is None else self.embedding.embed(inputs, layout)
         rotation = self.rope(positions, first.dtype)  # cos, sin: [t, 1, dim]
         hidden: Tensor | None = first
         residual: Tensor | None = None
-        last = len(self.layers) - 1
-        for index, layer in enumerate(self.layers):
-            hidden, residual = layer(hidden, residual, rotation, attention, layout, wanted if index == last else None)
+        *layers, last = self.list_layers()
+        for layer in layers:
+            hidden, residual = layer(hidden, residual, rotation, attention, layout)
+        return last.attend(hidden, residual, rotation, attention, layout)
+
+    def finish(self, attended: Tensor, residual: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """Computes what follows `begin`, of all tokens or those wanted; see `forward`. May overwrite the residual."""
+        num_tokens = len(attended)
+        layout = self.layouts.choose(num_tokens)
+        hidden, residual = self.list_layers()[-1].finish(attended, residual, layout, wanted)
         if self.norm is None:
-            assert residual is not None
             total = residual if hidden is None else residual + hidden
             return layout.trim(layout.gather(total), num_tokens)
         normed: Tensor = self.norm(hidden, residual)[0]
         return layout.trim(layout.gather(normed), num_tokens) if wanted is None else normed
+
+    def list_layers(self) -> list[Layer]:
+        return cast(list[Layer], list(self.layers))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[s, hidden] to [s, vocab], in the activations' dtype; the last stage only."""
@@ -108,20 +125,35 @@ class Layer(nn.Module):
         rotation: Rotation,
         backend: AttentionBackend,
         layout: ActivationLayout,
-        wanted: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
-        """Returns what to add to the residual, and the residual: [u, hidden] each, or [w, hidden] of wanted tokens.
+        """Returns what to add to the residual, and the residual: [u, hidden] each. May overwrite the given residual."""
+        return self.finish(*self.attend(hidden, residual, rotation, backend, layout), layout)
 
-        Wanted tokens are few: once the others have left, every rank has all of them. May overwrite the given
-        residual.
+    def attend(
+        self,
+        hidden: Tensor | None,
+        residual: Tensor | None,
+        rotation: Rotation,
+        backend: AttentionBackend,
+        layout: ActivationLayout,
+    ) -> tuple[Tensor, Tensor]:
+        """Adds [u, hidden] to the residual. Returns what tokens attend to, [t, heads * dim], and the residual."""
+        normed, residual, norm = self.attention_norm.defer(hidden, residual, layout)
+        return self.attention(normed, rotation, backend, layout, norm), residual
+
+    def finish(
+        self, attended: Tensor, residual: Tensor, layout: ActivationLayout, wanted: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor]:
+        """Computes what follows attention, for all tokens or the wanted ones [w]. May overwrite the given residual.
+
+        Wanted tokens are few: once the others have left, every rank has all of them.
         """
-        normed, residual = self.attention_norm(hidden, residual)
-        mixed = self.attention(normed, rotation, backend, layout)
         if wanted is not None:
-            mixed, residual = mixed.index_select(0, wanted), layout.gather(residual).index_select(0, wanted)
+            attended, residual = attended.index_select(0, wanted), layout.gather(residual).index_select(0, wanted)
             layout = layout.replicated
-        normed, residual = self.mlp_norm(*self.attention.output(layout.pad(mixed), residual, layout))
-        output: tuple[Tensor | None, Tensor] = self.mlp(normed, residual, layout)
+        hidden, residual = self.attention.output(layout.pad(attended), residual, layout)
+        normed, residual, norm = self.mlp_norm.defer(hidden, residual, layout)
+        output: tuple[Tensor | None, Tensor] = self.mlp(normed, residual, layout, norm)
         return output
 
 
@@ -141,11 +173,19 @@ class Attention(nn.Module):
         self.output = RowLinear(wide.total, spec.hidden_size, spec.output_bias, comm, ops)
 
     def forward(
-        self, hidden: Tensor, rotation: Rotation, backend: AttentionBackend, layout: ActivationLayout
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        backend: AttentionBackend,
+        layout: ActivationLayout,
+        deferred: Norm | None = None,
     ) -> Tensor:
-        """[u, hidden] to each token's mix of the values that it sees [t, heads * dim], for `output` to project."""
+        """[u, hidden] to each token's mix of the values that it sees [t, heads * dim], for `output` to project.
+
+        deferred: see `RMSNorm.defer`.
+        """
         num_tokens = len(rotation[0])
-        heads = layout.trim(self.qkv(hidden, layout), num_tokens)
+        heads = layout.trim(self.qkv(hidden, layout, deferred), num_tokens)
         heads = heads.view(num_tokens, -1, self.dim)  # [t, heads + 2 kv_heads, dim]
         norm = self.head_norm() if self.head_norm is not None else None
         return backend.attend(self.index, heads, rotation, norm).flatten(1)
@@ -162,8 +202,10 @@ class MLP(nn.Module):
         self.gate_up = ColumnLinear(spec.hidden_size, (share, share), spec.mlp_bias, ops)
         self.down = RowLinear(inner, spec.hidden_size, spec.mlp_bias, comm, ops)
 
-    def forward(self, hidden: Tensor, residual: Tensor, layout: ActivationLayout) -> tuple[Tensor | None, Tensor]:
-        """Returns what to add to the residual, and the residual; all are [u, hidden]."""
-        inner = self.gate_up.forward_gated(hidden, layout, self.activation)
+    def forward(
+        self, hidden: Tensor, residual: Tensor, layout: ActivationLayout, deferred: Norm | None = None
+    ) -> tuple[Tensor | None, Tensor]:
+        """Returns what to add to the residual, and the residual; all are [u, hidden]. deferred: see `RMSNorm.defer`."""
+        inner = self.gate_up.forward_gated(hidden, layout, self.activation, deferred)
         output: tuple[Tensor | None, Tensor] = self.down(inner, residual, layout)
         return output

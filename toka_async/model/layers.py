@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from toka_async.attention.base import QueryKeyNorm
 from toka_async.model.activation_layout import ActivationLayout
 from toka_async.model.comm import Comm, Share, padded_share_of, share_of
-from toka_async.model.ops import Ops
+from toka_async.model.ops import Norm, Ops
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,12 +45,16 @@ class ColumnLinear(nn.Module):
         self.weight = make_unset(rows, num_inputs)
         self.bias = make_unset(rows) if bias else None
 
-    def forward(self, x: Tensor, layout: ActivationLayout) -> Tensor:
-        """[u, inputs] to [v, the rank's outputs], matrix after matrix."""
+    def forward(self, x: Tensor, layout: ActivationLayout, norm: Norm | None = None) -> Tensor:
+        """[u, inputs] to [v, the rank's outputs], matrix after matrix. norm: see `RMSNorm.defer`."""
+        if norm is not None:
+            return self.ops.linear(x, self.weight, self.bias, norm)
         return layout.column_linear(x, self.weight, self.bias, self.ops.linear)
 
-    def forward_gated(self, x: Tensor, layout: ActivationLayout, activation: str) -> Tensor:
+    def forward_gated(self, x: Tensor, layout: ActivationLayout, activation: str, norm: Norm | None = None) -> Tensor:
         """Multiplies the activation of the first matrix' outputs with the second's outputs."""
+        if norm is not None:
+            return self.ops.gated_linear(x, self.weight, self.bias, activation, norm)
         return layout.gated_linear(x, self.weight, self.bias, activation, self.ops)
 
     def parts(self) -> Iterator[dict[str, WeightPart]]:
@@ -142,6 +146,19 @@ class RMSNorm(nn.Module):
             x, residual = residual, None
         assert x is not None
         return self.ops.add_norm(x, residual, self.weight, self.eps)
+
+    def defer(
+        self, x: Tensor | None, residual: Tensor | None, layout: ActivationLayout
+    ) -> tuple[Tensor, Tensor, Norm | None]:
+        """Leaves the norm to the product that follows where every rank has all tokens and there is nothing to add.
+
+        Returns that product's input, the residual, and the norm of the input that is still to be computed, if any.
+        """
+        if layout.replicated is layout and (x is None or residual is None):
+            total = residual if x is None else x
+            assert total is not None
+            return total, total, (self.weight, self.eps)
+        return *self(x, residual), None
 
     def part(self) -> WeightPart:
         return WeightPart(self.weight.data, tuple(self.weight.shape))

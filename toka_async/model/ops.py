@@ -8,8 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from toka_async.attention.rope import compute_rotation
+
+Norm = tuple[Tensor, float]  # an RMSNorm's weight [inputs] and epsilon
 
 
 class Ops(Protocol):
@@ -23,15 +28,23 @@ class Ops(Protocol):
         """
         ...
 
+    def compute_rotation(
+        self, positions: Tensor, inverse_frequencies: Tensor, scale: float, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """See `attention.rope.compute_rotation`."""
+        ...
+
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         """[t, 2 * inner] to [t, inner]: the first half's activation (`ACTIVATIONS`) times the second half."""
         ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x Wᵀ + b: [t, inputs] and [outputs, inputs] to [t, outputs]."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None) -> Tensor:
+        """x Wᵀ + b: [t, inputs] and [outputs, inputs] to [t, outputs]. norm: of x, before."""
         ...
 
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    def gated_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, norm: Norm | None = None
+    ) -> Tensor:
         """`gate` of `linear`: [t, inputs] and [2 * inner, inputs] to [t, inner]."""
         ...
 
@@ -48,6 +61,8 @@ class Ops(Protocol):
 class TorchOps:
     """`Ops` in plain torch."""
 
+    compute_rotation = staticmethod(compute_rotation)
+
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if residual is not None:
             x = residual + x
@@ -57,11 +72,15 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         return ACTIVATIONS[activation](gate) * up
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None) -> Tensor:
+        if norm is not None:
+            x = self.add_norm(x, None, *norm)[0]
         return F.linear(x, weight, bias)
 
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        return self.gate(self.linear(x, weight, bias), activation)
+    def gated_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, norm: Norm | None = None
+    ) -> Tensor:
+        return self.gate(self.linear(x, weight, bias, norm), activation)
 
     def add_linear(
         self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None

@@ -5,7 +5,6 @@ In a pipeline, a pass may begin or end with residuals in place of tokens. Knows 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -14,21 +13,24 @@ from torch import Tensor
 
 from toka_async.arrays import Int32
 from toka_async.attention.base import AttentionBatch, GraphAttention, PrefixGroup
+from toka_async.kernels.decode_rows import begin_rows
 from toka_async.model.sampling import sample
 from toka_async.runner.device_rows import DecodeInputs
-from toka_async.runner.graphs import DecodeGraphs
+from toka_async.runner.graphs import DecodeEnd, DecodeGraphs
 from toka_async.runner.inputs import StepModel, StepRows
 from toka_async.runner.kernel_sampler import KernelSampler
 from toka_async.runner.rows import RowTables
 from toka_async.runner.samples import Draws, RowShares
+from toka_async.runner.sampling_routes import Route
 from toka_async.runner.slab_sampler import SlabDraw
 from toka_async.runner.token_history import TokenHistory
-
-_KINDS = 64  # arrays of slots that are remembered: as many as a step has micro-batches at most
 
 
 class DecodePass:
     """Computes steps of decoding rows alone, without the host; captured if `attention` is not None.
+
+    The model's graph ends with the rows' hidden states. Sampling is captured apart; steps with rows that only plain
+    torch samples leave it out.
 
     sampler: draws with kernels, from parameters that stay on the device; None on a stage that does not sample.
     """
@@ -53,10 +55,9 @@ class DecodePass:
         self._history = history
         self._make_residuals = residuals
         self._residuals: Tensor | None = None
+        self._hidden: Tensor | None = None  # of a replay that plain torch samples: [most rows, hidden]
         self.sampler = None if history is None else KernelSampler(model.logits, rows, history, shares, draw)
         self.graphs: DecodeGraphs | None = None
-        # Arrays of slots, whether kernels sample them all, and whether any wants log-probs; the newest last.
-        self._kinds: deque[tuple[Int32, bool, bool]] = deque(maxlen=_KINDS)
 
     @property
     def can_capture(self) -> bool:
@@ -69,7 +70,10 @@ class DecodePass:
         most = max(sizes)
         # No row decodes now: from here on padding computes.
         self._rows.on_device.set_order(self._rows.order, most)
-        graphs = DecodeGraphs(self._decode, self._attention, sizes, grouped)
+        ends: dict[str, DecodeEnd] = {}
+        if self.sampler is not None:
+            ends = {Route.PLAIN: self._draw, Route.FULL: self._draw_full, Route.TORCH: self._keep_hidden}
+        graphs = DecodeGraphs(self._decode, ends, self._attention, sizes, grouped)
         with torch.inference_mode():
             if self._make_residuals is not None:
                 self._residuals = self._make_residuals(most)
@@ -82,11 +86,9 @@ class DecodePass:
         return size or order.size
 
     def can_replay(self, step_rows: StepRows, grouped: bool) -> bool:
-        """Tells whether a graph can compute the step: it has no chunks, not too many rows, and kernels sample all."""
+        """Tells whether a graph can compute the step: it has no chunks and not too many rows."""
         num_rows = step_rows.num_decode
-        if self.graphs is None or step_rows.slots.size != num_rows or not self.graphs.has(num_rows, grouped):
-            return False
-        return self.sampler is None or self._find_kind(self.sampler, step_rows.slots)[0]
+        return self.graphs is not None and step_rows.slots.size == num_rows and self.graphs.has(num_rows, grouped)
 
     def replay(
         self, step_rows: StepRows, groups: tuple[PrefixGroup, ...], residuals: Tensor | None = None
@@ -99,24 +101,28 @@ class DecodePass:
         if residuals is not None:
             assert self._residuals is not None
             self._residuals[: len(residuals)].copy_(residuals)
-        outputs = self.graphs.replay(step_rows.num_decode, groups)
+        num_rows = step_rows.num_decode
         if self.sampler is None:
-            return None, outputs[0]
-        token_ids, logprobs = outputs
-        return Draws(token_ids, logprobs if self._find_kind(self.sampler, step_rows.slots)[1] else None), None
+            return None, self.graphs.replay(num_rows, groups)[0]
+        needs = self.sampler.find_needs(step_rows.slots)
+        outputs = self.graphs.replay(num_rows, groups, needs.route)
+        if needs.route is Route.TORCH:
+            return self._sample(self.sampler, outputs[0], step_rows), None
+        return self.sampler.make_draws(needs, outputs), None
 
-    def _find_kind(self, sampler: KernelSampler, slots: Int32) -> tuple[bool, bool]:
-        """Tells whether kernels sample all rows, and whether any wants log-probs. Remembered by array of slots."""
-        for kind in self._kinds:
-            if kind[0] is slots:
-                return kind[1:]
-        self._kinds.append((slots, sampler.are_fast(slots), sampler.wants_logprobs(slots)))
-        return self._kinds[-1][1:]
+    def _sample(self, sampler: KernelSampler, hidden: Tensor, step_rows: StepRows) -> Draws:
+        """Samples after a replay, from the rows' hidden states [n, hidden]."""
+        rows = self._rows.on_device
+        slots = rows.order[: len(hidden)]
+        contexts = rows.positions.index_select(0, slots).to(torch.int32)
+        draws = sampler.sample(hidden, step_rows.slots, step_rows.contexts, slots, contexts)
+        rows.set_sampled(slots, draws.token_ids)
+        return draws
 
     def _decode(self, num_rows: int, grouped: bool) -> tuple[Tensor, ...]:
         """Decodes the first rows in the device's order, padding included. Reads and writes tables, takes no inputs."""
         rows = self._rows.on_device
-        inputs = rows.decode_inputs(num_rows)
+        inputs = self._begin(num_rows)
         batch = AttentionBatch(
             num_decode=num_rows,
             query_lengths=np.ones(num_rows, dtype=np.int32),
@@ -128,15 +134,39 @@ class DecodePass:
         )
         assert self._attention is not None
         self._attention.plan_graph(batch, grouped)
-        if self._history is not None:
-            self._history.write(inputs.write_indices, inputs.token_ids)
         hidden = self._model.forward(self._make_first(inputs), inputs.positions, self._attention)
-        rows.advance(inputs.slots, inputs.contexts)
-        if self.sampler is None:
-            return (hidden,)
-        token_ids, logprobs = self.sampler.draw(hidden, inputs.slots, inputs.contexts)
-        rows.set_sampled(inputs.slots, token_ids)
-        return token_ids, logprobs
+        return (hidden,) if self.sampler is None else (hidden, inputs.contexts)
+
+    def _begin(self, num_rows: int) -> DecodeInputs:
+        """Takes the rows' next tokens into the history and their slots' positions."""
+        rows, history = self._rows.on_device, None if self._history is None else self._history.ids
+        slots = rows.order[:num_rows]
+        tables = rows.last_tokens, rows.positions, rows.page_table
+        return DecodeInputs(slots, *begin_rows(slots, *tables, rows.page_size, history))
+
+    def _draw(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Draws the next tokens of the rows that `_decode` computed, padding included, on the plain route."""
+        assert self.sampler is not None
+        return self._draw_with(self.sampler.draw, *outputs)
+
+    def _draw_full(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        assert self.sampler is not None
+        return self._draw_with(self.sampler.draw_full, *outputs)
+
+    def _draw_with(
+        self, draw: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]], hidden: Tensor, contexts: Tensor
+    ) -> tuple[Tensor, ...]:
+        slots = self._rows.on_device.order[: len(hidden)]
+        drawn = draw(hidden, slots, contexts)
+        self._rows.on_device.set_sampled(slots, drawn[0])
+        return drawn
+
+    def _keep_hidden(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Copies the hidden states to where they stay while the host launches what samples them."""
+        hidden = outputs[0]
+        if self._hidden is None:  # the first run has the most rows
+            self._hidden = torch.empty_like(hidden)
+        return (self._hidden[: len(hidden)].copy_(hidden),)
 
     def _make_first(self, inputs: DecodeInputs) -> Tensor:
         """Returns what the first layer reads."""

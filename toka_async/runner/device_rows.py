@@ -84,16 +84,20 @@ class DeviceRows:
         """Computes the inputs of the first rows in order, on the device, from tables that stay where they are."""
         slots = self.order[:num_rows]
         positions = self.positions.index_select(0, slots)
-        places = torch.div(positions, self.page_size, rounding_mode="floor")
-        cells = torch.add(places, slots, alpha=self.page_table.shape[1])
-        pages = self.page_table.view(-1).index_select(0, cells).long()
         return DecodeInputs(
             slots=slots,
             token_ids=self.last_tokens.index_select(0, slots),
             positions=positions,
-            write_indices=torch.add(positions, pages - places, alpha=self.page_size),
+            write_indices=self.locate(slots, positions),
             contexts=(positions + 1).to(torch.int32),
         )
+
+    def locate(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Locates tokens at `positions` of `slots` in the cache, page * page_size + offset: int64 [n] each."""
+        places = torch.div(positions, self.page_size, rounding_mode="floor")
+        cells = torch.add(places, slots, alpha=self.page_table.shape[1])
+        pages = self.page_table.view(-1).index_select(0, cells).long()
+        return torch.add(positions, pages - places, alpha=self.page_size)
 
     def advance(self, slots: Tensor, contexts: Tensor) -> None:
         """Records that the slots' tokens up to `contexts` [n] are computed. Padding stays where it is."""

@@ -1,29 +1,49 @@
-"""CUDA graphs of decoding steps: everything from the rows' tables to their next tokens, replayed as one launch.
+"""CUDA graphs of decoding steps: one from the rows' tables to the model's outputs, and one for each way to go on.
 
 A graph computes a fixed number of rows, filled up with padding, with or without shared prefixes. It reads and writes
-the tables of `DeviceRows` in place, so a replay needs no inputs. Knows no requests and no messages.
+the tables of `DeviceRows` in place, so a replay needs no inputs. The ways to go on, the ends, are captured apart: a
+step replays the one that its rows need, and the model is captured once. Knows no requests and no messages.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from toka_async.attention.base import GraphAttention, PrefixGroup
+from toka_async.attention.base import CapturedAttention, PrefixGroup
 
 # Computes a step of (rows, grouped). Returns tensors of as many rows.
 DecodeStep = Callable[[int, bool], tuple[Tensor, ...]]
+# Goes on from what a step returned. Returns tensors of as many rows.
+DecodeEnd = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 
 
 @dataclass(slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
     outputs: tuple[Tensor, ...]
+
+
+@dataclass(slots=True)
+class _CapturedStep:
+    """A step, and its ends by name. The step's outputs are kept if it has no ends; these alone read them otherwise."""
+
+    step: _Captured
+    ends: dict[str, _Captured]
+
+    def replay(self, end: str | None) -> tuple[Tensor, ...]:
+        self.step.graph.replay()
+        if end is None:
+            return self.step.outputs
+        self.ends[end].graph.replay()
+        return self.ends[end].outputs
 
 
 def list_graph_sizes(most: int) -> list[int]:
@@ -38,17 +58,28 @@ def list_graph_sizes(most: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Graphs by number of rows. The largest is captured first, so that the others share its memory."""
+    """Graphs by number of rows. The largest is captured first, so that the others share its memory.
 
-    def __init__(self, decode: DecodeStep, attention: GraphAttention, sizes: Sequence[int], grouped: bool) -> None:
+    ends: by name; the first is the usual one. Without any, a step's outputs are the results.
+    """
+
+    def __init__(
+        self,
+        decode: DecodeStep,
+        ends: Mapping[str, DecodeEnd],
+        attention: CapturedAttention,
+        sizes: Sequence[int],
+        grouped: bool,
+    ) -> None:
         self._attention = attention
         self._sizes = sorted(sizes)
-        self._graphs: dict[tuple[int, bool], _Captured] = {}
+        self._graphs: dict[tuple[int, bool], _CapturedStep] = {}
         self._decode = decode
+        self._ends = ends
         self._kinds = (False, True) if grouped else (False,)
 
     def capture(self) -> Iterator[tuple[int, int]]:
-        """Captures one graph after the other; yields (captured, all) after each."""
+        """Captures one step after the other, each with its ends; yields (captured, all) after each."""
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         todo = [(size, grouped) for size in reversed(self._sizes) for grouped in self._kinds]
@@ -56,12 +87,20 @@ class DecodeGraphs:
             for number, (size, grouped) in enumerate(todo, 1):
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
-                    self._decode(size, grouped)  # what happens once (kernels, libraries' handles) is not captured
-                torch.cuda.current_stream().wait_stream(stream)
-                graph = torch.cuda.CUDAGraph()
-                with _hold_collections(), torch.cuda.graph(graph, pool=pool, stream=stream):
+                    # What happens once (kernels, libraries' handles) is not captured.
                     outputs = self._decode(size, grouped)
-                self._graphs[size, grouped] = _Captured(graph, outputs)
+                    for end in self._ends.values():
+                        end(outputs)
+                torch.cuda.current_stream().wait_stream(stream)
+                with _hold_collections():
+                    step = _capture(partial(self._decode, size, grouped), pool, stream)
+                    ends = {
+                        name: _capture(partial(end, step.outputs), pool, stream) for name, end in self._ends.items()
+                    }
+                if ends:
+                    # An end follows its step at once: later captures may take the memory between the two.
+                    step.outputs = ()
+                self._graphs[size, grouped] = _CapturedStep(step, ends)
                 yield number, len(todo)
 
     def keep(self, sizes: Sequence[int]) -> None:
@@ -73,9 +112,10 @@ class DecodeGraphs:
         """The numbers of rows of the captured graphs, in ascending order."""
         return [*self._sizes] if self._graphs else []
 
-    def list_graphs(self, size: int) -> list[torch.cuda.CUDAGraph]:
-        """Lists the graphs of this number of rows, without groups and with them."""
-        return [self._graphs[size, grouped].graph for grouped in self._kinds]
+    def list_replays(self, size: int) -> list[Callable[[], object]]:
+        """Lists what replays steps of this number of rows with the usual end, without groups and with them."""
+        usual = next(iter(self._ends), None)
+        return [partial(self._graphs[size, grouped].replay, usual) for grouped in self._kinds]
 
     def find_size(self, num_rows: int) -> int:
         """Finds the size of the smallest graph that holds the rows; 0 if there is none."""
@@ -85,14 +125,22 @@ class DecodeGraphs:
         """Tells whether a graph can compute so many rows, with groups or without."""
         return (self.find_size(num_rows), grouped) in self._graphs
 
-    def replay(self, num_rows: int, groups: tuple[PrefixGroup, ...]) -> tuple[Tensor, ...]:
-        """Replays the step. Returns the rows' outputs, which hold until the next replay. Padding fills the order."""
-        size = self.find_size(num_rows)
-        captured = self._graphs[size, bool(groups)]
+    def replay(self, num_rows: int, groups: tuple[PrefixGroup, ...], end: str | None = None) -> tuple[Tensor, ...]:
+        """Replays the step and one of its ends, if it has any. Padding fills the order.
+
+        Returns the rows' outputs, which hold until the next replay.
+        """
+        captured = self._graphs[self.find_size(num_rows), bool(groups)]
         if groups:
             self._attention.set_groups(groups)
-        captured.graph.replay()
-        return tuple(output[:num_rows] for output in captured.outputs)
+        return tuple(output[:num_rows] for output in captured.replay(end))
+
+
+def _capture(compute: Callable[[], tuple[Tensor, ...]], pool: Any, stream: torch.cuda.Stream) -> _Captured:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        outputs = compute()
+    return _Captured(graph, outputs)
 
 
 @contextmanager

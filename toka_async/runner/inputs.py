@@ -27,6 +27,10 @@ class StepModel(Protocol):
         self, inputs: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
     ) -> Tensor: ...
 
+    def begin(self, inputs: Tensor, positions: Tensor, attention: AttentionBackend) -> tuple[Tensor, Tensor]: ...
+
+    def finish(self, attended: Tensor, residual: Tensor, wanted: Tensor | None = None) -> Tensor: ...
+
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
@@ -45,25 +49,39 @@ class StepRows:
     firsts: Int64
     samples: Bool
 
+    @property
+    def num_tokens(self) -> int:
+        return int(self.firsts[-1] + self.lengths[-1])
+
+    def list_sampled(self) -> tuple[Int64, Int32, Int64]:
+        """Lists the tokens whose hidden states are sampled, and the slots and contexts of their rows."""
+        return (self.firsts + self.lengths - 1)[self.samples], *self.list_sampling()
+
     def list_sampling(self) -> tuple[Int32, Int64]:
         """Lists the slots and contexts of the rows that sample."""
         return self.slots[self.samples], self.contexts[self.samples]
 
 
 @dataclass(slots=True, frozen=True)
-class StepInputs:
-    """A step's tensors on the device.
+class SampledTokens:
+    """What a step samples, on the device.
 
-    token_ids, positions: int64 [t]. sampled: int64 [s], the tokens whose hidden states are sampled; None: all.
-    sample_slots: int64 [s], the slots that sample. sample_contexts: int32 [s], their contexts.
+    tokens: int64 [s], whose hidden states are sampled; None: all. slots: int64 [s]. contexts: int32 [s].
     """
+
+    tokens: Tensor | None
+    slots: Tensor
+    contexts: Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class StepInputs:
+    """A step's tensors on the device. token_ids, positions: int64 [t]."""
 
     token_ids: Tensor
     positions: Tensor
     attention: AttentionBatch
-    sampled: Tensor | None
-    sample_slots: Tensor
-    sample_contexts: Tensor
+    sampled: SampledTokens
 
 
 def make_step_rows(rows: RowTables, step: Step) -> StepRows:
@@ -93,9 +111,10 @@ def build_inputs(rows: RowTables, step_rows: StepRows, groups: tuple[PrefixGroup
     decode = rows.on_device.decode_inputs(step_rows.num_decode)
     if step_rows.slots.size == step_rows.num_decode:
         attention = make_attention_batch(rows, step_rows, decode.slots, decode.contexts, decode.write_indices, groups)
-        return StepInputs(decode.token_ids, decode.positions, attention, None, decode.slots, decode.contexts)
-    token_ids, positions, cells, offsets, slots, contexts, sampled, sample_slots, sample_contexts = upload(
-        (_read_chunk_ids(rows, step_rows), *_locate_chunks(rows, step_rows), *_list_chunk_rows(step_rows)), rows.device
+        sampled = SampledTokens(None, decode.slots, decode.contexts)
+        return StepInputs(decode.token_ids, decode.positions, attention, sampled)
+    token_ids, positions, cells, offsets, slots, contexts, tokens, sample_slots, sample_contexts = upload(
+        (read_chunk_ids(rows, step_rows), *_locate_chunks(rows, step_rows), *_list_chunk_rows(step_rows)), rows.device
     )
     table = rows.on_device.page_table
     write_indices = table.view(-1).index_select(0, cells).long() * rows.page_size + offsets
@@ -104,13 +123,12 @@ def build_inputs(rows: RowTables, step_rows: StepRows, groups: tuple[PrefixGroup
     attention = make_attention_batch(
         rows, step_rows, slots, contexts, torch.cat([decode.write_indices, write_indices]), groups
     )
+    every_token = tokens.numel() == write_indices.numel() + step_rows.num_decode
     return StepInputs(
         token_ids=torch.cat([decode.token_ids, token_ids]),
         positions=torch.cat([decode.positions, positions]),
         attention=attention,
-        sampled=None if sampled.numel() == write_indices.numel() + step_rows.num_decode else sampled,
-        sample_slots=sample_slots,
-        sample_contexts=sample_contexts.to(torch.int32),
+        sampled=SampledTokens(None if every_token else tokens, sample_slots, sample_contexts.to(torch.int32)),
     )
 
 
@@ -144,8 +162,7 @@ def read_groups(step: Step) -> tuple[PrefixGroup, ...]:
 def _list_chunk_rows(step_rows: StepRows) -> tuple[Int32, Int64, Int64, Int32, Int64]:
     """Lists slots and contexts of the chunks, then last tokens, slots and contexts of all rows that sample."""
     chunks = slice(step_rows.num_decode, None)
-    last = (step_rows.firsts + step_rows.lengths - 1)[step_rows.samples]
-    return step_rows.slots[chunks], step_rows.contexts[chunks], last, *step_rows.list_sampling()
+    return step_rows.slots[chunks], step_rows.contexts[chunks], *step_rows.list_sampled()
 
 
 def _locate_chunks(rows: RowTables, step_rows: StepRows) -> tuple[Int64, Int64, Int64]:
@@ -160,7 +177,7 @@ def _locate_chunks(rows: RowTables, step_rows: StepRows) -> tuple[Int64, Int64, 
     return positions, slots * rows.on_device.page_table.shape[1] + places, positions - places * rows.page_size
 
 
-def _read_chunk_ids(rows: RowTables, step_rows: StepRows) -> Int32:
+def read_chunk_ids(rows: RowTables, step_rows: StepRows) -> Int32:
     """Reads the tokens of all chunks, one chunk after the other."""
     chunks = slice(step_rows.num_decode, None)
     ends = step_rows.contexts[chunks].tolist()

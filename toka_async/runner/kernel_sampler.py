@@ -1,25 +1,34 @@
-"""Samples on a GPU with kernels that read the logits once. Plain torch samples rows that ask for more.
+"""Samples on a GPU with kernels. Plain torch samples rows that allow some tokens only, or that ask for very much.
 
-The parameters of running rows stay on the device, by slot. Knows slots and sampling; knows no requests.
+The kernels that draw read the logits once. Where rows need it, others edit the logits before, and find likeliest
+tokens. The parameters of running rows stay on the device, by slot. Knows slots and sampling; knows no requests.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from toka_async.arrays import Bool, Int32, Int64
-from toka_async.kernels.sampling import RowTable, SamplingKernels
-from toka_async.model.sampling import Flag, Params, sample
+from toka_async.kernels.sampling.edit import LIST_WIDTH, NUM_TOP, EditKernels, EditTable, RowTokens
+from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
+from toka_async.kernels.sampling.row import RAW
+from toka_async.model.sampling import EDITS, Flag, Params, sample
 from toka_async.runner.copies import upload
 from toka_async.runner.rows import RowPrompt, RowTables, group_by_key
-from toka_async.runner.samples import Draws, RowShares, TopLogprobs
+from toka_async.runner.samples import Draw, Draws, RowShares, TopLogprobs
+from toka_async.runner.sampling_routes import SamplingNeeds, SamplingRoutes
 from toka_async.runner.slab_sampler import Head, SlabDraw, SlabSampler
 from toka_async.runner.token_history import TokenHistory
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition")
-_SLOW = Flag.ALLOWED | Flag.BIASED | Flag.MIN_TOKENS | Flag.COUNTED
+_EDITED = EDITS & ~Flag.REPETITION  # a repetition penalty alone edits nothing
+
+_EDIT_INTEGERS = ("min_tokens", "num_bias", "num_ends", "num_top")
+_EDIT_FLOATS = ("presence", "frequency")
 
 
 class KernelSampler:
@@ -42,15 +51,18 @@ class KernelSampler:
         self._by_torch = SlabSampler(head, rows, history, draw)
         max_seqs, vocab = rows.params.size, rows.vocab_size
         self._kernels = SamplingKernels(vocab, shares.count_rows(max_seqs) if shares else max_seqs, rows.device)
+        self._editing = EditKernels(self._kernels, history.ids.numel(), rows.device)
         self._table = _make_table(max_seqs + 1, vocab, rows.device)
-        self._slow: Bool = np.zeros(max_seqs, dtype=np.bool_)
+        self._edits = EditRows(rows, history)
+        self._routes = SamplingRoutes(rows)
 
     def admit(self, slots: Int32) -> None:
         """Copies the slots' new parameters from `rows` to the device."""
         rows, table = self._rows, self._table
         params = rows.params[slots]
-        self._slow[slots] = _is_slow(params)
-        flags = np.where(self._slow[slots], 0, params["flags"])
+        by_torch = self._edits.find_unfit(slots)
+        self._routes.admit(slots, by_torch)
+        flags = np.where(by_torch, 0, params["flags"] | RAW.value * _needs_raw(params))
         floats = np.stack([params[name] for name in _FLOATS])
         bits_of = floats.view(np.int32).ravel()
         columns = (slots, flags, params["top_k"], rows.num_prompt[slots], rows.seeds[slots], bits_of)
@@ -62,18 +74,35 @@ class KernelSampler:
         values = bits.to(torch.int32).view(torch.float32).view(len(_FLOATS), -1)
         for name, column in zip(_FLOATS, values, strict=True):
             getattr(table, name).index_copy_(0, at, column)
+        edited = slots[(flags & (_EDITED | RAW.value)) != 0]
+        if edited.size:
+            self._edits.admit(edited)
         self._mark_seen(slots[(flags & Flag.REPETITION) != 0])
 
-    def draw(self, hidden: Tensor, slots: Tensor, contexts: Tensor) -> tuple[Tensor, Tensor]:
-        """Draws token ids int64 [s] and their log-probs float32 [s] for fast rows. Nothing touches the host."""
-        if self._shares is None:
-            return self._draw(self._head(hidden), slots, contexts)
-        token_ids, logprobs = self._shares.draw(hidden, slots, contexts, self._draw)
-        self._mark_drawn(slots, token_ids)
-        return token_ids, logprobs
+    def draw(self, hidden: Tensor, slots: Tensor, contexts: Tensor) -> tuple[Tensor, ...]:
+        """Draws token ids int64 [s] and their log-probs float32 [s], on the plain route. Nothing touches the host."""
+        return self._share(hidden, slots, contexts, self._draw)
 
-    def _draw(self, logits: Tensor, slots: Tensor, contexts: Tensor) -> tuple[Tensor, Tensor]:
+    def draw_full(self, hidden: Tensor, slots: Tensor, contexts: Tensor) -> tuple[Tensor, ...]:
+        """Draws on the full route. Returns the likeliest ids int32 [s, k] and theirs float32 [s, k] too."""
+        return self._share(hidden, slots, contexts, self._draw_full)
+
+    def _share(self, hidden: Tensor, slots: Tensor, contexts: Tensor, draw: Draw) -> tuple[Tensor, ...]:
+        if self._shares is None:
+            return draw(self._head(hidden), slots, contexts)
+        outputs = self._shares.draw(hidden, slots, contexts, draw)
+        self._mark_drawn(slots, outputs[0])
+        return outputs
+
+    def _draw(self, logits: Tensor, slots: Tensor, contexts: Tensor) -> tuple[Tensor, ...]:
         return self._kernels.draw(logits, slots, contexts, self._table)
+
+    def _draw_full(self, logits: Tensor, slots: Tensor, contexts: Tensor) -> tuple[Tensor, ...]:
+        rows = (logits, slots, contexts, self._table, self._edits.table, self._edits.tokens)
+        top_ids, top_values = self._editing.edit(*rows)
+        token_ids, logprobs = self._kernels.draw(logits, slots, contexts, self._table)
+        self._editing.restore(*rows, (token_ids, logprobs))
+        return token_ids, logprobs, top_ids, top_values
 
     def _mark_drawn(self, slots: Tensor, token_ids: Tensor) -> None:
         """Marks tokens as seen that other ranks drew, since any rank may draw for a slot the next time.
@@ -87,42 +116,37 @@ class KernelSampler:
         words = table.seen.view(-1).index_select(0, cells)
         table.seen.view(-1).index_copy_(0, cells, torch.where(penalises, words | bits, words))
 
-    def are_fast(self, slots: Int32) -> bool:
-        """Tells whether `draw` alone can sample all of the slots."""
-        return not self._slow[slots].any()
+    def find_needs(self, slots: Int32) -> SamplingNeeds:
+        """Finds how the next tokens of decoding rows are drawn."""
+        return self._routes.find_decoding(slots)
 
-    def wants_logprobs(self, slots: Int32) -> bool:
-        return bool((self._rows.params["flags"][slots] & Flag.LOGPROBS).any())
+    def make_draws(self, needs: SamplingNeeds, outputs: tuple[Tensor, ...]) -> Draws:
+        """Makes draws of what `draw` or `draw_full` returned for rows of these needs."""
+        token_ids, logprobs, *found = outputs
+        tops: tuple[TopLogprobs, ...] = ()
+        if needs.top is not None:
+            ids, values = (part if needs.top.at is None else part.index_select(0, needs.top.at) for part in found)
+            most = needs.top.most
+            tops = (TopLogprobs(needs.top.rows, needs.top.counts, ids[:, :most], values[:, :most]),)
+        return Draws(token_ids, logprobs if needs.wants_logprobs else None, tops)
 
     def sample(self, hidden: Tensor, slots: Int32, lengths: Int64, slots_at: Tensor, lengths_at: Tensor) -> Draws:
-        slow = np.flatnonzero(self._slow[slots])
-        if slow.size == slots.size:
+        needs = self._routes.find(slots, lengths)
+        if needs.by_torch.size == slots.size:
             return self._by_torch.sample(hidden, slots, lengths, slots_at, lengths_at)
-        token_ids, chosen = self.draw(hidden, slots_at, lengths_at)
-        if slow.size:
-            return self._sample_slow(hidden, slots, lengths, slots_at, lengths_at, slow, token_ids, chosen)
-        return Draws(token_ids, chosen if self.wants_logprobs(slots) else None)
-
-    def _sample_slow(
-        self,
-        hidden: Tensor,
-        slots: Int32,
-        lengths: Int64,
-        slots_at: Tensor,
-        lengths_at: Tensor,
-        slow: Int64,
-        token_ids: Tensor,
-        chosen: Tensor,
-    ) -> Draws:
-        (at,) = upload((slow,), hidden.device)
-        part = self._by_torch.sample(hidden[at], slots[slow], lengths[slow], slots_at[at], lengths_at[at])
-        token_ids.index_copy_(0, at, part.token_ids)
-        top = part.top
+        draw = self.draw_full if needs.full else self.draw
+        draws = self.make_draws(needs, draw(hidden, slots_at, lengths_at))
+        if not needs.by_torch.size:
+            return draws
+        rows = needs.by_torch
+        (at,) = upload((rows,), hidden.device)
+        part = self._by_torch.sample(hidden[at], slots[rows], lengths[rows], slots_at[at], lengths_at[at])
+        draws.token_ids.index_copy_(0, at, part.token_ids)
         if part.chosen is not None:
-            chosen.index_copy_(0, at, part.chosen)
-        if top is not None:
-            top = TopLogprobs(slow[top.rows], top.counts, top.ids, top.values)
-        return Draws(token_ids, chosen if self.wants_logprobs(slots) else None, top)
+            assert draws.chosen is not None
+            draws.chosen.index_copy_(0, at, part.chosen)
+        tops = (replace(top, rows=rows[top.rows]) for top in part.tops)
+        return replace(draws, tops=(*draws.tops, *tops))
 
     def _mark_seen(self, slots: Int32) -> None:
         """Marks the ids of the slots' prompts as seen, and no others."""
@@ -134,9 +158,11 @@ class KernelSampler:
             self._table.seen.index_copy_(0, at, bits.to(torch.int32).expand(len(indices), -1))
 
 
-def _is_slow(params: Params) -> Bool:
-    slow: Bool = ((params["flags"] & _SLOW) != 0) | (params["num_logprobs"] > 0)
-    return slow
+def _needs_raw(params: Params) -> Bool:
+    """Tells which rows' log-probs need a pass before edits."""
+    edited = (params["flags"] & _EDITED) != 0
+    needed: Bool = (params["num_logprobs"] > 0) | ((params["num_logprobs"] == 0) & edited)
+    return needed
 
 
 def _make_seen_bits(prompt: RowPrompt, vocab_size: int) -> Int32:
@@ -161,3 +187,74 @@ def _make_table(num_slots: int, vocab_size: int, device: torch.device) -> RowTab
         seeds=make_column(torch.int64),
         seen=torch.zeros(num_slots, -(-vocab_size // 32), dtype=torch.int32, device=device),
     )
+
+
+class EditRows:
+    """The table of edits over the slots of `rows`, and one more for padding."""
+
+    def __init__(self, rows: RowTables, history: TokenHistory) -> None:
+        self._rows = rows
+        self._history = history
+        num_slots = rows.params.size + 1
+
+        def make_column(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.zeros(num_slots, *shape, dtype=dtype, device=rows.device)
+
+        self.table = EditTable(
+            presence=make_column(torch.float32),
+            frequency=make_column(torch.float32),
+            min_tokens=make_column(torch.int32),
+            num_bias=make_column(torch.int32),
+            num_ends=make_column(torch.int32),
+            num_top=make_column(torch.int32),
+            ids=make_column(torch.int32, LIST_WIDTH),
+            values=make_column(torch.float32, LIST_WIDTH),
+        )
+
+    @property
+    def tokens(self) -> RowTokens:
+        return RowTokens(self._rows.on_device.page_table, self._history.ids)
+
+    def find_unfit(self, slots: Int32) -> Bool:
+        """Tells which of the slots' new rows ask for more than the table holds, or for what kernels do not do."""
+        params = self._rows.params[slots]
+        unfit: Bool = ((params["flags"] & Flag.ALLOWED) != 0) | (params["num_logprobs"] > NUM_TOP)
+        listing = np.flatnonzero(params["flags"] & (Flag.BIASED | Flag.MIN_TOKENS))
+        prompts = self._rows.prompts[slots[listing]]
+        sizes = [prompt.bias_ids.size + prompt.end_ids.size for prompt in prompts]
+        unfit[listing] |= np.array(sizes, dtype=np.int64) > LIST_WIDTH
+        return unfit
+
+    def admit(self, slots: Int32) -> None:
+        """Copies the slots' new parameters and lists to the device. The rows fit."""
+        rows, table = self._rows, self.table
+        params = rows.params[slots]
+        listing = np.flatnonzero(params["flags"] & (Flag.BIASED | Flag.MIN_TOKENS))
+        num_bias, num_ends = (np.zeros(slots.size, dtype=np.int32) for _ in range(2))
+        prompts: list[RowPrompt] = rows.prompts[slots[listing]].tolist()
+        num_bias[listing] = [prompt.bias_ids.size for prompt in prompts]
+        num_ends[listing] = [prompt.end_ids.size for prompt in prompts]
+        sizes = (num_bias + num_ends)[listing]
+        places = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        cells = np.repeat(slots[listing].astype(np.int64), sizes) * LIST_WIDTH + places
+        nothing = np.empty(0, dtype=np.int32)
+        ids = np.concatenate([nothing, *(part for p in prompts for part in (p.bias_ids, p.end_ids))])
+        # The values are -inf where end tokens are held; these are in the list for their ids.
+        values = np.concatenate([nothing, *(part for p in prompts for part in (p.bias.view(np.int32), p.end_ids))])
+        integers = (params["min_tokens"], num_bias, num_ends, np.maximum(params["num_logprobs"], 0))
+        floats = np.stack([params[name] for name in _EDIT_FLOATS]).view(np.int32).ravel()
+        at, cells_at, *columns, floats_at, ids_at, values_at = upload(
+            (slots, cells, *integers, floats, ids, values), rows.device
+        )
+        for name, column in zip(_EDIT_INTEGERS, columns, strict=True):
+            getattr(table, name).index_copy_(0, at, column.to(torch.int32))
+        for name, column in zip(_EDIT_FLOATS, _view_floats(floats_at).view(len(_EDIT_FLOATS), -1), strict=True):
+            getattr(table, name).index_copy_(0, at, column)
+        if cells.size:
+            table.ids.view(-1).index_copy_(0, cells_at, ids_at.to(torch.int32))
+            table.values.view(-1).index_copy_(0, cells_at, _view_floats(values_at))
+
+
+def _view_floats(bits: Tensor) -> Tensor:
+    """Returns the float32 numbers of bits that were copied as int64."""
+    return bits.to(torch.int32).view(torch.float32)

@@ -75,7 +75,7 @@ class Pipeline:
             while self._under_way and self._under_way[0][0] <= needed:
                 self._take_tokens()
             return None
-        before.post(int(rows.firsts[-1] + rows.lengths[-1]))
+        before.post(rows.num_tokens)
         return before.take()
 
     def pass_on(self, rows: StepRows, hidden: Tensor | None, token_ids: Tensor | None) -> None:

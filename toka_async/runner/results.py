@@ -33,7 +33,7 @@ class PartResults:
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         self.places = places
-        self.top = None if samples is None else samples.top
+        self.tops = () if samples is None else samples.tops
         self._asked = asked
         tensors = [] if samples is None else samples.list_tensors()
         self._num_own = len(tensors)
@@ -81,7 +81,11 @@ class LaunchedStep:
             return done
         chosen = [own[1] if len(own) > 1 else np.zeros(own[0].size, np.float32) for _, own in sampled]
         done = msgspec.structs.replace(done, logprobs=column(_put_in_order(chosen, places)))
-        tops = [_read_top(part, part.top, own[2], own[3]) for part, own in sampled if part.top is not None]
+        tops = [
+            _read_top(part, top, *own[2 + 2 * number : 4 + 2 * number])
+            for part, own in sampled
+            for number, top in enumerate(part.tops)
+        ]
         return _add_top(done, tops) if tops else done
 
 
@@ -115,7 +119,7 @@ class _Top:
 
 
 def _read_top(part: PartResults, top: TopLogprobs, ids: Int32, values: Float32) -> _Top:
-    """Reads the likeliest tokens from arrays [m, k] of the rows that ask for them."""
+    """Reads likeliest tokens from arrays [m, k] of rows that ask for them."""
     counts = np.minimum(top.counts, values.shape[1])
     wanted = np.arange(values.shape[1]) < counts[:, None]
     has_top = counts > 0

@@ -24,7 +24,7 @@ class RowPrompt:
     """A prompt, shared by the rows admitted with its key. It lives as long as one of them or its key.
 
     token_ids: int32 [p]. num_prompt: how many leading ids are the user's. pages: int32, full pages that the rows share.
-    params: PARAMS [1]. end_ids, bias_ids, allowed_ids: int32, ids of the vocabulary only. bias: float32.
+    params: PARAMS [1]. end_ids, bias_ids, allowed_ids: int32, distinct ids of the vocabulary only. bias: float32.
     """
 
     token_ids: Int32
@@ -44,6 +44,7 @@ def read_prompt(prompt: Prompt, vocab_size: int) -> RowPrompt:
     end_ids, bias_ids = as_i32(sampling.end_ids), as_i32(sampling.bias_ids)
     allowed_ids = as_i32(sampling.allowed_ids)
     valid = (bias_ids >= 0) & (bias_ids < vocab_size)
+    distinct, places = np.unique(bias_ids[valid], return_inverse=True)
     return RowPrompt(
         token_ids=as_i32(prompt.token_ids).copy(),
         num_prompt=prompt.num_prompt,
@@ -51,8 +52,8 @@ def read_prompt(prompt: Prompt, vocab_size: int) -> RowPrompt:
         params=make_params(sampling),
         num_prompt_logprobs=sampling.num_prompt_logprobs,
         end_ids=np.unique(end_ids[(end_ids >= 0) & (end_ids < vocab_size)]),
-        bias_ids=bias_ids[valid],
-        bias=as_f32(sampling.bias_values)[valid],
+        bias_ids=distinct,
+        bias=np.bincount(places, as_f32(sampling.bias_values)[valid], distinct.size).astype(np.float32),
         allowed_ids=np.unique(allowed_ids[(allowed_ids >= 0) & (allowed_ids < vocab_size)]),
     )
 

@@ -19,8 +19,17 @@ from toka_async.model.sampling import sample
 from toka_async.runner.clock import StepClock, StepSpan
 from toka_async.runner.compiles import CompileCounter
 from toka_async.runner.copies import upload
-from toka_async.runner.inputs import StepInputs, StepModel, StepRows, build_inputs, make_step_rows, read_groups
+from toka_async.runner.inputs import (
+    SampledTokens,
+    StepInputs,
+    StepModel,
+    StepRows,
+    build_inputs,
+    make_step_rows,
+    read_groups,
+)
 from toka_async.runner.micro_batches import Cutter, MicroBatch
+from toka_async.runner.mixed import MixedPass
 from toka_async.runner.pipeline import Pipeline, StageSetup
 from toka_async.runner.prompt_logprobs import compute_prompt_logprobs, find_asked_chunks
 from toka_async.runner.results import LaunchedStep, PartResults
@@ -55,7 +64,8 @@ class SamplingSetup:
 class Runner:
     """Runs steps on one device.
 
-    ready: what fits, for the scheduler. decode: passes of decoding rows alone; None if no kernels sample.
+    ready: what fits, for the scheduler. decode: passes of decoding rows alone; None if no kernels sample. mixed: other
+    steps in graphs; None if attention cannot be captured.
     """
 
     def __init__(
@@ -85,10 +95,13 @@ class Runner:
             self._history = TokenHistory(ready.num_pages + 1, ready.page_size, device)
         self._clock = StepClock(device)
         self.decode: DecodePass | None = None
+        self.mixed: MixedPass | None = None
+        residuals = stage.make_residuals if stage is not None and not stage.is_first else None
+        if attention.mixed is not None:
+            self.mixed = MixedPass(model, attention.mixed, self._rows, self._history, residuals)
         if sampling.kernels:
             from toka_async.runner.decode import DecodePass
 
-            residuals = stage.make_residuals if stage is not None and not stage.is_first else None
             self.decode = DecodePass(
                 model, attention.graphs, self._rows, self._history, sampling.shares, residuals, sampling.draw
             )
@@ -142,7 +155,7 @@ class Runner:
         if self.decode is not None and self.decode.can_replay(step_rows, bool(groups)):
             samples, hidden = self.decode.replay(step_rows, groups, residuals)
         else:
-            samples, hidden = self._compute(build_inputs(rows, step_rows, groups), step_rows, bool(asked), residuals)
+            samples, hidden = self._compute(step_rows, groups, bool(asked), residuals)
             if asked:
                 of_chunks = compute_prompt_logprobs(hidden, asked, self._model.logits, rows.vocab_size)
         if pipeline is not None:
@@ -179,27 +192,34 @@ class Runner:
         return self.decode.count_padded(order) if self.decode is not None else order.size
 
     def _compute(
-        self, inputs: StepInputs, step_rows: StepRows, every_token: bool, residuals: Tensor | None
+        self, step_rows: StepRows, groups: tuple[PrefixGroup, ...], every_token: bool, residuals: Tensor | None
     ) -> tuple[Draws | None, Tensor]:
         """Computes the rows' next tokens, and hidden states of every token or of those that are sampled.
 
         A stage that does not sample returns every token's residuals. Afterwards the cache holds the step's tokens.
         """
-        rows, batch = self._rows.on_device, inputs.attention
-        if self._history is not None:
-            self._history.write(batch.write_indices, inputs.token_ids)
-        self._attention.backend.plan(batch)
+        if self.mixed is not None and self.mixed.can_replay(step_rows):
+            attended, residual, sampled = self.mixed.replay(step_rows, groups, residuals)
+        else:
+            attended, residual, sampled = self._begin(build_inputs(self._rows, step_rows, groups), residuals)
         every_token = every_token or self._sampler is None
-        hidden = self._forward(inputs, None if every_token else inputs.sampled, residuals)
-        rows.advance(batch.slots, batch.contexts)
+        hidden = self._model.finish(attended, residual, None if every_token else sampled.tokens)
+        del attended, residual  # logits need the memory
         slots, contexts = step_rows.list_sampling()
         if not slots.size or self._sampler is None:
             return None, hidden
-        last = hidden.index_select(0, inputs.sampled) if every_token and inputs.sampled is not None else hidden
-        samples = self._sampler.sample(last, slots, contexts, inputs.sample_slots, inputs.sample_contexts)
-        rows.set_sampled(inputs.sample_slots, samples.token_ids)
+        last = hidden.index_select(0, sampled.tokens) if every_token and sampled.tokens is not None else hidden
+        samples = self._sampler.sample(last, slots, contexts, sampled.slots, sampled.contexts)
+        self._rows.on_device.set_sampled(sampled.slots, samples.token_ids)
         return samples, hidden
 
-    def _forward(self, inputs: StepInputs, wanted: Tensor | None, residuals: Tensor | None) -> Tensor:
+    def _begin(self, inputs: StepInputs, residuals: Tensor | None) -> tuple[Tensor, Tensor, SampledTokens]:
+        """Computes a step up to the last layer's attention, as `StepModel.begin` does."""
+        batch = inputs.attention
+        if self._history is not None:
+            self._history.write(batch.write_indices, inputs.token_ids)
+        self._attention.backend.plan(batch)
         first = inputs.token_ids if residuals is None else residuals
-        return self._model.forward(first, inputs.positions, self._attention.backend, wanted)
+        attended, residual = self._model.begin(first, inputs.positions, self._attention.backend)
+        self._rows.on_device.advance(batch.slots, batch.contexts)
+        return attended, residual, inputs.sampled

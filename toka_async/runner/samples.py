@@ -25,7 +25,7 @@ from toka_async.runner.copies import upload
 class TopLogprobs:
     """The likeliest tokens of m rows. rows: int64 [m] on the host. counts: int32 [m] on the host, ids of each row.
 
-    ids: int64 [m, k], values: float32 [m, k], on the device.
+    ids: int64 or int32 [m, k], values: float32 [m, k], on the device.
     """
 
     rows: Int64
@@ -39,21 +39,21 @@ class Draws:
     """One draw for each of s rows, on the device.
 
     token_ids: int64 [s]. chosen: float32 [s], log-probs of the drawn tokens, any value for rows that do not ask; None
-    when no row asks. top: the likeliest tokens; None when no row asks.
+    when no row asks. tops: the likeliest tokens of distinct rows, by who found them.
     """
 
     token_ids: Tensor
     chosen: Tensor | None = None
-    top: TopLogprobs | None = None
+    tops: tuple[TopLogprobs, ...] = ()
 
     def list_tensors(self) -> list[Tensor]:
         """Lists the tensors that travel to the host."""
         tensors = [self.token_ids.to(torch.int32)]
         if self.chosen is not None:
             tensors.append(self.chosen)
-        if self.top is not None:
+        for top in self.tops:
             assert self.chosen is not None
-            tensors += [self.top.ids.to(torch.int32), self.top.values]
+            tensors += [top.ids.to(torch.int32), top.values]
         return tensors
 
 
@@ -80,12 +80,13 @@ def make_draws(token_ids: Tensor, asked: Int64, num_top: Int32, logprobs: Logpro
     chosen.index_copy_(0, rows, logprobs.chosen)
     if not logprobs.top.shape[1]:
         return Draws(token_ids, chosen)
-    return Draws(token_ids, chosen, TopLogprobs(asked, num_top, logprobs.top_ids, logprobs.top))
+    return Draws(token_ids, chosen, (TopLogprobs(asked, num_top, logprobs.top_ids, logprobs.top),))
 
 
 NO_ROWS: Int64 = np.empty(0, dtype=np.int64)
-# (logits [r, vocab], slots int64 [r], contexts int32 [r]) to token ids int64 [r] and log-probs float32 [r].
-Draw = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# (logits [r, vocab], slots int64 [r], contexts int32 [r]) to token ids int64 [r], and tensors int32 or float32 [r] or
+# [r, n].
+Draw = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 
 @dataclass(slots=True, frozen=True)
@@ -104,14 +105,12 @@ class RowShares:
         """Counts the rows that each rank draws, padding included."""
         return -(-num_rows // self.comm.size)
 
-    def draw(self, hidden: Tensor, slots: Tensor, contexts: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
-        """Draws for all rows. Returns token ids int64 [s] and log-probs float32 [s], the same on every rank.
+    def draw(self, hidden: Tensor, slots: Tensor, contexts: Tensor, draw: Draw) -> tuple[Tensor, ...]:
+        """Draws for s > 0 rows. Returns what `draw` would for all of them, the same on every rank.
 
         hidden: [s, hidden], slots: int64 [s] and contexts: int32 [s], the same on every rank.
         """
         num_rows = len(slots)
-        if not num_rows:
-            return slots.new_empty(0), hidden.new_empty(0, dtype=torch.float32)
         size = self.count_rows(num_rows)
         missing = size * self.comm.size - num_rows
         if missing:
@@ -119,6 +118,10 @@ class RowShares:
             slots = F.pad(slots, (0, missing), value=self.padding)
             contexts = F.pad(contexts, (0, missing))
         own = slice(self.comm.rank * size, (self.comm.rank + 1) * size)
-        token_ids, logprobs = draw(self.own_logits(hidden), slots[own], contexts[own])
-        drawn = self.comm.all_gather(torch.stack([token_ids.to(torch.int32), logprobs.view(torch.int32)]), 1)
-        return drawn[0, :num_rows].long(), drawn[1, :num_rows].view(torch.float32)
+        token_ids, *rest = draw(self.own_logits(hidden), slots[own], contexts[own])
+        parts = [token_ids.to(torch.int32), *(part.view(torch.int32) for part in rest)]
+        columns = torch.cat([part.view(size, -1).t() for part in parts])
+        gathered = self.comm.all_gather(columns, 1)[:, :num_rows]
+        drawn = torch.split(gathered, [part.numel() // size for part in parts])
+        shaped = (own.t() if part.dim() > 1 else own[0] for own, part in zip(drawn[1:], rest, strict=True))
+        return drawn[0][0].long(), *(own.view(part.dtype) for own, part in zip(shaped, rest, strict=True))

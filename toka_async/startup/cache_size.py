@@ -22,6 +22,8 @@ LINKED = 4  # residuals of a token that a stage holds beside its own: two that c
 # Bytes beside what a step allocates: graphs, libraries' workspaces, waste in the allocator's blocks.
 _SPARE_SHARE = 0.02
 _SPARE_BYTES = 1 << 30
+_GRAPH_SHARE = 0.01  # of a GPU's memory, which steps with prompts may take in graphs
+_MOST_GRAPH_TOKENS = 4096
 
 
 def count_page_bytes(spec: ModelSpec, cache: CacheConfig, dtype: torch.dtype) -> int:
@@ -141,6 +143,19 @@ def count_token_bytes(spec: ModelSpec, dtype: torch.dtype, num_parts: int = 1) -
     if num_parts > 1:
         a_token = -(-(a_token + LINKED * spec.hidden_size) // num_parts)
     return a_token * dtype.itemsize + bytes_per_token(spec, dtype)
+
+
+def count_graph_token_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Counts a token's bytes in the memory of the graphs, which lies beside that of other steps."""
+    return count_token_bytes(spec, dtype) - bytes_per_token(spec, dtype)
+
+
+def choose_graph_tokens(spec: ModelSpec, dtype: torch.dtype, total: int) -> int:
+    """Chooses the tokens of the largest captured step with prompts on a GPU of `total` bytes.
+
+    A larger step takes the device longer than the host, so that a graph would save nothing.
+    """
+    return min(_MOST_GRAPH_TOKENS, int(_GRAPH_SHARE * total) // count_graph_token_bytes(spec, dtype))
 
 
 def count_row_bytes(spec: ModelSpec, limits: RankLimits, dtype: torch.dtype, page_size: int, num_parts: int = 1) -> int:

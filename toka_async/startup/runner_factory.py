@@ -35,12 +35,15 @@ from toka_async.model.sampling import sample, sample_alone
 from toka_async.model.weights import build_decoder, load_weights, random_weights
 from toka_async.runner.compiles import CompileCounter
 from toka_async.runner.micro_batches import count_most_rows, count_most_tokens
+from toka_async.runner.mixed import list_mixed_sizes
 from toka_async.runner.pipeline import StageSetup
 from toka_async.runner.runner import Runner, SamplingSetup
 from toka_async.runner.samples import RowShares
 from toka_async.startup.cache_size import (
     check_largest_step,
+    choose_graph_tokens,
     compute_cache_memory,
+    count_graph_token_bytes,
     count_page_bytes,
     count_trial_pages,
     fit_limits,
@@ -103,16 +106,16 @@ class RunnerFactory:
         else:
             self._set_num_threads(decoder)
         stage = self._connect_stage()
-        max_graph_rows = self._count_graph_rows(layouts)
+        max_graph_rows, max_graph_tokens = self._count_graph_rows(layouts), self._count_graph_tokens(layouts)
         with self.stages.stage("matrices"):
             if self.tuning is not None:
                 limits = limit_separate(limit_part(self.limits, self.coords.num_micro_batches), layouts)
                 self.tuning.tune(decoder, limits, max_graph_rows, self.stages.show)
         with self.stages.stage("memory"):
-            num_pages = self.groups.world.minimum(self._count_pages(decoder, stage))
+            num_pages = self.groups.world.minimum(self._count_pages(decoder, stage, max_graph_tokens))
         with self.stages.stage("attention"):
             runner = self._make_runner(decoder, stage, num_pages, self._choose_table)
-        self._warm_up(runner, decoder, max_graph_rows)
+        self._warm_up(runner, decoder, max_graph_rows, max_graph_tokens)
         self.stages.report()
         self.tuning_cache.report()
         cache_bytes = (num_pages + 1) * self.config.cache.page_size * bytes_per_token(self.rank_spec, self.dtype)
@@ -166,6 +169,19 @@ class RunnerFactory:
         most = min(graphs.max_rows, limit_part(self.limits, self.coords.num_micro_batches).max_seqs)
         return most if layouts is None or layouts.shards is None else min(most, layouts.min_tokens - 1)
 
+    def _count_graph_tokens(self, layouts: LayoutPolicy) -> int:
+        """Counts the tokens of the largest graph of steps with prompts, alike on all ranks; 0: none is captured."""
+        graphs = self.config.graphs
+        if not graphs.enabled or not has_kernels(self.device):
+            return 0
+        most = limit_part(self.limits, self.coords.num_micro_batches).max_tokens
+        if graphs.max_tokens == "auto":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            most = min(most, self.groups.world.minimum(choose_graph_tokens(self.rank_spec, self.dtype, total)))
+        else:
+            most = min(most, graphs.max_tokens)
+        return most if layouts.shards is None else min(most, layouts.min_tokens - 1)
+
     def _load_decoder(self, layouts: LayoutPolicy) -> Decoder:
         decoder = build_decoder(self.spec, self.dtype, self.device, self.groups.tensor, self.ops, layouts, self.part)
         if self.config.model.load == "random":
@@ -211,11 +227,12 @@ class RunnerFactory:
         links = build_links(self.groups.pairs, hidden_size, self.dtype, num_tokens, self.limits.max_seqs)
         return StageSetup(links, num_parts, hidden_size, self.dtype, self.device)
 
-    def _count_pages(self, decoder: Decoder, stage: StageSetup | None) -> int:
-        """Counts the pages of this rank's cache: as configured, or as memory allows beside the largest step."""
+    def _count_pages(self, decoder: Decoder, stage: StageSetup | None, max_graph_tokens: int) -> int:
+        """Counts the pages of this rank's cache: as configured, or as memory allows beside graphs and steps."""
         page_bytes = count_page_bytes(self.rank_spec, self.config.cache, self.dtype)
         if self.kind == "cuda":
-            auto = most = self._measure_memory(decoder, stage, page_bytes)
+            graph_bytes = max_graph_tokens * count_graph_token_bytes(self.rank_spec, self.dtype)
+            auto = most = self._measure_memory(decoder, stage, page_bytes) - graph_bytes
         else:
             auto, most = choose_cpu_cache_bytes(self.coords.num_sharing)
         return resolve_num_pages(self.config.cache, self.limits, page_bytes, auto, most)
@@ -311,7 +328,7 @@ class RunnerFactory:
             return None
         return RowShares(tensor, decoder.own_logits, self.limits.max_seqs)
 
-    def _warm_up(self, runner: Runner, decoder: Decoder, max_graph_rows: int) -> None:
+    def _warm_up(self, runner: Runner, decoder: Decoder, max_graph_rows: int, max_graph_tokens: int) -> None:
         """Computes every kind of step, and captures graphs."""
         schedule, most = self.config.schedule, min(max_graph_rows, self.limits.max_seqs)
         least = runner.ready.group_min_seqs if schedule.group_min_seqs == "auto" else schedule.group_min_seqs
@@ -323,6 +340,9 @@ class RunnerFactory:
             model = self._describe_graphs(decoder)
             graphs = GraphChoice(runner.decode, most, least > 0, model, self.stages.show)
             graphs.use(settle(graphs, self.tuning_cache, self.groups.tensor))
+            if runner.mixed is not None and max_graph_tokens:
+                for done, total in runner.mixed.capture(list_mixed_sizes(max_graph_tokens), least > 0):
+                    self.stages.show(done, total)
 
         captures = most > 0 and runner.decode is not None and runner.decode.can_capture
         warm_up(runner, self.stages, self.coords.num_micro_batches, capture if captures else None)

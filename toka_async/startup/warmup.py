@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 
 from toka_async.arrays import column, i32_column
@@ -20,15 +21,15 @@ from toka_async.startup.synthetic import GREEDY, SyntheticRows
 
 _DECODE_STEPS = 3
 _PROMPT_TOKENS = 8
-# Parameters that kernels sample, and some that need plain torch.
-FAST = (
+# Parameters by what samples them: kernels that only read logits, kernels that edit them too, and plain torch.
+PLAIN = (
     GREEDY,
     SamplingParams(temperature=0.6),
     SamplingParams(temperature=0.6, top_p=0.9),
     SamplingParams(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05),
     SamplingParams(min_p=0.1, num_logprobs=0),
 )
-SLOW = (
+FULL = (
     SamplingParams(presence_penalty=0.5, frequency_penalty=0.5, num_logprobs=5, num_prompt_logprobs=5),
     SamplingParams(top_k=100, top_p=0.9, repetition_penalty=1.1),
     SamplingParams(
@@ -37,6 +38,12 @@ SLOW = (
         min_tokens=2,
         end_ids=i32_column([0]),
     ),
+)
+TORCH = (
+    SamplingParams(allowed_ids=i32_column([0])),
+    msgspec.structs.replace(FULL[0], allowed_ids=i32_column([0]), num_prompt_logprobs=-1),
+    msgspec.structs.replace(FULL[1], allowed_ids=i32_column([0])),
+    msgspec.structs.replace(FULL[2], allowed_ids=i32_column([0])),
 )
 
 
@@ -79,16 +86,16 @@ def list_gpu_loads(ready: Ready, num_parts: int = 1) -> list[Load]:
     loads: list[Load] = []
     for count in dict.fromkeys((*add_part_counts((1, 2, 3, 17, 64, 300, 1100), num_parts), most)):
         if 0 < count <= most:
-            loads.append(make_rows_load([length] * count, FAST))
+            loads.append(make_rows_load([length] * count, PLAIN))
             if count in (1, 17, most):
-                loads.append(make_rows_load([length] * min(count, 300), (*SLOW, GREEDY)))
+                loads += [make_rows_load([length] * min(count, 300), (*kinds, GREEDY)) for kinds in (FULL, TORCH)]
     loads.append(make_rows_load([1], (GREEDY,)))
     lengths = [room // part for part in (1, 2, 16)] + [LEAST_TOKENS * num_parts] * (num_parts > 1)
     loads += [make_rows_load([length], (GREEDY,)) for length in lengths if 0 < length <= room]
     for count, shared in (*((count, 4) for count in add_part_counts((64,), num_parts)), (2, 1), (most, 32)):
         fits = shared + count * pages <= ready.num_pages and 1 < count <= ready.max_seqs
         if fits and (shared + pages) * size <= ready.max_context and count * 2 <= ready.max_tokens:
-            loads.append(make_rows_load([shared * size + 2] * count, FAST, shared, count))
+            loads.append(make_rows_load([shared * size + 2] * count, PLAIN, shared, count))
     return loads
 
 
@@ -104,7 +111,7 @@ def make_largest_load(ready: Ready) -> Load:
     more = np.full(ready.max_seqs, max(0, ready.max_context - 2 - each)).cumsum()
     spare = ready.max_tokens - int(lengths.sum())
     lengths += np.diff(np.minimum(more, spare), prepend=0)
-    return make_rows_load(lengths.tolist(), (*FAST, SLOW[0]), num_decode=1, reuse=True)
+    return make_rows_load(lengths.tolist(), (*PLAIN, FULL[0], TORCH[1]), num_decode=1, reuse=True)
 
 
 def make_rows_load(

@@ -1,4 +1,7 @@
-"""Tunes a GPU's products with the model's matrices (by `algorithms` and `gated_tiles`) for steps' numbers of rows."""
+"""Tunes a GPU's products with the model's matrices for steps' numbers of rows.
+
+`algorithms` chooses among cuBLASLt's, `gated_tiles` and `few_rows` where our kernels are faster than those.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.kernels.cublaslt import CublasLt
+from toka_async.kernels.few_rows import ADD, NORMED_DTYPES, STORE, FewRowsProducts, Norm
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.matmul import TunedProducts
@@ -18,6 +22,7 @@ from toka_async.model.decoder import MLP, Decoder
 from toka_async.model.layers import ColumnLinear, RowLinear, VocabularyMatrix
 from toka_async.runner.graphs import list_graph_sizes
 from toka_async.tuning.algorithms import AlgorithmChoice, list_product_sizes
+from toka_async.tuning.few_rows import FewRowsChoice, list_few_rows_sizes
 from toka_async.tuning.gated_tiles import GatedTileChoice, list_gated_sizes
 from toka_async.tuning.settle import settle
 from toka_async.tuning.store import TuningCache
@@ -26,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float16)
 _MOST_WEIGHTS = 8  # weights of a shape that are used in turn
+_FETCHED = 0.3  # of the L2 cache
 _COPIES_TENSORS = (9, 0)  # compute capability of GPUs that copy tensors
 
 
@@ -37,7 +43,12 @@ def make_ops(device: torch.device, dtype: torch.dtype, tuned: bool) -> FusedOps:
     if torch.cuda.get_device_capability(device) >= _COPIES_TENSORS:
         num_programs = torch.cuda.get_device_properties(device).multi_processor_count
         gates = GatedProducts(num_programs)
-    return FusedOps(_make_products(device), gates)
+    return FusedOps(_make_products(device), gates, FewRowsProducts(count_fetched_bytes(device)))
+
+
+def count_fetched_bytes(device: torch.device) -> int:
+    """Counts the bytes of weights that a kernel may have in the L2 cache before it begins."""
+    return int(_FETCHED * torch.cuda.get_device_properties(device).L2_cache_size)
 
 
 def _make_products(device: torch.device) -> TunedProducts | None:
@@ -60,8 +71,8 @@ class ProductTuning:
     def tune(self, decoder: Decoder, limits: RankLimits, max_graph_rows: int, show: Callable[[int, int], None]) -> None:
         """Tunes for steps of up to the limits, and for each of the graphs' sizes. show: (shapes done, all)."""
         graphs = list_graph_sizes(min(max_graph_rows, limits.max_seqs)) if max_graph_rows else []
-        products, gates = self._find_products(decoder), self._find_gates(decoder)
-        total = len(products) + len(gates)
+        products, gates, few_rows = self._find_products(decoder), self._find_gates(decoder), self._find_uses(decoder)
+        total = len(products) + len(gates) + len(few_rows)
         for done, (weights, adds, of_samples) in enumerate(products):
             show(done, total)
             sizes = list_product_sizes(graphs, limits.max_seqs if of_samples else limits.max_tokens)
@@ -75,6 +86,11 @@ class ProductTuning:
             assert self.ops.gates is not None
             ranges = ", ".join(f"{first} to {last}" for first, last in self.ops.gates.ranges())
             logger.info("gated products: in one kernel for %s rows", ranges or "no")
+        for done, (weights, finish, normed, of_samples) in enumerate(few_rows, len(products) + len(gates)):
+            show(done, total)
+            sizes = list_few_rows_sizes(limits.max_seqs if of_samples else limits.max_tokens)
+            choice = self._choose_few_rows(weights[:_MOST_WEIGHTS], finish, normed, sizes)
+            choice.use(settle(choice, self._cache))
         torch.cuda.empty_cache()
 
     @torch.inference_mode()
@@ -99,6 +115,16 @@ class ProductTuning:
         library = None if products is None else products.library.version
         separately = partial(_compute_separately, self.ops, activation)
         return GatedTileChoice(gates, weights, activation, sizes, separately, library)
+
+    def _choose_few_rows(
+        self, weights: Sequence[Tensor], finish: str, normed: bool, sizes: Sequence[int]
+    ) -> FewRowsChoice:
+        few_rows, products = self.ops.few_rows, self.ops.products
+        assert few_rows is not None
+        library = None if products is None else products.library.version
+        norm = (weights[0].new_ones(weights[0].shape[1]), 1e-5) if normed else None
+        usual = partial(compute_usually, FusedOps(products, self.ops.gates), finish, norm)
+        return FewRowsChoice(few_rows, weights, finish, sizes, usual, library, norm)
 
     def _find_products(self, decoder: Decoder) -> list[tuple[list[Tensor], bool, bool]]:
         """Finds weights of one shape and use: whether the product is added, and whether only sampled rows use it."""
@@ -128,6 +154,39 @@ class ProductTuning:
                 found.setdefault((tuple(weight.shape), module.activation), []).append(weight)
         return [(weights, activation) for (_, activation), weights in found.items()]
 
+    def _find_uses(self, decoder: Decoder) -> list[tuple[list[Tensor], str, bool, bool]]:
+        """Finds weights of one shape and use: the finish, whether a norm can be part, whether only sampled rows use it.
+
+        Products that are added to the residual leave nothing to add before the next norm.
+        """
+        if self.ops.few_rows is None:
+            return []
+        found: dict[tuple[tuple[int, ...], str, bool, bool], list[Tensor]] = {}
+        modules = list(decoder.modules())
+        activations = {module.gate_up: module.activation for module in modules if isinstance(module, MLP)}
+        adds = all(module.adds for module in modules if isinstance(module, RowLinear))
+        for module in modules:
+            if isinstance(module, ColumnLinear):
+                use = activations.get(module, STORE), adds and module.weight.dtype in NORMED_DTYPES, False
+            elif isinstance(module, RowLinear):
+                use = ADD if module.adds else STORE, False, False
+            elif isinstance(module, VocabularyMatrix) and module is decoder.head:
+                use = STORE, False, True
+            else:
+                continue
+            found.setdefault((tuple(module.weight.shape), *use), []).append(module.weight)
+        return [(weights, *use[1:]) for use, weights in found.items()]
+
 
 def _compute_separately(ops: FusedOps, activation: str, x: Tensor, weight: Tensor) -> Tensor:
     return ops.gate(ops.linear(x, weight), activation)
+
+
+def compute_usually(ops: FusedOps, finish: str, norm: Norm | None, x: Tensor, weight: Tensor, output: Tensor) -> None:
+    """Computes a product of few rows without our kernel for it. output: what is added to, if any."""
+    if finish == ADD:
+        ops.add_linear(output, x, weight, None)
+    elif finish == STORE:
+        ops.linear(x, weight, None, norm)
+    else:
+        ops.gated_linear(x, weight, None, finish, norm)

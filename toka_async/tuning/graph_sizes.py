@@ -47,7 +47,7 @@ class GraphChoice:
         self._capture(list_graph_sizes(self.most))
         graphs = self.decode.graphs
         assert graphs is not None
-        return find_kept(graphs.sizes, [sum(map(_time_replay, graphs.list_graphs(size))) for size in graphs.sizes])
+        return find_kept(graphs.sizes, [sum(map(_time_replay, graphs.list_replays(size))) for size in graphs.sizes])
 
     def use(self, answer: Sequence[int]) -> None:
         if self.decode.graphs is None:
@@ -71,7 +71,7 @@ def find_kept(sizes: Sequence[int], times: Sequence[float]) -> list[int]:
     return kept[::-1]
 
 
-def _time_replay(graph: torch.cuda.CUDAGraph) -> float:
+def _time_replay(replay: Callable[[], object]) -> float:
     """Times replays, in milliseconds. Returns the shortest; the first one does not count."""
-    graph.replay()
-    return min(time_calls(graph.replay) for _ in range(_REPLAYS))
+    replay()
+    return min(time_calls(replay) for _ in range(_REPLAYS))

@@ -49,4 +49,4 @@ def test_without_groups_it_is_our_own() -> None:
     decoded(part, case)
     case.batch = replace(case.batch, groups=())
     torch.testing.assert_close(decoded(part, case), case.expected(), atol=2e-5, rtol=1e-5)
-    assert part.step is None
+    assert part.prefix is None

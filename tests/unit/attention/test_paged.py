@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import cast
 
 import hypothesis.strategies as st
 import numpy as np
@@ -15,13 +17,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.drivers.paged_rows import make_batch
+from toka_async.attention import paged
 from toka_async.attention.base import AttentionBatch, PrefixGroup, QueryKeyNorm
 from toka_async.attention.blocks import TileLimits
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.paged import PagedAttention
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.attention.triton import TritonChunks, TritonDecode
-from toka_async.kernels.decode import Splits
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLES = 60 if DEVICE.type == "cuda" else 2  # the interpreter is slow
@@ -66,6 +68,7 @@ class Case:
         for decode in self.backend.decodes.values():
             assert isinstance(decode, TritonDecode)
             decode.num_sms = num_sms
+            decode.rows.programs = [num_sms, num_sms]
 
     def check(self, batch: AttentionBatch, graph: bool = False) -> None:
         """All layers of a step, and what they leave in the cache; with a graph's plan, or after a plan of the batch."""
@@ -138,18 +141,9 @@ def test_equals_the_reference(
 def test_many_splits(num_sms: int) -> None:
     case = Case(1, 16, [(2, 10)], [], [], num_sms=num_sms)
     case.check(case.batch)
-    step = decode_part(case).step
-    assert step is not None
-    assert step.shared is not None
-    assert (step.shared.splits > 1) == (num_sms > 1)
-
-
-def test_long_rows_are_split() -> None:
-    case = Case(0, 16, [], [300], [], num_sms=8)
-    case.check(case.batch)
-    step = decode_part(case).step
-    assert step is not None
-    assert step.splits == Splits(3, 128)
+    shared = decode_part(case).shared
+    assert shared is not None
+    assert (shared.splits > 1) == (num_sms > 1)
 
 
 def test_a_prefix_is_read_once() -> None:
@@ -228,10 +222,10 @@ def test_graphs_keep_the_memory_that_they_were_captured_with() -> None:
     case = Case(0, 4, [], [3, 3], [], num_sms=4)
     part = decode_part(case)
     query = torch.zeros((2, 6, DIM), device=DEVICE)
-    first = part.memory.take_partial("splits", query, 2)
-    larger = part.memory.take_partial("splits", query, 4)
-    assert part.memory.take_partial("splits", query[:1], 4).output.data_ptr() == larger.output.data_ptr()
-    assert any(slab.data_ptr() == first.output.data_ptr() for slab in part.memory.slabs["splits"])
+    first = part.memory.take_partial("prefix", query, 2)
+    larger = part.memory.take_partial("prefix", query, 4)
+    assert part.memory.take_partial("prefix", query[:1], 4).output.data_ptr() == larger.output.data_ptr()
+    assert any(slab.data_ptr() == first.output.data_ptr() for slab in part.memory.slabs["prefix"])
 
 
 def test_a_group_must_leave_each_row_its_newest_token() -> None:
@@ -243,10 +237,9 @@ def test_a_group_must_leave_each_row_its_newest_token() -> None:
 def test_groups_out_of_every_window_are_left_out() -> None:
     case = Case(0, 4, [(2, 5), (2, 2)], [], [], windows=(16,))
     case.check(case.batch)
-    step = decode_part(case).step
-    assert step is not None
-    assert step.shared is not None
-    assert step.shared.skip.tolist() == [0, 0, 8, 8]
+    shared = decode_part(case).shared
+    assert shared is not None
+    assert shared.skip.tolist() == [0, 0, 8, 8]
 
 
 def test_chunks_are_cut_into_tiles_longest_first() -> None:
@@ -257,7 +250,7 @@ def test_chunks_are_cut_into_tiles_longest_first() -> None:
     part.plan(case.batch, 0)
     assert part.step is not None
     # row, first query, queries, keys that it sees
-    assert part.step[2].tolist() == [[3, 0, 0, 0], [2, 6, 2, 21], [1, 4, 2, 8], [1, 0, 4, 4]]
+    assert part.step.tiles.tolist() == [[3, 0, 0, 0], [2, 6, 2, 21], [1, 4, 2, 8], [1, 0, 4, 4]]
 
 
 def test_scale() -> None:
@@ -272,6 +265,41 @@ def test_scale() -> None:
         pages = case.batch.page_table[case.batch.slots[row]].long()
         values = case.cache.values[0][pages].transpose(1, 2).flatten(0, 1)[:length]
         torch.testing.assert_close(output[token], values.mean(0).repeat_interleave(3, 0), atol=1e-5, rtol=1e-5)
+
+
+class FakeStream:
+    """Notes in `log`, shared by streams, what a stream waits for."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name = name
+        self.log = log
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        self.log.append(f"{self.name} waits for {stream.name}")
+
+
+@pytest.mark.parametrize(("keys", "tokens", "forks"), [(3, 3, True), (4, 3, False), (3, 4, False)])
+def test_large_steps_are_attended_on_two_streams(
+    monkeypatch: pytest.MonkeyPatch, keys: int, tokens: int, forks: bool
+) -> None:
+    """The limits are 3 keys of decoding rows and 3 tokens of chunks."""
+    monkeypatch.setattr(paged, "FORKED_KEYS", keys)
+    monkeypatch.setattr(paged, "FORKED_TOKENS", tokens)
+    log: list[str] = []
+    main, side = FakeStream("main", log), FakeStream("side", log)
+
+    @contextmanager
+    def enter(stream: FakeStream) -> Iterator[None]:
+        log.append(f"{stream.name} begins")
+        yield
+        log.append(f"{stream.name} ends")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(torch.cuda, "stream", enter)
+    case = Case(0, 4, [], [3], [(2, 3)])
+    case.backend.side = cast(torch.cuda.Stream, side)
+    case.check(case.batch)
+    assert log == (["side waits for main", "side begins", "side ends", "main waits for side"] if forks else [])
 
 
 def test_no_rows() -> None:

@@ -18,6 +18,7 @@ from toka_async.cli import main
         (["step", "parallel.tp=2"], "parallel.tp=2: one rank alone is measured"),
         (["step", "model.path=/does/not/exist"], "/does/not/exist"),
         (["step", "schedule.max_seq=8"], "schedule.max_seqs"),
+        (["products", "model.device=cpu"], "needs an NVIDIA GPU"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from tests.unit.bench.conftest import Parse
-from toka_async.bench.step import cases, table, wants_groups
+from toka_async.bench.step import cases, describe_case, table, wants_groups
 from toka_async.bench.step_load import Case
 from toka_async.bench.step_result import StepResult, StepTime
 from toka_async.config import load_config
@@ -30,6 +30,30 @@ def test_every_combination(parse: Parse) -> None:
     ]
 
 
+def test_rows_that_ask_for_more(parse: Parse) -> None:
+    options = parse("step", "--rows", "1,8", "--context", "50", "--sampling", "plain,penalties", "--asking", "2")
+    assert list(cases(options, READY)) == [
+        Case(1, 50),
+        Case(8, 50),
+        Case(1, 50, sampling="penalties", asking=1),
+        Case(8, 50, sampling="penalties", asking=2),
+    ]
+    assert [case.asking for case in cases(parse("step", "--rows", "8", "--sampling", "logprobs"), READY)] == [8, 8]
+
+
+def test_another_way_to_sample_is_refused(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("step", "--sampling", "plain,beam")
+    assert "allowed, got beam" in capsys.readouterr().err
+
+
+def test_a_case_in_words() -> None:
+    assert describe_case(Case(8, 50, 16, 2, sampling="logprobs", asking=3)) == (
+        "8 rows, context 50, 16 shared, 3 asking for logprobs"
+    )
+    assert describe_case(Case(8, 50)) == "8 rows, context 50"
+
+
 @pytest.mark.parametrize(
     ("case", "overrides", "expected"),
     [
@@ -46,7 +70,7 @@ def test_groups_are_those_that_the_scheduler_makes(case: Case, overrides: list[s
 
 
 def test_a_table_for_people() -> None:
-    numbers = dict.fromkeys(StepTime.__struct_fields__, 1) | {"share": 0.5, "rows": 64}
+    numbers = dict.fromkeys(StepTime.__struct_fields__, 1) | {"share": 0.5, "rows": 64, "sampling": "plain"}
     result = StepResult(
         model="m", device="cpu", dtype="float32", cache_tokens=5, bandwidth_gb_s=1.0, matrix_tflops=2.0,
         steps=[msgspec.convert(numbers, StepTime)], skipped=["9 rows, context 1: no"],

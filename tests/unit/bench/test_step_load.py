@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from tests.fakes.model import FakeAttention, FakeCache, FakeModel, logits_of
 from toka_async.arrays import as_i32
 from toka_async.attention.base import PrefixGroup
 from toka_async.attention.build import BuiltAttention
+from toka_async.bench.commands import SAMPLINGS
 from toka_async.bench.step_load import Case, DecodeSteps, DoesNotFitError, PromptSteps, random_prompt
 from toka_async.messages import Ready, SamplingParams
 from toka_async.runner.runner import Runner
@@ -72,6 +75,29 @@ def test_rows_decode_after_their_groups_prompt(case: Case, grouped: bool) -> Non
             assert groups == tuple(PrefixGroup(*each, case.prefix // 4) for each in zip(starts, sizes, strict=True))
         else:
             assert groups == ()
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("case", [Case(rows=5, context=17, prefix=8, groups=2), Case(rows=2, context=1)])
+def test_rows_that_ask_for_more(case: Case, sampling: str) -> None:
+    """The first ones do, with half of the context as output; the others draw what they draw alone."""
+    runner, _ = make()
+    expected = []
+    for asking in (0, 2):
+        load = DecodeSteps(dataclasses.replace(case, sampling=sampling, asking=asking), READY, GREEDY, 5, False)
+        for step in load.prepare():
+            done = runner.run(step)
+        rows = runner._rows
+        flags = rows.params["flags"][: case.rows]
+        expected.append(as_i32(done.token_ids).tolist()[asking:])
+        assert (flags[asking:] == 0).all()
+        if asking:
+            assert (flags[:asking] != 0).all() == (sampling != "plain")
+            assert rows.num_prompt[:asking].tolist() == [case.context - case.context // 2] * asking
+            assert bool(done.top_ids) == (sampling == "logprobs")
+        runner.run(load.end())
+        assert not runner._rows._known
+    assert expected[0][2:] == expected[1]
 
 
 @pytest.mark.parametrize("length", [1, 7, 12])

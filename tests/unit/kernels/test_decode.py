@@ -11,18 +11,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.cases.paged import PagedCase
-from toka_async.kernels.decode import (
-    MANY_ROWS,
-    MOST_PARTIALS,
-    DecodeConfig,
-    Partial,
-    Splits,
-    choose_graph_splits,
-    choose_splits,
-    decode_attention,
-    decode_config,
-    merge,
-)
+from toka_async.kernels.decode import DecodeConfig, Partial, choose_parts, decode_attention, decode_config, merge
+from toka_async.kernels.decode_work import DecodeWork, divide_alike, divide_keys
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLES = 60 if DEVICE.type == "cuda" else 3  # the interpreter is slow
@@ -30,30 +20,37 @@ SCALE = 0.4
 TOLERANCE = {torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
-def room(parts: int, query: Tensor) -> Partial:
-    """Memory of partial results, of which none may be read before it is written."""
-    output = torch.full((parts, *query.shape), torch.nan, device=query.device)
-    return Partial(output, torch.full((parts, *query.shape[:2]), torch.nan, device=query.device))
+def room(*shape: int) -> Partial:
+    """Memory of partial results [..., heads, dim], of which none may be read before it is written."""
+    output = torch.full(shape, torch.nan, device=DEVICE)
+    return Partial(output, torch.full(shape[:-1], torch.nan, device=DEVICE))
 
 
 def run(
     case: PagedCase,
     query: Tensor,
     window: int = 0,
-    splits: int = 1,
     skip: Tensor | None = None,
     prefix: Partial | None = None,
+    work: DecodeWork | None = None,
     config: DecodeConfig | None = None,
-    partial: Partial | None = None,
-    least: int = 1,
     output: Tensor | None = None,
 ) -> Tensor:
     output = torch.full_like(query, torch.nan) if output is None else output
-    order = torch.randperm(len(query), dtype=torch.int32).to(DEVICE)
-    partial = room(splits, query) if splits > 1 else partial
-    rest = (window, skip, prefix, partial)
-    decode_attention(query, *case.cache, case.contexts, order, output, SCALE, *rest, least=least, config=config)
+    config = config or decode_config(case.dim, case.dtype)
+    partial = None if work is None else room(max(1, work.num_partials), case.heads, case.dim)
+    decode_attention(query, *case.cache, case.contexts, output, SCALE, config, window, skip, prefix, work, partial)
     return output
+
+
+def divided(case: PagedCase, how: str, skip: Tensor | None = None, window: int = 0) -> DecodeWork | None:
+    """No division, one into parts alike of which some are empty, or one by the rows' lengths."""
+    num_rows = len(case.lengths)
+    if how == "whole":
+        return None
+    if how == "alike":
+        return divide_alike(num_rows, 3, 1, DEVICE)
+    return divide_keys(case.contexts, num_rows, skip, window, num_programs=2, is_split=how == "split")
 
 
 def expected(case: PagedCase, query: Tensor, window: int = 0) -> Tensor:
@@ -72,14 +69,26 @@ def expected(case: PagedCase, query: Tensor, window: int = 0) -> Tensor:
     lengths=st.lists(st.integers(1, 70), min_size=1, max_size=2),
     page_size=st.sampled_from([1, 5, 16, 64]),
     window=st.sampled_from([0, 0, 1, 30]),
-    splits=st.sampled_from([1, 3]),
+    how=st.sampled_from(["whole", "alike", "split", "ordered"]),
 )
 def test_equals_the_definition(
-    shape: tuple[int, int, int], seed: int, lengths: list[int], page_size: int, window: int, splits: int
+    shape: tuple[int, int, int], seed: int, lengths: list[int], page_size: int, window: int, how: str
 ) -> None:
     case = PagedCase(seed, lengths, page_size, *shape, DEVICE)
     query = case.normal(len(lengths), case.heads, case.dim)
-    torch.testing.assert_close(run(case, query, window, splits), expected(case, query, window), atol=1e-5, rtol=1e-5)
+    output = run(case, query, window, work=divided(case, how, window=window))
+    torch.testing.assert_close(output, expected(case, query, window), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [0, 330])
+def test_long_rows_beside_short_ones(window: int) -> None:
+    """Of several parts each, as many as their lengths are worth."""
+    case = PagedCase(0, [3, 700, 40, 401, 1], 16, 2, 2, 16, DEVICE)
+    query = case.normal(5, case.heads, case.dim)
+    work = divide_keys(case.contexts, 5, None, window, num_programs=4)
+    parts = {row: count for row, _, count in work.items.tolist() if row >= 0}
+    assert parts == {1: 3, 3: 3, 0: 1, 2: 1, 4: 1} if window else {1: 4, 3: 3, 0: 1, 2: 1, 4: 1}
+    torch.testing.assert_close(run(case, query, window, work=work), expected(case, query, window), atol=1e-5, rtol=1e-5)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -89,11 +98,11 @@ def test_equals_the_definition(
     page_size=st.sampled_from([1, 5, 16]),
     num_shared=st.integers(1, 4),
     window=st.sampled_from([0, 50]),
-    splits=st.sampled_from([1, 3]),
+    how=st.sampled_from(["whole", "alike", "split"]),
     parts=st.sampled_from([1, 2]),
 )
 def test_goes_on_from_the_attention_of_a_prefix(
-    seed: int, own: list[int], page_size: int, num_shared: int, window: int, splits: int, parts: int
+    seed: int, own: list[int], page_size: int, num_shared: int, window: int, how: str, parts: int
 ) -> None:
     """All rows but the first start after a prefix; of two parts, the second has no keys."""
     prefix_keys = num_shared * page_size
@@ -101,11 +110,11 @@ def test_goes_on_from_the_attention_of_a_prefix(
     query = case.normal(len(own), case.heads, case.dim)
     skip = torch.full((len(own),), prefix_keys, dtype=torch.int32, device=DEVICE)
     skip[0] = 0
-    prefix = room(parts, query)
+    prefix = room(parts, *query.shape)
     for row in range(1, len(own)):
         prefix.output[0, row], prefix.lse[0, row] = case.attend(query[row], row, 0, prefix_keys, SCALE)
     prefix.output[1:, 1:], prefix.lse[1:, 1:] = 0.0, -math.inf
-    output = run(case, query, window, splits, skip, prefix)
+    output = run(case, query, window, skip, prefix, divided(case, how, skip, window))
     torch.testing.assert_close(output, expected(case, query, window), atol=1e-5, rtol=1e-5)
 
 
@@ -133,13 +142,13 @@ def test_half_precision(dtype: torch.dtype) -> None:
 def test_a_partial_result_may_lie_where_the_output_goes() -> None:
     case = PagedCase(0, [40, 35], 16, 1, 2, 16, DEVICE, num_shared=2)
     query = case.normal(2, case.heads, case.dim)
-    for splits in (1, 2):
+    for how in ("whole", "alike", "split"):
         output = torch.empty_like(query)
         lse = torch.empty(1, 2, case.heads, device=DEVICE)
         for row in range(2):
             output[row], lse[0, row] = case.attend(query[row], row, 0, 32, SCALE)
         skip = torch.full((2,), 32, dtype=torch.int32, device=DEVICE)
-        run(case, query, splits=splits, skip=skip, prefix=Partial(output[None], lse), output=output)
+        run(case, query, 0, skip, Partial(output[None], lse), divided(case, how, skip), output=output)
         torch.testing.assert_close(output, expected(case, query), atol=1e-5, rtol=1e-5)
 
 
@@ -157,63 +166,48 @@ def test_large_scores_do_not_overflow() -> None:
     torch.testing.assert_close(run(case, query), expected(case, query), atol=1e-3, rtol=1e-3)
 
 
-def test_merge() -> None:
-    generator = torch.Generator().manual_seed(0)
-    outputs, lse = torch.randn((3, 5, 2, 20), generator=generator), 9 * torch.randn((3, 5, 2), generator=generator)
-    lse[0, 0] = -math.inf
-    merged = torch.full((5, 2, 20), 7.0, device=DEVICE)
-    weights = (lse * math.log(2)).softmax(0)
-    expected = (outputs * weights[..., None]).sum(0)
-    lse[0, 3:, 1] = math.inf
-    expected[3:, 1] = 7.0  # already there
-    merge(Partial(outputs.to(DEVICE), lse.to(DEVICE)), merged)
+@pytest.mark.parametrize(("stride", "firsts"), [(1, (0, 20, 29)), (3, (0, 1, 2))], ids=["side by side", "in turn"])
+def test_merge(stride: int, firsts: tuple[int, int, int]) -> None:
+    """Three of the rows have several results; those of the others are not read."""
+    heads, generator = 5, torch.Generator().manual_seed(0)
+    outputs = torch.randn((64, heads, 20), generator=generator)
+    lse = 9 * torch.randn((64, heads), generator=generator)
+    rows = ((4, 20), (1, 9), (3, 2))
+    expected = torch.full((5, heads, 20), 7.0)
+    for (row, count), first in zip(rows, firsts, strict=True):
+        own = slice(first, first + count * stride, stride)
+        outputs[first, 0], lse[first, 0] = torch.nan, -math.inf  # without keys, and so never written
+        weights = (lse[own] * math.log(2)).softmax(0)
+        expected[row] = (outputs[own].nan_to_num() * weights[..., None]).sum(0)
+    lse[firsts[1], 4] = math.inf
+    expected[1, 4] = 7.0  # already there
+    entries = [(0, 0, 0), *((row, first, count) for (row, count), first in zip(rows, firsts, strict=True)), (2, 0, 1)]
+    merged = torch.full((5, heads, 20), 7.0, device=DEVICE)
+    table = torch.tensor(entries, dtype=torch.int32, device=DEVICE)
+    merge(Partial(outputs.to(DEVICE), lse.to(DEVICE)), table, stride, merged)
     torch.testing.assert_close(merged.cpu(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("num_rows", "num_parts"), [(1, 20), (3, 8), (MANY_ROWS + 2, 3)])
-def test_merge_of_few_rows_reads_parts_together_and_of_many_in_turn(num_rows: int, num_parts: int) -> None:
-    torch.manual_seed(num_parts)
-    outputs, lse = torch.randn(num_parts, num_rows, 2, 16), torch.randn(num_parts, num_rows, 2)
-    lse[num_parts // 2 :, 0] = -math.inf
-    outputs[num_parts // 2 :, 0] = torch.nan  # of no keys, and so never written
-    weights = (lse * math.log(2)).softmax(0)[..., None]
-    expected = (outputs.nan_to_num() * weights).sum(0)
-    merged = torch.empty(num_rows, 2, 16, device=DEVICE)
-    merge(Partial(outputs.to(DEVICE), lse.to(DEVICE)), merged)
-    torch.testing.assert_close(merged.cpu(), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_splits_fill_the_chip_and_no_more() -> None:
-    assert choose_splits(96, 96 * 8192, 8192, 32, 64, 8, 132).count == 1
-    assert choose_splits(8000, 8000, 1, 32, 64, 8, 132) == Splits(32, 128)
-    assert choose_splits(300, 300, 1, 32, 64, 8, 132).count == 3
-    assert choose_splits(1200, 1200 * 64, 64, 32, 64, 8, 132) == Splits(
-        3, 448
-    )  # 1,536 programs: as many as run at once
-    assert choose_splits(8000, 8000 + 500 * 1000, 1001, 32, 64, 8, 132).count > 4  # a long row beside short ones
-    assert choose_splits(0, 0, 1, 1, 64, 1, 1).count == 1
-
-
-def test_memory_of_partial_results_is_bounded() -> None:
-    splits = choose_splits(100_000, 100_000 + 2000 * 500, 2001, 32, 128, 8, 132)
-    assert 1 < splits.count <= MOST_PARTIALS / (2001 * 32 * 128)
-
-
-def test_rows_of_any_length_are_split_by_their_number() -> None:
-    assert choose_graph_splits(1, 8, 132) == Splits(32, 64)
-    assert choose_graph_splits(64, 8, 132) == Splits(16, 256)
-    assert choose_graph_splits(512, 8, 132) == choose_graph_splits(8192, 8, 132) == Splits(4, 512)
-    counts = [choose_graph_splits(num_rows, 8, 132).count for num_rows in range(1, 1000)]
+def test_few_rows_of_any_length_are_divided_by_their_number() -> None:
+    """Programs of each KV head at once, on an H200: of heads of 64 dimensions, then of 128."""
+    assert choose_parts(1, 198) == choose_parts(1, 82) == (32, 64)
+    assert choose_parts(8, 198) == choose_parts(8, 82) == (16, 128)
+    assert choose_parts(64, 198) == (16, 256)
+    assert choose_parts(512, 198) == choose_parts(8192, 198) == (4, 512)
+    counts = [choose_parts(num_rows, 198)[0] for num_rows in range(1, 1000)]
     assert counts == sorted(counts, reverse=True)
 
 
 def test_programs_without_keys_leave_nothing_behind() -> None:
     case = PagedCase(3, [5, 70, 33], 16, 2, 2, 16, DEVICE)
     query = case.normal(3, case.heads, case.dim)
-    splits = room(4, query)
-    output = run(case, query, partial=splits, least=32)
+    partial = room(12, case.heads, case.dim)
+    output = torch.full_like(query, torch.nan)
+    work = divide_alike(3, 4, 32, DEVICE)
+    config = decode_config(case.dim, case.dtype)
+    decode_attention(query, *case.cache, case.contexts, output, SCALE, config, work=work, partial=partial)
     torch.testing.assert_close(output, expected(case, query), atol=1e-5, rtol=1e-5)
-    assert splits.output[1:, 0].isnan().all()  # never written, never read
+    assert partial.output[:4].isnan().all()  # of the first row, never written and never read
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -225,3 +219,16 @@ def test_configurations_fit(head_dim: int, dtype: torch.dtype, is_short: bool) -
     assert (
         2 * config.num_stages * config.block * head_dim * dtype.itemsize <= 64 << 10
     )  # three programs a multiprocessor
+
+
+@pytest.mark.parametrize("how", ["whole", "alike", "split", "ordered"])
+def test_rows_without_keys_are_left_alone(how: str) -> None:
+    """They fill up a batch: what their outputs are is somebody else's."""
+    case = PagedCase(0, [400, 5, 33], 4, 2, 3, 16, DEVICE)
+    query = case.normal(3, 6, 16)
+    exact = expected(case, query)
+    case.contexts[1] = 0
+    output = torch.full_like(query, 7.0)
+    run(case, query, work=divided(case, how), output=output)
+    assert output[1].eq(7.0).all()
+    torch.testing.assert_close(output[[0, 2]], exact[[0, 2]], atol=1e-5, rtol=1e-5)

@@ -67,3 +67,15 @@ def test_no_rows(device: torch.device) -> None:
     normed, added = FusedOps().add_norm(empty, empty, torch.ones(32, device=device), 1e-6)
     assert normed.shape == added.shape == (0, 32)
     assert FusedOps().gate(empty, "silu").shape == (0, 16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_norm_before_a_product(device: torch.device, dtype: torch.dtype) -> None:
+    x, weight = normal(device, dtype, 5, 64), normal(device, dtype, 96, 64) / 16
+    bias, norm = normal(device, dtype, 96), (normal(device, dtype, 64), 1e-5)
+    wide = x.float(), weight.float(), bias.float()
+    plain, fused = TorchOps(), FusedOps()
+    exact = plain.linear(*wide, (norm[0].float(), 1e-5))
+    torch.testing.assert_close(fused.linear(x, weight, bias, norm).float(), exact, atol=5e-2, rtol=5e-2)
+    exact = plain.gated_linear(*wide, "silu", (norm[0].float(), 1e-5))
+    torch.testing.assert_close(fused.gated_linear(x, weight, bias, "silu", norm).float(), exact, atol=5e-2, rtol=5e-2)

@@ -43,3 +43,11 @@ def test_what_is_normed_is_the_rounded_sum() -> None:
     normed, added = TorchOps().add_norm(x, residual, torch.ones(2).bfloat16(), eps=0.0)
     assert added.tolist() == [[256.0, 1.0]]  # 257 is no bfloat16
     assert torch.equal(normed, TorchOps().add_norm(added, None, torch.ones(2).bfloat16(), eps=0.0)[0])
+
+
+def test_a_norm_before_a_product() -> None:
+    x, weight, bias = torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 2.0], [2.0, 0.0]]), torch.tensor([1.0, 0.5])
+    norm = torch.tensor([4.0, 1.0]), 3.5  # makes [3, 1]
+    torch.testing.assert_close(TorchOps().linear(x, weight, bias, norm), torch.tensor([[6.0, 6.5]]))
+    gated = TorchOps().gated_linear(x, weight, bias, "gelu", norm)
+    torch.testing.assert_close(gated, torch.tensor([[DEFINITIONS["gelu"](6.0) * 6.5]]))

@@ -15,11 +15,11 @@ from tests.drivers.rows import VOCAB, Driver, Request, Row
 from tests.drivers.thread_ranks import run_ranks
 from tests.fakes.graphs import FakeGraphs
 from tests.fakes.model import FakeAttention, FakeCache, FakeModel, logits_of
-from toka_async.arrays import as_f32, as_i32
+from toka_async.arrays import as_f32, as_i32, f32_column, i32_column
 from toka_async.attention.base import PrefixGroup
 from toka_async.attention.build import BuiltAttention
 from toka_async.attention.choice import every_group_pays
-from toka_async.kernels.sampling import SamplingKernels
+from toka_async.kernels.sampling.kernels import SamplingKernels
 from toka_async.messages import Ready, SamplingParams, StepDone
 from toka_async.model.comm import Comm
 from toka_async.runner import kernel_sampler
@@ -33,7 +33,15 @@ FAST = (
     SamplingParams(temperature=0.9, repetition_penalty=1.4),
     SamplingParams(top_k=5),
 )
-SLOW = SamplingParams(temperature=0.9, frequency_penalty=1.5)
+COUNTED = SamplingParams(temperature=0.9, frequency_penalty=1.5)
+FULL = {
+    "counts": COUNTED,
+    "all penalties": SamplingParams(presence_penalty=0.5, frequency_penalty=-0.2, repetition_penalty=1.3, top_p=0.9),
+    "bias": SamplingParams(bias_ids=i32_column([3, 9]), bias_values=f32_column([2.0, -3.0]), repetition_penalty=0.8),
+    "min_tokens": SamplingParams(temperature=0, min_tokens=40, end_ids=i32_column(range(0, VOCAB, 2))),
+    "likeliest": SamplingParams(num_logprobs=3),
+}
+ALLOWED = SamplingParams(allowed_ids=i32_column([3, 5, 7]))
 READY = Ready(num_pages=40, page_size=4, max_seqs=6, max_context=60, vocab_size=VOCAB, max_tokens=64)
 
 
@@ -54,9 +62,10 @@ def test_steps_of_decoding_rows_are_replayed(fake_graphs: FakeGraphs) -> None:
         assert fake_graphs.num_replays() == num_steps
 
 
+@pytest.mark.parametrize("sampling", [ALLOWED, FULL["all penalties"]], ids=["torch", "full"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_share_rows_replay_them_alike(fake_graphs: FakeGraphs, size: int) -> None:
-    """Rows come and go, so that they are another rank's; slow ones are sampled by every rank, without a graph."""
+def test_ranks_that_share_rows_replay_them_alike(fake_graphs: FakeGraphs, size: int, sampling: SamplingParams) -> None:
+    """Rows come and go, so that they are another rank's; those of plain torch are sampled by every rank."""
 
     def play(comm: Comm) -> None:
         driver = Driver(4, use_kernels=True, comm=comm)
@@ -65,21 +74,22 @@ def test_ranks_that_share_rows_replay_them_alike(fake_graphs: FakeGraphs, size: 
             driver.step()  # compares the tokens
         driver.free(rows[1])
         driver.step()
-        driver.start(Request([3, 1], SLOW), 5)
-        for lengths in ([100], [], []):
+        driver.start(Request([3, 1], sampling), 5)
+        for lengths in ([100], [], [], []):
             driver.step(lengths)
 
     run_ranks(size, play)
-    assert fake_graphs.num_replays() == 4 * size
+    assert fake_graphs.num_replays() == 7 * size
+    assert fake_graphs.num_replays("torch" if sampling is ALLOWED else "full") == 3 * size
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that are interpreted need a machine without a GPU")
 def test_real_kernels_sample_what_they_should(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_sampler, "SamplingKernels", partial(SamplingKernels, chunk=64))
     driver = Driver(4, use_kernels=True)
-    for seed, sampling in enumerate((FAST[0], FAST[2], SLOW)):
+    for seed, sampling in enumerate((FAST[0], FAST[2], COUNTED, ALLOWED)):
         driver.start(Request([1, 2, 3, 4, 5], sampling), seed)
-    driver.step([100] * 3)
+    driver.step([100] * 4)
     driver.step()  # compares the tokens
 
 
@@ -105,20 +115,67 @@ def test_more_rows_than_the_largest_graph_are_not(fake_graphs: FakeGraphs) -> No
     assert fake_graphs.num_replays() == 1
 
 
-def test_rows_that_kernels_cannot_sample_are_not(fake_graphs: FakeGraphs) -> None:
+def test_plain_torch_samples_after_a_replay(fake_graphs: FakeGraphs) -> None:
     driver = Driver(4, use_kernels=True)
-    *_, slow = start(driver, (*FAST[:2], SLOW), 4)
-    for _ in range(3):
-        driver.step()
-    assert fake_graphs.num_replays() == 0
-    driver.free(slow)
-    for _ in range(3):
-        driver.step()
-    assert fake_graphs.num_replays() == 3
-    driver.start(Request([3, 1], FAST[1]), 5)  # in the slot of the slow one
-    driver.step([100])
-    driver.step()
+    *_, limited = start(driver, (*FAST[:2], ALLOWED), 4)
+    ends = []
+
+    def step(lengths: tuple[int, ...] = ()) -> None:
+        driver.step(lengths)  # compares the tokens
+        ends.append((fake_graphs.num_replays("plain"), fake_graphs.num_replays("torch")))
+
+    step()
+    step()
+    driver.free(limited)
+    step()
+    driver.start(Request([3, 1], FAST[1]), 5)  # in the slot of the limited one
+    step((100,))
+    step()
+    assert ends == [(0, 1), (0, 2), (1, 2), (1, 2), (2, 2)]
     assert fake_graphs.num_replays() == 4
+
+
+@pytest.mark.parametrize("kind", FULL)
+def test_rows_that_are_edited_are_replayed(fake_graphs: FakeGraphs, kind: str) -> None:
+    """Between others; again after a preemption, and forked."""
+    driver = Driver(2, use_kernels=True)
+    first, edited = start(driver, (FAST[0], FULL[kind]), 4)
+    for _ in range(5):
+        driver.step()  # compares the tokens
+    assert fake_graphs.num_replays("full") == 5
+    tokens = driver.free(edited)
+    driver.step()
+    driver.fork(first, 4)
+    driver.start(edited.request, edited.seed, tokens[:-1])
+    driver.step([100])
+    for _ in range(3):
+        driver.step()
+    assert [fake_graphs.num_replays(name) for name in ("plain", "full", "torch")] == [1, 8, 0]
+
+
+def test_min_tokens_ends_while_a_row_runs(fake_graphs: FakeGraphs) -> None:
+    """Logits are edited until the last row has its tokens, the first of which came with the prompt."""
+    driver = Driver(4, use_kernels=True)
+    ends = i32_column(range(0, VOCAB, 2))
+    start(driver, (FAST[1], *(SamplingParams(min_tokens=number, end_ids=ends) for number in (1, 3, 5))), 4)
+    routes = []
+    for _ in range(7):
+        driver.step()  # compares the tokens
+        routes.append((fake_graphs.num_replays("full"), fake_graphs.num_replays("plain")))
+    assert routes == [(1, 0), (2, 0), (3, 0), (4, 0), (4, 1), (4, 2), (4, 3)]
+
+
+def test_a_preempted_row_needs_the_rest_of_min_tokens(fake_graphs: FakeGraphs) -> None:
+    driver = Driver(4, use_kernels=True)
+    sampling = SamplingParams(min_tokens=4, end_ids=i32_column(range(0, VOCAB, 2)))
+    (row,) = start(driver, (sampling,), 4)
+    driver.step()
+    tokens = driver.free(row)
+    driver.start(row.request, row.seed, tokens)
+    driver.step([100])  # its third token; one more is held
+    for _ in range(3):
+        driver.step()
+    assert [fake_graphs.num_replays(name) for name in ("full", "plain")] == [2, 2]
 
 
 def test_nothing_is_replayed_without_graphs(fake_graphs: FakeGraphs) -> None:
@@ -201,6 +258,25 @@ def test_log_probs_of_replays(fake_graphs: FakeGraphs) -> None:
     assert fake_graphs.num_replays() == 10
 
 
+@pytest.mark.parametrize("num_silent", [0, 2])
+def test_likeliest_tokens_of_replays(fake_graphs: FakeGraphs, num_silent: int) -> None:
+    """Some rows ask for a few, beside rows that ask for none, one of which plain torch samples."""
+    asking = (
+        SamplingParams(num_logprobs=3, presence_penalty=1.0),
+        SamplingParams(temperature=0, num_logprobs=1),
+        *(SamplingParams(num_logprobs=0), SamplingParams(allowed_ids=i32_column([4, 9]), num_logprobs=2))[:num_silent],
+    )
+    replaying, plain = make(True)[0], make(False)[0]
+    assert replaying.decode is not None
+    list(replaying.decode.capture([1, 2, 4], grouped=False))
+    for done, expected in zip(run(replaying, asking), run(plain, asking), strict=True):
+        for name in ("token_ids", "top_rows", "top_counts", "top_ids"):
+            assert as_i32(getattr(done, name)).tolist() == as_i32(getattr(expected, name)).tolist()
+        for name in ("logprobs", "top_logprobs"):
+            np.testing.assert_allclose(as_f32(getattr(done, name)), as_f32(getattr(expected, name)), atol=1e-6)
+    assert fake_graphs.num_replays("torch" if num_silent else "full") == 5
+
+
 def test_results_outlive_the_next_replay(fake_graphs: FakeGraphs) -> None:
     """A launched step is collected after the next one was launched, which writes the same memory."""
     runner = make(True)[0]
@@ -259,4 +335,4 @@ def test_a_capture_changes_nothing_but_padding(fake_graphs: FakeGraphs) -> None:
     after = [tables.positions, tables.last_tokens[:-1], runner._history.ids[:-1]]
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old, new)
-    assert len(fake_graphs.graphs) == 2 * 3  # of 1, 2 and 4 rows
+    assert len(fake_graphs.list_steps()) == 2 * 3  # of 1, 2 and 4 rows

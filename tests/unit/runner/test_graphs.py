@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -32,15 +33,21 @@ def test_sizes_leave_little_padding(most: int) -> None:
 class Graphs:
     """Captured graphs of a step that counts its calls; its tokens are their rows' numbers and the count's."""
 
-    def __init__(self, fake: FakeGraphs, sizes: list[int], grouped: bool) -> None:
+    def __init__(self, fake: FakeGraphs, sizes: list[int], grouped: bool, ends: Sequence[str] = ()) -> None:
         self.fake = fake
+        self.ended: list[str] = []
         self.calls: list[tuple[int, bool]] = []
         self.attention = FakeAttention()
-        self.graphs = DecodeGraphs(fake.capturable(self.decode), self.attention, sizes, grouped)
+        all_ends = {name: fake.capturable(partial(self.go_on, name), name) for name in ends}
+        self.graphs = DecodeGraphs(fake.capturable(self.decode), all_ends, self.attention, sizes, grouped)
 
     def decode(self, num_rows: int, grouped: bool) -> tuple[Tensor, Tensor]:
         self.calls.append((num_rows, grouped))
         return torch.arange(num_rows) + 100 * len(self.calls), torch.full((num_rows,), -1.0)
+
+    def go_on(self, name: str, outputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+        self.ended.append(name)
+        return (outputs[0] + len(name),)
 
 
 @pytest.fixture
@@ -88,6 +95,21 @@ def test_a_replay_gives_the_rows_without_padding(fake: FakeGraphs) -> None:
     assert graphs.calls[6:] == [(4, False), (2, False), (4, False)]
 
 
+def test_a_step_goes_on_with_the_end_that_is_asked_for(fake: FakeGraphs) -> None:
+    graphs = Graphs(fake, [1, 2], grouped=True, ends=["long", "end"])
+    list(graphs.graphs.capture())
+    assert [graph.name for graph in fake.graphs] == ["step", "long", "end"] * 4
+    assert graphs.ended == ["long", "end"] * 4
+    assert graphs.graphs.replay(2, (), "long")[0].tolist() == [504, 505]
+    assert graphs.graphs.replay(1, GROUP, "end")[0].tolist() == [603]
+    assert graphs.calls[4:] == [(2, False), (1, True)]
+    assert graphs.ended[8:] == ["long", "end"]
+    for replay in graphs.graphs.list_replays(2):
+        replay()
+    assert graphs.calls[6:] == [(2, False), (2, True)]
+    assert graphs.ended[10:] == ["long", "long"]
+
+
 def test_groups_are_set_before_a_replay_that_has_any(fake: FakeGraphs) -> None:
     graphs = Graphs(fake, [1, 2, 4], grouped=True)
     list(graphs.graphs.capture())
@@ -122,7 +144,7 @@ def test_a_failed_capture_lets_collections_go_on() -> None:
             raise RuntimeError("out of memory")
         return torch.from_numpy(np.zeros(num_rows)), torch.zeros(num_rows)
 
-    graphs = DecodeGraphs(partial(decode, calls=[]), FakeAttention(), [1], grouped=False)
+    graphs = DecodeGraphs(partial(decode, calls=[]), {}, FakeAttention(), [1], grouped=False)
     with pytest.raises(RuntimeError, match="out of memory"):
         list(graphs.capture())
     assert gc.isenabled()
@@ -134,7 +156,7 @@ def test_graphs_of_other_sizes_are_dropped(fake: FakeGraphs) -> None:
     assert graphs.sizes == []
     list(graphs.capture())
     assert graphs.sizes == [1, 2, 4, 8]
-    assert [len(graphs.list_graphs(size)) for size in graphs.sizes] == [2] * 4
+    assert [len(graphs.list_replays(size)) for size in graphs.sizes] == [2] * 4
     graphs.keep([1, 2, 8])
     assert graphs.sizes == [1, 2, 8]
     assert [graphs.find_size(num_rows) for num_rows in range(1, 10)] == [1, 2, 8, 8, 8, 8, 8, 8, 0]

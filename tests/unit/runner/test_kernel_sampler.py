@@ -12,11 +12,12 @@ pytest.importorskip("triton")
 
 from tests.drivers.sampler_bench import PROMPT, VOCAB, Bench
 from toka_async.arrays import f32_column, i32_column
-from toka_async.kernels.sampling import SamplingKernels
+from toka_async.kernels.sampling.kernels import SamplingKernels
 from toka_async.messages import Prompt, SamplingParams
 from toka_async.runner import kernel_sampler
 from toka_async.runner.rows import read_prompt
 from toka_async.runner.samples import Draws
+from toka_async.runner.sampling_routes import Route
 
 GREEDY = SamplingParams(temperature=0)
 FAST = {
@@ -28,13 +29,31 @@ FAST = {
     "extremes": (SamplingParams(temperature=1e-5, top_p=1e-46), SamplingParams(repetition_penalty=0.01)),
     "log-probs": (SamplingParams(num_logprobs=0, temperature=0.5), GREEDY),
 }
-SLOW = {
+FULL = {
     "bias": SamplingParams(bias_ids=i32_column([5, VOCAB + 1]), bias_values=f32_column([50.0, 1.0])),
-    "allowed": SamplingParams(allowed_ids=i32_column([4, 44, 7, VOCAB + 1])),
     "min_tokens": SamplingParams(temperature=0, min_tokens=9, end_ids=i32_column(range(60))),
     "counts": SamplingParams(temperature=0, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=2.0),
     "likeliest": SamplingParams(num_logprobs=4, temperature=0.7),
+    "all": SamplingParams(
+        num_logprobs=20,
+        temperature=0.9,
+        top_p=0.9,
+        frequency_penalty=0.7,
+        repetition_penalty=0.8,
+        min_tokens=2,
+        end_ids=i32_column(range(0, VOCAB, 3)),
+        bias_ids=i32_column([3, 70, 8, 8]),
+        bias_values=f32_column([2.0, -1.0, 2.0, 1.5]),
+    ),
 }
+TORCH = {
+    "allowed": SamplingParams(allowed_ids=i32_column([4, 44, 7, VOCAB + 1])),
+    "many likeliest": SamplingParams(num_logprobs=21, presence_penalty=1.0),
+    "long list": SamplingParams(
+        min_tokens=3, end_ids=i32_column(range(VOCAB)), bias_ids=i32_column(range(VOCAB)),
+        bias_values=f32_column([0.1] * VOCAB), num_logprobs=3,
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -58,65 +77,88 @@ def check_equal(pair: tuple[Draws, Draws]) -> None:
 
 
 def likeliest(samples: Draws) -> dict[int, dict[int, float]]:
-    """Likeliest ids and their log-probs of each row that asks for any."""
-    top = samples.top
-    if top is None:
-        return {}
-    lines = zip(top.rows.tolist(), top.counts.tolist(), top.ids.tolist(), top.values.tolist(), strict=True)
-    return {row: dict(zip(ids[:n], values[:n], strict=True)) for row, n, ids, values in lines if n}
+    """The likeliest ids and their log-probs of each row that asks for any."""
+    return {
+        row: dict(zip(ids[:n], values[:n], strict=True))
+        for top in samples.tops
+        for row, n, ids, values in zip(
+            top.rows.tolist(), top.counts.tolist(), top.ids.tolist(), top.values.tolist(), strict=True
+        )
+        if n
+    }
+
+
+def route_of(bench: Bench, *slots: int) -> Route:
+    return bench.kernels.find_needs(np.array(slots, dtype=np.int32)).route
 
 
 @pytest.mark.parametrize("kind", FAST)
-def test_fast_rows_draw_what_torch_draws(bench: Bench, kind: str) -> None:
+def test_plain_rows_draw_what_torch_draws(bench: Bench, kind: str) -> None:
     samplings = dict(enumerate(FAST[kind]))
     bench.admit(samplings)
     slots = [*samplings][::-1]
-    assert bench.kernels.are_fast(np.array(slots))
+    assert route_of(bench, *slots) is Route.PLAIN
     check_equal(bench.sample(slots))
     check_equal(bench.sample(slots[:1]))  # the next of its stream
 
 
-@pytest.mark.parametrize("kind", SLOW)
-def test_slow_rows_draw_what_torch_draws(bench: Bench, kind: str) -> None:
-    """Alone, and between fast rows."""
-    bench.admit({6: SLOW[kind], 2: GREEDY, 0: SamplingParams(num_logprobs=0)})
-    assert not bench.kernels.are_fast(np.array([6]))
-    assert not bench.kernels.are_fast(np.array([2, 6]))
-    assert bench.kernels.are_fast(np.array([0, 2]))
+@pytest.mark.parametrize("kind", [*FULL, *TORCH])
+def test_other_rows_draw_what_torch_draws(bench: Bench, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Alone, and between plain rows."""
+    if kind == "long list":
+        monkeypatch.setattr(kernel_sampler, "LIST_WIDTH", 2 * VOCAB - 1)
+    bench.admit({6: (FULL | TORCH)[kind], 2: GREEDY, 0: SamplingParams(num_logprobs=0)})
+    route = Route.FULL if kind in FULL else Route.TORCH
+    assert [route_of(bench, 6), route_of(bench, 2, 6), route_of(bench, 0, 2)] == [route, route, Route.PLAIN]
     check_equal(bench.sample([6]))
     check_equal(bench.sample([2, 6]))
     check_equal(bench.sample([0, 6]))
 
 
-def test_likeliest_tokens_of_several_slow_rows_between_fast_ones(bench: Bench) -> None:
-    bench.admit({0: GREEDY, 1: SLOW["likeliest"], 2: SLOW["counts"], 3: SamplingParams(num_logprobs=2)})
+def test_rows_of_all_routes_together(bench: Bench) -> None:
+    """Again and again, so that outputs grow."""
+    bench.admit({0: GREEDY, 1: FULL["all"], 2: FULL["counts"], 3: TORCH["many likeliest"], 4: TORCH["allowed"]})
+    for slots in ([3, 0, 1, 2], [4, 1], [2, 3, 1, 0, 4], [1, 2], [2, 1, 4]):
+        check_equal(bench.sample(slots))
+
+
+def test_likeliest_tokens_of_several_rows_between_others(bench: Bench) -> None:
+    bench.admit({0: GREEDY, 1: FULL["likeliest"], 2: FULL["counts"], 3: SamplingParams(num_logprobs=2)})
     pair = bench.sample([3, 0, 1, 2])
     check_equal(pair)
     assert {row: len(top) for row, top in likeliest(pair[0]).items()} == {0: 2, 2: 4}
 
 
+def test_log_probs_and_likeliest_tokens_are_raw(bench: Bench) -> None:
+    """The bias makes a token certain that is otherwise not likely."""
+    sampling = SamplingParams(bias_ids=i32_column([5]), bias_values=f32_column([100.0]), num_logprobs=2)
+    bench.admit({1: sampling})
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [7, 9]] = torch.tensor([3.0, 2.0])
+    by_kernels, _ = pair = bench.sample([1], logits)
+    check_equal(pair)
+    assert int(by_kernels.token_ids) == 5
+    assert [*likeliest(by_kernels)[0]] == [7, 9]
+    assert by_kernels.chosen is not None
+    assert float(by_kernels.chosen) == pytest.approx(float(logits.log_softmax(-1)[0, 5]), abs=1e-5)
+
+
 def test_a_large_top_k_is_for_kernels_too(bench: Bench) -> None:
     """Such a row may draw another token than torch, out of those that it keeps."""
     bench.admit({4: SamplingParams(temperature=0, top_k=80), 5: SamplingParams(temperature=9.0, top_k=80)})
-    assert bench.kernels.are_fast(np.array([4, 5]))
+    assert route_of(bench, 4, 5) is Route.PLAIN
     logits = torch.arange(VOCAB).repeat(2, 1) / VOCAB
     by_kernels, by_torch = bench.sample([4, 5], logits)
     assert int(by_kernels.token_ids[0]) == int(by_torch.token_ids[0]) == VOCAB - 1
     assert VOCAB - 80 <= int(by_kernels.token_ids[1]) < VOCAB
 
 
-def test_which_rows_want_log_probs(bench: Bench) -> None:
-    bench.admit({0: GREEDY, 1: SamplingParams(num_logprobs=0), 2: SLOW["likeliest"]})
-    wants = [bench.kernels.wants_logprobs(np.array(slots)) for slots in ([0], [1], [2], [0, 1])]
-    assert wants == [False, True, True, True]
-
-
 PENALISED = SamplingParams(temperature=0, repetition_penalty=1.5)
 
 
 def test_ids_of_the_prompt_are_seen_by_rows_that_penalise(bench: Bench) -> None:
-    bench.admit({1: PENALISED, 2: GREEDY, 3: PENALISED, 0: SLOW["counts"]})
-    assert [bench.seen(slot) for slot in range(4)] == [set(), set(PROMPT), set(), set(PROMPT)]
+    bench.admit({1: PENALISED, 2: GREEDY, 3: PENALISED, 0: FULL["counts"]})
+    assert [bench.seen(slot) for slot in range(4)] == [set(PROMPT), set(PROMPT), set(), set(PROMPT)]
 
 
 def test_drawn_ids_are_seen(bench: Bench) -> None:
@@ -135,7 +177,7 @@ def test_a_slot_used_again_has_seen_its_new_prompt_only(bench: Bench) -> None:
     bench.admit({1: PENALISED}, tokens=[8, 88])
     assert bench.seen(1) == {8, 88}
     check_equal(bench.sample([1]))
-    bench.admit({1: SLOW["bias"]})
+    bench.admit({1: FULL["bias"]})
     check_equal(bench.sample([1]))
     bench.admit({1: SamplingParams(top_k=3)})
     check_equal(bench.sample([1]))

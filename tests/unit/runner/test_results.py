@@ -59,7 +59,7 @@ def test_likeliest_tokens_of_the_rows_that_ask_for_them(clock: StepClock) -> Non
         ids=torch.arange(12).view(4, 3),
         values=-torch.arange(12.0).view(4, 3),
     )
-    done = launch(clock, Draws(torch.arange(5), torch.zeros(5), top)).collect()
+    done = launch(clock, Draws(torch.arange(5), torch.zeros(5), (top,))).collect()
     assert as_i32(done.top_rows).tolist() == [0, 3, 4]
     assert as_i32(done.top_counts).tolist() == [1, 2, 3]
     assert as_i32(done.top_ids).tolist() == [0, 6, 7, 9, 10, 11]
@@ -110,7 +110,7 @@ def test_parts_are_put_together_in_the_steps_order(clock: StepClock) -> None:
         values=torch.tensor([[-1.0, -2.0], [-3.0, -4.0]]),
     )  # fmt: skip
     plain = Draws(torch.tensor([10, 11, 14]))
-    scored = Draws(torch.tensor([15, 12, 13]), torch.tensor([-5.0, -6, -7]), top)
+    scored = Draws(torch.tensor([15, 12, 13]), torch.tensor([-5.0, -6, -7]), (top,))
     ranks = torch.ones(1, dtype=torch.int32)
     parts = [
         PartResults(plain, places=np.array([0, 1, 4])),

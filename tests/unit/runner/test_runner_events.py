@@ -49,7 +49,10 @@ KINDS = ["torch", "kernels", "graphs", "2 stages torch", "3 stages graphs"]
 
 @pytest.fixture(params=KINDS)
 def new_driver(request: pytest.FixtureRequest) -> NewDriver:
-    """Of a page size and a number of pages. Graphs are of up to 4 rows, so that more rows go without."""
+    """Of a page size and a number of pages.
+
+    Graphs are of up to 4 rows that decode, or 24 tokens of any: larger steps go without.
+    """
     *stages, kind = request.param.split()
     num_stages = int(stages[0]) if stages else 1
     if kind == "torch":
@@ -64,8 +67,10 @@ def new_driver(request: pytest.FixtureRequest) -> NewDriver:
         )
         for stage in driver.stages:
             assert stage.decode is not None
+            assert stage.mixed is not None
             if kind == "graphs":
                 list(stage.decode.capture([1, 2, 4], grouped=False))
+                list(stage.mixed.capture([2, 8, 24], grouped=False))
         return driver
 
     return new

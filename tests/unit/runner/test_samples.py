@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 
 from tests.drivers.sampler_bench import READY, VOCAB, Bench, identity
 from tests.drivers.thread_ranks import run_ranks
-from tests.fakes.plain_kernels import PlainKernels
-from toka_async.kernels.sampling import SamplingKernels
+from tests.fakes.plain_kernels import PlainEditKernels, PlainKernels
+from toka_async.kernels.sampling.kernels import SamplingKernels
 from toka_async.messages import SamplingParams
 from toka_async.model.comm import Comm, LocalComm
 from toka_async.runner import kernel_sampler
@@ -37,6 +37,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks that ar
 @pytest.fixture(autouse=True)
 def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_sampler, "SamplingKernels", PlainKernels)
+    monkeypatch.setattr(kernel_sampler, "EditKernels", PlainEditKernels)
 
 
 def play(
@@ -57,8 +58,11 @@ def check_equal(samples: Draws, expected: Draws) -> None:
     assert (samples.chosen is None) == (expected.chosen is None)
     if samples.chosen is not None and expected.chosen is not None:
         assert torch.equal(samples.chosen, expected.chosen)
-    if samples.top is not None and expected.top is not None:
-        assert torch.equal(samples.top.ids, expected.top.ids)
+    assert len(samples.tops) == len(expected.tops)
+    for top, of_one in zip(samples.tops, expected.tops, strict=True):
+        assert (top.rows.tolist(), top.counts.tolist()) == (of_one.rows.tolist(), of_one.counts.tolist())
+        assert torch.equal(top.ids, of_one.ids)
+        assert torch.equal(top.values, of_one.values)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -110,13 +114,3 @@ def test_a_rank_receives_its_share_of_the_logits() -> None:
         return num_values
 
     assert run_ranks(2, sent) == [4 * VOCAB // 2 + 2 * 2] * 2
-
-
-def test_no_rows_draw_nothing() -> None:
-    def draw(comm: Comm) -> tuple[list[int], list[int]]:
-        bench = Bench(CPU, comm)
-        none = torch.empty(0, dtype=torch.int64)
-        token_ids, logprobs = bench.kernels.draw(torch.empty(0, VOCAB), none, none.to(torch.int32))
-        return [*token_ids.shape], [*logprobs.shape]
-
-    assert run_ranks(2, draw) == [([0], [0])] * 2

@@ -18,7 +18,9 @@ from toka_async.config import CacheConfig, ScheduleConfig
 from toka_async.runner.token_history import TokenHistory
 from toka_async.startup.cache_size import (
     check_largest_step,
+    choose_graph_tokens,
     compute_cache_memory,
+    count_graph_token_bytes,
     count_largest_step_pages,
     count_page_bytes,
     count_row_bytes,
@@ -177,3 +179,11 @@ def test_automatic_limits_become_smaller_until_they_fit(
     else:
         fitted = fit_limits(limits, schedule, check)
         assert (fitted.max_seqs, fitted.max_tokens) == expected
+
+
+def test_graphs_take_little_of_the_memory(tmp_path: Path, spec: ModelSpec) -> None:
+    assert choose_graph_tokens(spec, torch.bfloat16, 80 * GIB) == 4096
+    wide = read_spec(make_checkpoint(tmp_path, "llama", hidden_size=8192, intermediate_size=28672))
+    tokens = choose_graph_tokens(wide, torch.bfloat16, 24 * GIB)
+    assert 512 < tokens < 4096
+    assert 0.009 < tokens * count_graph_token_bytes(wide, torch.bfloat16) / (24 * GIB) <= 0.01

@@ -3,6 +3,7 @@ from __future__ import annotations
 import ast
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -181,12 +182,12 @@ def test_graphs_are_captured_and_a_later_start_knows_which_ones(
         ready = Ready(num_pages=40, page_size=4, max_seqs=8, max_context=60, vocab_size=50, max_tokens=64)
         built, sampling = BuiltAttention(attention, attention), SamplingSetup(kernels=True)
         runner = Runner(ready, torch.device("cpu"), FakeModel(50, cache), cache, built, sampling)
-        before = len(fake_graphs.graphs)
+        before = len(fake_graphs.list_steps())
         decoder = build_decoder(factory.spec, torch.float32, torch.device("meta"))
-        factory._warm_up(runner, decoder, 8)
+        factory._warm_up(runner, decoder, 8, 0)
         assert runner.decode is not None
         assert runner.decode.graphs is not None
-        return runner.decode.graphs.sizes, len(fake_graphs.graphs) - before
+        return runner.decode.graphs.sizes, len(fake_graphs.list_steps()) - before
 
     fake_graphs.slow = {4: 9.0}
     assert start(0) == ([1, 2, 8], 4)
@@ -195,12 +196,53 @@ def test_graphs_are_captured_and_a_later_start_knows_which_ones(
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.parametrize(("max_tokens", "sizes"), [(40, [16, 32, 40]), (0, [])])
+def test_steps_with_prompts_are_captured_too(
+    model_dir: Path, fake_graphs: FakeGraphs, max_tokens: int, sizes: list[int]
+) -> None:
+    factory = _factory(model_dir)
+    ready = Ready(num_pages=40, page_size=4, max_seqs=8, max_context=60, vocab_size=50, max_tokens=64)
+    cache, attention = FakeCache(41, 4), FakeAttention()
+    built, sampling = BuiltAttention(attention, attention, mixed=attention), SamplingSetup(kernels=True)
+    runner = Runner(ready, torch.device("cpu"), FakeModel(50, cache), cache, built, sampling)
+    factory._warm_up(runner, build_decoder(factory.spec, torch.float32, torch.device("meta")), 2, max_tokens)
+    assert runner.mixed is not None
+    assert (runner.mixed.graphs.sizes if runner.mixed.graphs is not None else []) == sizes
+    assert (fake_graphs.num_replays("mixed") > 0) == bool(sizes)  # by the warm-up's prompts
+
+
+@pytest.mark.parametrize(
+    ("graphs", "shards", "expected"),
+    [
+        (GraphsConfig(), False, 64),  # as many as a step may have
+        (GraphsConfig(), True, 6),
+        (GraphsConfig(max_tokens=50), False, 50),
+        (GraphsConfig(max_tokens=5000), False, 64),
+        (GraphsConfig(max_tokens=0), False, 0),
+        (GraphsConfig(enabled=False), False, 0),
+    ],
+)
+def test_tokens_of_the_largest_graph(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, graphs: GraphsConfig, shards: bool, expected: int
+) -> None:
+    monkeypatch.setattr(runner_factory, "has_kernels", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 36))
+    factory = _factory(model_dir, graphs=graphs)
+    whole = Replicated(LocalComm())
+    layouts = LayoutPolicy(whole, SequenceSharded(LocalComm()), 7) if shards else LayoutPolicy(whole)
+    assert factory._count_graph_tokens(layouts) == expected
+
+
+def test_a_cpu_captures_nothing(model_dir: Path) -> None:
+    assert _factory(model_dir)._count_graph_tokens(LayoutPolicy(Replicated(LocalComm()))) == 0
+
+
 @pytest.mark.parametrize("most", [0, 8])
 def test_what_cannot_be_captured_is_not_asked_for(model_dir: Path, most: int) -> None:
     factory = _factory(model_dir)
     runner = factory.build()
     before = factory.tuning_cache.num_asked
-    factory._warm_up(runner, build_decoder(factory.spec, torch.float32, torch.device("meta")), most)
+    factory._warm_up(runner, build_decoder(factory.spec, torch.float32, torch.device("meta")), most, 0)
     assert factory.tuning_cache.num_asked == before
 
 

@@ -14,6 +14,7 @@ from tests.cases.models import make_checkpoint
 from tests.fakes.cublaslt import FakeLibrary
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.spec import read_spec
+from toka_async.kernels.few_rows import FewRowsProducts
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.matmul import TunedProducts
@@ -29,7 +30,7 @@ Asked = tuple[str, tuple[int, ...], int, bool | str, list[int]]  # kind, shape, 
 
 
 class Recorded:
-    """Stands for both choices: remembers what was measured, and what came into use."""
+    """Stands for all choices: remembers what was measured, and what came into use."""
 
     kind = list[int]
     is_open = True
@@ -58,9 +59,12 @@ class Log:
     def __init__(self) -> None:
         self.measured: list[Asked] = []
         self.used: list[Asked] = []
+        self.normed: list[tuple[int, ...]] = []
 
     def make(self, name: str) -> Callable[..., Recorded]:
-        def choice(_: object, weights: Sequence[Tensor], use: bool | str, sizes: Sequence[int], *__: Any) -> Recorded:
+        def choice(_: object, weights: Sequence[Tensor], use: bool | str, sizes: Sequence[int], *rest: Any) -> Recorded:
+            if name == "few-rows" and rest[-1] is not None:
+                self.normed.append(tuple(weights[0].shape))
             return Recorded(name, self, (name, tuple(weights[0].shape), len(weights), use, list(sizes)))
 
         return choice
@@ -71,15 +75,16 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     log = Log()
     monkeypatch.setattr(gemm, "AlgorithmChoice", log.make("product"))
     monkeypatch.setattr(gemm, "GatedTileChoice", log.make("gated-product"))
+    monkeypatch.setattr(gemm, "FewRowsChoice", log.make("few-rows"))
     return log
 
 
-def decoder_of(tmp_path: Path, **overrides: Any) -> Decoder:
+def decoder_of(tmp_path: Path, dtype: torch.dtype = torch.float32, **overrides: Any) -> Decoder:
     folder = make_checkpoint(
         tmp_path, "llama", hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16, vocab_size=256, tie_word_embeddings=True, **{"num_hidden_layers": 3} | overrides,
     )  # fmt: skip
-    return build_decoder(read_spec(folder), torch.float32, torch.device("cpu"))
+    return build_decoder(read_spec(folder), dtype, torch.device("cpu"))
 
 
 def ops() -> FusedOps:
@@ -103,6 +108,37 @@ def test_matrices_by_shape_and_use(tmp_path: Path, log: Log) -> None:
         ("gated-product", (192, 64), "silu"): (3, [128, 300]),
     }
     assert log.used == log.measured
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_few_rows_by_shape_and_finish(tmp_path: Path, log: Log, biased: bool) -> None:
+    """Matrices with a bias too: it costs our kernel nothing. What is gated has no product of its own."""
+    decoder = decoder_of(tmp_path, attention_bias=biased)
+    ProductTuning(FusedOps(few_rows=FewRowsProducts(0)), NONE).tune(decoder, LIMITS, 4, lambda *_: None)
+    added = "store" if biased else "add"  # the output of attention has a bias, too
+    assert {(name, shape, use): (num, sizes) for name, shape, num, use, sizes in log.measured} == {
+        ("few-rows", (128, 64), "store"): (3, [1, 2, 4, 8, 16]),
+        ("few-rows", (64, 64), added): (3, [1, 2, 4, 8, 16]),
+        ("few-rows", (192, 64), "silu"): (3, [1, 2, 4, 8, 16]),
+        ("few-rows", (64, 96), "add"): (3, [1, 2, 4, 8, 16]),
+        ("few-rows", (256, 64), "store"): (1, [1, 2, 4, 8, 16]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("dtype", "overrides", "normed"),
+    [
+        (torch.bfloat16, {}, [(128, 64), (192, 64)]),
+        (torch.float16, {}, []),  # see `NORMED_DTYPES`
+        (torch.bfloat16, {"attention_bias": True}, []),  # the norm has something to add
+    ],
+)
+def test_few_rows_are_normed_where_they_will_be(
+    tmp_path: Path, log: Log, dtype: torch.dtype, overrides: dict[str, Any], normed: list[tuple[int, ...]]
+) -> None:
+    decoder = decoder_of(tmp_path, dtype, **overrides)
+    ProductTuning(FusedOps(few_rows=FewRowsProducts(0)), NONE).tune(decoder, LIMITS, 4, lambda *_: None)
+    assert log.normed == normed
 
 
 def test_products_with_a_bias_are_not_tuned(tmp_path: Path, log: Log) -> None:
@@ -186,6 +222,7 @@ def test_gated_products_need_a_gpu_that_copies_tensors(
 ) -> None:
     class Properties:
         multi_processor_count = 7
+        L2_cache_size = 50 << 20
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties())

@@ -48,11 +48,12 @@ def test_graphs_that_a_larger_one_beats_are_left_out(fake_graphs: FakeGraphs) ->
     fake_graphs.slow = {4: 4.5, 1: 0.5}
     assert choice.measure() == [1, 2, 8]
     assert shown == [(done, 8) for done in range(1, 9)]
-    assert [graph.num_replays for graph in fake_graphs.graphs] == [TIMED] * 8
+    assert [graph.num_replays for graph in fake_graphs.list_steps()] == [TIMED] * 8
+    assert fake_graphs.num_replays("plain") == TIMED * 8
     assert sizes_of(choice.decode) == [1, 2, 4, 8]
     choice.use([1, 2, 8])
     assert sizes_of(choice.decode) == [1, 2, 8]
-    assert len(fake_graphs.graphs) == 8
+    assert len(fake_graphs.list_steps()) == 8
 
 
 def test_sizes_that_are_known_are_captured_alone(fake_graphs: FakeGraphs) -> None:

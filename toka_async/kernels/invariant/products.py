@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toka_async.kernels.few_rows import Norm
 from toka_async.kernels.fused import FusedOps
 
 _GROUP = 8  # row tiles that share weights in the L2 cache
@@ -87,12 +88,17 @@ class InvariantOps:
         fused = FusedOps()
         self.add_norm = fused.add_norm
         self.gate = fused.gate
+        self.compute_rotation = fused.compute_rotation
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None) -> Tensor:
+        if norm is not None:
+            x = self.add_norm(x, None, *norm)[0]
         return multiply(x.contiguous(), weight, bias)
 
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        return self.gate(self.linear(x, weight, bias), activation)
+    def gated_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, norm: Norm | None = None
+    ) -> Tensor:
+        return self.gate(self.linear(x, weight, bias, norm), activation)
 
     def add_linear(
         self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from toka_async.kernels.sampling_row import (
+from toka_async.kernels.sampling.row import (
     FILTERED,
     INF,
     KEY_OF_MINUS_INF,
@@ -87,7 +87,7 @@ def gather(
             many: tl.constexpr = num_candidates if num_lines > num_candidates else min(vocab, capacity)
             num_sure = tl.minimum(tl.where(top_k > 0, top_k, many), vocab)
             num_picks = tl.minimum(num_sure, num_lines)
-            lowest = _pick_lines(
+            lowest = pick_lines(
                 maxima_at + row * num_lines,
                 picks_at + row * num_candidates,
                 num_picks,
@@ -116,7 +116,7 @@ def gather(
 
 
 @triton.jit
-def _pick_lines(maxima_at, picks_at, num_picks, top, num_lines: tl.constexpr, padded_lines: tl.constexpr):
+def pick_lines(maxima_at, picks_at, num_picks, top, num_lines: tl.constexpr, padded_lines: tl.constexpr):
     """Stores the numbers of the lines of the largest maxima, ascending; returns a key that all these maxima reach."""
     line = tl.arange(0, padded_lines)
     inside = line < num_lines

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from tests.cases.sampling_rows import draw, penalised, table_of, uniforms_of
-from toka_async.kernels.sampling import SamplingKernels
-from toka_async.kernels.sampling_row import random_bits, uniform_of
+from toka_async.kernels.sampling.kernels import SamplingKernels
+from toka_async.kernels.sampling.row import random_bits, uniform_of
 from toka_async.messages import SamplingParams
 from toka_async.model.logprobs import distribution
 from toka_async.model.rng import draw_uniforms

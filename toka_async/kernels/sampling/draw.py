@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from toka_async.kernels.sampling_candidates import draw_candidate
-from toka_async.kernels.sampling_row import (
+from toka_async.kernels.sampling.candidates import draw_candidate
+from toka_async.kernels.sampling.row import (
     FILTERED,
     INF,
     LINE,

@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from toka_async.kernels.sampling_draw import finish
-from toka_async.kernels.sampling_row import (
+from toka_async.kernels.sampling.draw import finish
+from toka_async.kernels.sampling.row import (
     INF,
     KEY_OF_MINUS_INF,
     LINE,

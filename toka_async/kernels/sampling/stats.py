@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from toka_async.kernels.sampling_row import (
+from toka_async.kernels.sampling.row import (
     FILTERED,
     INF,
     LARGEST,

@@ -1,6 +1,6 @@
 """Samples many rows exactly on one GPU and reads the logits once.
 
-Six kernels: `pilot`, `chunk_sums` and `repair` (sampling_stats.py), `gather`, `draw` and `reject` (files of like
+Six kernels: `pilot`, `chunk_sums` and `repair` (stats.py), `gather`, `draw` and `reject` (files of like
 names). Plain and greedy rows need the pass of `chunk_sums` and one line again. Filtered rows are settled by their
 likeliest tokens or, where the distribution is flat, by bounds that the pilot guessed; the few others pass over their
 row again. Nothing waits for the host or depends on its values: a CUDA graph can capture a draw.
@@ -14,11 +14,11 @@ import torch
 import triton
 from torch import Tensor
 
-from toka_async.kernels.sampling_candidates import gather
-from toka_async.kernels.sampling_draw import draw
-from toka_async.kernels.sampling_reject import reject
-from toka_async.kernels.sampling_row import LINE, NUM_STATS
-from toka_async.kernels.sampling_stats import chunk_sums, pilot, repair
+from toka_async.kernels.sampling.candidates import gather
+from toka_async.kernels.sampling.draw import draw
+from toka_async.kernels.sampling.reject import reject
+from toka_async.kernels.sampling.row import LINE, NUM_STATS
+from toka_async.kernels.sampling.stats import chunk_sums, pilot, repair
 
 _PILOT_LINES = 64
 _PART_LINES = 32  # lines that a pass of `reject` reads at once
@@ -67,7 +67,7 @@ class SamplingKernels:
         line = int(LINE.value)
         assert chunk % line == 0
         self.max_rows = max_rows
-        self._vocab = vocab_size
+        self.vocab_size = vocab_size
         self._chunk_lines = chunk // line
         self._part_lines = min(_PART_LINES, self._chunk_lines)
         self._num_lines = triton.cdiv(vocab_size, line)
@@ -82,9 +82,9 @@ class SamplingKernels:
 
         self.bounds = floats(2)
         self._stats = floats(int(NUM_STATS.value), self._num_chunks)
-        self._maxima = floats(self._num_lines)
+        self.maxima = floats(self._num_lines)
         self._sums = floats(self._num_lines)
-        self._picks = integers(num_candidates)
+        self.picks = integers(num_candidates)
         self._num_sure = integers()
         self._candidates = integers(2 * num_candidates), floats(2 * num_candidates)
         self._proposals = integers()
@@ -106,7 +106,7 @@ class SamplingKernels:
         """
         num_rows = logits.shape[0]
         assert num_rows <= self.max_rows
-        assert logits.shape[1] == self._vocab
+        assert logits.shape[1] == self.vocab_size
         assert logits.stride(1) == 1
         assert logits.data_ptr() % 16 == 0  # other addresses would rebuild the kernels
         assert slots.shape == contexts.shape == (num_rows,)
@@ -144,7 +144,7 @@ class SamplingKernels:
             table.seen,
             self.bounds,
             self._stats,
-            self._maxima,
+            self.maxima,
             self._sums,
         )
         chunk_sums[(num_rows * self._num_chunks,)](*summed, **_SUMS, **chunks, **shape)
@@ -154,8 +154,8 @@ class SamplingKernels:
             slots,
             *filters,
             self._stats,
-            self._maxima,
-            self._picks,
+            self.maxima,
+            self.picks,
             self._num_sure,
             *self._candidates,
             num_lines=self._num_lines,
@@ -196,7 +196,7 @@ class SamplingKernels:
             *row,
             self.bounds,
             self._stats,
-            self._maxima,
+            self.maxima,
             self._sums,
             self._num_sure,
             *self._candidates,
@@ -226,7 +226,7 @@ class SamplingKernels:
     def _shape(self, logits: Tensor, table: RowTable) -> dict[str, int | float]:
         """Returns the constants of all kernels: a kernel is built once for each dtype and row stride of the logits."""
         return {
-            "vocab": self._vocab,
+            "vocab": self.vocab_size,
             "stride": logits.stride(0),
             "seen_stride": table.seen.stride(0),
             "largest": torch.finfo(logits.dtype).max,

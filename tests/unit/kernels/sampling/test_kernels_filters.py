@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.cases.sampling_rows import draw, kept_by, penalised, rejected_until_kept, table_of, uniforms_of, weights_of
-from toka_async.kernels.sampling import SamplingKernels
+from toka_async.kernels.sampling.kernels import SamplingKernels
 from toka_async.messages import SamplingParams
 from toka_async.model.sampling import sample
 

@@ -12,8 +12,12 @@ import triton.language as tl
 # Flags of a row, as in `model.sampling.Flag`.
 RANDOM = tl.constexpr(1)
 FILTERED = tl.constexpr(2)
+BIASED = tl.constexpr(4)
+MIN_TOKENS = tl.constexpr(8)
 REPETITION = tl.constexpr(16)
+COUNTED = tl.constexpr(32)
 LOGPROBS = tl.constexpr(64)
+RAW = tl.constexpr(256)  # of kernels alone: log-probs need a pass before edits
 
 LINE = tl.constexpr(64)  # two words of seen bits
 SMALLEST = tl.constexpr(-3.4028234663852886e38)  # float32
@@ -69,6 +73,13 @@ def read_one(logits_at, seen_at, token, penalised, repetition, largest: tl.const
     if penalised:
         x = penalise(x, (tl.load(seen_at + token // 32) >> (token & 31)) & 1, repetition)
     return x
+
+
+@triton.jit
+def read_output(page_table_at, history_at, place, within, page_size: tl.constexpr):
+    """Reads the token ids at places [n] of a row, int32."""
+    pages = tl.load(page_table_at + place // page_size, mask=within, other=0).to(tl.int64)
+    return tl.load(history_at + pages * page_size + place % page_size, mask=within, other=0)
 
 
 @triton.jit

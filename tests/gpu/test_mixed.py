@@ -1,0 +1,130 @@
+"""Steps with prompts give the same from graphs as without, and on two streams as on one; `-s` prints errors and times.
+
+At real head sizes, with decoding rows beside chunks, windows, groups, and prompts of all lengths around those captured.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.cases.attention import make_case
+from tests.drivers.core import Sample
+from tests.drivers.gpu_models import SHAPES, VOCAB, WatchedEngine, make_model
+from toka_async.attention import paged
+from toka_async.attention.paged import PagedAttention
+from toka_async.attention.triton import TritonChunks, TritonDecode
+from toka_async.messages import SamplingParams
+from toka_async.runner.clock import mark, measure_between
+from toka_async.runner.mixed import list_mixed_sizes
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+CUDA = torch.device("cuda")
+MOST_TOKENS = 512
+SAMPLED = SamplingParams(temperature=0.7, num_logprobs=0)
+EXACT = 1e-3  # of log-probs, in float32
+
+
+def make_prompts(lengths: list[int], num_shared: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(len(lengths))
+    shared = rng.integers(0, VOCAB, num_shared).tolist()
+    return [shared + rng.integers(0, VOCAB, length).tolist() for length in lengths]
+
+
+def run(engine: WatchedEngine, prompts: list[list[int]], max_tokens: int) -> list[Sample]:
+    received = engine.run(prompts, max_tokens=max_tokens, sampling=SAMPLED)
+    return [sample for each in received for sample in each.samples]
+
+
+def compare(samples: list[Sample], others: list[Sample]) -> None:
+    """A draw between two tokens that are equally likely may differ, after which the samples do."""
+    num_different, worst = 0, 0.0
+    for sample, other in zip(samples, others, strict=True):
+        pairs = zip(sample.token_ids, other.token_ids, strict=True)
+        same = next((place for place, (a, b) in enumerate(pairs) if a != b), len(sample.token_ids))
+        num_different += same < len(sample.token_ids)
+        gaps = np.subtract(sample.logprobs[:same], other.logprobs[:same])
+        worst = max(worst, float(np.abs(gaps).max(initial=0)))
+    print(f"\n{len(samples)} samples, {num_different} not the same, largest gap of log-probs {worst:.1e}", end="")
+    assert num_different <= max(1, 0.01 * len(samples))
+    assert worst < EXACT
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_tokens_are_the_same_without_graphs(tmp_path: Path, shape: str, grouped: bool) -> None:
+    """Prompts of all lengths come while others decode, in chunks of what a step has room for."""
+    folder = make_model(tmp_path, shape)
+    lengths = [*np.random.default_rng(0).integers(1, 900, 60).tolist(), 1, 2, 600]
+    prompts = make_prompts(lengths, num_shared=200 if grouped else 0)
+    engines = [WatchedEngine(folder, "float32", grouped=grouped, graphs=graphs) for graphs in (True, False)]
+    samples, others = (run(engine, prompts, 40) for engine in engines)
+    compare(samples, others)
+    with_graphs, without = (engine.watch for engine in engines)
+    assert with_graphs.num_mixed > 10
+    assert with_graphs.num_mixed >= with_graphs.num_chunked
+    assert without.num_mixed == 0
+
+
+def test_prompts_around_each_captured_size(tmp_path: Path) -> None:
+    folder = make_model(tmp_path, "llama")
+    engines = [WatchedEngine(folder, "float32", grouped=False, graphs=graphs) for graphs in (True, False)]
+    lengths = sorted({size + more for size in list_mixed_sizes(MOST_TOKENS) for more in (-1, 0, 1)})
+    for length in lengths:
+        samples, others = (run(engine, make_prompts([length]), 2) for engine in engines)
+        compare(samples, others)
+
+
+def test_nothing_is_compiled_after_the_start(tmp_path: Path) -> None:
+    engine = WatchedEngine(make_model(tmp_path, "qwen3"), "bfloat16", grouped=True)
+    run(engine, make_prompts([*range(1, 400, 13)], num_shared=64), 20)
+    assert engine.watch.num_mixed > 0
+    assert engine.runner._compiles.count() == 0
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("captured", [False, True])
+def test_two_streams_give_the_same(monkeypatch: pytest.MonkeyPatch, dim: int, captured: bool) -> None:
+    """Also in a graph, and when steps follow each other without a pause. Prints milliseconds of a layer."""
+    monkeypatch.setattr(paged, "FORKED_KEYS", 1)
+    monkeypatch.setattr(paged, "FORKED_TOKENS", 1)
+    case = make_case(0, 16, 8, 4, dim, contexts=[1000] * 512, chunks=[(0, 2048)] * 2, dtype=torch.bfloat16, device=CUDA)
+    cache, num_heads = case.cache, case.num_heads
+    num_tokens = len(case.batch.write_indices)
+    heads = torch.randn(num_tokens, num_heads + 2 * cache.num_kv_heads, dim, device=CUDA, dtype=torch.bfloat16)
+    angles = torch.randn(num_tokens, 1, dim // 2, device=CUDA)
+    rotation = torch.cat([angles.cos()] * 2, -1).bfloat16(), torch.cat([-angles.sin(), angles.sin()], -1).bfloat16()
+
+    def attend(side: torch.cuda.Stream | None) -> tuple[list[torch.Tensor], float]:
+        backend = PagedAttention(
+            cache,
+            num_heads,
+            (0,),
+            lambda: TritonDecode(cache, num_heads),
+            lambda: TritonChunks(cache, num_heads),
+            side,
+        )
+        backend.plan(case.batch)
+        outputs = [backend.attend(0, heads, rotation)]
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                outputs = [backend.attend(0, heads, rotation)]
+            graph.replay()
+        begin = mark()
+        for _ in range(20):
+            if captured:
+                graph.replay()
+            else:
+                outputs.append(backend.attend(0, heads, rotation))
+        seconds = measure_between(begin, mark())
+        return [output.clone() for output in outputs], 1000 * seconds / 20
+
+    (alone, one), (beside, two) = attend(None), attend(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+    print(f"\nhead {dim}{', captured' if captured else ''}: one stream {one:.3f} ms, two {two:.3f} ms", end="")
+    assert all(torch.equal(output, alone[0]) for output in (*alone, *beside))

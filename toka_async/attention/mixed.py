@@ -1,0 +1,83 @@
+"""Attention of decoding rows and chunks of prompts together, captured in CUDA graphs and replayed for other steps.
+
+A graph's tensors have room for a number of tokens and rows. What a step has of them lies on the device: decoding rows
+are the first ones, with their contexts; of further rows these are 0. Chunks are tiles, as many as the first of them
+says. Programs without work end at once. For CUDA, with our own kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from toka_async.arrays import Int32, Int64
+from toka_async.attention.base import AttentionBatch, PrefixGroup, QueryKeyNorm
+from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.paged import run_beside
+from toka_async.attention.triton import TritonChunks, TritonDecode
+from toka_async.kernels.append import append
+
+FEW_TOKENS = 16
+
+
+class MixedGraphAttention:
+    """`MixedAttention` over a `KVCache`, with a sliding window per layer (0: none)."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        num_heads: int,
+        windows: Sequence[int],
+        scale: float | None = None,
+        side: torch.cuda.Stream | None = None,
+    ) -> None:
+        """side: a stream on which decoding rows are attended beside chunks; None: one after the other.
+
+        In graphs of few tokens they always are: there a kernel may start before the one in front of it has ended.
+        """
+        self.cache = cache
+        self.windows = tuple(windows)
+        self.decodes = {window: TritonDecode(cache, num_heads, scale) for window in sorted({*windows})}
+        self.chunks = {window: TritonChunks(cache, num_heads, scale) for window in sorted({*windows})}
+        self.side = side
+        self.forks = False
+        self.num_rows = 0
+        self.write_indices = torch.empty(0, dtype=torch.int64)
+
+    def count_chunk_cells(self, num_tokens: int, num_rows: int) -> int:
+        return 4 * self.chunks[self.windows[0]].count_tiles(num_tokens, num_rows)
+
+    def describe_chunks(self, num_decode: int, lengths: Int32, contexts: Int64) -> Int32:
+        return self.chunks[self.windows[0]].cut(num_decode, lengths, contexts, first_query=num_decode).ravel()
+
+    def plan_mixed(self, batch: AttentionBatch, grouped: bool, chunks: Tensor) -> None:
+        self.num_rows, self.write_indices = batch.num_decode, batch.write_indices
+        self.forks = len(batch.write_indices) > FEW_TOKENS
+        for window, decode in self.decodes.items():
+            decode.plan_graph(batch, grouped, window)
+            self.chunks[window].plan_graph(batch, window, chunks.view(-1, 4))
+
+    def set_groups(self, groups: tuple[PrefixGroup, ...]) -> None:
+        for decode in self.decodes.values():
+            decode.set_groups(groups)
+
+    def plan(self, batch: AttentionBatch) -> None:
+        raise AssertionError(f"only graphs are planned, not {batch}")
+
+    def attend(
+        self, layer: int, heads: Tensor, rotation: tuple[Tensor, Tensor], norm: QueryKeyNorm | None = None
+    ) -> Tensor:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
+        query = append(heads, rotation, keys, values, self.write_indices, weight, eps)
+        output = torch.empty_like(query)  # of padding it stays as it is
+        window, rows = self.windows[layer], slice(self.num_rows)
+        run_beside(
+            self.side if self.forks else None,
+            partial(self.chunks[window].run, layer, query, output),
+            partial(self.decodes[window].run, layer, query[rows], output[rows]),
+        )
+        return output

@@ -1,0 +1,125 @@
+"""Attention of decoding rows over the keys that they read themselves: every decode part of ours ends with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from toka_async.arrays import Int32, Int64
+from toka_async.attention.base import AttentionBatch
+from toka_async.attention.kv_cache import KVCache
+from toka_async.kernels.decode import DecodeConfig, Partial, choose_parts, decode_attention, decode_config
+from toka_async.kernels.decode_work import UNEVEN, DecodeWork, divide_alike, divide_keys, needs_parts
+from toka_async.kernels.occupancy import count_resident
+
+SHORT = 400  # keys of a row, on average, for which blocks are small
+FEW_ROWS = 32  # rows of a graph below which all rows have as many parts: dividing their keys costs a launch
+
+
+@dataclass(slots=True, frozen=True)
+class DecodePlan:
+    """skip: int32 [rows], keys that rows leave out. work: None if no row is split and their order does not matter."""
+
+    batch: AttentionBatch
+    skip: Tensor | None
+    window: int
+    config: DecodeConfig
+    work: DecodeWork | None
+    partial: Partial | None
+
+
+class RowDecode:
+    """Attends rows after what they skip. Holds one plan at a time.
+
+    programs: how many of each KV head run at once, of blocks for long rows and for short ones.
+    """
+
+    def __init__(self, cache: KVCache, num_heads: int, scale: float) -> None:
+        self.cache = cache
+        self.num_heads = num_heads
+        self.scale = scale
+        self.device = cache.keys[0].device
+        self.programs = [max(1, self._count_programs(is_short) // cache.num_kv_heads) for is_short in (False, True)]
+        self.alike: dict[tuple[int, int, int], DecodeWork] = {}  # graphs hold their addresses
+        self.step: DecodePlan | None = None
+
+    def plan(self, batch: AttentionBatch, lengths: Int32 | Int64, skip: Tensor | None, window: int) -> None:
+        """Plans rows that read so many keys each, after those that they skip."""
+        num_rows, longest, total = len(lengths), int(lengths.max(initial=1)), int(lengths.sum())
+        is_short = total < SHORT * num_rows
+        programs = self.programs[is_short]
+        is_split = needs_parts(longest, total, num_rows, programs)
+        work = None
+        if is_split or longest * num_rows > UNEVEN * total:
+            work = divide_keys(batch.contexts, num_rows, skip, window, programs, is_split)
+        self._set_plan(batch, skip, window, is_short, work)
+
+    def plan_graph(self, batch: AttentionBatch, skip: Tensor | None, window: int) -> None:
+        """Plans rows of any lengths. Rows that may skip a prefix have few keys of their own, most of the time."""
+        num_rows, is_short = len(batch.slots), skip is not None
+        programs = self.programs[is_short]
+        if num_rows < FEW_ROWS:
+            work = self._divide_alike(num_rows, *choose_parts(num_rows, programs))
+        else:
+            work = divide_keys(batch.contexts, num_rows, skip, window, programs)
+        self._set_plan(batch, skip, window, is_short, work)
+
+    def run(self, layer: int, query: Tensor, output: Tensor, prefix: Partial | None = None) -> None:
+        """Attends from query, rotated, into output: [rows, heads, dim] each. prefix: of what rows skip, if they do."""
+        step = self.step
+        assert step is not None
+        if not len(query):
+            return
+        decode_attention(
+            query,
+            self.cache.keys[layer],
+            self.cache.values[layer],
+            step.batch.page_table,
+            step.batch.slots,
+            step.batch.contexts,
+            output,
+            self.scale,
+            step.config,
+            step.window,
+            step.skip,
+            prefix,
+            step.work,
+            step.partial,
+        )
+
+    def _set_plan(
+        self, batch: AttentionBatch, skip: Tensor | None, window: int, is_short: bool, work: DecodeWork | None
+    ) -> None:
+        partial = None if work is None else self._make_partial(work.num_partials)
+        self.step = DecodePlan(batch, skip, window, self._choose_config(is_short), work, partial)
+
+    def _make_partial(self, size: int) -> Partial:
+        shape = (max(1, size), self.num_heads, self.cache.head_dim)
+        return Partial(
+            torch.empty(shape, dtype=torch.float32, device=self.device),
+            torch.empty(shape[:2], dtype=torch.float32, device=self.device),
+        )
+
+    def _choose_config(self, is_short: bool) -> DecodeConfig:
+        return decode_config(self.cache.head_dim, self.cache.keys[0].dtype, is_short)
+
+    def _divide_alike(self, num_rows: int, parts: int, least: int) -> DecodeWork:
+        key = (num_rows, parts, least)
+        if key not in self.alike:  # made as the graph's step is computed before its capture
+            self.alike[key] = divide_alike(*key, self.device)
+        return self.alike[key]
+
+    def _count_programs(self, is_short: bool) -> int:
+        """Counts the programs that run at once, by one run on a row without keys; 1 if there is no GPU."""
+        if self.device.type != "cuda":
+            return 1
+        keys, config = self.cache.keys[0], self._choose_config(is_short)
+        query = keys.new_zeros(1, self.num_heads, self.cache.head_dim)
+        zero = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
+        work, partial = divide_alike(1, 1, 1, self.device), self._make_partial(1)
+        kernel = decode_attention(
+            query, keys, keys, zero, zero[0].long(), zero[0], query, self.scale, config, work=work, partial=partial
+        )
+        return count_resident(kernel, self.device)

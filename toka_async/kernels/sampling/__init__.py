@@ -1,0 +1,1 @@
+"""Triton kernels for CUDA, and cuBLASLt. They know tensors only."""

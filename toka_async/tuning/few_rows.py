@@ -1,0 +1,125 @@
+"""Chooses tiles for products of few rows, by numbers of rows, where our kernel is faster than the usual way."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from triton.errors import TritonError
+
+from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts, FewRowsTile, Norm
+from toka_async.kernels.pdl import FEW_ROWS
+from toka_async.tuning.algorithms import describe_weights
+from toka_async.tuning.store import Facts
+from toka_async.tuning.trial import CallClock, Way, find_fastest, time_products
+
+logger = logging.getLogger(__name__)
+
+# Each is built for every matrix at a first start.
+TILES = (
+    FewRowsTile(rows=1, columns=4, depth=1024, num_stages=2, num_warps=4),
+    FewRowsTile(rows=1, columns=8, depth=512, num_stages=4, num_warps=4),
+    FewRowsTile(rows=16, columns=16, depth=256, num_stages=4, num_warps=2),
+    FewRowsTile(rows=16, columns=32, depth=128, num_stages=5, num_warps=4),
+)
+_SIZES = (1, 2, 4, 8, FEW_ROWS)
+
+
+class FewRowsChoice:
+    """The `Choice` of a tile for up to each of `sizes` rows; None: the usual way.
+
+    weights: of one shape and use, of several layers, used in turn. finish: see `FINISHES`. usual: computes from x and a
+    weight, adding to the output or into one of its own. library: version of the cuBLASLt that it calls. norm: of x,
+    which both ways compute; its weight [k].
+    """
+
+    name = "few-rows"
+    kind = list[FewRowsTile | None]
+
+    def __init__(
+        self,
+        products: FewRowsProducts,
+        weights: Sequence[Tensor],
+        finish: str,
+        sizes: Sequence[int],
+        usual: Way,
+        library: int | None = None,
+        norm: Norm | None = None,
+        tiles: Sequence[FewRowsTile] = TILES,
+        clock: CallClock = time_products,
+    ) -> None:
+        self._products = products
+        self._weights = weights
+        self._finish = finish
+        self._sizes = sorted(sizes)
+        self._usual = usual
+        self._library = library
+        self._norm = norm
+        self._tiles = tiles
+        self._clock = clock
+
+    def describe(self) -> Facts:
+        return {
+            **describe_weights(self._weights, self._sizes),
+            "finish": self._finish,
+            "library": self._library,
+            "norm": self._norm is not None,
+            "tiles": [repr(tile) for tile in self._tiles],
+        }
+
+    def admits(self, answer: Sequence[FewRowsTile | None]) -> bool:
+        """Tells whether all tiles of the answer can be built here. Building them is what a later start needs, too."""
+        if len(answer) != len(self._sizes):
+            return False
+        return all(
+            tile is None or (tile in self._tiles and self._is_built(tile, *operands))
+            for tile, operands in zip(answer, self._make_operands(), strict=True)
+        )
+
+    def measure(self) -> list[FewRowsTile | None]:
+        """Measures the fastest way for each size."""
+        chosen = []
+        for operands in self._make_operands():
+            tiles: list[FewRowsTile | None] = [None]
+            ways: list[Way] = [self._usual]
+            for tile in self._tiles:
+                if self._is_built(tile, *operands):
+                    tiles.append(tile)
+                    ways.append(partial(self._products.run, self._finish, tile, norm=self._norm))
+            chosen.append(tiles[find_fastest(ways, self._weights, [operands], self._clock)])
+        return chosen
+
+    def use(self, answer: Sequence[FewRowsTile | None]) -> None:
+        """Makes products of this shape and use go by the answer from now on."""
+        self._products.use(self._weights[0], self._finish, self._sizes, answer)
+        ours = [size for size, tile in zip(self._sizes, answer, strict=True) if tile is not None]
+        logger.info("products of few rows: %s %s by our kernel for %s rows", *self._name(), ours or "no")
+
+    def _name(self) -> tuple[str, str]:
+        return " x ".join(map(str, self._weights[0].shape)), self._finish
+
+    def _is_built(self, tile: FewRowsTile, x: Tensor, output: Tensor) -> bool:
+        """Builds the kernel. Returns False if the tile does not suit the matrix or the chip."""
+        if not self._products.can_run(self._finish, tile, x, self._weights[0]):
+            return False
+        try:
+            self._products.run(self._finish, tile, x, self._weights[0], output, norm=self._norm)
+        except TritonError as error:
+            logger.info("products of few rows: %s is not used here: %s", tile, str(error).partition("\n")[0])
+            return False
+        return True
+
+    def _make_operands(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Makes x [t, inputs] and output [t, outputs] of each size."""
+        n, k = (weight := self._weights[0]).shape
+        for size in self._sizes:
+            x = torch.randn(size, k, device=weight.device, dtype=weight.dtype)
+            yield x, x.new_zeros(size, n if self._finish in (STORE, ADD) else n // 2)
+
+
+def list_few_rows_sizes(most: int) -> list[int]:
+    """Lists the numbers of rows to choose for."""
+    return [size for size in _SIZES if size <= most]
