@@ -32,6 +32,8 @@ SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.3},
     {"temperature": 1.0, "top_k": 20, "min_p": 0.02, "logprobs": 0},
     {"temperature": 0.0, "repetition_penalty": 1.2},
+    {"temperature": 0.9, "presence_penalty": 0.6, "frequency_penalty": 0.3, "repetition_penalty": 1.1, "logprobs": 3},
+    {"temperature": 0.8, "min_tokens": 20, "logit_bias": {"5": 3.0, "17": -2.0}},
 )
 
 

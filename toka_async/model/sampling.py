@@ -52,6 +52,7 @@ class Flag(IntFlag):
     COUNTED = 32  # presence or frequency penalty
     LOGPROBS = 64
     ALLOWED = 128  # only some token ids are allowed
+    # 256 is a flag of the kernels alone.
 
 
 EDITS = Flag.ALLOWED | Flag.BIASED | Flag.MIN_TOKENS | Flag.REPETITION | Flag.COUNTED

@@ -12,6 +12,8 @@ pytest.importorskip("triton")
 from tests.drivers.sampler_bench import READY, VOCAB, Bench, identity
 from tests.drivers.thread_ranks import run_ranks
 from tests.fakes.plain_kernels import PlainEditKernels, PlainKernels
+from toka_async.arrays import i32_column
+from toka_async.kernels.sampling.edit import EditKernels
 from toka_async.kernels.sampling.kernels import SamplingKernels
 from toka_async.messages import SamplingParams
 from toka_async.model.comm import Comm, LocalComm
@@ -26,7 +28,8 @@ SAMPLINGS = {
     4: SamplingParams(top_k=7, min_p=0.01, temperature=0.9),
     1: SamplingParams(temperature=0.9, repetition_penalty=0.8, top_p=0.9),
 }
-SLOW = {3: SamplingParams(temperature=0.7, frequency_penalty=1.0, num_logprobs=3)}
+EDITED = {3: SamplingParams(temperature=0.7, frequency_penalty=1.0, num_logprobs=3)}
+LIMITED = {6: SamplingParams(allowed_ids=i32_column([4, 44, 7]), num_logprobs=2)}
 # Which rows decode, in which order: a slot's row is another rank's from step to step.
 ORDERS = [[0, 5, 2, 7, 4], [7, 1, 5], [5, 7], [5], [1, 5, 7, 2], [4, 7, 0, 1, 2, 5], [7, 5, 1]]
 CPU = torch.device("cpu")
@@ -72,11 +75,16 @@ def test_ranks_draw_what_one_does(size: int) -> None:
 
 def test_real_kernels_draw_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_sampler, "SamplingKernels", partial(SamplingKernels, chunk=64))
-    check_ranks(2, ORDERS[:3], SAMPLINGS)
+    monkeypatch.setattr(kernel_sampler, "EditKernels", EditKernels)
+    check_ranks(2, [*ORDERS[:2], [5, 7, 3]], SAMPLINGS | EDITED)
 
 
-def test_rows_that_kernels_cannot_draw_are_among_them() -> None:
-    check_ranks(2, [[3, 5, 7], [3], [5, 3, 0, 7, 1]], {**SAMPLINGS, **SLOW})
+def test_edited_rows_are_among_them() -> None:
+    check_ranks(2, [[3, 5, 7], [3], [5, 3, 0, 7, 1]], SAMPLINGS | EDITED)
+
+
+def test_every_rank_draws_the_rows_of_plain_torch() -> None:
+    check_ranks(2, [[3, 5, 6], [6], [5, 6, 0, 7, 1], [6, 3]], SAMPLINGS | EDITED | LIMITED)
 
 
 def check_ranks(size: int, orders: list[list[int]], samplings: dict[int, SamplingParams]) -> None:

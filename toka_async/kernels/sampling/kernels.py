@@ -33,9 +33,9 @@ class RowTable:
 
     temperature, top_p, min_p, repetition: float32 [num_slots]; 1, 0 and 1 turn the last three off. top_k, flags,
     num_prompt: int32 [num_slots]; top_k 0 is off; flags: 1 draws at random (else the row is greedy), 2 has a filter,
-    16 penalises repetition, 64 wants log-probs; num_prompt: tokens of the prompt. seeds: int64 [num_slots].
-    seen: int32 [num_slots, ceil(vocab / 32)], a bit for each token id of the prompt and the output, lowest first; read
-    and written for rows that penalise repetition only.
+    16 penalises repetition, 64 wants log-probs, others are for `EditKernels`; num_prompt: tokens of the prompt. seeds:
+    int64 [num_slots]. seen: int32 [num_slots, ceil(vocab / 32)], a bit for each token id of the prompt and the output,
+    lowest first; read and written for rows that penalise repetition only.
     """
 
     temperature: Tensor
