@@ -6,6 +6,7 @@ caches so small that sequences are preempted.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.cases.invariance import AskedRequest, answer_alone, list_answers, make_requests
 from tests.cases.models import make_checkpoint
 from tests.drivers.engine import Engine
+from tests.drivers.paged_rows import PagedRow, run_rows
 from tests.parity.test_engine import SHAPES
+from toka_async.attention.kv_cache import KVCache
+from toka_async.checkpoint.spec import read_spec
+from toka_async.model.weights import build_decoder, load_weights
 
 MODELS = {
     "qwen3-biased": "float32",
@@ -112,3 +118,36 @@ def test_a_request_of_many_samples(model: Model) -> None:
     answers = [answer_alone(model.start(max_seqs=seqs), asked) for seqs in (1, 5, 16)]
     assert answers[1] == answers[0]
     assert answers[2] == answers[0]
+
+
+def test_a_decoder_of_kernels_computes_rows_alike_in_any_steps(tmp_path: Path) -> None:
+    """Interpreted where there is no GPU. Rows decode and are computed in chunks, alone and with others."""
+    pytest.importorskip("triton")
+    from toka_async.attention.invariant import InvariantChunks, InvariantDecode
+    from toka_async.attention.paged import PagedAttention
+    from toka_async.kernels.invariant.products import InvariantOps
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    folder = make_checkpoint(tmp_path, "mistral", seed=1, sliding_window=5)
+    spec = read_spec(folder)
+    decoder = build_decoder(spec, torch.bfloat16, device, ops=InvariantOps())
+    load_weights(decoder, folder)
+
+    def compute(seed: int, num_rows: int) -> list[Tensor]:
+        draw = random.Random(0)
+        rows = [PagedRow([draw.randrange(250) for _ in range(9 - 2 * i)], 4 - i) for i in range(3)][:num_rows]
+        cache = KVCache(spec.num_layers, 12, spec.num_kv_heads, 3, spec.head_dim, torch.bfloat16, device)
+        attention = PagedAttention(
+            cache,
+            spec.num_heads,
+            spec.windows,
+            lambda: InvariantDecode(cache, spec.num_heads, 4),
+            lambda: InvariantChunks(cache, spec.num_heads),
+        )
+        run_rows(decoder, attention, rows, 3, iter(range(12)), seed)
+        return [torch.cat(row.logits) for row in rows]
+
+    together, (alone,) = compute(0, 3), compute(1, 1)
+    assert torch.equal(together[0], alone)
+    for first, second in zip(together, compute(2, 3), strict=True):
+        assert torch.equal(first, second)

@@ -33,7 +33,7 @@ def build_invariant_attention(
     """
     assert backend != "flashinfer", "a kernel of its own for decoding rows, split by the batch"
     if resolve_backend(backend, cache) == "reference":
-        return BuiltAttention(TokenAttention(cache, num_heads, windows, scale))
+        return BuiltAttention(TokenAttention(cache, num_heads, windows, scale), pays=no_group_pays)
     from toka_async.attention.paged import PagedAttention
 
     def make_decode() -> InvariantDecode:
@@ -43,7 +43,12 @@ def build_invariant_attention(
         return InvariantChunks(cache, num_heads, scale)
 
     paged = PagedAttention(cache, num_heads, windows, make_decode, make_chunks)
-    return BuiltAttention(paged, paged)
+    return BuiltAttention(paged, paged, pays=no_group_pays)
+
+
+def no_group_pays(num_rows: int, num_tokens: int) -> bool:  # noqa: ARG001
+    """Accepts no group: a prefix that is read once is summed apart from the rows' own keys."""
+    return False
 
 
 class TileRunner:

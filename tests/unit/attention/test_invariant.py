@@ -111,9 +111,9 @@ def test_without_kernels_a_token_is_attended_at_a_time(monkeypatch: pytest.Monke
     cache = KVCache(1, 4, KV_HEADS, PAGE, DIM, torch.float32, torch.device("cpu"))
     built = build_invariant_attention("auto", cache, HEADS, (0,), 4)
     assert isinstance(built.backend, TokenAttention)
-    assert (built.graphs, built.smallest_group) == (None, (0, 0))
+    assert (built.graphs, built.smallest_group, built.pays(1000, 1000)) == (None, (0, 0), False)
     monkeypatch.setattr(invariant, "resolve_backend", lambda *_: "triton")
     built = build_invariant_attention("auto", cache, HEADS, (0,), 4)
     assert isinstance(built.backend, PagedAttention)
     assert built.graphs is built.backend
-    assert built.smallest_group == (0, 0)
+    assert (built.smallest_group, built.pays(1000, 1000)) == ((0, 0), False)
