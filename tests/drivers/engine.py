@@ -44,11 +44,17 @@ class Engine:
         backend: str = "auto",
         max_graph_seqs: int = 16,
         tuning_dir: str = "",
+        batch_invariant: bool = False,
         **options: Unpack[CoreOptions],
     ) -> None:
         min_seqs = options.get("group_min_seqs", 0)
         config = Config(
-            model=ModelConfig(path=str(model_dir), device=device, dtype=dtype),  # type: ignore[arg-type]
+            model=ModelConfig(
+                path=str(model_dir),
+                device=device,  # type: ignore[arg-type]
+                dtype=dtype,  # type: ignore[arg-type]
+                batch_invariant=batch_invariant,
+            ),
             cache=CacheConfig(page_size=page_size, num_tokens=num_tokens),
             schedule=ScheduleConfig(max_seqs=max_seqs, max_tokens=max_tokens, group_min_seqs=min_seqs),
             attention=AttentionConfig(backend=backend),  # type: ignore[arg-type]

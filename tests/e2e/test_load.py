@@ -1,4 +1,4 @@
-"""Many clients at once: all are answered, and those who leave cost nothing afterwards."""
+"""Many clients at once: all are answered, alike where that was asked for; those who leave cost nothing afterwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -79,3 +81,36 @@ def test_a_client_that_vanishes_is_noticed_and_its_request_cancelled() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [0], "without the listener's options nobody notices"
+
+
+NAMES = ("Wei", "Ivan", "Emma", "Jack", "Ben", "Aisha", "Tom", "Olga")
+PROMPTS = [f"Question: {name} has {i + 3} apples. {name} gets {7 * i} more." for i, name in enumerate(NAMES)]
+TIGHT = ("schedule.max_tokens=32", "schedule.max_seqs=24", "cache.num_tokens=1280")  # chunks, and no room for all
+
+
+def ask(server: Serving, index: int) -> list[Any]:
+    status, answer = server.post(
+        "/v1/completions",
+        model="demo",
+        prompt=PROMPTS[index],
+        seed=index,
+        temperature=1.0,
+        max_tokens=40,
+        n=3,
+        logprobs=2,
+        echo=index % 2 == 0,
+        return_token_ids=True,
+    )
+    assert status == 200, answer
+    return [(choice["token_ids"], choice["text"], choice["logprobs"]) for choice in answer["choices"]]
+
+
+@pytest.mark.usefixtures("socket_folders")
+@pytest.mark.parametrize("options", [(), TIGHT, ("parallel.tp=2",), ("parallel.pp=2",)], ids=["", "tight", "tp", "pp"])
+def test_batch_invariant_answers_do_not_depend_on_the_load(tmp_path: Path, options: tuple[str, ...]) -> None:
+    with serving(tmp_path, "model.batch_invariant=true", *options) as server:
+        alone = [ask(server, index) for index in range(len(PROMPTS))]
+        with ThreadPoolExecutor(3 * len(PROMPTS)) as pool:
+            together = list(pool.map(lambda index: ask(server, index % len(PROMPTS)), range(3 * len(PROMPTS))))
+    for index, answers in enumerate(together):
+        assert answers == alone[index % len(PROMPTS)]

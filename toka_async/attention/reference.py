@@ -60,13 +60,7 @@ class ReferenceAttention:
     def attend(
         self, layer: int, heads: Tensor, rotation: tuple[Tensor, Tensor], norm: QueryKeyNorm | None = None
     ) -> Tensor:
-        num_kv_heads = self.cache.num_kv_heads
-        query_key, value = torch.split(heads, [self.num_heads + num_kv_heads, num_kv_heads], dim=1)
-        if norm is not None:
-            query_key = F.rms_norm(query_key, query_key.shape[-1:], None, norm.eps) * norm.weight
-        query, key = torch.split(rotate(query_key, rotation), [self.num_heads, num_kv_heads], dim=1)
-        self._write(self.cache.keys[layer], key)
-        self._write(self.cache.values[layer], value)
+        query = append_tokens(self.cache, layer, self.write_slots, heads, rotation, norm)
         return self._attend(self.plans[self.windows[layer]], layer, query)
 
     def _attend(self, plan: TilePlan, layer: int, query: Tensor) -> Tensor:
@@ -80,10 +74,6 @@ class ReferenceAttention:
         if plan.grouped is not None:
             output.index_copy_(0, plan.grouped, self._attend_grouped(plan, plan.grouped, layer, query))
         return output
-
-    def _write(self, cache: Tensor, new: Tensor) -> None:
-        dim = self.cache.head_dim
-        cache.view(-1, dim).index_copy_(0, self.write_slots, new.reshape(-1, dim))
 
     def _attend_block(self, plan: TilePlan, block: DenseBlock, layer: int, query: Tensor) -> Tensor:
         """Attends a block: [b * t, heads, dim]."""
@@ -152,3 +142,26 @@ class ReferenceAttention:
         size, num_kv_heads, _, dim = x.shape
         split = x.reshape(size, num_kv_heads, -1, self.group_size, dim)
         return split.transpose(1, 2).reshape(-1, self.num_heads, dim)
+
+
+def append_tokens(
+    cache: KVCache,
+    layer: int,
+    write_slots: Tensor,
+    heads: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    norm: QueryKeyNorm | None,
+) -> Tensor:
+    """Norms and rotates queries and keys, and writes keys and values; returns the queries [tokens, heads, dim].
+
+    write_slots: int64 [tokens * kv_heads] (`Planner.locate_writes`). heads, rotation: see `AttentionBackend.attend`.
+    """
+    num_kv_heads, dim = cache.num_kv_heads, cache.head_dim
+    num_heads = heads.shape[1] - 2 * num_kv_heads
+    query_key, value = torch.split(heads, [num_heads + num_kv_heads, num_kv_heads], dim=1)
+    if norm is not None:
+        query_key = F.rms_norm(query_key, query_key.shape[-1:], None, norm.eps) * norm.weight
+    query, key = torch.split(rotate(query_key, rotation), [num_heads, num_kv_heads], dim=1)
+    for target, new in ((cache.keys[layer], key), (cache.values[layer], value)):
+        target.view(-1, dim).index_copy_(0, write_slots, new.reshape(-1, dim))
+    return query

@@ -66,6 +66,7 @@ OPTIONS: Mapping[str, Habit] = {
     "--context-length": Habit("model.max_context"),
     "--chat-template": Habit("model.chat_template"),
     "--generation-config": Habit("model.generation_config", words={"vllm": "none"}),
+    "--enable-deterministic-inference": _flag("model.batch_invariant", "true"),
     "--load-format": Habit("model.load", words={"dummy": "random", "auto": "weights", "safetensors": "weights"}),
     # The server.
     "--host": Habit("server.host"),

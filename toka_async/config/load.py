@@ -179,5 +179,19 @@ def _check(config: Config) -> None:
         raise ConfigError(f"attention.backend={backend}: needs model.device=cuda, got {config.model.device}; use auto")
     if backend == "flashinfer" and config.model.dtype == "float32":
         raise ConfigError("attention.backend=flashinfer: expected model.dtype bfloat16 or float16; use auto or triton")
+    if config.model.batch_invariant:
+        _check_batch_invariant(config)
     if not config.model.path:
         raise ConfigError("model.path: expected a model directory, a hub id, or demo, got ''")
+
+
+def _check_batch_invariant(config: Config) -> None:
+    """Refuses what computes a row in different ways, depending on the other rows of a step."""
+    refused = {
+        "attention.backend": (config.attention.backend, ("auto", "reference", "triton")),
+        "schedule.group_min_seqs": (config.schedule.group_min_seqs, ("auto", 0)),
+        "parallel.async_tp_min_tokens": (config.parallel.async_tp_min_tokens, ("auto", 0)),
+    }
+    for key, (value, allowed) in refused.items():
+        if value not in allowed:
+            raise ConfigError(f"{key}={value}: not with model.batch_invariant; use {' or '.join(map(str, allowed))}")

@@ -34,6 +34,10 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         Literal["weights", "random"],
         Meta(description="weights: those of the checkpoint; random: random weights of the same shapes"),
     ] = "weights"
+    batch_invariant: Annotated[
+        bool,
+        Meta(description="answer a request with the same tokens to the last bit, whatever runs beside it; slower"),
+    ] = False
     served_name: Annotated[str, Meta(description="the model's name in the API; empty: model.path as given")] = ""
     max_context: Annotated[
         Count | Auto, Meta(description="most tokens of a sequence, prompt and completion; auto: the model's own limit")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from toka_async.model.sampling import find_likeliest
@@ -27,16 +28,28 @@ class Logprobs:
     ranks: Tensor | None = None
 
 
+_MOST_TOP = 20  # likeliest tokens that a request may ask for
+_ALIGNED = 4  # float32 values; a GPU adds a row in an order that depends on where these begin in it
+
+
 def distribution(logits: Tensor) -> Tensor:
-    """log_softmax in float32, [m, vocab]; -inf becomes the smallest finite number, so that every value is finite."""
-    smallest = torch.finfo(torch.float32).min
-    return logits.float().log_softmax(-1).nan_to_num_(nan=smallest, neginf=smallest)
+    """log_softmax in float32, [m, vocab]; -inf becomes the smallest finite number, so that every value is finite.
+
+    A row's values do not depend on the other rows, nor on its place among them.
+    """
+    smallest, vocab = torch.finfo(torch.float32).min, logits.shape[1]
+    wide = logits.float()
+    if vocab % _ALIGNED:
+        wide = F.pad(wide, (0, -vocab % _ALIGNED), value=-torch.inf)
+    return wide.log_softmax(-1)[:, :vocab].nan_to_num_(nan=smallest, neginf=smallest)
 
 
 def select_logprobs(distribution: Tensor, ids: Tensor, num_top: int) -> Logprobs:
     """Takes the log-probs of `ids`, int64 [m], and of the `num_top` likeliest, from log-probs [m, vocab]."""
-    top, top_ids = find_likeliest(distribution, min(num_top, distribution.shape[1]))
-    return Logprobs(distribution.gather(1, ids[:, None])[:, 0], top_ids, top)
+    # Which of several equal ids are the last must not depend on how many another row wants.
+    num_found = min(max(num_top, _MOST_TOP), distribution.shape[1]) if num_top else 0
+    top, top_ids = find_likeliest(distribution, num_found)
+    return Logprobs(distribution.gather(1, ids[:, None])[:, 0], top_ids[:, :num_top], top[:, :num_top])
 
 
 def add_ranks(distribution: Tensor, ids: Tensor, logprobs: Logprobs) -> Logprobs:

@@ -85,7 +85,7 @@ class TorchOps:
     def add_linear(
         self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
-        return F.linear(x, weight, bias), residual
+        return self.linear(x, weight, bias), residual
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

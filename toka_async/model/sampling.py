@@ -117,6 +117,12 @@ def sample(logits: Tensor, params: Params, uniform: Float64) -> Tensor:
     return tokens
 
 
+def sample_alone(logits: Tensor, params: Params, uniform: Float64) -> Tensor:
+    """Does as `sample`, row by row: on a GPU torch sums a row in an order that depends on the number of rows."""
+    rows = [slice(row, row + 1) for row in range(len(logits))]
+    return torch.cat([sample(logits[row], params[row], uniform[row]) for row in rows])
+
+
 def find_likeliest(values: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """Returns the `num` largest of each row of values [s, n] and their indices, [s, num] each; ties by lowest index.
 
@@ -144,12 +150,13 @@ def _sample_filtered(logits: Tensor, params: Params, uniform: Float64) -> Tensor
     fields = ("temperature", "top_p", "min_p", "top_k")
     temperature, *filters, target = _upload(logits.device, *(params[name] for name in fields), uniform)
     vocab = logits.shape[1]
-    weights = _weights(logits, temperature)[:, :vocab]
+    padded = _weights(logits, temperature)
+    weights = padded[:, :vocab]
     tokens = torch.zeros(len(weights), dtype=torch.int64, device=logits.device)
     rows = torch.arange(len(weights), device=logits.device)
     for width in (*(w for w in _WIDTHS if w < vocab), vocab):
         candidates, ids = find_likeliest(weights[rows], width)
-        total = weights[rows].sum(-1, dtype=torch.float64) if width < vocab else None
+        total = _sum_blocks(padded[rows]) if width < vocab else None
         num_kept, decided = _count_kept(candidates, total, *(f[rows] for f in filters))
         kept = torch.where(torch.arange(width, device=rows.device) < num_kept[:, None], candidates, 0)
         # The order of ids makes a draw robust: rounding that swaps two almost equal weights hardly moves it.
@@ -214,6 +221,12 @@ def invert(weights: Tensor, uniform: Tensor) -> Tensor:
         blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].cumsum(-1, dtype=torch.float64), share
     )
     return (block * _BLOCK + inner)[:, 0]
+
+
+def _sum_blocks(weights: Tensor) -> Tensor:
+    """Sums rows of `_weights` in float64, [r]; in blocks, as torch shares a long single row among its threads."""
+    blocks = weights.view(len(weights), -1, _BLOCK) if weights.shape[1] > _BLOCKS_ABOVE else weights[:, None]
+    return blocks.sum(-1, dtype=torch.float64).sum(-1)
 
 
 def _search(running: Tensor, share: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from toka_async.arrays import Int32
 from toka_async.attention.base import AttentionBatch, GraphAttention, PrefixGroup
 from toka_async.kernels.decode_rows import begin_rows
+from toka_async.model.sampling import sample
 from toka_async.runner.device_rows import DecodeInputs
 from toka_async.runner.graphs import DecodeEnd, DecodeGraphs
 from toka_async.runner.inputs import StepModel, StepRows
@@ -21,6 +22,7 @@ from toka_async.runner.kernel_sampler import KernelSampler
 from toka_async.runner.rows import RowTables
 from toka_async.runner.samples import Draws, RowShares
 from toka_async.runner.sampling_routes import Route
+from toka_async.runner.slab_sampler import SlabDraw
 from toka_async.runner.token_history import TokenHistory
 
 
@@ -41,8 +43,12 @@ class DecodePass:
         history: TokenHistory | None,
         shares: RowShares | None = None,
         residuals: Callable[[int], Tensor] | None = None,
+        draw: SlabDraw = sample,
     ) -> None:
-        """history: of a stage that samples. residuals: makes the memory from which graphs read residuals."""
+        """history: of a stage that samples. residuals: makes the memory from which graphs read residuals.
+
+        draw: samples the rows that kernels do not.
+        """
         self._model = model
         self._attention = attention
         self._rows = rows
@@ -50,7 +56,7 @@ class DecodePass:
         self._make_residuals = residuals
         self._residuals: Tensor | None = None
         self._hidden: Tensor | None = None  # of a replay that plain torch samples: [most rows, hidden]
-        self.sampler = None if history is None else KernelSampler(model.logits, rows, history, shares)
+        self.sampler = None if history is None else KernelSampler(model.logits, rows, history, shares, draw)
         self.graphs: DecodeGraphs | None = None
 
     @property

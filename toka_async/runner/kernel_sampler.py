@@ -16,12 +16,12 @@ from toka_async.arrays import Bool, Int32, Int64
 from toka_async.kernels.sampling.edit import LIST_WIDTH, NUM_TOP, EditKernels, EditTable, RowTokens
 from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
 from toka_async.kernels.sampling.row import RAW
-from toka_async.model.sampling import EDITS, Flag, Params
+from toka_async.model.sampling import EDITS, Flag, Params, sample
 from toka_async.runner.copies import upload
 from toka_async.runner.rows import RowPrompt, RowTables, group_by_key
 from toka_async.runner.samples import Draw, Draws, RowShares, TopLogprobs
 from toka_async.runner.sampling_routes import SamplingNeeds, SamplingRoutes
-from toka_async.runner.slab_sampler import Head, SlabSampler
+from toka_async.runner.slab_sampler import Head, SlabDraw, SlabSampler
 from toka_async.runner.token_history import TokenHistory
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition")
@@ -32,13 +32,23 @@ _EDIT_FLOATS = ("presence", "frequency")
 
 
 class KernelSampler:
-    """`Sampler` over the tables of `rows` and `history`. shares: how tensor ranks divide the rows; None: one rank."""
+    """`Sampler` over the tables of `rows` and `history`. shares: how tensor ranks divide the rows; None: one rank.
 
-    def __init__(self, head: Head, rows: RowTables, history: TokenHistory, shares: RowShares | None = None) -> None:
+    draw: samples slow rows.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        rows: RowTables,
+        history: TokenHistory,
+        shares: RowShares | None = None,
+        draw: SlabDraw = sample,
+    ) -> None:
         self._head = head
         self._shares = shares
         self._rows = rows
-        self._by_torch = SlabSampler(head, rows, history)
+        self._by_torch = SlabSampler(head, rows, history, draw)
         max_seqs, vocab = rows.params.size, rows.vocab_size
         self._kernels = SamplingKernels(vocab, shares.count_rows(max_seqs) if shares else max_seqs, rows.device)
         self._editing = EditKernels(self._kernels, history.ids.numel(), rows.device)

@@ -15,6 +15,7 @@ from toka_async.arrays import Int32, as_i32
 from toka_async.attention.base import PrefixGroup
 from toka_async.attention.build import BuiltAttention
 from toka_async.messages import Ready, Step, StepDone
+from toka_async.model.sampling import sample
 from toka_async.runner.clock import StepClock, StepSpan
 from toka_async.runner.compiles import CompileCounter
 from toka_async.runner.copies import upload
@@ -34,7 +35,7 @@ from toka_async.runner.prompt_logprobs import compute_prompt_logprobs, find_aske
 from toka_async.runner.results import LaunchedStep, PartResults
 from toka_async.runner.rows import RowTables
 from toka_async.runner.samples import Draws, Sampler
-from toka_async.runner.slab_sampler import SlabSampler
+from toka_async.runner.slab_sampler import SlabDraw, SlabSampler
 from toka_async.runner.token_history import TokenHistory
 
 if TYPE_CHECKING:  # needs Triton, which is not everywhere
@@ -50,10 +51,14 @@ class Cache(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class SamplingSetup:
-    """How next tokens are drawn. kernels: with kernels, on a GPU. shares: how tensor ranks divide rows, if they do."""
+    """How next tokens are drawn. kernels: with kernels, on a GPU. shares: how tensor ranks divide rows, if they do.
+
+    draw: samples rows in plain torch.
+    """
 
     kernels: bool = False
     shares: RowShares | None = None
+    draw: SlabDraw = sample
 
 
 class Runner:
@@ -97,15 +102,17 @@ class Runner:
         if sampling.kernels:
             from toka_async.runner.decode import DecodePass
 
-            self.decode = DecodePass(model, attention.graphs, self._rows, self._history, sampling.shares, residuals)
-        self._sampler = self._make_sampler()
+            self.decode = DecodePass(
+                model, attention.graphs, self._rows, self._history, sampling.shares, residuals, sampling.draw
+            )
+        self._sampler = self._make_sampler(sampling.draw)
 
-    def _make_sampler(self) -> Sampler | None:
+    def _make_sampler(self, draw: SlabDraw) -> Sampler | None:
         if self._history is None:
             return None
         if self.decode is not None:
             return self.decode.sampler
-        return SlabSampler(self._model.logits, self._rows, self._history)
+        return SlabSampler(self._model.logits, self._rows, self._history, draw)
 
     def mark_warm(self) -> None:
         """Counts compilations from now on."""

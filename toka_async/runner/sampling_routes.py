@@ -91,8 +91,9 @@ class SamplingRoutes:
         flags, num_top = params["flags"], np.minimum(params["num_logprobs"], rows.vocab_size)
         has_top = ~by_torch & (num_top > 0)
         held = ~by_torch & ((flags & Flag.MIN_TOKENS) != 0)
-        full = has_top | (~by_torch & ((flags & _EDITED) != 0))
         logprobs = (flags & Flag.LOGPROBS) != 0
+        # Both routes compute log-probs, rounded differently: a row's route must not depend on what others need.
+        full = has_top | (~by_torch & ((flags & _EDITED) != 0)) | (held & logprobs)
         self._bits[slots] = _TORCH * by_torch + _FULL * full + _HELD * held + _LOGPROBS * logprobs + _TOP * has_top
         self._held_until[slots] = np.where(held, rows.num_prompt[slots] + params["min_tokens"], 0)
         self._num_top[slots] = np.where(has_top, num_top, 0)

@@ -28,6 +28,7 @@ from toka_async.runner.token_history import TokenHistory
 SLAB_BYTES = {"cpu": 32 << 20, "cuda": 1 << 28}
 
 Head = Callable[[Tensor], Tensor]
+SlabDraw = Callable[[Tensor, Params, Float64], Tensor]  # as `model.sampling.sample`
 
 
 def cut_slabs(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[slice]:
@@ -50,8 +51,9 @@ class SampledRows:
 class SlabSampler:
     """Implements `Sampler` with the vocabulary's head, over the tables of `rows` and `history`."""
 
-    def __init__(self, head: Head, rows: RowTables, history: TokenHistory) -> None:
+    def __init__(self, head: Head, rows: RowTables, history: TokenHistory, draw: SlabDraw = sample) -> None:
         self._head = head
+        self._draw = draw
         self._rows = rows
         self._history = history
 
@@ -80,7 +82,7 @@ class SlabSampler:
         if rows.needed & EDITS:
             logits = logits.float()
             _edit(logits, self._rows, self._history, rows.slots[part], rows.lengths[part])
-        tokens = sample(logits, params, rows.uniform[part])
+        tokens = self._draw(logits, params, rows.uniform[part])
         if raw is None:
             return tokens, None
         return tokens, select_logprobs(raw, tokens[asked_at], int(rows.params["num_logprobs"].max()))

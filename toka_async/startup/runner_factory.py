@@ -19,6 +19,7 @@ import torch
 from toka_async.attention.build import AttentionParts, BuiltAttention, build_attention
 from toka_async.attention.choice import ChoiceTable, every_group_pays
 from toka_async.attention.flashinfer import FAILURES, explain_failure, explain_no_flashinfer
+from toka_async.attention.invariant import build_invariant_attention
 from toka_async.attention.kv_cache import KVCache, bytes_per_token
 from toka_async.attention.modules import ModuleRequest, find_missing, list_architectures, make_module_request
 from toka_async.bar import show_nothing
@@ -28,9 +29,12 @@ from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import Config
 from toka_async.messages import Ready
 from toka_async.model.activation_layout import LayoutPolicy
+from toka_async.model.blocked_ops import BlockedOps
 from toka_async.model.decoder import Decoder
-from toka_async.model.ops import TorchOps
+from toka_async.model.ops import Ops, TorchOps
+from toka_async.model.ordered_sums import OrderedSums
 from toka_async.model.overlap import OverlappedShards
+from toka_async.model.sampling import sample, sample_alone
 from toka_async.model.weights import build_decoder, load_weights, random_weights
 from toka_async.runner.compiles import CompileCounter
 from toka_async.runner.graphs import DENSE_ROWS
@@ -100,6 +104,9 @@ class RunnerFactory:
             self.device = resolve_device(config.model, coords)
             self.groups = make_groups(coords, self.device)
         self.kind: DeviceKind = "cuda" if self.device.type == "cuda" else "cpu"
+        self.invariant = config.model.batch_invariant
+        if self.invariant and coords.size > 1:
+            self.groups = replace(self.groups, tensor=OrderedSums(self.groups.tensor))
         self.dtype = resolve_dtype(config.model, spec, self.device)
         self.limits = resolve_limits(config.model, config.schedule, spec, self.kind)
         self.part = stage_parts(spec, coords.num_stages, coords.size)[coords.stage]
@@ -110,6 +117,7 @@ class RunnerFactory:
         free = measure_free_bytes(self.device, config.cache.memory_fraction)
         check_weights_fit(spec, self.part, coords.size, self.dtype, free, self.kind)
         self.tuning_cache = open_tuning_cache(self.device, config)
+        self.ops = self._make_ops()
         self.tuning = self._make_tuning()
 
     def build(self) -> Runner:
@@ -162,7 +170,9 @@ class RunnerFactory:
         FlashInfer must be used and does not work.
         """
         backend = self.config.attention.backend
-        if backend not in ("auto", "flashinfer") or explain_no_flashinfer(self.device, self.dtype, self.spec.head_dim):
+        if self.invariant or backend not in ("auto", "flashinfer"):
+            return True
+        if explain_no_flashinfer(self.device, self.dtype, self.spec.head_dim):
             return True  # building attention says so where it matters
         is_there, reason = False, ""
         with self.stages.stage("FlashInfer", "looking for its modules"):
@@ -183,22 +193,36 @@ class RunnerFactory:
             logger.warning("attention.backend=auto: FlashInfer does not work here, so it is not used: %s", reason)
         return bool(self.groups.world.minimum(int(is_there)))
 
-    def _make_tuning(self) -> ProductTuning | None:
-        """Makes tuned products and fused kernels on a GPU; None: plain torch."""
+    def _make_ops(self) -> Ops:
+        """Makes the operations of layers: kernels on a GPU, otherwise plain torch."""
         if not has_kernels(self.device):
-            return None
-        from toka_async.tuning.gemm import ProductTuning, make_ops
+            return BlockedOps() if self.invariant else TorchOps()
+        if self.invariant:
+            from toka_async.kernels.invariant.products import InvariantOps
 
-        return ProductTuning(make_ops(self.device, self.dtype, self.config.tuning.products), self.tuning_cache)
+            return InvariantOps()
+        from toka_async.tuning.gemm import make_ops
+
+        return make_ops(self.device, self.dtype, self.config.tuning.products)
+
+    def _make_tuning(self) -> ProductTuning | None:
+        """Returns None where there is nothing to tune: without kernels, and where one tile computes every product."""
+        if not has_kernels(self.device) or self.invariant:
+            return None
+        from toka_async.kernels.fused import FusedOps
+        from toka_async.tuning.gemm import ProductTuning
+
+        assert isinstance(self.ops, FusedOps)
+        return ProductTuning(self.ops, self.tuning_cache)
 
     def _build_layouts(self) -> LayoutPolicy:
         """Decides how steps are spread over the tensor ranks."""
         limits = limit_part(self.limits, self.coords.num_micro_batches)
-        ops = TorchOps() if self.tuning is None else self.tuning.ops
         return build_layouts(
-            self.config.parallel.async_tp_min_tokens,
+            # A row of a step in shards is summed otherwise than one of a small step.
+            0 if self.invariant else self.config.parallel.async_tp_min_tokens,
             self.groups.tensor,
-            RankShape(self.spec, self.dtype, self.device, ops, limits.max_tokens),
+            RankShape(self.spec, self.dtype, self.device, self.ops, limits.max_tokens),
             self._count_graph_rows(),
             self.tuning_cache,
             self.groups.world,
@@ -220,7 +244,7 @@ class RunnerFactory:
 
     def _count_graph_tokens(self, layouts: LayoutPolicy) -> int:
         """Counts the tokens of the largest graph of steps with prompts, alike on all ranks; 0: none is captured."""
-        if not has_kernels(self.device):
+        if not has_kernels(self.device) or self.invariant:
             return 0
         total = torch.cuda.get_device_properties(self.device).total_memory
         max_tokens = limit_part(self.limits, self.coords.num_micro_batches).max_tokens
@@ -229,8 +253,7 @@ class RunnerFactory:
         return most if layouts.shards is None else min(most, layouts.min_tokens - 1)
 
     def _load_decoder(self, layouts: LayoutPolicy) -> Decoder:
-        ops = TorchOps() if self.tuning is None else self.tuning.ops
-        decoder = build_decoder(self.spec, self.dtype, self.device, self.groups.tensor, ops, layouts, self.part)
+        decoder = build_decoder(self.spec, self.dtype, self.device, self.groups.tensor, self.ops, layouts, self.part)
         if self.config.model.load == "random":
             random_weights(decoder, 0, self.stages.show)
         else:
@@ -239,6 +262,8 @@ class RunnerFactory:
 
     def _list_compile_tasks(self) -> list[Callable[[], None]]:
         """Lists what compiles kernels while weights load. Tensor ranks and other stages do not draw from all logits."""
+        if self.invariant:
+            return []  # its attention has other kernels
         draws = self.coords.size == 1 and self.part.is_last
         spec = self.rank_spec if draws else msgspec.structs.replace(self.rank_spec, vocab_size=0)
         backend, page_size = self.config.attention.backend, self.config.cache.page_size
@@ -347,17 +372,21 @@ class RunnerFactory:
         cache = KVCache(
             spec.num_layers, num_pages + 1, spec.num_kv_heads, page_size, spec.head_dim, self.dtype, self.device, show
         )
-        attention = build_attention(
-            self.config.attention.backend,
-            cache,
-            spec.num_heads,
-            spec.windows,
-            max_seqs=limits.max_seqs,
-            max_tokens=limits.max_tokens,
-            choose=choose,
-            with_flashinfer=with_flashinfer,
-            show=show,
-        )
+        backend = self.config.attention.backend
+        if self.invariant:
+            attention = build_invariant_attention(backend, cache, spec.num_heads, spec.windows, limits.max_seqs)
+        else:
+            attention = build_attention(
+                backend,
+                cache,
+                spec.num_heads,
+                spec.windows,
+                max_seqs=limits.max_seqs,
+                max_tokens=limits.max_tokens,
+                choose=choose,
+                with_flashinfer=with_flashinfer,
+                show=show,
+            )
         group_min_seqs, group_min_tokens = self.groups.world.agree(attention.smallest_group, tuple[int, int])
         ready = Ready(
             num_pages=num_pages,
@@ -379,7 +408,11 @@ class RunnerFactory:
             decoder,
             cache,
             replace(attention, pays=self._make_group_rule(attention)),
-            SamplingSetup(has_kernels(self.device), self._share_rows(decoder)),
+            SamplingSetup(
+                has_kernels(self.device),
+                self._share_rows(decoder),
+                sample_alone if self.invariant and self.kind == "cuda" else sample,
+            ),
             stage,
             compiles,
         )
@@ -436,6 +469,7 @@ class RunnerFactory:
             "limits": [self.limits.max_seqs, self.limits.max_context],
             "page_size": self.config.cache.page_size,
             "attention": self.config.attention.backend,
+            "invariant": self.invariant,
             "ranks": [self.groups.tensor.size, self.groups.world.size],
         }
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from tests.drivers.paged_rows import make_batch
-from toka_async.attention.base import AttentionBatch, PrefixGroup, QueryKeyNorm
+from toka_async.attention.base import AttentionBackend, AttentionBatch, PrefixGroup, QueryKeyNorm
 from toka_async.attention.blocks import TileLimits
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
@@ -75,7 +75,7 @@ class Case:
         backend = ReferenceAttention(self.cache, self.heads, (window,), limits=limits)
         return self.attend_with(backend)
 
-    def attend_with(self, backend: ReferenceAttention) -> Tensor:
+    def attend_with(self, backend: AttentionBackend) -> Tensor:
         backend.plan(self.batch)
         return backend.attend(0, self.projected, self.rotation, self.norm)
 

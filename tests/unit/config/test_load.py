@@ -228,3 +228,18 @@ def test_keys_of_the_simulated_device_need_it() -> None:
     keys = ["model.device=simulated", "simulated.step_ms=1.5", "simulated.end_rate=0.01"]
     simulated = load_config(None, keys).simulated
     assert (simulated.step_ms, simulated.end_rate) == (1.5, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("override", "uses"),
+    [
+        ("attention.backend=flashinfer", "auto or reference or triton"),
+        ("schedule.group_min_seqs=8", "auto or 0"),
+        ("parallel.async_tp_min_tokens=64", "auto or 0"),
+    ],
+)
+def test_what_depends_on_the_batch_is_refused_where_nothing_may(override: str, uses: str) -> None:
+    others = [override, "parallel.tp=2"]
+    assert load_config(None, others)
+    with pytest.raises(ConfigError, match=f"^{override}: not with model.batch_invariant; use {uses}$"):
+        load_config(None, ["model.batch_invariant=true", *others])

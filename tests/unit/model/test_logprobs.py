@@ -56,3 +56,12 @@ def test_ranks_are_places_in_the_order_of_likeliest_ids() -> None:
     parts = concatenate([add_ranks(part, of, select_logprobs(part, of, 2)) for part, of in halves])
     assert parts.ranks is not None
     assert torch.equal(parts.ranks, ranked.ranks)
+
+
+def test_which_ids_tie_for_the_last_place_does_not_depend_on_how_many_others_want() -> None:
+    logits = torch.randint(-2, 2, (20, 400), generator=torch.Generator().manual_seed(5)).to(torch.bfloat16)
+    values = distribution(logits)
+    ids = torch.zeros(20, dtype=torch.int64)
+    most = select_logprobs(values, ids, 20).top_ids
+    for num_top in (1, 3, 7, 19):
+        assert torch.equal(select_logprobs(values, ids, num_top).top_ids, most[:, :num_top])

@@ -19,7 +19,7 @@ from transformers import (
 from toka_async.arrays import i32_column
 from toka_async.messages import SamplingParams
 from toka_async.model.rng import Float64, draw_uniforms
-from toka_async.model.sampling import Flag, clean, make_params, sample
+from toka_async.model.sampling import Flag, clean, make_params, sample, sample_alone
 from toka_async.openai.generation import LEAST_TEMPERATURE
 
 FILTERS = [
@@ -245,3 +245,14 @@ def test_the_lowest_temperature_is_as_good_as_greedy(filters: dict[str, Any]) ->
     logits = _logits(300, 1.0)
     drawn = _draw(logits, SamplingParams(temperature=LEAST_TEMPERATURE, **filters), np.linspace(0, 0.999, 50))
     assert set(drawn.tolist()) == {int(logits.argmax())}
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), num_rows=st.integers(1, 9), size=st.sampled_from([*SIZES, (40_000, 1.5)]))
+def test_a_row_draws_alone_what_it_draws_among_others(seed: int, num_rows: int, size: tuple[int, float]) -> None:
+    generator, (vocab, spread) = torch.Generator().manual_seed(seed), size
+    logits = torch.randn(num_rows, vocab, generator=generator) * spread
+    kinds = [make_params(FILTERS[(seed + row) % len(FILTERS)]) for row in range(num_rows)]
+    params, uniform = np.concatenate(kinds), np.random.default_rng(seed).random(num_rows)
+    together = sample(logits, params, uniform)
+    assert torch.equal(sample_alone(logits, params, uniform), together)

@@ -85,6 +85,13 @@ def test_edits_end_with_the_last_of_min_tokens() -> None:
     assert [routes.decode(slots) for _ in range(6)] == [Route.FULL] * 4 + [Route.PLAIN] * 2
 
 
+def test_log_probs_keep_the_route_when_min_tokens_end() -> None:
+    """Otherwise a neighbour's needs would decide how they are rounded."""
+    routes = Routes({0: SamplingParams(min_tokens=3, end_ids=ENDS, num_logprobs=0)})
+    slots = np.array([0], dtype=np.int32)
+    assert [routes.decode(slots) for _ in range(5)] == [Route.FULL] * 5
+
+
 def test_other_edits_outlast_min_tokens() -> None:
     routes, slots = Routes({0: HELD, 1: COUNTED}), np.array([0, 1], dtype=np.int32)
     assert {routes.decode(slots) for _ in range(6)} == {Route.FULL}

@@ -15,6 +15,7 @@ from tests.cases.models import make_checkpoint
 from tests.fakes.graphs import FakeGraphs
 from tests.fakes.model import FakeAttention, FakeCache, FakeModel
 from toka_async.attention.build import BuiltAttention, build_attention
+from toka_async.attention.by_token import TokenAttention
 from toka_async.attention.modules import ModuleRequest
 from toka_async.checkpoint.division import StagePart
 from toka_async.checkpoint.spec import ModelError, read_spec
@@ -29,6 +30,7 @@ from toka_async.config import (
 )
 from toka_async.messages import Ready
 from toka_async.model.activation_layout import LayoutPolicy, Replicated, SequenceSharded
+from toka_async.model.blocked_ops import BlockedOps
 from toka_async.model.comm import LocalComm
 from toka_async.model.weights import build_decoder
 from toka_async.runner.runner import Runner, SamplingSetup
@@ -380,3 +382,21 @@ def imported_at_once(name: str) -> set[str]:
     froms = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     names = {name for node in froms for name in (node.module, *(f"{node.module}.{a.name}" for a in node.names)) if name}
     return {name for name in names if (package / f"{name.replace('.', '/')}.py").exists()}
+
+
+def test_a_batch_invariant_model_is_built_of_other_parts(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU blocked products and attention by token; with kernels nothing is tuned."""
+    made: list[Runner] = []
+    monkeypatch.setattr(runner_factory, "warm_up", lambda runner, *_: made.append(runner))
+    factory = _factory(model_dir, model=ModelConfig(device="cpu", batch_invariant=True))
+    ready = factory.build().ready
+    assert isinstance(factory.ops, BlockedOps)
+    assert isinstance(made[0]._attention.backend, TokenAttention)
+    assert (ready.group_min_seqs, ready.group_min_tokens) == (0, 0)
+    pytest.importorskip("triton")
+    from toka_async.kernels.invariant.products import InvariantOps
+
+    monkeypatch.setattr(runner_factory, "has_kernels", lambda _: True)
+    factory = _factory(model_dir, model=ModelConfig(device="cpu", batch_invariant=True))
+    assert isinstance(factory.ops, InvariantOps)
+    assert factory.tuning is None
