@@ -49,6 +49,7 @@ def test_a_simulated_device() -> None:
 def test_on_a_gpu_what_is_measured_stays_automatic(monkeypatch: pytest.MonkeyPatch) -> None:
     class Properties:
         total_memory = 8 << 30
+        major, minor = 9, 0
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
