@@ -17,7 +17,7 @@ from torch import Tensor
 from toka_async.arrays import Int32, Int64
 from toka_async.attention.base import AttentionBatch, MixedAttention, PrefixGroup
 from toka_async.attention.copies import pin
-from toka_async.runner.graphs import DecodeGraphs, list_graph_sizes
+from toka_async.runner.graphs import DecodeGraphs
 from toka_async.runner.inputs import SampledTokens, StepModel, StepRows, read_chunk_ids
 from toka_async.runner.rows import RowTables
 from toka_async.runner.token_history import TokenHistory
@@ -28,7 +28,9 @@ _NEXT_TOKEN = -1  # in place of a token id: the slot's next token, which only th
 
 def list_mixed_sizes(most: int) -> list[int]:
     """Lists the numbers of tokens to capture, up to `most`. From 128 tokens on, padding is at most an eighth or 63."""
-    sizes = [16, 32, 64, *(size for size in list_graph_sizes(max(most, 128)) if size >= 128)]
+    sizes = [16, 32, 64, 128]
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + max(64, sizes[-1] // 512 * 64))
     return sorted({min(size, most) for size in sizes})
 
 
