@@ -123,7 +123,7 @@ def test_a_request_of_many_samples(model: Model) -> None:
 def test_a_decoder_of_kernels_computes_rows_alike_in_any_steps(tmp_path: Path) -> None:
     """Interpreted where there is no GPU. Rows decode and are computed in chunks, alone and with others."""
     pytest.importorskip("triton")
-    from toka_async.attention.invariant import InvariantChunks, InvariantDecode
+    from toka_async.attention.invariant.backend import InvariantChunks, InvariantDecode
     from toka_async.attention.paged import PagedAttention
     from toka_async.kernels.invariant.products import InvariantOps
 

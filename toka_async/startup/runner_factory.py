@@ -19,7 +19,7 @@ import torch
 from toka_async.attention.build import AttentionParts, BuiltAttention, build_attention
 from toka_async.attention.choice import ChoiceTable, every_group_pays
 from toka_async.attention.flashinfer import FAILURES, explain_failure, explain_no_flashinfer
-from toka_async.attention.invariant import build_invariant_attention
+from toka_async.attention.invariant.backend import build_invariant_attention
 from toka_async.attention.kv_cache import KVCache, bytes_per_token
 from toka_async.attention.modules import ModuleRequest, find_missing, list_architectures, make_module_request
 from toka_async.bar import show_nothing

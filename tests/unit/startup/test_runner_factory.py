@@ -15,7 +15,7 @@ from tests.cases.models import make_checkpoint
 from tests.fakes.graphs import FakeGraphs
 from tests.fakes.model import FakeAttention, FakeCache, FakeModel
 from toka_async.attention.build import BuiltAttention, build_attention
-from toka_async.attention.by_token import TokenAttention
+from toka_async.attention.invariant.by_token import TokenAttention
 from toka_async.attention.modules import ModuleRequest
 from toka_async.checkpoint.division import StagePart
 from toka_async.checkpoint.spec import ModelError, read_spec

@@ -14,8 +14,8 @@ from torch import Tensor
 from toka_async.arrays import Int64
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.build import Backend, BuiltAttention, resolve_backend
-from toka_async.attention.by_token import TokenAttention
 from toka_async.attention.copies import to_device
+from toka_async.attention.invariant.by_token import TokenAttention
 from toka_async.attention.kv_cache import KVCache
 
 

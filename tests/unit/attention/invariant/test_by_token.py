@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.drivers.paged_rows import make_batch
 from tests.unit.attention.test_reference import Case, cases
-from toka_async.attention.by_token import TokenAttention
+from toka_async.attention.invariant.by_token import TokenAttention
 from toka_async.attention.kv_cache import KVCache
 
 DIM, HEADS, KV_HEADS, PAGE = 12, 6, 2, 5

@@ -14,10 +14,15 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.drivers.paged_rows import make_batch
-from toka_async.attention import invariant
 from toka_async.attention.base import PrefixGroup
-from toka_async.attention.by_token import TokenAttention
-from toka_async.attention.invariant import InvariantChunks, InvariantDecode, build_invariant_attention, cut_tiles
+from toka_async.attention.invariant import backend
+from toka_async.attention.invariant.backend import (
+    InvariantChunks,
+    InvariantDecode,
+    build_invariant_attention,
+    cut_tiles,
+)
+from toka_async.attention.invariant.by_token import TokenAttention
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.paged import PagedAttention
 
@@ -112,7 +117,7 @@ def test_without_kernels_a_token_is_attended_at_a_time(monkeypatch: pytest.Monke
     built = build_invariant_attention("auto", cache, HEADS, (0,), 4)
     assert isinstance(built.backend, TokenAttention)
     assert (built.graphs, built.smallest_group, built.pays(1000, 1000)) == (None, (0, 0), False)
-    monkeypatch.setattr(invariant, "resolve_backend", lambda *_: "triton")
+    monkeypatch.setattr(backend, "resolve_backend", lambda *_: "triton")
     built = build_invariant_attention("auto", cache, HEADS, (0,), 4)
     assert isinstance(built.backend, PagedAttention)
     assert built.graphs is built.backend

@@ -1,0 +1,1 @@
+"""Attention that gives a token the same bits in every batch."""
