@@ -225,10 +225,10 @@ def test_automatic_limits_become_smaller_until_they_fit(
         assert (fitted.max_seqs, fitted.max_tokens) == expected
 
 
-def test_graphs_of_prompts_take_little_of_the_memory(tmp_path: Path, spec: ModelSpec) -> None:
+def test_graphs_of_prompts_take_little_of_the_memory(spec: ModelSpec) -> None:
     dtype = torch.bfloat16
     assert count_graph_tokens(GraphsConfig(), spec, dtype, 80 * GIB, 32768) == 4096
-    wide = read_spec(make_checkpoint(tmp_path, "llama", hidden_size=8192, intermediate_size=28672))
+    wide = msgspec.structs.replace(spec, hidden_size=8192, intermediate_size=28672)
     tokens = count_graph_tokens(GraphsConfig(), wide, dtype, 24 * GIB, 32768)
     assert 512 < tokens < 4096
     assert 0.009 < count_graph_bytes(wide, dtype, 0, tokens) / (24 * GIB) <= 0.01
@@ -248,13 +248,11 @@ def test_tokens_of_the_largest_graph(spec: ModelSpec, graphs: GraphsConfig, expe
     assert count_graph_tokens(graphs, spec, torch.bfloat16, 80 * GIB, 64) == expected
 
 
-def test_graphs_of_many_rows_take_little_of_the_memory(tmp_path: Path, spec: ModelSpec) -> None:
+def test_graphs_of_many_rows_take_little_of_the_memory(spec: ModelSpec) -> None:
     """With their logits. Those of 512 rows are always captured."""
     graphs, dtype = GraphsConfig(), torch.bfloat16
     assert count_graph_rows(graphs, spec, dtype, 141 * GIB, 8192) == 4096
-    wide = msgspec.structs.replace(
-        read_spec(make_checkpoint(tmp_path, "llama", hidden_size=4096, intermediate_size=14336)), vocab_size=128_256
-    )
+    wide = msgspec.structs.replace(spec, hidden_size=4096, intermediate_size=14336, vocab_size=128_256)
     rows = count_graph_rows(graphs, wide, dtype, 80 * GIB, 8192)
     assert 512 < rows < 4096
     assert 0.009 < count_graph_bytes(wide, dtype, rows, 0) / (80 * GIB) <= 0.01
