@@ -6,14 +6,29 @@ their defaults, also under nohup and in a shell's background, whose children wou
 
 from __future__ import annotations
 
+import logging
 import signal
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 from tests.fakes.triton_interpreter import interpret_kernels
+from toka_async.logs import LogHandler
 
 interpret_kernels()
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("no-deadline", parent=settings(), deadline=None)
 settings.load_profile("no-deadline")
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """Takes away what a test's log was written by, so that later tests write nothing to the terminal."""
+    levels = {logger: logger.level for logger in (logging.getLogger(), logging.getLogger("toka_async"))}
+    yield
+    if (handler := LogHandler.find_installed()) is not None:
+        logging.getLogger().removeHandler(handler)
+    for logger, level in levels.items():
+        logger.setLevel(level)

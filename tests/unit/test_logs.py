@@ -5,7 +5,6 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -23,17 +22,6 @@ from toka_async.logs import (
 )
 
 DATE = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
-
-
-@pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    """Takes the process's handler away again."""
-    root = logging.getLogger()
-    level = root.level
-    yield
-    if (handler := LogHandler.find_installed()) is not None:
-        root.removeHandler(handler)
-    root.setLevel(level)
 
 
 def record(message: str, *args: object, **fields: object) -> logging.LogRecord:

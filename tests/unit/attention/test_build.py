@@ -187,7 +187,7 @@ def test_tiles_that_do_not_fit_are_not_used(
     choose: Callable[[AttentionParts], ChoiceTable] | None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.DEBUG, "toka_async")
+    caplog.set_level(logging.DEBUG)
     refused_tiles.add(128)
     cache = cache_of(256, on_cuda=False)
     built = build_attention("triton", cache, 2, (0,), max_seqs=8, max_tokens=8, choose=choose)
