@@ -17,10 +17,8 @@ from torch import Tensor
 from toka_async.arrays import Int32, Int64
 from toka_async.attention.base import AttentionBatch, PrefixGroup, QueryKeyNorm
 from toka_async.attention.kv_cache import KVCache
-from toka_async.attention.paged import GraphDecodePart, GraphPrefillPart, run_beside
+from toka_async.attention.paged import FORKED_ROWS, GraphDecodePart, GraphPrefillPart, run_beside
 from toka_async.kernels.append import append
-
-FEW_TOKENS = 16
 
 
 class MixedGraphAttention:
@@ -36,7 +34,7 @@ class MixedGraphAttention:
     ) -> None:
         """side: a stream on which decoding rows are attended beside chunks; None: one after the other.
 
-        In graphs of few tokens they always are: there a kernel may start before the one in front of it has ended.
+        In graphs of few rows they always are: there a kernel may start before the one in front of it has ended.
         """
         self.cache = cache
         self.windows = tuple(windows)
@@ -57,7 +55,7 @@ class MixedGraphAttention:
 
     def plan_mixed(self, batch: AttentionBatch, grouped: bool, chunks: Tensor) -> None:
         self.num_rows, self.write_indices = batch.num_decode, batch.write_indices
-        self.forks = len(batch.write_indices) > FEW_TOKENS
+        self.forks = batch.num_decode >= FORKED_ROWS
         for cells, (window, part) in zip(chunks.chunk(len(self.chunks)), self.chunks.items(), strict=True):
             part.plan_graph(batch, window, cells)
             self.decodes[window].plan_graph(batch, grouped, window)

@@ -16,10 +16,13 @@ from toka_async.arrays import Int32, Int64
 from toka_async.attention.base import AttentionBatch, PrefixGroup, QueryKeyNorm
 from toka_async.attention.kv_cache import KVCache
 from toka_async.kernels.append import append
+from toka_async.kernels.pdl import FEW_ROWS
 
 # From so many tokens of chunks and keys of decoding rows on, two streams are worth the launches that they cost.
 FORKED_TOKENS = 1024
 FORKED_KEYS = 1 << 17
+# Kernels of fewer decoding rows start before the one in front of them has ended, which must be of their own stream.
+FORKED_ROWS = FEW_ROWS + 1
 
 
 class DecodeKernel(Protocol):
@@ -114,8 +117,11 @@ class PagedAttention:
         longest = int(batch.context_lengths.max(initial=0))
         self.effective = {window: window if window < longest else 0 for window in self.windows}
         self.num_decode, self.write_indices = batch.num_decode, batch.write_indices
-        num_keys = int(batch.context_lengths[: batch.num_decode].sum())
-        self.forks = len(batch.write_indices) - batch.num_decode >= FORKED_TOKENS and num_keys >= FORKED_KEYS
+        self.forks = (
+            batch.num_decode >= FORKED_ROWS
+            and len(batch.write_indices) - batch.num_decode >= FORKED_TOKENS
+            and int(batch.context_lengths[: batch.num_decode].sum()) >= FORKED_KEYS
+        )
         for window in set(self.effective.values()):
             if batch.num_decode:
                 self.decodes[window].plan(batch, batch.groups, window)

@@ -291,11 +291,15 @@ class FakeStream:
         self.log.append(f"{self.name} waits for {stream.name}")
 
 
-@pytest.mark.parametrize(("keys", "tokens", "forks"), [(3, 3, True), (4, 3, False), (3, 4, False)])
+@pytest.mark.parametrize(
+    ("rows", "keys", "tokens", "forks"),
+    [(1, 3, 3, True), (2, 3, 3, False), (1, 4, 3, False), (1, 3, 4, False)],
+)
 def test_large_steps_are_attended_on_two_streams(
-    monkeypatch: pytest.MonkeyPatch, keys: int, tokens: int, forks: bool
+    monkeypatch: pytest.MonkeyPatch, rows: int, keys: int, tokens: int, forks: bool
 ) -> None:
-    """The limits are 3 keys of decoding rows and 3 tokens of chunks."""
+    """The step has a decoding row of 3 keys, and 3 tokens of chunks."""
+    monkeypatch.setattr(paged, "FORKED_ROWS", rows)
     monkeypatch.setattr(paged, "FORKED_KEYS", keys)
     monkeypatch.setattr(paged, "FORKED_TOKENS", tokens)
     log: list[str] = []
