@@ -249,6 +249,10 @@ def _try_out(sources: Sources, limits: AttentionLimits, show: Show) -> None:
     total = len(windows) * (len(sources.decode) + len(sources.chunks))
     done = count()
     for window in windows:
+        if "triton" in sources.decode:
+            from toka_async.attention.row_decode import RowDecode
+
+            RowDecode(cache, num_heads, limits.scale).run_each_kernel(window)
         for make_decode in sources.decode.values():
             show(next(done), total, "kernels compiled and tried")
             try_decode(cache, num_heads, make_decode(), limits.max_seqs, window)

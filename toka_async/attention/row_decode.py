@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from toka_async.attention.kv_cache import KVCache
 from toka_async.kernels.decode import DecodeConfig, Partial, choose_parts, decode_attention, decode_config
 from toka_async.kernels.decode_work import UNEVEN, DecodeWork, divide_alike, divide_keys, needs_parts
 from toka_async.kernels.occupancy import count_resident
+from toka_async.kernels.pdl import FEW_ROWS as FOLLOWING_ROWS
 
 SHORT = 400  # keys of a row, on average, for which blocks are small
 FEW_ROWS = 32  # rows of a graph below which all rows have as many parts: dividing their keys costs a launch
@@ -88,6 +90,36 @@ class RowDecode:
             step.work,
             step.partial,
         )
+
+    def run_each_kernel(self, window: int) -> None:
+        """Runs each kernel that a plan can need, on rows without keys: some odd step would compile it otherwise."""
+        keys, heads = self.cache.keys[0], (self.num_heads, self.cache.head_dim)
+        for num_rows in (FOLLOWING_ROWS, FOLLOWING_ROWS + 1):
+            query = keys.new_zeros(num_rows, *heads)
+            zeros = torch.zeros((num_rows, 1), dtype=torch.int32, device=self.device)
+            one = Partial(query[None], torch.zeros((1, num_rows, self.num_heads), device=self.device))
+            two = Partial(
+                torch.zeros((2, num_rows, *heads), device=self.device),
+                torch.zeros((2, num_rows, self.num_heads), device=self.device),
+            )
+            alike = divide_alike(num_rows, 2, 1, self.device)
+            for is_short, work, prefix in product((False, True), (None, alike), (None, one, two)):
+                decode_attention(
+                    query,
+                    keys,
+                    keys,
+                    zeros,
+                    zeros[:, 0].long(),
+                    zeros[:, 0],
+                    torch.empty_like(query),
+                    self.scale,
+                    self._choose_config(is_short),
+                    window,
+                    None if prefix is None else zeros[:, 0],
+                    prefix,
+                    work,
+                    None if work is None else self._make_partial(work.num_partials),
+                )
 
     def _set_plan(
         self, batch: AttentionBatch, skip: Tensor | None, window: int, is_short: bool, work: DecodeWork | None

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
 
 from tests.cases.attention import AttentionCase, make_case
 from toka_async.arrays import Int32
+from toka_async.attention import row_decode
 from toka_async.attention.row_decode import FEW_ROWS, RowDecode
+from toka_async.kernels.decode import DecodeConfig, Partial, decode_attention
+from toka_async.kernels.decode_work import DecodeWork
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MIXED = (3, 700, 1, *(20 + i for i in range(FEW_ROWS)), 290)
@@ -99,3 +104,21 @@ def test_graphs_of_few_rows_keep_what_they_were_captured_with() -> None:
     first = rows.step.work
     rows.plan_graph(case.batch, None, 0)
     assert rows.step.work is first
+
+
+def test_each_kernel_runs_before_a_step_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows and many; blocks of both kinds; with work and without; no prefix, one result of it, and several."""
+    seen: set[tuple[bool, DecodeConfig, bool, torch.dtype | None]] = set()
+
+    def decode(query: Tensor, *rest: Any) -> Any:
+        config, window, prefix, work = rest[7], rest[8], rest[10], rest[11]
+        assert window == 60
+        assert prefix is None or isinstance(prefix, Partial)
+        assert work is None or isinstance(work, DecodeWork)
+        seen.add((len(query) > 16, config, work is None, None if prefix is None else prefix.output.dtype))
+        return decode_attention(query, *rest)
+
+    monkeypatch.setattr(row_decode, "decode_attention", decode)
+    case = make_case(0, 16, 2, 2, 16, contexts=[3], dtype=torch.bfloat16, device=DEVICE)
+    rows_of(case, 2).run_each_kernel(60)
+    assert len(seen) == 24
