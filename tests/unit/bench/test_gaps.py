@@ -49,3 +49,10 @@ def test_a_wrong_trace_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     (tmp_path / "trace.csv").write_text("a,b\n", encoding="utf-8")
     assert main(["bench", "gaps", "--trace", str(tmp_path / "trace.csv")]) == 2
     assert "ContextTokens" in capsys.readouterr().err
+
+
+def test_a_limit_holds_on_a_slow_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """256 tokens alone would take longer than the limit."""
+    slow = ["--step-ms", "5", "--token-us", "1000", "--users", "8", "--rounds", "3", "--requests", "4"]
+    found = measure(capsys, *slow, "--limits", "40")
+    assert found["users", "40"].prompt_steps[0] == pytest.approx(40, rel=0.1)
