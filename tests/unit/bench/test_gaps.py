@@ -51,6 +51,21 @@ def test_a_wrong_trace_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "ContextTokens" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["schedule.max_step_ms=20"], "use --limits"),
+        (["--step-ms", "0", "--token-us", "0", "--key-ns", "0"], "must be above 0"),
+    ],
+    ids=["a limit as an override", "steps without time"],
+)
+def test_what_cannot_be_compared_is_told(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["bench", "gaps", *SMALL, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_limit_holds_on_a_slow_device(capsys: pytest.CaptureFixture[str]) -> None:
     """256 tokens alone would take longer than the limit."""
     slow = ["--step-ms", "5", "--token-us", "1000", "--users", "8", "--rounds", "3", "--requests", "4"]
