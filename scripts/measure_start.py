@@ -65,6 +65,8 @@ def start(
     print(f"{what}: {seconds:.1f} s; {said[0] if said else ''}", flush=True)
     found = IN_BACKGROUND.findall(log.read_text())
     while waits and len(found) == 1:
+        if server.poll() is not None:
+            sys.exit(f"the server ended with {server.returncode} while it compiled:\n{log.read_text()}")
         time.sleep(1)
         found = IN_BACKGROUND.findall(log.read_text())
     if found and waits:

@@ -62,6 +62,7 @@ class DeviceRates:
 def main(options: argparse.Namespace) -> int:
     """Prints each time as it is measured; returns the exit code."""
     try:
+        check_gpu()
         if not options.json:
             names = ("plan_us", "ms", "read_ms", "multiply_ms", "share")
             print(f"{'shape':>28} {'dim':>4} {'part':>12}" + "".join(f"{name:>13}" for name in names))
@@ -78,10 +79,14 @@ def describe(each: AttentionTime) -> str:
     return f"{each.shape:>28} {each.dim:>4} {each.part:>12}{each.plan_us:>13.1f}{times}{each.share:>13.1%}"
 
 
-def measure(options: argparse.Namespace) -> Iterator[AttentionTime]:
+def check_gpu() -> None:
     """Raises BenchError if there is no GPU."""
     if not torch.cuda.is_available():
         raise BenchError("attention's parts need a GPU; torch finds none")
+
+
+def measure(options: argparse.Namespace) -> Iterator[AttentionTime]:
+    """Raises BenchError if our kernels do not work on the GPU."""
     device = torch.device("cuda")
     rates = _measure_rates(device)
     with torch.inference_mode():

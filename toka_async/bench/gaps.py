@@ -49,6 +49,7 @@ class GapsResult(msgspec.Struct, frozen=True, kw_only=True):
 
 def main(options: argparse.Namespace) -> int:
     try:
+        check_options(options)
         loads = build_loads(options)
     except BenchError as error:
         print(f"toka-async: {error}", file=sys.stderr)
@@ -62,6 +63,14 @@ def main(options: argparse.Namespace) -> int:
     else:
         print("\n".join(format_results(results)))
     return 0
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raises BenchError for options that leave nothing to compare or to measure."""
+    if any(each.lstrip("-").startswith("schedule.max_step_ms=") for each in options.overrides):
+        raise BenchError("schedule.max_step_ms: the limits to compare are those of --limits; use --limits")
+    if not (options.step_ms or options.token_us or options.key_ns):
+        raise BenchError("steps take no time; one of --step-ms, --token-us and --key-ns must be above 0")
 
 
 def make_overrides(options: argparse.Namespace, limit: str) -> list[str]:

@@ -189,12 +189,12 @@ def table(result: StepResult) -> Iterator[str]:
         f"measured: {result.bandwidth_gb_s} GB/s, matrices {result.matrix_tflops} TFLOP/s"
     )
     kinds = ("rows", "context", "prefix", "groups", "prompt", "sampling", "asking")
-    figures = ("ms", "device_ms", "tokens/s", "floor_ms", "share", "torch_ms", "share")
-    yield "".join(f"{name:>11}" for name in (*kinds, *figures))
+    figures = ("ms", "device_ms", "tokens/s", "floor_ms", "share", "torch_ms", "torch_share")
+    yield "".join(f"{name:>12}" for name in (*kinds, *figures))
     for each in result.steps:
         values = (each.rows, each.context, each.prefix, each.groups, each.prompt, each.sampling, each.asking)
         measured = (f"{each.ms:.3f}", f"{each.device_ms:.3f}", f"{each.tokens_per_second:.0f}")
         floors = (f"{each.floor_ms:.3f}", f"{each.share:.1%}", f"{each.torch_ms:.3f}", f"{each.torch_share:.1%}")
-        yield "".join(f"{value:>11}" for value in (*values, *measured, *floors))
+        yield "".join(f"{value:>12}" for value in (*values, *measured, *floors))
     for line in result.skipped:
         yield f"skipped: {line}"

@@ -274,8 +274,8 @@ class ScheduleConfig(Section, frozen=True, kw_only=True):
     max_step_ms: Annotated[
         Annotated[float, Meta(ge=0, le=60000)] | Auto,
         Meta(
-            description="milliseconds of a step that computes prompts, as far as can be foretold; auto: 40 while a "
-            "client reads a stream, else 125; 0: no limit"
+            description="milliseconds of a step that computes prompts, as far as can be foretold and decoding leaves "
+            "time; auto: 40 while a client reads a stream, else 125; 0: no limit"
         ),
     ] = "auto"
     steps_ahead: Annotated[

@@ -168,7 +168,9 @@ class StepBuilder:
 
     def _count_startable(self) -> int:
         """Count the tokens of prompts that a step can compute if nothing decodes."""
-        return min(self._max_tokens, self._predictor.count_tokens(self._limits.seconds))
+        budget = StepBudget(self._predictor, self._limits, self._max_tokens)
+        budget.allow_prompts(StepWork(0, 0), self._is_streaming())
+        return budget.count_tokens()
 
     def _is_streaming(self) -> bool:
         """Whether a stream's tokens would wait for other work in the step: a row's, or those of a prompt of several."""

@@ -18,7 +18,8 @@ SHARE = 0.25  # of the time of decoding, that prompts may take at least
 class StepLimits:
     """How long a step that computes prompts may take, in seconds; `streaming`: while somebody reads a stream.
 
-    least_tokens: of prompts, that a step has time for at any rate: some of its costs do not depend on its size.
+    least_tokens: of prompts, that a step has time for beyond the limit, as far as they take no longer than its costs
+    that do not depend on its size.
     """
 
     seconds: float = UNLIMITED
@@ -34,17 +35,25 @@ class StepBudget:
     limits: StepLimits
     tokens: int
     seconds: float = 0.0
+    least: float = 0.0  # seconds that prompts may take at any rate
 
     def allow_prompts(self, decoding: StepWork, is_streaming: bool) -> None:
         """Allow prompts to take the time that decoding leaves, and a least part of the step in any case."""
         limits, spent = self.limits, self.predictor.predict(decoding)
         left = (limits.streaming if is_streaming else limits.seconds) - spent
-        self.seconds = max(left, SHARE * spent, limits.least_tokens * self.predictor.token)
+        # Smaller steps would spend most of their time on those costs. On a slow device the tokens alone may take longer
+        # than the limit.
+        self.least = min(limits.least_tokens * self.predictor.token, self.predictor.constant)
+        self.seconds = max(left, SHARE * spent, self.least)
 
     @property
     def has_room(self) -> bool:
         """Whether a chunk of a prompt fits that is worth beginning."""
-        return self.tokens > 0 and self.seconds > self.limits.least_tokens // 8 * self.predictor.token
+        return self.tokens > 0 and self.seconds > self.least / 8
+
+    def count_tokens(self) -> int:
+        """Count the tokens that fit of a prompt's beginning."""
+        return min(self.tokens, self.predictor.count_tokens(self.seconds))
 
     def take_chunk(self, start: int, wanted: int) -> int:
         """Take as much as fits of a prompt's next `wanted` tokens, after its first `start`; returns how many.

@@ -65,3 +65,13 @@ def test_every_part_is_timed_and_ours_as_in_graphs_too(monkeypatch: pytest.Monke
     assert {(each.shape, each.dim, each.ms) for each in times} == {("two rows", 8, 2.0)}
     assert "two rows" in describe(times[0])
     assert [each.part for each in time_parts(parts, "a chunk", TrialShape(((20, 5),), 0), RATES)] == ["other"]
+
+
+def test_without_a_gpu_nothing_but_the_error_is_printed(
+    parse: Parse, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert attention.main(parse("attention")) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert "need a GPU" in printed.err

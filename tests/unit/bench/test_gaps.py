@@ -49,3 +49,25 @@ def test_a_wrong_trace_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     (tmp_path / "trace.csv").write_text("a,b\n", encoding="utf-8")
     assert main(["bench", "gaps", "--trace", str(tmp_path / "trace.csv")]) == 2
     assert "ContextTokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["schedule.max_step_ms=20"], "use --limits"),
+        (["--step-ms", "0", "--token-us", "0", "--key-ns", "0"], "must be above 0"),
+    ],
+    ids=["a limit as an override", "steps without time"],
+)
+def test_what_cannot_be_compared_is_told(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["bench", "gaps", *SMALL, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_limit_holds_on_a_slow_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """256 tokens alone would take longer than the limit."""
+    slow = ["--step-ms", "5", "--token-us", "1000", "--users", "8", "--rounds", "3", "--requests", "4"]
+    found = measure(capsys, *slow, "--limits", "40")
+    assert found["users", "40"].prompt_steps[0] == pytest.approx(40, rel=0.1)

@@ -79,6 +79,7 @@ def test_a_table_for_people() -> None:
     first, names, row, skipped = table(result)
     assert first.startswith("m on cpu")
     assert len(names) == len(row)
+    assert names.split()[-4:] == ["floor_ms", "share", "torch_ms", "torch_share"]
     assert row.split()[0] == "64"
     assert row.split()[-3] == "50.0%"
     assert row.endswith("75.0%")

@@ -11,7 +11,7 @@ from tests.drivers.core import CoreDriver
 from tests.drivers.page_rank import PageRank, submit
 from tests.drivers.small_core import SmallCore, built, got, wanted
 from toka_async.arrays import as_i32
-from toka_async.messages import AskStats, Ready, SamplingParams, Step, StepDone
+from toka_async.messages import AskStats, Ready, Step, StepDone
 from toka_async.scheduler.step_budget import SHARE, StepBudget, StepLimits
 from toka_async.scheduler.time_predictor import CONSTANT, KEY, StepWork, TimePredictor
 
@@ -46,9 +46,20 @@ def test_prompts_get_a_share_however_long_decoding_takes() -> None:
     decoding = StepWork(20_000, 0)
     count = allowed(StepLimits(seconds=0.01), decoding).take_chunk(0, 10**6)
     assert count == pytest.approx(SHARE * 20_000, rel=0.15)  # attention takes the rest
-    assert allowed(StepLimits(seconds=1e-6, least_tokens=900), NOTHING).take_chunk(0, 10**6) == pytest.approx(
-        900, rel=0.05
-    )
+    few = StepLimits(seconds=1e-6, least_tokens=200)
+    assert allowed(few, NOTHING).take_chunk(0, 10**6) == pytest.approx(200, rel=0.05)
+
+
+def test_tokens_beyond_the_limit_take_no_longer_than_what_each_step_costs() -> None:
+    """On a slow device, 256 tokens alone take longer than the limit."""
+    predictor = TimePredictor(TOKEN)
+    predictor.constant = 5 * TOKEN
+    budget = StepBudget(predictor, StepLimits(seconds=20 * TOKEN), 10_000)
+    budget.allow_prompts(StepWork(1, 0), is_streaming=False)
+    assert budget.take_chunk(0, 1900) == 13  # 14 tokens are left, of which pairs take a little
+    over = StepBudget(predictor, StepLimits(seconds=TOKEN), 10_000)
+    over.allow_prompts(NOTHING, is_streaming=False)
+    assert over.take_chunk(0, 1900) == 4
 
 
 def test_chunks_take_from_what_follows_and_none_begins_for_a_few_tokens() -> None:
@@ -195,14 +206,16 @@ def test_groups_read_their_prefix_once() -> None:
     assert sizes[1] - sizes[0] == pytest.approx(29 * 400 * KEY, abs=2)
 
 
-def test_more_urgent_work_takes_no_more_slots_than_its_prompts_can_use_in_a_step() -> None:
-    driver, rank = make_driver(StepLimits(seconds=STEP + 100 * TOKEN, least_tokens=8))
+@pytest.mark.parametrize("stream", [False, True])
+def test_more_urgent_work_takes_no_more_slots_than_its_prompts_can_use_in_a_step(stream: bool) -> None:
+    limit, large = STEP + 100 * TOKEN, STEP + 1000 * TOKEN
+    driver, rank = make_driver(StepLimits(large if stream else limit, limit, least_tokens=8))
     driver.submit(submit(0, make_prompt(0, 5), n=32, max_tokens=100, priority=1))
     while rank.pages.order.size < 32:
         driver.turn()
     for i in range(1, 20):
-        driver.submit(submit(i, make_prompt(i, 90), max_tokens=50, priority=0, sampling=SamplingParams()))
+        driver.submit(submit(i, make_prompt(i, 90), max_tokens=50, priority=0, stream=stream))
     driver.turn()
     driver.core.receive(AskStats(number=1), 0.0)
     driver.collect()
-    assert 0 < driver.stats.num_preemptions <= 6
+    assert 0 < driver.stats.num_preemptions <= 3
