@@ -100,6 +100,7 @@ class RunnerFactory:
         self.stages = stages or StartupProgress(shown=False, logged=False)
         self.compiles_first = compiles_first
         self.left_to_compile: ModuleRequest | None = None
+        self.flashinfer_failed = False
         with self.stages.stage("device", "starting the device and meeting the other ranks"):
             self.device = resolve_device(config.model, coords)
             self.groups = make_groups(coords, self.device)
@@ -162,6 +163,15 @@ class RunnerFactory:
             compile_in_background(self.left_to_compile)
         return runner
 
+    def describe_kept(self) -> str:
+        """Describes what a build left on the disk for later starts, and what it could not leave there."""
+        if self.kind == "cpu":
+            return "a CPU compiles and measures nothing"
+        missing = ["measurements"] * (not self.tuning_cache.keeps) + ["FlashInfer's modules"] * self.flashinfer_failed
+        if not missing:
+            return "all of it is on the disk"
+        return f"all is on the disk except {' and '.join(missing)}; the next start repeats that"
+
     def _prepare_flashinfer(self) -> bool:
         """Tells whether attention may use FlashInfer. Its missing modules are compiled now, or left for later.
 
@@ -190,6 +200,7 @@ class RunnerFactory:
         if reason and backend == "flashinfer":
             raise ModelError(f"attention.backend=flashinfer: it does not work here: {reason}; use auto")
         if reason:
+            self.flashinfer_failed = True
             logger.warning("attention.backend=auto: FlashInfer does not work here, so it is not used: %s", reason)
         return bool(self.groups.world.minimum(int(is_there)))
 

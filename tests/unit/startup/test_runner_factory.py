@@ -211,13 +211,26 @@ def test_where_flashinfer_does_not_work(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     FlashInferThere(monkeypatch, failure=RuntimeError("FlashInfer requires GPUs with sm75 or higher"))
-    assert not _factory(model_dir)._prepare_flashinfer()
+    factory = _factory(model_dir)
+    assert not factory._prepare_flashinfer()
+    assert factory.flashinfer_failed
     assert caplog.messages == [
         "attention.backend=auto: FlashInfer does not work here, so it is not used: "
         "FlashInfer requires GPUs with sm75 or higher"
     ]
     with pytest.raises(ModelError, match=r"^attention.backend=flashinfer: it does not work here: .* higher; use auto$"):
         _factory(model_dir, attention=AttentionConfig(backend="flashinfer"))._prepare_flashinfer()
+
+
+def test_what_is_not_kept_for_later_starts_is_told(model_dir: Path, tmp_path: Path) -> None:
+    factory = _factory(model_dir)
+    assert factory.describe_kept() == "a CPU compiles and measures nothing"
+    factory.kind, factory.tuning_cache = "cuda", TuningCache(tmp_path, {})
+    assert factory.describe_kept() == "all of it is on the disk"
+    factory.tuning_cache = TuningCache(None, {})
+    assert factory.describe_kept() == "all is on the disk except measurements; the next start repeats that"
+    factory.flashinfer_failed = True
+    assert "except measurements and FlashInfer's modules;" in factory.describe_kept()
 
 
 def test_graphs_depend_on_the_model_and_its_limits(model_dir: Path) -> None:
