@@ -329,18 +329,26 @@ class RunnerFactory:
         """
         page_bytes = count_page_bytes(self.rank_spec, self.config.cache, self.dtype)
         if self.kind == "cuda":
-            free, max_graph_rows = self._measure_memory(decoder, stage, page_bytes, with_flashinfer, max_graph_rows)
-            auto = most = free - count_graph_bytes(self.counted_spec, self.dtype, max_graph_rows, max_graph_tokens)
+            auto, max_graph_rows = self._measure_memory(
+                decoder, stage, page_bytes, with_flashinfer, max_graph_rows, max_graph_tokens
+            )
+            most = auto
         else:
             auto, most = choose_cpu_cache_bytes(self.coords.num_sharing)
         return resolve_num_pages(self.config.cache, self.limits, page_bytes, auto, most), max_graph_rows
 
     def _measure_memory(
-        self, decoder: Decoder, stage: StageSetup | None, page_bytes: int, with_flashinfer: bool, max_graph_rows: int
+        self,
+        decoder: Decoder,
+        stage: StageSetup | None,
+        page_bytes: int,
+        with_flashinfer: bool,
+        max_graph_rows: int,
+        max_graph_tokens: int,
     ) -> tuple[int, int]:
-        """Measures the bytes that the largest step leaves to the cache, by computing it once.
+        """Measures the bytes that the largest step and graphs leave to the cache, by computing that step once.
 
-        Also returns the rows of the largest graph, see `_limit_graph_rows`.
+        Also returns the rows of the largest graph, see `_limit_graphs`.
         """
         cache = self.config.cache
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -352,21 +360,25 @@ class RunnerFactory:
         except torch.OutOfMemoryError:
             raise make_misfit_error(self.limits) from None
         peak = torch.cuda.max_memory_allocated(self.device) - (num_pages + 1) * page_bytes
-        max_graph_rows = self._limit_graph_rows(runner, decoder, max_graph_rows)
+        num_rows, num_tokens = self._limit_graphs(runner, decoder, max_graph_rows, max_graph_tokens)
+        of_graphs = count_graph_bytes(self.counted_spec, self.dtype, num_rows, num_tokens)
         del runner
         gc.collect()
         torch.cuda.empty_cache()
-        return compute_cache_memory(self.device, cache.memory_fraction, peak), max_graph_rows
+        return compute_cache_memory(self.device, cache.memory_fraction, peak) - of_graphs, num_rows
 
-    def _limit_graph_rows(self, runner: Runner, decoder: Decoder, most: int) -> int:
-        """Finds the rows of the largest graph that pays, with a runner for a trial."""
+    def _limit_graphs(self, runner: Runner, decoder: Decoder, most_rows: int, most_tokens: int) -> tuple[int, int]:
+        """Finds the rows and tokens of the largest graphs that can be captured and pay, with a runner for a trial."""
         decode = runner.decode
-        if self.config.graphs.max_rows != "auto" or most <= DENSE_ROWS or decode is None or not decode.can_capture:
-            return most
+        if decode is None or not decode.can_capture:
+            return 0, 0
+        num_tokens = most_tokens if most_rows and runner.mixed is not None else 0
+        if self.config.graphs.max_rows != "auto" or most_rows <= DENSE_ROWS:
+            return most_rows, num_tokens
         from toka_async.tuning.graph_sizes import GraphLimit
 
-        limit = GraphLimit(decode, most, self._describe_graphs(decoder))
-        return settle(limit, self.tuning_cache, self.groups.tensor)
+        limit = GraphLimit(decode, most_rows, self._describe_graphs(decoder))
+        return settle(limit, self.tuning_cache, self.groups.tensor), num_tokens
 
     def _make_runner(
         self,

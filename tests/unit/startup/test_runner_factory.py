@@ -362,6 +362,25 @@ def test_steps_in_shards_are_not_captured(model_dir: Path, shards: bool, rows: i
     assert _factory(model_dir, schedule=ScheduleConfig(max_seqs=3))._count_graph_rows(LayoutPolicy(whole)) == 3
 
 
+@pytest.mark.parametrize(
+    ("decode", "mixed", "expected"),
+    [
+        (SimpleNamespace(can_capture=True), object(), (12, 100)),
+        (SimpleNamespace(can_capture=True), None, (12, 0)),
+        (SimpleNamespace(can_capture=False), object(), (0, 0)),
+        (None, None, (0, 0)),
+    ],
+)
+def test_what_attention_cannot_capture_needs_no_memory(
+    model_dir: Path, decode: object, mixed: object, expected: tuple[int, int]
+) -> None:
+    runner: Any = SimpleNamespace(decode=decode, mixed=mixed)
+    decoder: Any = None  # which nothing is measured of
+    factory = _factory(model_dir)
+    assert factory._limit_graphs(runner, decoder, 12, 100) == expected
+    assert factory._limit_graphs(runner, decoder, 0, 100) == (0, 0)
+
+
 @pytest.mark.parametrize("max_rows", ["auto", 3000])
 def test_automatic_graphs_are_as_large_as_memory_allows(
     monkeypatch: pytest.MonkeyPatch, model_dir: Path, max_rows: int | Literal["auto"]
