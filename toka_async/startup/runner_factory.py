@@ -101,7 +101,8 @@ class RunnerFactory:
         self.compiles_first = compiles_first
         self.left_to_compile: ModuleRequest | None = None
         self.flashinfer_failed = False
-        with self.stages.stage("device", "starting the device and meeting the other ranks"):
+        others = " and meeting the other ranks" if coords.world_size > 1 else ""
+        with self.stages.stage("device", f"starting the device{others}"):
             self.device = resolve_device(config.model, coords)
             self.groups = make_groups(coords, self.device)
         self.kind: DeviceKind = "cuda" if self.device.type == "cuda" else "cpu"
@@ -138,12 +139,12 @@ class RunnerFactory:
             self._set_num_threads(decoder)
         stage = self._connect_stage()
         max_graph_rows, max_graph_tokens = self._count_graph_rows(layouts), self._count_graph_tokens(layouts)
-        with self.stages.stage("matrices", "measuring products"):
-            if self.tuning is not None:
-                limits = limit_separate(limit_part(self.limits, self.coords.num_micro_batches), layouts)
+        if self.tuning is not None:
+            limits = limit_separate(limit_part(self.limits, self.coords.num_micro_batches), layouts)
+            with self.stages.stage("matrices", "measuring products"):
                 self.tuning.tune(decoder, limits, max_graph_rows, self.stages.show)
         with_flashinfer = self._prepare_flashinfer()
-        with self.stages.stage("memory", "computing the largest step"):
+        with self.stages.stage("memory", "computing the largest step" if self.kind == "cuda" else ""):
             num_pages, max_graph_rows = self._count_pages(
                 decoder, stage, with_flashinfer, max_graph_rows, max_graph_tokens
             )

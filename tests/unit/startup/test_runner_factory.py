@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -36,6 +37,7 @@ from toka_async.model.weights import build_decoder
 from toka_async.runner.runner import Runner, SamplingSetup
 from toka_async.startup import memory, runner_factory
 from toka_async.startup.device import name_device
+from toka_async.startup.progress import StartupProgress
 from toka_async.startup.rank_coords import RankCoords
 from toka_async.startup.runner_factory import RunnerFactory, open_tuning_cache
 from toka_async.tuning.async_tp import build_layouts
@@ -108,6 +110,20 @@ def test_on_a_cpu_nothing_is_measured_or_kept(model_dir: Path, tmp_path: Path, m
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     _build(model_dir)
     assert not list(tmp_path.iterdir())
+
+
+def test_only_what_a_start_does_is_shown(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank alone on a CPU meets no others, and measures nothing."""
+    shown: dict[str, str] = {}
+
+    def stage(_: StartupProgress, name: str, what: str = "") -> AbstractContextManager[None]:
+        shown[name] = what
+        return nullcontext()
+
+    monkeypatch.setattr(StartupProgress, "stage", stage)
+    _build(model_dir)
+    assert (shown["device"], shown["memory"]) == ("starting the device", "")
+    assert "matrices" not in shown
 
 
 def test_what_was_found_is_told(
