@@ -99,12 +99,16 @@ class Stage:
         return of_tokens + of_rows + self._shared(limits, config.parallel)
 
     def count_graphs(self, limits: RankLimits, config: Config, memory: int) -> int:
-        """Bytes in which captured steps compute."""
+        """Bytes in which captured steps compute. A start captures none without our own attention kernels."""
+        if config.attention.backend in ("reference", "flashinfer"):
+            return 0
         num_parts = config.parallel.num_micro_batches
         most = count_most_rows(limits.max_seqs, num_parts)
         num_rows = count_graph_rows(config.graphs, self._counted, self.dtype, memory, most)
         max_tokens = count_most_tokens(limits.max_seqs, limits.max_tokens, num_parts)
         num_tokens = count_graph_tokens(config.graphs, self.part, self.dtype, memory, max_tokens)
+        if config.model.batch_invariant:  # only decoding steps are captured
+            num_tokens = 0
         return count_graph_bytes(self._counted, self.dtype, num_rows, num_tokens)
 
     @property

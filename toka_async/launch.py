@@ -73,7 +73,7 @@ def warm(config: Config) -> int:
     Raises:
         ModelError: as in `serve`.
     """
-    say, ranks = configure_parent(config.log.format), _Ranks(config.parallel)
+    say, ranks = configure_parent(config.log.format), _Ranks(msgspec.structs.replace(config.parallel, dp=1))
     model_dir, tokenizer_dir = _find_files(config)
     with socket_folder() as folder:
         spec = msgspec.structs.replace(_make_spec("server", config, folder, model_dir, tokenizer_dir), warm=True)

@@ -72,6 +72,26 @@ def test_the_cache_gets_what_is_left(model: Path) -> None:
     assert more.num_tokens > plan.num_tokens
 
 
+@pytest.mark.parametrize(
+    ("override", "rows", "tokens"),
+    [
+        ("attention.backend=triton", 8, 4096),
+        ("attention.backend=reference", 0, 0),
+        ("attention.backend=flashinfer", 0, 0),
+        ("model.batch_invariant=true", 8, 0),
+    ],
+)
+def test_graphs_that_are_not_captured_take_no_memory(model: Path, override: str, rows: int, tokens: int) -> None:
+    def plan_tokens(*overrides: str) -> int:
+        few = ("model.dtype=bfloat16", "cache.page_size=1", "schedule.max_seqs=8")
+        return make_plan(configure(model, *few, *overrides), 8 * GIB).num_tokens
+
+    spec, (rank,) = read_spec(model), make_plan(configure(model, "model.dtype=bfloat16"), 8 * GIB).ranks
+    of_graphs = count_graph_bytes(spec, torch.bfloat16, rows, tokens)
+    taken = (plan_tokens("graphs.enabled=false") - plan_tokens(override)) * (rank.kv_token + 4)
+    assert taken == pytest.approx(of_graphs, abs=rank.kv_token + 4)
+
+
 def test_what_tensor_ranks_share_is_part_of_a_step(model: Path) -> None:
     """Two parts of a quarter of the tokens, of float32 values."""
     tokens = ("parallel.tp=4", "schedule.max_tokens=1024", "schedule.max_seqs=8")

@@ -186,12 +186,17 @@ def _check(config: Config) -> None:
 
 
 def _check_batch_invariant(config: Config) -> None:
-    """Refuses what computes a row in different ways, depending on the other rows of a step."""
+    """Refuses what computes a row in different ways, depending on the other rows of a step.
+
+    Also refuses graphs of steps with prompts, as the attention that computes rows alike cannot be captured in them.
+    """
     refused = {
         "attention.backend": (config.attention.backend, ("auto", "reference", "triton")),
         "schedule.group_min_seqs": (config.schedule.group_min_seqs, ("auto", 0)),
         "parallel.async_tp_min_tokens": (config.parallel.async_tp_min_tokens, ("auto", 0)),
+        "graphs.max_tokens": (config.graphs.max_tokens, ("auto", 0)),
     }
-    for key, (value, allowed) in refused.items():
-        if value not in allowed:
-            raise ConfigError(f"{key}={value}: not with model.batch_invariant; use {' or '.join(map(str, allowed))}")
+    for key, (value, (*others, last)) in refused.items():
+        if value not in (*others, last):
+            uses = f"{', '.join(map(str, others))} or {last}"
+            raise ConfigError(f"{key}={value}: not with model.batch_invariant; use {uses}")

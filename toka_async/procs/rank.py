@@ -254,10 +254,10 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[
     with stages.stage("libraries", "loading torch"):
         from toka_async.startup.runner_factory import RunnerFactory
 
-    runner = RunnerFactory(model_dir, shape, config, place, stages, compiles_first=spec.warm).build()
+    factory = RunnerFactory(model_dir, shape, config, place, stages, compiles_first=spec.warm)
+    runner = factory.build()
     if spec.warm and spec.rank == 0:
-        left = "a CPU compiles and measures nothing" if runner.device.type == "cpu" else "all of it is on the disk"
-        logging.getLogger(__name__).info("ready for later starts: %s", left)
+        logging.getLogger(__name__).info("ready for later starts: %s", factory.describe_kept())
     return runner.ready, lambda step: runner.launch(step).collect, runner.enter_thread
 
 

@@ -87,7 +87,10 @@ class ModuleCompilation:
 
 
 def compile_now(request: ModuleRequest, show: Show) -> None:
-    """Compiles what is missing, with all cores. Raises RuntimeError with the reason if that fails."""
+    """Compiles what is missing. Raises RuntimeError with the reason if that fails.
+
+    Each module has a compiler for two cores. Several modules have more compilers than cores, until the small ones end.
+    """
     ModuleCompilation(CompilerJob(request, max(1, len(os.sched_getaffinity(0)) // 2))).wait(show)
 
 

@@ -100,7 +100,9 @@ class RunnerFactory:
         self.stages = stages or StartupProgress(shown=False, logged=False)
         self.compiles_first = compiles_first
         self.left_to_compile: ModuleRequest | None = None
-        with self.stages.stage("device", "starting the device and meeting the other ranks"):
+        self.flashinfer_failed = False
+        others = " and meeting the other ranks" if coords.world_size > 1 else ""
+        with self.stages.stage("device", f"starting the device{others}"):
             self.device = resolve_device(config.model, coords)
             self.groups = make_groups(coords, self.device)
         self.kind: DeviceKind = "cuda" if self.device.type == "cuda" else "cpu"
@@ -137,12 +139,12 @@ class RunnerFactory:
             self._set_num_threads(decoder)
         stage = self._connect_stage()
         max_graph_rows, max_graph_tokens = self._count_graph_rows(layouts), self._count_graph_tokens(layouts)
-        with self.stages.stage("matrices", "measuring products"):
-            if self.tuning is not None:
-                limits = limit_separate(limit_part(self.limits, self.coords.num_micro_batches), layouts)
+        if self.tuning is not None:
+            limits = limit_separate(limit_part(self.limits, self.coords.num_micro_batches), layouts)
+            with self.stages.stage("matrices", "measuring products"):
                 self.tuning.tune(decoder, limits, max_graph_rows, self.stages.show)
         with_flashinfer = self._prepare_flashinfer()
-        with self.stages.stage("memory", "computing the largest step"):
+        with self.stages.stage("memory", "computing the largest step" if self.kind == "cuda" else ""):
             num_pages, max_graph_rows = self._count_pages(
                 decoder, stage, with_flashinfer, max_graph_rows, max_graph_tokens
             )
@@ -161,6 +163,15 @@ class RunnerFactory:
         if self.left_to_compile is not None and self.coords.device_index == 0:  # once for all ranks and replicas
             compile_in_background(self.left_to_compile)
         return runner
+
+    def describe_kept(self) -> str:
+        """Describes what a build left on the disk for later starts, and what it could not leave there."""
+        if self.kind == "cpu":
+            return "a CPU compiles and measures nothing"
+        missing = ["measurements"] * (not self.tuning_cache.keeps) + ["FlashInfer's modules"] * self.flashinfer_failed
+        if not missing:
+            return "all of it is on the disk"
+        return f"all is on the disk except {' and '.join(missing)}; the next start repeats that"
 
     def _prepare_flashinfer(self) -> bool:
         """Tells whether attention may use FlashInfer. Its missing modules are compiled now, or left for later.
@@ -190,6 +201,7 @@ class RunnerFactory:
         if reason and backend == "flashinfer":
             raise ModelError(f"attention.backend=flashinfer: it does not work here: {reason}; use auto")
         if reason:
+            self.flashinfer_failed = True
             logger.warning("attention.backend=auto: FlashInfer does not work here, so it is not used: %s", reason)
         return bool(self.groups.world.minimum(int(is_there)))
 
@@ -318,18 +330,26 @@ class RunnerFactory:
         """
         page_bytes = count_page_bytes(self.rank_spec, self.config.cache, self.dtype)
         if self.kind == "cuda":
-            free, max_graph_rows = self._measure_memory(decoder, stage, page_bytes, with_flashinfer, max_graph_rows)
-            auto = most = free - count_graph_bytes(self.counted_spec, self.dtype, max_graph_rows, max_graph_tokens)
+            auto, max_graph_rows = self._measure_memory(
+                decoder, stage, page_bytes, with_flashinfer, max_graph_rows, max_graph_tokens
+            )
+            most = auto
         else:
             auto, most = choose_cpu_cache_bytes(self.coords.num_sharing)
         return resolve_num_pages(self.config.cache, self.limits, page_bytes, auto, most), max_graph_rows
 
     def _measure_memory(
-        self, decoder: Decoder, stage: StageSetup | None, page_bytes: int, with_flashinfer: bool, max_graph_rows: int
+        self,
+        decoder: Decoder,
+        stage: StageSetup | None,
+        page_bytes: int,
+        with_flashinfer: bool,
+        max_graph_rows: int,
+        max_graph_tokens: int,
     ) -> tuple[int, int]:
-        """Measures the bytes that the largest step leaves to the cache, by computing it once.
+        """Measures the bytes that the largest step and graphs leave to the cache, by computing that step once.
 
-        Also returns the rows of the largest graph, see `_limit_graph_rows`.
+        Also returns the rows of the largest graph, see `_limit_graphs`.
         """
         cache = self.config.cache
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -341,21 +361,25 @@ class RunnerFactory:
         except torch.OutOfMemoryError:
             raise make_misfit_error(self.limits) from None
         peak = torch.cuda.max_memory_allocated(self.device) - (num_pages + 1) * page_bytes
-        max_graph_rows = self._limit_graph_rows(runner, decoder, max_graph_rows)
+        num_rows, num_tokens = self._limit_graphs(runner, decoder, max_graph_rows, max_graph_tokens)
+        of_graphs = count_graph_bytes(self.counted_spec, self.dtype, num_rows, num_tokens)
         del runner
         gc.collect()
         torch.cuda.empty_cache()
-        return compute_cache_memory(self.device, cache.memory_fraction, peak), max_graph_rows
+        return compute_cache_memory(self.device, cache.memory_fraction, peak) - of_graphs, num_rows
 
-    def _limit_graph_rows(self, runner: Runner, decoder: Decoder, most: int) -> int:
-        """Finds the rows of the largest graph that pays, with a runner for a trial."""
+    def _limit_graphs(self, runner: Runner, decoder: Decoder, most_rows: int, most_tokens: int) -> tuple[int, int]:
+        """Finds the rows and tokens of the largest graphs that can be captured and pay, with a runner for a trial."""
         decode = runner.decode
-        if self.config.graphs.max_rows != "auto" or most <= DENSE_ROWS or decode is None or not decode.can_capture:
-            return most
+        if decode is None or not decode.can_capture:
+            return 0, 0
+        num_tokens = most_tokens if most_rows and runner.mixed is not None else 0
+        if self.config.graphs.max_rows != "auto" or most_rows <= DENSE_ROWS:
+            return most_rows, num_tokens
         from toka_async.tuning.graph_sizes import GraphLimit
 
-        limit = GraphLimit(decode, most, self._describe_graphs(decoder))
-        return settle(limit, self.tuning_cache, self.groups.tensor)
+        limit = GraphLimit(decode, most_rows, self._describe_graphs(decoder))
+        return settle(limit, self.tuning_cache, self.groups.tensor), num_tokens
 
     def _make_runner(
         self,

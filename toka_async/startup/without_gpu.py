@@ -21,18 +21,20 @@ logger = logging.getLogger(__name__)
 def compile_without_gpu(spec: ModelSpec, config: Config, stages: StartupProgress) -> None:
     """Compiles FlashInfer's modules for the GPUs that `ARCHITECTURES` names, and logs what is left to a start.
 
-    Raises ModelError if they are named and their modules cannot be compiled.
+    Raises ModelError if they are named, a start may use FlashInfer, and its modules cannot be compiled.
     """
     architectures = os.environ.get(ARCHITECTURES, "")
-    if not architectures or config.attention.backend not in ("auto", "flashinfer"):
+    may_use = not config.model.batch_invariant and config.attention.backend in ("auto", "flashinfer")
+    if not architectures or not may_use:
         logger.warning(
             "there is no GPU here, so nothing is compiled or measured, and the model's files are all that is there; "
-            "run this where the GPU is, or set %s, such as 9.0a, to compile FlashInfer's modules",
-            ARCHITECTURES,
+            "run this where the GPU is%s",
+            f", or set {ARCHITECTURES}, such as 9.0a, to compile FlashInfer's modules" if may_use else "",
         )
         return
     dtype = spec.dtype if config.model.dtype == "auto" else config.model.dtype
-    reason = explain_no_flashinfer(torch.device("cuda"), getattr(torch, dtype), spec.head_dim)
+    # Its advice is for a start that must use FlashInfer.
+    reason, *_ = explain_no_flashinfer(torch.device("cuda"), getattr(torch, dtype), spec.head_dim).partition(";")
     if not reason:
         request = make_module_request(make_rank_spec(spec, config.parallel.tp), dtype, architectures)
         try:
@@ -41,7 +43,10 @@ def compile_without_gpu(spec: ModelSpec, config: Config, stages: StartupProgress
         except FAILURES as error:
             reason = explain_failure(error)
     if reason:
-        raise ModelError(f"{ARCHITECTURES}={architectures}: FlashInfer's modules cannot be compiled: {reason}")
+        raise ModelError(
+            f"{ARCHITECTURES}={architectures}: FlashInfer's modules cannot be compiled: {reason}; unset the variable, "
+            "or use attention.backend=triton"
+        )
     logger.warning(
         "FlashInfer's modules are compiled for %s; there is no GPU here, so the first start still compiles our own "
         "kernels, and measures",

@@ -74,6 +74,11 @@ class TuningCache:
             )
             self._writes = False
 
+    @property
+    def keeps(self) -> bool:
+        """Tells whether later starts find what this one measured."""
+        return self._writes
+
     def report(self) -> None:
         """Logs how much was found, if anything was asked."""
         if self.folder is not None and self.num_asked:

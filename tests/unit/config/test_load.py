@@ -233,9 +233,10 @@ def test_keys_of_the_simulated_device_need_it() -> None:
 @pytest.mark.parametrize(
     ("override", "uses"),
     [
-        ("attention.backend=flashinfer", "auto or reference or triton"),
+        ("attention.backend=flashinfer", "auto, reference or triton"),
         ("schedule.group_min_seqs=8", "auto or 0"),
         ("parallel.async_tp_min_tokens=64", "auto or 0"),
+        ("graphs.max_tokens=512", "auto or 0"),
     ],
 )
 def test_what_depends_on_the_batch_is_refused_where_nothing_may(override: str, uses: str) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -36,6 +37,7 @@ from toka_async.model.weights import build_decoder
 from toka_async.runner.runner import Runner, SamplingSetup
 from toka_async.startup import memory, runner_factory
 from toka_async.startup.device import name_device
+from toka_async.startup.progress import StartupProgress
 from toka_async.startup.rank_coords import RankCoords
 from toka_async.startup.runner_factory import RunnerFactory, open_tuning_cache
 from toka_async.tuning.async_tp import build_layouts
@@ -108,6 +110,20 @@ def test_on_a_cpu_nothing_is_measured_or_kept(model_dir: Path, tmp_path: Path, m
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     _build(model_dir)
     assert not list(tmp_path.iterdir())
+
+
+def test_only_what_a_start_does_is_shown(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank alone on a CPU meets no others, and measures nothing."""
+    shown: dict[str, str] = {}
+
+    def stage(_: StartupProgress, name: str, what: str = "") -> AbstractContextManager[None]:
+        shown[name] = what
+        return nullcontext()
+
+    monkeypatch.setattr(StartupProgress, "stage", stage)
+    _build(model_dir)
+    assert (shown["device"], shown["memory"]) == ("starting the device", "")
+    assert "matrices" not in shown
 
 
 def test_what_was_found_is_told(
@@ -211,13 +227,26 @@ def test_where_flashinfer_does_not_work(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     FlashInferThere(monkeypatch, failure=RuntimeError("FlashInfer requires GPUs with sm75 or higher"))
-    assert not _factory(model_dir)._prepare_flashinfer()
+    factory = _factory(model_dir)
+    assert not factory._prepare_flashinfer()
+    assert factory.flashinfer_failed
     assert caplog.messages == [
         "attention.backend=auto: FlashInfer does not work here, so it is not used: "
         "FlashInfer requires GPUs with sm75 or higher"
     ]
     with pytest.raises(ModelError, match=r"^attention.backend=flashinfer: it does not work here: .* higher; use auto$"):
         _factory(model_dir, attention=AttentionConfig(backend="flashinfer"))._prepare_flashinfer()
+
+
+def test_what_is_not_kept_for_later_starts_is_told(model_dir: Path, tmp_path: Path) -> None:
+    factory = _factory(model_dir)
+    assert factory.describe_kept() == "a CPU compiles and measures nothing"
+    factory.kind, factory.tuning_cache = "cuda", TuningCache(tmp_path, {})
+    assert factory.describe_kept() == "all of it is on the disk"
+    factory.tuning_cache = TuningCache(None, {})
+    assert factory.describe_kept() == "all is on the disk except measurements; the next start repeats that"
+    factory.flashinfer_failed = True
+    assert "except measurements and FlashInfer's modules;" in factory.describe_kept()
 
 
 def test_graphs_depend_on_the_model_and_its_limits(model_dir: Path) -> None:
@@ -347,6 +376,25 @@ def test_steps_in_shards_are_not_captured(model_dir: Path, shards: bool, rows: i
     assert factory._count_graph_rows(layouts) == rows
     assert _factory(model_dir, graphs=GraphsConfig(enabled=False))._count_graph_rows(layouts) == 0
     assert _factory(model_dir, schedule=ScheduleConfig(max_seqs=3))._count_graph_rows(LayoutPolicy(whole)) == 3
+
+
+@pytest.mark.parametrize(
+    ("decode", "mixed", "expected"),
+    [
+        (SimpleNamespace(can_capture=True), object(), (12, 100)),
+        (SimpleNamespace(can_capture=True), None, (12, 0)),
+        (SimpleNamespace(can_capture=False), object(), (0, 0)),
+        (None, None, (0, 0)),
+    ],
+)
+def test_what_attention_cannot_capture_needs_no_memory(
+    model_dir: Path, decode: object, mixed: object, expected: tuple[int, int]
+) -> None:
+    runner: Any = SimpleNamespace(decode=decode, mixed=mixed)
+    decoder: Any = None  # which nothing is measured of
+    factory = _factory(model_dir)
+    assert factory._limit_graphs(runner, decoder, 12, 100) == expected
+    assert factory._limit_graphs(runner, decoder, 0, 100) == (0, 0)
 
 
 @pytest.mark.parametrize("max_rows", ["auto", 3000])

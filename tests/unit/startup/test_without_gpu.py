@@ -45,13 +45,23 @@ def test_they_are_those_of_a_tensor_rank(warm: Warm) -> None:
     assert [(request.dtype, request.tensor_cores) for request in requests] == [("float16", False)]
 
 
-@pytest.mark.parametrize(("architectures", "backend"), [("", "auto"), ("9.0a", "triton")])
+@pytest.mark.parametrize(
+    ("architectures", "sections", "advises"),
+    [
+        ("", {}, True),
+        ("9.0a", {"attention": AttentionConfig(backend="triton")}, False),
+        ("9.0a", {"model": ModelConfig(batch_invariant=True)}, False),
+    ],
+    ids=["no GPU is named", "another backend", "batch invariant"],
+)
 def test_otherwise_it_says_that_nothing_is_done(
-    warm: Warm, architectures: str, backend: Any, caplog: pytest.LogCaptureFixture
+    warm: Warm, architectures: str, sections: dict[str, Any], advises: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert warm(architectures, attention=AttentionConfig(backend=backend)) == []
+    """The variable is advised only where it would help."""
+    assert warm(architectures, **sections) == []
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert line.startswith("there is no GPU here, so nothing is compiled or measured")
+    assert ("FLASHINFER_CUDA_ARCH_LIST" in line) is advises
 
 
 def test_a_failure_is_the_users_to_mend(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +69,10 @@ def test_a_failure_is_the_users_to_mend(warm: Warm, monkeypatch: pytest.MonkeyPa
         raise RuntimeError("Could not find nvcc")
 
     monkeypatch.setattr(without_gpu, "compile_now", fail)
-    with pytest.raises(ModelError, match=r"^FLASHINFER_CUDA_ARCH_LIST=9.0a: .* be compiled: Could not find nvcc$"):
+    with pytest.raises(
+        ModelError, match=r"^FLASHINFER_CUDA_ARCH_LIST=9.0a: .* be compiled: Could not find nvcc; unset"
+    ):
         warm("9.0a")
-    monkeypatch.setattr(without_gpu, "explain_no_flashinfer", lambda *_: "it is not installed")
-    with pytest.raises(ModelError, match="it is not installed"):
+    monkeypatch.setattr(without_gpu, "explain_no_flashinfer", lambda *_: "it is not installed; use auto")
+    with pytest.raises(ModelError, match=r"installed; unset the variable, or use attention.backend=triton$"):
         warm("9.0a")

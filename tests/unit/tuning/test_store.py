@@ -72,6 +72,7 @@ def test_without_a_folder_nothing_is_kept(caplog: pytest.LogCaptureFixture) -> N
     cache = TuningCache(None, PLATFORM)
     cache.keep("graphs", FACTS, [1, 2])
     assert cache.find("graphs", FACTS, list[int]) is None
+    assert not cache.keeps
     caplog.set_level(logging.INFO)
     cache.report()
     assert not caplog.messages
@@ -104,9 +105,11 @@ def test_in_a_folder_that_cannot_be_written_answers_are_found(tmp_path: Path, mo
 
     monkeypatch.setattr(tuning_cache, "_write", refuse)
     cache = TuningCache(tmp_path, PLATFORM)
+    assert TuningCache(tmp_path, PLATFORM).keeps
     for _ in range(2):
         cache.keep("attention", FACTS, TABLE)
     assert len(tried) == 1
+    assert not cache.keeps
     assert cache.find("graphs", FACTS, list[int]) == [1, 2]
 
 
