@@ -48,7 +48,7 @@ class Decoder(nn.Module):
         self.num_heads = share_of(spec.num_heads, comm).size  # the rank's query heads
         self.embedding = VocabularyMatrix(spec.vocab_size, spec.hidden_size, comm, ops) if part.is_first else None
         self.rope = Rope(spec.rope, spec.head_dim, ops.compute_rotation)
-        self.layers = nn.ModuleList(Layer(spec, index, comm, ops) for index in range(part.size))
+        self.layers = nn.ModuleList(Layer(spec, part.first + index, index, comm, ops) for index in range(part.size))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops) if part.is_last else None
         self.head: VocabularyMatrix | None = None
         if part.is_last:
@@ -111,12 +111,13 @@ class Decoder(nn.Module):
 class Layer(nn.Module):
     """Attention and a gated MLP, each with a norm before and a residual around."""
 
-    def __init__(self, spec: ModelSpec, index: int, comm: Comm, ops: Ops) -> None:
+    def __init__(self, spec: ModelSpec, number: int, index: int, comm: Comm, ops: Ops) -> None:
+        """number: of the layer in the model. index: in the stage."""
         super().__init__()
         self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops)
         self.attention = Attention(spec, index, comm, ops)
         self.mlp_norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops)
-        self.mlp = MLP(spec, comm, ops)
+        self.mlp = MLP(spec, number, comm, ops)
 
     def forward(
         self,
@@ -194,13 +195,14 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """The gated feed-forward network (arXiv:2002.05202)."""
 
-    def __init__(self, spec: ModelSpec, comm: Comm, ops: Ops) -> None:
+    def __init__(self, spec: ModelSpec, number: int, comm: Comm, ops: Ops) -> None:
         super().__init__()
-        inner = spec.intermediate_size
-        self.activation = spec.activation
+        feed = spec.layers[number].feed
+        inner = feed.inner
+        self.activation = feed.activation
         share = share_of(inner, comm)
-        self.gate_up = ColumnLinear(spec.hidden_size, (share, share), spec.mlp_bias, ops)
-        self.down = RowLinear(inner, spec.hidden_size, spec.mlp_bias, comm, ops)
+        self.gate_up = ColumnLinear(spec.hidden_size, (share, share), feed.bias, ops)
+        self.down = RowLinear(inner, spec.hidden_size, feed.bias, comm, ops)
 
     def forward(
         self, hidden: Tensor, residual: Tensor, layout: ActivationLayout, deferred: Norm | None = None

@@ -159,7 +159,7 @@ class LayoutTimes:
 
 
 def _cut_to_one_layer(spec: ModelSpec) -> ModelSpec:
-    return msgspec.structs.replace(spec, num_layers=1, windows=spec.windows[:1])
+    return msgspec.structs.replace(spec, layers=spec.layers[:1])
 
 
 def _fall_back(asked: int | Literal["auto"], comm: Comm, world: Comm, reason: str) -> LayoutPolicy:
