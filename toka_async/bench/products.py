@@ -138,7 +138,7 @@ def list_ways(
 
 
 def _compute_usually(ops: FusedOps, finish: str, norm: Norm | None, output: Tensor, x: Tensor, weight: Tensor) -> None:
-    from toka_async.tuning.gemm import compute_usually
+    from toka_async.tuning.dense import compute_usually
 
     compute_usually(ops, finish, norm, x, weight, output)
 

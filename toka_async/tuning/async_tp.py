@@ -21,7 +21,7 @@ from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import ActivationLayout, LayoutPolicy, Replicated, SequenceSharded
 from toka_async.model.comm import Comm
 from toka_async.model.decoder import Decoder
-from toka_async.model.ops import Ops
+from toka_async.model.matrices.ops import Ops
 from toka_async.model.overlap import build_overlapped, explain_obstacle, release, reserve
 from toka_async.model.weights import build_decoder, random_weights
 from toka_async.tuning.clock import time_alone

@@ -31,8 +31,8 @@ from toka_async.config import (
 )
 from toka_async.messages import Ready
 from toka_async.model.activation_layout import LayoutPolicy, Replicated, SequenceSharded
-from toka_async.model.blocked_ops import BlockedOps
 from toka_async.model.comm import LocalComm
+from toka_async.model.matrices.blocked_ops import BlockedOps
 from toka_async.model.weights import build_decoder
 from toka_async.runner.runner import Runner, SamplingSetup
 from toka_async.startup import memory, runner_factory

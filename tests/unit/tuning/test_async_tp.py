@@ -16,7 +16,7 @@ from toka_async.checkpoint.spec import read_spec
 from toka_async.model.activation_layout import LayoutPolicy, Replicated, SequenceSharded
 from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.decoder import Decoder
-from toka_async.model.ops import TorchOps
+from toka_async.model.matrices.ops import TorchOps
 from toka_async.tuning import async_tp
 from toka_async.tuning.async_tp import (
     LayerRun,
