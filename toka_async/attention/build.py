@@ -174,7 +174,7 @@ def _add_triton(sources: Sources, limits: AttentionLimits, show: Show) -> str:
     from toka_async.attention.prefix_memory import PrefixMemory, count_partials
     from toka_async.attention.triton import TritonChunks, TritonDecode
     from toka_async.kernels.built import UnbuiltError, find_built
-    from toka_async.kernels.prefill import PrefillConfig, list_prefill_configs
+    from toka_async.kernels.prefill import PrefillConfig, list_hopper_configs, list_prefill_configs
 
     cache, num_heads, scale = limits.cache, limits.num_heads, limits.scale
     device = cache.keys[0].device
@@ -185,7 +185,8 @@ def _add_triton(sources: Sources, limits: AttentionLimits, show: Show) -> str:
         chunks = partial(TritonChunks, cache, num_heads, scale, tiles)
         return Sources({"triton": decode}, {"triton": chunks}, decode, chunks)
 
-    configs = list_prefill_configs(cache.head_dim, num_heads // cache.num_kv_heads, cache.keys[0].dtype)
+    shape = cache.head_dim, num_heads // cache.num_kv_heads, cache.keys[0].dtype
+    configs = list_hopper_configs(*shape, cache.page_size, device) + list_prefill_configs(*shape)
     try:
         tiles = find_built(configs, lambda tiles: _try_out(make_sources(tiles), limits, show))
     except UnbuiltError as error:
