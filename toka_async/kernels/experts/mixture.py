@@ -1,0 +1,107 @@
+"""Mixtures of experts on a GPU: routes, and the products of all chosen experts, without waiting for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from toka_async.kernels.by_rows import ByRows
+from toka_async.kernels.experts import few_tokens
+from toka_async.kernels.experts.grouped import STORE, GroupedProducts, GroupedTile
+from toka_async.kernels.experts.routing import Routes, place, route
+from toka_async.kernels.experts.sums import add_by_token
+from toka_async.kernels.experts.weights import ExpertWeights
+
+
+@dataclass(slots=True, frozen=True)
+class ExpertPlan:
+    """How the experts of a step are computed: the tiles of both products.
+
+    gated: None: each token's experts are read straight. down: None: by torch's grouped product, where it has one.
+    """
+
+    gated: GroupedTile | None
+    down: GroupedTile | None
+
+
+STRAIGHT = ExpertPlan(None, None)
+# By the average number of an expert's rows. Each tile takes at most 99 KiB where multiprocessors have no more.
+TILES = (
+    (16, GroupedTile(16, 128, 64, num_stages=4, num_warps=4)),
+    (32, GroupedTile(32, 128, 64, num_stages=4, num_warps=4)),
+    (96, GroupedTile(64, 128, 64, num_stages=4, num_warps=4)),
+    (0, GroupedTile(128, 256, 64, num_stages=3, num_warps=8)),
+)
+INVARIANT = TILES[2][1]  # for any number of rows, so that all of a row's products are the same bits
+_EXACT = GroupedTile(16, 64, 32, num_stages=2, num_warps=4)  # of float32 values
+
+
+def choose_plan(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertPlan:
+    """Chooses a plan where none has been measured."""
+    if 2 * num_pairs <= num_experts:  # mostly one token an expert
+        return STRAIGHT
+    if dtype == torch.float32:
+        return ExpertPlan(_EXACT, _EXACT)
+    tile = next((tile for most, tile in TILES if num_pairs <= most * num_experts), TILES[-1][1])
+    return ExpertPlan(tile, tile)
+
+
+class ExpertKernels:
+    """`ExpertOps` by our kernels, for contiguous tensors on one GPU."""
+
+    def __init__(self, products: GroupedProducts, invariant: bool = False) -> None:
+        """invariant: a token's sum is the same bits, whatever other tokens there are."""
+        self._products = products
+        self._invariant = invariant
+        self._chosen: dict[tuple[object, ...], ByRows[ExpertPlan]] = {}
+        self.counted: Tensor | None = None  # int32 [1]: tokens of a captured step that are no padding
+
+    def use(self, experts: ExpertWeights, sizes: Sequence[int], plans: Sequence[ExpertPlan]) -> None:
+        """From now on the i-th plan computes up to sizes[i] tokens, in ascending order."""
+        self._chosen[_describe(experts)] = ByRows(list(sizes), list(plans))
+
+    def mix(self, x: Tensor, logits: Tensor, experts: ExpertWeights, residual: Tensor | None) -> Tensor:
+        output = torch.empty_like(x) if residual is None else residual
+        if not len(x):
+            return output
+        routes = route(logits, experts.top_k, experts.renormalizes, experts.loads, self.counted)
+        self.compute(
+            self._find_plan(len(x), logits.shape[1], experts), x, routes, experts, output, residual is not None
+        )
+        return output
+
+    def compute(
+        self, plan: ExpertPlan, x: Tensor, routes: Routes, experts: ExpertWeights, output: Tensor, adds: bool
+    ) -> None:
+        """Computes the mixture of routed tokens [t, hidden] into the output [t, hidden], or adds it there."""
+        gate_up, down, first = experts.gate_up, experts.down, experts.first
+        if plan.gated is None:
+            inner = few_tokens.multiply_gated(x, gate_up, routes, first, experts.activation)
+            few_tokens.add_products(inner, down, routes, first, output, adds)
+            return
+        placement = place(routes, first, len(gate_up))
+        pairs, ends = placement.pairs, placement.ends
+        inner = x.new_empty(len(pairs), down.shape[2])
+        self._products.multiply(x, gate_up, ends, inner, experts.activation, plan.gated, pairs, experts.top_k)
+        if plan.down is None:
+            products = F.grouped_mm(inner, down.transpose(1, 2), offs=ends)
+        else:
+            products = x.new_empty(len(pairs), x.shape[1])
+            self._products.multiply(inner, down, ends, products, STORE, plan.down)
+        add_by_token(products, routes, placement, output, adds)
+
+    def _find_plan(self, num_tokens: int, num_experts: int, experts: ExpertWeights) -> ExpertPlan:
+        if self._invariant:
+            tile = _EXACT if experts.down.dtype == torch.float32 else INVARIANT
+            return ExpertPlan(tile, tile)
+        chosen = self._chosen.get(_describe(experts))
+        plan = None if chosen is None else chosen.find(num_tokens)
+        return plan or choose_plan(num_tokens * experts.top_k, num_experts, experts.down.dtype)
+
+
+def _describe(experts: ExpertWeights) -> tuple[object, ...]:
+    return *experts.down.shape, experts.down.dtype, experts.top_k, experts.activation
