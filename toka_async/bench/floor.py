@@ -78,14 +78,15 @@ class Floor:
         return max(num_bytes / self.bandwidth, matrix.count_flops(num_tokens) / self.flops)
 
     def _time_torch(self, num_tokens: int, matrix: MatrixSpec) -> float:
-        """Measures the seconds of the product by torch."""
-        key = (num_tokens, matrix.num_outputs, matrix.num_inputs)
+        """Measures the seconds of the matrix' products by torch, one after the other."""
+        num_products, num_rows = matrix.list_products(num_tokens)
+        key = (num_rows, matrix.num_outputs, matrix.num_inputs)
         if key not in self._seconds:
-            inputs = torch.randn(num_tokens, matrix.num_inputs, dtype=self._dtype, device=self._device)
+            inputs = torch.randn(num_rows, matrix.num_inputs, dtype=self._dtype, device=self._device)
             weight = torch.randn(matrix.num_outputs, matrix.num_inputs, dtype=self._dtype, device=self._device)
             with torch.inference_mode():
                 self._seconds[key] = count_seconds(lambda: functional.linear(inputs, weight), self._device)
-        return self._seconds[key]
+        return num_products * self._seconds[key]
 
     def _attention(self, case: Case, grouped: bool, window: int) -> float:
         """Returns the seconds of one layer; window 0: all tokens are seen."""

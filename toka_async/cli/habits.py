@@ -104,6 +104,10 @@ OPTIONS: Mapping[str, Habit] = {
     "--dp": Habit("parallel.dp"),
     "-dp": Habit("parallel.dp"),
     # What computes.
+    "--enable-expert-parallel": _refuse("set parallel.ep to the number of parallel.tp"),
+    "--expert-parallel-size": Habit("parallel.ep"),
+    "--ep-size": Habit("parallel.ep"),
+    "--ep": Habit("parallel.ep"),
     "--attention-backend": Habit("attention.backend"),
     "--enforce-eager": _flag("graphs.enabled", "false"),
     "--disable-cuda-graph": _flag("graphs.enabled", "false"),

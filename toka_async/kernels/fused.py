@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.activation import NAMES, activate
+from toka_async.kernels.expert_weights import ExpertMixing, ExpertWeights
 from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts, Norm
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.matmul import TunedProducts
@@ -28,7 +29,7 @@ class FusedOps:
 
     A kernel is built once per width and dtype, for any t. products: computes products without bias; None: torch does.
     gates: computes gated products without bias, where it pays; None: product and gate are computed separately.
-    few_rows: computes products of few rows, where it pays.
+    few_rows: computes products of few rows, where it pays. experts: for models with experts.
     """
 
     compute_rotation = staticmethod(compute_rotation)
@@ -38,10 +39,12 @@ class FusedOps:
         products: TunedProducts | None = None,
         gates: GatedProducts | None = None,
         few_rows: FewRowsProducts | None = None,
+        experts: ExpertMixing | None = None,
     ) -> None:
         self.products = products
         self.gates = gates
         self.few_rows = few_rows
+        self.experts = experts
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Returns rms_norm(residual + x) * weight and residual + x; the sum is rounded to x's dtype before the norm.
@@ -128,6 +131,10 @@ class FusedOps:
         if self.products is None:
             return None, residual.addmm_(x, weight.t())
         return None, self.products.add(residual, x, weight)
+
+    def mix_experts(self, x: Tensor, logits: Tensor, experts: ExpertWeights, residual: Tensor | None) -> Tensor:
+        assert self.experts is not None
+        return self.experts.mix(x, logits, experts, residual)
 
     def _compute_few(
         self,

@@ -67,6 +67,8 @@ def random_weights(decoder: Decoder, seed: int, show: Show = show_nothing) -> No
         if part.constant is not None:
             part.target.fill_(part.constant)
             continue
+        if not part.target.numel():  # another rank's
+            continue
         generator = torch.Generator(part.target.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         if part.is_whole:
             part.target.normal_(0.0, 0.02, generator=generator)

@@ -23,7 +23,7 @@ from toka_async.attention.invariant.backend import build_invariant_attention
 from toka_async.attention.kv_cache import KVCache, bytes_per_token
 from toka_async.attention.modules import ModuleRequest, find_missing, list_architectures, make_module_request
 from toka_async.bar import show_nothing
-from toka_async.checkpoint.division import make_rank_spec, make_stage_spec, stage_parts
+from toka_async.checkpoint.division import group_experts, make_rank_spec, make_stage_spec, stage_parts
 from toka_async.checkpoint.limits import DeviceKind, RankLimits, resolve_limits, resolve_num_pages
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import Config
@@ -94,7 +94,7 @@ class RunnerFactory:
         the runner is ready, not in the background afterwards.
         """
         self.model_dir = model_dir
-        self.spec = spec
+        self.spec = spec = group_experts(spec, config.parallel.ep)
         self.config = config
         self.coords = coords
         self.stages = stages or StartupProgress(shown=False, logged=False)

@@ -14,6 +14,7 @@ import torch
 from toka_async.bar import Show
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.kernels.cublaslt import CublasLt
+from toka_async.kernels.experts.mixture import ExpertKernels
 from toka_async.kernels.few_rows import FewRowsProducts
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.gated import GatedProducts
@@ -40,12 +41,12 @@ _COPIES_TENSORS = (9, 0)  # compute capability of GPUs that copy tensors
 def make_ops(device: torch.device, dtype: torch.dtype, tuned: bool) -> FusedOps:
     """Makes fused operations whose products can be tuned, as far as this GPU and dtype admit."""
     if not tuned or dtype not in DTYPES:
-        return FusedOps()
+        return FusedOps(experts=ExpertKernels())
     gates: GatedProducts | None = None
     if torch.cuda.get_device_capability(device) >= _COPIES_TENSORS:
         num_programs = torch.cuda.get_device_properties(device).multi_processor_count
         gates = GatedProducts(num_programs)
-    return FusedOps(_make_products(device), gates, make_few_rows(device))
+    return FusedOps(_make_products(device), gates, make_few_rows(device), ExpertKernels())
 
 
 def make_few_rows(device: torch.device) -> FewRowsProducts:

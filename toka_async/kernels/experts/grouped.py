@@ -7,6 +7,7 @@ the chip copies tensors by itself (compute capability 9.0), it brings the matric
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -37,10 +38,10 @@ class GroupedTile:
 
 
 class GroupedProducts:
-    """Products by our kernel on one GPU. copies: the chip copies matrices by itself."""
+    """Products by our kernel on one GPU."""
 
-    def __init__(self, device: torch.device, copies: bool) -> None:
-        self._device = device
+    def __init__(self, copies: bool | None = None) -> None:
+        """copies: the chip copies matrices by itself; None: if it can."""
         self._copies = copies
         self._resident: dict[tuple[object, ...], int] = {}  # programs that run at once
 
@@ -64,7 +65,8 @@ class GroupedProducts:
         num_experts, n, k = weight.shape
         is_gated = finish != STORE
         outputs, columns = (n // 2, tile.width // 2) if is_gated else (n, tile.width)
-        copies = self._copies and can_copy(weight.flatten(0, 1))
+        copies = can_copy_tensors(weight.device) if self._copies is None else self._copies
+        copies = copies and can_copy(weight.flatten(0, 1))
         matrices: Any = weight
         if copies and is_gated:  # one copy brings a tile of both
             matrices = TensorDescriptor.from_tensor(weight.view(2 * num_experts, outputs, k), [2, columns, tile.depth])
@@ -92,8 +94,14 @@ class GroupedProducts:
             stages=tile.num_stages,
             num_warps=tile.num_warps,
         )
-        if use not in self._resident and self._device.type == "cuda":
-            self._resident[use] = count_resident(kernel, self._device)
+        if use not in self._resident and weight.is_cuda:
+            self._resident[use] = count_resident(kernel, weight.device)
+
+
+@cache
+def can_copy_tensors(device: torch.device) -> bool:
+    """Tells whether the chip copies tensors by itself, since compute capability 9.0."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toka_async.kernels.by_rows import ByRows
+from toka_async.kernels.expert_weights import ExpertWeights
 from toka_async.kernels.experts import few_tokens
 from toka_async.kernels.experts.grouped import STORE, GroupedProducts, GroupedTile
 from toka_async.kernels.experts.routing import Routes, place, route
 from toka_async.kernels.experts.sums import add_by_token
-from toka_async.kernels.experts.weights import ExpertWeights
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,12 +31,11 @@ class ExpertPlan:
 STRAIGHT = ExpertPlan(None, None)
 # By the average number of an expert's rows. Each tile takes at most 99 KiB where multiprocessors have no more.
 TILES = (
-    (16, GroupedTile(16, 128, 64, num_stages=4, num_warps=4)),
-    (32, GroupedTile(32, 128, 64, num_stages=4, num_warps=4)),
+    (24, GroupedTile(16, 128, 64, num_stages=4, num_warps=4)),
     (96, GroupedTile(64, 128, 64, num_stages=4, num_warps=4)),
     (0, GroupedTile(128, 256, 64, num_stages=3, num_warps=8)),
 )
-INVARIANT = TILES[2][1]  # for any number of rows, so that all of a row's products are the same bits
+INVARIANT = TILES[1][1]  # for any number of rows, so that all of a row's products are the same bits
 _EXACT = GroupedTile(16, 64, 32, num_stages=2, num_warps=4)  # of float32 values
 
 
@@ -51,14 +50,13 @@ def choose_plan(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertP
 
 
 class ExpertKernels:
-    """`ExpertOps` by our kernels, for contiguous tensors on one GPU."""
+    """`ExpertMixing` by our kernels, for contiguous tensors on one GPU."""
 
-    def __init__(self, products: GroupedProducts, invariant: bool = False) -> None:
+    def __init__(self, products: GroupedProducts | None = None, invariant: bool = False) -> None:
         """invariant: a token's sum is the same bits, whatever other tokens there are."""
-        self._products = products
+        self._products = products or GroupedProducts()
         self._invariant = invariant
         self._chosen: dict[tuple[object, ...], ByRows[ExpertPlan]] = {}
-        self.counted: Tensor | None = None  # int32 [1]: tokens of a captured step that are no padding
 
     def use(self, experts: ExpertWeights, sizes: Sequence[int], plans: Sequence[ExpertPlan]) -> None:
         """From now on the i-th plan computes up to sizes[i] tokens, in ascending order."""
@@ -68,7 +66,7 @@ class ExpertKernels:
         output = torch.empty_like(x) if residual is None else residual
         if not len(x):
             return output
-        routes = route(logits, experts.top_k, experts.renormalizes, experts.loads, self.counted)
+        routes = route(logits, experts.top_k, experts.renormalizes, experts.loads, experts.counted)
         self.compute(
             self._find_plan(len(x), logits.shape[1], experts), x, routes, experts, output, residual is not None
         )

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from tests.cases.experts import draw
 from toka_async.kernels.experts.grouped import STORE, GroupedProducts, GroupedTile
-from toka_async.model.ops import TorchOps
+from toka_async.model.matrices.ops import TorchOps
 
 TILE = GroupedTile(rows=16, width=32, depth=16, num_stages=2, num_warps=4)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -37,7 +37,7 @@ def test_each_expert_multiplies_its_rows(
     x, weight = draw(ends[-1], k, dtype=dtype, device=device), draw(len(ends), n, k, dtype=dtype, device=device)
     weight /= k**0.5
     output = torch.full((ends[-1] + 3, n if finish == STORE else n // 2), 7.0, dtype=dtype, device=device)
-    products, last = GroupedProducts(device, copies), torch.tensor(ends, dtype=torch.int32, device=device)
+    products, last = GroupedProducts(copies), torch.tensor(ends, dtype=torch.int32, device=device)
     products.multiply(x, weight, last, output, finish, TILE)
     exact = multiply_plainly(x, weight, ends, finish)
     torch.testing.assert_close(output[: ends[-1]].float(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
@@ -50,14 +50,14 @@ def test_rows_are_gathered(device: torch.device, copies: bool) -> None:
     sources = torch.tensor([11, 0, 3, 17, 2, 2, 8], dtype=torch.int32, device=device)
     ends, output = [2, 2, 7], x.new_empty(7, 32)
     last = torch.tensor(ends, dtype=torch.int32, device=device)
-    GroupedProducts(device, copies).multiply(x, weight, last, output, "silu", TILE, sources, 3)
+    GroupedProducts(copies).multiply(x, weight, last, output, "silu", TILE, sources, 3)
     exact = multiply_plainly(x[sources.long() // 3], weight, ends, "silu")
     torch.testing.assert_close(output.float(), exact, atol=0.05, rtol=4e-3)
 
 
 def test_programs_compute_several_tiles(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = draw(90, 16, dtype=torch.float16, device=device), draw(2, 64, 16, dtype=torch.float16, device=device)
-    products, output = GroupedProducts(device, copies=False), x.new_empty(90, 64)
+    products, output = GroupedProducts(copies=False), x.new_empty(90, 64)
     monkeypatch.setattr(products, "_resident", {(TILE, STORE, weight.shape, weight.dtype): 3})
     products.multiply(x, weight, torch.tensor([33, 90], dtype=torch.int32, device=device), output, STORE, TILE)
     torch.testing.assert_close(output.float(), multiply_plainly(x, weight, [33, 90], STORE), atol=0.02, rtol=2e-3)
@@ -65,7 +65,7 @@ def test_programs_compute_several_tiles(device: torch.device, monkeypatch: pytes
 
 def test_a_rows_product_depends_on_no_other_row(device: torch.device) -> None:
     x, weight = draw(50, 48, dtype=torch.bfloat16, device=device), draw(2, 32, 48, dtype=torch.bfloat16, device=device)
-    products = GroupedProducts(device, copies=False)
+    products = GroupedProducts(copies=False)
 
     def multiply(rows: Tensor, ends: list[int]) -> Tensor:
         output = x.new_empty(len(rows), 32)

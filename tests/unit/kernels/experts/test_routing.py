@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from tests.cases.experts import draw
 from toka_async.kernels.experts import routing
 from toka_async.kernels.experts.routing import Routes, place, route
-from toka_async.model.torch_experts import choose_experts
+from toka_async.model.matrices.torch_experts import choose_experts
 
 
 def check_placement(routes: Routes, first: int, num_own: int) -> None:

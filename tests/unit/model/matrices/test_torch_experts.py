@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.cases.experts import draw, make_experts, mix_exactly, take_experts
-from toka_async.model.blocked_ops import BlockedOps
-from toka_async.model.ops import TorchOps
-from toka_async.model.torch_experts import TorchExperts, choose_experts
+from toka_async.model.matrices.blocked_ops import BlockedOps
+from toka_async.model.matrices.ops import TorchOps
+from toka_async.model.matrices.torch_experts import choose_experts
 
 CPU = torch.device("cpu")
 
@@ -18,7 +18,7 @@ def test_it_equals_the_exact_mixture(num_tokens: int, num_experts: int, top_k: i
     x = draw(num_tokens, 24, dtype=torch.float32, device=CPU)
     logits = draw(num_tokens, num_experts, dtype=torch.float32, device=CPU)
     exact = mix_exactly(x, logits, experts)
-    mix = TorchExperts(TorchOps()).mix
+    mix = TorchOps().mix_experts
     torch.testing.assert_close(mix(x, logits, experts, None).double(), exact, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(mix(x, logits, experts, x).double(), exact + x, atol=1e-5, rtol=1e-5)
     assert experts.loads is not None
@@ -28,7 +28,7 @@ def test_it_equals_the_exact_mixture(num_tokens: int, num_experts: int, top_k: i
 def test_ranks_with_parts_of_the_experts_add_up() -> None:
     experts = make_experts(6, 3, 32, 16, torch.float32, CPU)
     x, logits = draw(9, 32, dtype=torch.float32, device=CPU), draw(9, 6, dtype=torch.float32, device=CPU)
-    mix = TorchExperts(TorchOps()).mix
+    mix = TorchOps().mix_experts
     parts = [mix(x, logits, take_experts(experts, first, 2), None) for first in (0, 2, 4)]
     torch.testing.assert_close(sum(parts), mix(x, logits, experts, None), atol=1e-5, rtol=1e-5)
 
@@ -42,13 +42,13 @@ def test_of_equal_experts_the_first_are_chosen() -> None:
 def test_no_tokens() -> None:
     experts = make_experts(4, 2, 16, 8, torch.float32, CPU)
     empty = torch.empty(0, 16)
-    assert TorchExperts(TorchOps()).mix(empty, empty[:, :4], experts, None).shape == (0, 16)
+    assert TorchOps().mix_experts(empty, empty[:, :4], experts, None).shape == (0, 16)
 
 
 def test_a_token_has_the_same_bits_alone() -> None:
     experts = make_experts(6, 2, 40, 24, torch.float32, CPU)
     x, logits = draw(50, 40, dtype=torch.float32, device=CPU), draw(50, 6, dtype=torch.float32, device=CPU)
-    mix = TorchExperts(BlockedOps()).mix
+    mix = BlockedOps().mix_experts
     together = mix(x, logits, experts, x)
     for token in (0, 31):
         one = slice(token, token + 1)

@@ -1,8 +1,9 @@
-"""The experts of a layer that a rank has. Loads no Triton, which is not everywhere."""
+"""The experts of a layer that a rank has, and what computes with them. Loads no Triton, which is not everywhere."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -13,6 +14,7 @@ class ExpertWeights:
 
     gate_up: [own experts, 2 * inner, hidden]; down: [own experts, hidden, inner]. top_k: of a token.
     renormalizes: their shares add up to 1. loads: int64 [experts], the tokens that chose each expert; None: uncounted.
+    counted: int32 [1], how many tokens of a step count, the others being padding; None: all.
     """
 
     gate_up: Tensor
@@ -22,3 +24,10 @@ class ExpertWeights:
     renormalizes: bool
     activation: str
     loads: Tensor | None = None
+    counted: Tensor | None = None
+
+
+class ExpertMixing(Protocol):
+    def mix(self, x: Tensor, logits: Tensor, experts: ExpertWeights, residual: Tensor | None) -> Tensor:
+        """See `Ops.mix_experts`."""
+        ...
