@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from toka_async.config import Config, ScheduleConfig
-from toka_async.messages import FromRank, Ready, StageTimes, Stats, ToRank, ToScheduler, ToServer
+from toka_async.messages import ExpertLoads, FromRank, Ready, StageTimes, Stats, ToRank, ToScheduler, ToServer
 from toka_async.procs.child import ParentLink, Started
 from toka_async.procs.progress import WorkProgress, answer_while_moving
 from toka_async.procs.step_times import StepTimes
@@ -107,6 +107,9 @@ def run_turn(
         assert not isinstance(result, Ready), "a rank is ready once"
         if isinstance(result, StageTimes):
             core.note_stage_times(result)
+            continue
+        if isinstance(result, ExpertLoads):
+            core.note_expert_loads(result)
             continue
         core.complete(result, now)
         num_completed += 1

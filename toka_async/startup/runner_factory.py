@@ -30,6 +30,7 @@ from toka_async.config import Config
 from toka_async.messages import Ready
 from toka_async.model.activation_layout import LayoutPolicy
 from toka_async.model.decoder import Decoder
+from toka_async.model.load_counter import make_load_counter
 from toka_async.model.matrices.blocked_ops import BlockedOps
 from toka_async.model.matrices.ops import Ops, TorchOps
 from toka_async.model.ordered_sums import OrderedSums
@@ -439,6 +440,7 @@ class RunnerFactory:
             ),
             stage,
             compiles,
+            make_load_counter(decoder, self.device),
         )
 
     def _choose_table(self, parts: AttentionParts) -> ChoiceTable:
