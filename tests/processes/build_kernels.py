@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ from toka_async.attention.paged import PagedAttention
 from toka_async.attention.triton import TritonChunks
 from toka_async.kernels import few_rows, prefill
 from toka_async.kernels.append import append
+from toka_async.kernels.built import explain_unbuilt
+from toka_async.kernels.expert_weights import ExpertWeights
+from toka_async.kernels.experts import few_tokens, routing
+from toka_async.kernels.experts.grouped import GroupedProducts
+from toka_async.kernels.experts.mixture import ExpertKernels, ExpertPlan
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.prefill import list_prefill_configs
@@ -30,6 +36,7 @@ from toka_async.kernels.sampling.edit import LIST_WIDTH, EditKernels, EditTable,
 from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
 from toka_async.runner.kernel_sampler import try_sampling
 from toka_async.tuning import few_rows as few_rows_tuning
+from toka_async.tuning.experts import GROUPED_TILES
 from toka_async.tuning.gated_tiles import TILES, GatedTileChoice
 
 CPU = torch.device("cpu")
@@ -72,6 +79,33 @@ def build_gated(dtype: str, hidden: int, inner: int) -> str:
     return f"{sum(choice.admits([tile]) for tile in TILES)} tiles"
 
 
+def build_experts(dtype: str, hidden: int, inner: int, num_experts: int, top_k: int) -> str:
+    """Returns how many tiles fit, for gate and up and for down, copied by the chip where it can."""
+    arch = triton.runtime.driver.active.get_current_target().arch
+    for module in (routing, few_tokens):
+        module.can_follow = lambda _: arch >= 90  # type: ignore[attr-defined]
+    kind = getattr(torch, dtype)
+    experts = ExpertWeights(
+        gate_up=torch.empty(num_experts, 2 * inner, hidden, dtype=kind),
+        down=torch.empty(num_experts, hidden, inner, dtype=kind),
+        first=0,
+        top_k=top_k,
+        renormalizes=True,
+        activation="silu",
+        loads=torch.zeros(num_experts, dtype=torch.int64),
+        counted=torch.zeros(1, dtype=torch.int32),
+    )
+    x, logits = torch.zeros(num_experts, hidden, dtype=kind), torch.zeros(num_experts, num_experts, dtype=kind)
+    kernels = ExpertKernels(GroupedProducts(copies=arch >= 90))
+    for num_tokens in (1, num_experts):  # straight, and grouped
+        kernels.mix(x[:num_tokens], logits[:num_tokens], experts, x[:num_tokens])
+    routes = routing.route(logits[:3], top_k, True)
+    plans = [
+        partial(kernels.compute, ExpertPlan(tile, tile), x[:3], routes, experts, x[:3], True) for tile in GROUPED_TILES
+    ]
+    return f"{sum(not explain_unbuilt(plan) for plan in plans)} tiles"
+
+
 def build_few_rows(dtype: str, hidden: int, inner: int) -> str:
     """Returns how many tiles fit, with a norm and a gate, starting early where the GPU can."""
     arch = triton.runtime.driver.active.get_current_target().arch
@@ -102,6 +136,7 @@ BUILDERS: dict[str, Callable[..., str]] = {
     "attention": build_attention,
     "layer": build_layer,
     "gated": build_gated,
+    "experts": build_experts,
     "few rows": build_few_rows,
     "sampling": build_sampling,
 }

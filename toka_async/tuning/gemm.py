@@ -22,6 +22,7 @@ from toka_async.kernels.matmul import TunedProducts
 from toka_async.model.decoder import Decoder
 from toka_async.runner.graphs import DENSE_ROWS, list_graph_sizes
 from toka_async.tuning.dense import list_dense_choices
+from toka_async.tuning.experts import list_expert_choices
 from toka_async.tuning.matrix_group import MatrixGroup, RowCounts, group_matrices
 from toka_async.tuning.settle import UsableChoice, settle
 from toka_async.tuning.store import TuningCache
@@ -80,6 +81,8 @@ class ProductTuning:
             counts = RowCounts(limits.max_seqs if group.use.of_samples else limits.max_tokens, graphs)
             for choice in self._list_choices(group, counts):
                 choice.use(settle(choice, self._cache))
+        for plans in list_expert_choices(self.ops.experts, decoder, RowCounts(limits.max_tokens)):
+            plans.use(settle(plans, self._cache))
         torch.cuda.empty_cache()
 
     @torch.inference_mode()
@@ -89,6 +92,8 @@ class ProductTuning:
             if not group.use.of_samples:
                 for choice in self._list_choices(group, RowCounts(sizes[-1], exact=sizes)):
                     choice.use(choice.measure())
+        for plans in list_expert_choices(self.ops.experts, decoder, RowCounts(sizes[-1], exact=sizes)):
+            plans.use(plans.measure())
 
     def _list_choices(self, group: MatrixGroup, counts: RowCounts) -> Iterator[UsableChoice[Any]]:
         choices = CHOICES.get(group.use.matrix.spec.format)

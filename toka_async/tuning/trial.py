@@ -10,11 +10,13 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
+from typing import TypeVar
 
 from torch import Tensor
 
 from toka_async.tuning.clock import time_calls
 
+W = TypeVar("W")  # a weight, or several
 # Milliseconds that so many calls take on the device.
 CallClock = Callable[[Callable[[], None], int], float]
 # Computes an output from x [t, k] and a weight [n, k], into the given tensor or one of its own.
@@ -42,8 +44,8 @@ def time_products(call: Callable[[], None], num_calls: int) -> float:
 
 
 def find_fastest(
-    ways: Sequence[Way],
-    weights: Sequence[Tensor],
+    ways: Sequence[Callable[[Tensor, W, Tensor], object]],
+    weights: Sequence[W],
     operands: Sequence[tuple[Tensor, Tensor]],
     clock: CallClock,
     gain: float = GAIN,

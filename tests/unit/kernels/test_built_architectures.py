@@ -23,6 +23,8 @@ Case = tuple[int, str, dict[str, Any]]
 BF16, FP16, FP32 = "bfloat16", "float16", "float32"
 SMALL = (86, 89, 120)  # with less shared memory than others
 LEAST_COPIED = 8  # tokens of a page that the kernel for Hopper chips can copy
+QWEN3 = {"hidden": 2048, "inner": 768, "num_experts": 128, "top_k": 8}  # 30B-A3B
+MIXTRAL = {"hidden": 4096, "inner": 14_336, "num_experts": 8, "top_k": 2}
 MOST_STACK = 1024  # bytes of a thread for registers that do not suffice
 CASES: list[Case] = [
     (80, "attention", {"dtype": BF16, "dim": 128, "group": 4}),
@@ -36,6 +38,8 @@ CASES: list[Case] = [
     *((arch, "layer", {"dtype": FP32, "dim": 64, "hidden": 2048}) for arch in (89, 120)),
     *((arch, "gated", {"dtype": BF16, "hidden": 2048, "inner": 8192}) for arch in (90, 100, 120)),
     *((arch, "few rows", {"dtype": BF16, "hidden": 2048, "inner": 8192}) for arch in (86, 90)),
+    *((arch, "experts", QWEN3 | {"dtype": BF16}) for arch in (80, 89, 90, 100, 120)),
+    (90, "experts", MIXTRAL | {"dtype": FP16}),
     *((arch, "sampling", {"dtype": BF16, "vocab": 128_256}) for arch in (86, 120)),
 ]
 EVERY: list[Case] = [
@@ -56,6 +60,10 @@ EVERY: list[Case] = [
         for arch, dtype in itertools.product((90, 100, 120), (BF16, FP16))
     ),
     *((arch, "few rows", {"dtype": BF16, "hidden": 4096, "inner": 14_336}) for arch in SHARED_MEMORY),
+    *(
+        (arch, "experts", shape | {"dtype": dtype})
+        for arch, shape, dtype in itertools.product(SHARED_MEMORY, (QWEN3, MIXTRAL), (BF16, FP16))
+    ),
     *(
         (arch, "sampling", {"dtype": dtype, "vocab": 151_936})
         for arch, dtype in itertools.product(SHARED_MEMORY, (BF16, FP16, FP32))
@@ -83,6 +91,8 @@ def check(cases: list[Case]) -> None:
             is_hopper = arch == 90 and arguments["dim"] <= 128 and arguments["dtype"] != FP32
             if is_hopper and arguments.get("page_size", 16) >= LEAST_COPIED:
                 expected = "tiles for Hopper"
+        elif what == "experts":
+            expected = "6 tiles"
         elif what == "few rows":
             expected = "3 tiles"
         elif what == "gated":
