@@ -114,6 +114,13 @@ class Runner:
             return self.decode.sampler
         return SlabSampler(self._model.logits, self._rows, self._history, draw)
 
+    def launch_graphs(self) -> None:
+        """Launches all graphs once, for padding. No row may run."""
+        with torch.inference_mode():
+            for part in (self.decode, self.mixed):
+                if part is not None and part.graphs is not None:
+                    part.graphs.launch()
+
     def mark_warm(self) -> None:
         """Counts compilations from now on."""
         self._compiles.reset()
