@@ -184,6 +184,14 @@ def test_warm_up_captures_and_replays(fake_graphs: FakeGraphs, ready: Ready, gro
     assert runner.run(Step(step_id=1)).num_compiles == 0
 
 
+@pytest.mark.usefixtures("plain_kernels")
+def test_warm_up_copies_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, copied = runner_with_kernels(ODD[-1]), []
+    monkeypatch.setattr(runner._cache, "copy_pages", lambda *pages: copied.append(pages))
+    warm_up(runner, StartupProgress(io.StringIO(), shown=False))
+    assert copied
+
+
 def test_warm_up_without_graphs(fake_graphs: FakeGraphs) -> None:
     stages = StartupProgress(io.StringIO(), shown=False)
     warm_up(runner_with_kernels(ODD[-1]), stages)
