@@ -119,7 +119,9 @@ class ExpertsFeed(nn.Module):
         )
 
     def uses(self, normed: bool) -> Iterator[MatrixUse]:  # noqa: ARG002
-        yield MatrixUse(self.router)
+        """Yields the router of a rank alone: several must round alike, but each chooses its own fastest product."""
+        if self.adds:
+            yield MatrixUse(self.router)
 
     def parts(self) -> Iterator[tuple[str, WeightPart]]:
         yield from self.router.parts()

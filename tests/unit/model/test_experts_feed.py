@@ -65,6 +65,13 @@ def test_what_each_of_four_ranks_holds(
     assert run_ranks(4, hold) == shapes
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_several_ranks_leave_their_router_to_torch(size: int) -> None:
+    """Ranks whose routers rounded otherwise would choose other experts for the same token."""
+    for num_uses in run_ranks(size, lambda comm: len([*ExpertsFeed(layer_of(), 6, comm, OPS).uses(normed=False)])):
+        assert num_uses == (size == 1)
+
+
 def test_every_rank_names_all_experts() -> None:
     def list_parts(comm: Comm) -> dict[str, tuple[tuple[int, ...], int]]:
         parts = ExpertsFeed(layer_of(2), 6, comm, OPS).parts()
