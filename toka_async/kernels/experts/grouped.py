@@ -21,6 +21,7 @@ from toka_async.kernels.gated import can_copy
 from toka_async.kernels.occupancy import count_resident
 
 STORE: Final = "store"
+BLOCK: Final = 128  # values of a group that share a scale: a tile's depth, and a multiple of its outputs
 
 
 @dataclass(slots=True, frozen=True)
@@ -35,6 +36,21 @@ class GroupedTile:
     depth: int
     num_stages: int
     num_warps: int
+
+
+@dataclass(slots=True, frozen=True)
+class GroupScales:
+    """What E4M3 values are multiplied with, in float32: of tokens and matrix rows, or of groups and blocks of `BLOCK`.
+
+    x: [t, 1], or [t, k / BLOCK] of any strides. weight: [experts, n], or [experts, n / BLOCK, k / BLOCK].
+    """
+
+    x: Tensor
+    weight: Tensor
+
+    @property
+    def by_block(self) -> bool:
+        return self.weight.ndim == 3
 
 
 class GroupedProducts:
@@ -55,18 +71,21 @@ class GroupedProducts:
         tile: GroupedTile,
         sources: Tensor | None = None,
         per_source: int = 1,
+        scales: GroupScales | None = None,
     ) -> None:
         """Computes x Wᵀ of each expert's rows, finished, into the same rows of the output; further rows stay unset.
 
         x: [r, k]; weight: [experts, n, k]; ends: int32 [experts]; output: [r, n], or [r, n / 2] if it is gated.
         finish: `STORE`, or an activation of the first half's outputs, times the second's. sources: int32 [r]; row r is
-        then of x[sources[r] // per_source].
+        then of x[sources[r] // per_source]. scales: of x and weight in E4M3; the output then is of another dtype.
         """
         num_experts, n, k = weight.shape
         is_gated = finish != STORE
+        by_block = scales is not None and scales.by_block
         outputs, columns = (n // 2, tile.width // 2) if is_gated else (n, tile.width)
         copies = can_copy_tensors(weight.device) if self._copies is None else self._copies
         copies = copies and can_copy(weight.flatten(0, 1))
+        assert not by_block or (tile.depth == BLOCK and outputs % BLOCK == k % BLOCK == BLOCK % columns == 0)
         matrices: Any = weight
         if copies and is_gated:  # one copy brings a tile of both
             matrices = TensorDescriptor.from_tensor(weight.view(2 * num_experts, outputs, k), [2, columns, tile.depth])
@@ -81,7 +100,12 @@ class GroupedProducts:
             ends,
             sources,
             output,
+            None if scales is None else scales.x,
+            None if scales is None else scales.weight,
+            0 if scales is None else scales.x.stride(0),
+            0 if scales is None else scales.x.stride(1),
             per_source=per_source,
+            by_block=by_block,
             num_experts=num_experts,
             outputs=outputs,
             k=k,
@@ -104,14 +128,19 @@ def can_copy_tensors(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_stride", "group_stride"])
 def _multiply(
     x_at,
     weight,
     ends_at,
     sources_at,
     output_at,
+    x_scales_at,
+    scales_at,
+    token_stride,
+    group_stride,
     per_source: tl.constexpr,
+    by_block: tl.constexpr,
     num_experts: tl.constexpr,
     outputs: tl.constexpr,
     k: tl.constexpr,
@@ -146,12 +175,25 @@ def _multiply(
         source = tl.where(row < last, row, first)
         if sources_at is not None:
             source = tl.load(sources_at + source) // per_source
+        x_row_scales_at = x_scales_at
+        if x_scales_at is not None:
+            x_row_scales_at += source.to(tl.int64) * token_stride
         rows_at = x_at + source.to(tl.int64)[:, None] * k + inputs[None, :]
+        if copies:  # all of a gate's rows before its up rows
+            inner, half = first_column + width % columns, width // columns
+        else:  # a gate's row and its up row side by side
+            inner, half = first_column + width // matrices, width % matrices
+        column = tl.where(inner < outputs, inner, 0) + half * outputs
         if not copies:
-            # A gate's row and its up row side by side.
-            inner = first_column + width // matrices
-            column = tl.where(inner < outputs, inner, 0) + width % matrices * outputs
             weights_at = weight + (own.to(tl.int64) * matrices * outputs + column)[:, None] * k + inputs[None, :]
+        own_scales_at = scales_at
+        if by_block:  # a tile's columns are within a block
+            block_columns: tl.constexpr = k // depth
+            block_rows: tl.constexpr = outputs // depth
+            own_scales_at += own.to(tl.int64) * matrices * block_rows * block_columns
+            own_scales_at += first_column // depth * block_columns
+        elif scales_at is not None:
+            own_scales_at += own.to(tl.int64) * matrices * outputs + column
         total = tl.zeros((rows, matrices * columns), tl.float32)
         for begin in tl.range(0, k, depth, num_stages=stages):
             if k % depth:
@@ -165,7 +207,17 @@ def _multiply(
                 part_w = tl.load(weights_at + begin, mask=is_input, other=0.0)
             else:
                 part_w = tl.load(weights_at + begin)
-            total = tl.dot(part_x, part_w.T, total, input_precision="ieee")
+            if by_block:
+                group = begin // depth
+                factors = tl.load(own_scales_at + group)
+                if is_gated:
+                    of_up = tl.load(own_scales_at + block_rows * block_columns + group)
+                    factors = tl.where(half == 0, factors, of_up)[None, :]
+                total += tl.dot(part_x, part_w.T) * (tl.load(x_row_scales_at + group * group_stride)[:, None] * factors)
+            else:
+                total = tl.dot(part_x, part_w.T, total, input_precision="ieee")
+        if x_scales_at is not None and not by_block:
+            total *= tl.load(x_row_scales_at)[:, None] * tl.load(own_scales_at)[None, :]
         if is_gated:
             if copies:
                 gate, up = total.reshape(rows, 2, columns).permute(0, 2, 1).split()

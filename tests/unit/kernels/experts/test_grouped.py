@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.cases.experts import draw
-from toka_async.kernels.experts.grouped import STORE, GroupedProducts, GroupedTile
+from toka_async.kernels.experts.grouped import STORE, GroupedProducts, GroupedTile, GroupScales
 from toka_async.model.matrices.ops import TorchOps
 
 TILE = GroupedTile(rows=16, width=32, depth=16, num_stages=2, num_warps=4)
@@ -42,6 +42,36 @@ def test_each_expert_multiplies_its_rows(
     exact = multiply_plainly(x, weight, ends, finish)
     torch.testing.assert_close(output[: ends[-1]].float(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert bool((output[ends[-1] :] == 7).all())  # no expert's rows
+
+
+def quantize(numbers: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """E4M3 values of [n, k], scales [n / rows, k / columns], and what both stand for."""
+    n, k = numbers.shape
+    tiles = numbers.float().view(n // rows, rows, k // columns, columns)
+    scales = tiles.abs().amax((1, 3)) / 448
+    values = (tiles / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+    return values.view(n, k), scales, (values.float() * scales[:, None, :, None]).view(n, k)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("finish", [STORE, "silu"])
+@pytest.mark.parametrize("by_block", [False, True])
+def test_values_of_8_bits_have_scales(device: torch.device, by_block: bool, finish: str, copies: bool) -> None:
+    """Tokens' and rows', or groups' and blocks', whose gate and up matrices differ."""
+    k, ends, tile = 256, [3, 3, 20], GroupedTile(16, 64, 128, num_stages=2, num_warps=4)
+    tokens = draw(9, k, dtype=torch.float32, device=device) * torch.linspace(1, 9, 9, device=device)[:, None]
+    weight = draw(3, 256, k, dtype=torch.float32, device=device) / k**0.5
+    weight[:, 128:] *= 3
+    x, x_scales, exact_x = quantize(tokens, 1, 128 if by_block else k)
+    parts = [quantize(each, 128 if by_block else 1, 128 if by_block else k) for each in weight]
+    values, scales, exact = (torch.stack(each) for each in zip(*parts, strict=True))
+    sources = torch.arange(20, dtype=torch.int32, device=device) * 7 % 18
+    output = torch.empty(20, 256 if finish == STORE else 128, dtype=torch.bfloat16, device=device)
+    of_group = GroupScales(x_scales.T.contiguous().T, scales if by_block else scales[:, :, 0].contiguous())
+    last = torch.tensor(ends, dtype=torch.int32, device=device)
+    GroupedProducts(copies).multiply(x, values, last, output, finish, tile, sources, 2, of_group)
+    expected = multiply_plainly(exact_x[sources.long() // 2], exact, ends, finish)
+    torch.testing.assert_close(output.float(), expected, atol=2e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize("copies", [False, True])
