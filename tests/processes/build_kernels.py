@@ -23,6 +23,8 @@ from toka_async.attention.paged import PagedAttention
 from toka_async.attention.triton import TritonChunks
 from toka_async.kernels import few_rows
 from toka_async.kernels.append import append
+from toka_async.kernels.fp8.quantize import FP8, Scaling, quantize, quantize_gate, quantize_norm
+from toka_async.kernels.fp8.scaled import TILES, multiply_scaled
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.prefill import list_prefill_configs
@@ -30,7 +32,8 @@ from toka_async.kernels.sampling.edit import LIST_WIDTH, EditKernels, EditTable,
 from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
 from toka_async.runner.kernel_sampler import try_sampling
 from toka_async.tuning import few_rows as few_rows_tuning
-from toka_async.tuning.gated_tiles import TILES, GatedTileChoice
+from toka_async.tuning.gated_tiles import TILES as GATED_TILES
+from toka_async.tuning.gated_tiles import GatedTileChoice
 
 CPU = torch.device("cpu")
 
@@ -65,7 +68,7 @@ def build_gated(dtype: str, hidden: int, inner: int) -> str:
     """Returns how many tiles fit; without any, steps compute the product and the gate separately."""
     weight = torch.zeros(2 * inner, hidden, dtype=getattr(torch, dtype))
     choice = GatedTileChoice(GatedProducts(8), [weight], "silu", [128], lambda x, _: x)
-    return f"{sum(choice.admits([tile]) for tile in TILES)} tiles"
+    return f"{sum(choice.admits([tile]) for tile in GATED_TILES)} tiles"
 
 
 def build_few_rows(dtype: str, hidden: int, inner: int) -> str:
@@ -77,6 +80,21 @@ def build_few_rows(dtype: str, hidden: int, inner: int) -> str:
         few_rows.FewRowsProducts(1 << 24, 800), [weight], "silu", [1], lambda *_: None, norm=(weight[0], 1e-6)
     )
     return f"{sum(choice.admits([tile]) for tile in few_rows_tuning.TILES)} tiles"
+
+
+def build_quantized(dtype: str, hidden: int, inner: int, scaling: Scaling) -> str:
+    """Builds what quantizes activations, and the products with quantized weights by our kernel, of all tiles."""
+    kind, block = getattr(torch, dtype), scaling == "block"
+    x, gate_up = torch.zeros(3, hidden, dtype=kind), torch.zeros(3, 2 * inner, dtype=kind)
+    rows, _ = quantize_norm(x, x, x[0], 1e-6, scaling)
+    quantize_norm(x, None, x[0], 1e-6, scaling)
+    quantize(x, scaling)
+    quantize_gate(gate_up, "silu", scaling)
+    weight = torch.zeros(inner, hidden, dtype=FP8)
+    scales = torch.zeros((inner // 128, hidden // 128) if block else (inner,))
+    for tile in TILES.values():
+        multiply_scaled(rows, weight, scales, kind, residual=gate_up[:, :inner].contiguous(), tile=tile)
+    return "all"
 
 
 def build_sampling(dtype: str, vocab: int) -> str:
@@ -99,6 +117,7 @@ BUILDERS: dict[str, Callable[..., str]] = {
     "layer": build_layer,
     "gated": build_gated,
     "few rows": build_few_rows,
+    "quantized": build_quantized,
     "sampling": build_sampling,
 }
 

@@ -34,6 +34,10 @@ CASES: list[Case] = [
     *((arch, "layer", {"dtype": FP32, "dim": 64, "hidden": 2048}) for arch in (89, 120)),
     *((arch, "gated", {"dtype": BF16, "hidden": 2048, "inner": 8192}) for arch in (90, 100, 120)),
     *((arch, "few rows", {"dtype": BF16, "hidden": 2048, "inner": 8192}) for arch in (86, 90)),
+    *(
+        (arch, "quantized", {"dtype": BF16, "hidden": 4096, "inner": 14_336, "scaling": scaling})
+        for arch, scaling in ((89, "block"), (90, "channel"), (100, "block"), (120, "channel"))
+    ),
     *((arch, "sampling", {"dtype": BF16, "vocab": 128_256}) for arch in (86, 120)),
 ]
 EVERY: list[Case] = [
@@ -54,6 +58,12 @@ EVERY: list[Case] = [
         for arch, dtype in itertools.product((90, 100, 120), (BF16, FP16))
     ),
     *((arch, "few rows", {"dtype": BF16, "hidden": 4096, "inner": 14_336}) for arch in SHARED_MEMORY),
+    *(
+        (arch, "quantized", {"dtype": dtype, "hidden": hidden, "inner": 2 * hidden, "scaling": scaling})
+        for arch, dtype, hidden, scaling in itertools.product(
+            (89, 90, 100, 120), (BF16, FP16, FP32), (1024, 8192), ("channel", "block")
+        )
+    ),
     *(
         (arch, "sampling", {"dtype": dtype, "vocab": 151_936})
         for arch, dtype in itertools.product(SHARED_MEMORY, (BF16, FP16, FP32))
