@@ -30,6 +30,7 @@ from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.prefill import list_prefill_configs
 from toka_async.kernels.sampling.edit import LIST_WIDTH, EditKernels, EditTable, RowTokens
 from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
+from toka_async.kernels.scaled_weight import ScaledWeight
 from toka_async.runner.kernel_sampler import try_sampling
 from toka_async.tuning import few_rows as few_rows_tuning
 from toka_async.tuning.gated_tiles import TILES as GATED_TILES
@@ -90,10 +91,10 @@ def build_quantized(dtype: str, hidden: int, inner: int, scaling: Scaling) -> st
     quantize_norm(x, None, x[0], 1e-6, scaling)
     quantize(x, scaling)
     quantize_gate(gate_up, "silu", scaling)
-    weight = torch.zeros(inner, hidden, dtype=FP8)
-    scales = torch.zeros((inner // 128, hidden // 128) if block else (inner,))
+    scales = torch.zeros((2 * inner // 128, hidden // 128) if block else (2 * inner,))
+    weight = ScaledWeight(torch.zeros(2 * inner, hidden, dtype=FP8), scales)
     for tile in TILES.values():
-        multiply_scaled(rows, weight, scales, kind, residual=gate_up[:, :inner].contiguous(), tile=tile)
+        multiply_scaled(rows, weight, kind, residual=gate_up, tile=tile)
     return "all"
 
 

@@ -14,10 +14,11 @@ from toka_async.kernels.by_rows import ByRows
 from toka_async.kernels.cublaslt import ALIGNMENT, Algorithm, Library, Product
 from toka_async.kernels.fp8.quantize import Quantized
 from toka_async.kernels.fp8.scaled import multiply_scaled
+from toka_async.kernels.scaled_weight import ScaledWeight
 
 
 class ScaledProducts:
-    """Computes x Wᵀ of rows as `quantize` makes them. scales: of the weight [n, k], see `multiply_scaled`."""
+    """Computes x Wᵀ of rows as `quantize` makes them."""
 
     def __init__(self, library: Library | None = None) -> None:
         """library: None: our kernel computes all."""
@@ -28,32 +29,30 @@ class ScaledProducts:
         """From now on the i-th algorithm computes up to sizes[i] rows, in ascending order; None: our kernel does."""
         self._chosen[product] = ByRows(list(sizes), list(algorithms))
 
-    def linear(
-        self, rows: Quantized, weight: Tensor, scales: Tensor, dtype: torch.dtype, bias: Tensor | None = None
-    ) -> Tensor:
+    def linear(self, rows: Quantized, weight: ScaledWeight, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """x Wᵀ + b: [t, k] and [n, k] to [t, n] of the dtype."""
-        output = self._compute_chosen(describe_scaled(weight, scales, dtype, adds=False), rows, weight, scales)
+        output = self._compute_chosen(describe_scaled(weight, dtype, adds=False), rows, weight)
         if output is None:
-            return multiply_scaled(rows, weight, scales, dtype, bias)
+            return multiply_scaled(rows, weight, dtype, bias)
         return output if bias is None else output.add_(bias)
 
-    def add(self, residual: Tensor, rows: Quantized, weight: Tensor, scales: Tensor) -> tuple[Tensor | None, Tensor]:
+    def add(self, residual: Tensor, rows: Quantized, weight: ScaledWeight) -> tuple[Tensor | None, Tensor]:
         """Returns x Wᵀ [t, n], which is yet to be added, or None if it was added in place; and the residual."""
-        product = describe_scaled(weight, scales, residual.dtype, adds=True)
-        output = self._compute_chosen(product, rows, weight, scales, residual if product.adds else None)
+        product = describe_scaled(weight, residual.dtype, adds=True)
+        output = self._compute_chosen(product, rows, weight, residual if product.adds else None)
         if output is None:
-            return None, multiply_scaled(rows, weight, scales, residual.dtype, residual=residual)
+            return None, multiply_scaled(rows, weight, residual.dtype, residual=residual)
         return None if product.adds else output, residual
 
     def run(
-        self, product: Product, algorithm: Algorithm, rows: Quantized, weight: Tensor, scales: Tensor, output: Tensor
+        self, product: Product, algorithm: Algorithm, rows: Quantized, weight: ScaledWeight, output: Tensor
     ) -> bool:
         """Computes into output [`count_rows`, n]; returns False, with nothing done, if the algorithm cannot."""
         assert self.library is not None
-        return self.library.run(product, algorithm, rows[0], weight, output, (rows[1], scales))
+        return self.library.run(product, algorithm, rows[0], weight.values, output, (rows[1], weight.scales))
 
     def _compute_chosen(
-        self, product: Product, rows: Quantized, weight: Tensor, scales: Tensor, output: Tensor | None = None
+        self, product: Product, rows: Quantized, weight: ScaledWeight, output: Tensor | None = None
     ) -> Tensor | None:
         """Returns None, with nothing done, where no algorithm was chosen."""
         chosen, num_rows = self._chosen.get(product), len(rows[0])
@@ -64,18 +63,17 @@ class ScaledProducts:
             output = torch.empty(count_rows(rows, product), product.n, dtype=product.dtype, device=weight.device)
         if any(x.data_ptr() % ALIGNMENT for x in (rows[0], output)):
             return None
-        is_done = self.run(product, algorithm, rows, weight, scales, output)
+        is_done = self.run(product, algorithm, rows, weight, output)
         return output[:num_rows] if is_done else None
 
 
-def describe_scaled(weight: Tensor, scales: Tensor, dtype: torch.dtype, adds: bool) -> Product:
+def describe_scaled(weight: ScaledWeight, dtype: torch.dtype, adds: bool) -> Product:
     """The product with a weight, as cuBLASLt computes it.
 
     By blocks it is never added in place: it has a multiple of 4 rows, for which the residual has no memory.
     """
     n, k = weight.shape
-    by_block = scales.ndim == 2
-    return Product(n, k, dtype, adds and not by_block, "block" if by_block else "channel")
+    return Product(n, k, dtype, adds and not weight.by_block, "block" if weight.by_block else "channel")
 
 
 def count_rows(rows: Quantized, product: Product) -> int:

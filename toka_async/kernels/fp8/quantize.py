@@ -15,8 +15,8 @@ from torch import Tensor
 
 from toka_async.kernels.activation import NAMES, activate
 from toka_async.kernels.pdl import can_follow, follow
+from toka_async.kernels.scaled_weight import BLOCK
 
-GROUP: Final = 128  # inputs that share a scale
 ROW_MULTIPLE: Final = 4  # rows of scales by groups, which cuBLASLt asks for
 FP8: Final = torch.float8_e4m3fn
 Scaling = Literal["channel", "block"]  # of the weights: a token's scale goes with `channel`, a group's with `block`
@@ -62,11 +62,11 @@ def _run(
     assert x.is_contiguous()
     num_rows, by_group = len(x), scaling == "block"
     padded = triton.cdiv(num_rows, ROW_MULTIPLE) * ROW_MULTIPLE
-    assert not by_group or k % GROUP == 0
+    assert not by_group or k % BLOCK == 0
     values = torch.empty(padded, k, dtype=FP8, device=x.device)[:num_rows]
-    scales = torch.empty(k // GROUP if by_group else 1, padded, dtype=torch.float32, device=x.device)
+    scales = torch.empty(k // BLOCK if by_group else 1, padded, dtype=torch.float32, device=x.device)
     added = x if residual is None else torch.empty_like(x)
-    width = GROUP if by_group else triton.next_power_of_2(k)
+    width = BLOCK if by_group else triton.next_power_of_2(k)
     groups = triton.next_power_of_2(triton.cdiv(k, width))
     if norm is None:
         groups = min(groups, max(1, _CELLS // width))

@@ -13,14 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toka_async.kernels.fp8.quantize import GROUP, Quantized
+from toka_async.kernels.fp8.quantize import Quantized
+from toka_async.kernels.scaled_weight import BLOCK, ScaledWeight, split_weight
 
 _GROUP_TILES = 8  # row tiles that share weights in the L2 cache
 
 
 @dataclass(slots=True, frozen=True)
 class ScaledTile:
-    """The part of the output that one program computes: rows x columns, with `GROUP` inputs at a time."""
+    """The part of the output that one program computes: rows x columns, with `BLOCK` inputs at a time."""
 
     rows: int
     columns: int
@@ -38,8 +39,7 @@ TILES = {
 
 def multiply_scaled(
     rows: Quantized,
-    weight: Tensor,
-    scales: Tensor,
+    weight: ScaledWeight,
     dtype: torch.dtype,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
@@ -47,24 +47,22 @@ def multiply_scaled(
 ) -> Tensor:
     """x Wᵀ + b: [t, k] and [n, k] to [t, n] of the dtype, or added to `residual` [t, n] in place.
 
-    scales: of the weight, float32: [n] of its outputs, or [n / 128, k / 128 or more] of its blocks. tile: for tests;
-    None: that of `TILES`.
+    tile: for tests; None: that of `TILES`.
     """
-    x, x_scales = rows
-    (num_rows, k), n = x.shape, len(weight)
-    by_block = scales.ndim == 2
+    (x, x_scales), (n, k), num_rows = rows, weight.shape, len(rows[0])
     assert x.is_contiguous()
-    assert weight.is_contiguous()
+    assert x.shape[1] == k
+    assert weight.values.is_contiguous()
     assert residual is None or (residual.is_contiguous() and residual.shape == (num_rows, n))
-    assert x_scales.shape == (num_rows, k // GROUP if by_block else 1)
+    assert x_scales.shape == (num_rows, k // BLOCK if weight.by_block else 1)
     output = torch.empty(num_rows, n, dtype=dtype, device=x.device) if residual is None else residual
     tile = tile or next(tile for most, tile in TILES.items() if num_rows <= most)
     if num_rows:
         _scaled_product[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns),)](
             x,
             x_scales,
-            weight,
-            scales,
+            weight.values,
+            weight.scales,
             bias,
             output,
             num_rows,
@@ -72,12 +70,11 @@ def multiply_scaled(
             x_scales.stride(1),
             n=n,
             k=k,
-            by_block=by_block,
-            block_stride=scales.stride(0) if by_block else 0,
+            block_stride=split_weight(weight)[2],
             adds=residual is not None,
             rows=tile.rows,
             columns=tile.columns,
-            depth=GROUP,
+            depth=BLOCK,
             group=_GROUP_TILES,
             num_stages=tile.num_stages,
             num_warps=tile.num_warps,
@@ -98,7 +95,6 @@ def _scaled_product(
     group_stride,
     n: tl.constexpr,
     k: tl.constexpr,
-    by_block: tl.constexpr,
     block_stride: tl.constexpr,
     adds: tl.constexpr,
     rows: tl.constexpr,
@@ -107,6 +103,7 @@ def _scaled_product(
     group: tl.constexpr,
 ):
     """One program computes one tile, whose columns are within one block. adds: to what is in the output."""
+    by_block: tl.constexpr = block_stride > 0
     row_tiles = tl.cdiv(num_rows, rows)
     column_tiles: tl.constexpr = (n + columns - 1) // columns
     # Tiles that are computed at the same time share rows and columns.

@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 
 from toka_async.kernels.fp8.quantize import Quantized, Scaling, quantize
 from toka_async.kernels.fp8.scaled import ScaledTile, multiply_scaled
+from toka_async.kernels.scaled_weight import ScaledWeight
 from toka_async.model import fp8
 
 SMALL = ScaledTile(rows=16, columns=32, num_stages=2, num_warps=4)
@@ -18,8 +19,8 @@ def normal(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(shape, generator=generator).to(device, dtype)
 
 
-def operands(device: torch.device, scaling: Scaling, *shape: int) -> tuple[Quantized, Tensor, Tensor, Tensor]:
-    """Rows, a weight, its scales, and the product of what they stand for in float64."""
+def operands(device: torch.device, scaling: Scaling, *shape: int) -> tuple[Quantized, ScaledWeight, Tensor]:
+    """Rows, a weight, and the product of what they stand for in float64."""
     num_rows, n, k = shape
     x, numbers = normal(device, torch.bfloat16, num_rows, k), normal(device, torch.bfloat16, n, k) / k**0.5
     tile = (128, 128) if scaling == "block" else (1, k)
@@ -28,7 +29,7 @@ def operands(device: torch.device, scaling: Scaling, *shape: int) -> tuple[Quant
     exact = wide @ fp8.dequantize(weight, scales, *tile).double().T
     if scaling == "block":  # lines of scales are padded
         scales = torch.nn.functional.pad(scales, (0, 3))
-    return rows, weight, scales if scaling == "block" else scales[:, 0], exact
+    return rows, ScaledWeight(weight, scales if scaling == "block" else scales[:, 0].contiguous()), exact
 
 
 def check(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
@@ -43,32 +44,32 @@ def check(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
 def test_it_equals_the_product_of_what_the_values_stand_for(
     device: torch.device, shape: tuple[int, int, int], dtype: torch.dtype, scaling: Scaling
 ) -> None:
-    rows, weight, scales, exact = operands(device, scaling, *shape)
-    check(multiply_scaled(rows, weight, scales, dtype, tile=SMALL), exact, dtype)
+    rows, weight, exact = operands(device, scaling, *shape)
+    check(multiply_scaled(rows, weight, dtype, tile=SMALL), exact, dtype)
 
 
 @pytest.mark.parametrize("scaling", ["channel", "block"])
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 65])
 def test_every_tile(device: torch.device, num_rows: int, scaling: Scaling) -> None:
-    rows, weight, scales, exact = operands(device, scaling, num_rows, 256, 128)
-    check(multiply_scaled(rows, weight, scales, torch.bfloat16), exact, torch.bfloat16)
+    rows, weight, exact = operands(device, scaling, num_rows, 256, 128)
+    check(multiply_scaled(rows, weight, torch.bfloat16), exact, torch.bfloat16)
 
 
 @pytest.mark.parametrize("scaling", ["channel", "block"])
 def test_bias_and_residual(device: torch.device, scaling: Scaling) -> None:
-    rows, weight, scales, exact = operands(device, scaling, 9, 64, 256)
+    rows, weight, exact = operands(device, scaling, 9, 64, 256)
     bias, residual = normal(device, torch.float32, 64), normal(device, torch.float32, 9, 64)
     expected = exact + bias.double() + residual.double()
-    output = multiply_scaled(rows, weight, scales, torch.float32, bias, residual, SMALL)
+    output = multiply_scaled(rows, weight, torch.float32, bias, residual, SMALL)
     assert output is residual
     check(output, expected, torch.float32)
 
 
 def test_odd_sizes_of_channels(device: torch.device) -> None:
-    rows, weight, scales, exact = operands(device, "channel", 3, 37, 200)
-    check(multiply_scaled(rows, weight, scales, torch.float32), exact, torch.float32)
+    rows, weight, exact = operands(device, "channel", 3, 37, 200)
+    check(multiply_scaled(rows, weight, torch.float32), exact, torch.float32)
 
 
 def test_no_rows(device: torch.device) -> None:
-    rows, weight, scales, _ = operands(device, "block", 0, 128, 128)
-    assert multiply_scaled(rows, weight, scales, torch.bfloat16).shape == (0, 128)
+    rows, weight, _ = operands(device, "block", 0, 128, 128)
+    assert multiply_scaled(rows, weight, torch.bfloat16).shape == (0, 128)
