@@ -16,7 +16,7 @@ from tests.gpu.test_parity import LOGPROBS, NUM_TOKENS, Case, Errors, alone, che
 from toka_async.cli import main
 from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts, FewRowsTile
 from toka_async.kernels.fused import FusedOps
-from toka_async.model.ops import TorchOps
+from toka_async.model.matrices.ops import TorchOps
 from toka_async.tuning.few_rows import TILES, FewRowsChoice
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -29,9 +29,9 @@ from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import Config
 from toka_async.messages import Ready
 from toka_async.model.activation_layout import LayoutPolicy
-from toka_async.model.blocked_ops import BlockedOps
 from toka_async.model.decoder import Decoder
-from toka_async.model.ops import Ops, TorchOps
+from toka_async.model.matrices.blocked_ops import BlockedOps
+from toka_async.model.matrices.ops import Ops, TorchOps
 from toka_async.model.ordered_sums import OrderedSums
 from toka_async.model.overlap import OverlappedShards
 from toka_async.model.sampling import sample, sample_alone

@@ -12,7 +12,7 @@ from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.gated import GatedProducts, RowScales, Tile, _gated_product
 from toka_async.kernels.scaled_weight import ScaledWeight
 from toka_async.model import fp8
-from toka_async.model.ops import TorchOps
+from toka_async.model.matrices.ops import TorchOps
 
 SMALL = Tile(rows=16, columns=16, depth=16, num_stages=2, num_warps=4)
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from toka_async.checkpoint.spec import ACTIVATIONS
 from toka_async.kernels.fp8.quantize import Quantized, Scaling, quantize, quantize_gate, quantize_norm
 from toka_async.model import fp8
-from toka_async.model.ops import TorchOps
+from toka_async.model.matrices.ops import TorchOps
 
 SCALINGS: tuple[Scaling, ...] = ("channel", "block")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
