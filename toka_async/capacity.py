@@ -121,7 +121,7 @@ class Stage:
 
 def make_plan(config: Config, memory: int) -> CapacityPlan:
     """Plan for GPUs of `memory` bytes. Raises ModelError: no such model, not divisible, or too large a step."""
-    spec = read_spec(resolve_model(config.model.path, weights=False))
+    spec = read_spec(resolve_model(config.model.path, weights=False), config.model.quantize)
     check_division(spec, config.parallel.pp, config.parallel.tp)
     dtype: torch.dtype = getattr(torch, spec.dtype if config.model.dtype == "auto" else config.model.dtype)
     stages = make_stages(spec, config.parallel, dtype)

@@ -23,7 +23,7 @@ from toka_async.attention.paged import PagedAttention
 from toka_async.attention.triton import TritonChunks
 from toka_async.kernels import few_rows
 from toka_async.kernels.append import append
-from toka_async.kernels.fp8.quantize import FP8, Scaling, quantize, quantize_gate, quantize_norm
+from toka_async.kernels.fp8.quantize import FP8, quantize, quantize_gate, quantize_norm
 from toka_async.kernels.fp8.scaled import TILES, multiply_scaled
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.gated import GatedProducts
@@ -83,14 +83,14 @@ def build_few_rows(dtype: str, hidden: int, inner: int) -> str:
     return f"{sum(choice.admits([tile]) for tile in few_rows_tuning.TILES)} tiles"
 
 
-def build_quantized(dtype: str, hidden: int, inner: int, scaling: Scaling) -> str:
+def build_quantized(dtype: str, hidden: int, inner: int, by_block: bool) -> str:
     """Builds what quantizes activations, and the products with quantized weights by our kernel, of all tiles."""
-    kind, block = getattr(torch, dtype), scaling == "block"
+    kind, block = getattr(torch, dtype), by_block
     x, gate_up = torch.zeros(3, hidden, dtype=kind), torch.zeros(3, 2 * inner, dtype=kind)
-    rows, _ = quantize_norm(x, x, x[0], 1e-6, scaling)
-    quantize_norm(x, None, x[0], 1e-6, scaling)
-    quantize(x, scaling)
-    quantize_gate(gate_up, "silu", scaling)
+    rows, _ = quantize_norm(x, x, x[0], 1e-6, by_block)
+    quantize_norm(x, None, x[0], 1e-6, by_block)
+    quantize(x, by_block)
+    quantize_gate(gate_up, "silu", by_block)
     scales = torch.zeros((2 * inner // 128, hidden // 128) if block else (2 * inner,))
     weight = ScaledWeight(torch.zeros(2 * inner, hidden, dtype=FP8), scales)
     for tile in TILES.values():

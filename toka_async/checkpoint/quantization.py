@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from toka_async.checkpoint.json_file import JsonFile, ModelError
+from toka_async.checkpoint.json_file import JsonFile
 
 BLOCK = 128  # rows and columns of a block
 METHODS = "fp8 with weight_block_size, compressed-tensors of the format float-quantized"
@@ -30,13 +30,38 @@ class Quantization(msgspec.Struct, frozen=True):
     scale_name: str = ""
     ignored: tuple[str, ...] = ()
 
+    @property
+    def format(self) -> str:
+        """A key of `FORMATS`."""
+        return "/".join(("fp8", self.scaling, self.scale_name)).rstrip("/")
+
+    def count_bytes(self, n: int, k: int) -> int:
+        """Counts the bytes of [n, k] values and their scales."""
+        num_scales = n if self.scaling == "channel" else -(-n // BLOCK) * -(-k // BLOCK)
+        return n * k + 4 * num_scales
+
     def covers(self, matrix: str) -> bool:
         """Tells whether a matrix is quantized. matrix: its name in the checkpoint, without `.weight`."""
         return not any(re.match(pattern, matrix) for pattern in self.ignored)
 
 
+# The weight formats of `MatrixSpec` by name; which matrices they cover, a checkpoint says.
+FORMATS: dict[str, Quantization] = {
+    each.format: each
+    for each in (
+        Quantization("channel"),
+        Quantization("block"),
+        Quantization("channel", "weight_scale"),
+        Quantization("block", "weight_scale"),
+        Quantization("block", "weight_scale_inv"),
+    )
+}
+# What `model.quantize` asks for, of a checkpoint that is not quantized.
+MADE_AT_LOAD = {"fp8": Quantization("channel"), "fp8_block": Quantization("block")}
+
+
 def read_quantization(file: JsonFile) -> Quantization | None:
-    """Returns None for a checkpoint that is not quantized. Raises ModelError for a format that is not supported."""
+    """Returns None for a checkpoint that is not quantized. Raises ModelError for another format."""
     if not file.has("quantization_config"):
         return None
     config = file.section("quantization_config")
@@ -106,12 +131,3 @@ def _check_pattern(file: JsonFile, pattern: str) -> str:
     except re.error as error:
         raise file.error("ignore", f"has {pattern!r}, which is no regular expression ({error})") from None
     return pattern
-
-
-def check_part(quantization: Quantization | None, what: str, size: int) -> None:
-    """Raises ModelError unless a rank's part of a matrix, `size` of its rows or columns, consists of whole blocks."""
-    if quantization is not None and quantization.scaling == "block" and size % BLOCK:
-        raise ModelError(
-            f"{what}: a rank's part has {size} of them, which is no multiple of {BLOCK}, a block of scales; "
-            "use fewer tensor ranks, or scales by channel (model.quantize=fp8) of a checkpoint in bfloat16"
-        )

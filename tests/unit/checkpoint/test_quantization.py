@@ -8,7 +8,7 @@ import pytest
 
 from tests.cases.quantized import BLOCKS, CHANNELS
 from toka_async.checkpoint.json_file import JsonFile, ModelError
-from toka_async.checkpoint.quantization import Quantization, check_part, read_quantization
+from toka_async.checkpoint.quantization import FORMATS, Quantization, read_quantization
 
 
 def read(folder: Path, config: dict[str, Any]) -> Quantization | None:
@@ -88,9 +88,7 @@ def test_other_formats_are_refused(tmp_path: Path, config: dict[str, Any], named
     assert named in str(raised.value)
 
 
-def test_parts_of_whole_blocks() -> None:
-    check_part(None, "rows", 5)
-    check_part(Quantization("channel"), "rows", 5)
-    check_part(Quantization("block"), "rows", 256)
-    with pytest.raises(ModelError, match="rows: a rank's part has 192 of them"):
-        check_part(Quantization("block"), "rows", 192)
+@pytest.mark.parametrize(("name", "size"), [("fp8/channel", 512 + 4 * 4), ("fp8/block/weight_scale_inv", 512 + 4)])
+def test_formats_count_values_and_scales(name: str, size: int) -> None:
+    assert FORMATS[name].format == name
+    assert FORMATS[name].count_bytes(4, 128) == size

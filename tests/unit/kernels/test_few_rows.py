@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from toka_async.kernels.few_rows import ADD, FINISHES, STORE, FewRowsProducts, FewRowsTile
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.scaled_weight import ScaledWeight
-from toka_async.model import fp8
+from toka_async.model.matrices import scaling as fp8
 from toka_async.model.matrices.ops import TorchOps
 
 ONE = FewRowsTile(rows=1, columns=4, depth=16, num_stages=1, num_warps=4)

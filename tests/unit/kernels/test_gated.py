@@ -11,7 +11,7 @@ from toka_async.kernels.fp8.quantize import quantize
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.gated import GatedProducts, RowScales, Tile, _gated_product
 from toka_async.kernels.scaled_weight import ScaledWeight
-from toka_async.model import fp8
+from toka_async.model.matrices import scaling as fp8
 from toka_async.model.matrices.ops import TorchOps
 
 SMALL = Tile(rows=16, columns=16, depth=16, num_stages=2, num_warps=4)
@@ -117,7 +117,7 @@ def test_weights_of_8_bits(device: torch.device, num_rows: int, by_block: bool) 
     values, weight_scales = fp8.quantize(numbers / 16, *tile)
     exact_weight = fp8.dequantize(values, weight_scales, *tile)
     weight = ScaledWeight(values, weight_scales if by_block else weight_scales[:, 0].contiguous())
-    rows, scales = quantize(x, "block" if by_block else "channel")
+    rows, scales = quantize(x, by_block)
     gates = GatedProducts(3, 1)
     gates.use(weight, "silu", [80], [Tile(rows=16, columns=32, depth=128, num_stages=2, num_warps=4)])
     output = gates.compute(rows, weight, "silu", RowScales(scales, torch.bfloat16))
@@ -130,7 +130,7 @@ def test_weights_of_8_bits(device: torch.device, num_rows: int, by_block: bool) 
 def test_columns_of_8_bits_beyond_the_last_one(device: torch.device) -> None:
     x, numbers = normal(device, torch.bfloat16, 20, 128), normal(device, torch.bfloat16, 96, 128)
     values, weight_scales = fp8.quantize(numbers, 1, 128)
-    rows, scales = quantize(x, "channel")
+    rows, scales = quantize(x, False)
     weight, output = ScaledWeight(values, weight_scales[:, 0].contiguous()), x.new_empty(20, 48)
     tile = Tile(rows=16, columns=32, depth=128, num_stages=2, num_warps=4)
     GatedProducts(3).run("silu", tile, rows, weight, output, scales=RowScales(scales, x.dtype))

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from toka_async.kernels.by_rows import ByRows
 from toka_async.kernels.cublaslt import ALIGNMENT, Algorithm, Library, Product
-from toka_async.kernels.fp8.quantize import Quantized
+from toka_async.kernels.fp8.quantize import ROW_MULTIPLE
 from toka_async.kernels.fp8.scaled import multiply_scaled
-from toka_async.kernels.scaled_weight import ScaledWeight
+from toka_async.kernels.scaled_weight import Quantized, ScaledWeight
 
 
 class ScaledProducts:
@@ -59,6 +59,10 @@ class ScaledProducts:
         algorithm = None if chosen is None else chosen.find(num_rows)
         if algorithm is None:
             return None
+        if product.scaling == "block" and rows[1].stride(0) != 1:  # gathered from ranks: without padding
+            if num_rows % ROW_MULTIPLE:
+                return None
+            rows = rows[0], rows[1].T.contiguous().T
         if output is None:
             output = torch.empty(count_rows(rows, product), product.n, dtype=product.dtype, device=weight.device)
         if any(x.data_ptr() % ALIGNMENT for x in (rows[0], output)):

@@ -1,12 +1,14 @@
 """Quantizes activations to 8-bit floats (E4M3) as they are made: of a norm, of a gate, or as they are.
 
-A scale belongs to a token, or to 128 inputs of a token: values times scale are the activations, and the largest of them
-becomes the largest number of the type. Bound by memory: every value is read once and written once, in a byte.
+A scale belongs to a token, or, where the weight is scaled by block, to a group of `BLOCK` inputs of a token. Values
+times scale are the activations, the largest of which becomes the largest number of the type. Bound by memory: every
+value is read once and written once, in a byte. Tokens of a group lie side by side, and all have memory for a multiple
+of `ROW_MULTIPLE` rows, as cuBLASLt reads them.
 """
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final
 
 import torch
 import triton
@@ -15,58 +17,50 @@ from torch import Tensor
 
 from toka_async.kernels.activation import NAMES, activate
 from toka_async.kernels.pdl import can_follow, follow
-from toka_async.kernels.scaled_weight import BLOCK
+from toka_async.kernels.scaled_weight import BLOCK, Quantized
 
 ROW_MULTIPLE: Final = 4  # rows of scales by groups, which cuBLASLt asks for
 FP8: Final = torch.float8_e4m3fn
-Scaling = Literal["channel", "block"]  # of the weights: a token's scale goes with `channel`, a group's with `block`
 _CELLS = 2048  # values of a program that has no whole row to see
 
 
-Quantized = tuple[Tensor, Tensor]
-"""Values, E4M3 [t, k], and scales, float32: [t, 1], or [t, k / 128] with the tokens of a group side by side.
-
-There is memory for a multiple of `ROW_MULTIPLE` rows.
-"""
-
-
-def quantize(x: Tensor, scaling: Scaling) -> Quantized:
+def quantize(x: Tensor, by_block: bool) -> Quantized:
     """Quantizes x [t, k]."""
-    rows, _ = _run(x, x.shape[1], scaling)
+    rows, _ = _run(x, x.shape[1], by_block)
     return rows
 
 
-def quantize_gate(gate_up: Tensor, activation: str, scaling: Scaling) -> Quantized:
+def quantize_gate(gate_up: Tensor, activation: str, by_block: bool) -> Quantized:
     """Quantizes the activation of the first half of gate_up [t, 2 * k] times the second half."""
     assert activation in NAMES, activation
-    rows, _ = _run(gate_up, gate_up.shape[1] // 2, scaling, activation=activation)
+    rows, _ = _run(gate_up, gate_up.shape[1] // 2, by_block, activation=activation)
     return rows
 
 
 def quantize_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scaling: Scaling
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, by_block: bool
 ) -> tuple[Quantized, Tensor]:
     """Quantizes rms_norm(residual + x) * weight, and returns residual + x too, which is rounded before the norm."""
     assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
-    return _run(x, x.shape[1], scaling, residual=residual, norm=(weight, eps))
+    return _run(x, x.shape[1], by_block, residual=residual, norm=(weight, eps))
 
 
 def _run(
     x: Tensor,
     k: int,
-    scaling: Scaling,
+    by_block: bool,
     activation: str = "",
     residual: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
 ) -> tuple[Quantized, Tensor]:
     assert x.is_contiguous()
-    num_rows, by_group = len(x), scaling == "block"
+    num_rows = len(x)
     padded = triton.cdiv(num_rows, ROW_MULTIPLE) * ROW_MULTIPLE
-    assert not by_group or k % BLOCK == 0
+    assert not by_block or k % BLOCK == 0
     values = torch.empty(padded, k, dtype=FP8, device=x.device)[:num_rows]
-    scales = torch.empty(k // BLOCK if by_group else 1, padded, dtype=torch.float32, device=x.device)
+    scales = torch.empty(k // BLOCK if by_block else 1, padded, dtype=torch.float32, device=x.device)
     added = x if residual is None else torch.empty_like(x)
-    width = BLOCK if by_group else triton.next_power_of_2(k)
+    width = BLOCK if by_block else triton.next_power_of_2(k)
     groups = triton.next_power_of_2(triton.cdiv(k, width))
     if norm is None:
         groups = min(groups, max(1, _CELLS // width))

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toka_async.kernels.fp8.quantize import Quantized
-from toka_async.kernels.scaled_weight import BLOCK, ScaledWeight, split_weight
+from toka_async.kernels.scaled_weight import BLOCK, Quantized, ScaledWeight, split_weight
 
 _GROUP_TILES = 8  # row tiles that share weights in the L2 cache
 

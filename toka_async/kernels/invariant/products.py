@@ -16,6 +16,7 @@ from torch import Tensor
 
 from toka_async.kernels.few_rows import Norm
 from toka_async.kernels.fused import FusedOps
+from toka_async.kernels.scaled_weight import ScaledOps
 
 _GROUP = 8  # row tiles that share weights in the L2 cache
 _WIDE = 8192  # outputs from which on wide tiles keep a chip busy with one tile of rows
@@ -86,6 +87,7 @@ class InvariantOps:
 
     def __init__(self) -> None:
         fused = FusedOps()
+        self.scaled: ScaledOps | None = None  # weights of 8-bit floats are dequantized, whatever the number of rows
         self.add_norm = fused.add_norm
         self.gate = fused.gate
         self.compute_rotation = fused.compute_rotation

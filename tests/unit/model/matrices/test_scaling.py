@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toka_async.model.fp8 import FP8, dequantize, quantize
+from toka_async.model.matrices.scaling import FP8, dequantize, quantize
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 300), (1, 128), (128, 128), (200, 1), (7, 9)])
