@@ -46,7 +46,7 @@ def test_every_tile(n: int, k: int, finish: str, dtype: torch.dtype) -> None:
             exact = TorchOps().gate(exact, finish)
         for tile in TILES:
             if products.can_run(finish, tile, x, weight):
-                output = before[:, : exact.shape[1]].contiguous()
+                output = before[:, : exact.shape[1]].clone(memory_format=torch.contiguous_format)
                 products.run(finish, tile, x, weight, output, bias)
                 assert (output.double() - exact).norm() / exact.norm() < 4e-3
                 assert (output.double() - exact).abs().max() < 0.1

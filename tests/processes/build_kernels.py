@@ -21,7 +21,7 @@ from toka_async.attention.choice import AutoChunks
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.paged import PagedAttention
 from toka_async.attention.triton import TritonChunks
-from toka_async.kernels import few_rows
+from toka_async.kernels import few_rows, prefill
 from toka_async.kernels.append import append
 from toka_async.kernels.fp8.quantize import FP8, quantize, quantize_gate, quantize_norm
 from toka_async.kernels.fp8.scaled import TILES, multiply_scaled
@@ -41,6 +41,8 @@ CPU = torch.device("cpu")
 
 def build_attention(dtype: str, dim: int, group: int, page_size: int = 16, windows: tuple[int, ...] = (0,)) -> str:
     """Returns which of the possible tiles were chosen."""
+    arch = triton.runtime.driver.active.get_current_target().arch
+    prefill.is_hopper = lambda _: arch == 90  # type: ignore[assignment]
     cache = KVCache(1, 2, 2, page_size, dim, getattr(torch, dtype), CPU)
     attention = build.build_attention("triton", cache, 2 * group, windows, max_seqs=512, max_tokens=512).backend
     assert isinstance(attention, PagedAttention)
@@ -48,6 +50,8 @@ def build_attention(dtype: str, dim: int, group: int, page_size: int = 16, windo
     assert isinstance(chunks, AutoChunks)
     part = chunks.parts["triton"]
     assert isinstance(part, TritonChunks)
+    if part.config.registers:
+        return "tiles for Hopper"
     return f"tiles {list_prefill_configs(dim, group, cache.keys[0].dtype).index(part.config)}"
 
 
