@@ -31,6 +31,8 @@ COVERED = {
     "unit/client/test_exchange.py": ["client/errors", "client/pending", "client/results"],
     "unit/config/test_load.py": ["config/sections", "config/text"],
     "unit/kernels/sampling/test_edit.py": ["kernels/sampling/raw"],
+    "unit/kernels/fp8/test_products.py": ["kernels/scaled_weight"],
+    "unit/model/matrices/test_fp8.py": ["kernels/fp8/ops"],
     "unit/kernels/sampling/test_kernels.py": [
         "kernels/sampling/candidates",
         "kernels/sampling/draw",
