@@ -39,7 +39,6 @@ from toka_async.model.weights import build_decoder, load_weights, random_weights
 from toka_async.runner.compiles import CompileCounter
 from toka_async.runner.graphs import DENSE_ROWS
 from toka_async.runner.micro_batches import count_most_rows, count_most_tokens
-from toka_async.runner.mixed import list_mixed_sizes
 from toka_async.runner.pipeline import StageSetup
 from toka_async.runner.runner import Runner, SamplingSetup
 from toka_async.runner.samples import RowShares
@@ -478,6 +477,7 @@ class RunnerFactory:
         least = runner.ready.group_min_seqs if schedule.group_min_seqs == "auto" else schedule.group_min_seqs
 
         def capture() -> None:
+            from toka_async.runner.mixed import list_mixed_sizes
             from toka_async.tuning.graph_sizes import GraphChoice
 
             assert runner.decode is not None
