@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from tests.drivers.engine import Engine
 from tests.drivers.paged_rows import PagedRow, run_rows
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
@@ -74,3 +75,13 @@ def test_perplexity_of_the_built_in_model(rounded_inputs: bool) -> None:
     assert 1 < exact < 20  # it is trained
     assert rounded != exact
     assert rounded == pytest.approx(exact, rel=0.01)
+
+
+def test_a_start_quantizes_and_says_so() -> None:
+    sizes, answers = [], []
+    for how in ("none", "fp8"):
+        engine = Engine(DEMO, quantize=how)
+        sizes.append(engine.runner.ready.ranks[0].weights)
+        answers.append(engine.run(write_texts()[:4], max_tokens=8))
+    assert sizes[1] < 0.5 * sizes[0]
+    assert all(len(answer.samples[0].token_ids) > 0 for answer in answers[1])

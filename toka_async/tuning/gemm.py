@@ -16,7 +16,7 @@ from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.quantization import FORMATS
 from toka_async.kernels.cublaslt import CublasLt
 from toka_async.kernels.few_rows import FewRowsProducts
-from toka_async.kernels.fp8.ops import LEAST_CAPABILITY, ScaledKernels
+from toka_async.kernels.fp8.ops import ScaledKernels
 from toka_async.kernels.fp8.products import ScaledProducts
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.gated import GatedProducts
@@ -44,19 +44,15 @@ _COPIES_TENSORS = (9, 0)  # compute capability of GPUs that copy tensors
 
 def make_ops(device: torch.device, dtype: torch.dtype, tuned: bool) -> FusedOps:
     """Makes fused operations whose products can be tuned, as far as this GPU and dtype admit."""
-    capability = torch.cuda.get_device_capability(device)
-    has_fp8 = capability >= LEAST_CAPABILITY
     if not tuned or dtype not in DTYPES:
-        return FusedOps(scaled=ScaledKernels(ScaledProducts()) if has_fp8 else None)
+        return FusedOps(scaled=ScaledKernels(ScaledProducts()))
     gates: GatedProducts | None = None
-    if capability >= _COPIES_TENSORS:
+    if torch.cuda.get_device_capability(device) >= _COPIES_TENSORS:
         num_programs = torch.cuda.get_device_properties(device).multi_processor_count
         gates = GatedProducts(num_programs)
     products, few_rows = _make_products(device), make_few_rows(device)
-    scaled: ScaledKernels | None = None
-    if has_fp8:
-        scaled = ScaledKernels(ScaledProducts(None if products is None else products.library), gates, few_rows)
-    return FusedOps(products, gates, few_rows, scaled)
+    scaled_products = ScaledProducts(None if products is None else products.library)
+    return FusedOps(products, gates, few_rows, ScaledKernels(scaled_products, gates, few_rows))
 
 
 def make_few_rows(device: torch.device) -> FewRowsProducts:
