@@ -196,8 +196,9 @@ def make_stages(spec: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -
 def plan_lines(plan: CapacityPlan) -> Iterator[str]:
     """The plan for people: a line for each GPU, and totals."""
     config, parallel = plan.config, plan.config.parallel
+    formats = plan.spec.name_formats(str(plan.dtype).removeprefix("torch."))
     yield (
-        f"{config.model.path}: {plan.spec.num_layers} layers, {str(plan.dtype).removeprefix('torch.')}; "
+        f"{config.model.path}: {plan.spec.num_layers} layers, {formats}; "
         f"parallel.dp={parallel.dp}, pp={parallel.pp}, tp={parallel.tp}: {format_count(len(plan.ranks), 'GPU')} of "
         f"{_format_gib(plan.memory)}, {config.cache.memory_fraction:.0%} of each"
     )

@@ -163,7 +163,11 @@ class RunnerFactory:
         self.tuning_cache.report()
         cache_bytes = (num_pages + 1) * self.config.cache.page_size * bytes_per_token(self.rank_spec, self.dtype)
         described = describe_device(
-            self.coords.world_rank, self.device, self.dtype, count_weight_bytes(decoder), cache_bytes
+            self.coords.world_rank,
+            self.device,
+            self.spec.name_formats(str(self.dtype).removeprefix("torch.")),
+            count_weight_bytes(decoder),
+            cache_bytes,
         )
         runner.ready = msgspec.structs.replace(runner.ready, ranks=(described,), token_seconds=token_seconds)
         if self.left_to_compile is not None and self.coords.device_index == 0:  # once for all ranks and replicas

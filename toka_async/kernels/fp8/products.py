@@ -13,16 +13,17 @@ from torch import Tensor
 from toka_async.kernels.by_rows import ByRows
 from toka_async.kernels.cublaslt import ALIGNMENT, Algorithm, Library, Product
 from toka_async.kernels.fp8.quantize import ROW_MULTIPLE
-from toka_async.kernels.fp8.scaled import multiply_scaled
+from toka_async.kernels.fp8.scaled import ScaledTile, multiply_scaled
 from toka_async.kernels.scaled_weight import Quantized, ScaledWeight
 
 
 class ScaledProducts:
     """Computes x Wᵀ of rows as `quantize` makes them."""
 
-    def __init__(self, library: Library | None = None) -> None:
-        """library: None: our kernel computes all."""
+    def __init__(self, library: Library | None = None, tile: ScaledTile | None = None) -> None:
+        """library: None: our kernel computes all. tile: of our kernel for any number of rows; None: by rows."""
         self.library = library
+        self._tile = tile
         self._chosen: dict[Product, ByRows[Algorithm | None]] = {}
 
     def use(self, product: Product, sizes: Sequence[int], algorithms: Sequence[Algorithm | None]) -> None:
@@ -33,7 +34,7 @@ class ScaledProducts:
         """x Wᵀ + b: [t, k] and [n, k] to [t, n] of the dtype."""
         output = self._compute_chosen(describe_scaled(weight, dtype, adds=False), rows, weight)
         if output is None:
-            return multiply_scaled(rows, weight, dtype, bias)
+            return multiply_scaled(rows, weight, dtype, bias, tile=self._tile)
         return output if bias is None else output.add_(bias)
 
     def add(self, residual: Tensor, rows: Quantized, weight: ScaledWeight) -> tuple[Tensor | None, Tensor]:
@@ -41,7 +42,7 @@ class ScaledProducts:
         product = describe_scaled(weight, residual.dtype, adds=True)
         output = self._compute_chosen(product, rows, weight, residual if product.adds else None)
         if output is None:
-            return None, multiply_scaled(rows, weight, residual.dtype, residual=residual)
+            return None, multiply_scaled(rows, weight, residual.dtype, residual=residual, tile=self._tile)
         return None if product.adds else output, residual
 
     def run(

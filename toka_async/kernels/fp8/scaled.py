@@ -28,11 +28,12 @@ class ScaledTile:
     num_warps: int
 
 
+LARGEST_TILE = ScaledTile(128, 128, num_stages=3, num_warps=8)
 # For up to so many rows; each takes at most 96 KiB of shared memory.
 TILES = {
     16: ScaledTile(16, 64, num_stages=4, num_warps=4),
     64: ScaledTile(64, 64, num_stages=4, num_warps=4),
-    1 << 31: ScaledTile(128, 128, num_stages=3, num_warps=8),
+    1 << 31: LARGEST_TILE,
 }
 
 

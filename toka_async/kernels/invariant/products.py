@@ -15,8 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.few_rows import Norm
+from toka_async.kernels.fp8.ops import ScaledKernels
+from toka_async.kernels.fp8.products import ScaledProducts
+from toka_async.kernels.fp8.scaled import LARGEST_TILE
 from toka_async.kernels.fused import FusedOps
-from toka_async.kernels.scaled_weight import ScaledOps
 
 _GROUP = 8  # row tiles that share weights in the L2 cache
 _WIDE = 8192  # outputs from which on wide tiles keep a chip busy with one tile of rows
@@ -87,7 +89,7 @@ class InvariantOps:
 
     def __init__(self) -> None:
         fused = FusedOps()
-        self.scaled: ScaledOps | None = None  # weights of 8-bit floats are dequantized, whatever the number of rows
+        self.scaled = ScaledKernels(ScaledProducts(tile=LARGEST_TILE))
         self.add_norm = fused.add_norm
         self.gate = fused.gate
         self.compute_rotation = fused.compute_rotation

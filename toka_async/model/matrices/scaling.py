@@ -33,4 +33,5 @@ def quantize(numbers: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
 def dequantize(values: Tensor, scales: Tensor, rows: int, columns: int) -> Tensor:
     """Returns the numbers [n, k] of `quantize` in float32."""
     n, k = values.shape
-    return values.float() * scales.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+    of_rows = scales.repeat_interleave(rows, 0)[:n] if rows > 1 else scales
+    return values.float().mul_(of_rows.repeat_interleave(columns, 1)[:, :k] if columns < k else of_rows[:, :1])

@@ -245,6 +245,14 @@ class TestKernels:
         error = (actual - exact).square().mean().sqrt() / exact.square().mean().sqrt()
         assert 1e-4 < error < 0.06
 
+    @pytest.mark.parametrize("kind", ["fp8/channel", "fp8/block"])
+    def test_rows_keep_their_bits_in_every_batch(self, kind: str) -> None:
+        from toka_async.kernels.invariant.products import InvariantOps
+
+        matrix, x, norm = make(kind, 128, 256, InvariantOps()), torch.randn(20, 256), (torch.randn(256), 1e-5)
+        whole = matrix.product(matrix.norm(x, x, norm)[0])
+        assert torch.equal(matrix.product(matrix.norm(x[7:8], x[7:8], norm)[0]), whole[7:8])
+
     def test_gathered_rows_can_be_multiplied(self) -> None:
         ops = self.make_ops()
         matrix, x = make("fp8/block", 128, 256, ops), torch.randn(6, 256)
