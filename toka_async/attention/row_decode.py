@@ -97,13 +97,9 @@ class RowDecode:
         for num_rows in (FOLLOWING_ROWS, FOLLOWING_ROWS + 1):
             query = keys.new_zeros(num_rows, *heads)
             zeros = torch.zeros((num_rows, 1), dtype=torch.int32, device=self.device)
-            one = Partial(query[None], torch.zeros((1, num_rows, self.num_heads), device=self.device))
-            two = Partial(
-                torch.zeros((2, num_rows, *heads), device=self.device),
-                torch.zeros((2, num_rows, self.num_heads), device=self.device),
-            )
+            before = Partial(query[None], torch.zeros((1, num_rows, self.num_heads), device=self.device))
             alike = divide_alike(num_rows, 2, 1, self.device)
-            for is_short, work, prefix in product((False, True), (None, alike), (None, one, two)):
+            for is_short, work, prefix in product((False, True), (None, alike), (None, before)):
                 decode_attention(
                     query,
                     keys,
