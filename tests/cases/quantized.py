@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ SIZES = heads(4, 2, 128, head_dim=128, intermediate_size=256)
 
 def quantize_checkpoint(dense: Path, folder: Path, config: dict[str, Any], scales: torch.dtype = torch.float32) -> Path:
     """Writes a dense checkpoint of `make_checkpoint` anew with quantized matrices. Returns `folder`."""
-    folder.mkdir()
+    shutil.copytree(dense, folder)
     by_block = config["quant_method"] == "fp8"
     quantization = read_quantization(JsonFile(folder / "config.json", {"quantization_config": config}))
     assert quantization is not None
@@ -76,7 +77,7 @@ def quantize_checkpoint(dense: Path, folder: Path, config: dict[str, Any], scale
 
 def dequantize_checkpoint(quantized: Path, folder: Path) -> Path:
     """Writes a quantized checkpoint anew with the matrices that it stands for, in float32. Returns `folder`."""
-    folder.mkdir()
+    shutil.copytree(quantized, folder)
     fields = json.loads((quantized / "config.json").read_text())
     by_block = fields.pop("quantization_config")["quant_method"] == "fp8"
     (folder / "config.json").write_text(json.dumps(fields))
