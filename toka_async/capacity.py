@@ -121,7 +121,7 @@ class Stage:
 
 def make_plan(config: Config, memory: int) -> CapacityPlan:
     """Plan for GPUs of `memory` bytes. Raises ModelError: no such model, not divisible, or too large a step."""
-    spec = read_spec(resolve_model(config.model.path, weights=False))
+    spec = read_spec(resolve_model(config.model.path, weights=False), config.model.quantize)
     spec = group_experts(spec, config.parallel.ep)
     check_division(spec, config.parallel.pp, config.parallel.tp)
     dtype: torch.dtype = getattr(torch, spec.dtype if config.model.dtype == "auto" else config.model.dtype)
@@ -197,9 +197,10 @@ def make_stages(spec: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -
 def plan_lines(plan: CapacityPlan) -> Iterator[str]:
     """The plan for people: a line for each GPU, and totals."""
     config, parallel = plan.config, plan.config.parallel
+    formats = plan.spec.name_formats(str(plan.dtype).removeprefix("torch."))
     sizes = f"parallel.dp={parallel.dp}, pp={parallel.pp}, tp={parallel.tp}" + f", ep={parallel.ep}" * (parallel.ep > 1)
     yield (
-        f"{config.model.path}: {plan.spec.num_layers} layers, {str(plan.dtype).removeprefix('torch.')}; "
+        f"{config.model.path}: {plan.spec.num_layers} layers, {formats}; "
         f"{sizes}: {format_count(len(plan.ranks), 'GPU')} of "
         f"{_format_gib(plan.memory)}, {config.cache.memory_fraction:.0%} of each"
     )

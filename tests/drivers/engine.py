@@ -45,6 +45,7 @@ class Engine:
         max_graph_seqs: int = 16,
         tuning_dir: str = "",
         batch_invariant: bool = False,
+        quantize: str = "none",
         **options: Unpack[CoreOptions],
     ) -> None:
         min_seqs = options.get("group_min_seqs", 0)
@@ -54,6 +55,7 @@ class Engine:
                 device=device,  # type: ignore[arg-type]
                 dtype=dtype,  # type: ignore[arg-type]
                 batch_invariant=batch_invariant,
+                quantize=quantize,  # type: ignore[arg-type]
             ),
             cache=CacheConfig(page_size=page_size, num_tokens=num_tokens),
             schedule=ScheduleConfig(max_seqs=max_seqs, max_tokens=max_tokens, group_min_seqs=min_seqs),
@@ -61,7 +63,7 @@ class Engine:
             graphs=GraphsConfig(enabled=max_graph_seqs > 0, max_rows=max(1, max_graph_seqs)),
             tuning=TuningConfig(dir=tuning_dir),
         )
-        self.runner = RunnerFactory(model_dir, read_spec(model_dir), config).build()
+        self.runner = RunnerFactory(model_dir, read_spec(model_dir, quantize), config).build()
         rank = self.runner
         self.driver = CoreDriver(rank.ready, max_tokens=max_tokens, rank=rank, until_full=until_full, **options)
 

@@ -19,6 +19,7 @@ def interpret_kernels() -> None:
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     builder = interpreter.InterpreterBuilder
     patch_tensor, dot, cast = interpreter._patch_lang_tensor, builder.create_dot, builder.cast_impl
+    convert = builder.create_fp_to_fp
 
     def patched(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
@@ -35,8 +36,15 @@ def interpret_kernels() -> None:
         bits = torch.from_numpy(np.array(source.data)).bfloat16().view(torch.int16).numpy().view(np.uint16)
         return type(source)(bits, dtype.scalar)
 
+    def create_fp_to_fp(self: Any, source: Any, dtype: Any, rounding: Any) -> Any:
+        if str(dtype.scalar) != "fp8e4nv":
+            return convert(self, source, dtype, rounding)
+        # A GPU rounds to the nearest and saturates; the interpreter loses an exponent where rounding carries.
+        wide = torch.from_numpy(np.array(_widened(source).data, np.float32)).clamp(-448, 448)
+        return type(source)(wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy(), dtype.scalar)
+
     interpreter._patch_lang_tensor = patched
-    builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    builder.create_dot, builder.cast_impl, builder.create_fp_to_fp = create_dot, cast_impl, create_fp_to_fp
 
 
 def _widened(handle: Any) -> Any:

@@ -23,7 +23,7 @@ class DenseFeed(nn.Module):
         super().__init__()
         feed = layer.feed
         assert isinstance(feed, DenseFeedSpec)
-        gate_up, down = feed.list_matrices(hidden_size, layer.format)
+        gate_up, down = layer.list_feed_matrices(hidden_size)
         self.activation = feed.activation
         self.gate_up = build_matrix(gate_up, comm, ops)
         self.down = build_matrix(down, comm, ops)

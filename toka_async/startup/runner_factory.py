@@ -56,7 +56,13 @@ from toka_async.startup.cache_size import (
 )
 from toka_async.startup.compile_ahead import compile_ahead, list_compile_tasks
 from toka_async.startup.described import count_weight_bytes, describe_device
-from toka_async.startup.device import has_kernels, resolve_device, resolve_dtype, resolve_num_threads
+from toka_async.startup.device import (
+    check_weight_formats,
+    has_kernels,
+    resolve_device,
+    resolve_dtype,
+    resolve_num_threads,
+)
 from toka_async.startup.memory import choose_cpu_cache_bytes
 from toka_async.startup.module_compiler import compile_in_background, compile_now
 from toka_async.startup.process_groups import build_links, make_groups
@@ -105,6 +111,7 @@ class RunnerFactory:
         with self.stages.stage("device", f"starting the device{others}"):
             self.device = resolve_device(config.model, coords)
             self.groups = make_groups(coords, self.device)
+        check_weight_formats(spec, self.device)
         self.kind: DeviceKind = "cuda" if self.device.type == "cuda" else "cpu"
         self.invariant = config.model.batch_invariant
         if self.invariant and coords.size > 1:
@@ -157,7 +164,11 @@ class RunnerFactory:
         self.tuning_cache.report()
         cache_bytes = (num_pages + 1) * self.config.cache.page_size * bytes_per_token(self.rank_spec, self.dtype)
         described = describe_device(
-            self.coords.world_rank, self.device, self.dtype, count_weight_bytes(decoder), cache_bytes
+            self.coords.world_rank,
+            self.device,
+            self.spec.name_formats(str(self.dtype).removeprefix("torch.")),
+            count_weight_bytes(decoder),
+            cache_bytes,
         )
         runner.ready = msgspec.structs.replace(runner.ready, ranks=(described,), token_seconds=token_seconds)
         if self.left_to_compile is not None and self.coords.device_index == 0:  # once for all ranks and replicas

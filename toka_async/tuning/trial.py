@@ -10,17 +10,17 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
-from typing import TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from toka_async.tuning.clock import time_calls
 
-W = TypeVar("W")  # a weight, or several
 # Milliseconds that so many calls take on the device.
 CallClock = Callable[[Callable[[], None], int], float]
-# Computes an output from x [t, k] and a weight [n, k], into the given tensor or one of its own.
-Way = Callable[[Tensor, Tensor, Tensor], object]
+# Computes an output from x [t, k] and a weight [n, k], each in the form that suits, into the given tensor or one of its
+# own.
+Way = Callable[[Any, Any, Tensor], object]
 
 GAIN = 0.985  # of the usual way's time: a closer one does not replace it
 _FINALISTS = 3
@@ -44,9 +44,9 @@ def time_products(call: Callable[[], None], num_calls: int) -> float:
 
 
 def find_fastest(
-    ways: Sequence[Callable[[Tensor, W, Tensor], object]],
-    weights: Sequence[W],
-    operands: Sequence[tuple[Tensor, Tensor]],
+    ways: Sequence[Way],
+    weights: Sequence[Any],
+    operands: Sequence[tuple[Any, Tensor]],
     clock: CallClock,
     gain: float = GAIN,
     sustained: float = SUSTAINED,
@@ -61,7 +61,7 @@ def find_fastest(
     def time_way(index: int, num_calls: int) -> float:
         layers = cycle(weights)
 
-        def call(x: Tensor, output: Tensor) -> None:
+        def call(x: Any, output: Tensor) -> None:
             ways[index](x, next(layers), output)
 
         return sum(clock(partial(call, *each), num_calls) for each in operands)

@@ -10,7 +10,13 @@ from tests.cases.models import make_checkpoint
 from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.config import AttentionConfig, CacheConfig, Config, ModelConfig
 from toka_async.startup import device
-from toka_async.startup.device import has_kernels, resolve_device, resolve_dtype, resolve_num_threads
+from toka_async.startup.device import (
+    check_weight_formats,
+    has_kernels,
+    resolve_device,
+    resolve_dtype,
+    resolve_num_threads,
+)
 from toka_async.startup.rank_coords import RankCoords
 from toka_async.startup.runner_factory import RunnerFactory
 
@@ -46,6 +52,18 @@ def test_an_old_gpu_is_used_without_kernels(monkeypatch: pytest.MonkeyPatch, cap
     assert gpu == torch.device("cuda", 0)
     assert not has_kernels(gpu)
     assert "and so is slow: expected a GPU of compute capability 8.0 or more, got 7.5" in caplog.text
+
+
+def test_old_gpus_refuse_8_bit_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, found = make_checkpoint(tmp_path / "model", "llama"), [(8, 6)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: found[0])
+    gpu = torch.device("cuda", 0)
+    check_weight_formats(read_spec(folder), gpu)
+    with pytest.raises(ModelError, match=r"8-bit floats: expected a GPU of compute capability 8\.9, got 8\.6; use a"):
+        check_weight_formats(read_spec(folder, "fp8"), gpu)
+    check_weight_formats(read_spec(folder, "fp8"), torch.device("cpu"))
+    found[0] = 9, 0
+    check_weight_formats(read_spec(folder, "fp8"), gpu)
 
 
 def test_dtypes(tmp_path: Path) -> None:
