@@ -19,9 +19,13 @@ class ExpertNames(msgspec.Struct, frozen=True):
     up: str = "up_proj"
     down: str = "down_proj"
 
+    def name_matrix(self, number: int, name: str) -> str:
+        """Names a matrix of an expert in its layer."""
+        return f"{self.experts}.{number}.{name}"
+
 
 class ExpertMatrixSpec(MatrixSpec, frozen=True, kw_only=True):
-    """A matrix of each expert, of the same shape. num_held: experts of the rank. num_experts: of all ranks."""
+    """A matrix of each expert. names: of the first one. num_held: experts of the rank. num_experts: of all ranks."""
 
     num_held: int
     num_experts: int
@@ -81,12 +85,12 @@ class ExpertsFeedSpec(msgspec.Struct, frozen=True, tag="experts", kw_only=True):
 
     def list_matrices(self, hidden_size: int, format: str) -> tuple[MatrixSpec, ExpertMatrixSpec, ExpertMatrixSpec]:
         """Returns the router, whose weights are never quantized, gate and up as one, and down."""
-        hidden, inner = Units(hidden_size), Units(self.inner)
+        hidden, inner, names = Units(hidden_size), Units(self.inner), self.names
         router = MatrixSpec(
             names=(self.names.router,), outputs=(Units(self.num_experts),), inputs=hidden, split="outputs"
         )
         gate_up = ExpertMatrixSpec(
-            names=(self.names.gate, self.names.up),
+            names=(names.name_matrix(0, names.gate), names.name_matrix(0, names.up)),
             outputs=(inner, inner),
             inputs=hidden,
             split="outputs",
@@ -96,7 +100,7 @@ class ExpertsFeedSpec(msgspec.Struct, frozen=True, tag="experts", kw_only=True):
             top_k=self.top_k,
         )
         down = msgspec.structs.replace(
-            gate_up, names=(self.names.down,), outputs=(hidden,), inputs=inner, split="inputs"
+            gate_up, names=(names.name_matrix(0, names.down),), outputs=(hidden,), inputs=inner, split="inputs"
         )
         return router, gate_up, down
 

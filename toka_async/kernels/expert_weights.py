@@ -12,7 +12,8 @@ from torch import Tensor
 class ExpertWeights:
     """Matrices of the experts from number `first` on, and how tokens choose among all experts.
 
-    gate_up: [own experts, 2 * inner, hidden]; down: [own experts, hidden, inner]. top_k: of a token.
+    gate_up: [own experts, 2 * inner, hidden]; down: [own experts, hidden, inner]; in E4M3 with scales in float32, of
+    rows [own experts, n] or of blocks [own experts, n / BLOCK, k / BLOCK], see `GroupScales`. top_k: of a token.
     renormalizes: their shares add up to 1. loads: int64 [experts], the tokens that chose each expert; None: uncounted.
     counted: int32 [1], how many tokens of a step count, the others being padding; None: all.
     """
@@ -25,6 +26,8 @@ class ExpertWeights:
     activation: str
     loads: Tensor | None = None
     counted: Tensor | None = None
+    gate_up_scales: Tensor | None = None
+    down_scales: Tensor | None = None
 
 
 class ExpertMixing(Protocol):

@@ -13,8 +13,8 @@ from torch import Tensor
 from toka_async.checkpoint.experts_spec import ExpertsFeedSpec
 from toka_async.kernels.built import explain_unbuilt
 from toka_async.kernels.expert_weights import ExpertMixing, ExpertWeights
-from toka_async.kernels.experts.grouped import GroupedTile
-from toka_async.kernels.experts.mixture import STRAIGHT, TILES, ExpertKernels, ExpertPlan, choose_plan
+from toka_async.kernels.experts.grouped import BLOCK, GroupedTile
+from toka_async.kernels.experts.mixture import SCALED_TILES, STRAIGHT, TILES, ExpertKernels, ExpertPlan, choose_plan
 from toka_async.kernels.experts.routing import Routes, route
 from toka_async.model.decoder import Decoder
 from toka_async.model.experts_feed import ExpertsFeed
@@ -30,6 +30,10 @@ GROUPED_TILES = (
     GroupedTile(16, 64, 128, num_stages=4, num_warps=4),
     GroupedTile(32, 128, 64, num_stages=4, num_warps=4),
     GroupedTile(128, 128, 64, num_stages=3, num_warps=8),
+)
+SCALED_GROUPED_TILES = (
+    *(tile for _, tile in SCALED_TILES),
+    GroupedTile(128, 256, BLOCK, num_stages=3, num_warps=8),  # wider than a block of scales
 )
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _NEAR = 4  # an expert's average rows and a tile's, at most so many times each other
@@ -52,12 +56,15 @@ class ExpertPlanChoice:
         kernels: ExpertKernels,
         spec: ExpertsFeedSpec,
         experts: Sequence[ExpertWeights],
+        dtype: torch.dtype,
         sizes: Sequence[int],
         clock: CallClock = time_products,
     ) -> None:
+        """dtype: of tokens."""
         self._kernels = kernels
         self._spec = spec
         self._experts = experts
+        self._dtype = dtype
         self._sizes = sorted(sizes)
         self._clock = clock
         self._has_library = has_library(experts[0].down)
@@ -67,9 +74,10 @@ class ExpertPlanChoice:
         return {
             "feed": asdict(self._spec),
             "down": list(down.shape),
-            "dtype": str(down.dtype),
+            "dtype": [str(self._dtype), str(down.dtype)],
+            "by_block": self._by_block,
             "sizes": self._sizes,
-            "tiles": [repr(tile) for tile in GROUPED_TILES],
+            "tiles": [repr(tile) for tile in self._list_tiles()],
         }
 
     def admits(self, answer: Sequence[ExpertPlan]) -> bool:
@@ -100,20 +108,30 @@ class ExpertPlanChoice:
         plans = [choose_plan(num_pairs, spec.num_experts, self._experts[0].down.dtype)]
         if num_pairs <= 2 * spec.num_experts:
             plans.append(STRAIGHT)
-        for tile in GROUPED_TILES:
+        for tile in self._list_tiles():
             if tile.rows <= _NEAR * max(average, 16) and _NEAR * tile.rows >= min(average, 128):
                 plans.append(ExpertPlan(tile, tile))
                 if self._has_library:
                     plans.append(ExpertPlan(tile, None))
         return list(dict.fromkeys(plans))
 
+    @property
+    def _by_block(self) -> bool:
+        scales = self._experts[0].down_scales
+        return scales is not None and scales.ndim == 3
+
+    def _list_tiles(self) -> Sequence[GroupedTile]:
+        if self._experts[0].down_scales is None:
+            return GROUPED_TILES
+        return SCALED_GROUPED_TILES[:-1] if self._by_block else SCALED_GROUPED_TILES
+
     def _compute(self, plan: ExpertPlan, routes: Routes, x: Tensor, experts: ExpertWeights, output: Tensor) -> None:
         self._kernels.compute(plan, x, routes, experts, output, adds=True)
 
     def _make_tokens(self, size: int) -> tuple[Tensor, Routes]:
         down, spec = self._experts[0].down, self._spec
-        x = torch.randn(size, down.shape[1], device=down.device, dtype=down.dtype)
-        logits = torch.randn(size, spec.num_experts, device=down.device, dtype=down.dtype)
+        x = torch.randn(size, down.shape[1], device=down.device, dtype=self._dtype)
+        logits = torch.randn(size, spec.num_experts, device=down.device, dtype=self._dtype)
         return x, route(logits, spec.top_k, spec.renormalizes)
 
     def _is_built(self, plan: ExpertPlan) -> bool:
@@ -142,6 +160,7 @@ def list_expert_choices(
     feeds = [layer.feed for layer in decoder.list_layers() if isinstance(layer.feed, ExpertsFeed)]
     for spec in dict.fromkeys(feed.spec for feed in feeds):
         alike = [feed.weights for feed in feeds if feed.spec == spec][:_MOST_LAYERS]
-        if alike[0].down.dtype in _DTYPES:
+        dtype = feeds[0].dtype
+        if dtype in _DTYPES:
             sizes = counts.exact or [*(size for size in _SIZES if size < counts.most), counts.most]
-            yield ExpertPlanChoice(kernels, spec, alike, sizes)
+            yield ExpertPlanChoice(kernels, spec, alike, dtype, sizes)

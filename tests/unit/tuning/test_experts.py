@@ -49,7 +49,7 @@ class Plans:
 
 
 def choice_of(kernels: ExpertKernels, plans: Plans, sizes: list[int]) -> ExpertPlanChoice:
-    return ExpertPlanChoice(kernels, SPEC, [make_experts(4, 1, 16, 16, BF16, CPU)] * 2, sizes, plans.clock)
+    return ExpertPlanChoice(kernels, SPEC, [make_experts(4, 1, 16, 16, BF16, CPU)] * 2, BF16, sizes, plans.clock)
 
 
 def test_each_size_has_the_fastest_plan(monkeypatch: pytest.MonkeyPatch) -> None:

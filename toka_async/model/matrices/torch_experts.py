@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toka_async.kernels.expert_weights import ExpertWeights
+from toka_async.kernels.scaled_weight import BLOCK
+from toka_async.model.matrices.scaling import dequantize
 
 if TYPE_CHECKING:
     from toka_async.model.matrices.ops import Ops
@@ -32,12 +34,23 @@ def mix_experts(ops: Ops, x: Tensor, logits: Tensor, experts: ExpertWeights, res
         experts.loads.add_(torch.bincount(ids.flatten(), minlength=len(experts.loads)))
     # Each pair's product, so that a token's sum is in the order of its experts, whatever the other tokens chose.
     products = x.new_zeros(*ids.shape, x.shape[1])
-    for number, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True), experts.first):
-        token, rank = torch.where(ids == number)
+    for place in range(len(experts.down)):
+        token, rank = torch.where(ids == experts.first + place)
         if len(token):
+            gate_up = _read(experts.gate_up, experts.gate_up_scales, place, x.dtype)
             inner = ops.gated_linear(x[token], gate_up, None, experts.activation)
-            products[token, rank] = ops.linear(inner, down)
+            products[token, rank] = ops.linear(inner, _read(experts.down, experts.down_scales, place, x.dtype))
     total = torch.zeros_like(x, dtype=shares.dtype)
     for share, product in zip(shares.unbind(1), products.unbind(1), strict=True):
         total += share[:, None] * product
     return (total if residual is None else total + residual).to(x.dtype)
+
+
+def _read(weight: Tensor, scales: Tensor | None, place: int, dtype: torch.dtype) -> Tensor:
+    """Returns an expert's matrix [n, k], in the dtype if it is quantized."""
+    if scales is None:
+        return weight[place]
+    values, own = weight[place], scales[place]
+    if own.ndim == 1:
+        return dequantize(values, own[:, None], 1, values.shape[1]).to(dtype)
+    return dequantize(values, own, BLOCK, BLOCK).to(dtype)

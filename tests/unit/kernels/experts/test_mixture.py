@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from tests.cases.experts import draw, make_experts, mix_exactly, take_experts
 from toka_async.kernels.experts import mixture
 from toka_async.kernels.experts.grouped import GroupedProducts, GroupedTile
 from toka_async.kernels.experts.mixture import STRAIGHT, TILES, ExpertKernels, ExpertPlan, choose_plan
+from toka_async.model.matrices.ops import TorchOps
+from toka_async.model.matrices.scaling import quantize
 
 BF16 = torch.bfloat16
 SMALL = GroupedTile(rows=16, width=32, depth=16, num_stages=2, num_warps=4)
@@ -102,6 +105,32 @@ def multiply_plainly(x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
     """x [r, k] and [experts, k, n] to [r, n]."""
     parts = torch.tensor_split(x, offs[:-1].long())
     return torch.cat([part @ matrix for part, matrix in zip(parts, weight, strict=True)])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 12])
+@pytest.mark.parametrize("by_block", [False, True])
+def test_weights_of_8_bits(device: torch.device, by_block: bool, num_tokens: int) -> None:
+    """One token reads them as they are; inputs of several tokens are rounded too."""
+    tile = GroupedTile(16, 64, 128, num_stages=2, num_warps=4)
+    dense = make_experts(4, 2, 128, 128, BF16, device)
+    size = (128, 128) if by_block else (1, 128)
+    (gate_up, gate_up_scales), (down, down_scales) = (
+        [torch.stack(part) for part in zip(*(quantize(each, *size) for each in weight), strict=True)]
+        for weight in (dense.gate_up, dense.down)
+    )
+    if not by_block:
+        gate_up_scales, down_scales = gate_up_scales[:, :, 0].contiguous(), down_scales[:, :, 0].contiguous()
+    experts = replace(
+        dense, gate_up=gate_up, down=down, gate_up_scales=gate_up_scales, down_scales=down_scales, loads=None
+    )
+    x = draw(num_tokens, 128, dtype=BF16, device=device)
+    logits = draw(num_tokens, 4, dtype=BF16, device=device)
+    kernels = make_kernels()
+    kernels.use(experts, [1, 12], [STRAIGHT, ExpertPlan(tile, tile)])
+    exact = TorchOps().mix_experts(x.float(), logits.float(), experts, None)
+    output = kernels.mix(x, logits, experts, None)
+    assert output.dtype == BF16
+    assert float((output.float() - exact).norm() / exact.norm()) < (0.01 if num_tokens == 1 else 0.05)
 
 
 def test_plans_go_by_tokens(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
