@@ -6,6 +6,7 @@ arguments] and prints for each a line: what could be built, or the error that en
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -100,7 +101,7 @@ def build_quantized(dtype: str, hidden: int, inner: int, by_block: bool) -> str:
     quantize_gate(gate_up, "silu", by_block)
     scales = torch.zeros((2 * inner // 128, hidden // 128) if by_block else (2 * inner,))
     weight = ScaledWeight(torch.zeros(2 * inner, hidden, dtype=FP8), scales)
-    for tile in TILES.values():
+    for tile in itertools.chain(*TILES.values()):
         multiply_scaled(rows, weight, kind, residual=gate_up, tile=tile)
     output, few = gate_up[:, :inner].contiguous(), few_rows.FewRowsProducts(1 << 24, 800)
     for few_tile in FEW_ROWS_TILES:
