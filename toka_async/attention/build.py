@@ -122,7 +122,7 @@ def build_attention(
     if choose is not None:
         table = choose(_make_parts(sources, limits))
         logger.info("attention: %s", table.summarize())
-    device = cache.keys[0].device
+    device = cache.device
     side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
     paged = _assemble(sources, limits, table, side)
     graphs = paged if sources.captured else None
@@ -150,14 +150,14 @@ def _fall_back(backend: Backend, cache: KVCache, reason: str) -> Backend:
         return backend
     if backend != "auto":
         raise ModelError(f"attention.backend={backend}: {reason}")
-    if cache.keys[0].device.type == "cuda":
+    if cache.device.type == "cuda":
         logger.warning("attention.backend=auto: %s; until then attention is the reference, slow on a GPU", reason)
     return "reference"
 
 
 def explain_no_triton(cache: KVCache) -> str:
     """Explains why our own kernels cannot attend over the cache, and the fix; empty if they can."""
-    device = cache.keys[0].device
+    device = cache.device
     if reason := explain_no_kernels(device):
         return f"{reason}; use {'reference' if device.type == 'cuda' else 'auto'}"
     if cache.head_dim > LARGEST_HEAD:
@@ -166,8 +166,7 @@ def explain_no_triton(cache: KVCache) -> str:
 
 
 def _explain_no_flashinfer(cache: KVCache) -> str:
-    keys = cache.keys[0]
-    return flashinfer.explain_no_flashinfer(keys.device, keys.dtype, cache.head_dim)
+    return flashinfer.explain_no_flashinfer(cache.device, cache.dtype, cache.head_dim)
 
 
 def _add_triton(sources: Sources, limits: AttentionLimits, show: Show) -> str:
@@ -181,7 +180,7 @@ def _add_triton(sources: Sources, limits: AttentionLimits, show: Show) -> str:
     from toka_async.kernels.prefill import PrefillConfig, list_prefill_configs
 
     cache, num_heads, scale = limits.cache, limits.num_heads, limits.scale
-    device = cache.keys[0].device
+    device = cache.device
     memory = PrefixMemory(device, count_partials(device))
 
     def make_sources(tiles: PrefillConfig) -> Sources:
@@ -189,7 +188,7 @@ def _add_triton(sources: Sources, limits: AttentionLimits, show: Show) -> str:
         chunks = partial(TritonChunks, cache, num_heads, scale, tiles)
         return Sources({"triton": decode}, {"triton": chunks}, decode, chunks)
 
-    configs = list_prefill_configs(cache.head_dim, num_heads // cache.num_kv_heads, cache.keys[0].dtype)
+    configs = list_prefill_configs(cache.head_dim, num_heads // cache.num_kv_heads, cache.dtype)
     try:
         tiles = find_built(configs, lambda tiles: _try_out(make_sources(tiles), limits, show))
     except UnbuiltError as error:

@@ -61,15 +61,20 @@ class CascadeDecode:
         self.rows.run(layer, query, output, prefix)
 
     def _attend_prefix(self, prefix: _PlannedPrefix, layer: int, query: Tensor, output: Tensor) -> Partial:
-        """Attends grouped rows over their prefix, into `output`: the kernel reads it there before it writes."""
-        pages = self.cache.keys[layer], self.cache.values[layer]
+        """Attends grouped rows over their prefix, into `output`: the kernel reads it there before it writes.
+
+        The kernel applies the scale of values to all of a row.
+        """
+        pages, key_scale = (self.cache.keys[layer], self.cache.values[layer]), self.cache.scales[layer].keys
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         rows = prefix.grouped
         if isinstance(rows, slice):
-            prefix.wrapper.run(query[rows], pages, out=output[rows], lse=lse[rows], return_lse=True)
+            prefix.wrapper.run(query[rows], pages, k_scale=key_scale, out=output[rows], lse=lse[rows], return_lse=True)
         else:
             shared = query[rows]
-            part, part_lse = prefix.wrapper.run(shared, pages, out=torch.empty_like(shared), return_lse=True)
+            part, part_lse = prefix.wrapper.run(
+                shared, pages, k_scale=key_scale, out=torch.empty_like(shared), return_lse=True
+            )
             output.index_copy_(0, rows, part)
             lse.index_copy_(0, rows, part_lse)
         return Partial(output[None], lse[None])

@@ -66,10 +66,13 @@ class WrapperShape:
 
     @property
     def backend(self) -> str:
-        """The backend of prefill: FlashAttention 3 (arXiv:2407.08608) on compute capability 9."""
-        device = self.cache.keys[0].device
+        """The backend of prefill: FlashAttention 3 (arXiv:2407.08608) on compute capability 9.
+
+        FlashAttention 3 takes keys in E4M3 only with queries in E4M3.
+        """
+        device, is_plain = self.cache.device, self.cache.keys[0].dtype == self.cache.dtype
         hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-        return "fa3" if hopper else "fa2"
+        return "fa3" if hopper and is_plain else "fa2"
 
     @property
     def uses_tensor_cores(self) -> bool:
@@ -77,7 +80,6 @@ class WrapperShape:
         return self.num_heads // self.cache.num_kv_heads >= TENSOR_CORE_GROUP
 
     def plan(self, wrapper: Any, inputs: tuple[Tensor, ...], window: int, **settings: object) -> None:
-        dtype = self.cache.keys[0].dtype
         wrapper.plan(
             *inputs,
             self.num_heads,
@@ -86,15 +88,22 @@ class WrapperShape:
             self.cache.page_size,
             sm_scale=self.scale,
             window_left=window - 1,  # tokens before the newest; -1: all
-            q_data_type=dtype,
-            kv_data_type=dtype,
+            q_data_type=self.cache.dtype,
+            kv_data_type=self.cache.keys[0].dtype,
             **settings,
         )
+
+    def list_scales(self, layer: int) -> dict[str, float | None]:
+        """Lists the scales of what is stored, as runs take them. None costs no kernel."""
+        return {
+            f"{name}_scale": None if scale == 1 else scale
+            for name, scale in zip("kv", self.cache.scales[layer], strict=True)
+        }
 
 
 def make_workspace(cache: KVCache, num_heads: int) -> Tensor:
     """Makes room for partial results of split queries: at most two tiles a multiprocessor and key head."""
-    device = cache.keys[0].device
+    device = cache.device
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     tiles = 2 * num_processors * (num_heads // cache.num_kv_heads)
     size = tiles * _MOST_TILE * (cache.head_dim + 1) * torch.float32.itemsize
@@ -134,6 +143,7 @@ class FlashInferChunks:
     """`ChunkPart` for chunks of prompts, causal."""
 
     def __init__(self, shape: WrapperShape) -> None:
+        self.shape = shape
         self.cache = shape.cache
         self.prefill = Prefill(shape)
         self.wrapper: Any = None
@@ -143,7 +153,8 @@ class FlashInferChunks:
         self.wrapper = self.prefill.plan(batch, spans, window)
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
-        self.wrapper.run(query, (self.cache.keys[layer], self.cache.values[layer]), out=output)
+        pages = self.cache.keys[layer], self.cache.values[layer]
+        self.wrapper.run(query, pages, out=output, **self.shape.list_scales(layer))
 
 
 @dataclass(slots=True, frozen=True)
@@ -188,12 +199,13 @@ class FlashInferDecode:
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
         plan, pages = self.planned, (self.cache.keys[layer], self.cache.values[layer])
+        scales = self.shape.list_scales(layer)
         if plan.prefix is None:
-            plan.own.run(query, pages, out=output)
+            plan.own.run(query, pages, out=output, **scales)
             return
-        _, lse = plan.own.run(query, pages, out=output, return_lse=True)  # base 2, as in all of FlashInfer
+        _, lse = plan.own.run(query, pages, out=output, return_lse=True, **scales)  # base 2, as in all of FlashInfer
         shared = query[plan.grouped]
-        prefix, prefix_lse = plan.prefix.run(shared, pages, out=torch.empty_like(shared), return_lse=True)
+        prefix, prefix_lse = plan.prefix.run(shared, pages, out=torch.empty_like(shared), return_lse=True, **scales)
         own = output[plan.grouped]  # a view, if the rows are a run
         self.merge(own, lse[plan.grouped], prefix, prefix_lse)
         if isinstance(plan.grouped, Tensor):

@@ -42,7 +42,7 @@ class RowDecode:
         self.cache = cache
         self.num_heads = num_heads
         self.scale = scale
-        self.device = cache.keys[0].device
+        self.device = cache.device
         self.programs = [max(1, self._count_programs(is_short) // cache.num_kv_heads) for is_short in (False, True)]
         self.alike: dict[tuple[int, int, int], DecodeWork] = {}  # graphs hold their addresses
         self.step: DecodePlan | None = None
@@ -69,11 +69,15 @@ class RowDecode:
         self._set_plan(batch, skip, window, is_short, work)
 
     def run(self, layer: int, query: Tensor, output: Tensor, prefix: Partial | None = None) -> None:
-        """Attends from query, rotated, into output: [rows, heads, dim] each. prefix: of what rows skip, if they do."""
+        """Attends from query, rotated, into output: [rows, heads, dim] each.
+
+        prefix: of what rows skip, if they do, without the scale of values.
+        """
         step = self.step
         assert step is not None
         if not len(query):
             return
+        scales = self.cache.scales[layer]
         decode_attention(
             query,
             self.cache.keys[layer],
@@ -82,20 +86,21 @@ class RowDecode:
             step.batch.slots,
             step.batch.contexts,
             output,
-            self.scale,
+            self.scale * scales.keys,
             step.config,
             step.window,
             step.skip,
             prefix,
             step.work,
             step.partial,
+            scales.values,
         )
 
     def run_each_kernel(self, window: int) -> None:
         """Runs each kernel that a plan can need, on rows without keys: some odd step would compile it otherwise."""
         keys, heads = self.cache.keys[0], (self.num_heads, self.cache.head_dim)
         for num_rows in (FOLLOWING_ROWS, FOLLOWING_ROWS + 1):
-            query = keys.new_zeros(num_rows, *heads)
+            query = torch.zeros((num_rows, *heads), dtype=self.cache.dtype, device=self.device)
             zeros = torch.zeros((num_rows, 1), dtype=torch.int32, device=self.device)
             one = Partial(query[None], torch.zeros((1, num_rows, self.num_heads), device=self.device))
             two = Partial(
@@ -135,7 +140,7 @@ class RowDecode:
         )
 
     def _choose_config(self, is_short: bool) -> DecodeConfig:
-        return decode_config(self.cache.head_dim, self.cache.keys[0].dtype, is_short)
+        return decode_config(self.cache.head_dim, self.cache.dtype, is_short)
 
     def _divide_alike(self, num_rows: int, parts: int, least: int) -> DecodeWork:
         key = (num_rows, parts, least)
@@ -148,7 +153,7 @@ class RowDecode:
         if self.device.type != "cuda":
             return 1
         keys, config = self.cache.keys[0], self._choose_config(is_short)
-        query = keys.new_zeros(1, self.num_heads, self.cache.head_dim)
+        query = torch.zeros((1, self.num_heads, self.cache.head_dim), dtype=self.cache.dtype, device=self.device)
         zero = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
         work, partial = divide_alike(1, 1, 1, self.device), self._make_partial(1)
         kernel = decode_attention(

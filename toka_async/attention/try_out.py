@@ -32,7 +32,7 @@ class TrialShape:
 
 def make_batch(cache: KVCache, shape: TrialShape, alike: Sequence[PrefixGroup] = ()) -> AttentionBatch:
     """Makes a batch over random pages. All rows of a group of `alike` share their first pages."""
-    device = cache.keys[0].device
+    device = cache.device
     contexts, queries = np.asarray(shape.rows, dtype=np.int32).T.copy()
     width = -(-int(contexts.max()) // cache.page_size)
     pages = np.random.default_rng(0).integers(cache.num_pages, size=(len(contexts), width), dtype=np.int32)
@@ -57,7 +57,7 @@ def try_decode(cache: KVCache, num_heads: int, part: DecodeKernel, max_seqs: int
     Paths: keys of a row read by one or several programs, few keys and many; no groups, one group, as many as fill the
     chip.
     """
-    device = cache.keys[0].device
+    device = cache.device
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     full = num_processors // cache.num_kv_heads + 1
     for num_groups in (0, 1, full):
@@ -83,7 +83,7 @@ def try_chunks(cache: KVCache, num_heads: int, part: PrefillKernel, window: int 
     for context in (short, short + LONG_TOKENS):
         part.plan(make_batch(cache, TrialShape(((context, 1), (short, 1)), 0)), window)
         part.run(0, query, torch.empty_like(query))
-    _wait(cache.keys[0].device)
+    _wait(cache.device)
 
 
 def _choose_contexts(cache: KVCache, window: int) -> tuple[int, int]:
@@ -93,8 +93,7 @@ def _choose_contexts(cache: KVCache, window: int) -> tuple[int, int]:
 
 
 def _make_zeros(cache: KVCache, num_tokens: int, num_heads: int) -> Tensor:
-    keys = cache.keys[0]
-    return torch.zeros((num_tokens, num_heads, cache.head_dim), dtype=keys.dtype, device=keys.device)
+    return torch.zeros((num_tokens, num_heads, cache.head_dim), dtype=cache.dtype, device=cache.device)
 
 
 def _wait(device: torch.device) -> None:

@@ -69,7 +69,7 @@ def test_even_rows_that_fill_the_chip_are_not_planned() -> None:
 def test_short_rows_have_small_blocks() -> None:
     """And other numbers of programs at once."""
     case = case_of([40])
-    case.cache.keys = [key.to(torch.bfloat16) for key in case.cache.keys]
+    case.cache.dtype = torch.bfloat16
     rows = rows_of(case, 1)
     for length, num_warps in ((399, 1), (401, 2)):
         rows.plan(case.batch, np.array([length]), None, 0)
