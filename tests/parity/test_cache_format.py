@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import toka_async
+from tests.drivers.engine import Engine
 from tests.drivers.paged_rows import PagedRow, run_rows
 from toka_async.attention.kv_cache import E4M3, CacheFormat, KVCache, LayerScales
 from toka_async.attention.reference import ReferenceAttention
@@ -61,6 +62,16 @@ def compute_perplexity(texts: Sequence[list[int]], logits: Sequence[Tensor]) -> 
         for text, each in zip(texts, logits, strict=True)
     ]
     return float(torch.cat(losses).mean().exp())
+
+
+def test_cuts_change_no_bit_where_none_may() -> None:
+    """A token attends to its own key as it is stored, however prompts are cut."""
+    prompts = [text[: len(text) // 2] for text in sample_texts()]
+    tokens = []
+    for max_tokens in (16, 512):
+        engine = Engine(DEMO, cache_dtype="fp8", batch_invariant=True, max_tokens=max_tokens)
+        tokens.append([each.samples[0].token_ids for each in engine.run(prompts, max_tokens=20)])
+    assert tokens[0] == tokens[1]
 
 
 @pytest.mark.parametrize("scales", [(), (LayerScales(0.05, 0.02),) * SPEC.num_layers], ids=["without scales", "scales"])
