@@ -244,7 +244,8 @@ def check_and_time_layers(bench: Bench, decoder: Decoder, shape: Shape, overlapp
     from toka_async.model.comm import LocalComm
     from toka_async.tuning.async_tp import LAYERS, LayerRun
 
-    comm = bench.comm
+    comm, unsummed = bench.comm, LocalComm()
+    unsummed.size = comm.size  # so that products are not added in place, as those of several ranks are not
     ways: dict[str, SequenceSharded] = {"shards": SequenceSharded(comm)}
     if overlapping is not None:
         ways["overlap"] = overlapping
@@ -258,7 +259,7 @@ def check_and_time_layers(bench: Bench, decoder: Decoder, shape: Shape, overlapp
     for count in bench.load.counts:
         own = -(-count // comm.size)
         runs: dict[str, Callable[[], object]] = {
-            "products": LayerRun(decoder, Replicated(LocalComm()), count, count),
+            "products": LayerRun(decoder, Replicated(unsummed), count, count),
             "reduce": LayerRun(decoder, Replicated(comm), count, count),
             **{name: LayerRun(decoder, way, count, own) for name, way in ways.items()},
         }
@@ -270,21 +271,22 @@ def check_and_time_layers(bench: Bench, decoder: Decoder, shape: Shape, overlapp
 
 
 def check_products(bench: Bench, decoder: Decoder, what: str, way: SequenceSharded) -> None:
-    """The two products of an MLP, against all tokens on every rank."""
+    """The two products of a feed, against all tokens on every rank."""
     from toka_async.model.activation_layout import Replicated
+    from toka_async.model.dense_feed import DenseFeed
 
-    whole, layer = Replicated(bench.comm), decoder.layers[0]
-    gate_up, down = layer.get_parameter("mlp.gate_up.weight"), layer.get_parameter("mlp.down.weight")
+    whole, feed = Replicated(bench.comm), decoder.list_layers()[0].feed
+    assert isinstance(feed, DenseFeed)
+    gate_up, down = feed.gate_up, feed.down
     x = same_on_all(decoder, bench.load.counts[-1], 1)
-    inner = whole.column_linear(x, gate_up, None)
-    bench.check(
-        f"{what}, gather and product",
-        error(way.column_linear(own(x, bench.comm), gate_up, None), inner),
-        MOST_ERROR,
-    )
-    half = inner.chunk(2, dim=1)[0].contiguous()
-    expected = own(whole.row_linear(half, down, None), bench.comm)
-    bench.check(f"{what}, product and scatter", error(way.row_linear(half, down, None), expected), MOST_ERROR)
+    inner = whole.column(gate_up.take(x), gate_up)
+    got = way.column(gate_up.take(own(x, bench.comm)), gate_up)
+    bench.check(f"{what}, gather and product", error(got, inner), MOST_ERROR)
+    half = down.take(inner.chunk(2, dim=1)[0].contiguous())
+    sums = [layout.row(half, down, x)[0] for layout in (whole, way)]
+    assert sums[0] is not None
+    assert sums[1] is not None
+    bench.check(f"{what}, product and scatter", error(sums[1], own(sums[0], bench.comm)), MOST_ERROR)
 
 
 def check_layer(bench: Bench, decoder: Decoder, what: str, way: SequenceSharded, num_tokens: int) -> None:
@@ -332,9 +334,10 @@ def error(got: Tensor, expected: Tensor) -> float:
 def check_and_time_sampling(bench: Bench, tiny: bool) -> None:
     import torch
 
+    from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
     from toka_async.messages import Ready
     from toka_async.model.layers import VocabularyMatrix
-    from toka_async.model.ops import TorchOps
+    from toka_async.model.matrices.ops import TorchOps
     from toka_async.runner.kernel_sampler import KernelSampler
     from toka_async.runner.rows import RowTables
     from toka_async.runner.samples import RowShares
@@ -344,9 +347,8 @@ def check_and_time_sampling(bench: Bench, tiny: bool) -> None:
 
     comm, device, load = bench.comm, bench.device, bench.load
     num, hidden_size = load.sampled, load.shapes[0].hidden
-    head = VocabularyMatrix(load.vocab, hidden_size, comm, TorchOps()).to(
-        device, torch.float32 if tiny else torch.bfloat16
-    )
+    spec = MatrixSpec(names=("lm_head",), outputs=(Units(load.vocab),), inputs=Units(hidden_size), split="outputs")
+    head = VocabularyMatrix(spec, comm, TorchOps()).to(device, torch.float32 if tiny else torch.bfloat16)
     head.weight.normal_(0.0, 0.05, generator=torch.Generator(device).manual_seed(comm.rank))
     ready = Ready(num_pages=2 * num, page_size=16, max_seqs=num, max_context=32, vocab_size=load.vocab, max_tokens=num)
     rows, history = RowTables(ready, device), TokenHistory(2 * num + 1, 16, device)

@@ -15,13 +15,8 @@ import torch
 
 from toka_async.attention.kv_cache import bytes_per_token
 from toka_async.bar import format_count
-from toka_async.checkpoint.division import (
-    check_division,
-    make_rank_spec,
-    make_stage_spec,
-    num_weights,
-    stage_parts,
-)
+from toka_async.checkpoint.cost import count_stage_bytes
+from toka_async.checkpoint.division import check_division, make_rank_spec, make_stage_spec, stage_parts
 from toka_async.checkpoint.hub import resolve_model
 from toka_async.checkpoint.limits import RankLimits, resolve_limits
 from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
@@ -196,9 +191,9 @@ def make_stages(spec: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype, s
         make_rank_spec(spec, parallel.tp), vocab_size=-(-spec.vocab_size // parallel.tp)
     )
     stages = []
-    for index, part in enumerate(stage_parts(spec, parallel.pp, parallel.tp)):
+    for part in stage_parts(spec, parallel.pp, parallel.tp):
         of_stage = make_stage_spec(rank_spec, part)
-        weights = dtype.itemsize * num_weights(of_stage, index, parallel.pp)
+        weights = count_stage_bytes(of_stage, part.is_first, part.is_last, dtype.itemsize)
         stages.append(Stage(of_stage, part.first, weights, part.is_last, dtype, stored))
     return stages
 

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from toka_async.arrays import column, i32_column
+from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
 from toka_async.messages import Prompt, Ready, SamplingParams, Step
 from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.layers import VocabularyMatrix
-from toka_async.model.ops import TorchOps
+from toka_async.model.matrices.ops import TorchOps
 from toka_async.runner.kernel_sampler import KernelSampler
 from toka_async.runner.rows import RowTables
 from toka_async.runner.samples import Draws, RowShares
@@ -109,7 +110,8 @@ class Bench:
 
 def identity(comm: Comm, device: torch.device) -> VocabularyMatrix:
     """A head whose logits are the hidden states [s, VOCAB]; each rank has a part of it."""
-    head = VocabularyMatrix(VOCAB, VOCAB, comm, TorchOps()).to(device)
+    spec = MatrixSpec(names=("lm_head",), outputs=(Units(VOCAB),), inputs=Units(VOCAB), split="outputs")
+    head = VocabularyMatrix(spec, comm, TorchOps()).to(device)
     head.weight.zero_()
     own = slice(head.share.start, head.share.start + head.share.size)
     head.weight[: head.share.size] = torch.eye(VOCAB, device=device)[own]

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import toka_async
 from tests.drivers.until import SECONDS, wait_until
-from tests.processes.serving import alive, wait_until_gone
+from tests.processes.serving import alive, serving, wait_until_gone
 from toka_async.bench.loads.served import list_children
 
 DEMO = Path(toka_async.__file__).parent / "demo"
@@ -151,6 +151,19 @@ def test_bad_files_are_reported_by_the_process_that_reads_them(
 )
 def test_values_that_do_not_fit_the_model(overrides: list[str], part: str) -> None:
     assert_refused(serve(*overrides), part)
+
+
+def test_requests_load_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a process would load for its first request is loaded by the time that it serves."""
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    with serving(tmp_path, "model.device=cpu") as server:
+        before = server.said()
+        assert "import time:" in before
+        assert list(server.stream("/v1/completions", prompt="Question", max_tokens=8))
+        chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "stop": "no such"}
+        assert server.post("/v1/chat/completions", **chat, logprobs=True, top_logprobs=2)[0] == 200
+        after = server.said().removeprefix(before)
+    assert [line for line in after.splitlines() if "import time:" in line] == []
 
 
 @pytest.mark.parametrize("num_children", [0, 1, 3])

@@ -16,7 +16,7 @@ from toka_async.attention.blocks import TileLimits
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.checkpoint.spec import read_spec
-from toka_async.model.ops import Ops, TorchOps
+from toka_async.model.matrices.ops import Ops, TorchOps
 from toka_async.model.weights import build_decoder, load_weights, random_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -16,7 +16,7 @@ from tests.gpu.test_parity import LOGPROBS, NUM_TOKENS, Case, Errors, alone, che
 from toka_async.cli import main
 from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts, FewRowsTile
 from toka_async.kernels.fused import FusedOps
-from toka_async.model.ops import TorchOps
+from toka_async.model.matrices.ops import TorchOps
 from toka_async.tuning.few_rows import TILES, FewRowsChoice
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -46,7 +46,7 @@ def test_every_tile(n: int, k: int, finish: str, dtype: torch.dtype) -> None:
             exact = TorchOps().gate(exact, finish)
         for tile in TILES:
             if products.can_run(finish, tile, x, weight):
-                output = before[:, : exact.shape[1]].contiguous()
+                output = before[:, : exact.shape[1]].clone(memory_format=torch.contiguous_format)
                 products.run(finish, tile, x, weight, output, bias)
                 assert (output.double() - exact).norm() / exact.norm() < 4e-3
                 assert (output.double() - exact).abs().max() < 0.1

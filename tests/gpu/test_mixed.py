@@ -1,4 +1,4 @@
-"""Steps with prompts give the same from graphs as without, and on two streams as on one; `-s` prints errors and times.
+"""Steps with prompts give the same from graphs as without; `-s` prints errors.
 
 At real head sizes, with decoding rows beside chunks, windows, groups, and prompts of all lengths around those captured.
 """
@@ -11,14 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cases.attention import make_case
 from tests.drivers.core import Sample
 from tests.drivers.gpu_models import SHAPES, VOCAB, WatchedEngine, make_model
-from toka_async.attention import paged
-from toka_async.attention.paged import PagedAttention
-from toka_async.attention.triton import TritonChunks, TritonDecode
 from toka_async.messages import SamplingParams
-from toka_async.runner.clock import mark, measure_between
 from toka_async.runner.mixed import list_mixed_sizes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -85,47 +80,3 @@ def test_nothing_is_compiled_after_the_start(tmp_path: Path, cache_dtype: str) -
     run(engine, make_prompts([*range(1, 400, 13)], num_shared=64), 20)
     assert engine.watch.num_mixed > 0
     assert engine.runner._compiles.count() == 0
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("captured", [False, True])
-def test_two_streams_give_the_same(monkeypatch: pytest.MonkeyPatch, dim: int, captured: bool) -> None:
-    """Also in a graph, and when steps follow each other without a pause. Prints milliseconds of a layer."""
-    monkeypatch.setattr(paged, "FORKED_KEYS", 1)
-    monkeypatch.setattr(paged, "FORKED_TOKENS", 1)
-    case = make_case(0, 16, 8, 4, dim, contexts=[1000] * 512, chunks=[(0, 2048)] * 2, dtype=torch.bfloat16, device=CUDA)
-    cache, num_heads = case.cache, case.num_heads
-    num_tokens = len(case.batch.write_indices)
-    heads = torch.randn(num_tokens, num_heads + 2 * cache.num_kv_heads, dim, device=CUDA, dtype=torch.bfloat16)
-    angles = torch.randn(num_tokens, 1, dim // 2, device=CUDA)
-    rotation = torch.cat([angles.cos()] * 2, -1).bfloat16(), torch.cat([-angles.sin(), angles.sin()], -1).bfloat16()
-
-    def attend(side: torch.cuda.Stream | None) -> tuple[list[torch.Tensor], float]:
-        backend = PagedAttention(
-            cache,
-            num_heads,
-            (0,),
-            lambda: TritonDecode(cache, num_heads),
-            lambda: TritonChunks(cache, num_heads),
-            side,
-        )
-        backend.plan(case.batch)
-        outputs = [backend.attend(0, heads, rotation)]
-        if captured:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                outputs = [backend.attend(0, heads, rotation)]
-            graph.replay()
-        begin = mark()
-        for _ in range(20):
-            if captured:
-                graph.replay()
-            else:
-                outputs.append(backend.attend(0, heads, rotation))
-        seconds = measure_between(begin, mark())
-        return [output.clone() for output in outputs], 1000 * seconds / 20
-
-    (alone, one), (beside, two) = attend(None), attend(torch.cuda.Stream())  # type: ignore[no-untyped-call]
-    print(f"\nhead {dim}{', captured' if captured else ''}: one stream {one:.3f} ms, two {two:.3f} ms", end="")
-    assert all(torch.equal(output, alone[0]) for output in (*alone, *beside))

@@ -32,11 +32,11 @@ def test_absent_fields(tmp_path: Path, family: str, fields: dict[str, Any]) -> N
     assert spec.num_kv_heads == config.num_key_value_heads
     assert spec.head_dim == attention.head_dim
     assert spec.norm_eps == config.rms_norm_eps
-    assert spec.activation == config.hidden_act
+    assert spec.layers[0].feed.activation == config.hidden_act
     assert spec.tie_embeddings == config.tie_word_embeddings
     assert spec.attention_bias == (attention.q_proj.bias is not None)
     assert spec.output_bias == (attention.o_proj.bias is not None)
-    assert spec.mlp_bias == (layer.mlp.up_proj.bias is not None)
+    assert spec.layers[0].feed.bias == (layer.mlp.up_proj.bias is not None)
     assert spec.qk_norm == hasattr(attention, "q_norm")
     assert set(spec.windows) == {getattr(config, "sliding_window", None) or 0}
     assert spec.max_context == config.max_position_embeddings * spec.rope.factor

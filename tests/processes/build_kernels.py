@@ -21,7 +21,7 @@ from toka_async.attention.choice import AutoChunks
 from toka_async.attention.kv_cache import CacheFormat, KVCache
 from toka_async.attention.paged import PagedAttention
 from toka_async.attention.triton import TritonChunks
-from toka_async.kernels import few_rows
+from toka_async.kernels import few_rows, prefill
 from toka_async.kernels.append import append
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.gated import GatedProducts
@@ -39,6 +39,8 @@ def build_attention(
     dtype: str, dim: int, group: int, page_size: int = 16, windows: tuple[int, ...] = (0,), stored: str = ""
 ) -> str:
     """Returns which of the possible tiles were chosen."""
+    arch = triton.runtime.driver.active.get_current_target().arch
+    prefill.is_hopper = lambda _: arch == 90  # type: ignore[assignment]
     cache_format = CacheFormat(getattr(torch, stored or dtype))
     cache = KVCache(1, 2, 2, page_size, dim, getattr(torch, dtype), CPU, stored=cache_format)
     heads, rotation = torch.zeros(3, 2 * group + 4, dim, dtype=cache.dtype), torch.zeros(3, 1, dim, dtype=cache.dtype)
@@ -49,6 +51,8 @@ def build_attention(
     assert isinstance(chunks, AutoChunks)
     part = chunks.parts["triton"]
     assert isinstance(part, TritonChunks)
+    if part.config.registers:
+        return "tiles for Hopper"
     return f"tiles {list_prefill_configs(dim, group, cache.dtype).index(part.config)}"
 
 

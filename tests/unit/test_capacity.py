@@ -10,7 +10,7 @@ from tests.cases.models import make_checkpoint
 from toka_async import capacity as module
 from toka_async import cli
 from toka_async.capacity import GIB, make_plan, plan_lines
-from toka_async.checkpoint.division import num_weights
+from toka_async.checkpoint.cost import count_stage_bytes
 from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.config import Config, load_config
 from toka_async.model.weights import build_decoder
@@ -38,7 +38,7 @@ def model(tmp_path: Path) -> Path:
 def test_weights_are_those_of_the_model(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
     spec = read_spec(make_checkpoint(tmp_path, family, **fields))
     decoder = build_decoder(spec, torch.bfloat16, torch.device("meta"))
-    assert num_weights(spec, 0, 1) == sum(parameter.numel() for parameter in decoder.parameters())
+    assert count_stage_bytes(spec, True, True, 2) == sum(parameter.nbytes for parameter in decoder.parameters())
 
 
 @pytest.mark.parametrize("tied", [False, True])

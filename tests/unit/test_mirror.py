@@ -45,6 +45,7 @@ COVERED = {
     "unit/runner/test_runner.py": ["runner/slab_sampler", "runner/token_history"],
     "unit/scheduler/admission/test_lookahead.py": ["scheduler/admission/running_usage"],
     "unit/scheduler/test_builder.py": ["scheduler/output_pages", "scheduler/sequences/step_draft"],
+    "unit/model/test_dense_feed.py": ["model/feed"],
     "unit/scheduler/test_statistics.py": ["scheduler/sequences/prompt_counts"],
     "unit/server/engine/test_engine.py": ["server/engine/load", "server/engine/request_columns"],
     "unit/server/engine/test_metrics.py": ["server/engine/vllm_metrics"],
@@ -66,6 +67,7 @@ COVERED = {
     ],
     "unit/text/test_stop.py": ["text/automaton"],
     "unit/transport/test_local.py": ["transport/base"],
+    "unit/tuning/test_gemm.py": ["tuning/dense"],
 }
 
 

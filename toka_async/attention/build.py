@@ -9,8 +9,6 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
 from toka_async.attention import flashinfer
 from toka_async.attention.base import AttentionBackend, GraphAttention, MixedAttention
 from toka_async.attention.choice import AutoChunks, AutoDecode, ChoiceTable, choose_always, every_group_pays
@@ -122,11 +120,9 @@ def build_attention(
     if choose is not None:
         table = choose(_make_parts(sources, limits))
         logger.info("attention: %s", table.summarize())
-    device = cache.device
-    side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-    paged = _assemble(sources, limits, table, side)
+    paged = _assemble(sources, limits, table)
     graphs = paged if sources.captured else None
-    mixed = _build_mixed(sources, limits, side)
+    mixed = _build_mixed(sources, limits)
     return BuiltAttention(paged, graphs, table.find_smallest_group(), table.pays, table, mixed)
 
 
@@ -177,7 +173,7 @@ def _add_triton(sources: Sources, limits: AttentionLimits, show: Show) -> str:
     from toka_async.attention.prefix_memory import PrefixMemory, count_partials
     from toka_async.attention.triton import TritonChunks, TritonDecode
     from toka_async.kernels.built import UnbuiltError, find_built
-    from toka_async.kernels.prefill import PrefillConfig, list_prefill_configs
+    from toka_async.kernels.prefill import PrefillConfig, list_hopper_configs, list_prefill_configs
 
     cache, num_heads, scale = limits.cache, limits.num_heads, limits.scale
     device = cache.device
@@ -188,7 +184,10 @@ def _add_triton(sources: Sources, limits: AttentionLimits, show: Show) -> str:
         chunks = partial(TritonChunks, cache, num_heads, scale, tiles)
         return Sources({"triton": decode}, {"triton": chunks}, decode, chunks)
 
-    configs = list_prefill_configs(cache.head_dim, num_heads // cache.num_kv_heads, cache.dtype)
+    shape = cache.head_dim, num_heads // cache.num_kv_heads, cache.dtype
+    configs = list_prefill_configs(*shape)
+    if cache.keys[0].dtype == cache.dtype:  # which the kernel for Hopper chips copies as they are
+        configs = list_hopper_configs(*shape, cache.page_size, device) + configs
     try:
         tiles = find_built(configs, lambda tiles: _try_out(make_sources(tiles), limits, show))
     except UnbuiltError as error:
@@ -202,20 +201,16 @@ def _add_triton(sources: Sources, limits: AttentionLimits, show: Show) -> str:
 
 
 def _add_flashinfer(sources: Sources, limits: AttentionLimits) -> None:
-    # Decoding rows and chunks may be attended at the same time, on two streams.
-    shape, of_chunks = (
-        flashinfer.WrapperShape(
-            limits.cache,
-            limits.num_heads,
-            limits.scale,
-            limits.max_seqs,
-            limits.max_tokens,
-            flashinfer.make_workspace(limits.cache, limits.num_heads),
-        )
-        for _ in range(2)
+    shape = flashinfer.WrapperShape(
+        limits.cache,
+        limits.num_heads,
+        limits.scale,
+        limits.max_seqs,
+        limits.max_tokens,
+        flashinfer.make_workspace(limits.cache, limits.num_heads),
     )
     sources.decode["flashinfer"] = lambda: flashinfer.FlashInferDecode(shape)
-    sources.chunks["flashinfer"] = lambda: flashinfer.FlashInferChunks(of_chunks)
+    sources.chunks["flashinfer"] = lambda: flashinfer.FlashInferChunks(shape)
     if "triton" in sources.decode:
         from toka_async.attention.cascade import CascadeDecode
 
@@ -271,9 +266,7 @@ def _make_parts(sources: Sources, limits: AttentionLimits) -> AttentionParts:
     )
 
 
-def _assemble(
-    sources: Sources, limits: AttentionLimits, table: ChoiceTable, side: torch.cuda.Stream | None
-) -> PagedAttention:
+def _assemble(sources: Sources, limits: AttentionLimits, table: ChoiceTable) -> PagedAttention:
     from toka_async.attention.paged import PagedAttention
 
     def decode() -> AutoDecode:
@@ -284,12 +277,12 @@ def _assemble(
     def chunks() -> AutoChunks:
         return AutoChunks({name: make() for name, make in sources.chunks.items()}, table)
 
-    return PagedAttention(limits.cache, limits.num_heads, limits.windows, decode, chunks, side)
+    return PagedAttention(limits.cache, limits.num_heads, limits.windows, decode, chunks)
 
 
-def _build_mixed(sources: Sources, limits: AttentionLimits, side: torch.cuda.Stream | None) -> MixedAttention | None:
+def _build_mixed(sources: Sources, limits: AttentionLimits) -> MixedAttention | None:
     if sources.captured is None or sources.captured_chunks is None:
         return None
     from toka_async.attention.mixed import MixedGraphAttention
 
-    return MixedGraphAttention(limits.cache, limits.windows, sources.captured, sources.captured_chunks, side)
+    return MixedGraphAttention(limits.cache, limits.windows, sources.captured, sources.captured_chunks)

@@ -8,7 +8,6 @@ work end at once. For CUDA.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from toka_async.arrays import Int32, Int64
 from toka_async.attention.base import AttentionBatch, PrefixGroup, QueryKeyNorm
 from toka_async.attention.kv_cache import KVCache
-from toka_async.attention.paged import FORKED_ROWS, GraphDecodePart, GraphPrefillPart, run_beside
+from toka_async.attention.paged import GraphDecodePart, GraphPrefillPart
 from toka_async.kernels.append import append
 
 
@@ -30,18 +29,11 @@ class MixedGraphAttention:
         windows: Sequence[int],
         decode: Callable[[], GraphDecodePart],
         chunks: Callable[[], GraphPrefillPart],
-        side: torch.cuda.Stream | None = None,
     ) -> None:
-        """side: a stream on which decoding rows are attended beside chunks; None: one after the other.
-
-        In graphs of few rows they always are: there a kernel may start before the one in front of it has ended.
-        """
         self.cache = cache
         self.windows = tuple(windows)
         self.decodes = {window: decode() for window in sorted({*windows})}
         self.chunks = {window: chunks() for window in sorted({*windows})}
-        self.side = side
-        self.forks = False
         self.num_rows = 0
         self.write_indices = torch.empty(0, dtype=torch.int64)
 
@@ -55,7 +47,6 @@ class MixedGraphAttention:
 
     def plan_mixed(self, batch: AttentionBatch, grouped: bool, chunks: Tensor) -> None:
         self.num_rows, self.write_indices = batch.num_decode, batch.write_indices
-        self.forks = batch.num_decode >= FORKED_ROWS
         for cells, (window, part) in zip(chunks.chunk(len(self.chunks)), self.chunks.items(), strict=True):
             part.plan_graph(batch, window, cells)
             self.decodes[window].plan_graph(batch, grouped, window)
@@ -75,9 +66,6 @@ class MixedGraphAttention:
         query = append(heads, rotation, keys, values, self.write_indices, weight, eps, self.cache.scales[layer])
         output = torch.empty_like(query)  # of padding it stays as it is
         window, rows = self.windows[layer], slice(self.num_rows)
-        run_beside(
-            self.side if self.forks else None,
-            partial(self.chunks[window].run, layer, query, output),
-            partial(self.decodes[window].run, layer, query[rows], output[rows]),
-        )
+        self.chunks[window].run(layer, query, output)
+        self.decodes[window].run(layer, query[rows], output[rows])
         return output

@@ -6,7 +6,6 @@ One kernel here does what both need in every layer: norms, rotation, the write t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -16,13 +15,6 @@ from toka_async.arrays import Int32, Int64
 from toka_async.attention.base import AttentionBatch, PrefixGroup, QueryKeyNorm
 from toka_async.attention.kv_cache import KVCache
 from toka_async.kernels.append import append
-from toka_async.kernels.pdl import FEW_ROWS
-
-# From so many tokens of chunks and keys of decoding rows on, two streams are worth the launches that they cost.
-FORKED_TOKENS = 1024
-FORKED_KEYS = 1 << 17
-# Kernels of fewer decoding rows start before the one in front of them has ended, which must be of their own stream.
-FORKED_ROWS = FEW_ROWS + 1
 
 
 class DecodeKernel(Protocol):
@@ -99,17 +91,13 @@ class PagedAttention:
         windows: Sequence[int],
         decode: Callable[[], GraphDecodePart],
         chunks: Callable[[], PrefillKernel],
-        side: torch.cuda.Stream | None = None,
     ) -> None:
-        """side: a stream on which decoding rows are attended beside large chunks; None: one after the other."""
         assert num_heads % cache.num_kv_heads == 0
         self.cache = cache
         self.windows = tuple(windows)
         self.decodes = {window: decode() for window in sorted({0, *windows})}
         self.chunks = {window: chunks() for window in sorted({0, *windows})}
         self.effective = {window: window for window in windows}
-        self.side = side
-        self.forks = False
         self.num_decode = 0
         self.write_indices = torch.empty(0, dtype=torch.int64)
 
@@ -117,11 +105,6 @@ class PagedAttention:
         longest = int(batch.context_lengths.max(initial=0))
         self.effective = {window: window if window < longest else 0 for window in self.windows}
         self.num_decode, self.write_indices = batch.num_decode, batch.write_indices
-        self.forks = (
-            batch.num_decode >= FORKED_ROWS
-            and len(batch.write_indices) - batch.num_decode >= FORKED_TOKENS
-            and int(batch.context_lengths[: batch.num_decode].sum()) >= FORKED_KEYS
-        )
         for window in set(self.effective.values()):
             if batch.num_decode:
                 self.decodes[window].plan(batch, batch.groups, window)
@@ -146,33 +129,8 @@ class PagedAttention:
         query = append(heads, rotation, keys, values, self.write_indices, weight, eps, self.cache.scales[layer])
         output = torch.empty_like(query)
         window, split = self.effective[self.windows[layer]], self.num_decode
-        decode, chunks = self.decodes[window], self.chunks[window]
-        if 0 < split < len(query):
-            run_beside(
-                self.side if self.forks else None,
-                partial(chunks.run, layer, query[split:], output[split:]),
-                partial(decode.run, layer, query[:split], output[:split]),
-            )
-        elif split:
-            decode.run(layer, query, output)
-        elif len(query):
-            chunks.run(layer, query, output)
+        if split:
+            self.decodes[window].run(layer, query[:split], output[:split])
+        if split < len(query):
+            self.chunks[window].run(layer, query[split:], output[split:])
         return output
-
-
-def run_beside(side: torch.cuda.Stream | None, first: Callable[[], None], second: Callable[[], None]) -> None:
-    """Runs both, the second one on the `side` stream if there is one; the current stream goes on when both are done.
-
-    What is launched first gets the chip first: it should be what needs most of a multiprocessor, and the second what
-    fits beside it.
-    """
-    if side is None:
-        first()
-        second()
-        return
-    current = torch.cuda.current_stream()
-    side.wait_stream(current)
-    first()
-    with torch.cuda.stream(side):
-        second()
-    current.wait_stream(side)

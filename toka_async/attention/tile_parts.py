@@ -35,8 +35,7 @@ def split_tiles(tiles: Int64, window: int, queries: int, block_keys: int, num_pr
     num_programs: that run at once, for each KV head.
     """
     _, first_query, count, seen = tiles[1:].T
-    low = np.maximum(seen - window, 0) if window else np.zeros_like(seen)
-    high = seen + count - 1
+    low, high = _find_keys(tiles, window, block_keys)
     share = choose_share(seen - low, num_programs)
     if int((seen - low).max(initial=0)) <= share:
         return None
@@ -60,13 +59,19 @@ def split_tiles(tiles: Int64, window: int, queries: int, block_keys: int, num_pr
     return TileParts(cut, parts, merged, int(number[is_split].sum()))
 
 
-def keep_tiles(tiles: Int64, window: int) -> TileParts:
+def keep_tiles(tiles: Int64, window: int, block_keys: int) -> TileParts:
     """Makes one part of each tile, those with the most keys first."""
-    seen, high = tiles[1:, 3], tiles[1:, 3] + tiles[1:, 2] - 1
-    low = np.maximum(seen - window, 0) if window else np.zeros_like(seen)
+    low, high = _find_keys(tiles, window, block_keys)
     order = np.argsort(low - high, kind="stable")
     parts = np.stack((low, high, np.full_like(low, -1)), axis=1)[order]
     return TileParts(np.concatenate((tiles[:1], tiles[1:][order])), parts, np.empty((0, 3), np.int64), 0)
+
+
+def _find_keys(tiles: Int64, window: int, block_keys: int) -> tuple[Int64, Int64]:
+    """Finds the first and the end of the tiles' keys. The first is that of a block, which is in whole pages."""
+    seen, high = tiles[1:, 3], tiles[1:, 3] + tiles[1:, 2] - 1
+    low = np.maximum(seen - window, 0) // block_keys * block_keys if window else np.zeros_like(seen)
+    return low, high
 
 
 def choose_share(keys: Int64, num_programs: int) -> int:

@@ -168,9 +168,9 @@ class _ChunkPlan:
     window: int
     tiles: Tensor
     num_programs: int
-    parts: Tensor | None = None
-    merged: Tensor | None = None
-    partial: Partial | None = None
+    parts: Tensor
+    merged: Tensor
+    partial: Partial
 
 
 class TritonChunks:
@@ -193,15 +193,18 @@ class TritonChunks:
     def plan(self, batch: AttentionBatch, window: int) -> None:
         chunks = slice(batch.num_decode, None)
         tiles = self._cut(batch.num_decode, 0, batch.query_lengths[chunks], batch.context_lengths[chunks])
-        split = split_tiles(tiles, window, self.tile_queries, self.config.block_keys, self.programs)
-        if split is None:
-            # The last to start are the shortest, so that no program runs long when the others are done.
-            tiles[1:] = tiles[1:][np.argsort(-tiles[1:, 3], kind="stable")]
-            self.step = _ChunkPlan(batch, window, self._upload(tiles), len(tiles) - 1)
-            return
-        tiles_there, parts, merged = (self._upload(table) for table in (split.tiles, split.parts, split.merged))
+        block_keys = self.config.block_keys
+        split = split_tiles(tiles, window, self.tile_queries, block_keys, self.programs)
+        split = split or keep_tiles(tiles, window, block_keys)
+        sizes = np.cumsum([split.tiles.size, split.parts.size])
+        data = to_device(
+            np.concatenate([split.tiles, split.parts, split.merged], axis=None, dtype=np.int32), self.device
+        )
+        there, parts, merged = data.tensor_split(sizes.tolist())
         partial = self._make_partial(split.num_partials)
-        self.step = _ChunkPlan(batch, window, tiles_there, len(split.parts), parts, merged, partial)
+        self.step = _ChunkPlan(
+            batch, window, there.view(-1, 4), len(split.parts), parts.view(-1, 3), merged.view(-1, 3), partial
+        )
 
     def count_cells(self, num_tokens: int, num_rows: int) -> int:
         most = num_tokens // self.tile_queries + num_rows + self.programs  # tiles, and parts beside their first
@@ -211,7 +214,7 @@ class TritonChunks:
         tiles = self._cut(num_decode, num_decode, lengths, contexts)
         split = split_tiles(tiles, window, self.tile_queries, self.config.block_keys, self.programs)
         if split is None or len(split.merged) > MERGED_QUERIES:
-            split = keep_tiles(tiles, window)
+            split = keep_tiles(tiles, window, self.config.block_keys)
         for place, table in zip(_divide_cells(len(cells)), (split.tiles, split.parts, split.merged), strict=True):
             cells[place][: table.size] = table.ravel()
 
@@ -250,7 +253,7 @@ class TritonChunks:
             step.partial,
             scales.values,
         )
-        if step.partial is not None and step.merged is not None:
+        if len(step.merged):
             merge(step.partial, step.merged, self.tile_queries, output)
 
     def _cut(self, first_row: int, first_query: int, lengths: Int32, contexts: Int32 | Int64) -> Int64:
@@ -266,16 +269,16 @@ class TritonChunks:
             torch.empty(shape[:2], dtype=torch.float32, device=self.device),
         )
 
-    def _upload(self, table: Int64) -> Tensor:
-        return to_device(table.astype(np.int32), self.device)
-
     def _count_programs(self) -> int:
         """Counts the programs that run at once, by one run without tiles; 1 if there is no GPU."""
         if self.device.type != "cuda":
             return 1
         keys, zero = self.cache.keys[0], torch.zeros((1, 4), dtype=torch.int32, device=self.device)
         query = torch.zeros((1, self.num_heads, self.cache.head_dim), dtype=self.cache.dtype, device=self.device)
-        kernel = attend_chunks(query, keys, keys, zero, zero[0].long(), zero, 1, query, 1.0, 0, self.config)
+        none = self._make_partial(0)
+        kernel = attend_chunks(
+            query, keys, keys, zero, zero[0].long(), zero, 1, query, 1.0, 0, self.config, zero[:, :3], none
+        )
         return count_resident(kernel, self.device)
 
 

@@ -8,7 +8,6 @@ Knows shapes; knows no kernels and no steps.
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from torch.nn import functional
 
 from toka_async.attention.kv_cache import bytes_per_token
 from toka_async.bench.step_load import Case
+from toka_async.checkpoint.matrix_spec import MatrixSpec
 from toka_async.checkpoint.spec import ModelSpec
 
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
@@ -58,20 +58,14 @@ class Floor:
         source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         self.bandwidth = 2 * source.numel() / count_seconds(lambda: target.copy_(source), device)
-        size = (LARGE[device.type], 2 * spec.intermediate_size, spec.hidden_size)
-        self.flops = 2 * math.prod(size) / self._time_torch(*size)
+        largest = max(spec.list_matrices(0), key=lambda matrix: matrix.count_flops(1))
+        self.flops = largest.count_flops(LARGE[device.type]) / self._time_torch(LARGE[device.type], largest)
 
     def compute(self, case: Case, grouped: bool) -> FloorParts:
         """grouped: each group's prefix is read once, not once a row."""
         spec, num_sampled = self._spec, case.rows or 1
-        query, key_value = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim
-        layer = (
-            (case.num_tokens, query + key_value, spec.hidden_size),
-            (case.num_tokens, spec.hidden_size, query),
-            (case.num_tokens, 2 * spec.intermediate_size, spec.hidden_size),
-            (case.num_tokens, spec.hidden_size, spec.intermediate_size),
-        )
-        products = [*layer * spec.num_layers, (num_sampled, spec.vocab_size, spec.hidden_size)]
+        layers = [matrix for layer in range(spec.num_layers) for matrix in spec.list_matrices(layer)]
+        products = [*((case.num_tokens, matrix) for matrix in layers), (num_sampled, spec.head_matrix)]
         return FloorParts(
             matrices=sum(self._multiply(*product) for product in products),
             attention=sum(self._attention(case, grouped, window) for window in spec.windows),
@@ -79,17 +73,17 @@ class Floor:
             by_torch=sum(self._time_torch(*product) for product in products),
         )
 
-    def _multiply(self, num_tokens: int, num_out: int, num_in: int) -> float:
-        """Returns the least seconds of [tokens, in] times [in, out]: of reading the weights, or of multiplying."""
-        weights = num_out * num_in
-        return max(weights * self._dtype.itemsize / self.bandwidth, 2 * num_tokens * weights / self.flops)
+    def _multiply(self, num_tokens: int, matrix: MatrixSpec) -> float:
+        """Returns the least seconds of a product of so many tokens: of reading the weights, or of multiplying."""
+        num_bytes = matrix.count_read_bytes(num_tokens, self._dtype.itemsize)
+        return max(num_bytes / self.bandwidth, matrix.count_flops(num_tokens) / self.flops)
 
-    def _time_torch(self, num_tokens: int, num_out: int, num_in: int) -> float:
+    def _time_torch(self, num_tokens: int, matrix: MatrixSpec) -> float:
         """Measures the seconds of the product by torch."""
-        key = (num_tokens, num_out, num_in)
+        key = (num_tokens, matrix.num_outputs, matrix.num_inputs)
         if key not in self._seconds:
-            inputs = torch.randn(num_tokens, num_in, dtype=self._dtype, device=self._device)
-            weight = torch.randn(num_out, num_in, dtype=self._dtype, device=self._device)
+            inputs = torch.randn(num_tokens, matrix.num_inputs, dtype=self._dtype, device=self._device)
+            weight = torch.randn(matrix.num_outputs, matrix.num_inputs, dtype=self._dtype, device=self._device)
             with torch.inference_mode():
                 self._seconds[key] = count_seconds(lambda: functional.linear(inputs, weight), self._device)
         return self._seconds[key]

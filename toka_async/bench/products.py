@@ -32,7 +32,7 @@ REPLAYS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class TimedMatrix:
     """finish: see `kernels.few_rows`. normed: its input is normed first."""
 
     name: str
@@ -92,18 +92,21 @@ def measure(rows: Sequence[int], config: Config) -> Iterator[ProductTime]:
                 )
 
 
-def list_matrices(spec: ModelSpec, normed: bool) -> list[Matrix]:
-    heads, key_value = spec.num_heads * spec.head_dim, 2 * spec.num_kv_heads * spec.head_dim
-    return [
-        Matrix("qkv", heads + key_value, spec.hidden_size, "store", normed),
-        Matrix("output", spec.hidden_size, heads, "add", normed=False),
-        Matrix("gate_up", 2 * spec.intermediate_size, spec.hidden_size, spec.activation, normed),
-        Matrix("down", spec.hidden_size, spec.intermediate_size, "add", normed=False),
-        Matrix("head", spec.vocab_size, spec.hidden_size, "store", normed=False),
-    ]
+def list_matrices(spec: ModelSpec, normed: bool) -> list[TimedMatrix]:
+    """Lists the matrices of a first layer with a dense feed, and the head."""
+    qkv, output, gate_up, down = spec.list_matrices(0)
+    activation = spec.layers[0].feed.activation
+    uses = (
+        ("qkv", qkv, "store", normed),
+        ("output", output, "add", False),
+        ("gate_up", gate_up, activation, normed),
+        ("down", down, "add", False),
+        ("head", spec.head_matrix, "store", False),
+    )
+    return [TimedMatrix(name, each.num_outputs, each.num_inputs, finish, norm) for name, each, finish, norm in uses]
 
 
-def make_weights(matrix: Matrix, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+def make_weights(matrix: TimedMatrix, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     import torch
 
     number = 1 + LEAST_BYTES // (matrix.n * matrix.k * dtype.itemsize)
@@ -111,7 +114,7 @@ def make_weights(matrix: Matrix, device: torch.device, dtype: torch.dtype) -> li
 
 
 def list_ways(
-    matrix: Matrix, x: Tensor, weights: Sequence[Tensor]
+    matrix: TimedMatrix, x: Tensor, weights: Sequence[Tensor]
 ) -> Iterator[tuple[str, Callable[[Tensor, Tensor], object]]]:
     """Yields names and functions of x and a weight: torch, the fastest of cuBLASLt, and each of our tiles."""
     from toka_async.kernels.cublaslt import CublasLt
@@ -135,7 +138,7 @@ def list_ways(
 
 
 def _compute_usually(ops: FusedOps, finish: str, norm: Norm | None, output: Tensor, x: Tensor, weight: Tensor) -> None:
-    from toka_async.tuning.gemm import compute_usually
+    from toka_async.tuning.dense import compute_usually
 
     compute_usually(ops, finish, norm, x, weight, output)
 

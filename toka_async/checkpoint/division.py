@@ -5,15 +5,28 @@ Free of torch, so that a run can be refused before any process starts. Knows no 
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Sequence
 
+import msgspec
+import numpy as np
+
+from toka_async.checkpoint.cost import count_layer_bytes
+from toka_async.checkpoint.layer_spec import FeedSpec
 from toka_async.checkpoint.spec import ModelError, ModelSpec
+
+_ITEMSIZE = 2  # bytes of a value that is not quantized, on the GPUs that pipelines are for
+_PRECISION = 20  # bits in which a model's weights are compared
 
 
 def can_divide(spec: ModelSpec, tp: int) -> bool:
-    """Tells whether `tp` divides query heads and inner units, and KV heads can be divided or copied."""
-    whole = spec.num_heads % tp == 0 and spec.intermediate_size % tp == 0
+    """Tells whether `tp` divides query heads and feeds, and KV heads can be divided or copied."""
+    whole = spec.num_heads % tp == 0 and all(feed.can_divide(tp) for feed in _list_feeds(spec))
     return whole and (spec.num_kv_heads % tp == 0 or tp % spec.num_kv_heads == 0)
+
+
+def _list_feeds(spec: ModelSpec) -> list[FeedSpec]:
+    """Lists each of the layers' different feeds once."""
+    return list(dict.fromkeys(layer.feed for layer in spec.layers))
 
 
 def tensor_sizes(spec: ModelSpec) -> list[int]:
@@ -25,9 +38,10 @@ def check_tensor_size(spec: ModelSpec, tp: int) -> None:
     """Raises ModelError, which lists the possible sizes, unless `tp` ranks can divide the shape."""
     if not can_divide(spec, tp):
         sizes = ", ".join(map(str, tensor_sizes(spec)))
+        feeds = " and ".join(feed.describe() for feed in _list_feeds(spec))
         raise ModelError(
             f"parallel.tp={tp}: the model's {spec.num_heads} heads, {spec.num_kv_heads} KV heads and "
-            f"intermediate_size of {spec.intermediate_size} cannot be divided so; use one of {sizes}"
+            f"{feeds} cannot be divided so; use one of {sizes}"
         )
 
 
@@ -38,7 +52,7 @@ def make_rank_spec(spec: ModelSpec, tp: int) -> ModelSpec:
         spec,
         num_heads=spec.num_heads // tp,
         num_kv_heads=max(1, spec.num_kv_heads // tp),
-        intermediate_size=spec.intermediate_size // tp,
+        layers=tuple(msgspec.structs.replace(layer, feed=layer.feed.divide(tp)) for layer in spec.layers),
     )
 
 
@@ -79,45 +93,41 @@ def check_division(spec: ModelSpec, pp: int, tp: int) -> None:
 
 def stage_parts(spec: ModelSpec, pp: int, tp: int) -> list[StagePart]:
     """Returns the parts of `pp` stages of `tp` tensor ranks, first stage first, with weights as even as possible."""
-    table = -(-spec.vocab_size // tp) * spec.hidden_size
+    rank_spec = make_rank_spec(spec, tp)
+    layers = [count_layer_bytes(rank_spec, layer, _ITEMSIZE) for layer in range(spec.num_layers)]
+    table = -(-spec.vocab_size // tp) * spec.hidden_size * _ITEMSIZE
     parts, first = [], 0
-    for size in stage_layers(spec.num_layers, pp, list_layer_weights(make_rank_spec(spec, tp)), table):
+    for size in stage_layers(layers, pp, table):
         parts.append(StagePart(first, first + size, spec.num_layers))
         first += size
     return parts
 
 
-def stage_layers(num_layers: int, num_stages: int, layer: int, ends: int) -> list[int]:
-    """Returns the number of layers of each stage, at least one, so that the heaviest is as light as possible.
+def stage_layers(layers: Sequence[int], num_stages: int, ends: int) -> list[int]:
+    """Returns the number of layers of each stage, at least one; the sum of the stages' squared weights is least.
 
-    layer: the weight of a layer. ends: the weight of the first stage's embedding, and of the last stage's head.
+    layers: the weight of each layer. ends: the weight of the first stage's embedding, and of the last stage's head. Of
+    equally good ways, later stages have fewer layers.
     """
-    assert 1 <= num_stages <= num_layers
-    counts = [1] * num_stages
-    for _ in range(num_layers - num_stages):
-        extra = [ends * ((stage == 0) + (stage == num_stages - 1)) for stage in range(num_stages)]
-        lightest = min(range(num_stages), key=lambda stage: counts[stage] * layer + extra[stage])
-        counts[lightest] += 1
-    return counts
-
-
-def list_layer_weights(spec: ModelSpec) -> int:
-    hidden, inter = spec.hidden_size, spec.intermediate_size
-    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    attention = hidden * (queries + 2 * keys) + queries * hidden
-    biases = spec.attention_bias * (queries + 2 * keys) + spec.output_bias * hidden
-    biases += spec.mlp_bias * (2 * inter + hidden)
-    return attention + 3 * hidden * inter + biases + 2 * hidden + spec.qk_norm * (queries + keys)
-
-
-def num_weights(part: ModelSpec, stage: int, num_stages: int) -> int:
-    """Counts the parameters of a rank. A tied head costs nothing where one stage also has the embedding."""
-    first, last = stage == 0, stage == num_stages - 1
-    table = part.vocab_size * part.hidden_size
-    head = table if last and not (first and part.tie_embeddings) else 0
-    return part.num_layers * list_layer_weights(part) + first * table + head + last * part.hidden_size
+    assert 1 <= num_stages <= len(layers)
+    unit = max(1, (sum(layers) + ends) >> _PRECISION)  # sums of squares are then exact, so ties are ties
+    before = np.concatenate([[0], np.cumsum([layer // unit for layer in layers])]).astype(float)
+    weights = np.where(np.tri(len(before), dtype=bool), np.inf, before - before[:, None])  # of the layers [i, j)
+    end = ends // unit
+    least = (weights[0] + end * (1 + (num_stages == 1))) ** 2  # of the stages up to layer j
+    cuts = []
+    for stage in range(1, num_stages):
+        sums = least[:, None] + (weights + end * (stage == num_stages - 1)) ** 2
+        cuts.append(len(layers) - sums[::-1].argmin(axis=0))
+        least = sums.min(axis=0)
+    last, counts = len(layers), list[int]()
+    for cut in reversed(cuts):
+        first = int(cut[last])
+        counts.append(last - first)
+        last = first
+    return [last, *reversed(counts)]
 
 
 def make_stage_spec(spec: ModelSpec, part: StagePart) -> ModelSpec:
-    """Returns the shape that a stage computes: its layers with their windows."""
-    return msgspec.structs.replace(spec, num_layers=part.size, windows=spec.windows[part.first : part.last])
+    """Returns the shape that a stage computes: some of the layers."""
+    return msgspec.structs.replace(spec, layers=spec.layers[part.first : part.last])

@@ -12,6 +12,8 @@ import msgspec
 
 from toka_async.checkpoint.families import FAMILIES, Family
 from toka_async.checkpoint.json_file import JsonFile, ModelError
+from toka_async.checkpoint.layer_spec import DenseFeedSpec, LayerSpec
+from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
 from toka_async.checkpoint.rope_spec import RopeSpec, read_rope
 
 __all__ = ["ModelError", "ModelSpec", "RopeSpec", "read_spec"]
@@ -27,24 +29,69 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     family: str  # config.json's model_type
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    activation: str
     tie_embeddings: bool
     attention_bias: bool  # query, key and value projections have one
     output_bias: bool  # the attention's output projection has one
-    mlp_bias: bool
     qk_norm: bool  # RMSNorm of each query and key head
-    windows: tuple[int, ...]  # per layer: how many positions a token sees, itself included; 0: all before it
+    layers: tuple[LayerSpec, ...]
     rope: RopeSpec
     max_context: int  # tokens
     dtype: str  # the checkpoint's: float32, bfloat16 or float16
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Each layer's window, see `LayerSpec`."""
+        return tuple(layer.window for layer in self.layers)
+
+    def list_attention_matrices(self, layer: int) -> tuple[MatrixSpec, MatrixSpec]:
+        """Returns query, key and value as one, and the output."""
+        queries, keys = Units(self.num_heads, self.head_dim), Units(self.num_kv_heads, self.head_dim)
+        hidden, weight_format = Units(self.hidden_size), self.layers[layer].format
+        return (
+            MatrixSpec(
+                names=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+                outputs=(queries, keys, keys),
+                inputs=hidden,
+                split="outputs",
+                bias=self.attention_bias,
+                format=weight_format,
+            ),
+            MatrixSpec(
+                names=("self_attn.o_proj",),
+                outputs=(hidden,),
+                inputs=queries,
+                split="inputs",
+                bias=self.output_bias,
+                format=weight_format,
+            ),
+        )
+
+    def list_matrices(self, layer: int) -> tuple[MatrixSpec, ...]:
+        """Returns all matrices of a layer."""
+        own = self.layers[layer]
+        return *self.list_attention_matrices(layer), *own.feed.list_matrices(self.hidden_size, own.format)
+
+    @property
+    def embedding_matrix(self) -> MatrixSpec:
+        """What embeds token ids: a row for each."""
+        vocabulary, hidden = Units(self.vocab_size), Units(self.hidden_size)
+        return MatrixSpec(names=("model.embed_tokens",), outputs=(vocabulary,), inputs=hidden, split="outputs")
+
+    @property
+    def head_matrix(self) -> MatrixSpec:
+        """What scores hidden states."""
+        embedding = self.embedding_matrix
+        return embedding if self.tie_embeddings else msgspec.structs.replace(embedding, names=("lm_head",))
 
 
 def read_spec(model_dir: Path) -> ModelSpec:
@@ -59,24 +106,25 @@ def read_spec(model_dir: Path) -> ModelSpec:
     num_heads, num_kv_heads, head_dim = _heads(file, family)
     max_positions = file.integer("max_position_embeddings", family.max_positions)
     rope = read_rope(file, max_positions)
+    feed = DenseFeedSpec(
+        file.integer("intermediate_size"),
+        _one_of(file, "hidden_act", "silu", ACTIVATIONS),
+        _bias(file, "mlp_bias", family.mlp_bias),
+    )
     bos = file.token_ids("bos_token_id", family.bos_token_ids)
     return ModelSpec(
         family=name,
         vocab_size=file.integer("vocab_size"),
         hidden_size=file.integer("hidden_size"),
-        intermediate_size=file.integer("intermediate_size"),
-        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         norm_eps=file.number("rms_norm_eps", 1e-6),
-        activation=_one_of(file, "hidden_act", "silu", ACTIVATIONS),
         tie_embeddings=file.flag("tie_word_embeddings", False),
         attention_bias=_bias(file, "attention_bias", family.qkv_bias),
         output_bias=_bias(file, "attention_bias", family.output_bias),
-        mlp_bias=_bias(file, "mlp_bias", family.mlp_bias),
         qk_norm=family.qk_norm,
-        windows=_windows(file, family, num_layers),
+        layers=tuple(LayerSpec(window, feed) for window in _windows(file, family, num_layers)),
         rope=rope,
         max_context=rope.max_context(max_positions),
         dtype=_one_of(file, "dtype" if file.has("dtype") else "torch_dtype", "float32", DTYPES),

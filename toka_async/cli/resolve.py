@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from toka_async.checkpoint.division import check_division, num_weights
+from toka_async.checkpoint.cost import count_stage_bytes
+from toka_async.checkpoint.division import check_division
 from toka_async.checkpoint.hub import resolve_model
 from toka_async.checkpoint.limits import DeviceKind, RankLimits, resolve_limits
 from toka_async.checkpoint.spec import ModelSpec, read_spec
@@ -68,7 +69,7 @@ def _resolve_device(config: Config, spec: ModelSpec) -> Config:
     if memory is not None:
         return _fill_limits(config, make_plan(config, memory).limits, "auto")
     num_sharing = config.parallel.dp * config.parallel.pp * config.parallel.tp
-    num_parameters = num_weights(spec, 0, 1) // (config.parallel.pp * config.parallel.tp)
+    num_parameters = count_stage_bytes(spec, True, True, itemsize=1) // (config.parallel.pp * config.parallel.tp)
     attention = _fill(
         config.attention,
         backend="reference",

@@ -17,23 +17,51 @@ from torch import Tensor
 from toka_async.kernels.decode import LOG2E, Partial
 from toka_async.kernels.stored import choose_operand, to_operand
 
+GLUON = "3.6."  # versions of Triton for which `prefill_hopper` is written: each has another Gluon
+
 
 @dataclass(slots=True, frozen=True)
 class PrefillConfig:
-    """block_queries: query heads of a tile, for all its queries. block_keys: keys of one iteration."""
+    """block_queries: query heads of a tile, for all its queries. block_keys: keys of one iteration.
+
+    registers: of a thread of the kernel for Hopper chips (`kernels.prefill_hopper`); 0: the kernel for any chip.
+    """
 
     block_queries: int
     block_keys: int
     num_warps: int
     num_stages: int
+    registers: int = 0
 
     def queries(self, group_size: int) -> int:
         """Returns the queries of a tile when a KV head has `group_size` query heads."""
         return max(1, self.block_queries // group_size)
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Tells whether the kernel for Hopper chips can be built and run there."""
+    is_it = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return is_it and triton.__version__.startswith(GLUON)
+
+
+def list_hopper_configs(
+    head_dim: int, group_size: int, dtype: torch.dtype, page_size: int, device: torch.device
+) -> list[PrefillConfig]:
+    """Lists the tiles of the kernel for Hopper chips; none where it cannot attend such heads over such pages."""
+    if head_dim not in (64, 128) or dtype == torch.float32 or not is_hopper(device):
+        return []
+    from toka_async.kernels import prefill_hopper
+
+    if head_dim == 64:
+        config = PrefillConfig(256, 64, num_warps=4, num_stages=3, registers=112)
+    else:
+        config = PrefillConfig(128, 128, num_warps=4, num_stages=2, registers=232)
+    fits = group_size <= config.block_queries and prefill_hopper.can_copy(page_size, config.block_keys)
+    return [config] if fits else []
+
+
 def list_prefill_configs(head_dim: int, group_size: int, dtype: torch.dtype) -> list[PrefillConfig]:
-    """Lists tiles, the best first: as large as registers and shared memory of a Hopper chip allow.
+    """Lists the tiles of the kernel for any chip, the best first: as large as a Hopper chip's registers allow.
 
     Further ones need less shared memory; `kernels.built` finds the first that fits a chip.
     """
@@ -64,8 +92,8 @@ def attend_chunks(
     scale: float,
     window: int,
     config: PrefillConfig,
-    parts: Tensor | None = None,
-    partial: Partial | None = None,
+    parts: Tensor,
+    partial: Partial,
     value_scale: float = 1.0,
 ) -> Any:
     """Writes causal attention of the tiles' queries to output; both are [tokens, heads, dim] and contiguous.
@@ -77,12 +105,12 @@ def attend_chunks(
 
     parts int32 [n, 3]: of each tile the first and the end of its keys, whole blocks but for the last key of all; then
     where its result goes: to output for -1, for i to the i-th `config.queries` rows of partial, float32 [rows, ...],
-    which the caller merges. None: a tile has all its keys. value_scale: multiplies the result.
+    which the caller merges. value_scale: multiplies the result.
     """
-    split = (parts, None if partial is None else partial.output, None if partial is None else partial.lse)
+    split = (parts, partial.output, partial.lse)
     scales = scale, value_scale
     return _launch(
-        query, keys, values, page_table, slots, tiles, num_programs, output, *split, *scales, window, True, 1, config
+        query, keys, values, page_table, slots, tiles, num_programs, output, *split, *scales, window, 1, config
     )
 
 
@@ -100,7 +128,7 @@ def attend_prefixes(
 ) -> None:
     """Attends as `attend_chunks`, but all queries of a tile see the same keys, split over result's [p, rows, ...]."""
     to, splits = (result.output, None, None, result.lse), len(result.lse)
-    _launch(query, keys, values, page_table, slots, tiles, num_programs, *to, scale, 1.0, 0, False, splits, config)
+    _launch(query, keys, values, page_table, slots, tiles, num_programs, *to, scale, 1.0, 0, splits, config)
 
 
 def _launch(
@@ -114,11 +142,10 @@ def _launch(
     output: Tensor,
     parts: Tensor | None,
     partial: Tensor | None,
-    lse: Tensor | None,
+    lse: Tensor,
     scale: float,
     value_scale: float,
     window: int,
-    causal: bool,
     splits: int,
     config: PrefillConfig,
 ) -> Any:
@@ -128,6 +155,30 @@ def _launch(
     assert query.is_contiguous()
     assert output.is_contiguous()
     assert group <= config.block_queries
+    if config.registers:
+        from toka_async.kernels.prefill_hopper import attend_tiles
+
+        assert keys.dtype == query.dtype
+        return attend_tiles(
+            query,
+            keys,
+            values,
+            page_table,
+            slots,
+            tiles,
+            num_programs,
+            output,
+            parts,
+            partial,
+            lse,
+            scale * LOG2E,
+            window,
+            splits,
+            config.block_queries,
+            config.block_keys,
+            config.num_stages,
+            config.registers,
+        )
     return _prefill[num_programs, kv_heads, splits](
         query,
         keys,
@@ -143,7 +194,6 @@ def _launch(
         1 / value_scale,
         page_table.stride(0),
         num_queries,
-        causal=causal,
         kv_heads=kv_heads,
         group=group,
         dim=dim,
@@ -154,7 +204,7 @@ def _launch(
         block_keys=config.block_keys,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        # Two programs a multiprocessor, as without parts: the compiler would take 50 registers more otherwise.
+        # Two programs a multiprocessor: the compiler would take 50 registers more otherwise.
         maxnreg=128 if parts is not None and config.num_warps == 8 and dim <= 64 else None,
     )
 
@@ -178,7 +228,6 @@ def _prefill(
     divisor,
     table_stride,
     num_queries,
-    causal: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     dim: tl.constexpr,
@@ -211,16 +260,12 @@ def _prefill(
         operand: tl.constexpr = choose_operand(query.dtype.element_ty, keys.dtype.element_ty)
         queries = to_operand(tl.load(query + place, mask=inside, other=0.0), operand)
 
-        low, high, ends = seen * 0, seen, seen + step * 0
-        if causal:
-            high = seen + count - 1
-            ends = seen + step
-        if window > 0:
-            low = tl.maximum(seen - window, 0)
         if parts is not None:
             low = tl.load(parts + tile * 3 - 3)
             high = tl.load(parts + tile * 3 - 2)
-        if not causal:
+            ends = seen + step
+        else:
+            ends = seen + step * 0
             share = tl.cdiv(tl.cdiv(seen, tl.num_programs(2)), block_keys) * block_keys
             low = split * share
             high = tl.minimum(low + share, seen)
@@ -249,11 +294,11 @@ def _prefill(
 
         total = tl.where(total > 0.0, total, 1.0)  # no keys give 0 and a log-sum-exp of -inf
         result = mixed / (total * divisor)[:, None]
-        if not causal:
+        if parts is None:
             before = split.to(tl.int64) * num_queries * num_heads
             tl.store(output + before * dim + place, result.to(output.dtype.element_ty), mask=inside)
             tl.store(lse + before + head, top + tl.log2(total), mask=is_query)
-        elif parts is not None:
+        else:
             number = tl.load(parts + tile * 3 - 1)
             if number < 0:
                 tl.store(output + place, result.to(output.dtype.element_ty), mask=inside)
@@ -262,8 +307,6 @@ def _prefill(
                 at = in_partial.to(tl.int64) * num_heads + kv_head * group + in_tile % group
                 tl.store(partial + at[:, None] * dim + column[None, :], result, mask=inside)
                 tl.store(lse + at, top + tl.log2(total), mask=is_query)
-        else:
-            tl.store(output + place, result.to(output.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -11,7 +11,6 @@ multiple of the ranks; the padding's activations are finite and unused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,10 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toka_async.model.comm import Comm
-from toka_async.model.ops import Ops
-
-# (x [t, k], W [n, k], b [n]) -> x Wᵀ + b.
-Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+from toka_async.model.matrices.matrix import Matrix, Rows
 
 
 class ActivationLayout(Protocol):
@@ -49,16 +45,16 @@ class ActivationLayout(Protocol):
         """[u, n] to [v, n], the same on every rank."""
         ...
 
-    def column_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
-        """[u, inputs] to [v, the rank's outputs]: x Wᵀ + b. `linear` computes products that stand alone."""
+    def column(self, rows: Rows, matrix: Matrix) -> Tensor:
+        """[u, inputs] to [v, the rank's outputs]: x Wᵀ + b."""
         ...
 
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, ops: Ops) -> Tensor:
-        """[u, inputs] to [v, the rank's half of the outputs]: `column_linear`, then the gate of `Ops.gated_linear`."""
+    def gated(self, rows: Rows, matrix: Matrix, activation: str, consumer: Matrix) -> Rows:
+        """[u, inputs] to [v, the rank's half of the outputs], as `consumer` takes it: `Matrix.gated`."""
         ...
 
-    def row_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
-        """[v, the rank's inputs] to [u, outputs]: x Wᵀ summed over ranks, + b."""
+    def row(self, rows: Rows, matrix: Matrix, residual: Tensor) -> tuple[Tensor | None, Tensor]:
+        """[v, the rank's inputs] to [u, outputs]: x Wᵀ summed over ranks, + b. See `Matrix.add`."""
         ...
 
 
@@ -87,15 +83,17 @@ class Replicated:
     def gather(self, x: Tensor) -> Tensor:
         return x
 
-    def column_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
-        return linear(x, weight, bias)
+    def column(self, rows: Rows, matrix: Matrix) -> Tensor:
+        return matrix.product(rows)
 
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, ops: Ops) -> Tensor:
-        return ops.gated_linear(x, weight, bias, activation)
+    def gated(self, rows: Rows, matrix: Matrix, activation: str, consumer: Matrix) -> Rows:
+        return matrix.gated(rows, activation, consumer)
 
-    def row_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
-        once = bias if self.comm.rank == 0 else None  # the sum must have it once
-        return self.comm.all_reduce(linear(x, weight, once))
+    def row(self, rows: Rows, matrix: Matrix, residual: Tensor) -> tuple[Tensor | None, Tensor]:
+        if self.comm.size == 1:
+            return matrix.add(residual, rows)
+        # The sum must have the bias once.
+        return self.comm.all_reduce(matrix.product(rows, with_bias=self.comm.rank == 0)), residual
 
 
 @dataclass(slots=True, frozen=True)
@@ -124,15 +122,22 @@ class SequenceSharded:
     def gather(self, x: Tensor) -> Tensor:
         return self.comm.all_gather(x, 0)
 
-    def column_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
-        return linear(self.comm.all_gather(x, 0), weight, bias)
+    def column(self, rows: Rows, matrix: Matrix) -> Tensor:
+        return matrix.product(self._gather_rows(rows))
 
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, ops: Ops) -> Tensor:
-        return ops.gated_linear(self.comm.all_gather(x, 0), weight, bias, activation)
+    def gated(self, rows: Rows, matrix: Matrix, activation: str, consumer: Matrix) -> Rows:
+        return matrix.gated(self._gather_rows(rows), activation, consumer)
 
-    def row_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:
-        output = self.comm.reduce_scatter(linear(x, weight, None))
-        return output if bias is None else output + bias
+    def row(self, rows: Rows, matrix: Matrix, residual: Tensor) -> tuple[Tensor | None, Tensor]:
+        return add_bias(self.comm.reduce_scatter(matrix.product(rows, with_bias=False)), matrix), residual
+
+    def _gather_rows(self, rows: Rows) -> Rows:
+        scales = None if rows.scales is None else self.comm.all_gather(rows.scales, 0)
+        return Rows(self.comm.all_gather(rows.values, 0), scales)
+
+
+def add_bias(product: Tensor, matrix: Matrix) -> Tensor:
+    return product if matrix.bias is None else product + matrix.bias
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,11 +1,10 @@
 """What tensor-parallel layers need of other ranks. A model also builds and runs without any process group.
 
-`Share` is the one place that decides which part of a matrix a rank holds. Knows no layers.
+Knows no layers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -155,38 +154,3 @@ def join(address: str, rank: int, size: int, device: torch.device) -> Comm:
     )
     assert dist.group.WORLD is not None
     return DistributedComm(dist.group.WORLD, device)
-
-
-@dataclass(slots=True, frozen=True)
-class Share:
-    """A rank's contiguous part of `total` rows, columns or heads."""
-
-    total: int
-    start: int
-    size: int
-
-    def times(self, num: int) -> Share:
-        """Returns the part when each item is `num` rows."""
-        return Share(self.total * num, self.start * num, self.size * num)
-
-
-def share_of(total: int, comm: Comm) -> Share:
-    """Returns this rank's equal part of `total`, a multiple of the ranks."""
-    assert total % comm.size == 0, f"{total} cannot be split over {comm.size} ranks"
-    size = total // comm.size
-    return Share(total, comm.rank * size, size)
-
-
-def kv_share_of(num_kv_heads: int, comm: Comm) -> Share:
-    """Returns this rank's equal part of the KV heads; of fewer heads than ranks, the one its query heads need."""
-    if num_kv_heads >= comm.size:
-        return share_of(num_kv_heads, comm)
-    assert comm.size % num_kv_heads == 0, f"{num_kv_heads} KV heads cannot be repeated over {comm.size} ranks"
-    return Share(num_kv_heads, comm.rank * num_kv_heads // comm.size, 1)
-
-
-def padded_share_of(total: int, comm: Comm) -> tuple[Share, int]:
-    """Returns this rank's part of any `total` rows, and the rows per rank; the last ranks may have unused ones."""
-    rows = -(-total // comm.size)
-    start = min(comm.rank * rows, total)
-    return Share(total, start, min(rows, total - start)), rows

@@ -3,12 +3,13 @@
 Shapes: t tokens of all rows of a step, one after the other. The attention backend decides which tokens see which, an
 `ActivationLayout` how activations lie on tensor ranks (u, v). Each half of a layer adds its input to the residual as it
 norms it, and returns what the next half adds. A decoder may be one stage of a pipeline: some of the layers, with the
-residual coming in or going out in place of ids and norm. Knows no rows, no pages, no checkpoint; families differ only
-by their `ModelSpec`.
+residual coming in or going out in place of ids and norm. Knows no rows, no pages, no files; families differ only by
+their `ModelSpec`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import cast
 
 from torch import Tensor, nn
@@ -18,9 +19,14 @@ from toka_async.attention.rope import Rope
 from toka_async.checkpoint.division import StagePart, all_layers
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import ActivationLayout, LayoutPolicy, Replicated
-from toka_async.model.comm import Comm, kv_share_of, share_of
-from toka_async.model.layers import ColumnLinear, HeadNorm, RMSNorm, RowLinear, VocabularyMatrix
-from toka_async.model.ops import Norm, Ops
+from toka_async.model.comm import Comm
+from toka_async.model.feed import build_feed
+from toka_async.model.layers import HeadNorm, RMSNorm, VocabularyMatrix
+from toka_async.model.matrices.build import build_matrix
+from toka_async.model.matrices.matrix import MatrixUse, Rows
+from toka_async.model.matrices.ops import Ops
+from toka_async.model.matrices.part import WeightPart
+from toka_async.model.matrices.share import share_of, share_units
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -44,16 +50,15 @@ class Decoder(nn.Module):
         super().__init__()
         self.layouts = layouts or LayoutPolicy(Replicated(comm))
         self.part = part = part or all_layers(spec)
-        self.tied = spec.tie_embeddings
         self.num_heads = share_of(spec.num_heads, comm).size  # the rank's query heads
-        self.embedding = VocabularyMatrix(spec.vocab_size, spec.hidden_size, comm, ops) if part.is_first else None
+        self.embedding = VocabularyMatrix(spec.embedding_matrix, comm, ops) if part.is_first else None
         self.rope = Rope(spec.rope, spec.head_dim, ops.compute_rotation)
-        self.layers = nn.ModuleList(Layer(spec, index, comm, ops) for index in range(part.size))
+        self.layers = nn.ModuleList(Layer(spec, part.first + index, index, comm, ops) for index in range(part.size))
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops) if part.is_last else None
         self.head: VocabularyMatrix | None = None
         if part.is_last:
-            tied = self.embedding if self.tied else None
-            self.head = tied or VocabularyMatrix(spec.vocab_size, spec.hidden_size, comm, ops)
+            tied = self.embedding if spec.tie_embeddings else None
+            self.head = tied or VocabularyMatrix(spec.head_matrix, comm, ops)
 
     def forward(
         self, inputs: Tensor, positions: Tensor, attention: AttentionBackend, wanted: Tensor | None = None
@@ -107,16 +112,36 @@ class Decoder(nn.Module):
         assert self.head is not None
         return self.head.own_logits(hidden)
 
+    def uses(self) -> Iterator[MatrixUse]:
+        """Yields how steps use each matrix, which the start tunes."""
+        for layer in self.list_layers():
+            yield from layer.uses()
+        if self.head is not None:
+            yield MatrixUse(self.head, of_samples=True)
+
+    def parts(self) -> Iterator[tuple[str, WeightPart]]:
+        """Yields every tensor that a checkpoint must have for this decoder, by name, and where it goes."""
+        if self.embedding is not None:
+            yield from self.embedding.parts()
+        for index, layer in enumerate(self.list_layers(), self.part.first):
+            for name, part in layer.parts():
+                yield f"model.layers.{index}.{name}", part
+        if self.norm is not None:
+            yield "model.norm.weight", self.norm.part()
+        if self.head is not None and self.head is not self.embedding:
+            yield from self.head.parts()
+
 
 class Layer(nn.Module):
-    """Attention and a gated MLP, each with a norm before and a residual around."""
+    """Attention and a feed, each with a norm before and a residual around."""
 
-    def __init__(self, spec: ModelSpec, index: int, comm: Comm, ops: Ops) -> None:
+    def __init__(self, spec: ModelSpec, number: int, index: int, comm: Comm, ops: Ops) -> None:
+        """number: of the layer in the model. index: in the stage."""
         super().__init__()
         self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops)
-        self.attention = Attention(spec, index, comm, ops)
-        self.mlp_norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops)
-        self.mlp = MLP(spec, comm, ops)
+        self.attention = Attention(spec, number, index, comm, ops)
+        self.feed_norm = RMSNorm(spec.hidden_size, spec.norm_eps, ops)
+        self.feed = build_feed(spec.layers[number], spec.hidden_size, comm, ops)
 
     def forward(
         self,
@@ -138,8 +163,9 @@ class Layer(nn.Module):
         layout: ActivationLayout,
     ) -> tuple[Tensor, Tensor]:
         """Adds [u, hidden] to the residual. Returns what tokens attend to, [t, heads * dim], and the residual."""
-        normed, residual, norm = self.attention_norm.defer(hidden, residual, layout)
-        return self.attention(normed, rotation, backend, layout, norm), residual
+        attention = self.attention
+        rows, residual = self.attention_norm.prepare(hidden, residual, attention.qkv, layout)
+        return attention(rows, rotation, backend, layout), residual
 
     def finish(
         self, attended: Tensor, residual: Tensor, layout: ActivationLayout, wanted: Tensor | None = None
@@ -151,61 +177,50 @@ class Layer(nn.Module):
         if wanted is not None:
             attended, residual = attended.index_select(0, wanted), layout.gather(residual).index_select(0, wanted)
             layout = layout.replicated
-        hidden, residual = self.attention.output(layout.pad(attended), residual, layout)
-        normed, residual, norm = self.mlp_norm.defer(hidden, residual, layout)
-        output: tuple[Tensor | None, Tensor] = self.mlp(normed, residual, layout, norm)
-        return output
+        output = self.attention.output
+        hidden, residual = layout.row(output.take(layout.pad(attended)), output, residual)
+        return self.feed(hidden, residual, self.feed_norm, layout)
+
+    def uses(self) -> Iterator[MatrixUse]:
+        attention = self.attention
+        yield MatrixUse(attention.qkv, normed=self.feed.adds)  # of the layer before, which is like this one
+        yield MatrixUse(attention.output, adds=attention.adds)
+        yield from self.feed.uses(normed=attention.adds)
+
+    def parts(self) -> Iterator[tuple[str, WeightPart]]:
+        """Yields the tensors by their names in the layer."""
+        yield "input_layernorm.weight", self.attention_norm.part()
+        yield "post_attention_layernorm.weight", self.feed_norm.part()
+        yield from self.attention.parts()
+        yield from self.feed.parts()
 
 
 class Attention(nn.Module):
     """Grouped-query attention (arXiv:2305.13245) with rotary positions."""
 
-    def __init__(self, spec: ModelSpec, index: int, comm: Comm, ops: Ops) -> None:
+    def __init__(self, spec: ModelSpec, number: int, index: int, comm: Comm, ops: Ops) -> None:
         super().__init__()
         self.index = index
         self.dim = spec.head_dim
-        heads, kv_heads = share_of(spec.num_heads, comm), kv_share_of(spec.num_kv_heads, comm)
-        wide, narrow = heads.times(self.dim), kv_heads.times(self.dim)
-        self.qkv = ColumnLinear(spec.hidden_size, (wide, narrow, narrow), spec.attention_bias, ops)
+        qkv, output = spec.list_attention_matrices(number)
+        self.qkv = build_matrix(qkv, comm, ops)
         self.head_norm: HeadNorm | None = None
         if spec.qk_norm:
-            self.head_norm = HeadNorm(heads.size, kv_heads.size, self.dim, spec.norm_eps)
-        self.output = RowLinear(wide.total, spec.hidden_size, spec.output_bias, comm, ops)
+            queries, keys, _ = (share_units(units, comm).size // self.dim for units in qkv.outputs)
+            self.head_norm = HeadNorm(queries, keys, self.dim, spec.norm_eps)
+        self.output = build_matrix(output, comm, ops)
+        self.adds = comm.size == 1 and not output.bias  # the output is added to the residual in place
 
-    def forward(
-        self,
-        hidden: Tensor,
-        rotation: Rotation,
-        backend: AttentionBackend,
-        layout: ActivationLayout,
-        deferred: Norm | None = None,
-    ) -> Tensor:
-        """[u, hidden] to each token's mix of the values that it sees [t, heads * dim], for `output` to project.
-
-        deferred: see `RMSNorm.defer`.
-        """
+    def forward(self, rows: Rows, rotation: Rotation, backend: AttentionBackend, layout: ActivationLayout) -> Tensor:
+        """[u, hidden] to each token's mix of the values that it sees [t, heads * dim], for `output` to project."""
         num_tokens = len(rotation[0])
-        heads = layout.trim(self.qkv(hidden, layout, deferred), num_tokens)
+        heads = layout.trim(layout.column(rows, self.qkv), num_tokens)
         heads = heads.view(num_tokens, -1, self.dim)  # [t, heads + 2 kv_heads, dim]
         norm = self.head_norm() if self.head_norm is not None else None
         return backend.attend(self.index, heads, rotation, norm).flatten(1)
 
-
-class MLP(nn.Module):
-    """The gated feed-forward network (arXiv:2002.05202)."""
-
-    def __init__(self, spec: ModelSpec, comm: Comm, ops: Ops) -> None:
-        super().__init__()
-        inner = spec.intermediate_size
-        self.activation = spec.activation
-        share = share_of(inner, comm)
-        self.gate_up = ColumnLinear(spec.hidden_size, (share, share), spec.mlp_bias, ops)
-        self.down = RowLinear(inner, spec.hidden_size, spec.mlp_bias, comm, ops)
-
-    def forward(
-        self, hidden: Tensor, residual: Tensor, layout: ActivationLayout, deferred: Norm | None = None
-    ) -> tuple[Tensor | None, Tensor]:
-        """Returns what to add to the residual, and the residual; all are [u, hidden]. deferred: see `RMSNorm.defer`."""
-        inner = self.gate_up.forward_gated(hidden, layout, self.activation, deferred)
-        output: tuple[Tensor | None, Tensor] = self.down(inner, residual, layout)
-        return output
+    def parts(self) -> Iterator[tuple[str, WeightPart]]:
+        yield from self.qkv.parts()
+        yield from self.output.parts()
+        if self.head_norm is not None:
+            yield from self.head_norm.parts()

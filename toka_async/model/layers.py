@@ -1,112 +1,34 @@
-"""The parts of a decoder. Matrices are fused where they share an input, and split over tensor ranks.
+"""The parts of a decoder beside its matrices: the vocabulary, which tensor ranks split, and norms.
 
-Every parallel layer says which rows or columns of which checkpoint matrix it holds (`WeightPart`), so loading, random
-weights and tensor parallelism share one description. Knows no file names and no model family.
+Knows no file names and no model family.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toka_async.attention.base import QueryKeyNorm
+from toka_async.checkpoint.matrix_spec import MatrixSpec
 from toka_async.model.activation_layout import ActivationLayout
-from toka_async.model.comm import Comm, Share, padded_share_of, share_of
-from toka_async.model.ops import Norm, Ops
+from toka_async.model.comm import Comm
+from toka_async.model.matrices.dense import DenseMatrix
+from toka_async.model.matrices.matrix import Matrix, Rows
+from toka_async.model.matrices.ops import Ops
+from toka_async.model.matrices.part import WeightPart, make_unset
+from toka_async.model.matrices.share import padded_share_of, whole_of
 
 
-@dataclass(slots=True, frozen=True)
-class WeightPart:
-    """Where one tensor of a checkpoint goes.
-
-    target: the rank's values, a view of a parameter; a source with fewer dimensions is repeated over it. shape: the
-    whole tensor's. dim, share: the rank's part along one dimension; None: all of it.
-    """
-
-    target: Tensor
-    shape: tuple[int, ...]
-    dim: int = 0
-    share: Share | None = None
-
-
-class ColumnLinear(nn.Module):
-    """y = x Wᵀ + b for several fused matrices with one input; each rank holds a part of each one's outputs."""
-
-    def __init__(self, num_inputs: int, shares: Sequence[Share], bias: bool, ops: Ops) -> None:
-        """shares: the rank's outputs of each matrix."""
-        super().__init__()
-        self.ops = ops
-        self.shares = shares
-        rows = sum(share.size for share in shares)
-        self.weight = make_unset(rows, num_inputs)
-        self.bias = make_unset(rows) if bias else None
-
-    def forward(self, x: Tensor, layout: ActivationLayout, norm: Norm | None = None) -> Tensor:
-        """[u, inputs] to [v, the rank's outputs], matrix after matrix. norm: see `RMSNorm.defer`."""
-        if norm is not None:
-            return self.ops.linear(x, self.weight, self.bias, norm)
-        return layout.column_linear(x, self.weight, self.bias, self.ops.linear)
-
-    def forward_gated(self, x: Tensor, layout: ActivationLayout, activation: str, norm: Norm | None = None) -> Tensor:
-        """Multiplies the activation of the first matrix' outputs with the second's outputs."""
-        if norm is not None:
-            return self.ops.gated_linear(x, self.weight, self.bias, activation, norm)
-        return layout.gated_linear(x, self.weight, self.bias, activation, self.ops)
-
-    def parts(self) -> Iterator[dict[str, WeightPart]]:
-        """Yields the weight and bias of each fused matrix, by name."""
-        start = 0
-        for share in self.shares:
-            rows = slice(start, start + share.size)
-            start += share.size
-            parts = {"weight": WeightPart(self.weight.data[rows], (share.total, self.weight.shape[1]), 0, share)}
-            if self.bias is not None:
-                parts["bias"] = WeightPart(self.bias.data[rows], (share.total,), 0, share)
-            yield parts
-
-
-class RowLinear(nn.Module):
-    """Adds x Wᵀ + b to the residual; each rank holds a part of the inputs, and the ranks' results are summed."""
-
-    def __init__(self, num_inputs: int, num_outputs: int, bias: bool, comm: Comm, ops: Ops) -> None:
-        super().__init__()
-        self.comm = comm
-        self.ops = ops
-        self.share = share_of(num_inputs, comm)
-        self.weight = make_unset(num_outputs, self.share.size)
-        self.bias = make_unset(num_outputs) if bias else None
-
-    def forward(self, x: Tensor, residual: Tensor, layout: ActivationLayout) -> tuple[Tensor | None, Tensor]:
-        """Takes x [v, the rank's inputs]; returns what to add to the residual, and the residual: [u, outputs]."""
-        if self.comm.size == 1:
-            return self.ops.add_linear(residual, x, self.weight, self.bias)
-        return layout.row_linear(x, self.weight, self.bias, self.ops.linear), residual
-
-    @property
-    def adds(self) -> bool:
-        """Tells whether products can be added to the residual as they are written."""
-        return self.comm.size == 1 and self.bias is None
-
-    def parts(self) -> dict[str, WeightPart]:
-        parts = {"weight": WeightPart(self.weight.data, (len(self.weight), self.share.total), 1, self.share)}
-        if self.bias is not None:
-            parts["bias"] = WeightPart(self.bias.data, tuple(self.bias.shape))
-        return parts
-
-
-class VocabularyMatrix(nn.Module):
+class VocabularyMatrix(DenseMatrix):
     """A row for each token id: embeds ids, scores hidden states, or both; each rank holds a part of the rows."""
 
-    def __init__(self, num_ids: int, dim: int, comm: Comm, ops: Ops) -> None:
-        super().__init__()
-        self.ops = ops
+    def __init__(self, spec: MatrixSpec, comm: Comm, ops: Ops) -> None:
+        share, num_rows = padded_share_of(spec.num_outputs, comm)
+        super().__init__(spec, [whole_of(num_rows)], whole_of(spec.num_inputs), ops)
         self.comm = comm
-        self.share, rows = padded_share_of(num_ids, comm)
-        self.weight = make_unset(rows, dim)
+        self.share = share
 
     def embed(self, token_ids: Tensor, layout: ActivationLayout) -> Tensor:
         """int64 [t] to [u, dim]."""
@@ -129,8 +51,9 @@ class VocabularyMatrix(nn.Module):
         # The padding's ids are the last ones.
         return parts.transpose(0, 1).reshape(len(hidden) // ranks, -1)[:, : self.share.total]
 
-    def part(self) -> WeightPart:
-        return WeightPart(self.weight.data[: self.share.size], (self.share.total, self.weight.shape[1]), 0, self.share)
+    def parts(self) -> Iterator[tuple[str, WeightPart]]:
+        """Yields the rows of ids; what fills up the last ranks' is in no checkpoint."""
+        yield f"{self.spec.names[0]}.weight", WeightPart(self.weight.data[: self.share.size], (self.share, self.inputs))
 
 
 class RMSNorm(nn.Module):
@@ -147,21 +70,24 @@ class RMSNorm(nn.Module):
         assert x is not None
         return self.ops.add_norm(x, residual, self.weight, self.eps)
 
-    def defer(
-        self, x: Tensor | None, residual: Tensor | None, layout: ActivationLayout
-    ) -> tuple[Tensor, Tensor, Norm | None]:
-        """Leaves the norm to the product that follows where every rank has all tokens and there is nothing to add.
+    def prepare(
+        self, x: Tensor | None, residual: Tensor | None, matrix: Matrix, layout: ActivationLayout
+    ) -> tuple[Rows, Tensor]:
+        """Returns norm(residual + x) as the matrix takes it, and residual + x; see `forward`.
 
-        Returns that product's input, the residual, and the norm of the input that is still to be computed, if any.
+        Leaves the norm to the product where every rank has all tokens and there is nothing to add.
         """
-        if layout.replicated is layout and (x is None or residual is None):
+        norm = self.weight, self.eps
+        if x is None or residual is None:
             total = residual if x is None else x
             assert total is not None
-            return total, total, (self.weight, self.eps)
-        return *self(x, residual), None
+            if layout.replicated is layout:
+                return Rows(total, norm=norm), total
+            x, residual = total, None
+        return matrix.norm(x, residual, norm)
 
     def part(self) -> WeightPart:
-        return WeightPart(self.weight.data, tuple(self.weight.shape))
+        return WeightPart(self.weight.data, (whole_of(len(self.weight)),), constant=1.0)
 
 
 class HeadNorm(nn.Module):
@@ -171,18 +97,13 @@ class HeadNorm(nn.Module):
         super().__init__()
         self.weight = make_unset(num_heads + num_kv_heads, dim)
         self.num_heads = num_heads
-        self.shape = (dim,)
+        self.dim = dim
         self.eps = eps
 
     def forward(self) -> QueryKeyNorm:
         return QueryKeyNorm(self.weight, self.eps)
 
-    def parts(self) -> tuple[WeightPart, WeightPart]:
-        """Returns the checkpoint's one weight for all query heads, and the one for all key heads."""
-        weight = self.weight.data
-        return WeightPart(weight[: self.num_heads], self.shape), WeightPart(weight[self.num_heads :], self.shape)
-
-
-def make_unset(*shape: int) -> nn.Parameter:
-    """Makes an unset parameter of torch's default dtype on its default device."""
-    return nn.Parameter(torch.empty(shape), requires_grad=False)
+    def parts(self) -> Iterator[tuple[str, WeightPart]]:
+        """Yields the checkpoint's one weight for all query heads, and the one for all key heads."""
+        for name, weight in (("q", self.weight.data[: self.num_heads]), ("k", self.weight.data[self.num_heads :])):
+            yield f"self_attn.{name}_norm.weight", WeightPart(weight, (whole_of(self.dim),), constant=1.0)

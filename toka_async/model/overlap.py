@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from toka_async.model.activation_layout import Linear, SequenceSharded
+from toka_async.model.activation_layout import SequenceSharded, add_bias
 from toka_async.model.comm import Comm, DistributedComm
-from toka_async.model.ops import Ops
+from toka_async.model.matrices.matrix import Matrix, Rows
 
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -27,7 +26,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(slots=True, frozen=True)
 class OverlappedShards(SequenceSharded):
-    """`SequenceSharded` with fused products.
+    """`SequenceSharded` with fused products, of the matrices that have plain weights.
 
     gather_product: [u, k] of each rank and [n, k] to [v, n]. product_scatter: [v, k] and [n, k] to the sum's [u, n].
     """
@@ -35,16 +34,20 @@ class OverlappedShards(SequenceSharded):
     gather_product: Product
     product_scatter: Product
 
-    def column_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:  # noqa: ARG002
-        output = self.gather_product(x, weight)
-        return output if bias is None else output + bias
+    def column(self, rows: Rows, matrix: Matrix) -> Tensor:
+        if matrix.plain is None:
+            return SequenceSharded.column(self, rows, matrix)
+        return add_bias(self.gather_product(rows.values, matrix.plain), matrix)
 
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, ops: Ops) -> Tensor:
-        return ops.gate(self.column_linear(x, weight, bias), activation)
+    def gated(self, rows: Rows, matrix: Matrix, activation: str, consumer: Matrix) -> Rows:
+        if matrix.plain is None:
+            return SequenceSharded.gated(self, rows, matrix, activation, consumer)
+        return consumer.gate(self.column(rows, matrix), activation)
 
-    def row_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear = F.linear) -> Tensor:  # noqa: ARG002
-        output = self.product_scatter(x, weight)
-        return output if bias is None else output + bias
+    def row(self, rows: Rows, matrix: Matrix, residual: Tensor) -> tuple[Tensor | None, Tensor]:
+        if matrix.plain is None:
+            return SequenceSharded.row(self, rows, matrix, residual)
+        return add_bias(self.product_scatter(rows.values, matrix.plain), matrix), residual
 
 
 def build_overlapped(comm: Comm) -> OverlappedShards:

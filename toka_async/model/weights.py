@@ -1,7 +1,7 @@
 """Fills a decoder's parameters: from safetensors files, or with random values.
 
 Each tensor of a checkpoint is copied straight into its place in a (fused) parameter, one at a time; a rank reads its
-own part only. Knows the checkpoint's names; knows nothing of what the layers compute.
+own part only. Knows files and names; knows nothing of what the layers compute.
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import LayoutPolicy
 from toka_async.model.cache_scales import parse_scale_name
 from toka_async.model.comm import Comm, LocalComm
-from toka_async.model.decoder import Decoder, Layer
-from toka_async.model.layers import WeightPart
-from toka_async.model.ops import Ops, TorchOps
-
-FLOATS = ("F64", "F32", "F16", "BF16")
+from toka_async.model.decoder import Decoder
+from toka_async.model.matrices.ops import Ops, TorchOps
+from toka_async.model.matrices.part import WeightPart
 
 
 def build_decoder(
@@ -64,18 +62,18 @@ def random_weights(decoder: Decoder, seed: int, show: Show = show_nothing) -> No
 
     A tensor's name seeds its numbers, so the ranks of any division together hold the same tensor.
     """
-    parts = [*read_checkpoint_parts(decoder)]
+    parts = [*decoder.parts()]
     for done, (name, part) in enumerate(parts):
         show(done, len(parts), "tensors drawn")
-        if name.endswith("norm.weight"):
-            part.target.fill_(1.0)
+        if part.constant is not None:
+            part.target.fill_(part.constant)
             continue
         generator = torch.Generator(part.target.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        if part.share is None or part.share.size == part.share.total:
+        if part.is_whole:
             part.target.normal_(0.0, 0.02, generator=generator)
             continue
         numbers = part.target.new_empty(part.shape).normal_(0.0, 0.02, generator=generator)
-        part.target.copy_(numbers.narrow(part.dim, part.share.start, part.share.size))
+        part.write(numbers[part.indices])
 
 
 @torch.inference_mode()
@@ -85,7 +83,7 @@ def load_weights(decoder: Decoder, model_dir: Path, show: Show = show_nothing) -
     Raises ModelError, which names the tensor or file, for a
     tensor that is missing, mis-shaped or unexpected and a file that is missing or corrupt.
     """
-    parts = dict(read_checkpoint_parts(decoder))
+    parts = dict(decoder.parts())
     missing = set(parts)
     done, total = 0, sum(part.target.nbytes for part in parts.values())
     for path in weight_files(model_dir):
@@ -102,40 +100,6 @@ def load_weights(decoder: Decoder, model_dir: Path, show: Show = show_nothing) -
 
 def _count_mebibytes(size: int) -> int:
     return -(-size >> 20)
-
-
-def read_checkpoint_parts(decoder: Decoder) -> Iterator[tuple[str, WeightPart]]:
-    """Yields every tensor that the checkpoint must have for this decoder, by name, and where it goes."""
-    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
-    if decoder.embedding is not None:
-        yield embedding, decoder.embedding.part()
-    for index, layer in enumerate(decoder.layers, decoder.part.first):
-        assert isinstance(layer, Layer)
-        for name, part in _layer_parts(layer):
-            yield f"model.layers.{index}.{name}", part
-    if decoder.norm is not None:
-        yield "model.norm.weight", decoder.norm.part()
-    if decoder.head is not None and decoder.head is not decoder.embedding:
-        yield embedding if decoder.tied else head, decoder.head.part()
-
-
-def _layer_parts(layer: Layer) -> Iterator[tuple[str, WeightPart]]:
-    yield "input_layernorm.weight", layer.attention_norm.part()
-    yield "post_attention_layernorm.weight", layer.mlp_norm.part()
-    attention, mlp = layer.attention, layer.mlp
-    linears = {
-        **dict(zip(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), attention.qkv.parts(), strict=True)),
-        "self_attn.o_proj": attention.output.parts(),
-        **dict(zip(("mlp.gate_proj", "mlp.up_proj"), mlp.gate_up.parts(), strict=True)),
-        "mlp.down_proj": mlp.down.parts(),
-    }
-    for name, parts in linears.items():
-        for kind, part in parts.items():
-            yield f"{name}.{kind}", part
-    if attention.head_norm is not None:
-        query, key = attention.head_norm.parts()
-        yield "self_attn.q_norm.weight", query
-        yield "self_attn.k_norm.weight", key
 
 
 def weight_files(model_dir: Path) -> list[Path]:
@@ -177,7 +141,7 @@ def _load_file(path: Path, parts: dict[str, WeightPart], stage: StagePart) -> It
                 if part is None:
                     _check_unexpected(path, name, stage)
                     continue
-                part.target.copy_(_read(path, name, part, file.get_slice(name)))
+                part.write(_read(path, name, part, file.get_slice(name)))
                 yield name
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path}: is not a readable safetensors file ({error}); download it again") from None
@@ -187,13 +151,9 @@ def _read(path: Path, name: str, part: WeightPart, tensor: Any) -> Tensor:
     shape, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
     if shape != part.shape:
         raise ModelError(f"{path}: tensor {name} has shape {list(shape)}, but config.json asks for {list(part.shape)}")
-    if dtype not in FLOATS:
-        raise ModelError(f"{path}: tensor {name} is of type {dtype}; supported: {', '.join(FLOATS)}")
-    if part.share is None:
-        values: Tensor = tensor[:]
-    else:
-        rows = slice(part.share.start, part.share.start + part.share.size)
-        values = tensor[rows] if part.dim == 0 else tensor[:, rows]
+    if dtype not in part.dtypes:
+        raise ModelError(f"{path}: tensor {name} is of type {dtype}; supported: {', '.join(part.dtypes)}")
+    values: Tensor = tensor[part.indices]
     return values
 
 

@@ -42,6 +42,12 @@ def parse_request(raw: bytes | bytearray, kind: type[T]) -> T:
     return parse_fields(decode_object(raw), kind)
 
 
+def prepare_parsing(kind: type[WireRequest]) -> None:
+    """Examines the fields of a kind of requests, which takes longer than to parse many of them."""
+    find_objects(kind)
+    msgspec.json.Decoder(kind)  # what it finds out is kept with the type
+
+
 def check_items(raw: bytes | bytearray) -> None:
     """Raises ApiError (413) when JSON has more items than may be parsed at once."""
     if len(raw) > FEW_BYTES and (num := count_items(raw, MAX_ITEMS)) > MAX_ITEMS:

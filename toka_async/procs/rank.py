@@ -227,9 +227,9 @@ def let_others_end(link: ParentLink) -> None:
 
 def announce(link: ParentLink, results: Outbox[FromRank], ready: Ready) -> None:
     """Tell that the rank is ready. What lives now lives to the end, so the garbage collector skips it."""
-    results.send(ready)
-    gc.collect()
+    gc.collect()  # with torch loaded it takes some tenths of a second, for which no request should wait
     gc.freeze()
+    results.send(ready)
     link.report(Started(make_resources(ready)))
 
 

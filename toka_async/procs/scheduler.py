@@ -9,6 +9,7 @@ import gc
 import time
 
 import msgspec
+import numpy.ma  # noqa: F401  `np.unique` loads it, which would delay the first step
 import zmq
 
 from toka_async.config import Config, ScheduleConfig
@@ -42,10 +43,10 @@ def run(link: ParentLink) -> None:
     if ready.max_tokens < ready.max_seqs:
         link.fatal(f"schedule.max_tokens: expected at least schedule.max_seqs ({ready.max_seqs})", user=True)
     core = make_core(ready, spec.config)
-    server.send(ready)
     gc.collect()
     gc.freeze()
     gc.set_threshold(*COLLECTED)
+    server.send(ready)
     link.report(Started())
     poll, times, progress = PollSet([results, requests]), StepTimes(), WorkProgress()
     answer_while_moving(link, progress, spec.config.server.hang_timeout, "a turn of the scheduler")

@@ -14,6 +14,7 @@ import warnings
 from pathlib import Path
 from typing import NoReturn
 
+import numpy.ma  # noqa: F401  `np.unique` loads it, which would delay the first request
 import uvloop
 from aiohttp import BadContentDispositionHeader, BadContentDispositionParam, web
 
@@ -71,12 +72,12 @@ async def serve(link: ParentLink) -> NoReturn:
     site.show(engine.metrics)
     await site.start()
     direct = open_direct(link, app[SERVICE])
+    gc.collect()  # here it delays no request
+    gc.freeze()
     schedulers.start(Delays(listener))
     order = asyncio.create_task(schedulers.orders.get())
     await asyncio.wait({asyncio.create_task(schedulers.is_ready.wait()), order}, return_when=asyncio.FIRST_COMPLETED)
     if schedulers.is_ready.is_set():
-        gc.collect()
-        gc.freeze()
         link.report(Started())
     first = await order
     await site.stop()

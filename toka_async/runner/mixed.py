@@ -17,13 +17,13 @@ from torch import Tensor
 from toka_async.arrays import Int32, Int64
 from toka_async.attention.base import AttentionBatch, MixedAttention, PrefixGroup
 from toka_async.attention.copies import pin
+from toka_async.kernels.decode_rows import NEXT_TOKEN, begin_rows
 from toka_async.runner.graphs import DecodeGraphs
 from toka_async.runner.inputs import SampledTokens, StepModel, StepRows, read_chunk_ids
 from toka_async.runner.rows import RowTables
 from toka_async.runner.token_history import TokenHistory
 
 MOST_ROWS = 1024  # of a step: attention starts programs for as many as there may be
-_NEXT_TOKEN = -1  # in place of a token id: the slot's next token, which only the device knows
 
 
 def list_mixed_sizes(most: int) -> list[int]:
@@ -101,26 +101,28 @@ class MixedPass:
 
     def _begin(self, size: int) -> tuple[Tensor, ...]:
         """Begins a step of so many tokens, padding included. Reads and writes tables and the graph's inputs."""
-        inputs, rows = self._inputs[size], self._rows.on_device
-        token_slots, positions, row_slots = inputs.token_slots.long(), inputs.positions.long(), inputs.row_slots.long()
-        next_tokens = rows.last_tokens.index_select(0, token_slots)
-        token_ids = torch.where(inputs.token_ids == _NEXT_TOKEN, next_tokens, inputs.token_ids)
-        write_indices = rows.locate(token_slots, positions)
+        inputs, rows, history = self._inputs[size], self._rows.on_device, self._history
+        token_ids, positions, write_indices, _ = begin_rows(
+            inputs.token_slots,
+            rows.last_tokens,
+            rows.positions,
+            rows.page_table,
+            rows.page_size,
+            None if history is None else history.ids,
+            (inputs.token_ids, inputs.positions),
+        )
         batch = AttentionBatch(
             num_decode=inputs.num_rows,
             query_lengths=np.ones(inputs.num_rows, dtype=np.int32),
             context_lengths=np.ones(inputs.num_rows, dtype=np.int32),
             contexts=inputs.decode_contexts,
-            slots=row_slots,
+            slots=inputs.row_slots.long(),
             page_table=rows.page_table,
             write_indices=write_indices,
         )
         self._attention.plan_mixed(batch, self._grouped, inputs.chunks)
-        if self._history is not None:
-            self._history.write(write_indices, token_ids)
         first = token_ids if self._residuals is None else self._residuals[:size]
         begun = self._model.begin(first, positions, self._attention)
-        rows.advance(row_slots, inputs.row_contexts)
         if not self._outputs:  # of the largest graph, for all of them: each would hold memory of its own
             self._outputs = tuple(torch.empty_like(output) for output in begun)
         for kept, output in zip(self._outputs, begun, strict=True):
@@ -131,14 +133,14 @@ class MixedPass:
 class _GraphInputs:
     """What a graph of `num_tokens` and up to `num_rows` reads: views of one int32 tensor, filled by one copy.
 
-    token_ids, token_slots, positions: [t]. row_slots, row_contexts: [rows], of all rows. decode_contexts: [rows], of
-    those that decode; 0: of the others. sampled, sample_slots, sample_contexts: [rows]. chunks: [cells], attention's.
+    token_ids, token_slots, positions: [t]. row_slots: [rows], of all rows. decode_contexts: [rows], of those that
+    decode; 0: of the others. sampled, sample_slots, sample_contexts: [rows]. chunks: [cells], attention's.
     What a step leaves free is of the padding's slot.
     """
 
     def __init__(self, num_tokens: int, num_rows: int, num_cells: int, padding: int, device: torch.device) -> None:
         self.num_rows = num_rows
-        sizes = [num_tokens] * 3 + [num_rows] * 6 + [num_cells]
+        sizes = [num_tokens] * 3 + [num_rows] * 5 + [num_cells]
         # Views begin at 16 bytes, so that kernels see one alignment only.
         self._sizes = [-(-size // 4) * 4 for size in sizes]
         self._padding = padding
@@ -148,7 +150,6 @@ class _GraphInputs:
             self.token_slots,
             self.positions,
             self.row_slots,
-            self.row_contexts,
             self.decode_contexts,
             self.sampled,
             self.sample_slots,
@@ -160,7 +161,7 @@ class _GraphInputs:
     def fill(self, rows: RowTables, step_rows: StepRows, attention: MixedAttention) -> None:
         slots, lengths, contexts = step_rows.slots, step_rows.lengths, step_rows.contexts
         split = step_rows.num_decode
-        token_ids = np.full(split, _NEXT_TOKEN, dtype=np.int32)
+        token_ids = np.full(split, NEXT_TOKEN.value, dtype=np.int32)
         if split < slots.size:
             token_ids = np.concatenate([token_ids, read_chunk_ids(rows, step_rows)])
         columns: tuple[Int32 | Int64, ...] = (
@@ -168,7 +169,6 @@ class _GraphInputs:
             np.repeat(slots, lengths),
             np.repeat(contexts - lengths - step_rows.firsts, lengths) + np.arange(token_ids.size),
             slots,
-            contexts,
             contexts[:split],
             *step_rows.list_sampled(),
         )

@@ -29,7 +29,6 @@ from toka_async.runner.inputs import (
     read_groups,
 )
 from toka_async.runner.micro_batches import Cutter, MicroBatch
-from toka_async.runner.mixed import MixedPass
 from toka_async.runner.pipeline import Pipeline, StageSetup
 from toka_async.runner.prompt_logprobs import compute_prompt_logprobs, find_asked_chunks
 from toka_async.runner.results import LaunchedStep, PartResults
@@ -40,6 +39,7 @@ from toka_async.runner.token_history import TokenHistory
 
 if TYPE_CHECKING:  # needs Triton, which is not everywhere
     from toka_async.runner.decode import DecodePass
+    from toka_async.runner.mixed import MixedPass
     from toka_async.runner.samples import RowShares
 
 
@@ -98,6 +98,8 @@ class Runner:
         self.mixed: MixedPass | None = None
         residuals = stage.make_residuals if stage is not None and not stage.is_first else None
         if attention.mixed is not None:
+            from toka_async.runner.mixed import MixedPass
+
             self.mixed = MixedPass(model, attention.mixed, self._rows, self._history, residuals)
         if sampling.kernels:
             from toka_async.runner.decode import DecodePass
@@ -113,6 +115,13 @@ class Runner:
         if self.decode is not None:
             return self.decode.sampler
         return SlabSampler(self._model.logits, self._rows, self._history, draw)
+
+    def launch_graphs(self) -> None:
+        """Launches all graphs once, for padding. No row may run."""
+        with torch.inference_mode():
+            for part in (self.decode, self.mixed):
+                if part is not None and part.graphs is not None:
+                    part.graphs.launch()
 
     def mark_warm(self) -> None:
         """Counts compilations from now on."""

@@ -221,9 +221,11 @@ class Core:
 
     # ---- to and from the ranks
 
-    def next_steps(self, now: float) -> list[Step]:
-        """Build the steps to queue on the ranks now; empty when enough are queued or there is nothing to compute."""
-        steps = []
+    def next_steps(self, now: float) -> Iterator[Step]:
+        """Build the steps to queue on the ranks now; none when enough are queued or there is nothing to compute.
+
+        Each is built when it is asked for, so that idle ranks begin while the next one is built.
+        """
         depth = self._depth.depth
         while len(self._in_flight) < depth:
             # When the ranks are about to run dry, a step of what runs goes first; admission follows with the next one.
@@ -235,9 +237,8 @@ class Core:
             if built is None:
                 break
             step, records = built
-            steps.append(step)
             self._in_flight.extend(records)
-        return steps
+            yield step
 
     def note_sent(self, now: float) -> None:
         """Note that the steps of `next_steps` are on their way to the ranks."""

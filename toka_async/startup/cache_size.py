@@ -142,13 +142,14 @@ def _count_slab_bytes(spec: ModelSpec, limits: RankLimits) -> int:
 def count_token_bytes(
     spec: ModelSpec, dtype: torch.dtype, num_parts: int = 1, stored: torch.dtype | None = None
 ) -> int:
-    """Counts a token's bytes in a step: a layer's widest moment (residual, norm, gate, up, product) and its keys.
+    """Counts a token's bytes in a step: a layer's widest moment (residual, norm, feed) and its keys.
 
     In a step of several parts, the moment is that of one part's tokens, whose residuals come and go as well. stored:
     what keys are stored as; None: dtype.
     """
     projections = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    a_token = 4 * spec.hidden_size + 3 * spec.intermediate_size + 2 * projections
+    of_feed = max(layer.feed.count_values() for layer in spec.layers)
+    a_token = 4 * spec.hidden_size + of_feed + 2 * projections
     if num_parts > 1:
         a_token = -(-(a_token + LINKED * spec.hidden_size) // num_parts)
     return a_token * dtype.itemsize + bytes_per_token(spec, stored or dtype)

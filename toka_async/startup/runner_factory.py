@@ -29,10 +29,10 @@ from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import Config
 from toka_async.messages import Ready
 from toka_async.model.activation_layout import LayoutPolicy
-from toka_async.model.blocked_ops import BlockedOps
 from toka_async.model.cache_scales import read_cache_scales
 from toka_async.model.decoder import Decoder
-from toka_async.model.ops import Ops, TorchOps
+from toka_async.model.matrices.blocked_ops import BlockedOps
+from toka_async.model.matrices.ops import Ops, TorchOps
 from toka_async.model.ordered_sums import OrderedSums
 from toka_async.model.overlap import OverlappedShards
 from toka_async.model.sampling import sample, sample_alone
@@ -40,7 +40,6 @@ from toka_async.model.weights import build_decoder, load_weights, random_weights
 from toka_async.runner.compiles import CompileCounter
 from toka_async.runner.graphs import DENSE_ROWS
 from toka_async.runner.micro_batches import count_most_rows, count_most_tokens
-from toka_async.runner.mixed import list_mixed_sizes
 from toka_async.runner.pipeline import StageSetup
 from toka_async.runner.runner import Runner, SamplingSetup
 from toka_async.runner.samples import RowShares
@@ -493,6 +492,7 @@ class RunnerFactory:
         least = runner.ready.group_min_seqs if schedule.group_min_seqs == "auto" else schedule.group_min_seqs
 
         def capture() -> None:
+            from toka_async.runner.mixed import list_mixed_sizes
             from toka_async.tuning.graph_sizes import GraphChoice
 
             assert runner.decode is not None

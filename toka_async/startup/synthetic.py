@@ -84,8 +84,9 @@ class SyntheticRows:
         )
 
     def end(self) -> Step:
-        freed, keys = i32_column(range(self._lengths.size)), i32_column(range(self._num_keys))
-        return Step(step_id=0, freed=freed, dropped_prompts=keys)
+        """Makes the step that ends all rows. It copies a page too, as those do in which samples part: onto itself."""
+        freed, keys, page = i32_column(range(self._lengths.size)), i32_column(range(self._num_keys)), i32_column([0])
+        return Step(step_id=0, freed=freed, dropped_prompts=keys, copy_sources=page, copy_targets=page)
 
     def _make_prompts(
         self, lengths: Sequence[int], sampling: Sequence[SamplingParams]

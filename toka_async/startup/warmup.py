@@ -64,7 +64,8 @@ def warm_up(
             torch.cuda.empty_cache()  # graphs have memory of their own, and a capture cannot free what steps keep
             capture()
             torch.cuda.empty_cache()  # what was computed before each capture, on the captures' stream
-            for load in loads:  # replayed once: a graph's first launch takes longer
+            runner.launch_graphs()
+            for load in loads:  # what is around the replays
                 load(runner)
     gc.collect()
     runner.mark_warm()

@@ -8,14 +8,8 @@ from contextlib import contextmanager
 import torch
 from msgspec.structs import replace
 
-from toka_async.checkpoint.division import (
-    StagePart,
-    make_rank_spec,
-    make_stage_spec,
-    num_weights,
-    stage_parts,
-    tensor_sizes,
-)
+from toka_async.checkpoint.cost import count_stage_bytes
+from toka_async.checkpoint.division import StagePart, make_rank_spec, make_stage_spec, stage_parts, tensor_sizes
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.startup.memory import read_available_memory, read_free_cuda_memory
 
@@ -27,8 +21,7 @@ GIB = 1 << 30
 def count_rank_bytes(spec: ModelSpec, part: StagePart, tp: int, dtype: torch.dtype) -> int:
     """Counts the weights' bytes of each of `tp` ranks of a stage; vocabularies are padded to be divided."""
     rank_spec = replace(make_rank_spec(spec, tp), vocab_size=-(-spec.vocab_size // tp))
-    stage, num_stages = (0, 1) if part.is_first and part.is_last else (0 if part.is_first else 1 + part.is_last, 3)
-    return dtype.itemsize * num_weights(make_stage_spec(rank_spec, part), stage, num_stages)
+    return count_stage_bytes(make_stage_spec(rank_spec, part), part.is_first, part.is_last, dtype.itemsize)
 
 
 def check_weights_fit(spec: ModelSpec, part: StagePart, tp: int, dtype: torch.dtype, free: int, kind: str) -> None:

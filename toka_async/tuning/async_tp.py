@@ -21,7 +21,7 @@ from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import ActivationLayout, LayoutPolicy, Replicated, SequenceSharded
 from toka_async.model.comm import Comm
 from toka_async.model.decoder import Decoder
-from toka_async.model.ops import Ops
+from toka_async.model.matrices.ops import Ops
 from toka_async.model.overlap import build_overlapped, explain_obstacle, release, reserve
 from toka_async.model.weights import build_decoder, random_weights
 from toka_async.tuning.clock import time_alone
@@ -159,7 +159,7 @@ class LayoutTimes:
 
 
 def _cut_to_one_layer(spec: ModelSpec) -> ModelSpec:
-    return msgspec.structs.replace(spec, num_layers=1, windows=spec.windows[:1])
+    return msgspec.structs.replace(spec, layers=spec.layers[:1])
 
 
 def _fall_back(asked: int | Literal["auto"], comm: Comm, world: Comm, reason: str) -> LayoutPolicy:

@@ -100,6 +100,8 @@ class GatedTileChoice:
         largest, most = answer[-1], self._sizes[-1]
         tiles = [tile or largest if 3 * size > most else tile for size, tile in zip(self._sizes, answer, strict=True)]
         self._gates.use(self._weights[0], self._activation, self._sizes, tiles)
+        ranges = ", ".join(f"{first} to {last}" for first, last in self._gates.ranges())
+        logger.info("gated products: in one kernel for %s rows", ranges or "no")
 
     def _compute_separately(self, x: Tensor, weight: Tensor, output: Tensor) -> None:
         del output

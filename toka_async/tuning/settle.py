@@ -34,6 +34,12 @@ class Choice(Protocol[T]):
     def measure(self) -> T: ...
 
 
+class UsableChoice(Choice[T], Protocol[T]):
+    """A question whose answer the same object puts into use."""
+
+    def use(self, answer: T) -> None: ...
+
+
 def settle(choice: Choice[T], cache: TuningCache, comm: Comm | None = None) -> T:
     """Returns the answer that an earlier start kept; without one, measures it and keeps it.
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
 
 import hypothesis.strategies as st
 import numpy as np
@@ -17,7 +15,6 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.drivers.paged_rows import make_batch
-from toka_async.attention import paged
 from toka_async.attention.base import AttentionBatch, PrefixGroup, QueryKeyNorm
 from toka_async.attention.blocks import TileLimits
 from toka_async.attention.kv_cache import CacheFormat, KVCache, LayerScales
@@ -294,45 +291,6 @@ def test_scale() -> None:
         pages = case.batch.page_table[case.batch.slots[row]].long()
         values = case.cache.values[0][pages].transpose(1, 2).flatten(0, 1)[:length]
         torch.testing.assert_close(output[token], values.mean(0).repeat_interleave(3, 0), atol=1e-5, rtol=1e-5)
-
-
-class FakeStream:
-    """Notes in `log`, shared by streams, what a stream waits for."""
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name = name
-        self.log = log
-
-    def wait_stream(self, stream: FakeStream) -> None:
-        self.log.append(f"{self.name} waits for {stream.name}")
-
-
-@pytest.mark.parametrize(
-    ("rows", "keys", "tokens", "forks"),
-    [(1, 3, 3, True), (2, 3, 3, False), (1, 4, 3, False), (1, 3, 4, False)],
-)
-def test_large_steps_are_attended_on_two_streams(
-    monkeypatch: pytest.MonkeyPatch, rows: int, keys: int, tokens: int, forks: bool
-) -> None:
-    """The step has a decoding row of 3 keys, and 3 tokens of chunks."""
-    monkeypatch.setattr(paged, "FORKED_ROWS", rows)
-    monkeypatch.setattr(paged, "FORKED_KEYS", keys)
-    monkeypatch.setattr(paged, "FORKED_TOKENS", tokens)
-    log: list[str] = []
-    main, side = FakeStream("main", log), FakeStream("side", log)
-
-    @contextmanager
-    def enter(stream: FakeStream) -> Iterator[None]:
-        log.append(f"{stream.name} begins")
-        yield
-        log.append(f"{stream.name} ends")
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
-    monkeypatch.setattr(torch.cuda, "stream", enter)
-    case = Case(0, 4, [], [3], [(2, 3)])
-    case.backend.side = cast(torch.cuda.Stream, side)
-    case.check(case.batch)
-    assert log == (["side waits for main", "side begins", "side ends", "main waits for side"] if forks else [])
 
 
 def test_no_rows() -> None:

@@ -71,7 +71,7 @@ def test_every_key_of_a_tile_is_in_one_part(chunks: list[tuple[int, int]], windo
     merged = {query: (place, count) for query, place, count in split.merged.tolist()}
     for (_, query, count, seen), parts in found.items():
         parts.sort()
-        assert parts[0][0] == (max(0, seen - window) if window else 0)
+        assert parts[0][0] == (max(0, seen - window) // BLOCK * BLOCK if window else 0)
         assert parts[-1][1] == seen + count - 1
         assert [end for _, end, _ in parts[:-1]] == [start for start, _, _ in parts[1:]]
         assert all((end - start) % BLOCK == 0 and end > start for start, end, _ in parts[:-1])
@@ -92,20 +92,12 @@ def test_every_key_of_a_tile_is_in_one_part(chunks: list[tuple[int, int]], windo
 
 @pytest.mark.parametrize("window", [0, 40])
 def test_whole_tiles_are_one_part_each(window: int) -> None:
-    kept = keep_tiles(chunk(70, 10), window)
-    assert (
-        kept.tiles.tolist() == [[3, 0, 0, 0], [0, 32, 32, 43], [0, 64, 6, 75], [0, 0, 32, 11]]
-        if window
-        else [
-            [3, 0, 0, 0],
-            [0, 64, 6, 75],
-            [0, 32, 32, 43],
-            [0, 0, 32, 11],
-        ]
-    )
-    assert kept.parts.tolist() == (
-        [[3, 74, -1], [35, 80, -1], [0, 42, -1]] if window else [[0, 80, -1], [0, 74, -1], [0, 42, -1]]
-    )
+    """The part with the most keys is the first. A part begins with a block, some of whose keys nobody may see."""
+    kept = keep_tiles(chunk(70, 100), window, BLOCK)
+    tiles = {170: [0, 64, 6, 165], 164: [0, 32, 32, 133], 132: [0, 0, 32, 101]}
+    parts = [[0, 132, -1], [64, 170, -1], [64, 164, -1]] if window else [[0, end, -1] for end in (170, 164, 132)]
+    assert kept.parts.tolist() == parts
+    assert kept.tiles.tolist() == [[3, 0, 0, 0], *(tiles[end] for _, end, _ in parts)]
     assert kept.merged.shape == (0, 3)
 
 

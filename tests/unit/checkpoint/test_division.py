@@ -44,7 +44,7 @@ def test_sizes_divide_heads_and_repeat_kv_heads(
         check_tensor_size(spec, tp)
         part = make_rank_spec(spec, tp)
         assert part.num_heads * tp == heads
-        assert part.intermediate_size * tp == inner
+        assert [layer.feed.inner * tp for layer in part.layers] == [inner] * spec.num_layers
         assert part.num_kv_heads == max(1, kv_heads // tp)
         assert part.num_heads % part.num_kv_heads == 0
         assert part.vocab_size == spec.vocab_size
@@ -60,12 +60,19 @@ def test_other_sizes_are_refused_with_those_that_are_possible(tmp_path: Path) ->
 def test_stages_are_balanced(num_layers: int, data: st.DataObject) -> None:
     num_stages = data.draw(st.integers(1, num_layers))
     layer, ends = data.draw(st.integers(1, 9)), data.draw(st.integers(0, 30))
-    counts = stage_layers(num_layers, num_stages, layer, ends)
+    counts = stage_layers([layer] * num_layers, num_stages, ends)
     assert sum(counts) == num_layers
     assert min(counts) >= 1
     weights = [count * layer + ends * ((stage == 0) + (stage == num_stages - 1)) for stage, count in enumerate(counts)]
     for stage, weight in enumerate(weights):  # no layer would be better off elsewhere
         assert counts[stage] == 1 or all(weight - layer <= other for other in weights)
+
+
+def test_stages_of_layers_that_differ() -> None:
+    assert stage_layers([9, 1, 1, 1, 1, 1, 1, 1, 1, 1], 2, 0) == [1, 9]
+    assert stage_layers([1, 1, 1, 9, 9, 1], 3, 0) == [3, 1, 2]
+    assert stage_layers([4, 4, 4, 1], 2, 4) == [2, 2]
+    assert stage_layers([3, 3, 3, 3, 3], 3, 0) == [2, 2, 1]
 
 
 def test_parts_of_stages_follow_each_other(tmp_path: Path) -> None:

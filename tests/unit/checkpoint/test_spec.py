@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from tests.cases.models import LLAMA3_ROPE
+from toka_async.checkpoint.layer_spec import DenseFeedSpec, LayerSpec
 from toka_async.checkpoint.spec import ModelError, ModelSpec, RopeSpec, read_spec
 
 MINIMAL: dict[str, Any] = {
@@ -33,19 +34,15 @@ def test_minimal_llama(tmp_path: Path) -> None:
         family="llama",
         vocab_size=100,
         hidden_size=48,
-        intermediate_size=64,
-        num_layers=3,
         num_heads=6,
         num_kv_heads=6,
         head_dim=8,
         norm_eps=1e-6,
-        activation="silu",
         tie_embeddings=False,
         attention_bias=False,
         output_bias=False,
-        mlp_bias=False,
         qk_norm=False,
-        windows=(0, 0, 0),
+        layers=(LayerSpec(window=0, feed=DenseFeedSpec(inner=64, activation="silu", bias=False)),) * 3,
         rope=RopeSpec(theta=10000.0),
         max_context=2048,
         dtype="float32",
@@ -57,7 +54,7 @@ def test_minimal_llama(tmp_path: Path) -> None:
 def test_biases(tmp_path: Path) -> None:
     def biases(**fields: Any) -> tuple[bool, bool, bool]:
         spec = read(tmp_path, **fields)
-        return spec.attention_bias, spec.output_bias, spec.mlp_bias
+        return spec.attention_bias, spec.output_bias, spec.layers[0].feed.bias
 
     assert biases() == (False, False, False)
     assert biases(attention_bias=True) == (True, True, False)

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from toka_async.kernels.few_rows import ADD, FINISHES, STORE, FewRowsProducts, FewRowsTile
 from toka_async.kernels.fused import FusedOps
-from toka_async.model.ops import TorchOps
+from toka_async.model.matrices.ops import TorchOps
 
 ONE = FewRowsTile(rows=1, columns=4, depth=16, num_stages=1, num_warps=4)
 MANY = FewRowsTile(rows=16, columns=8, depth=16, num_stages=2, num_warps=1)

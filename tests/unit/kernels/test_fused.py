@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from toka_async.checkpoint.spec import ACTIVATIONS
 from toka_async.kernels.fused import FusedOps
-from toka_async.model.ops import TorchOps
+from toka_async.model.matrices.ops import TorchOps
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 DTYPES = list(TOLERANCE)

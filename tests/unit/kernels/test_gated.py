@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 from toka_async.checkpoint.spec import ACTIVATIONS
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.gated import GatedProducts, Tile, _gated_product
-from toka_async.model.ops import TorchOps
+from toka_async.model.matrices.ops import TorchOps
 
 SMALL = Tile(rows=16, columns=16, depth=16, num_stages=2, num_warps=4)
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

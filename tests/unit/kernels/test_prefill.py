@@ -41,27 +41,30 @@ def check_chunks(
             expected.append(case.attend(query[token], row, first, end, SCALE)[0])
             token += 1
     output = torch.full_like(query, math.nan)
-    if is_split:
-        attend_in_parts(case, query, tiles, output, window, config)
-    else:
-        programs, scale = num_programs or len(tiles), SCALE * case.key_scale
-        table, factor = tile_table(tiles), case.value_scale
-        attend_chunks(query, *case.cache, table, programs, output, scale, window, config, value_scale=factor)
+    attend_in_parts(case, query, tiles, output, window, config, 2 * config.block_keys if is_split else 0, num_programs)
     tolerance = TOLERANCE[case.dtype] * case.value_scale
     torch.testing.assert_close(output, torch.stack(expected).to(case.dtype), atol=tolerance, rtol=tolerance)
 
 
 def attend_in_parts(
-    case: PagedCase, query: torch.Tensor, tiles: list[Tile], output: torch.Tensor, window: int, config: PrefillConfig
+    case: PagedCase,
+    query: torch.Tensor,
+    tiles: list[Tile],
+    output: torch.Tensor,
+    window: int,
+    config: PrefillConfig,
+    part_keys: int,
+    num_programs: int,
 ) -> None:
-    """Each tile of more than two blocks of keys has a part for each two blocks."""
+    """Each tile has a part for each `part_keys` keys; 0: it has one."""
     of_parts: list[Tile] = []
     parts: list[tuple[int, int, int]] = []
     merged: list[tuple[int, int, int]] = []
     size = config.queries(case.group)
     for row, first, count, seen in tiles:
         low, high = max(0, seen - window) if window else 0, seen + count - 1
-        starts = range(low, high, 2 * config.block_keys)
+        low = low // config.block_keys * config.block_keys
+        starts = range(low, high, part_keys or high)
         number = len(parts)
         of_parts += [(row, first, count, seen)] * len(starts)
         parts += [(start, min(start + starts.step, high), number + i) for i, start in enumerate(starts)]
@@ -80,7 +83,7 @@ def attend_in_parts(
         page_table,
         slots,
         tile_table(of_parts),
-        len(parts),
+        num_programs or len(parts),
         output,
         SCALE * case.key_scale,
         window,
@@ -157,25 +160,32 @@ def test_few_programs_go_through_all_tiles(window: int) -> None:
 def test_prefixes(
     shape: tuple[int, int, int], seed: int, counts: list[int], page_size: int, num_pages: int, splits: int
 ) -> None:
-    """The first row is in no group, each group reads the pages of one row; splits are merged to the whole."""
     keys = num_pages * page_size
     case = PagedCase(seed, [keys + 1] * (1 + len(counts)), page_size, *shape, DEVICE)
+    check_prefixes(case, counts, num_pages, splits, SMALL)
+
+
+def check_prefixes(case: PagedCase, counts: list[int], num_pages: int, splits: int, config: PrefillConfig) -> None:
+    """The first row is in no group, each group reads the pages of one row; splits are merged to the whole."""
+    keys = num_pages * case.page_size
     query = case.normal(1 + sum(counts), case.heads, case.dim)
-    tiles, size, token = [], SMALL.queries(case.group), 1
+    tiles, size, token = [], config.queries(case.group), 1
     for row, count in enumerate(counts, 1):
         tiles += [(row, token + i, min(size, count - i), keys) for i in range(0, count, size)]
         token += count
     output = torch.full((splits, *query.shape), math.nan, device=DEVICE)
     result = Partial(output, torch.full(output.shape[:3], math.nan, device=DEVICE))
-    attend_prefixes(query, *case.cache, tile_table(tiles), len(tiles), result, SCALE, SMALL)
+    attend_prefixes(query, *case.cache, tile_table(tiles), len(tiles), result, SCALE, config)
     assert result.output[:, 0].isnan().all(), "the row in no group is left alone"
     owners = [row for row, count in enumerate(counts, 1) for _ in range(count)]
     exact = [case.attend(query[1 + i], row, 0, keys, SCALE) for i, row in enumerate(owners)]
     lse = torch.logsumexp(result.lse[:, 1:] * math.log(2), 0) / math.log(2)
-    torch.testing.assert_close(lse, torch.stack([x for _, x in exact]).float(), atol=1e-5, rtol=1e-5)
+    tolerance = TOLERANCE[case.dtype]
+    torch.testing.assert_close(lse, torch.stack([x for _, x in exact]).float(), atol=tolerance, rtol=tolerance)
     weights = torch.exp2(result.lse[:, 1:] - lse)[..., None]
     merged = (result.output[:, 1:] * weights).sum(0)
-    torch.testing.assert_close(merged, torch.stack([x for x, _ in exact]).float(), atol=1e-5, rtol=1e-5)
+    expected = torch.stack([x for x, _ in exact]).float()
+    torch.testing.assert_close(merged, expected, atol=tolerance, rtol=tolerance)
 
 
 def test_no_tiles() -> None:

@@ -10,7 +10,7 @@ import torch
 from tests.cases.models import make_checkpoint
 from tests.drivers.thread_ranks import run_ranks
 from tests.fakes.mean_attention import TOKENS, load, run
-from toka_async.model.comm import LocalComm, Share, share_of
+from toka_async.model.comm import LocalComm
 
 
 @pytest.mark.parametrize(("family", "size"), [("llama", 2), ("qwen2", 2), ("qwen3", 3), ("mistral", 3)], ids=str)
@@ -26,12 +26,6 @@ def test_ranks_together_equal_one(tmp_path: Path, family: str, size: int) -> Non
     assert alone.shape == (TOKENS, 261)
     for logits in run_ranks(size, lambda comm: run(load(folder, comm))):
         torch.testing.assert_close(logits, alone, atol=1e-9, rtol=1e-9)
-
-
-def test_shares_cover_the_total() -> None:
-    assert run_ranks(3, lambda comm: share_of(12, comm)) == [Share(12, 0, 4), Share(12, 4, 4), Share(12, 8, 4)]
-    with pytest.raises(AssertionError, match="13 cannot be split over 3 ranks"):
-        run_ranks(3, lambda comm: share_of(13, comm))
 
 
 def test_alone_nothing_is_exchanged() -> None:

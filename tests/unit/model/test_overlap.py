@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.drivers.thread_ranks import run_ranks
 from toka_async.model import overlap
 from toka_async.model.comm import Comm
-from toka_async.model.overlap import explain_obstacle, reserve
+from toka_async.model.matrices.matrix import Rows
+from toka_async.model.overlap import OverlappedShards, explain_obstacle, reserve
 
 CPU = torch.device("cpu")
 
@@ -23,6 +26,45 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(overlap, "_has_multicast", lambda device: device.index in gpus.multicast)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) in gpus.linked)
     return gpus
+
+
+def test_without_plain_weights_nothing_overlaps() -> None:
+    """Rows are gathered with their scales, and sums scattered, apart from the products."""
+    x, scales = torch.arange(12.0).view(4, 3), torch.arange(1.0, 5.0).view(4, 1)
+
+    def of_rank(comm: Comm) -> list[Tensor]:
+        own = slice(2 * comm.rank, 2 * comm.rank + 2)
+        rows = Rows(x[own], scales[own])
+        matrix: Any = Scaled()
+        layout = OverlappedShards(comm, fail, fail)
+        gated = layout.gated(rows, matrix, "silu", matrix)
+        added, _ = layout.row(Rows(x, scales), matrix, x)
+        assert added is not None
+        return [layout.column(rows, matrix), gated.values, added[:2]]
+
+    for rank, (product, gated, added) in enumerate(run_ranks(2, of_rank)):
+        assert torch.equal(product, x * scales)
+        assert torch.equal(gated, x * scales + 1)
+        assert torch.equal(added, 2 * (x * scales)[2 * rank : 2 * rank + 2] + 5)
+
+
+class Scaled:
+    """A matrix whose product is its rows, scaled."""
+
+    plain = None
+    bias = torch.tensor(5.0)
+
+    def product(self, rows: Rows, with_bias: bool = True) -> Tensor:
+        assert rows.scales is not None
+        return rows.values * rows.scales + (0 * self.bias if with_bias else 0)
+
+    def gated(self, rows: Rows, activation: str, consumer: Scaled) -> Rows:
+        assert (activation, consumer) == ("silu", self)
+        return Rows(self.product(rows) + 1)
+
+
+def fail(x: Tensor, weight: Tensor) -> Tensor:
+    raise AssertionError((x, weight))
 
 
 def reasons() -> list[str]:

@@ -134,7 +134,7 @@ def test_groups_are_as_small_as_the_rank_or_the_user_says(
     )
     core, rank = make_core(ready, load_config(None, overrides)), PageRank(ready)
     core.submit(submit(0, list(range(11)), n=3, max_tokens=5), 0.0)
-    while steps := core.next_steps(0.0):
+    while steps := list(core.next_steps(0.0)):
         for done in [rank.run(part) for step in steps for part in step.passes()]:
             core.complete(done, 0.0)
     assert (rank.num_grouped > 0) == grouped

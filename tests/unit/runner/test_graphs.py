@@ -116,6 +116,15 @@ def test_a_step_goes_on_with_the_end_that_is_asked_for(fake: FakeGraphs) -> None
     assert graphs.ended[10:] == ["long", "long"]
 
 
+def test_every_kept_graph_is_launched_once(fake: FakeGraphs) -> None:
+    graphs = Graphs(fake, [1, 2, 4], grouped=True, ends=["long", "end"])
+    list(graphs.graphs.capture())
+    graphs.graphs.keep([1, 4])
+    graphs.graphs.launch()
+    # Of 4, 2 and 1 rows, without groups and with them: the step and its ends.
+    assert [graph.num_replays for graph in fake.graphs] == [1] * 6 + [0] * 6 + [1] * 6
+
+
 def test_groups_are_set_before_a_replay_that_has_any(fake: FakeGraphs) -> None:
     graphs = Graphs(fake, [1, 2, 4], grouped=True)
     list(graphs.graphs.capture())

@@ -158,7 +158,7 @@ def test_many_cancels_among_many_requests() -> None:
     core = Core(ready, max_tokens=8192, steps_ahead=1)
     for i in range(8192):
         core.submit(submit(i, [i % VOCAB] * 20, max_tokens=100), 0.0)
-    steps = core.next_steps(0.0)
+    steps = list(core.next_steps(0.0))
     assert len(steps) == 1
     order = np.random.default_rng(0).permutation(8192)[:2000].tolist()
     for request_id in order:
@@ -182,10 +182,19 @@ def test_steps_are_queued_up_to_the_depth_and_no_further() -> None:
     assert len(core.queued) == 3
 
 
+def test_a_step_is_built_when_the_one_before_is_taken() -> None:
+    """So idle ranks have the first while the second is built."""
+    core = SmallCore(steps_ahead=3).core
+    core.submit(submit(0, PROMPT, max_tokens=20), 0.0)
+    taken = [core.num_in_flight for _ in core.next_steps(0.0)]
+    assert taken[0] == 1
+    assert taken[-1] == 3
+
+
 def test_nothing_to_do_is_no_step() -> None:
     core = SmallCore()
-    assert core.core.next_steps(0.0) == []
+    assert list(core.core.next_steps(0.0)) == []
     core.submit(submit(0, PROMPT))
     core.drain()
-    assert core.core.next_steps(0.0) == []
+    assert list(core.core.next_steps(0.0)) == []
     assert core.core.take_messages(0.0) == []

@@ -20,7 +20,7 @@ def stats_at(core: Core, now: float) -> list[Stats]:
 def watch(core: Core, rank: PageRank, now: float) -> tuple[list[Stats], float]:
     """All statistics to the end, with a second for each step; when that is."""
     seen: list[Stats] = []
-    while steps := core.next_steps(now):
+    while steps := list(core.next_steps(now)):
         seen += stats_at(core, now)
         for step in steps:
             core.complete(rank.run(step), now)
@@ -70,7 +70,7 @@ def test_a_forecast_for_who_looks() -> None:
     for key, max_tokens in enumerate((5, 17, 9, 30)):
         core.submit(submit(key, [1, 2, key], n=2, max_tokens=max_tokens), 0.0)
     seen: list[Stats] = []
-    while steps := core.next_steps(0.0):
+    while steps := list(core.next_steps(0.0)):
         core.receive(AskStats(number=len(seen) + 1, forecast=True), 0.0)
         seen += stats_at(core, 0.0)  # however soon after the last
         for step in steps:
@@ -89,7 +89,7 @@ def test_steps_with_prompts_are_counted_and_timed() -> None:
     core, rank = Core(READY, max_tokens=32, steps_ahead=1), PageRank(READY)
     core.submit(submit(0, [1, 2, 3], max_tokens=5), 0.0)
     now = 0.0
-    while steps := core.next_steps(now):
+    while steps := list(core.next_steps(now)):
         now += 1.0
         seconds = 0.5 if steps[0].chunk_slots else 0.25
         core.complete(msgspec.structs.replace(rank.run(steps[0]), seconds=seconds), now)
@@ -123,7 +123,7 @@ def test_how_long_requests_wait_to_be_started() -> None:
 def run_to_the_end(core: Core, rank: PageRank, seconds: float = 1.0) -> Stats:
     """Steps so far apart; the last statistics."""
     now = 100.0
-    while steps := core.next_steps(now):
+    while steps := list(core.next_steps(now)):
         for step in steps:
             now += seconds
             core.complete(rank.run(step), now)
@@ -157,7 +157,7 @@ def test_whoever_asks_is_answered_at_once() -> None:
     core, rank = Core(READY, max_tokens=32, steps_ahead=1), PageRank(READY)
     core.submit(submit(0, [1, 2], max_tokens=200), 0.0)
     for now in (0.0, INTERVAL / 10):
-        for step in core.next_steps(now):
+        for step in list(core.next_steps(now)):
             core.complete(rank.run(step), now)
         core.take_messages(now)
     assert stats_at(core, INTERVAL / 5) == []
@@ -174,7 +174,7 @@ def test_all_samples_run_or_wait(steps_ahead: int) -> None:
     core, rank = Core(READY, max_tokens=32, steps_ahead=steps_ahead), PageRank(READY)
     core.submit(submit(0, [1, 2, 3, 4, 5], n=10, max_tokens=7), 0.0)
     seen: list[tuple[int, int]] = []
-    queued = core.next_steps(0.0)
+    queued = list(core.next_steps(0.0))
     while queued:
         core.receive(AskStats(number=len(seen) + 1), 0.0)
         (stats,) = stats_at(core, 0.0)

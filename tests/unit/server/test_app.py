@@ -11,6 +11,7 @@ import pytest
 from tests.drivers.until import turns, until
 from tests.drivers.web_server import JSON, JSON_HEAD, WebServer, checked_error, web_server
 from tests.fakes.scheduler import FakeScheduler
+from toka_async.openai.parse import find_objects
 from toka_async.server.engine.request_group import RequestGroup
 from toka_async.server.http.respond import SERVICE
 
@@ -37,6 +38,16 @@ async def leave(server: WebServer, body: dict[str, Any], num_events: int = 0) ->
         else:
             task.cancel()
             await asyncio.wait([task])
+
+
+async def test_no_first_request_waits_until_its_fields_are_examined() -> None:
+    find_objects.cache_clear()
+    async with web_server() as server:
+        num_examined = find_objects.cache_info().misses
+        await server.ok(PATH, {"prompt": "x"})
+        await server.ok("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
+        await server.ok("/tokenize", {"prompt": "x"})
+        assert find_objects.cache_info().misses == num_examined > 0
 
 
 @pytest.mark.parametrize(("stream", "num_events"), [(False, 0), (True, 0), (True, 2)])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.cases.models import make_checkpoint
 from toka_async.attention.kv_cache import E4M3, CacheFormat, KVCache, bytes_per_token
+from toka_async.checkpoint.layer_spec import DenseFeedSpec, LayerSpec
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
 from toka_async.config import CacheConfig, GraphsConfig, ScheduleConfig
@@ -59,6 +60,10 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
 @pytest.fixture
 def spec(tmp_path: Path) -> ModelSpec:
     return read_spec(make_checkpoint(tmp_path / "model", "llama", max_position_embeddings=1 << 20))
+
+
+def layers_of(inner: int, num_layers: int) -> tuple[LayerSpec, ...]:
+    return (LayerSpec(0, DenseFeedSpec(inner, "silu", bias=False)),) * num_layers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -113,7 +118,7 @@ def test_nothing_is_taken_after_the_cache_that_was_not_left_for_it(
     """What is not in the peak of the largest step: graphs' own memory and nodes, libraries' workspaces, waste."""
     hidden, inner, layers, heads, rows = {"1b": (2048, 8192, 16, 32, 2048), "8b": (4096, 14_336, 32, 32, 512)}[size]
     spec = msgspec.structs.replace(
-        spec, hidden_size=hidden, intermediate_size=inner, num_layers=layers, num_heads=heads, num_kv_heads=8,
+        spec, hidden_size=hidden, layers=layers_of(inner, layers), num_heads=heads, num_kv_heads=8,
         head_dim=hidden // heads, vocab_size=128_256,
     )  # fmt: skip
     total = memory.total = gib * GIB
@@ -234,7 +239,7 @@ def test_automatic_limits_become_smaller_until_they_fit(
 def test_graphs_of_prompts_take_little_of_the_memory(spec: ModelSpec) -> None:
     dtype = torch.bfloat16
     assert count_graph_tokens(GraphsConfig(), spec, dtype, 80 * GIB, 32768) == 4096
-    wide = msgspec.structs.replace(spec, hidden_size=8192, intermediate_size=28672)
+    wide = msgspec.structs.replace(spec, hidden_size=8192, layers=layers_of(28672, spec.num_layers))
     tokens = count_graph_tokens(GraphsConfig(), wide, dtype, 24 * GIB, 32768)
     assert 512 < tokens < 4096
     assert 0.009 < count_graph_bytes(wide, dtype, 0, tokens) / (24 * GIB) <= 0.01
@@ -258,7 +263,7 @@ def test_graphs_of_many_rows_take_little_of_the_memory(spec: ModelSpec) -> None:
     """With their logits. Those of 512 rows are always captured."""
     graphs, dtype = GraphsConfig(), torch.bfloat16
     assert count_graph_rows(graphs, spec, dtype, 141 * GIB, 8192) == 4096
-    wide = msgspec.structs.replace(spec, hidden_size=4096, intermediate_size=14336, vocab_size=128_256)
+    wide = msgspec.structs.replace(spec, hidden_size=4096, layers=layers_of(14336, spec.num_layers), vocab_size=128_256)
     rows = count_graph_rows(graphs, wide, dtype, 80 * GIB, 8192)
     assert 512 < rows < 4096
     assert 0.009 < count_graph_bytes(wide, dtype, rows, 0) / (80 * GIB) <= 0.01

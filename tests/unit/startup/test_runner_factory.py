@@ -33,8 +33,8 @@ from toka_async.config import (
 )
 from toka_async.messages import Ready
 from toka_async.model.activation_layout import LayoutPolicy, Replicated, SequenceSharded
-from toka_async.model.blocked_ops import BlockedOps
 from toka_async.model.comm import LocalComm
+from toka_async.model.matrices.blocked_ops import BlockedOps
 from toka_async.model.weights import build_decoder
 from toka_async.runner.runner import Runner, SamplingSetup
 from toka_async.startup import memory, runner_factory
@@ -272,8 +272,9 @@ def test_graphs_depend_on_the_model_and_its_limits(model_dir: Path) -> None:
 
     def facts(num_layers: int = 2, stage: StagePart | None = None, **sections: Any) -> Facts:
         factory = _factory(model_dir, **sections)
-        spec = msgspec.structs.replace(factory.spec, num_layers=6, windows=(0,) * 6) if stage else factory.spec
-        factory.rank_spec = msgspec.structs.replace(spec, num_layers=num_layers, windows=(0,) * num_layers)
+        layer = factory.spec.layers[0]
+        spec = msgspec.structs.replace(factory.spec, layers=(layer,) * 6) if stage else factory.spec
+        factory.rank_spec = msgspec.structs.replace(spec, layers=(layer,) * num_layers)
         decoder = build_decoder(spec, torch.float32, torch.device("meta"), part=stage)
         return factory._describe_graphs(decoder)
 

@@ -178,9 +178,18 @@ def test_warm_up_captures_and_replays(fake_graphs: FakeGraphs, ready: Ready, gro
     stages = StartupProgress(io.StringIO(), shown=False)
     warm_up(runner, stages, capture=capture)
     assert len(fake_graphs.list_steps()) == len(sizes) * (1 + grouped)
-    assert bool(fake_graphs.num_replays()) == (ready.max_context > 1)
+    assert all(graph.num_replays for graph in fake_graphs.graphs)
+    assert (fake_graphs.num_replays() > len(fake_graphs.list_steps())) == (ready.max_context > 1)
     assert [*stages.seconds] == ["warm-up", "graphs"]
     assert runner.run(Step(step_id=1)).num_compiles == 0
+
+
+@pytest.mark.usefixtures("plain_kernels")
+def test_warm_up_copies_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, copied = runner_with_kernels(ODD[-1]), []
+    monkeypatch.setattr(runner._cache, "copy_pages", lambda *pages: copied.append(pages))
+    warm_up(runner, StartupProgress(io.StringIO(), shown=False))
+    assert copied
 
 
 def test_warm_up_without_graphs(fake_graphs: FakeGraphs) -> None:

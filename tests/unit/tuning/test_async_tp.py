@@ -16,7 +16,7 @@ from toka_async.checkpoint.spec import read_spec
 from toka_async.model.activation_layout import LayoutPolicy, Replicated, SequenceSharded
 from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.decoder import Decoder
-from toka_async.model.ops import TorchOps
+from toka_async.model.matrices.ops import TorchOps
 from toka_async.tuning import async_tp
 from toka_async.tuning.async_tp import (
     LayerRun,
@@ -179,7 +179,7 @@ def test_times_of_layers_depend_on_what_is_timed(shape: RankShape) -> None:
 
         return run_ranks(num_ranks, rank)[0]
 
-    deeper = msgspec.structs.replace(shape.spec, num_layers=9, windows=(0,) * 9)
+    deeper = msgspec.structs.replace(shape.spec, layers=shape.spec.layers[:1] * 9)
     assert facts(replace(shape, spec=deeper, max_tokens=2200)) == facts(shape)
     wider = msgspec.structs.replace(shape.spec, hidden_size=128)
     others = (

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from triton.runtime.errors import OutOfResources
 
 from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts, FewRowsTile
-from toka_async.model.ops import TorchOps
+from toka_async.model.matrices.ops import TorchOps
 from toka_async.tuning.few_rows import FewRowsChoice, list_few_rows_sizes
 
 ONE = FewRowsTile(rows=1, columns=4, depth=16, num_stages=1, num_warps=4)

@@ -20,7 +20,7 @@ from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.matmul import TunedProducts
 from toka_async.model.decoder import Decoder
 from toka_async.model.weights import build_decoder
-from toka_async.tuning import gemm
+from toka_async.tuning import dense, gemm
 from toka_async.tuning.gemm import ProductTuning, make_ops
 from toka_async.tuning.store import TuningCache
 
@@ -73,9 +73,9 @@ class Log:
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     log = Log()
-    monkeypatch.setattr(gemm, "AlgorithmChoice", log.make("product"))
-    monkeypatch.setattr(gemm, "GatedTileChoice", log.make("gated-product"))
-    monkeypatch.setattr(gemm, "FewRowsChoice", log.make("few-rows"))
+    monkeypatch.setattr(dense, "AlgorithmChoice", log.make("product"))
+    monkeypatch.setattr(dense, "GatedTileChoice", log.make("gated-product"))
+    monkeypatch.setattr(dense, "FewRowsChoice", log.make("few-rows"))
     return log
 
 
@@ -130,7 +130,7 @@ def test_few_rows_by_shape_and_finish(tmp_path: Path, log: Log, biased: bool) ->
     [
         (torch.bfloat16, {}, [(128, 64), (192, 64)]),
         (torch.float16, {}, []),  # see `NORMED_DTYPES`
-        (torch.bfloat16, {"attention_bias": True}, []),  # the norm has something to add
+        (torch.bfloat16, {"attention_bias": True}, [(128, 64)]),  # the norm after attention has something to add
     ],
 )
 def test_few_rows_are_normed_where_they_will_be(
@@ -195,6 +195,12 @@ def test_layers_alone_are_neither_found_nor_kept(tmp_path: Path, log: Log) -> No
     assert all(sizes == [512, 1024] for *_, sizes in log.measured)
     assert log.used == log.measured
     assert not (tmp_path / "tuning").exists()
+
+
+def test_a_format_without_choices_is_not_tuned(tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(gemm.CHOICES, "dense")
+    tune(decoder_of(tmp_path))
+    assert not log.measured
 
 
 def test_real_choices_come_into_use(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from toka_async.kernels.sampling.row import LINE, NUM_STATS
 from toka_async.kernels.sampling.stats import chunk_sums, pilot, repair
 
 _PILOT_LINES = 64
-_PART_LINES = 32  # lines that a pass of `reject` reads at once
+_PART_LINES = 64  # lines that a pass of `reject` reads at once
 # With more registers a thread, too few programs fit a processor to hide each other's waits for memory.
 _SUMS: dict[str, int] = {"num_warps": 4, "maxnreg": 96}
 _GATHER: dict[str, int] = {"num_warps": 4, "maxnreg": 96}
@@ -219,7 +219,7 @@ class SamplingKernels:
             part_lines=self._part_lines,
             num_parts=num_parts,
             padded_parts=triton.next_power_of_2(num_parts),
-            num_warps=4,
+            num_warps=8,
             **chunks,
             **shape,
         )

@@ -1,4 +1,4 @@
-"""Settles filtered rows that one pass left open: exact rejection with pivots, a pass over the row each round.
+"""Settles filtered rows that one pass left open: exact rejection with pivots, one pass over the row each round.
 
 A proposal is kept if the filters keep it; otherwise the next comes from the tokens before it in the ranking, which hold
 all that are kept. That gives the exact distribution for any set that the first proposal came from, if it covers the
@@ -97,7 +97,7 @@ def reject(
             value = read_one(logits_at, seen_at, token, penalised, repetition, largest)
         number = tl.zeros((), tl.int32)
         while number < _MOST_ROUNDS:
-            kept = _is_kept(
+            kept, masses = _judge(
                 logits_at,
                 seen_at,
                 penalised,
@@ -113,30 +113,19 @@ def reject(
                 vocab,
                 part_lines,
                 num_parts,
+                padded_parts,
                 largest,
             )
             number += 1
             if kept:
                 number = tl.full((), _MOST_ROUNDS, tl.int32)
             else:
-                token, value = _propose(
-                    logits_at,
-                    seen_at,
-                    penalised,
-                    repetition,
-                    token,
-                    value,
-                    top,
-                    scale,
-                    least,
-                    min_p,
-                    uniform_of(mix(bits + number.to(tl.uint64) * 0x9E3779B97F4A7C15)),
-                    vocab,
-                    part_lines,
-                    num_parts,
-                    padded_parts,
-                    largest,
-                )
+                part, share = invert(masses, uniform_of(mix(bits + number.to(tl.uint64) * 0x9E3779B97F4A7C15)))
+                ids, x = _read_part(logits_at, seen_at, part, penalised, repetition, vocab, part_lines, largest)
+                weights = _keep_before(_weigh_allowed(x, top, scale, least, min_p), ids, x, token, value)
+                line, column = invert_lines(weights, share)
+                token = (part * part_lines + line) * LINE + column
+                value = tl.sum(tl.where(ids == token, x, 0.0))
         token = tl.minimum(token, vocab - 1)
         finish(
             row, flags, logits_at, seen_at, stats_at, token, chosen_at, logprobs_at, num_chunks, padded_chunks, largest
@@ -160,7 +149,7 @@ def _read_part(
 
 
 @triton.jit
-def _is_kept(
+def _judge(
     logits_at,
     seen_at,
     penalised,
@@ -176,72 +165,50 @@ def _is_kept(
     vocab: tl.constexpr,
     part_lines: tl.constexpr,
     num_parts: tl.constexpr,
-    largest: tl.constexpr,
-):
-    """Tells whether the filters keep a token of this logit, in one pass.
-
-    least: the smallest logit that top_k keeps; most: how many tokens.
-    """
-    allowed_mass = tl.zeros((part_lines, LINE), tl.float32)
-    num_allowed = tl.zeros((part_lines, LINE), tl.int32)
-    before_mass = tl.zeros((part_lines, LINE), tl.float32)
-    num_before = tl.zeros((part_lines, LINE), tl.int32)
-    for part in tl.range(0, num_parts, num_stages=3):
-        ids, x = _read_part(logits_at, seen_at, part, penalised, repetition, vocab, part_lines, largest)
-        weights = weigh(x, top, scale)
-        allowed = (x >= least) & (weights >= min_p) & (weights > 0)
-        before = allowed & ((x > value) | ((x == value) & (ids < token)))
-        allowed_mass += tl.where(allowed, weights, 0.0)
-        num_allowed += allowed.to(tl.int32)
-        before_mass += tl.where(before, weights, 0.0)
-        num_before += before.to(tl.int32)
-    rank = tl.sum(num_before)
-    # Only ties of the last token can exceed top_k.
-    excess = tl.maximum(tl.sum(num_allowed) - most, 0) * weigh(least, top, scale).to(tl.float64)
-    mass = tl.sum(allowed_mass.to(tl.float64)) - excess
-    in_nucleus = (rank == 0) | (top_p >= 1) | (tl.sum(before_mass.to(tl.float64)) < top_p * mass)
-    weight = weigh(value, top, scale)
-    return (value >= least) & (weight >= min_p) & (weight > 0) & (rank < most) & in_nucleus
-
-
-@triton.jit
-def _propose(
-    logits_at,
-    seen_at,
-    penalised,
-    repetition,
-    token,
-    value,
-    top,
-    scale,
-    least,
-    min_p,
-    uniform,
-    vocab: tl.constexpr,
-    part_lines: tl.constexpr,
-    num_parts: tl.constexpr,
     padded_parts: tl.constexpr,
     largest: tl.constexpr,
 ):
-    """Draws a token before another one that min_p allows and that is >= least, in one pass; returns its logit too."""
+    """Tells in one pass whether the filters keep a token of this logit, and sums what may be proposed instead.
+
+    least: the smallest logit that top_k keeps; most: how many tokens. Also returns the weights of the allowed tokens
+    before the token, float64 [padded_parts].
+    """
     parts = tl.arange(0, padded_parts)
     masses = tl.zeros((padded_parts,), tl.float64)
-    for part in range(num_parts):
+    allowed_mass = tl.zeros((part_lines, LINE), tl.float32)
+    num_allowed = tl.zeros((part_lines, LINE), tl.int32)
+    num_before = tl.zeros((part_lines, LINE), tl.int32)
+    for part in tl.range(0, num_parts, num_stages=3):
         ids, x = _read_part(logits_at, seen_at, part, penalised, repetition, vocab, part_lines, largest)
-        weights = _weights_before(ids, x, token, value, top, scale, least, min_p)
-        masses = tl.where(parts == part, tl.sum(weights).to(tl.float64), masses)
-    part, share = invert(masses, uniform)
-    ids, x = _read_part(logits_at, seen_at, part, penalised, repetition, vocab, part_lines, largest)
-    line, column = invert_lines(_weights_before(ids, x, token, value, top, scale, least, min_p), share)
-    token = (part * part_lines + line) * LINE + column
-    return token, tl.sum(tl.where(ids == token, x, 0.0))
+        allowed = _weigh_allowed(x, top, scale, least, min_p)
+        before = _keep_before(allowed, ids, x, token, value)
+        masses = tl.where(parts == part, tl.sum(before).to(tl.float64), masses)
+        allowed_mass += allowed
+        if most < vocab:
+            num_allowed += (allowed > 0).to(tl.int32)
+            num_before += (before > 0).to(tl.int32)
+    # Only ties of the last token can exceed top_k.
+    excess = tl.maximum(tl.sum(num_allowed) - most, 0) * weigh(least, top, scale).to(tl.float64)
+    mass = tl.sum(allowed_mass.to(tl.float64)) - excess
+    mass_before = tl.sum(masses, 0)
+    in_nucleus = (mass_before == 0) | (top_p >= 1) | (mass_before < top_p * mass)
+    weight = weigh(value, top, scale)
+    return (value >= least) & (weight >= min_p) & (weight > 0) & (tl.sum(num_before) < most) & in_nucleus, masses
+
+
+# With selections in place of logic: what a thread knows of its tokens must fit seven predicates.
+@triton.jit
+def _weigh_allowed(x, top, scale, least, min_p):
+    """Returns the weights of the tokens that min_p and `least` allow, and 0 for others."""
+    weights = tl.where(x >= least, weigh(x, top, scale), 0.0)
+    return tl.where(weights >= min_p, weights, 0.0)
 
 
 @triton.jit
-def _weights_before(ids, x, token, value, top, scale, least, min_p):
-    weights = weigh(x, top, scale)
-    before = (x >= least) & (weights >= min_p) & ((x > value) | ((x == value) & (ids < token)))
-    return tl.where(before, weights, 0.0)
+def _keep_before(weights, ids, x, token, value):
+    """Returns the weights of the tokens before one of logit `value`, and 0 for others."""
+    above = value_of(key_of(value) + 1)  # the next number
+    return tl.where(x >= tl.where(ids < token, value, above), weights, 0.0)
 
 
 @triton.jit

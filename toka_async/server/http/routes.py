@@ -18,6 +18,7 @@ from toka_async.openai.batches import (
     FileObject,
 )
 from toka_async.openai.errors import ApiError
+from toka_async.openai.parse import prepare_parsing
 from toka_async.openai.requests import (
     ChatBatchRequest,
     ChatRequest,
@@ -232,6 +233,8 @@ def add_routes(app: web.Application, more: Routes) -> None:
     app[DOCUMENT_CACHE] = DocumentCache(ROUTES | more)
     for (method, path), (handler, operation) in app[DOCUMENT_CACHE].routes.items():
         asked = expect if operation.form is None else expect_upload
+        if operation.body is not None:
+            prepare_parsing(operation.body)
         if method == "GET":
             app.router.add_get(path, handler, expect_handler=asked)  # adds HEAD too
         else:

@@ -9,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from toka_async.kernels.invariant.products import InvariantOps, ProductTile, choose_tile, multiply
-from toka_async.model.ops import TorchOps
+from toka_async.model.matrices.ops import TorchOps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLES = 100 if DEVICE.type == "cuda" else 10  # the interpreter is slow

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toka_async.model.ops import Norm, TorchOps
+from toka_async.model.matrices.ops import Norm, TorchOps
 
 ROWS = 16  # of a product; fewer waste less on few rows, more read the weights less often
 # MKL sums products of fewer than 12 outputs in an order that depends on the row's place, among rows and in memory.

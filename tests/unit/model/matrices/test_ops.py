@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from toka_async.checkpoint.spec import ACTIVATIONS
-from toka_async.model.ops import TorchOps
+from toka_async.model.matrices.ops import TorchOps
 
 DEFINITIONS: dict[str, Callable[[float], float]] = {
     "silu": lambda x: x / (1 + math.exp(-x)),

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from toka_async.checkpoint.spec import ACTIVATIONS
-from toka_async.model.blocked_ops import BlockedOps
-from toka_async.model.ops import TorchOps
+from toka_async.model.matrices.blocked_ops import BlockedOps
+from toka_async.model.matrices.ops import TorchOps
 
 OPS = BlockedOps()
 DTYPES = (torch.float32, torch.bfloat16)

@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from toka_async.checkpoint.layer_spec import DenseFeedSpec
+from toka_async.checkpoint.matrix_spec import Units
+
+
+def test_a_dense_feed_and_its_part_on_a_rank() -> None:
+    feed = DenseFeedSpec(inner=72, activation="silu", bias=True)
+    assert [feed.can_divide(tp) for tp in (1, 5, 8)] == [True, False, True]
+    gate_up, down = feed.divide(8).list_matrices(48, "dense")
+    assert (gate_up.outputs, gate_up.inputs, gate_up.split) == ((Units(9), Units(9)), Units(48), "outputs")
+    assert (down.outputs, down.inputs, down.split) == ((Units(48),), Units(9), "inputs")
+    assert gate_up.bias
+    assert down.bias
+    assert feed.divide(8).count_values() == 27

@@ -1,0 +1,61 @@
+"""A model's layers as data. A layer is attention and a feed, its second half, of which there may be several kinds.
+
+Knows no torch and no files.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
+
+
+class DenseFeedSpec(msgspec.Struct, frozen=True, tag="dense"):
+    """The gated feed-forward network (arXiv:2002.05202) of `inner` units."""
+
+    inner: int
+    activation: str
+    bias: bool
+
+    def can_divide(self, tp: int) -> bool:
+        return self.inner % tp == 0
+
+    def divide(self, tp: int) -> DenseFeedSpec:
+        """Returns what one of `tp` ranks computes."""
+        return msgspec.structs.replace(self, inner=self.inner // tp)
+
+    def describe(self) -> str:
+        """Names what tensor ranks divide."""
+        return f"intermediate_size of {self.inner}"
+
+    def list_matrices(self, hidden_size: int, format: str) -> tuple[MatrixSpec, MatrixSpec]:
+        """Returns gate and up as one, and down."""
+        hidden, inner = Units(hidden_size), Units(self.inner)
+        return (
+            MatrixSpec(
+                names=("mlp.gate_proj", "mlp.up_proj"),
+                outputs=(inner, inner),
+                inputs=hidden,
+                split="outputs",
+                bias=self.bias,
+                format=format,
+            ),
+            MatrixSpec(
+                names=("mlp.down_proj",), outputs=(hidden,), inputs=inner, split="inputs", bias=self.bias, format=format
+            ),
+        )
+
+    def count_values(self) -> int:
+        """Counts a token's values that are alive at once, beside the layer's input: gate, up and their product."""
+        return 3 * self.inner
+
+
+FeedSpec = DenseFeedSpec  # a union of tagged Structs with these methods, once there are several kinds
+
+
+class LayerSpec(msgspec.Struct, frozen=True):
+    """What one layer need not have in common with the others."""
+
+    window: int  # how many positions a token sees, itself included; 0: all before it
+    feed: FeedSpec
+    format: str = "dense"  # of its matrices, see `MatrixSpec`

@@ -1,0 +1,58 @@
+"""The matrices of a model as data: their names in a checkpoint, their shapes, and what they cost.
+
+Modules, the division among ranks, the memory that a start counts and the floor of a step's time all read these. Knows
+no torch and no families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+# For each weight format: the bytes of [n, k] weights with all that belongs to them, where others have `itemsize` bytes.
+WEIGHT_BYTES: dict[str, Callable[[int, int, int], int]] = {"dense": lambda n, k, itemsize: n * k * itemsize}
+
+
+class Units(msgspec.Struct, frozen=True):
+    """One side of a matrix: `count` units of `size` values, such as heads. Tensor ranks divide units."""
+
+    count: int
+    size: int = 1
+
+    @property
+    def total(self) -> int:
+        return self.count * self.size
+
+
+class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Matrices of a checkpoint that have one input, multiplied as one matrix with their outputs side by side."""
+
+    names: tuple[str, ...]  # of each in its layer, without what follows the last point: "self_attn.q_proj"
+    outputs: tuple[Units, ...]  # of each
+    inputs: Units
+    split: Literal["outputs", "inputs"]  # the side that tensor ranks divide
+    bias: bool = False
+    format: str = "dense"  # a key of WEIGHT_BYTES
+
+    @property
+    def num_outputs(self) -> int:
+        return sum(units.total for units in self.outputs)
+
+    @property
+    def num_inputs(self) -> int:
+        return self.inputs.total
+
+    def count_bytes(self, itemsize: int) -> int:
+        """Counts the bytes of the parameters. itemsize: bytes of a value that is not quantized."""
+        weights = WEIGHT_BYTES[self.format](self.num_outputs, self.num_inputs, itemsize)
+        return weights + self.bias * self.num_outputs * itemsize
+
+    def count_read_bytes(self, num_tokens: int, itemsize: int) -> int:  # noqa: ARG002
+        """Counts the bytes of weights that a step of so many tokens reads at least."""
+        return WEIGHT_BYTES[self.format](self.num_outputs, self.num_inputs, itemsize)
+
+    def count_flops(self, num_tokens: int) -> int:
+        """Counts the operations of the product for so many tokens; a multiplication and an addition are two."""
+        return 2 * num_tokens * self.num_outputs * self.num_inputs

@@ -1,0 +1,379 @@
+"""Attention of tiles of queries on Hopper chips, with a task for each group of warps.
+
+One warp copies blocks of keys and values into a ring in shared memory, page by page, by the chip's copy engine (TMA).
+Each group of four warps computes 64 rows of the tile; while the product of a block's weights and values runs, the group
+computes the weights of the next block (FlashAttention-3, arXiv:2407.08608). Arguments are those of `kernels.prefill`,
+which chooses between the two kernels. Written in Gluon, whose interface changes with each version of Triton.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+PANEL = 64  # columns that one copy brings: 128 bytes
+LEAST_BOX = 8  # keys that one copy brings at least
+_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def can_copy(page_size: int, block_keys: int) -> bool:
+    """Tells whether pages of so many tokens make up blocks, or are made up of them."""
+    box = min(page_size, block_keys)
+    return box % LEAST_BOX == 0 and box & (box - 1) == 0 and page_size % box == 0 and block_keys % box == 0
+
+
+def attend_tiles(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    slots: Tensor,
+    tiles: Tensor,
+    num_tiles: int,
+    output: Tensor,
+    parts: Tensor | None,
+    partial: Tensor | None,
+    lse: Tensor | None,
+    scale: float,
+    window: int,
+    splits: int,
+    block_queries: int,
+    block_keys: int,
+    stages: int,
+    registers: int,
+) -> Any:
+    """Launches the kernel; see `prefill.attend_chunks`, and `prefill.attend_prefixes` where there are no parts.
+
+    num_tiles: at most; a program for each multiprocessor goes through them. scale: of base 2. block_queries: rows of a
+    tile. stages: blocks of the ring. registers: of a thread that computes. Of parts, the first key is the first of a
+    block, counted from the row's first token.
+    """
+    num_queries, num_heads, dim = query.shape
+    kv_heads, page_size = keys.shape[1:3]
+    box, ring = _choose_layouts(page_size, block_keys, dim, query.dtype)
+    return _prefill_hopper[max(1, min(_count_sms(query.device), num_tiles * kv_heads * splits)),](
+        query,
+        _describe(keys, box, min(page_size, block_keys)),
+        _describe(values, box, min(page_size, block_keys)),
+        page_table,
+        slots,
+        tiles,
+        output,
+        parts,
+        partial,
+        lse,
+        scale,
+        page_table.stride(0),
+        num_queries,
+        splits,
+        kv_heads=kv_heads,
+        group=num_heads // kv_heads,
+        dim=dim,
+        page_size=page_size,
+        window=window,
+        rows=block_queries,
+        block_keys=block_keys,
+        stages=stages,
+        ring=ring,
+        registers=registers,
+        num_warps=4,
+    )
+
+
+@cache
+def _count_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def _choose_layouts(page_size: int, block_keys: int, dim: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Chooses how a copy's keys, and a block's, lie in shared memory: the latter is made up of the former."""
+    shapes = ([min(page_size, block_keys), PANEL], [block_keys, dim])
+    box, ring = (gl.NVMMASharedLayout.get_default_for(shape, _TYPES[dtype]) for shape in shapes)
+    return box, ring
+
+
+def _describe(pages: Tensor, layout: Any, box: int) -> TensorDescriptor:
+    """Describes pages [pages, kv_heads, page_size, dim] as rows of tokens of which `box` are copied at once."""
+    dim = pages.shape[-1]
+    return TensorDescriptor(pages, [pages.numel() // dim, dim], [dim, 1], [box, PANEL], layout)
+
+
+@gluon.jit
+def _read_tile(work, tiles, parts, splits, kv_heads: gl.constexpr, block_keys: gl.constexpr):
+    """Returns the KV head and the split that a number of work means, its tile, and the tile's queries and keys."""
+    kv_head = work % kv_heads
+    split = work // kv_heads % splits
+    tile = work // (kv_heads * splits) + 1
+    count = gl.load(tiles + tile * 4 + 2)
+    seen = gl.load(tiles + tile * 4 + 3)
+    if parts is not None:
+        low = gl.load(parts + tile * 3 - 3)
+        high = gl.load(parts + tile * 3 - 2)
+    else:
+        share = gl.cdiv(gl.cdiv(seen, splits), block_keys) * block_keys
+        low = split * share
+        high = gl.minimum(low + share, seen)
+    return kv_head, split, tile, count, seen, low, high
+
+
+@gluon.jit
+def _copy_blocks(
+    copies,
+    bars,
+    kv_heads: gl.constexpr,
+    page_size: gl.constexpr,
+    block_keys: gl.constexpr,
+    stages: gl.constexpr,
+    dim: gl.constexpr,
+):
+    """Copies the blocks of all tiles of this program, each when its place in the ring is free."""
+    keys, values, page_table, slots, tiles, parts, table_stride, splits, k_ring, v_ring = copies
+    k_full, k_free, v_full, v_free = bars
+    box: gl.constexpr = min(page_size, block_keys)
+    boxes: gl.constexpr = block_keys // box
+    panels: gl.constexpr = dim // 64
+    block_bytes: gl.constexpr = block_keys * dim * 2
+    number = 0
+    for work in range(gl.program_id(0), gl.load(tiles) * kv_heads * splits, gl.num_programs(0)):
+        kv_head, _, tile, _, _, low, high = _read_tile(work, tiles, parts, splits, kv_heads, block_keys)
+        table = page_table + gl.load(slots + gl.load(tiles + tile * 4)) * table_stride
+        for start in range(low, high, block_keys):
+            stage = number % stages
+            phase = (number // stages & 1) ^ 1
+            mbarrier.wait(k_free.index(stage), phase)
+            mbarrier.expect(k_full.index(stage), block_bytes)
+            for i in gl.static_range(boxes):
+                # Beyond the last key, its own page is copied again: the table says nothing there.
+                first = gl.minimum(start + i * box, high - 1) // box * box
+                place = (gl.load(table + first // page_size) * kv_heads + kv_head) * page_size + first % page_size
+                for panel in gl.static_range(panels):
+                    to = k_ring.index((stage * panels + panel) * boxes + i)
+                    tma.async_copy_global_to_shared(keys, [place, panel * 64], k_full.index(stage), to)
+            mbarrier.wait(v_free.index(stage), phase)
+            mbarrier.expect(v_full.index(stage), block_bytes)
+            for i in gl.static_range(boxes):
+                first = gl.minimum(start + i * box, high - 1) // box * box
+                place = (gl.load(table + first // page_size) * kv_heads + kv_head) * page_size + first % page_size
+                for panel in gl.static_range(panels):
+                    to = v_ring.index((stage * panels + panel) * boxes + i)
+                    tma.async_copy_global_to_shared(values, [place, panel * 64], v_full.index(stage), to)
+            number += 1
+
+
+@gluon.jit
+def _compute_rows(
+    which,
+    reads,
+    queries,
+    bars,
+    kv_heads: gl.constexpr,
+    group: gl.constexpr,
+    window: gl.constexpr,
+    rows: gl.constexpr,
+    block_keys: gl.constexpr,
+    stages: gl.constexpr,
+):
+    """Computes 64 rows of all tiles of this program, those from 64 * which on."""
+    query, tiles, parts, output, partial, lse, scale, num_queries, splits, k_ring, v_ring = reads
+    k_full, k_free, v_full, v_free = bars
+    num_heads: gl.constexpr = kv_heads * group
+    dim: gl.constexpr = queries.shape[1]
+    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, block_keys, 16])
+    of_result: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dim, 16])
+    of_weights: gl.constexpr = gl.DotOperandLayout(0, of_result, 2)
+    of_memory: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (dim // 8), dim // 8], [4, 1], [1, 0])
+    dtype: gl.constexpr = v_ring.dtype
+    k_blocks = k_ring._reinterpret(dtype, [stages, block_keys, dim], queries.layout)
+    v_blocks = v_ring._reinterpret(dtype, [stages, block_keys, dim], queries.layout)
+    position = gl.arange(0, block_keys, layout=gl.SliceLayout(0, of_scores))
+    stat_row = which * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, of_scores))
+    row = which * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, of_memory))
+    column = gl.arange(0, dim, layout=gl.SliceLayout(0, of_memory))
+    none = gl.zeros([64, block_keys], gl.float32, of_scores)
+    number = 0
+    for work in range(gl.program_id(0), gl.load(tiles) * kv_heads * splits, gl.num_programs(0)):
+        kv_head, split, tile, count, seen, low, high = _read_tile(work, tiles, parts, splits, kv_heads, block_keys)
+        first_query = gl.load(tiles + tile * 4 + 1)
+        head = (first_query + row // group).to(gl.int64) * num_heads + kv_head * group + row % group
+        place = head[:, None] * dim + column[None, :]
+        inside = gl.expand_dims(row // group < count, 1)
+        queries.store(gl.load(query + place, mask=inside, other=0.0))
+        fence_async_shared()
+        gl.thread_barrier()
+        ends = seen + stat_row * 0
+        left = -1  # blocks that begin before it are outside of some query's window
+        if parts is not None:
+            ends = seen + stat_row // group
+            if window > 0:
+                left = seen + count - 1 - window
+        top = gl.full([64], -float("inf"), gl.float32, gl.SliceLayout(1, of_scores))
+        total = gl.zeros([64], gl.float32, gl.SliceLayout(1, of_scores))
+        mixed = gl.zeros([64, dim], gl.float32, of_result)
+        if high > low:
+            stage = number % stages
+            mbarrier.wait(k_full.index(stage), number // stages & 1)
+            scores = warpgroup_mma(
+                queries, k_blocks.index(stage).permute((1, 0)), none, use_acc=False, is_async=True
+            )  # fmt: skip
+            scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+            mbarrier.arrive(k_free.index(stage))
+            weights, total, top, shrink = _weigh(
+                scores, top, position, ends, low, seen, high, left, scale, window, block_keys
+            )
+            ready = gl.convert_layout(weights.to(dtype), of_weights)
+            for start in range(low + block_keys, high, block_keys):
+                before = number % stages
+                v_phase = number // stages & 1
+                number += 1
+                stage = number % stages
+                mbarrier.wait(k_full.index(stage), number // stages & 1)
+                scores = warpgroup_mma(
+                    queries, k_blocks.index(stage).permute((1, 0)), none, use_acc=False, is_async=True
+                )  # fmt: skip
+                mbarrier.wait(v_full.index(before), v_phase)
+                mixed = warpgroup_mma(ready, v_blocks.index(before), mixed, is_async=True)
+                scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
+                mbarrier.arrive(k_free.index(stage))
+                weights, sums, top, shrink = _weigh(
+                    scores, top, position, ends, start, seen, high, left, scale, window, block_keys
+                )
+                total = total * shrink + sums
+                mixed = warpgroup_mma_wait(num_outstanding=0, deps=(mixed, ready))[0]
+                mbarrier.arrive(v_free.index(before))
+                mixed = mixed * gl.convert_layout(shrink, gl.SliceLayout(1, of_result))[:, None]
+                ready = gl.convert_layout(weights.to(dtype), of_weights)
+            stage = number % stages
+            mbarrier.wait(v_full.index(stage), number // stages & 1)
+            last = low + (high - 1 - low) // block_keys * block_keys
+            if last + block_keys > high:
+                # Values beyond the last key may be anything, also no number: a weight of 0 does not hide that.
+                token = last + gl.arange(0, block_keys, layout=gl.SliceLayout(1, of_memory))
+                value = v_blocks.index(stage).load(of_memory)
+                v_blocks.index(stage).store(gl.where((token < high)[:, None], value, 0.0))
+                fence_async_shared()
+                gl.thread_barrier()
+            mixed = warpgroup_mma(ready, v_blocks.index(stage), mixed, is_async=True)
+            mixed = warpgroup_mma_wait(num_outstanding=0, deps=(mixed,))
+            mbarrier.arrive(v_free.index(stage))
+            number += 1
+        total = gl.where(total > 0.0, total, 1.0)  # no keys give 0 and a log-sum-exp of -inf
+        result = gl.convert_layout(mixed / gl.convert_layout(total, gl.SliceLayout(1, of_result))[:, None], of_memory)
+        is_query = stat_row // group < count
+        in_head = kv_head * group + stat_row % group
+        if parts is None:
+            part = split.to(gl.int64) * num_queries * num_heads
+            gl.store(output + part * dim + place, result.to(output.dtype.element_ty), mask=inside)
+            stat_head = (first_query + stat_row // group).to(gl.int64) * num_heads + in_head
+            gl.store(lse + part + stat_head, top + gl.log2(total), mask=is_query)
+        else:
+            part = gl.load(parts + tile * 3 - 1)
+            if part < 0:
+                gl.store(output + place, result.to(output.dtype.element_ty), mask=inside)
+            else:
+                first = (part * (rows // group)).to(gl.int64)
+                in_part = (first + row // group) * num_heads + kv_head * group + row % group
+                gl.store(partial + in_part[:, None] * dim + column[None, :], result, mask=inside)
+                gl.store(lse + (first + stat_row // group) * num_heads + in_head, top + gl.log2(total), mask=is_query)
+
+
+@gluon.jit
+def _weigh(
+    scores, top, position, ends, start, seen, high, left, scale, window: gl.constexpr, block_keys: gl.constexpr
+):  # fmt: skip
+    """Returns the weights of a block, their sums, the rows' new tops, and what earlier results shrink by."""
+    if (start + block_keys > gl.minimum(seen, high)) | (start < left):
+        visible = (start + position)[None, :] < gl.minimum(ends, high)[:, None]
+        if window > 0:
+            visible = visible & ((start + position)[None, :] >= (ends - window)[:, None])
+        scores = gl.where(visible, scores, -float("inf"))
+    new_top = gl.maximum(top, gl.max(scores, 1) * scale)
+    base = gl.where(new_top == -float("inf"), 0.0, new_top)  # a row may see nothing of the block
+    weights = gl.exp2(scores * scale - base[:, None])
+    return weights, gl.sum(weights, 1), new_top, gl.exp2(top - base)
+
+
+@gluon.jit(
+    do_not_specialize=["table_stride", "num_queries", "splits"],
+    do_not_specialize_on_alignment=["page_table", "slots", "tiles", "parts"],
+)
+def _prefill_hopper(
+    query,
+    keys,
+    values,
+    page_table,
+    slots,
+    tiles,
+    output,
+    parts,
+    partial,
+    lse,
+    scale,
+    table_stride,
+    num_queries,
+    splits,
+    kv_heads: gl.constexpr,
+    group: gl.constexpr,
+    dim: gl.constexpr,
+    page_size: gl.constexpr,
+    window: gl.constexpr,
+    rows: gl.constexpr,
+    block_keys: gl.constexpr,
+    stages: gl.constexpr,
+    ring: gl.constexpr,
+    registers: gl.constexpr,
+):
+    box: gl.constexpr = min(page_size, block_keys)
+    boxes: gl.constexpr = stages * (dim // 64) * (block_keys // box)
+    k_ring = gl.allocate_shared_memory(keys.dtype, [boxes, box, 64], keys.layout)
+    v_ring = gl.allocate_shared_memory(keys.dtype, [boxes, box, 64], keys.layout)
+    queries = gl.allocate_shared_memory(keys.dtype, [rows // 64, 64, dim], ring)
+    k_full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(stages):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=rows // 64)
+        mbarrier.init(v_free.index(i), count=rows // 64)
+    fence_async_shared()
+    reads = (query, tiles, parts, output, partial, lse, scale, num_queries, splits, k_ring, v_ring)
+    bars = (k_full, k_free, v_full, v_free)
+    copies = (keys, values, page_table, slots, tiles, parts, table_stride, splits, k_ring, v_ring)
+    if rows == 128:
+        gl.warp_specialize(
+            [
+                (_compute_rows, (0, reads, queries.index(0), bars, kv_heads, group, window, rows, block_keys, stages)),
+                (_compute_rows, (1, reads, queries.index(1), bars, kv_heads, group, window, rows, block_keys, stages)),
+                (_copy_blocks, (copies, bars, kv_heads, page_size, block_keys, stages, dim)),
+            ],
+            [4, 1],
+            [registers, 24],
+        )
+    else:
+        gl.static_assert(rows == 256)
+        gl.warp_specialize(
+            [
+                (_compute_rows, (0, reads, queries.index(0), bars, kv_heads, group, window, rows, block_keys, stages)),
+                (_compute_rows, (1, reads, queries.index(1), bars, kv_heads, group, window, rows, block_keys, stages)),
+                (_compute_rows, (2, reads, queries.index(2), bars, kv_heads, group, window, rows, block_keys, stages)),
+                (_compute_rows, (3, reads, queries.index(3), bars, kv_heads, group, window, rows, block_keys, stages)),
+                (_copy_blocks, (copies, bars, kv_heads, page_size, block_keys, stages, dim)),
+            ],
+            [4, 4, 4, 1],
+            [registers, registers, registers, 24],
+        )

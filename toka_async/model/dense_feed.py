@@ -1,0 +1,43 @@
+"""The gated feed-forward network (arXiv:2002.05202) as a `Feed`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from toka_async.checkpoint.layer_spec import LayerSpec
+from toka_async.model.activation_layout import ActivationLayout
+from toka_async.model.comm import Comm
+from toka_async.model.layers import RMSNorm
+from toka_async.model.matrices.build import build_matrix
+from toka_async.model.matrices.matrix import MatrixUse
+from toka_async.model.matrices.ops import Ops
+from toka_async.model.matrices.part import WeightPart
+
+
+class DenseFeed(nn.Module):
+    """Every token passes through all units, of which each tensor rank has a part."""
+
+    def __init__(self, layer: LayerSpec, hidden_size: int, comm: Comm, ops: Ops) -> None:
+        super().__init__()
+        gate_up, down = layer.feed.list_matrices(hidden_size, layer.format)
+        self.activation = layer.feed.activation
+        self.gate_up = build_matrix(gate_up, comm, ops)
+        self.down = build_matrix(down, comm, ops)
+        self.adds = comm.size == 1 and not down.bias
+
+    def forward(
+        self, hidden: Tensor | None, residual: Tensor, norm: RMSNorm, layout: ActivationLayout
+    ) -> tuple[Tensor | None, Tensor]:
+        gate_up, down = self.gate_up, self.down
+        rows, residual = norm.prepare(hidden, residual, gate_up, layout)
+        return layout.row(layout.gated(rows, gate_up, self.activation, down), down, residual)
+
+    def uses(self, normed: bool) -> Iterator[MatrixUse]:
+        yield MatrixUse(self.gate_up, self.activation, normed=normed)
+        yield MatrixUse(self.down, adds=self.adds)
+
+    def parts(self) -> Iterator[tuple[str, WeightPart]]:
+        yield from self.gate_up.parts()
+        yield from self.down.parts()

@@ -1,0 +1,53 @@
+"""A layer's second half, of which there are several kinds: `Feed`. A new kind is an entry in `FEEDS`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+from toka_async.checkpoint.layer_spec import DenseFeedSpec, LayerSpec
+from toka_async.model.activation_layout import ActivationLayout
+from toka_async.model.comm import Comm
+from toka_async.model.dense_feed import DenseFeed
+from toka_async.model.layers import RMSNorm
+from toka_async.model.matrices.matrix import MatrixUse
+from toka_async.model.matrices.ops import Ops
+from toka_async.model.matrices.part import WeightPart
+
+
+class Feed(Protocol):
+    """An nn.Module that computes what a layer adds after attention."""
+
+    @property
+    def adds(self) -> bool:
+        """Whether the result is added to the residual in place, so that the next norm has nothing to add."""
+        ...
+
+    def __call__(
+        self, hidden: Tensor | None, residual: Tensor, norm: RMSNorm, layout: ActivationLayout
+    ) -> tuple[Tensor | None, Tensor]:
+        """Computes the feed of norm(residual + hidden), [u, hidden] each; a hidden of None counts as zeros.
+
+        Returns what is yet to be added to the residual, None for nothing, and the residual, which has `hidden` added.
+        May overwrite the given residual.
+        """
+        ...
+
+    def uses(self, normed: bool) -> Iterator[MatrixUse]:
+        """Yields how steps use the matrices. normed: the norm before them has nothing to add."""
+        ...
+
+    def parts(self) -> Iterator[tuple[str, WeightPart]]:
+        """Yields the tensors of a checkpoint by their names in the layer, those without values on this rank as well."""
+        ...
+
+
+# Makes the feed of a layer from its spec and the residual's size.
+FEEDS: dict[type, Callable[[LayerSpec, int, Comm, Ops], Feed]] = {DenseFeedSpec: DenseFeed}
+
+
+def build_feed(layer: LayerSpec, hidden_size: int, comm: Comm, ops: Ops) -> Feed:
+    """Builds unset parameters of torch's default dtype on its default device."""
+    return FEEDS[type(layer.feed)](layer, hidden_size, comm, ops)

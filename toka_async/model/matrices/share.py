@@ -1,0 +1,66 @@
+"""Decides which part of a matrix a tensor rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from toka_async.checkpoint.matrix_spec import Units
+
+
+class Place(Protocol):
+    """A rank among those that hold one model together."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+@dataclass(slots=True, frozen=True)
+class Share:
+    """A rank's contiguous part of `total` rows, columns or heads."""
+
+    total: int
+    start: int
+    size: int
+
+    def times(self, num: int) -> Share:
+        """Returns the part when each item is `num` rows."""
+        return Share(self.total * num, self.start * num, self.size * num)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.size == self.total
+
+    @property
+    def indices(self) -> slice:
+        return slice(self.start, self.start + self.size)
+
+
+def whole_of(total: int) -> Share:
+    """Returns the part that is all of it."""
+    return Share(total, 0, total)
+
+
+def share_of(total: int, place: Place) -> Share:
+    """Returns this rank's equal part of `total`, a multiple of the ranks."""
+    assert total % place.size == 0, f"{total} cannot be split over {place.size} ranks"
+    size = total // place.size
+    return Share(total, place.rank * size, size)
+
+
+def share_units(units: Units, place: Place) -> Share:
+    """Returns the values of this rank's equal part of the units; of fewer units than ranks, the one that it needs."""
+    if units.count >= place.size:
+        return share_of(units.count, place).times(units.size)
+    assert place.size % units.count == 0, f"{units.count} units cannot be repeated over {place.size} ranks"
+    return Share(units.count, place.rank * units.count // place.size, 1).times(units.size)
+
+
+def padded_share_of(total: int, place: Place) -> tuple[Share, int]:
+    """Returns this rank's part of any `total` rows, and the rows per rank; the last ranks may have unused ones."""
+    rows = -(-total // place.size)
+    start = min(place.rank * rows, total)
+    return Share(total, start, min(rows, total - start)), rows
