@@ -10,7 +10,7 @@ from torch import Tensor
 
 from toka_async.arrays import Int32, Int64
 from toka_async.attention.base import AttentionBatch
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import E4M3, KVCache
 from toka_async.kernels.decode import DecodeConfig, Partial, choose_parts, decode_attention, decode_config
 from toka_async.kernels.decode_work import UNEVEN, DecodeWork, divide_alike, divide_keys, needs_parts
 from toka_async.kernels.occupancy import count_resident
@@ -140,7 +140,7 @@ class RowDecode:
         )
 
     def _choose_config(self, is_short: bool) -> DecodeConfig:
-        return decode_config(self.cache.head_dim, self.cache.dtype, is_short)
+        return decode_config(self.cache.head_dim, self.cache.dtype, is_short, self.cache.keys[0].dtype == E4M3)
 
     def _divide_alike(self, num_rows: int, parts: int, least: int) -> DecodeWork:
         key = (num_rows, parts, least)

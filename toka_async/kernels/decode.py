@@ -44,10 +44,11 @@ class Partial:
     lse: Tensor
 
 
-def decode_config(head_dim: int, dtype: torch.dtype, is_short: bool = False) -> DecodeConfig:
+def decode_config(head_dim: int, dtype: torch.dtype, is_short: bool = False, is_e4m3: bool = False) -> DecodeConfig:
     """Chooses blocks so that a program's accumulator, keys and values stay in the registers of few warps.
 
-    is_short: rows read few keys, which would leave larger blocks partly empty.
+    dtype: of queries. is_short: rows read few keys, which would leave larger blocks partly empty. is_e4m3: blocks have
+    half the bytes, so that one more of them is on its way.
     """
     if dtype == torch.float32:
         return DecodeConfig(block=16, num_warps=2, num_stages=2)
@@ -55,7 +56,7 @@ def decode_config(head_dim: int, dtype: torch.dtype, is_short: bool = False) -> 
         return DecodeConfig(block=32, num_warps=4, num_stages=2)
     if is_short:
         return DecodeConfig(block=32, num_warps=1, num_stages=3)
-    return DecodeConfig(block=64, num_warps=2, num_stages=2)
+    return DecodeConfig(block=64, num_warps=2, num_stages=3 if is_e4m3 else 2)
 
 
 # (programs of each row and KV head that would fill the chip, parts, least keys); the first entry within reach holds.
