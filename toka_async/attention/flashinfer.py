@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toka_async.arrays import Int64
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.modules import TENSOR_CORE_GROUP
@@ -180,19 +182,12 @@ class FlashInferDecode:
         self.planned = _WrapperPlan(None, None, slice(0))
 
     def plan(self, batch: AttentionBatch, groups: tuple[PrefixGroup, ...], window: int) -> None:
-        groups = tuple(group for group in groups if is_seen(batch, group, window))
-        skip = np.zeros(batch.num_decode, dtype=np.int64)
-        for group in groups:
-            skip[group.first_row : group.first_row + group.num_rows] = group.num_pages
+        groups, skip = skip_pages(batch, groups, window)
         page_size = self.cache.page_size
         wrapper, inputs = self.ring.take()
         own = make_decode_spans(batch, skip, np.arange(batch.num_decode), page_size, window)
         self.shape.plan(wrapper, put_paged_keys(inputs, batch, own, page_size), window)
-        grouped: slice | Tensor = slice(0)
-        if groups:
-            rows = np.flatnonzero(skip)
-            is_run = len(rows) == rows[-1] - rows[0] + 1
-            grouped = slice(int(rows[0]), int(rows[-1]) + 1) if is_run else inputs.upload(rows)[0]
+        grouped = select_rows(np.flatnonzero(skip), lambda rows: inputs.upload(rows)[0])
         inputs.seal()
         prefix = self.prefill.plan(batch, make_prefix_spans(groups, page_size, WHOLE), 0) if groups else None
         self.planned = _WrapperPlan(wrapper, prefix, grouped)
@@ -218,7 +213,22 @@ class FlashInferDecode:
         return BatchDecodeWithPagedKVCacheWrapper(shape.workspace, "HND", use_tensor_cores=shape.uses_tensor_cores)
 
 
-def is_seen(batch: AttentionBatch, group: PrefixGroup, window: int) -> bool:
-    """Tells whether every row's window holds the whole prefix."""
-    contexts = batch.context_lengths[group.first_row : group.first_row + group.num_rows]
-    return not 0 < window < contexts.max()
+def skip_pages(
+    batch: AttentionBatch, groups: tuple[PrefixGroup, ...], window: int
+) -> tuple[tuple[PrefixGroup, ...], Int64]:
+    """Returns the groups whose whole prefix is in every row's window, and the pages that decoding rows skip, [rows]."""
+    seen, skip = [], np.zeros(batch.num_decode, dtype=np.int64)
+    for group in groups:
+        rows = slice(group.first_row, group.first_row + group.num_rows)
+        if not 0 < window < batch.context_lengths[rows].max():
+            seen.append(group)
+            skip[rows] = group.num_pages
+    return tuple(seen), skip
+
+
+def select_rows(rows: Int64, upload: Callable[[Int64], Tensor]) -> slice | Tensor:
+    """Makes an index of rows, ascending: a slice if they are a run, or none, else what `upload` makes of them."""
+    if not len(rows):
+        return slice(0)
+    is_run = len(rows) == rows[-1] - rows[0] + 1
+    return slice(int(rows[0]), int(rows[-1]) + 1) if is_run else upload(rows)
