@@ -38,7 +38,7 @@ class AttentionCase:
         ):
             pages = batch.page_table[batch.slots[row], : -(-context // cache.page_size)].long()
             keys, values = (
-                scale * stored[pages].transpose(1, 2).flatten(0, 1)[:context].float().repeat_interleave(group_size, 1)
+                scale * stored.float()[pages].transpose(1, 2).flatten(0, 1)[:context].repeat_interleave(group_size, 1)
                 for stored, scale in zip((cache.keys[0], cache.values[0]), cache.scales[0], strict=True)
             )
             query = self.query[start : start + count].float()

@@ -65,7 +65,7 @@ class PagedCase:
         """
         pages = torch.tensor(self.pages[row], device=self.device)
         keys, values = (
-            scale * stored[pages].transpose(1, 2).flatten(0, 1)[first:last].double().repeat_interleave(self.group, 1)
+            scale * stored.double()[pages].transpose(1, 2).flatten(0, 1)[first:last].repeat_interleave(self.group, 1)
             for stored, scale in ((self.keys, self.key_scale), (self.values, self.value_scale))
         )
         scores = torch.einsum("hd,lhd->hl", query.double(), keys) * softmax_scale

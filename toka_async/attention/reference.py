@@ -131,7 +131,7 @@ class ReferenceAttention:
         ):
             pages = scratch[: len(block.slices) * width].view(-1, width)
             if cache.dtype == E4M3:
-                pages.copy_(cache.view(-1, width).index_select(0, block.slices))
+                pages.copy_(view_numbers(cache).view(-1, width).index_select(0, block.slices).view(E4M3))
             else:
                 torch.index_select(cache.view(-1, width), 0, block.slices, out=pages)
             gathered.append(pages.view(block.size, num_heads, -1, dim)[:, :, block.first : block.last])

@@ -81,7 +81,7 @@ def test_stores_e4m3_with_scales(device: torch.device, dtype: torch.dtype) -> No
     pages, offsets = case.indices // 4, case.indices % 4
     for stored, plain, scale in ((keys, exact[0], 0.25), (values, exact[1], 4.0)):
         expected = (plain[pages, :, offsets].float() / scale).clamp(-LARGEST, LARGEST)
-        assert torch.equal(stored[pages, :, offsets].float(), expected.to(E4M3).float())
+        assert torch.equal(stored.float()[pages, :, offsets], expected.to(E4M3).float())
     assert values.float().abs().max() == LARGEST
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from toka_async.attention.base import AttentionBatch, QueryKeyNorm
 from toka_async.attention.blocks import Planner, TileLimits
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import KVCache, view_numbers
 from toka_async.attention.reference import append_tokens
 
 
@@ -74,5 +74,6 @@ class TokenAttention:
     def _gather(self, cache: Tensor, seen: _TokenKeys) -> Tensor:
         """Gathers what is stored of keys or values [1, kv_heads, last - first, dim]."""
         num_heads, dim = self.cache.num_kv_heads, self.cache.head_dim
-        pages = cache.view(-1, self.cache.page_size * dim).index_select(0, seen.slices).to(self.cache.dtype)
+        numbers = view_numbers(cache).view(-1, self.cache.page_size * dim).index_select(0, seen.slices)
+        pages = numbers.view(cache.dtype).to(self.cache.dtype)
         return pages.view(1, num_heads, -1, dim)[:, :, seen.first : seen.last]
