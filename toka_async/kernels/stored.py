@@ -9,9 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-E4M3 = torch.float8_e4m3fn
-LARGEST = torch.finfo(E4M3).max
-_LARGEST = tl.constexpr(LARGEST)
+_LARGEST = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 _LARGEST_HALF = tl.constexpr(torch.finfo(torch.float16).max)
 
 
