@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # these need Triton, which is not everywhere
         PagedAttention,
         PrefillKernel,
     )
+    from toka_async.kernels.prefill import PrefillConfig
 
 logger = logging.getLogger(__name__)
 
@@ -126,10 +127,29 @@ def build_attention(
     return BuiltAttention(paged, graphs, table.find_smallest_group(), table.pays, table, mixed)
 
 
-def try_triton(cache: KVCache, num_heads: int, windows: Sequence[int], max_seqs: int, max_tokens: int) -> None:
-    """Compiles our kernels by running them over `cache`, which may be small, with every window."""
-    limits = AttentionLimits(cache, num_heads, tuple(windows), cache.head_dim**-0.5, max_seqs, max_tokens)
-    _add_triton(Sources(), limits, show_nothing)
+def list_triton_trials(cache: KVCache, num_heads: int, windows: Sequence[int]) -> list[Callable[[], None]]:
+    """Lists functions that compile our best kernels by running them over `cache`, which may be small.
+
+    Each kernel is compiled by one of them, so that they may run at the same time.
+    """
+    from toka_async.attention.prefix_memory import PrefixMemory
+    from toka_async.attention.row_decode import RowDecode
+    from toka_async.attention.triton import TritonChunks, TritonDecode
+
+    scale, tiles = cache.head_dim**-0.5, _list_tiles(cache, num_heads)[0]
+
+    def run_prefix_kernel() -> None:
+        memory = PrefixMemory(cache.device, 0, cache.dtype)
+        TritonDecode(cache, num_heads, scale, tiles, memory).run_prefix_kernel()
+
+    def run_decode_kernels(window: int) -> None:
+        RowDecode(cache, num_heads, scale).run_each_kernel(window)
+
+    def run_chunk_kernel(window: int) -> None:
+        try_chunks(cache, num_heads, TritonChunks(cache, num_heads, scale, tiles), window)
+
+    each = [partial(run, window) for window in sorted({0, *windows}) for run in (run_decode_kernels, run_chunk_kernel)]
+    return [run_prefix_kernel, *each]
 
 
 def resolve_backend(backend: Backend, cache: KVCache) -> Backend:
@@ -173,21 +193,17 @@ def _add_triton(sources: Sources, limits: AttentionLimits, show: Show) -> str:
     from toka_async.attention.prefix_memory import PrefixMemory, count_partials
     from toka_async.attention.triton import TritonChunks, TritonDecode
     from toka_async.kernels.built import UnbuiltError, find_built
-    from toka_async.kernels.prefill import PrefillConfig, list_hopper_configs, list_prefill_configs
 
     cache, num_heads, scale = limits.cache, limits.num_heads, limits.scale
     device = cache.device
-    memory = PrefixMemory(device, count_partials(device))
+    memory = PrefixMemory(device, count_partials(device), cache.dtype)
 
     def make_sources(tiles: PrefillConfig) -> Sources:
         decode = partial(TritonDecode, cache, num_heads, scale, tiles, memory)
         chunks = partial(TritonChunks, cache, num_heads, scale, tiles)
         return Sources({"triton": decode}, {"triton": chunks}, decode, chunks)
 
-    shape = cache.head_dim, num_heads // cache.num_kv_heads, cache.dtype
-    configs = list_prefill_configs(*shape)
-    if cache.keys[0].dtype == cache.dtype:  # which the kernel for Hopper chips copies as they are
-        configs = list_hopper_configs(*shape, cache.page_size, device) + configs
+    configs = _list_tiles(cache, num_heads)
     try:
         tiles = find_built(configs, lambda tiles: _try_out(make_sources(tiles), limits, show))
     except UnbuiltError as error:
@@ -198,6 +214,16 @@ def _add_triton(sources: Sources, limits: AttentionLimits, show: Show) -> str:
     sources.decode, sources.chunks = added.decode, added.chunks
     sources.captured, sources.captured_chunks = added.captured, added.captured_chunks
     return ""
+
+
+def _list_tiles(cache: KVCache, num_heads: int) -> list[PrefillConfig]:
+    """Lists tiles of queries, the best first."""
+    from toka_async.kernels.prefill import list_hopper_configs, list_prefill_configs
+
+    shape = cache.head_dim, num_heads // cache.num_kv_heads, cache.dtype
+    if cache.keys[0].dtype != cache.dtype:  # the kernel for Hopper chips multiplies keys as it copies them
+        return list_prefill_configs(*shape)
+    return list_hopper_configs(*shape, cache.page_size, cache.device) + list_prefill_configs(*shape)
 
 
 def _add_flashinfer(sources: Sources, limits: AttentionLimits) -> None:

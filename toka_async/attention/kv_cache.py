@@ -74,6 +74,10 @@ class KVCache:
         assert len(self.scales) == num_layers
         self.device = self.keys[0].device
 
+    def make_zero_queries(self, num_tokens: int, num_heads: int) -> Tensor:
+        """Makes queries [tokens, heads, dim] with which kernels are tried."""
+        return torch.zeros((num_tokens, num_heads, self.head_dim), dtype=self.dtype, device=self.device)
+
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
         """Copies whole pages in all layers. int64 [n] each; all sources are read before a target is written."""
         for tensor in map(view_numbers, (*self.keys, *self.values)):

@@ -17,10 +17,10 @@ class PrefixMemory:
     share it.
     """
 
-    def __init__(self, device: torch.device, most: int) -> None:
-        """most: numbers of all partial results at a time."""
+    def __init__(self, device: torch.device, most: int, dtype: torch.dtype) -> None:
+        """most: numbers of all partial results at a time. dtype: of queries; the kernels compute in float32."""
         self.most = most
-        self._slab = torch.empty(most, dtype=torch.float32, device=device)
+        self._slab = torch.empty(most, dtype=dtype, device=device)
 
     def take(self, query: Tensor, parts: int, output: Tensor) -> Partial:
         """Takes room for `parts` results of the queries [rows, heads, dim]; a single one lies in `output`."""
@@ -31,7 +31,7 @@ class PrefixMemory:
 
 
 def count_partials(device: torch.device) -> int:
-    """Counts the numbers of partial results for which there is room: they take 0.4 % of a GPU's memory at most."""
+    """Counts the numbers of partial results for which there is room: in 16 bits 0.2 % of a GPU's memory at most."""
     if device.type != "cuda":
         return 1 << 20
     total = torch.cuda.get_device_properties(device).total_memory

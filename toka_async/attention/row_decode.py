@@ -98,17 +98,13 @@ class RowDecode:
 
     def run_each_kernel(self, window: int) -> None:
         """Runs each kernel that a plan can need, on rows without keys: some odd step would compile it otherwise."""
-        keys, heads = self.cache.keys[0], (self.num_heads, self.cache.head_dim)
+        keys = self.cache.keys[0]
         for num_rows in (FOLLOWING_ROWS, FOLLOWING_ROWS + 1):
-            query = torch.zeros((num_rows, *heads), dtype=self.cache.dtype, device=self.device)
+            query = self.cache.make_zero_queries(num_rows, self.num_heads)
             zeros = torch.zeros((num_rows, 1), dtype=torch.int32, device=self.device)
-            one = Partial(query[None], torch.zeros((1, num_rows, self.num_heads), device=self.device))
-            two = Partial(
-                torch.zeros((2, num_rows, *heads), device=self.device),
-                torch.zeros((2, num_rows, self.num_heads), device=self.device),
-            )
+            before = Partial(query[None], torch.zeros((1, num_rows, self.num_heads), device=self.device))
             alike = divide_alike(num_rows, 2, 1, self.device)
-            for is_short, work, prefix in product((False, True), (None, alike), (None, one, two)):
+            for is_short, work, prefix in product((False, True), (None, alike), (None, before)):
                 decode_attention(
                     query,
                     keys,
@@ -153,7 +149,7 @@ class RowDecode:
         if self.device.type != "cuda":
             return 1
         keys, config = self.cache.keys[0], self._choose_config(is_short)
-        query = torch.zeros((1, self.num_heads, self.cache.head_dim), dtype=self.cache.dtype, device=self.device)
+        query = self.cache.make_zero_queries(1, self.num_heads)
         zero = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
         work, partial = divide_alike(1, 1, 1, self.device), self._make_partial(1)
         kernel = decode_attention(

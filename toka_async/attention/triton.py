@@ -64,7 +64,7 @@ class TritonDecode:
         group_size = num_heads // cache.num_kv_heads
         self.tile_config = tiles or list_prefill_configs(cache.head_dim, group_size, cache.dtype)[0]
         self.tile_rows = self.tile_config.queries(group_size)
-        self.memory = memory or PrefixMemory(self.device, count_partials(self.device))
+        self.memory = memory or PrefixMemory(self.device, count_partials(self.device), cache.dtype)
         self.rows = RowDecode(cache, num_heads, self.scale)
         self.shared: _Shared | None = None
         # Grouped graphs: the groups that graph_data describes, skips of all rows first, then tiles.
@@ -142,6 +142,13 @@ class TritonDecode:
                 self.tile_config,
             )
         self.rows.run(layer, query, output, prefix)
+
+    def run_prefix_kernel(self) -> None:
+        """Runs the kernel of shared prefixes without any, so that it is compiled."""
+        keys, zero = self.cache.keys[0], torch.zeros((1, 4), dtype=torch.int32, device=self.device)
+        query = self.cache.make_zero_queries(1, self.num_heads)
+        result = self.memory.take(query, 1, query)
+        attend_prefixes(query, keys, keys, zero, zero[0].long(), zero, 1, result, 1.0, self.tile_config)
 
     def _describe(self, spans: Int64, num_rows: int) -> tuple[Int32, Int64, int]:
         """Turns spans [n, 3] of (first row, rows, keys) into device data: skips, padded, then tiles.
@@ -274,8 +281,7 @@ class TritonChunks:
         if self.device.type != "cuda":
             return 1
         keys, zero = self.cache.keys[0], torch.zeros((1, 4), dtype=torch.int32, device=self.device)
-        query = torch.zeros((1, self.num_heads, self.cache.head_dim), dtype=self.cache.dtype, device=self.device)
-        none = self._make_partial(0)
+        query, none = self.cache.make_zero_queries(1, self.num_heads), self._make_partial(0)
         kernel = attend_chunks(
             query, keys, keys, zero, zero[0].long(), zero, 1, query, 1.0, 0, self.config, zero[:, :3], none
         )

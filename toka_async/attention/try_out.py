@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.kv_cache import KVCache
@@ -71,14 +70,14 @@ def try_decode(cache: KVCache, num_heads: int, part: DecodeKernel, max_seqs: int
 
 
 def _try(cache: KVCache, num_heads: int, part: DecodeKernel, shape: TrialShape, window: int) -> None:
-    query = _make_zeros(cache, shape.num_decode, num_heads)
+    query = cache.make_zero_queries(shape.num_decode, num_heads)
     part.plan(make_batch(cache, shape, shape.groups), shape.groups, window)
     part.run(0, query, torch.empty_like(query))
 
 
 def try_chunks(cache: KVCache, num_heads: int, part: PrefillKernel, window: int = 0) -> None:
     """Runs a part at short contexts, and at a long one beside a short one, which several programs share."""
-    query = _make_zeros(cache, 2, num_heads)
+    query = cache.make_zero_queries(2, num_heads)
     short = cache.page_size + 1
     for context in (short, short + LONG_TOKENS):
         part.plan(make_batch(cache, TrialShape(((context, 1), (short, 1)), 0)), window)
@@ -90,10 +89,6 @@ def _choose_contexts(cache: KVCache, window: int) -> tuple[int, int]:
     """Chooses a short and a long context, of a page and some tokens more, within the window if possible."""
     short, long = cache.page_size + 1, cache.page_size + LONG_TOKENS
     return short, min(long, max(window, short)) if window else long
-
-
-def _make_zeros(cache: KVCache, num_tokens: int, num_heads: int) -> Tensor:
-    return torch.zeros((num_tokens, num_heads, cache.head_dim), dtype=cache.dtype, device=cache.device)
 
 
 def _wait(device: torch.device) -> None:

@@ -63,11 +63,12 @@ def attend_tiles(
     """
     num_queries, num_heads, dim = query.shape
     kv_heads, page_size = keys.shape[1:3]
-    box, ring = _choose_layouts(page_size, block_keys, dim, query.dtype)
+    box = min(page_size, block_keys)
+    layout = _choose_layout(box, query.dtype)
     return _prefill_hopper[max(1, min(_count_sms(query.device), num_tiles * kv_heads * splits)),](
         query,
-        _describe(keys, box, min(page_size, block_keys)),
-        _describe(values, box, min(page_size, block_keys)),
+        _describe(keys, box, layout),
+        _describe(values, box, layout),
         page_table,
         slots,
         tiles,
@@ -87,7 +88,6 @@ def attend_tiles(
         rows=block_queries,
         block_keys=block_keys,
         stages=stages,
-        ring=ring,
         registers=registers,
         num_warps=4,
     )
@@ -99,14 +99,12 @@ def _count_sms(device: torch.device) -> int:
 
 
 @cache
-def _choose_layouts(page_size: int, block_keys: int, dim: int, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Chooses how a copy's keys, and a block's, lie in shared memory: the latter is made up of the former."""
-    shapes = ([min(page_size, block_keys), PANEL], [block_keys, dim])
-    box, ring = (gl.NVMMASharedLayout.get_default_for(shape, _TYPES[dtype]) for shape in shapes)
-    return box, ring
+def _choose_layout(box: int, dtype: torch.dtype) -> Any:
+    """Chooses how a copy's keys lie in shared memory. Several of them are a block in the same layout."""
+    return gl.NVMMASharedLayout.get_default_for([box, PANEL], _TYPES[dtype])
 
 
-def _describe(pages: Tensor, layout: Any, box: int) -> TensorDescriptor:
+def _describe(pages: Tensor, box: int, layout: Any) -> TensorDescriptor:
     """Describes pages [pages, kv_heads, page_size, dim] as rows of tokens of which `box` are copied at once."""
     dim = pages.shape[-1]
     return TensorDescriptor(pages, [pages.numel() // dim, dim], [dim, 1], [box, PANEL], layout)
@@ -333,14 +331,13 @@ def _prefill_hopper(
     rows: gl.constexpr,
     block_keys: gl.constexpr,
     stages: gl.constexpr,
-    ring: gl.constexpr,
     registers: gl.constexpr,
 ):
     box: gl.constexpr = min(page_size, block_keys)
     boxes: gl.constexpr = stages * (dim // 64) * (block_keys // box)
     k_ring = gl.allocate_shared_memory(keys.dtype, [boxes, box, 64], keys.layout)
     v_ring = gl.allocate_shared_memory(keys.dtype, [boxes, box, 64], keys.layout)
-    queries = gl.allocate_shared_memory(keys.dtype, [rows // 64, 64, dim], ring)
+    queries = gl.allocate_shared_memory(keys.dtype, [rows // 64, 64, dim], keys.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())

@@ -14,9 +14,8 @@ from functools import partial
 
 import torch
 
-from toka_async.attention.build import LARGEST_HEAD, Backend, try_triton
+from toka_async.attention.build import LARGEST_HEAD, Backend, list_triton_trials
 from toka_async.attention.kv_cache import CacheFormat, KVCache
-from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.startup.device import has_kernels
 
@@ -28,13 +27,7 @@ Task = Callable[[], None]
 
 
 def list_compile_tasks(
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    stored: torch.dtype,
-    device: torch.device,
-    backend: Backend,
-    page_size: int,
-    limits: RankLimits,
+    spec: ModelSpec, dtype: torch.dtype, stored: torch.dtype, device: torch.device, backend: Backend, page_size: int
 ) -> list[Task]:
     """Lists functions that compile the kernels of a model, or of a rank's part of it: attention's, and sampling's.
 
@@ -44,13 +37,9 @@ def list_compile_tasks(
         return []
     tasks: list[Task] = []
     if backend in ("auto", "triton") and spec.head_dim <= LARGEST_HEAD:
-
-        def try_attention() -> None:
-            shape = 1, _NUM_PAGES, spec.num_kv_heads, page_size, spec.head_dim
-            cache = KVCache(*shape, dtype, device, stored=CacheFormat(stored))
-            try_triton(cache, spec.num_heads, spec.windows, limits.max_seqs, limits.max_tokens)
-
-        tasks.append(try_attention)
+        shape = 1, _NUM_PAGES, spec.num_kv_heads, page_size, spec.head_dim
+        cache = KVCache(*shape, dtype, device, stored=CacheFormat(stored))
+        tasks += list_triton_trials(cache, spec.num_heads, spec.windows)
     if spec.vocab_size:
         from toka_async.runner.kernel_sampler import try_sampling
 

@@ -299,8 +299,7 @@ class RunnerFactory:
         draws = self.coords.size == 1 and self.part.is_last
         spec = self.rank_spec if draws else msgspec.structs.replace(self.rank_spec, vocab_size=0)
         backend, page_size = self.config.attention.backend, self.config.cache.page_size
-        stored = self.cache_format.dtype
-        return list_compile_tasks(spec, self.dtype, stored, self.device, backend, page_size, self.limits)
+        return list_compile_tasks(spec, self.dtype, self.cache_format.dtype, self.device, backend, page_size)
 
     def _set_num_threads(self, decoder: Decoder) -> None:
         num_parameters = sum(parameter.numel() for parameter in decoder.parameters())

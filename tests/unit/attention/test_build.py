@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from tests.cases.attention import make_case
 from tests.fakes import flashinfer as fake_flashinfer
 from toka_async.attention import build, flashinfer
-from toka_async.attention.build import AttentionParts, Backend, build_attention, resolve_backend, try_triton
+from toka_async.attention.build import AttentionParts, Backend, build_attention, list_triton_trials, resolve_backend
 from toka_async.attention.choice import AutoChunks, AutoDecode, ChoiceTable, choose_always
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
@@ -270,10 +270,15 @@ def test_every_window_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown == [(done, total) for total in (4, 6) for done in range(total)]
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
-def test_our_kernels_are_compiled_over_a_small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, tried = cache_of(on_cuda=False), list[object]()
-    monkeypatch.setattr(build, "try_decode", lambda *given: tried.append((given[0], given[1], given[3], given[4])))
-    monkeypatch.setattr(build, "try_chunks", lambda *given: tried.append((given[0], given[1], given[3])))
-    try_triton(cache, 2, (7, 7), max_seqs=8, max_tokens=9)
-    assert tried == [(cache, 2, 8, 0), (cache, 2, 0), (cache, 2, 8, 7), (cache, 2, 7)]
+def test_each_kernel_is_compiled_by_one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials may run at the same time: none compiles what another one does."""
+    ran: list[str] = []
+    for path in ("triton.attend_chunks", "triton.attend_prefixes", "row_decode.decode_attention"):
+        monkeypatch.setattr(f"toka_async.attention.{path}", lambda *_, name=path: ran.append(name))
+    trials, kinds = list_triton_trials(cache_of(on_cuda=False), 2, (7, 7)), list[set[str]]()
+    for trial in trials:
+        ran.clear()
+        trial()
+        kinds.append(set(ran))
+    of_window = [{"row_decode.decode_attention"}, {"triton.attend_chunks"}]
+    assert kinds == [{"triton.attend_prefixes"}, *of_window, *of_window]

@@ -11,7 +11,7 @@ from toka_async.attention.prefix_memory import MOST_PARTIALS, PrefixMemory, coun
 
 
 def test_partial_results_stay_where_they_are() -> None:
-    memory, query = PrefixMemory(torch.device("cpu"), 480), torch.zeros(4, 6, 5)
+    memory, query = PrefixMemory(torch.device("cpu"), 480, torch.bfloat16), torch.zeros(4, 6, 5)
     output = torch.empty_like(query)
     several, more = memory.take(query[:2], 3, output[:2]), memory.take(query, 4, output)
     assert several.output.data_ptr() == more.output.data_ptr()

@@ -63,23 +63,22 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     names: list[str] = []
 
-    def try_triton(cache: KVCache, num_heads: int, windows: tuple[int, ...], max_seqs: int, max_tokens: int) -> None:
-        assert (cache.page_size, cache.dtype, max_seqs, max_tokens) == (5, torch.bfloat16, 8, 32)
-        assert cache.keys[0].dtype == E4M3
-        names.append(f"attention of {num_heads} heads and windows {sorted(set(windows))}")
+    def list_trials(cache: KVCache, num_heads: int, windows: tuple[int, ...]) -> list[Task]:
+        assert (cache.page_size, cache.dtype, cache.keys[0].dtype) == (5, torch.bfloat16, E4M3)
+        return [lambda: names.append(f"attention of {num_heads} heads and windows {sorted(set(windows))}")]
 
     def try_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
         assert (dtype, device) == (torch.bfloat16, CPU)
         names.append(f"sampling of {vocab_size} ids")
 
     monkeypatch.setattr(module, "has_kernels", lambda _: True)
-    monkeypatch.setattr(module, "try_triton", try_triton)
+    monkeypatch.setattr(module, "list_triton_trials", list_trials)
     monkeypatch.setattr(kernel_sampler, "try_sampling", try_sampling)
     return names
 
 
 def tasks_of(spec: ModelSpec, backend: Backend = "auto") -> list[Task]:
-    return list_compile_tasks(spec, torch.bfloat16, E4M3, CPU, backend, 5, LIMITS)
+    return list_compile_tasks(spec, torch.bfloat16, E4M3, CPU, backend, 5)
 
 
 def test_attention_and_sampling_are_compiled(spec: ModelSpec, tried: list[str]) -> None:
