@@ -46,6 +46,7 @@ class Engine:
         tuning_dir: str = "",
         batch_invariant: bool = False,
         quantize: str = "none",
+        cache_dtype: str = "auto",
         **options: Unpack[CoreOptions],
     ) -> None:
         min_seqs = options.get("group_min_seqs", 0)
@@ -57,7 +58,11 @@ class Engine:
                 batch_invariant=batch_invariant,
                 quantize=quantize,  # type: ignore[arg-type]
             ),
-            cache=CacheConfig(page_size=page_size, num_tokens=num_tokens),
+            cache=CacheConfig(
+                page_size=page_size,
+                num_tokens=num_tokens,
+                dtype=cache_dtype,  # type: ignore[arg-type]
+            ),
             schedule=ScheduleConfig(max_seqs=max_seqs, max_tokens=max_tokens, group_min_seqs=min_seqs),
             attention=AttentionConfig(backend=backend),  # type: ignore[arg-type]
             graphs=GraphsConfig(enabled=max_graph_seqs > 0, max_rows=max(1, max_graph_seqs)),

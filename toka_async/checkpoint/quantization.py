@@ -69,7 +69,8 @@ def read_quantization(file: JsonFile) -> Quantization | None:
     if method == "fp8":
         return _read_blocks(config)
     if method == "compressed-tensors":
-        return _read_compressed(config)
+        # A checkpoint may have scales for a quantized cache only.
+        return _read_compressed(config) if config.section("config_groups").fields else None
     raise file.error(
         "quantization_config", f"({method}) is not supported; supported: {METHODS}; or use the checkpoint in bfloat16"
     )

@@ -84,9 +84,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return *self.list_attention_matrices(layer), *self.layers[layer].list_feed_matrices(self.hidden_size)
 
     def name_formats(self, dtype: str) -> str:
-        """Names the dtype, and the formats of weights that have another: "bfloat16, fp8/block"."""
+        """Names the dtype, and the formats of weights that have another: "bfloat16, weights in fp8/block"."""
         formats = {layer.format for layer in self.layers if layer.format != "dense"}
-        return ", ".join((dtype, *sorted(name.rpartition("/weight_")[0] or name for name in formats)))
+        return ", ".join((dtype, *(f"weights in {name.partition('/weight_')[0]}" for name in sorted(formats))))
 
     @property
     def embedding_matrix(self) -> MatrixSpec:

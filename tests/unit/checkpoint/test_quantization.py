@@ -30,6 +30,7 @@ def changed(config: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 def test_a_checkpoint_that_is_not_quantized(tmp_path: Path) -> None:
     assert read(tmp_path, {}) is None
+    assert read(tmp_path, {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}) is None
 
 
 def test_blocks(tmp_path: Path) -> None:
@@ -71,7 +72,7 @@ GROUP = "config_groups/group_0"
         (changed(BLOCKS, "fmt", "e5m2"), "fmt is 'e5m2'"),
         (changed(BLOCKS, "modules_to_not_convert", "lm_head"), "modules_to_not_convert is 'lm_head': expected a list"),
         (changed(CHANNELS, "format", "pack-quantized"), "format is 'pack-quantized'"),
-        (changed(CHANNELS, "config_groups", {}), "config_groups has 0 groups"),
+        (changed(CHANNELS, "config_groups", {"a": {}, "b": {}}), "config_groups has 2 groups"),
         (changed(CHANNELS, f"{GROUP}/targets", ["Embedding"]), "targets is ['Embedding']"),
         (changed(CHANNELS, f"{GROUP}/weights/num_bits", 4), "weights.num_bits is 4; supported: 8"),
         (changed(CHANNELS, f"{GROUP}/weights/strategy", "tensor"), "weights.strategy is 'tensor'"),

@@ -29,12 +29,22 @@ class ScaledTile:
 
 
 LARGEST_TILE = ScaledTile(128, 128, num_stages=3, num_warps=8)
-# For up to so many rows; each takes at most 96 KiB of shared memory.
+# For up to so many rows, the best first; each takes at most 96 KiB of shared memory.
 TILES = {
-    16: ScaledTile(16, 64, num_stages=4, num_warps=4),
-    64: ScaledTile(64, 64, num_stages=4, num_warps=4),
-    1 << 31: LARGEST_TILE,
+    16: tuple(ScaledTile(16, columns, num_stages=4, num_warps=4) for columns in (64, 32, 16)),
+    64: tuple(ScaledTile(64, columns, num_stages=4, num_warps=4) for columns in (64, 32, 16)),
+    1 << 31: (LARGEST_TILE, ScaledTile(64, 64, num_stages=4, num_warps=4)),
 }
+_ENOUGH = 128  # programs that keep a large chip's memory busy; smaller tiles make more of them
+
+
+def choose_scaled_tile(num_rows: int, num_outputs: int) -> ScaledTile:
+    """Chooses the best tile that makes enough programs, or the smallest."""
+    tiles = next(tiles for most, tiles in TILES.items() if num_rows <= most)
+    for tile in tiles:
+        if triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_outputs, tile.columns) >= _ENOUGH:
+            return tile
+    return tiles[-1]
 
 
 def multiply_scaled(
@@ -47,7 +57,7 @@ def multiply_scaled(
 ) -> Tensor:
     """x Wᵀ + b: [t, k] and [n, k] to [t, n] of the dtype, or added to `residual` [t, n] in place.
 
-    tile: for tests; None: that of `TILES`.
+    tile: None: that of `choose_scaled_tile`.
     """
     (x, x_scales), (n, k), num_rows = rows, weight.shape, len(rows[0])
     assert x.is_contiguous()
@@ -56,7 +66,7 @@ def multiply_scaled(
     assert residual is None or (residual.is_contiguous() and residual.shape == (num_rows, n))
     assert x_scales.shape == (num_rows, k // BLOCK if weight.by_block else 1)
     output = torch.empty(num_rows, n, dtype=dtype, device=x.device) if residual is None else residual
-    tile = tile or next(tile for most, tile in TILES.items() if num_rows <= most)
+    tile = tile or choose_scaled_tile(num_rows, n)
     if num_rows:
         _scaled_product[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns),)](
             x,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from toka_async.kernels.fp8.quantize import quantize
-from toka_async.kernels.fp8.scaled import ScaledTile, multiply_scaled
+from toka_async.kernels.fp8.scaled import TILES, ScaledTile, choose_scaled_tile, multiply_scaled
 from toka_async.kernels.scaled_weight import Quantized, ScaledWeight
 from toka_async.model.matrices import scaling as fp8
 
@@ -49,10 +51,20 @@ def test_it_equals_the_product_of_what_the_values_stand_for(
 
 
 @pytest.mark.parametrize("by_block", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 16, 17, 65])
-def test_every_tile(device: torch.device, num_rows: int, by_block: bool) -> None:
-    rows, weight, exact = operands(device, by_block, num_rows, 256, 128)
-    check(multiply_scaled(rows, weight, torch.bfloat16), exact, torch.bfloat16)
+@pytest.mark.parametrize("tile", list(itertools.chain(*TILES.values())), ids=repr)
+def test_every_tile(device: torch.device, tile: ScaledTile, by_block: bool) -> None:
+    rows, weight, exact = operands(device, by_block, 17, 256, 128)
+    check(multiply_scaled(rows, weight, torch.bfloat16, tile=tile), exact, torch.bfloat16)
+
+
+def test_tiles_are_as_large_as_keeps_a_chip_busy() -> None:
+    sizes = [(rows, n) for n in (14_336, 4096, 1024) for rows in (1, 17, 200, 1000)]
+    chosen = {size: choose_scaled_tile(*size) for size in sizes}
+    of_wide = [(16, 64), (64, 64), (128, 128), (128, 128)]
+    of_usual = [(16, 32), (64, 32), (64, 64), (128, 128)]
+    of_narrow = [(16, 16), (64, 16), (64, 64), (64, 64)]
+    assert [(tile.rows, tile.columns) for tile in chosen.values()] == [*of_wide, *of_usual, *of_narrow]
+    assert choose_scaled_tile(0, 128) == TILES[16][-1]
 
 
 @pytest.mark.parametrize("by_block", [False, True])
