@@ -31,6 +31,7 @@ COVERED = {
     "unit/client/test_exchange.py": ["client/errors", "client/pending", "client/results"],
     "unit/config/test_load.py": ["config/sections", "config/text"],
     "unit/kernels/experts/test_mixture.py": ["kernels/experts/few_tokens", "kernels/experts/sums"],
+    "unit/kernels/test_append.py": ["kernels/stored"],
     "unit/kernels/sampling/test_edit.py": ["kernels/sampling/raw"],
     "unit/kernels/sampling/test_kernels.py": [
         "kernels/sampling/candidates",

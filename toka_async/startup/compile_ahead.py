@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from toka_async.attention.build import LARGEST_HEAD, Backend, list_triton_trials
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import CacheFormat, KVCache
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.startup.device import has_kernels
 
@@ -27,17 +27,18 @@ Task = Callable[[], None]
 
 
 def list_compile_tasks(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, backend: Backend, page_size: int
+    spec: ModelSpec, dtype: torch.dtype, stored: torch.dtype, device: torch.device, backend: Backend, page_size: int
 ) -> list[Task]:
     """Lists functions that compile the kernels of a model, or of a rank's part of it: attention's, and sampling's.
 
-    spec: of the rank. Without a vocabulary the rank does not sample whole logits.
+    spec: of the rank. Without a vocabulary the rank does not sample whole logits. stored: what the cache stores.
     """
     if not has_kernels(device):
         return []
     tasks: list[Task] = []
     if backend in ("auto", "triton") and spec.head_dim <= LARGEST_HEAD:
-        cache = KVCache(1, _NUM_PAGES, spec.num_kv_heads, page_size, spec.head_dim, dtype, device)
+        shape = 1, _NUM_PAGES, spec.num_kv_heads, page_size, spec.head_dim
+        cache = KVCache(*shape, dtype, device, stored=CacheFormat(stored))
         tasks += list_triton_trials(cache, spec.num_heads, spec.windows)
     if spec.vocab_size:
         from toka_async.runner.kernel_sampler import try_sampling
