@@ -10,7 +10,7 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
 from toka_async.kernels.scaled_weight import ScaledWeight
 from toka_async.runner.kernel_sampler import try_sampling
 from toka_async.tuning import few_rows as few_rows_tuning
-from toka_async.tuning.experts import GROUPED_TILES
+from toka_async.tuning.experts import GROUPED_TILES, SCALED_GROUPED_TILES
 from toka_async.tuning.fp8 import FEW_ROWS_TILES
 from toka_async.tuning.fp8 import GATED_TILES as SCALED_GATED_TILES
 from toka_async.tuning.gated_tiles import TILES as GATED_TILES
@@ -91,8 +91,13 @@ def build_gated(dtype: str, hidden: int, inner: int) -> str:
     return f"{sum(choice.admits([tile]) for tile in GATED_TILES)} tiles"
 
 
-def build_experts(dtype: str, hidden: int, inner: int, num_experts: int, top_k: int) -> str:
-    """Returns how many tiles fit, for gate and up and for down, copied by the chip where it can."""
+def build_experts(
+    dtype: str, hidden: int, inner: int, num_experts: int, top_k: int, by_block: bool | None = None
+) -> str:
+    """Returns how many tiles fit, for gate and up and for down, copied by the chip where it can.
+
+    by_block: weights are in E4M3, with scales of blocks or of rows; None: they are not.
+    """
     arch = triton.runtime.driver.active.get_current_target().arch
     for module in (routing, few_tokens):
         module.can_follow = lambda _: arch >= 90  # type: ignore[attr-defined]
@@ -107,14 +112,19 @@ def build_experts(dtype: str, hidden: int, inner: int, num_experts: int, top_k: 
         loads=torch.zeros(num_experts, dtype=torch.int64),
         counted=torch.zeros(1, dtype=torch.int32),
     )
+    tiles = GROUPED_TILES
+    if by_block is not None:
+        tiles = SCALED_GROUPED_TILES[:-1] if by_block else SCALED_GROUPED_TILES
+        shapes = [experts.gate_up.shape, experts.down.shape]
+        scales = [torch.zeros(e, n // 128, k // 128) if by_block else torch.zeros(e, n) for e, n, k in shapes]
+        values = [torch.empty(shape, dtype=torch.float8_e4m3fn) for shape in shapes]
+        experts = replace(experts, gate_up=values[0], down=values[1], gate_up_scales=scales[0], down_scales=scales[1])
     x, logits = torch.zeros(num_experts, hidden, dtype=kind), torch.zeros(num_experts, num_experts, dtype=kind)
     kernels = ExpertKernels(GroupedProducts(copies=arch >= 90))
     for num_tokens in (1, num_experts):  # straight, and grouped
         kernels.mix(x[:num_tokens], logits[:num_tokens], experts, x[:num_tokens])
     routes = routing.route(logits[:3], top_k, True)
-    plans = [
-        partial(kernels.compute, ExpertPlan(tile, tile), x[:3], routes, experts, x[:3], True) for tile in GROUPED_TILES
-    ]
+    plans = [partial(kernels.compute, ExpertPlan(tile, tile), x[:3], routes, experts, x[:3], True) for tile in tiles]
     return f"{sum(not explain_unbuilt(plan) for plan in plans)} tiles"
 
 

@@ -43,6 +43,7 @@ CASES: list[Case] = [
     *((arch, "few rows", {"dtype": BF16, "hidden": 2048, "inner": 8192}) for arch in (86, 90)),
     *((arch, "experts", QWEN3 | {"dtype": BF16}) for arch in (80, 89, 90, 100, 120)),
     (90, "experts", MIXTRAL | {"dtype": FP16}),
+    *((arch, "experts", QWEN3 | {"dtype": BF16, "by_block": True}) for arch in (89, 90)),
     # The oldest first: Triton 3.6 converts 8-bit floats for all of a process as it first did, as there is one GPU.
     *(
         (arch, "quantized", {"dtype": BF16, "hidden": 4096, "inner": 14_336, "by_block": by_block})
@@ -75,6 +76,10 @@ EVERY: list[Case] = [
     *(
         (arch, "experts", shape | {"dtype": dtype})
         for arch, shape, dtype in itertools.product(SHARED_MEMORY, (QWEN3, MIXTRAL), (BF16, FP16))
+    ),
+    *(
+        (arch, "experts", QWEN3 | {"dtype": BF16, "by_block": by_block})
+        for arch, by_block in itertools.product((89, 90, 100, 120), (False, True))
     ),
     *(
         (arch, "quantized", {"dtype": dtype, "hidden": hidden, "inner": 2 * hidden, "by_block": by_block})
@@ -110,7 +115,7 @@ def check(cases: list[Case]) -> None:
             if is_hopper and arguments.get("page_size", 16) >= LEAST_COPIED and "stored" not in arguments:
                 expected = "tiles for Hopper"
         elif what == "experts":
-            expected = "6 tiles"
+            expected = {None: "6 tiles", True: "3 tiles", False: "4 tiles"}[arguments.get("by_block")]
         elif what == "few rows":
             expected = "3 tiles"
         elif what == "gated":
