@@ -438,7 +438,7 @@ def test_a_rank_on_a_cpu_imports_no_kernels() -> None:
         done.add(name)
         todo |= imported_at_once(name) - done
     assert {"toka_async.runner.runner", "toka_async.attention.build"} <= done
-    without_triton = {"toka_async.kernels.support", "toka_async.kernels.expert_weights"}
+    without_triton = {"toka_async.kernels.support", "toka_async.kernels.experts.weights"}
     assert {name for name in done if name.startswith("toka_async.kernels")} == without_triton
     assert "toka_async.kernels.sampling.kernels" in imported_at_once("toka_async.runner.kernel_sampler")
 

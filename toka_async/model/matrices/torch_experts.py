@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toka_async.kernels.expert_weights import ExpertWeights
+from toka_async.kernels.experts.weights import ExpertWeights
 
 if TYPE_CHECKING:
     from toka_async.model.matrices.ops import Ops
