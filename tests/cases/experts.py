@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toka_async.kernels.expert_weights import ExpertWeights
+from toka_async.kernels.experts.weights import ExpertWeights
 
 
 def draw(*shape: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> Tensor:

@@ -26,10 +26,10 @@ from toka_async.attention.triton import TritonChunks
 from toka_async.kernels import few_rows, prefill
 from toka_async.kernels.append import append
 from toka_async.kernels.built import explain_unbuilt
-from toka_async.kernels.expert_weights import ExpertWeights
 from toka_async.kernels.experts import few_tokens, routing
 from toka_async.kernels.experts.grouped import GroupedProducts
 from toka_async.kernels.experts.mixture import ExpertKernels, ExpertPlan
+from toka_async.kernels.experts.weights import ExpertWeights
 from toka_async.kernels.fp8.quantize import FP8, quantize, quantize_gate, quantize_norm
 from toka_async.kernels.fp8.scaled import TILES, multiply_scaled
 from toka_async.kernels.fused import FusedOps

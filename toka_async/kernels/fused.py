@@ -6,6 +6,8 @@ layers.
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -13,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.activation import NAMES, activate
-from toka_async.kernels.expert_weights import ExpertMixing, ExpertWeights
 from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts, Norm
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.matmul import TunedProducts
@@ -23,6 +24,12 @@ from toka_async.kernels.scaled_weight import ScaledOps
 
 _NORM_CELLS = 2048  # values of a program that norms several short rows
 _GATE_BLOCK = 2048
+
+
+class ExpertMixing(Protocol):
+    def mix(self, x: Tensor, logits: Tensor, experts: Any, residual: Tensor | None) -> Tensor:
+        """See `Ops.mix_experts`."""
+        ...
 
 
 class FusedOps:
@@ -136,7 +143,7 @@ class FusedOps:
             return None, residual.addmm_(x, weight.t())
         return None, self.products.add(residual, x, weight)
 
-    def mix_experts(self, x: Tensor, logits: Tensor, experts: ExpertWeights, residual: Tensor | None) -> Tensor:
+    def mix_experts(self, x: Tensor, logits: Tensor, experts: Any, residual: Tensor | None) -> Tensor:
         assert self.experts is not None
         return self.experts.mix(x, logits, experts, residual)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from toka_async.checkpoint.experts_spec import ExpertMatrixSpec, ExpertNames, ExpertsFeedSpec
 from toka_async.checkpoint.layer_spec import LayerSpec
 from toka_async.checkpoint.quantization import BLOCK, FORMATS
-from toka_async.kernels.expert_weights import ExpertWeights
+from toka_async.kernels.experts.weights import ExpertWeights
 from toka_async.model.activation_layout import ActivationLayout
 from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.layers import RMSNorm

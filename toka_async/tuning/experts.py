@@ -12,10 +12,11 @@ from torch import Tensor
 
 from toka_async.checkpoint.experts_spec import ExpertsFeedSpec
 from toka_async.kernels.built import explain_unbuilt
-from toka_async.kernels.expert_weights import ExpertMixing, ExpertWeights
 from toka_async.kernels.experts.grouped import BLOCK, GroupedTile
 from toka_async.kernels.experts.mixture import SCALED_TILES, STRAIGHT, TILES, ExpertKernels, ExpertPlan, choose_plan
 from toka_async.kernels.experts.routing import Routes, route
+from toka_async.kernels.experts.weights import ExpertWeights
+from toka_async.kernels.fused import ExpertMixing
 from toka_async.model.decoder import Decoder
 from toka_async.model.experts_feed import ExpertsFeed
 from toka_async.tuning.matrix_group import RowCounts

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toka_async.kernels.by_rows import ByRows
-from toka_async.kernels.expert_weights import ExpertWeights
 from toka_async.kernels.experts import few_tokens
 from toka_async.kernels.experts.grouped import BLOCK, STORE, GroupedProducts, GroupedTile, GroupScales
 from toka_async.kernels.experts.routing import Routes, place, route
 from toka_async.kernels.experts.sums import add_by_token
+from toka_async.kernels.experts.weights import ExpertWeights
 from toka_async.kernels.fp8.quantize import FP8, quantize
 
 

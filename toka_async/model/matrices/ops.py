@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toka_async.attention.rope import compute_rotation
-from toka_async.kernels.expert_weights import ExpertWeights
+from toka_async.kernels.experts.weights import ExpertWeights
 from toka_async.kernels.scaled_weight import ScaledOps
 from toka_async.model.matrices.torch_experts import mix_experts
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toka_async.kernels.expert_weights import ExpertWeights
+from toka_async.kernels.experts.weights import ExpertWeights
 from toka_async.kernels.scaled_weight import BLOCK
 from toka_async.model.matrices.scaling import dequantize
 

@@ -1,9 +1,8 @@
-"""The experts of a layer that a rank has, and what computes with them. Loads no Triton, which is not everywhere."""
+"""The experts of a layer that a rank has. Loads no Triton, which is not everywhere."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -28,9 +27,3 @@ class ExpertWeights:
     counted: Tensor | None = None
     gate_up_scales: Tensor | None = None
     down_scales: Tensor | None = None
-
-
-class ExpertMixing(Protocol):
-    def mix(self, x: Tensor, logits: Tensor, experts: ExpertWeights, residual: Tensor | None) -> Tensor:
-        """See `Ops.mix_experts`."""
-        ...

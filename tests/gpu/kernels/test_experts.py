@@ -11,9 +11,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.cases.experts import take_experts
-from toka_async.kernels.expert_weights import ExpertWeights
 from toka_async.kernels.experts.mixture import STRAIGHT, ExpertKernels, ExpertPlan, choose_plan
 from toka_async.kernels.experts.routing import route
+from toka_async.kernels.experts.weights import ExpertWeights
 from toka_async.model.matrices.ops import TorchOps
 from toka_async.tuning.experts import GROUPED_TILES, has_library
 
