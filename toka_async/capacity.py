@@ -126,7 +126,7 @@ class Stage:
 
 def make_plan(config: Config, memory: int) -> CapacityPlan:
     """Plan for GPUs of `memory` bytes. Raises ModelError: no such model, not divisible, or too large a step."""
-    spec = read_spec(resolve_model(config.model.path, weights=False))
+    spec = read_spec(resolve_model(config.model.path, weights=False), config.model.quantize)
     check_division(spec, config.parallel.pp, config.parallel.tp)
     dtype: torch.dtype = getattr(torch, spec.dtype if config.model.dtype == "auto" else config.model.dtype)
     stages = make_stages(spec, config.parallel, dtype, resolve_stored_dtype(config.cache, dtype))
@@ -202,7 +202,7 @@ def plan_lines(plan: CapacityPlan) -> Iterator[str]:
     """The plan for people: a line for each GPU, and totals."""
     config, parallel = plan.config, plan.config.parallel
     yield (
-        f"{config.model.path}: {plan.spec.num_layers} layers, {name_types(plan.dtype, config.cache)}; "
+        f"{config.model.path}: {plan.spec.num_layers} layers, {name_types(plan.spec, plan.dtype, config.cache)}; "
         f"parallel.dp={parallel.dp}, pp={parallel.pp}, tp={parallel.tp}: {format_count(len(plan.ranks), 'GPU')} of "
         f"{_format_gib(plan.memory)}, {config.cache.memory_fraction:.0%} of each"
     )

@@ -173,7 +173,7 @@ def _find_files(config: Config) -> tuple[Path, Path]:
     # On a terminal the hub's own bars show downloads.
     with StartupProgress(shown=False).stage("model", f"finding {config.model.path} here or on the hub"):
         model_dir = resolve_model(config.model.path, weights)
-    spec = read_spec(model_dir)
+    spec = read_spec(model_dir, config.model.quantize)
     check_division(spec, config.parallel.pp, config.parallel.tp)
     read_generation_defaults(model_dir, spec, use_file=config.model.generation_config == "auto")
     tokenizer_dir = resolve_tokenizer(config.model.tokenizer, model_dir)

@@ -45,6 +45,7 @@ class Engine:
         max_graph_seqs: int = 16,
         tuning_dir: str = "",
         batch_invariant: bool = False,
+        quantize: str = "none",
         cache_dtype: str = "auto",
         **options: Unpack[CoreOptions],
     ) -> None:
@@ -55,6 +56,7 @@ class Engine:
                 device=device,  # type: ignore[arg-type]
                 dtype=dtype,  # type: ignore[arg-type]
                 batch_invariant=batch_invariant,
+                quantize=quantize,  # type: ignore[arg-type]
             ),
             cache=CacheConfig(
                 page_size=page_size,
@@ -66,7 +68,7 @@ class Engine:
             graphs=GraphsConfig(enabled=max_graph_seqs > 0, max_rows=max(1, max_graph_seqs)),
             tuning=TuningConfig(dir=tuning_dir),
         )
-        self.runner = RunnerFactory(model_dir, read_spec(model_dir), config).build()
+        self.runner = RunnerFactory(model_dir, read_spec(model_dir, quantize), config).build()
         rank = self.runner
         self.driver = CoreDriver(rank.ready, max_tokens=max_tokens, rank=rank, until_full=until_full, **options)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases.quantized import CHANNELS, dequantize_checkpoint, quantize_checkpoint
 from tests.processes.parallel import OPTIONS, REQUESTS, TIE, Reference, ask_all, kill_under_load, make_model
 from tests.processes.serving import serving
 from toka_async.topology import Layout
@@ -35,4 +36,16 @@ def test_greedy_tokens_equal_the_reference_and_no_death_is_missed(
     prompts = [prompt for prompt, num_samples in REQUESTS for _ in range(num_samples)]
     for prompt, tokens in zip(prompts, answers, strict=True):
         assert len(tokens) == TOKENS
+        assert reference.gap(prompt, tokens) < TIE
+
+
+def test_stages_quantize_what_they_load(tmp_path: Path) -> None:
+    """The tokens are those of the model that the 8-bit weights stand for."""
+    model = make_model(tmp_path / "model")
+    with serving(tmp_path, f"model.path={model}", "model.quantize=fp8", "parallel.pp=2", *OPTIONS) as server:
+        answers = ask_all(server, TOKENS)
+    quantized = quantize_checkpoint(model, tmp_path / "quantized", CHANNELS)
+    reference = Reference(dequantize_checkpoint(quantized, tmp_path / "exact"))
+    prompts = [prompt for prompt, num_samples in REQUESTS for _ in range(num_samples)]
+    for prompt, tokens in zip(prompts, answers, strict=True):
         assert reference.gap(prompt, tokens) < TIE

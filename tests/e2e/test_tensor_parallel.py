@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.cases.models import make_checkpoint
+from tests.cases.quantized import BLOCKS, SIZES, dequantize_checkpoint, quantize_checkpoint
 from tests.processes.greedy_reference import ask_all, check_greedy
 from tests.processes.serving import serving
 
@@ -36,3 +37,14 @@ def test_greedy_tokens_equal_the_reference(
     assert not list(place.glob("toka-*"))
     shutil.rmtree(place)
     check_greedy(folder, answers)
+
+
+def test_8_bit_weights_with_scales_by_block(tmp_path: Path) -> None:
+    """The tokens are those of the model that the weights stand for."""
+    dense = make_checkpoint(tmp_path / "dense", "qwen3", seed=5, **SIZES)
+    folder = quantize_checkpoint(dense, tmp_path / "quantized", BLOCKS)
+    with serving(tmp_path, f"model.path={folder}", "model.served_name=m", "parallel.tp=2") as server:
+        answers = ask_all(server)
+        server.signal_group(signal.SIGTERM)
+        assert server.wait_for_all() == 0
+    check_greedy(dequantize_checkpoint(folder, tmp_path / "exact"), answers)

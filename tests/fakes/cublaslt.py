@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from toka_async.kernels.cublaslt import Algorithm, Product
+from toka_async.kernels.cublaslt import Algorithm, Product, Scales
 
 
 class FakeLibrary:
@@ -30,14 +30,23 @@ class FakeLibrary:
     def algorithms(self, product: Product, m: int) -> list[Algorithm]:  # noqa: ARG002
         return [Algorithm(name) for name in self.costs]
 
-    def run(self, product: Product, algorithm: Algorithm, x: Tensor, weight: Tensor, output: Tensor) -> bool:
+    def run(
+        self,
+        product: Product,
+        algorithm: Algorithm,
+        x: Tensor,
+        weight: Tensor,
+        output: Tensor,
+        scales: Scales | None = None,
+    ) -> bool:
         name = str(algorithm)
         if name in self.refused:
             return False
-        self.ran.append((name, len(x)))
-        self.time += self.costs[name](len(x))
-        result = x @ weight.T
-        output.copy_(output + result if product.adds else result)
+        self.ran.append((name, len(output)))
+        self.time += self.costs[name](len(output))
+        result = x @ weight.T if scales is None else _multiply_scaled(product, x, weight, *scales)
+        part = output[: len(x)]
+        part.copy_(part + result if product.adds else result)
         return True
 
     def is_rested(self, name: str) -> bool:
@@ -51,3 +60,12 @@ class FakeLibrary:
             call()
             self.time += 10 if self.time == before else 0
         return self.time - begin
+
+
+def _multiply_scaled(product: Product, x: Tensor, weight: Tensor, of_x: Tensor, of_weight: Tensor) -> Tensor:
+    """Reads scales as the library does: those of groups by groups, those of blocks by rows of blocks."""
+    if product.scaling == "channel":
+        return (x.float() * of_x[: len(x)]) @ (weight.float() * of_weight[:, None]).T
+    groups = of_x.repeat_interleave(128, 1)
+    blocks = of_weight.repeat_interleave(128, 0).repeat_interleave(128, 1)[: product.n, : product.k]
+    return (x.float() * groups) @ (weight.float() * blocks).T

@@ -6,6 +6,7 @@ arguments] and prints for each a line: what could be built, or the error that en
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -23,14 +24,20 @@ from toka_async.attention.paged import PagedAttention
 from toka_async.attention.triton import TritonChunks
 from toka_async.kernels import few_rows, prefill
 from toka_async.kernels.append import append
+from toka_async.kernels.fp8.quantize import FP8, quantize, quantize_gate, quantize_norm
+from toka_async.kernels.fp8.scaled import TILES, multiply_scaled
 from toka_async.kernels.fused import FusedOps
-from toka_async.kernels.gated import GatedProducts
+from toka_async.kernels.gated import GatedProducts, RowScales
 from toka_async.kernels.prefill import list_prefill_configs
 from toka_async.kernels.sampling.edit import LIST_WIDTH, EditKernels, EditTable, RowTokens
 from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
+from toka_async.kernels.scaled_weight import ScaledWeight
 from toka_async.runner.kernel_sampler import try_sampling
 from toka_async.tuning import few_rows as few_rows_tuning
-from toka_async.tuning.gated_tiles import TILES, GatedTileChoice
+from toka_async.tuning.fp8 import FEW_ROWS_TILES
+from toka_async.tuning.fp8 import GATED_TILES as SCALED_GATED_TILES
+from toka_async.tuning.gated_tiles import TILES as GATED_TILES
+from toka_async.tuning.gated_tiles import GatedTileChoice
 
 CPU = torch.device("cpu")
 
@@ -74,7 +81,7 @@ def build_gated(dtype: str, hidden: int, inner: int) -> str:
     """Returns how many tiles fit; without any, steps compute the product and the gate separately."""
     weight = torch.zeros(2 * inner, hidden, dtype=getattr(torch, dtype))
     choice = GatedTileChoice(GatedProducts(8), [weight], "silu", [128], lambda x, _: x)
-    return f"{sum(choice.admits([tile]) for tile in TILES)} tiles"
+    return f"{sum(choice.admits([tile]) for tile in GATED_TILES)} tiles"
 
 
 def build_few_rows(dtype: str, hidden: int, inner: int) -> str:
@@ -86,6 +93,29 @@ def build_few_rows(dtype: str, hidden: int, inner: int) -> str:
         few_rows.FewRowsProducts(1 << 24, 800), [weight], "silu", [1], lambda *_: None, norm=(weight[0], 1e-6)
     )
     return f"{sum(choice.admits([tile]) for tile in few_rows_tuning.TILES)} tiles"
+
+
+def build_quantized(dtype: str, hidden: int, inner: int, by_block: bool) -> str:
+    """Builds what quantizes activations, and the products with quantized weights by our kernels, of all tiles."""
+    arch, kind = triton.runtime.driver.active.get_current_target().arch, getattr(torch, dtype)
+    few_rows.can_follow = lambda _: arch >= 90  # type: ignore[assignment, attr-defined]
+    x, gate_up = torch.zeros(3, hidden, dtype=kind), torch.zeros(3, 2 * inner, dtype=kind)
+    rows, _ = quantize_norm(x, x, x[0], 1e-6, by_block)
+    quantize_norm(x, None, x[0], 1e-6, by_block)
+    quantize(x, by_block)
+    quantize_gate(gate_up, "silu", by_block)
+    scales = torch.zeros((2 * inner // 128, hidden // 128) if by_block else (2 * inner,))
+    weight = ScaledWeight(torch.zeros(2 * inner, hidden, dtype=FP8), scales)
+    for tile in itertools.chain(*TILES.values()):
+        multiply_scaled(rows, weight, kind, residual=gate_up, tile=tile)
+    output, few = gate_up[:, :inner].contiguous(), few_rows.FewRowsProducts(1 << 24, 800)
+    for few_tile in FEW_ROWS_TILES:
+        if few.can_run("silu", few_tile, x[:1], weight):
+            few.run("silu", few_tile, x[:1], weight, output, norm=(x[0], 1e-6))
+    if arch in (90, 100) and kind != torch.float32:
+        for gated_tile in SCALED_GATED_TILES[by_block]:
+            GatedProducts(8).run("silu", gated_tile, rows[0], weight, output, scales=RowScales(rows[1], kind))
+    return "all"
 
 
 def build_sampling(dtype: str, vocab: int) -> str:
@@ -108,6 +138,7 @@ BUILDERS: dict[str, Callable[..., str]] = {
     "layer": build_layer,
     "gated": build_gated,
     "few rows": build_few_rows,
+    "quantized": build_quantized,
     "sampling": build_sampling,
 }
 

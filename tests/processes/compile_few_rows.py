@@ -16,6 +16,9 @@ from toka_async.tuning.few_rows import TILES
 def compile_tile(architecture: int, tile: FewRowsTile) -> str:
     pdl = architecture >= 90
     constants: dict[str, Any] = {
+        "scales": None,
+        "block_stride": 0,
+        "block": 128,
         "bias": None,
         "n": 2048,
         "k": 2048,

@@ -32,6 +32,8 @@ COVERED = {
     "unit/config/test_load.py": ["config/sections", "config/text"],
     "unit/kernels/test_append.py": ["kernels/stored"],
     "unit/kernels/sampling/test_edit.py": ["kernels/sampling/raw"],
+    "unit/kernels/fp8/test_products.py": ["kernels/scaled_weight"],
+    "unit/model/matrices/test_fp8.py": ["kernels/fp8/ops"],
     "unit/kernels/sampling/test_kernels.py": [
         "kernels/sampling/candidates",
         "kernels/sampling/draw",

@@ -12,13 +12,16 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+import msgspec
 import torch
 from torch.nn import functional
 
 from toka_async.attention.kv_cache import bytes_per_token
 from toka_async.bench.step_load import Case
 from toka_async.checkpoint.matrix_spec import MatrixSpec
+from toka_async.checkpoint.quantization import FORMATS
 from toka_async.checkpoint.spec import ModelSpec
 
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
@@ -48,18 +51,24 @@ class FloorParts:
 class Floor:
     """Measures a device and computes floors.
 
-    bandwidth: bytes per second, read and written, of a large copy. flops: per second, with the model's matrices.
+    bandwidth: bytes per second, read and written, of a large copy. flops: per second, of large products in the model's
+    dtype. quantized_flops: of 8-bit floats, if the model's weights are, on a GPU.
     """
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, stored: torch.dtype, device: torch.device) -> None:
         """stored: what keys and values are stored as."""
         self._spec, self._dtype, self._stored, self._device = spec, dtype, stored, device
-        self._seconds: dict[tuple[int, int, int], float] = {}
+        self._seconds: dict[tuple[int, int, int, bool], float] = {}
         source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         self.bandwidth = 2 * source.numel() / count_seconds(lambda: target.copy_(source), device)
         largest = max(spec.list_matrices(0), key=lambda matrix: matrix.count_flops(1))
-        self.flops = largest.count_flops(LARGE[device.type]) / self._time_torch(LARGE[device.type], largest)
+        self.flops = self._measure_flops(msgspec.structs.replace(largest, format="dense"))
+        self.quantized_flops = self._measure_flops(largest)
+
+    def _measure_flops(self, matrix: MatrixSpec) -> float:
+        num_tokens = LARGE[self._device.type]
+        return matrix.count_flops(num_tokens) / self._time_torch(num_tokens, matrix)
 
     def compute(self, case: Case, grouped: bool) -> FloorParts:
         """grouped: each group's prefix is read once, not once a row."""
@@ -76,16 +85,23 @@ class Floor:
     def _multiply(self, num_tokens: int, matrix: MatrixSpec) -> float:
         """Returns the least seconds of a product of so many tokens: of reading the weights, or of multiplying."""
         num_bytes = matrix.count_read_bytes(num_tokens, self._dtype.itemsize)
-        return max(num_bytes / self.bandwidth, matrix.count_flops(num_tokens) / self.flops)
+        flops = self.quantized_flops if matrix.format in FORMATS else self.flops
+        return max(num_bytes / self.bandwidth, matrix.count_flops(num_tokens) / flops)
 
     def _time_torch(self, num_tokens: int, matrix: MatrixSpec) -> float:
-        """Measures the seconds of the product by torch."""
-        key = (num_tokens, matrix.num_outputs, matrix.num_inputs)
+        """Measures the seconds of the product by torch; of quantized values without their scales."""
+        quantized = matrix.format in FORMATS and self._device.type == "cuda"
+        key = (num_tokens, matrix.num_outputs, matrix.num_inputs, quantized)
         if key not in self._seconds:
             inputs = torch.randn(num_tokens, matrix.num_inputs, dtype=self._dtype, device=self._device)
             weight = torch.randn(matrix.num_outputs, matrix.num_inputs, dtype=self._dtype, device=self._device)
+            multiply = partial(functional.linear, inputs, weight)
+            if quantized:
+                one = torch.ones((), device=self._device)
+                values, transposed = inputs.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn).t()
+                multiply = partial(torch._scaled_mm, values, transposed, one, one, out_dtype=self._dtype)
             with torch.inference_mode():
-                self._seconds[key] = count_seconds(lambda: functional.linear(inputs, weight), self._device)
+                self._seconds[key] = count_seconds(multiply, self._device)
         return self._seconds[key]
 
     def _attention(self, case: Case, grouped: bool, window: int) -> float:

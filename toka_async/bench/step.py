@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace, config: Config) -> StepResult:
         if (size := getattr(config.parallel, name)) > 1:
             raise BenchError(f"parallel.{name}={size}: one rank alone is measured; use 1")
     model_dir = resolve_model(config.model.path, weights=config.model.load == "weights")
-    spec = read_spec(model_dir)
+    spec = read_spec(model_dir, config.model.quantize)
     # A rank's process does this too, before torch loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -83,7 +83,7 @@ def measure(options: argparse.Namespace, config: Config) -> StepResult:
     return StepResult(
         model=config.model.path,
         device=device_name(runner),
-        dtype=name_types(dtype, config.cache),
+        dtype=name_types(spec, dtype, config.cache),
         cache_tokens=runner.ready.num_pages * runner.ready.page_size,
         bandwidth_gb_s=round(floor.bandwidth / 1e9, 1),
         matrix_tflops=round(floor.flops / 1e12, 2),

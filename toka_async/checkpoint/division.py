@@ -12,6 +12,8 @@ import numpy as np
 
 from toka_async.checkpoint.cost import count_layer_bytes
 from toka_async.checkpoint.layer_spec import FeedSpec
+from toka_async.checkpoint.matrix_spec import MatrixSpec
+from toka_async.checkpoint.quantization import BLOCK
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 
 _ITEMSIZE = 2  # bytes of a value that is not quantized, on the GPUs that pipelines are for
@@ -19,9 +21,17 @@ _PRECISION = 20  # bits in which a model's weights are compared
 
 
 def can_divide(spec: ModelSpec, tp: int) -> bool:
-    """Tells whether `tp` divides query heads and feeds, and KV heads can be divided or copied."""
+    """Tells whether `tp` divides query heads, feeds and blocks of scales, and KV heads can be divided or copied."""
     whole = spec.num_heads % tp == 0 and all(feed.can_divide(tp) for feed in _list_feeds(spec))
-    return whole and (spec.num_kv_heads % tp == 0 or tp % spec.num_kv_heads == 0)
+    whole = whole and (spec.num_kv_heads % tp == 0 or tp % spec.num_kv_heads == 0)
+    return whole and _find_broken_block(_divide(spec, tp)) is None
+
+
+def _find_broken_block(spec: ModelSpec) -> MatrixSpec | None:
+    """Finds a matrix that does not consist of whole blocks of scales."""
+    kinds = {(layer.feed, layer.format, layer.exempt): index for index, layer in enumerate(spec.layers)}
+    matrices = (matrix for index in kinds.values() for matrix in spec.list_matrices(index))
+    return next((matrix for matrix in matrices if not matrix.has_whole_blocks), None)
 
 
 def _list_feeds(spec: ModelSpec) -> list[FeedSpec]:
@@ -37,17 +47,28 @@ def tensor_sizes(spec: ModelSpec) -> list[int]:
 def check_tensor_size(spec: ModelSpec, tp: int) -> None:
     """Raises ModelError, which lists the possible sizes, unless `tp` ranks can divide the shape."""
     if not can_divide(spec, tp):
+        broken = _find_broken_block(spec)
+        if broken is not None:
+            raise ModelError(
+                f"{', '.join(broken.names)}: rows or columns are no multiple of {BLOCK}, so there can be no scales for "
+                f"{BLOCK} x {BLOCK} values; use scales by channel (model.quantize=fp8)"
+            )
+        blocks = " into whole blocks of scales" if any("block" in layer.format for layer in spec.layers) else ""
         sizes = ", ".join(map(str, tensor_sizes(spec)))
         feeds = " and ".join(feed.describe() for feed in _list_feeds(spec))
         raise ModelError(
             f"parallel.tp={tp}: the model's {spec.num_heads} heads, {spec.num_kv_heads} KV heads and "
-            f"{feeds} cannot be divided so; use one of {sizes}"
+            f"{feeds} cannot be divided so{blocks}; use one of {sizes}"
         )
 
 
 def make_rank_spec(spec: ModelSpec, tp: int) -> ModelSpec:
     """Returns the shape that one of `tp` ranks computes; a rank sees all logits, so the vocabulary is undivided."""
     assert can_divide(spec, tp), f"{tp} ranks"
+    return _divide(spec, tp)
+
+
+def _divide(spec: ModelSpec, tp: int) -> ModelSpec:
     return msgspec.structs.replace(
         spec,
         num_heads=spec.num_heads // tp,

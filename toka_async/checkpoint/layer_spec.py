@@ -59,3 +59,14 @@ class LayerSpec(msgspec.Struct, frozen=True):
     window: int  # how many positions a token sees, itself included; 0: all before it
     feed: FeedSpec
     format: str = "dense"  # of its matrices, see `MatrixSpec`
+    exempt: tuple[str, ...] = ()  # names of matrices that are dense in any case
+
+    def list_feed_matrices(self, hidden_size: int) -> tuple[MatrixSpec, ...]:
+        return self.choose_formats(*self.feed.list_matrices(hidden_size, self.format))
+
+    def choose_formats(self, *matrices: MatrixSpec) -> tuple[MatrixSpec, ...]:
+        """Returns the matrices in the formats that they have in this layer."""
+        return tuple(
+            msgspec.structs.replace(matrix, format="dense") if set(matrix.names) <= set(self.exempt) else matrix
+            for matrix in matrices
+        )

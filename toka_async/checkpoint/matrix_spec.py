@@ -11,8 +11,18 @@ from typing import Literal
 
 import msgspec
 
+from toka_async.checkpoint.quantization import BLOCK, FORMATS, Quantization
+
+
+def _count_quantized(quantization: Quantization) -> Callable[[int, int, int], int]:
+    return lambda n, k, _: quantization.count_bytes(n, k)
+
+
 # For each weight format: the bytes of [n, k] weights with all that belongs to them, where others have `itemsize` bytes.
-WEIGHT_BYTES: dict[str, Callable[[int, int, int], int]] = {"dense": lambda n, k, itemsize: n * k * itemsize}
+WEIGHT_BYTES: dict[str, Callable[[int, int, int], int]] = {
+    "dense": lambda n, k, itemsize: n * k * itemsize,
+    **{name: _count_quantized(each) for name, each in FORMATS.items()},
+}
 
 
 class Units(msgspec.Struct, frozen=True):
@@ -43,6 +53,14 @@ class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_inputs(self) -> int:
         return self.inputs.total
+
+    @property
+    def has_whole_blocks(self) -> bool:
+        """Whether blocks of scales, if there are any, end where the matrices do."""
+        quantization = FORMATS.get(self.format)
+        if quantization is None or quantization.scaling != "block":
+            return True
+        return not any(units.total % BLOCK for units in (*self.outputs, self.inputs))
 
     def count_bytes(self, itemsize: int) -> int:
         """Counts the bytes of the parameters. itemsize: bytes of a value that is not quantized."""

@@ -14,6 +14,7 @@ from toka_async.checkpoint.families import FAMILIES, Family
 from toka_async.checkpoint.json_file import JsonFile, ModelError
 from toka_async.checkpoint.layer_spec import DenseFeedSpec, LayerSpec
 from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
+from toka_async.checkpoint.quantization import MADE_AT_LOAD, Quantization, read_quantization
 from toka_async.checkpoint.rope_spec import RopeSpec, read_rope
 
 __all__ = ["ModelError", "ModelSpec", "RopeSpec", "read_spec"]
@@ -53,11 +54,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Each layer's window, see `LayerSpec`."""
         return tuple(layer.window for layer in self.layers)
 
-    def list_attention_matrices(self, layer: int) -> tuple[MatrixSpec, MatrixSpec]:
+    def list_attention_matrices(self, layer: int) -> tuple[MatrixSpec, ...]:
         """Returns query, key and value as one, and the output."""
         queries, keys = Units(self.num_heads, self.head_dim), Units(self.num_kv_heads, self.head_dim)
         hidden, weight_format = Units(self.hidden_size), self.layers[layer].format
-        return (
+        return self.layers[layer].choose_formats(
             MatrixSpec(
                 names=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
                 outputs=(queries, keys, keys),
@@ -78,8 +79,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def list_matrices(self, layer: int) -> tuple[MatrixSpec, ...]:
         """Returns all matrices of a layer."""
-        own = self.layers[layer]
-        return *self.list_attention_matrices(layer), *own.feed.list_matrices(self.hidden_size, own.format)
+        return *self.list_attention_matrices(layer), *self.layers[layer].list_feed_matrices(self.hidden_size)
+
+    def name_formats(self, dtype: str) -> str:
+        """Names the dtype, and the formats of weights that have another: "bfloat16, weights in fp8/block"."""
+        formats = {layer.format for layer in self.layers if layer.format != "dense"}
+        return ", ".join((dtype, *(f"weights in {name.partition('/weight_')[0]}" for name in sorted(formats))))
 
     @property
     def embedding_matrix(self) -> MatrixSpec:
@@ -94,14 +99,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return embedding if self.tie_embeddings else msgspec.structs.replace(embedding, names=("lm_head",))
 
 
-def read_spec(model_dir: Path) -> ModelSpec:
-    """Raises ModelError, which names the field and the fix."""
+def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
+    """Raises ModelError, which names the field and the fix.
+
+    quantize: a key of `MADE_AT_LOAD`, or "none": weights have the checkpoint's format.
+    """
     file = JsonFile(model_dir / "config.json")
     name = file.text("model_type")
     family = FAMILIES.get(name)
     if family is None:
         raise file.error("model_type", f"{name!r} is not supported; supported: {', '.join(sorted(FAMILIES))}")
-    _check_quantization(file)
     num_layers = file.integer("num_hidden_layers", most=MOST_LAYERS)
     num_heads, num_kv_heads, head_dim = _heads(file, family)
     max_positions = file.integer("max_position_embeddings", family.max_positions)
@@ -112,7 +119,7 @@ def read_spec(model_dir: Path) -> ModelSpec:
         _bias(file, "mlp_bias", family.mlp_bias),
     )
     bos = file.token_ids("bos_token_id", family.bos_token_ids)
-    return ModelSpec(
+    spec = ModelSpec(
         family=name,
         vocab_size=file.integer("vocab_size"),
         hidden_size=file.integer("hidden_size"),
@@ -131,14 +138,33 @@ def read_spec(model_dir: Path) -> ModelSpec:
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=file.token_ids("eos_token_id", family.eos_token_ids),
     )
+    return _quantize(spec, _choose_quantization(file, quantize))
 
 
-def _check_quantization(file: JsonFile) -> None:
-    config = file.section("quantization_config")
-    method = config.fields.get("quant_method", "unknown")
-    only_cache = method == "compressed-tensors" and not config.section("config_groups").fields
-    if config.fields and not only_cache:
-        raise file.error("quantization_config", f"({method}) is not supported; use the checkpoint in bfloat16")
+def _choose_quantization(file: JsonFile, quantize: str) -> Quantization | None:
+    found = read_quantization(file)
+    if found is not None and quantize != "none":
+        raise file.error("quantization_config", f"says that weights are quantized; leave out model.quantize={quantize}")
+    return MADE_AT_LOAD.get(quantize, found)
+
+
+def _quantize(spec: ModelSpec, quantization: Quantization | None) -> ModelSpec:
+    """Gives the layers their weight format."""
+    if quantization is None:
+        return spec
+    layers = []
+    for index, layer in enumerate(spec.layers):
+        exempt: list[str] = []
+        for matrix in spec.list_matrices(index):
+            names = [name for name in matrix.names if not quantization.covers(f"model.layers.{index}.{name}")]
+            if names and len(names) < len(matrix.names):
+                raise ModelError(
+                    f"model.layers.{index}: {', '.join(names)} is not quantized, but others of "
+                    f"{', '.join(matrix.names)} are; they are multiplied as one matrix, so they must be alike"
+                )
+            exempt += names
+        layers.append(msgspec.structs.replace(layer, format=quantization.format, exempt=tuple(exempt)))
+    return msgspec.structs.replace(spec, layers=tuple(layers))
 
 
 def _heads(file: JsonFile, family: Family) -> tuple[int, int, int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-QUANTIZED = "quantized checkpoints are not supported; use the checkpoint in bfloat16"
 NO_TOOLS = "tool calls are not supported"
 NO_LORA = "LoRA adapters are not supported; merge the adapter into the checkpoint"
 NO_DRAFTS = "speculative decoding is not supported"
@@ -114,8 +113,8 @@ OPTIONS: Mapping[str, Habit] = {
     "--api-key": _refuse("set TOKA_API_KEYS in the environment, or auth.api_keys to a file of keys, one a line"),
     "--seed": _refuse("leave it out: each request has a `seed`"),
     "--random-seed": _refuse("leave it out: each request has a `seed`"),
-    "--quantization": _refuse(QUANTIZED),
-    "-q": _refuse(QUANTIZED),
+    "--quantization": Habit("model.quantize"),
+    "-q": Habit("model.quantize"),
     "--num-gpu-blocks-override": _refuse("set cache.num_tokens, in tokens"),
     "--trust-remote-code": _refuse(NO_REMOTE_CODE),
     "--revision": _refuse("give a directory: model.path=DIR, as `hf download --revision` makes it"),

@@ -23,7 +23,7 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 def resolve(config: Config) -> Config:
     """Resolve every `auto` that is known now. Raises ModelError if the configuration could not be served."""
-    spec = read_spec(resolve_model(config.model.path, weights=False))
+    spec = read_spec(resolve_model(config.model.path, weights=False), config.model.quantize)
     check_division(spec, config.parallel.pp, config.parallel.tp)
     raise_limits()
     limits = _fill(

@@ -34,6 +34,13 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         Literal["weights", "random"],
         Meta(description="weights: those of the checkpoint; random: random weights of the same shapes"),
     ] = "weights"
+    quantize: Annotated[
+        Literal["none", "fp8", "fp8_block"],
+        Meta(
+            description="make 8-bit floats of weights as they are loaded; fp8: with a scale for each output; "
+            "fp8_block: for each 128 x 128 values"
+        ),
+    ] = "none"
     batch_invariant: Annotated[
         bool,
         Meta(description="answer a request with the same tokens to the last bit, whatever runs beside it; slower"),

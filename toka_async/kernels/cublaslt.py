@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import byref, c_float, c_int, c_int8, c_int64, c_size_t, c_uint64, c_void_p, sizeof
 from dataclasses import dataclass
-from typing import NewType, Protocol, cast
+from typing import Any, Literal, NewType, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,11 @@ from torch import Tensor
 # Values of enumerations in cublasLt.h and library_types.h.
 _COMPUTE_32F, _REAL_32F = 68, 0
 _TYPES = {torch.bfloat16: 14, torch.float16: 2}
+_E4M3 = 28
 _TRANSPOSE_A = 3
+_A_SCALE_POINTER, _B_SCALE_POINTER, _FAST_ACCUMULATION, _A_SCALE_MODE, _B_SCALE_MODE = 17, 18, 25, 31, 32
+# Of weights and of x: "outer vectors"; "128 x 128 blocks" and "vectors of 128". On Hopper only, up to CUDA 13.0.
+_SCALE_MODES = {"channel": (3, 3), "block": (5, 4)}
 _LAYOUT_COLUMNS = 3
 _MAX_WORKSPACE = 1
 _TRANSPOSED = 1
@@ -43,16 +47,22 @@ class _Proposal(ctypes.Structure):
 
 
 Algorithm = NewType("Algorithm", object)
+Scales = tuple[Tensor, Tensor]  # of x and of W
 
 
 @dataclass(slots=True, frozen=True)
 class Product:
-    """y = x Wᵀ, or y += x Wᵀ if it `adds`: x [m, k], W [n, k], y [m, n] of one dtype, for any m."""
+    """y = x Wᵀ, or y += x Wᵀ if it `adds`: x [m, k], W [n, k], y [m, n] of one dtype, for any m.
+
+    scaling: x and W are E4M3, with scales in float32. `channel`: [m] of x and [n] of W. `block`: [k / 128, m] of x and
+    [n / 128, l] of W, where l is k / 128 or more; m, n and l are multiples of 4.
+    """
 
     n: int
     k: int
     dtype: torch.dtype
     adds: bool
+    scaling: Literal["", "channel", "block"] = ""
 
 
 class Library(Protocol):
@@ -70,8 +80,19 @@ class Library(Protocol):
         """
         ...
 
-    def run(self, product: Product, algorithm: Algorithm, x: Tensor, weight: Tensor, output: Tensor) -> bool:
-        """Computes on the current stream; returns False, with nothing done, if the algorithm cannot."""
+    def run(
+        self,
+        product: Product,
+        algorithm: Algorithm,
+        x: Tensor,
+        weight: Tensor,
+        output: Tensor,
+        scales: Scales | None = None,
+    ) -> bool:
+        """Computes all rows of the output on the current stream; x may have more memory than it says.
+
+        Returns False, with nothing done, if the algorithm cannot.
+        """
         ...
 
     def save(self, algorithm: Algorithm) -> list[int]:
@@ -86,18 +107,33 @@ class Library(Protocol):
 class _Descriptors:
     """The operation of one product, and the layouts of W, x and y as the library sees them, columns first."""
 
-    def __init__(self, library: ctypes.PyDLL, product: Product) -> None:
+    def __init__(self, library: ctypes.PyDLL, product: Product, any_address: int) -> None:
+        """any_address: for scales, without which the library proposes nothing; it does not read them for that."""
         self._library = library
         self.operation = c_void_p()
         _check(library.cublasLtMatmulDescCreate(byref(self.operation), _COMPUTE_32F, _REAL_32F))
-        value = c_int(_TRANSPOSED)
-        _check(library.cublasLtMatmulDescSetAttribute(self.operation, _TRANSPOSE_A, byref(value), c_size_t(4)))
-        kind = _TYPES[product.dtype]
+        self._set(_TRANSPOSE_A, c_int(_TRANSPOSED))
+        output = _TYPES[product.dtype]
+        kind = _E4M3 if product.scaling else output
+        if product.scaling:
+            for attribute, mode in zip((_A_SCALE_MODE, _B_SCALE_MODE), _SCALE_MODES[product.scaling], strict=True):
+                self._set(attribute, c_int(mode))
+            self.set_scales(any_address, any_address)
+            self._set(_FAST_ACCUMULATION, c_int8(product.scaling == "channel"))
         self.weight = self._layout(kind, product.k, product.n)
         self.x = self._layout(kind, product.k, 1)
-        self.output = self._layout(kind, product.n, 1)
+        self.output = self._layout(output, product.n, 1)
         self.beta = c_float(1.0 if product.adds else 0.0)
         self._m = 1
+
+    def set_scales(self, of_x: int, of_weight: int) -> None:
+        """Sets the addresses of the scales."""
+        self._set(_A_SCALE_POINTER, c_void_p(of_weight))
+        self._set(_B_SCALE_POINTER, c_void_p(of_x))
+
+    def _set(self, attribute: int, value: Any) -> None:
+        size = c_size_t(sizeof(value))
+        _check(self._library.cublasLtMatmulDescSetAttribute(self.operation, attribute, byref(value), size))
 
     def set_rows(self, m: int) -> None:
         """Sets the rows of x and y, which all products of a shape share within a step."""
@@ -169,9 +205,19 @@ class CublasLt:
         _check(status)
         return [Algorithm(proposal.algorithm) for proposal in found[: count.value] if proposal.status == 0]
 
-    def run(self, product: Product, algorithm: Algorithm, x: Tensor, weight: Tensor, output: Tensor) -> bool:
+    def run(
+        self,
+        product: Product,
+        algorithm: Algorithm,
+        x: Tensor,
+        weight: Tensor,
+        output: Tensor,
+        scales: Scales | None = None,
+    ) -> bool:
         of = self._of(product)
-        of.set_rows(x.shape[0])
+        of.set_rows(output.shape[0])
+        if scales is not None:
+            of.set_scales(scales[0].data_ptr(), scales[1].data_ptr())
         output_at = output.data_ptr()
         status: int = self._library.cublasLtMatmul(
             self._handle,
@@ -204,7 +250,7 @@ class CublasLt:
     def _of(self, product: Product) -> _Descriptors:
         known = self._descriptors.get(product)
         if known is None:
-            known = self._descriptors[product] = _Descriptors(self._library, product)
+            known = self._descriptors[product] = _Descriptors(self._library, product, self._workspace.data_ptr())
         return known
 
 

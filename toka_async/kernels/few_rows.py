@@ -2,7 +2,8 @@
 
 A program computes some columns of the output over all inputs, so nothing is summed between programs. Before it waits
 for the kernel in front of it, it has the L2 cache fetch its weights, which no kernel writes: memory is busy while
-kernels change, as in CUTLASS' example 63. `tuning.few_rows` chooses where it is used. Knows matrices by their shapes.
+kernels change, as in CUTLASS' example 63. Weights of 8-bit floats are read as such, and multiplied with x as it is.
+`tuning.few_rows` chooses where it is used. Knows matrices by their shapes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from toka_async.kernels.activation import NAMES, activate
 from toka_async.kernels.by_rows import ByRows
 from toka_async.kernels.pdl import can_follow, follow
+from toka_async.kernels.scaled_weight import BLOCK, ScaledWeight, Weight, split_weight
 
 STORE: Final = "store"
 ADD: Final = "add"  # to what the output holds
@@ -60,7 +62,7 @@ class FewRowsProducts:
         self._num_programs = num_programs
         self._chosen: dict[_Use, ByRows[FewRowsTile | None]] = {}
 
-    def use(self, weight: Tensor, finish: str, sizes: Sequence[int], tiles: Sequence[FewRowsTile | None]) -> None:
+    def use(self, weight: Weight, finish: str, sizes: Sequence[int], tiles: Sequence[FewRowsTile | None]) -> None:
         """From now on the i-th tile computes up to sizes[i] rows, in ascending order; None: not our kernel."""
         self._chosen[_describe(weight, finish)] = ByRows(list(sizes), list(tiles))
 
@@ -68,7 +70,7 @@ class FewRowsProducts:
         self,
         finish: str,
         x: Tensor,
-        weight: Tensor,
+        weight: Weight,
         bias: Tensor | None = None,
         output: Tensor | None = None,
         norm: Norm | None = None,
@@ -83,15 +85,17 @@ class FewRowsProducts:
         if tile is None or not _can_read(x, weight) or (norm is not None and x.dtype not in NORMED_DTYPES):
             return None
         if output is None:
-            output = x.new_empty(len(x), len(weight) // (1 if finish in (STORE, ADD) else 2))
+            output = x.new_empty(len(x), weight.shape[0] // (1 if finish in (STORE, ADD) else 2))
         assert output.is_contiguous()
         self.run(finish, tile, x, weight, output, bias, norm)
         return output
 
-    def can_run(self, finish: str, tile: FewRowsTile, x: Tensor, weight: Tensor) -> bool:
-        """Tells whether a tile divides the matrix and holds the rows."""
+    def can_run(self, finish: str, tile: FewRowsTile, x: Tensor, weight: Weight) -> bool:
+        """Tells whether a tile divides the matrix and its blocks of scales, and holds the rows."""
         n, k = weight.shape
         whole = n % (tile.columns if finish in (STORE, ADD) else 2 * tile.columns) == 0 and k % tile.depth == 0
+        if isinstance(weight, ScaledWeight) and weight.by_block:
+            whole = whole and (tile.depth % BLOCK == 0 if tile.rows == 1 else tile.depth == BLOCK)
         return whole and 0 < len(x) <= tile.rows and _can_read(x, weight)
 
     def run(
@@ -99,13 +103,14 @@ class FewRowsProducts:
         finish: str,
         tile: FewRowsTile,
         x: Tensor,
-        weight: Tensor,
+        weight: Weight,
         output: Tensor,
         bias: Tensor | None = None,
         norm: Norm | None = None,
     ) -> None:
         """Computes by a tile that can run; the first call of a tile compiles it."""
-        n, k = weight.shape
+        values, scales, block_stride = split_weight(weight)
+        n, k = values.shape
         gated = finish not in (STORE, ADD)
         num_rows, pdl = len(x), can_follow(x)
         num_weights = tile.columns * (2 if gated else 1)  # rows of the matrix that a program reads
@@ -114,7 +119,8 @@ class FewRowsProducts:
         row_bytes = self._fetched_bytes // (min(num_programs, self._num_programs) * num_weights)
         _product[(num_programs,)](
             x,
-            weight,
+            values,
+            scales,
             bias,
             norm_weight,
             output,
@@ -122,6 +128,8 @@ class FewRowsProducts:
             eps,
             n=n,
             k=k,
+            block_stride=block_stride,
+            block=BLOCK,
             finish=finish,
             has_bias=bias is not None,
             has_norm=norm is not None,
@@ -130,13 +138,13 @@ class FewRowsProducts:
             depth=tile.depth,
             stages=tile.num_stages,
             pdl=pdl,
-            fetched=_round_down(min(row_bytes, k * weight.itemsize) // _LINE),
+            fetched=_round_down(min(row_bytes, k * values.itemsize) // _LINE),
             num_warps=tile.num_warps,
             launch_pdl=pdl,
         )
 
 
-def _describe(weight: Tensor, finish: str) -> _Use:
+def _describe(weight: Weight, finish: str) -> _Use:
     n, k = weight.shape
     return _Use(n, k, weight.dtype, finish)
 
@@ -146,14 +154,15 @@ def _round_down(count: int) -> int:
     return 1 << (count.bit_length() - 1) if count else 0
 
 
-def _can_read(*operands: Tensor) -> bool:
-    return all(x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0 for x in operands)
+def _can_read(x: Tensor, weight: Weight) -> bool:
+    return all(each.is_contiguous() and each.data_ptr() % _ALIGNMENT == 0 for each in (x, split_weight(weight)[0]))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _product(
     x,
     weight,
+    scales,
     bias,
     norm_weight,
     output,
@@ -161,6 +170,8 @@ def _product(
     eps,
     n: tl.constexpr,
     k: tl.constexpr,
+    block_stride: tl.constexpr,
+    block: tl.constexpr,
     finish: tl.constexpr,
     has_bias: tl.constexpr,
     has_norm: tl.constexpr,
@@ -172,6 +183,7 @@ def _product(
     fetched: tl.constexpr,
 ):
     """One program computes `columns` columns. fetched: lines of each row of weights that are fetched ahead."""
+    by_block: tl.constexpr = block_stride > 0
     is_gated: tl.constexpr = finish != "store" and finish != "add"
     first = tl.program_id(0) * columns
     if is_gated:  # a gate's row and its up row side by side
@@ -189,17 +201,30 @@ def _product(
     within = tl.arange(0, depth)
     if rows == 1:
         # x as large as the weights, so that it lies in threads as they do: nothing is exchanged in the loop.
-        each = tl.zeros_like(source)[:, None] + within[None, :]
-        products = tl.zeros([source.shape[0], depth], tl.float32)
+        if by_block:  # a dimension more: the blocks, each of which has a scale
+            group = tl.arange(0, depth // block)
+            cell = group[None, :, None] * block + tl.arange(0, block)[None, None, :]
+            each = tl.zeros_like(source)[:, None, None] + cell
+            lines = weights_at[:, :, None]
+            scales_at = scales + (source // block * block_stride)[:, None, None] + group[None, :, None]
+        else:
+            cell = within[None, :]
+            each = tl.zeros_like(source)[:, None] + cell
+            lines = weights_at
+        products = tl.zeros(each.shape, tl.float32)
         squares = tl.zeros([depth], tl.float32)
         for begin in tl.range(0, k, depth, loop_unroll_factor=stages):
             part_x = tl.load(x + begin + each).to(tl.float32)
-            part_w = tl.load(weights_at + begin + within[None, :]).to(tl.float32)
+            part_w = tl.load(lines + begin + cell).to(tl.float32)
             if has_norm:
                 once = tl.load(x + begin + within).to(tl.float32)
                 squares += once * once
                 part_x *= tl.load(norm_weight + begin + each).to(tl.float32)
+            if by_block:
+                part_w *= tl.load(scales_at + begin // block)
             products += part_w * part_x
+        if by_block:
+            products = tl.sum(products, 2)
         result = tl.sum(products, 1)
         if has_norm:
             result *= tl.rsqrt(tl.sum(squares) / k + eps)
@@ -209,15 +234,21 @@ def _product(
         total = tl.zeros([rows], tl.float32)
         for begin in tl.range(0, k, depth, num_stages=stages):
             part_x = tl.load(x + row[:, None] * k + begin + within[None, :], mask=is_row[:, None], other=0.0)
-            part_w = tl.load(weights_at + begin + within[None, :])
+            part_w = tl.load(weights_at + begin + within[None, :]).to(part_x.dtype)
             if has_norm:  # a row's factor is known once all of the row has been read
                 wide = part_x.to(tl.float32)
                 total += tl.sum(wide * wide, 1)
                 part_x = (wide * tl.load(norm_weight + begin + within[None, :]).to(tl.float32)).to(part_x.dtype)
-            result = tl.dot(part_x, part_w.T, result)
+            if by_block:
+                part_scales = tl.load(scales + source // block * block_stride + begin // block)
+                result += tl.dot(part_x, part_w.T) * part_scales[None, :]
+            else:
+                result = tl.dot(part_x, part_w.T, result)
         if has_norm:
             result *= tl.rsqrt(total / k + eps)[:, None]
 
+    if scales is not None and not by_block:
+        result *= tl.load(scales + source)[None, :]
     if has_bias:
         result += tl.load(bias + source).to(tl.float32)[None, :]
     column = first + tl.arange(0, columns)

@@ -18,6 +18,7 @@ from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.matmul import TunedProducts
 from toka_async.kernels.pdl import FEW_ROWS, can_follow, follow
 from toka_async.kernels.rotation import compute_rotation
+from toka_async.kernels.scaled_weight import ScaledOps
 
 _NORM_CELLS = 2048  # values of a program that norms several short rows
 _GATE_BLOCK = 2048
@@ -28,7 +29,7 @@ class FusedOps:
 
     A kernel is built once per width and dtype, for any t. products: computes products without bias; None: torch does.
     gates: computes gated products without bias, where it pays; None: product and gate are computed separately.
-    few_rows: computes products of few rows, where it pays.
+    few_rows: computes products of few rows, where it pays. scaled: operations with weights of 8-bit floats.
     """
 
     compute_rotation = staticmethod(compute_rotation)
@@ -38,10 +39,12 @@ class FusedOps:
         products: TunedProducts | None = None,
         gates: GatedProducts | None = None,
         few_rows: FewRowsProducts | None = None,
+        scaled: ScaledOps | None = None,
     ) -> None:
         self.products = products
         self.gates = gates
         self.few_rows = few_rows
+        self.scaled = scaled
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Returns rms_norm(residual + x) * weight and residual + x; the sum is rounded to x's dtype before the norm.

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -132,8 +133,10 @@ class SequenceSharded:
         return add_bias(self.comm.reduce_scatter(matrix.product(rows, with_bias=False)), matrix), residual
 
     def _gather_rows(self, rows: Rows) -> Rows:
-        scales = None if rows.scales is None else self.comm.all_gather(rows.scales, 0)
-        return Rows(self.comm.all_gather(rows.values, 0), scales)
+        if rows.scales is None:
+            return Rows(self.comm.all_gather(rows.values, 0))
+        values = self.comm.all_gather(rows.values.view(torch.uint8), 0)  # not every backend knows 8-bit floats
+        return Rows(values.view(rows.values.dtype), self.comm.all_gather(rows.scales, 0))
 
 
 def add_bias(product: Tensor, matrix: Matrix) -> Tensor:

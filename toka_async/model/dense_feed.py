@@ -21,7 +21,7 @@ class DenseFeed(nn.Module):
 
     def __init__(self, layer: LayerSpec, hidden_size: int, comm: Comm, ops: Ops) -> None:
         super().__init__()
-        gate_up, down = layer.feed.list_matrices(hidden_size, layer.format)
+        gate_up, down = layer.list_feed_matrices(hidden_size)
         self.activation = layer.feed.activation
         self.gate_up = build_matrix(gate_up, comm, ops)
         self.down = build_matrix(down, comm, ops)

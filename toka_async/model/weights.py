@@ -69,10 +69,12 @@ def random_weights(decoder: Decoder, seed: int, show: Show = show_nothing) -> No
             part.target.fill_(part.constant)
             continue
         generator = torch.Generator(part.target.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        if part.is_whole:
+        is_float = part.target.itemsize > 1  # there are no random numbers of 8 bits
+        if is_float and part.is_whole and part.store is None:
             part.target.normal_(0.0, 0.02, generator=generator)
             continue
-        numbers = part.target.new_empty(part.shape).normal_(0.0, 0.02, generator=generator)
+        dtype = part.target.dtype if is_float else torch.float32
+        numbers = part.target.new_empty(part.shape, dtype=dtype).normal_(0.0, 0.02, generator=generator)
         part.write(numbers[part.indices])
 
 

@@ -74,7 +74,7 @@ def run(link: ParentLink) -> None:
 def serve_simulated(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank]) -> NoReturn:
     """Serve with a rank that computes nothing and keeps its own time."""
     config = link.spec.config
-    shape = read_spec(Path(link.spec.model_dir))
+    shape = read_spec(Path(link.spec.model_dir), link.spec.config.model.quantize)
     ready = msgspec.structs.replace(
         make_simulated_ready(shape, config.model, config.cache, config.schedule),
         token_seconds=config.simulated.token_us / 1e6,
@@ -111,7 +111,11 @@ def warm_without_gpu(link: ParentLink) -> NoReturn:
     from toka_async.startup.without_gpu import compile_without_gpu
 
     if link.spec.rank == 0:
-        compile_without_gpu(read_spec(Path(link.spec.model_dir)), link.spec.config, make_progress(link.spec))
+        compile_without_gpu(
+            read_spec(Path(link.spec.model_dir), link.spec.config.model.quantize),
+            link.spec.config,
+            make_progress(link.spec),
+        )
     link.report(Started())
     while True:
         signal.pause()
@@ -248,7 +252,7 @@ def make_resources(ready: Ready) -> Resources:
 def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[], None]]:
     """Return Ready, the function that launches a step, and what a waiting thread calls first. Raises ModelError."""
     config, model_dir = spec.config, Path(spec.model_dir)
-    shape, place = read_spec(model_dir), make_coords(spec)
+    shape, place = read_spec(model_dir, spec.config.model.quantize), make_coords(spec)
     set_environment(place)
     stages = make_progress(spec)
     with stages.stage("libraries", "loading torch"):

@@ -55,6 +55,21 @@ def _explain_cuda_failure() -> str | None:
     return str(caught[-1].message) if caught else ""
 
 
+def check_weight_formats(spec: ModelSpec, device: torch.device) -> None:
+    """Raises ModelError for a GPU that cannot multiply 8-bit floats, if the model's weights are."""
+    if not has_kernels(device) or all(layer.format == "dense" for layer in spec.layers):
+        return
+    from toka_async.kernels.fp8.ops import LEAST_CAPABILITY
+
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        needed, found = (".".join(map(str, each)) for each in (LEAST_CAPABILITY, capability))
+        raise ModelError(
+            f"the model's weights are 8-bit floats: expected a GPU of compute capability {needed}, got {found}; "
+            "use a checkpoint in bfloat16, without model.quantize"
+        )
+
+
 def resolve_dtype(model: ModelConfig, spec: ModelSpec, device: torch.device) -> torch.dtype:
     """Resolves `auto` to float32 on a CPU, otherwise to the checkpoint's dtype."""
     name = model.dtype
@@ -105,9 +120,10 @@ def name_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def name_types(dtype: torch.dtype, cache: CacheConfig) -> str:
-    """Names the model's dtype for people, and that of the cache if it is another."""
-    return f"{name_dtype(dtype)}, cache in fp8" if cache.dtype == "fp8" else name_dtype(dtype)
+def name_types(spec: ModelSpec, dtype: torch.dtype, cache: CacheConfig) -> str:
+    """Names the model's dtype for people, and the types of weights and of the cache if they are others."""
+    types = spec.name_formats(name_dtype(dtype))
+    return f"{types}, cache in fp8" if cache.dtype == "fp8" else types
 
 
 def has_kernels(device: torch.device) -> bool:

@@ -58,6 +58,7 @@ from toka_async.startup.compile_ahead import compile_ahead, list_compile_tasks
 from toka_async.startup.described import count_weight_bytes, describe_device
 from toka_async.startup.device import (
     check_stored_dtype,
+    check_weight_formats,
     has_kernels,
     name_dtype,
     name_types,
@@ -114,6 +115,7 @@ class RunnerFactory:
         with self.stages.stage("device", f"starting the device{others}"):
             self.device = resolve_device(config.model, coords)
             self.groups = make_groups(coords, self.device)
+        check_weight_formats(spec, self.device)
         self.kind: DeviceKind = "cuda" if self.device.type == "cuda" else "cpu"
         self.invariant = config.model.batch_invariant
         if self.invariant and coords.size > 1:
@@ -171,7 +173,7 @@ class RunnerFactory:
         described = describe_device(
             self.coords.world_rank,
             self.device,
-            name_types(self.dtype, self.config.cache),
+            name_types(self.spec, self.dtype, self.config.cache),
             count_weight_bytes(decoder),
             cache_bytes,
         )

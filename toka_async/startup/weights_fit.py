@@ -29,7 +29,7 @@ def check_weights_fit(spec: ModelSpec, part: StagePart, tp: int, dtype: torch.dt
     needed = count_rank_bytes(spec, part, tp, dtype)
     if needed < free:
         return
-    of_type = str(dtype).removeprefix("torch.")
+    of_type = spec.name_formats(str(dtype).removeprefix("torch."))
     sizes = f"{_format_gib(needed)} of weights in {of_type} where {_format_gib(max(free, 0))} are free"
     if kind == "cpu":
         half = dtype.itemsize == 4 and needed / 2 < free

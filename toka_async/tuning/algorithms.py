@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from toka_async.kernels.cublaslt import Algorithm, Product
+from toka_async.kernels.cublaslt import Algorithm
 from toka_async.kernels.matmul import TunedProducts, describe_product
+from toka_async.kernels.scaled_weight import Weight
 from toka_async.tuning.store import Facts
 from toka_async.tuning.trial import CallClock, Way, find_fastest, pick_rows_to_time, time_products
 
+Operands = tuple[Any, Tensor]  # x in the form that the ways to compute take, and the output
 Words = list[int] | None  # of an algorithm, as the library saves it; None: torch's choice
 
 
@@ -38,9 +41,9 @@ class AlgorithmChoice:
         sizes: Sequence[int],
         clock: CallClock = time_products,
     ) -> None:
-        self._products = products
+        self._products: Any = products  # those of a weight's format
         self._library = products.library
-        self._weights = weights
+        self._weights: Sequence[Any] = weights
         self._sizes = sorted(sizes)
         self._clock = clock
         self._product = describe_product(weights[0], adds)
@@ -63,7 +66,7 @@ class AlgorithmChoice:
         for algorithm, operands in zip(algorithms, self._make_operands(), strict=True):
             if algorithm is None:
                 for x, output in operands:
-                    _compute_by_torch(self._product, x, self._weights[0], output)
+                    self._compute_usually(x, self._weights[0], output)
             elif not self._can_run(algorithm, operands):
                 return False
         return True
@@ -79,28 +82,41 @@ class AlgorithmChoice:
     def _restore(self, answer: Sequence[Words]) -> list[Algorithm | None]:
         return [None if words is None else self._library.restore(words) for words in answer]
 
-    def _find_fastest(self, operands: Sequence[tuple[Tensor, Tensor]]) -> Algorithm | None:
+    def _find_fastest(self, operands: Sequence[Operands]) -> Algorithm | None:
         algorithms: list[Algorithm | None] = [None]
-        ways: list[Way] = [partial(_compute_by_torch, self._product)]
-        for algorithm in self._library.algorithms(self._product, len(operands[0][0])):
+        ways: list[Way] = [self._compute_usually]
+        for algorithm in self._library.algorithms(self._product, len(operands[0][1])):
             if self._can_run(algorithm, operands):
                 algorithms.append(algorithm)
-                ways.append(partial(self._library.run, self._product, algorithm))
+                ways.append(partial(self._run, algorithm))
         return algorithms[find_fastest(ways, self._weights, operands, self._clock)]
 
-    def _can_run(self, algorithm: Algorithm, operands: Sequence[tuple[Tensor, Tensor]]) -> bool:
-        return all(self._library.run(self._product, algorithm, x, self._weights[0], output) for x, output in operands)
+    def _can_run(self, algorithm: Algorithm, operands: Sequence[Operands]) -> bool:
+        return all(self._run(algorithm, x, self._weights[0], output) for x, output in operands)
 
-    def _make_operands(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    def _make_operands(self) -> Iterator[list[Operands]]:
         """Makes x and output at each number of rows that the choice for a size is for, size by size."""
         product, device, most = self._product, self._weights[0].device, self._sizes[-1]
         x = torch.randn(most, product.k, device=device, dtype=product.dtype)
         output = torch.zeros(most, product.n, device=device, dtype=product.dtype)
         for size, before in zip(self._sizes, [0, *self._sizes], strict=False):
-            yield [(x[:n], output[:n]) for n in pick_rows_to_time(size, before)]
+            yield [self._take(x[:n], output) for n in pick_rows_to_time(size, before)]
+
+    def _take(self, x: Tensor, output: Tensor) -> Operands:
+        """Returns x [t, k] and so many rows of an output in the form that the ways to compute take."""
+        return x, output[: len(x)]
+
+    def _run(self, algorithm: Algorithm, x: Any, weight: Any, output: Tensor) -> bool:
+        return self._library.run(self._product, algorithm, x, weight, output)
+
+    def _compute_usually(self, x: Any, weight: Any, output: Tensor) -> None:
+        if self._product.adds:
+            output.addmm_(x, weight.t())
+        else:
+            torch.mm(x, weight.t(), out=output)
 
 
-def describe_weights(weights: Sequence[Tensor], sizes: Sequence[int]) -> dict[str, object]:
+def describe_weights(weights: Sequence[Weight], sizes: Sequence[int]) -> dict[str, object]:
     """Describes on what the fastest ways depend. The number of weights says whether they stay in caches."""
     weight = weights[0]
     return {"shape": list(weight.shape), "dtype": str(weight.dtype), "weights": len(weights), "sizes": list(sizes)}
@@ -115,10 +131,3 @@ def list_product_sizes(graph_sizes: Sequence[int], most: int) -> list[int]:
             step *= 2
         sizes.append(min(most, (sizes[-1] // step + 1) * step))
     return sizes
-
-
-def _compute_by_torch(product: Product, x: Tensor, weight: Tensor, output: Tensor) -> None:
-    if product.adds:
-        output.addmm_(x, weight.t())
-    else:
-        torch.mm(x, weight.t(), out=output)

@@ -12,6 +12,7 @@ from torch import Tensor
 from toka_async.kernels.built import explain_unbuilt
 from toka_async.kernels.few_rows import ADD, STORE, FewRowsProducts, FewRowsTile, Norm
 from toka_async.kernels.pdl import FEW_ROWS
+from toka_async.kernels.scaled_weight import Weight
 from toka_async.tuning.algorithms import describe_weights
 from toka_async.tuning.store import Facts
 from toka_async.tuning.trial import CallClock, Way, find_fastest, time_products
@@ -32,7 +33,7 @@ class FewRowsChoice:
 
     weights: of one shape and use, of several layers, used in turn. finish: see `FINISHES`. usual: computes from x and a
     weight, adding to the output or into one of its own. library: version of the cuBLASLt that it calls. norm: of x,
-    which both ways compute; its weight [k].
+    which both ways compute; its weight [k]. dtype: of x; None: the weights'.
     """
 
     name = "few-rows"
@@ -41,7 +42,7 @@ class FewRowsChoice:
     def __init__(
         self,
         products: FewRowsProducts,
-        weights: Sequence[Tensor],
+        weights: Sequence[Weight],
         finish: str,
         sizes: Sequence[int],
         usual: Way,
@@ -49,6 +50,7 @@ class FewRowsChoice:
         norm: Norm | None = None,
         tiles: Sequence[FewRowsTile] = TILES,
         clock: CallClock = time_products,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._products = products
         self._weights = weights
@@ -59,6 +61,7 @@ class FewRowsChoice:
         self._norm = norm
         self._tiles = tiles
         self._clock = clock
+        self._dtype = weights[0].dtype if dtype is None else dtype
 
     def describe(self) -> Facts:
         return {
@@ -114,7 +117,7 @@ class FewRowsChoice:
         """Makes x [t, inputs] and output [t, outputs] of each size."""
         n, k = (weight := self._weights[0]).shape
         for size in self._sizes:
-            x = torch.randn(size, k, device=weight.device, dtype=weight.dtype)
+            x = torch.randn(size, k, device=weight.device, dtype=self._dtype)
             yield x, x.new_zeros(size, n if self._finish in (STORE, ADD) else n // 2)
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from toka_async.kernels.built import explain_unbuilt
 from toka_async.kernels.gated import GatedProducts, Tile, can_copy
-from toka_async.tuning.algorithms import describe_weights
+from toka_async.kernels.scaled_weight import Weight
+from toka_async.tuning.algorithms import Operands, describe_weights
 from toka_async.tuning.store import Facts
 from toka_async.tuning.trial import SUSTAINED, CallClock, Way, find_fastest, pick_rows_to_time, time_products
 
@@ -35,10 +37,10 @@ class GatedTileChoice:
     def __init__(
         self,
         gates: GatedProducts,
-        weights: Sequence[Tensor],
+        weights: Sequence[Weight],
         activation: str,
         sizes: Sequence[int],
-        separately: Callable[[Tensor, Tensor], Tensor],
+        separately: Callable[[Any, Any], object],
         library: int | None = None,
         tiles: Sequence[Tile] = TILES,
         clock: CallClock = time_products,
@@ -55,7 +57,8 @@ class GatedTileChoice:
     @property
     def is_open(self) -> bool:
         """Whether the kernel can compute any size: there are enough rows, of values that the chip can copy."""
-        return self._sizes[-1] >= self._gates.fewest and can_copy(*self._make_operands(1), self._weights[0])
+        x = torch.empty(1, self._weights[0].shape[1], device=self._weights[0].device, dtype=self._weights[0].dtype)
+        return self._sizes[-1] >= self._gates.fewest and can_copy(x, self._make_operands(1)[1], self._weights[0])
 
     def describe(self) -> Facts:
         return {
@@ -75,16 +78,15 @@ class GatedTileChoice:
         The most rows are timed until the chip has slowed down as far as each way makes it: our kernel draws less power,
         so it may win only then.
         """
-        x, output = self._make_operands(self._sizes[-1])
         tiles: list[Tile | None] = [None]
         ways: list[Way] = [self._compute_separately]
         for tile in self._tiles:
             if self._is_built(tile):
                 tiles.append(tile)
-                ways.append(partial(self._gates.run, self._activation, tile))
+                ways.append(partial(self._run, tile))
         chosen = []
         for size, before in zip(self._sizes, [0, *self._sizes], strict=False):
-            operands = [(x[:n], output[:n]) for n in pick_rows_to_time(size, before)]
+            operands = [self._make_operands(n) for n in pick_rows_to_time(size, before)]
             turn = LONGER if size == self._sizes[-1] else SUSTAINED
             # At equal times ours wins: it needs less memory.
             index = find_fastest(ways, self._weights, operands, self._clock, gain=1.0, sustained=turn)
@@ -103,19 +105,22 @@ class GatedTileChoice:
         ranges = ", ".join(f"{first} to {last}" for first, last in self._gates.ranges())
         logger.info("gated products: in one kernel for %s rows", ranges or "no")
 
-    def _compute_separately(self, x: Tensor, weight: Tensor, output: Tensor) -> None:
+    def _run(self, tile: Tile, x: Any, weight: Any, output: Tensor) -> None:
+        self._gates.run(self._activation, tile, x, weight, output)
+
+    def _compute_separately(self, x: Any, weight: Any, output: Tensor) -> None:
         del output
         self._separately(x, weight)
 
     def _is_built(self, tile: Tile) -> bool:
         """Builds the kernel. Returns False if that fails, such as for want of shared memory."""
         x, output = self._make_operands(1)
-        reason = explain_unbuilt(partial(self._gates.run, self._activation, tile, x, self._weights[0], output))
+        reason = explain_unbuilt(partial(self._run, tile, x, self._weights[0], output))
         if reason:
             logger.info("gated products: tiles of %d x %d are not used here: %s", tile.rows, tile.columns, reason)
         return not reason
 
-    def _make_operands(self, num_rows: int) -> tuple[Tensor, Tensor]:
+    def _make_operands(self, num_rows: int) -> Operands:
         """Makes x [t, hidden] and output [t, inner]."""
         outputs, hidden = (weight := self._weights[0]).shape
         x = torch.randn(num_rows, hidden, device=weight.device, dtype=weight.dtype)

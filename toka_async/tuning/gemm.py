@@ -13,14 +13,18 @@ import torch
 
 from toka_async.bar import Show
 from toka_async.checkpoint.limits import RankLimits
+from toka_async.checkpoint.quantization import FORMATS
 from toka_async.kernels.cublaslt import CublasLt
 from toka_async.kernels.few_rows import FewRowsProducts
+from toka_async.kernels.fp8.ops import ScaledKernels
+from toka_async.kernels.fp8.products import ScaledProducts
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.matmul import TunedProducts
 from toka_async.model.decoder import Decoder
 from toka_async.runner.graphs import DENSE_ROWS, list_graph_sizes
 from toka_async.tuning.dense import list_dense_choices
+from toka_async.tuning.fp8 import list_fp8_choices
 from toka_async.tuning.matrix_group import MatrixGroup, RowCounts, group_matrices
 from toka_async.tuning.settle import UsableChoice, settle
 from toka_async.tuning.store import TuningCache
@@ -29,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 # For weight formats: the choices for a group of matrices, each of which is used before the next one is asked for.
 CHOICES: dict[str, Callable[[FusedOps, MatrixGroup, RowCounts], Iterator[UsableChoice[Any]]]] = {
-    "dense": list_dense_choices
+    "dense": list_dense_choices,
+    **dict.fromkeys(FORMATS, list_fp8_choices),
 }
 DTYPES = (torch.bfloat16, torch.float16)
 _FETCHED = 0.35  # of the L2 cache: weights that a product of few rows may have there before it begins
@@ -40,12 +45,14 @@ _COPIES_TENSORS = (9, 0)  # compute capability of GPUs that copy tensors
 def make_ops(device: torch.device, dtype: torch.dtype, tuned: bool) -> FusedOps:
     """Makes fused operations whose products can be tuned, as far as this GPU and dtype admit."""
     if not tuned or dtype not in DTYPES:
-        return FusedOps()
+        return FusedOps(scaled=ScaledKernels(ScaledProducts()))
     gates: GatedProducts | None = None
     if torch.cuda.get_device_capability(device) >= _COPIES_TENSORS:
         num_programs = torch.cuda.get_device_properties(device).multi_processor_count
         gates = GatedProducts(num_programs)
-    return FusedOps(_make_products(device), gates, make_few_rows(device))
+    products, few_rows = _make_products(device), make_few_rows(device)
+    scaled_products = ScaledProducts(None if products is None else products.library)
+    return FusedOps(products, gates, few_rows, ScaledKernels(scaled_products, gates, few_rows))
 
 
 def make_few_rows(device: torch.device) -> FewRowsProducts:

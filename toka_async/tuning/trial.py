@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import cycle
+from typing import Any
 
 from torch import Tensor
 
@@ -17,8 +18,9 @@ from toka_async.tuning.clock import time_calls
 
 # Milliseconds that so many calls take on the device.
 CallClock = Callable[[Callable[[], None], int], float]
-# Computes an output from x [t, k] and a weight [n, k], into the given tensor or one of its own.
-Way = Callable[[Tensor, Tensor, Tensor], object]
+# Computes an output from x [t, k] and a weight [n, k], each in the form that suits, into the given tensor or one of its
+# own.
+Way = Callable[[Any, Any, Tensor], object]
 
 GAIN = 0.985  # of the usual way's time: a closer one does not replace it
 _FINALISTS = 3
@@ -43,8 +45,8 @@ def time_products(call: Callable[[], None], num_calls: int) -> float:
 
 def find_fastest(
     ways: Sequence[Way],
-    weights: Sequence[Tensor],
-    operands: Sequence[tuple[Tensor, Tensor]],
+    weights: Sequence[Any],
+    operands: Sequence[tuple[Any, Tensor]],
     clock: CallClock,
     gain: float = GAIN,
     sustained: float = SUSTAINED,
@@ -59,7 +61,7 @@ def find_fastest(
     def time_way(index: int, num_calls: int) -> float:
         layers = cycle(weights)
 
-        def call(x: Tensor, output: Tensor) -> None:
+        def call(x: Any, output: Tensor) -> None:
             ways[index](x, next(layers), output)
 
         return sum(clock(partial(call, *each), num_calls) for each in operands)

@@ -50,6 +50,20 @@ def test_the_parts(floor: Floor) -> None:
     assert floor.compute(Case(prompt=64), grouped=False).sampling == pytest.approx(608 * 4 / 1e9)
 
 
+def test_quantized_matrices_are_read_in_a_byte_each() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("toka_async.bench.floor.LEAST_SECONDS", 1e-4)
+        patch.setitem(__import__("toka_async.bench.floor", fromlist=["x"]).COPY_BYTES, "cpu", 1 << 20)
+        spec = read_spec(Path(toka_async.__file__).parent / "demo", "fp8")
+        floor = Floor(spec, torch.float32, torch.float32, CPU)
+        assert floor.quantized_flops > 0
+        floor.bandwidth, floor.flops, floor.quantized_flops = 1e9, 1e15, 1e15
+        matrices = floor.compute(Case(rows=1, context=1), grouped=False).matrices
+    quantized = sum(matrix.count_bytes(4) for matrix in spec.list_matrices(0)) * spec.num_layers
+    biases = sum(matrix.bias * matrix.num_outputs for matrix in spec.list_matrices(0)) * spec.num_layers * 4
+    assert matrices == pytest.approx((quantized - biases + spec.vocab_size * spec.hidden_size * 4) / 1e9)
+
+
 def test_matrices_are_read_or_multiplied_with(floor: Floor) -> None:
     """Of few tokens reading them takes longer, of many multiplying; what torch measured changes neither."""
     spec = read_spec(Path(toka_async.__file__).parent / "demo")

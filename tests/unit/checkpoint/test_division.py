@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cases.models import make_checkpoint
+from tests.cases.models import heads, make_checkpoint
 from toka_async.checkpoint.division import (
     all_layers,
     check_division,
@@ -20,8 +20,8 @@ from toka_async.checkpoint.division import (
 from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
 
 
-def shape(folder: Path, heads: int, kv_heads: int, inner: int) -> ModelSpec:
-    fields = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": inner}
+def shape(folder: Path, num_heads: int, kv_heads: int, inner: int) -> ModelSpec:
+    fields = {"num_attention_heads": num_heads, "num_key_value_heads": kv_heads, "intermediate_size": inner}
     return read_spec(make_checkpoint(folder, "llama", head_dim=8, **fields))
 
 
@@ -90,3 +90,20 @@ def test_parts_of_stages_follow_each_other(tmp_path: Path) -> None:
     assert stage_parts(spec, 1, 1) == [all_layers(spec)]
     with pytest.raises(ModelError, match=r"^parallel\.pp=8: the model has 7 layers; use at most 7$"):
         check_division(spec, 8, 1)
+
+
+def test_blocks_of_scales_are_not_cut(tmp_path: Path) -> None:
+    """Two ranks have 128 inputs and outputs of everything, four have fewer."""
+    fields = heads(4, 4, 128, head_dim=64, intermediate_size=256)
+    spec = read_spec(make_checkpoint(tmp_path, "llama", **fields), "fp8_block")
+    assert tensor_sizes(spec) == [1, 2]
+    check_tensor_size(spec, 2)
+    with pytest.raises(ModelError, match=r"^parallel\.tp=4: .*so into whole blocks of scales; use one of 1, 2$"):
+        check_tensor_size(spec, 4)
+    assert tensor_sizes(read_spec(tmp_path, "fp8")) == [1, 2, 4]
+
+
+def test_a_model_without_whole_blocks(tmp_path: Path) -> None:
+    spec = read_spec(make_checkpoint(tmp_path, "llama"), "fp8_block")
+    with pytest.raises(ModelError, match=r"^self_attn\.q_proj, .* no multiple of 128.*\(model\.quantize=fp8\)$"):
+        check_tensor_size(spec, 1)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from toka_async.checkpoint.layer_spec import DenseFeedSpec
+from toka_async.checkpoint.layer_spec import DenseFeedSpec, LayerSpec
 from toka_async.checkpoint.matrix_spec import Units
 
 
@@ -13,3 +13,10 @@ def test_a_dense_feed_and_its_part_on_a_rank() -> None:
     assert gate_up.bias
     assert down.bias
     assert feed.divide(8).count_values() == 27
+
+
+def test_exempt_matrices_are_dense() -> None:
+    feed = DenseFeedSpec(inner=72, activation="silu", bias=False)
+    layer = LayerSpec(0, feed, "fp8/channel", ("mlp.down_proj",))
+    assert [matrix.format for matrix in layer.list_feed_matrices(48)] == ["fp8/channel", "dense"]
+    assert [matrix.format for matrix in LayerSpec(0, feed).list_feed_matrices(48)] == ["dense", "dense"]

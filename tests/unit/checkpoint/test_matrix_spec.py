@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from toka_async.checkpoint import matrix_spec
 from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
@@ -21,3 +22,13 @@ def test_a_format_says_what_its_weights_take(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(matrix_spec.WEIGHT_BYTES, "half", lambda n, k, itemsize: n * k // 2 + n * itemsize)
     half = MatrixSpec(names=("o",), outputs=(Units(10),), inputs=Units(6), split="inputs", format="half")
     assert half.count_bytes(2) == half.count_read_bytes(1, 2) == 30 + 20
+
+
+def test_quantized_weights_take_a_byte_and_their_scales() -> None:
+    blocks = MatrixSpec(names=("o",), outputs=(Units(256),), inputs=Units(384), split="inputs", format="fp8/block")
+    assert blocks.count_bytes(2) == 256 * 384 + 4 * 2 * 3
+    assert blocks.has_whole_blocks
+    assert not replace(blocks, inputs=Units(380)).has_whole_blocks
+    assert replace(blocks, inputs=Units(380), format="fp8/channel").has_whole_blocks
+    assert replace(blocks, format="fp8/channel").count_bytes(2) == 256 * 384 + 4 * 256
+    assert QKV.has_whole_blocks

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.cases.models import LLAMA3_ROPE
+from tests.cases.models import LLAMA3_ROPE, make_checkpoint
+from tests.cases.quantized import BLOCKS
 from toka_async.checkpoint.layer_spec import DenseFeedSpec, LayerSpec
 from toka_async.checkpoint.spec import ModelError, ModelSpec, RopeSpec, read_spec
 
@@ -168,7 +169,7 @@ def test_end_tokens(tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config (awq) is not supported"),
         (
             {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": {}}}},
-            "quantization_config (compressed-tensors) is not supported",
+            "quantization_config.format is None; supported: 'float-quantized'",
         ),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes': expected true or false"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear': expected an object"),
@@ -204,3 +205,12 @@ def test_loads_no_torch() -> None:
     program = "import sys, toka_async.checkpoint.generation, toka_async.checkpoint.hub; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_formats_of_weights_are_named(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama")
+    assert read_spec(folder).name_formats("bfloat16") == "bfloat16"
+    assert read_spec(folder, "fp8").name_formats("bfloat16") == "bfloat16, weights in fp8/channel"
+    edit = json.loads((folder / "config.json").read_text()) | {"quantization_config": BLOCKS}
+    (folder / "config.json").write_text(json.dumps(edit))
+    assert read_spec(folder).name_formats("float32") == "float32, weights in fp8/block"

@@ -39,6 +39,11 @@ CASES: list[Case] = [
     *((arch, "layer", {"dtype": FP32, "dim": 64, "hidden": 2048}) for arch in (89, 120)),
     *((arch, "gated", {"dtype": BF16, "hidden": 2048, "inner": 8192}) for arch in (90, 100, 120)),
     *((arch, "few rows", {"dtype": BF16, "hidden": 2048, "inner": 8192}) for arch in (86, 90)),
+    # The oldest first: Triton 3.6 converts 8-bit floats for all of a process as it first did, as there is one GPU.
+    *(
+        (arch, "quantized", {"dtype": BF16, "hidden": 4096, "inner": 14_336, "by_block": by_block})
+        for arch, by_block in ((89, True), (90, False), (90, True), (100, True), (120, False))
+    ),
     *((arch, "sampling", {"dtype": BF16, "vocab": 128_256}) for arch in (86, 120)),
 ]
 EVERY: list[Case] = [
@@ -63,6 +68,12 @@ EVERY: list[Case] = [
         for arch, dtype in itertools.product((90, 100, 120), (BF16, FP16))
     ),
     *((arch, "few rows", {"dtype": BF16, "hidden": 4096, "inner": 14_336}) for arch in SHARED_MEMORY),
+    *(
+        (arch, "quantized", {"dtype": dtype, "hidden": hidden, "inner": 2 * hidden, "by_block": by_block})
+        for arch, dtype, hidden, by_block in itertools.product(
+            (89, 90, 100, 120), (BF16, FP16, FP32), (1024, 8192), (False, True)
+        )
+    ),
     *(
         (arch, "sampling", {"dtype": dtype, "vocab": 151_936})
         for arch, dtype in itertools.product(SHARED_MEMORY, (BF16, FP16, FP32))

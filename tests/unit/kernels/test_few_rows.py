@@ -8,6 +8,8 @@ pytest.importorskip("triton")
 
 from toka_async.kernels.few_rows import ADD, FINISHES, STORE, FewRowsProducts, FewRowsTile
 from toka_async.kernels.fused import FusedOps
+from toka_async.kernels.scaled_weight import ScaledWeight
+from toka_async.model.matrices import scaling as fp8
 from toka_async.model.matrices.ops import TorchOps
 
 ONE = FewRowsTile(rows=1, columns=4, depth=16, num_stages=1, num_warps=4)
@@ -129,3 +131,48 @@ def test_fused_ops_use_it_for_few_rows(device: torch.device, num_rows: int, monk
     for actual, exact in results.values():
         torch.testing.assert_close(actual.float(), exact, atol=4e-3, rtol=4e-3)
     assert ran == (list(results) if num_rows <= 16 else [])
+
+
+def scaled(device: torch.device, numbers: Tensor, by_block: bool) -> tuple[ScaledWeight, Tensor]:
+    """A weight of 8-bit floats, and what it stands for."""
+    tile = (128, 128) if by_block else (1, numbers.shape[1])
+    values, scales = fp8.quantize(numbers, *tile)
+    exact = fp8.dequantize(values, scales, *tile)
+    stored = torch.nn.functional.pad(scales, (0, 3)) if by_block else scales[:, 0].contiguous()
+    return ScaledWeight(values.to(device), stored.to(device)), exact.to(device)
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+@pytest.mark.parametrize("finish", [STORE, ADD, "silu"])
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_weights_of_8_bits(device: torch.device, num_rows: int, has_norm: bool, finish: str, by_block: bool) -> None:
+    n, k, dtype = 256, 512, torch.bfloat16
+    weight, numbers = scaled(device, normal(device, dtype, n, k) / k**0.5, by_block)
+    x, bias = normal(device, dtype, num_rows, k), normal(device, dtype, n)
+    norm = (normal(device, dtype, k) / 4 + 1, 1e-5) if has_norm else None
+    one = FewRowsTile(rows=1, columns=4, depth=256, num_stages=2, num_warps=4)
+    many = FewRowsTile(rows=16, columns=16, depth=128, num_stages=2, num_warps=2)
+    products = FewRowsProducts(1 << 20, 8)
+    products.use(weight, finish, [1, 16], [one, many])
+    wide_norm = None if norm is None else (norm[0].float(), norm[1])
+    exact = TorchOps().linear(x.float(), numbers, bias.float(), wide_norm)
+    output = None
+    if finish == ADD:
+        output = normal(device, dtype, num_rows, n)
+        exact += output.float()
+    elif finish != STORE:
+        exact = TorchOps().gate(exact, finish)
+    actual = products.compute(finish, x, weight, bias, output, norm)
+    assert actual is not None
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.float(), exact, atol=4e-2, rtol=2e-2)
+
+
+def test_tiles_suit_blocks_of_scales(device: torch.device) -> None:
+    products, x = FewRowsProducts(1 << 20, 8), normal(device, torch.bfloat16, 1, 512)
+    by_channel, by_block = (scaled(device, torch.ones(128, 512), by_block)[0] for by_block in (False, True))
+    for rows, depth, fits in ((1, 64, False), (1, 512, True), (16, 64, False), (16, 128, True), (16, 256, False)):
+        tile = FewRowsTile(rows, 16, depth, 1, 1)
+        assert products.can_run(STORE, tile, x, by_channel)
+        assert products.can_run(STORE, tile, x, by_block) == fits

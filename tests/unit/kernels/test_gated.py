@@ -7,8 +7,11 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from toka_async.checkpoint.spec import ACTIVATIONS
+from toka_async.kernels.fp8.quantize import quantize
 from toka_async.kernels.fused import FusedOps
-from toka_async.kernels.gated import GatedProducts, Tile, _gated_product
+from toka_async.kernels.gated import GatedProducts, RowScales, Tile, _gated_product
+from toka_async.kernels.scaled_weight import ScaledWeight
+from toka_async.model.matrices import scaling as fp8
 from toka_async.model.matrices.ops import TorchOps
 
 SMALL = Tile(rows=16, columns=16, depth=16, num_stages=2, num_warps=4)
@@ -61,9 +64,9 @@ def test_only_what_it_was_chosen_for_is_computed() -> None:
 def test_fused_ops_use_it_without_a_bias(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, ran, run = normal(device, torch.float16, 32, 16), list[int](), GatedProducts.run
 
-    def counted(gates: GatedProducts, activation: str, tile: Tile, *operands: Tensor) -> None:
+    def counted(gates: GatedProducts, activation: str, tile: Tile, *operands: Tensor, scales: None) -> None:
         ran.append(len(operands[0]))
-        run(gates, activation, tile, *operands)
+        run(gates, activation, tile, *operands, scales=scales)
 
     x, bias = normal(device, torch.float16, 3, 16), normal(device, torch.float16, 32)
     ops = FusedOps(gates=chosen(weight))
@@ -80,7 +83,7 @@ def test_one_kernel_for_any_number_of_rows() -> None:
         excluded = [param.name for param in _gated_product.params if param.do_not_specialize]
     else:  # the interpreter's
         excluded = _gated_product.kwargs["do_not_specialize"]
-    assert excluded == ["num_rows"]
+    assert excluded == ["num_rows", "token_stride", "group_stride"]
 
 
 def test_few_rows_are_computed_separately() -> None:
@@ -104,3 +107,32 @@ def test_ranges_are_of_rows() -> None:
     gates, weight = GatedProducts(3, fewest=2), normal(torch.device("cpu"), torch.float16, 32, 16)
     gates.use(weight, "silu", [4, 20, 40, 41, 200], [SMALL, None, SMALL, SMALL, None])
     assert gates.ranges() == [(2, 4), (21, 41)]
+
+
+@pytest.mark.parametrize(("by_block", "num_rows"), [(False, 1), (False, 37), (True, 5), (True, 37)])
+def test_weights_of_8_bits(device: torch.device, num_rows: int, by_block: bool) -> None:
+    inner, hidden = 128, 256
+    x, numbers = normal(device, torch.bfloat16, num_rows, hidden), normal(device, torch.bfloat16, 2 * inner, hidden)
+    tile = (128, 128) if by_block else (1, hidden)
+    values, weight_scales = fp8.quantize(numbers / 16, *tile)
+    exact_weight = fp8.dequantize(values, weight_scales, *tile)
+    weight = ScaledWeight(values, weight_scales if by_block else weight_scales[:, 0].contiguous())
+    rows, scales = quantize(x, by_block)
+    gates = GatedProducts(3, 1)
+    gates.use(weight, "silu", [80], [Tile(rows=16, columns=32, depth=128, num_stages=2, num_warps=4)])
+    output = gates.compute(rows, weight, "silu", RowScales(scales, torch.bfloat16))
+    assert output is not None
+    assert output.dtype == torch.bfloat16
+    exact = TorchOps().gated_linear(fp8.dequantize(rows, scales, 1, tile[1]), exact_weight, None, "silu")
+    torch.testing.assert_close(output.float(), exact, atol=1e-2, rtol=1e-2)
+
+
+def test_columns_of_8_bits_beyond_the_last_one(device: torch.device) -> None:
+    x, numbers = normal(device, torch.bfloat16, 20, 128), normal(device, torch.bfloat16, 96, 128)
+    values, weight_scales = fp8.quantize(numbers, 1, 128)
+    rows, scales = quantize(x, False)
+    weight, output = ScaledWeight(values, weight_scales[:, 0].contiguous()), x.new_empty(20, 48)
+    tile = Tile(rows=16, columns=32, depth=128, num_stages=2, num_warps=4)
+    GatedProducts(3).run("silu", tile, rows, weight, output, scales=RowScales(scales, x.dtype))
+    wide = fp8.dequantize(rows, scales, 1, 128), fp8.dequantize(values, weight_scales, 1, 128)
+    torch.testing.assert_close(output.float(), TorchOps().gated_linear(*wide, None, "silu"), atol=1e-1, rtol=1e-2)

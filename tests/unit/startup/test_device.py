@@ -13,6 +13,7 @@ from toka_async.config import AttentionConfig, CacheConfig, Config, ModelConfig
 from toka_async.startup import device
 from toka_async.startup.device import (
     check_stored_dtype,
+    check_weight_formats,
     has_kernels,
     name_types,
     resolve_device,
@@ -57,6 +58,18 @@ def test_an_old_gpu_is_used_without_kernels(monkeypatch: pytest.MonkeyPatch, cap
     assert "and so is slow: expected a GPU of compute capability 8.0 or more, got 7.5" in caplog.text
 
 
+def test_old_gpus_refuse_8_bit_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, found = make_checkpoint(tmp_path / "model", "llama"), [(8, 6)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: found[0])
+    gpu = torch.device("cuda", 0)
+    check_weight_formats(read_spec(folder), gpu)
+    with pytest.raises(ModelError, match=r"8-bit floats: expected a GPU of compute capability 8\.9, got 8\.6; use a"):
+        check_weight_formats(read_spec(folder, "fp8"), gpu)
+    check_weight_formats(read_spec(folder, "fp8"), torch.device("cpu"))
+    found[0] = 9, 0
+    check_weight_formats(read_spec(folder, "fp8"), gpu)
+
+
 def test_dtypes(tmp_path: Path) -> None:
     spec = read_spec(make_checkpoint(tmp_path / "model", "llama", torch_dtype="bfloat16"))
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
@@ -65,11 +78,15 @@ def test_dtypes(tmp_path: Path) -> None:
     assert resolve_dtype(ModelConfig(dtype="float16"), spec, cpu) == torch.float16
 
 
-def test_what_the_cache_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_cache_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = read_spec(make_checkpoint(tmp_path / "model", "llama"))
     plain, small = CacheConfig(), CacheConfig(dtype="fp8")
     assert resolve_stored_dtype(plain, torch.bfloat16) == torch.bfloat16
     assert resolve_stored_dtype(small, torch.bfloat16) == torch.float8_e4m3fn
-    assert [name_types(torch.bfloat16, cache) for cache in (plain, small)] == ["bfloat16", "bfloat16, cache in fp8"]
+    assert [name_types(spec, torch.bfloat16, cache) for cache in (plain, small)] == [
+        "bfloat16",
+        "bfloat16, cache in fp8",
+    ]
     check_stored_dtype(small, torch.device("cpu"))
     gpu = torch.device("cuda", 0)
     for capability, refused in (((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False), ((12, 0), False)):

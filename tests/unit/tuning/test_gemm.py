@@ -15,6 +15,7 @@ from tests.fakes.cublaslt import FakeLibrary
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.spec import read_spec
 from toka_async.kernels.few_rows import FewRowsProducts
+from toka_async.kernels.fp8.ops import ScaledKernels
 from toka_async.kernels.fused import FusedOps
 from toka_async.kernels.gated import GatedProducts
 from toka_async.kernels.matmul import TunedProducts
@@ -217,6 +218,8 @@ def test_what_cannot_be_tuned_is_torchs(tmp_path: Path) -> None:
         ops = make_ops(torch.device("cpu"), dtype, tuned)
         assert ops.products is None
         assert ops.gates is None
+        assert isinstance(ops.scaled, ScaledKernels)
+        assert ops.scaled.most_few == 0
     tuning = ProductTuning(FusedOps(), NONE)
     tuning.tune(decoder_of(tmp_path), LIMITS, 4, lambda *_: None)
     tuning.tune_layers(decoder_of(tmp_path / "again"), [512])
@@ -236,6 +239,10 @@ def test_gated_products_need_a_gpu_that_copies_tensors(
     ops = make_ops(torch.device("cpu"), torch.bfloat16, tuned=True)
     assert (ops.gates is not None) == fused
     assert ops.products is None
+    assert isinstance(ops.scaled, ScaledKernels)
+    assert ops.scaled.products.library is None
+    assert ops.scaled.gates is ops.gates
+    assert ops.scaled.few_rows is ops.few_rows
 
 
 def raising(_: torch.device) -> None:

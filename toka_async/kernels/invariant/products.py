@@ -15,6 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.few_rows import Norm
+from toka_async.kernels.fp8.ops import ScaledKernels
+from toka_async.kernels.fp8.products import ScaledProducts
+from toka_async.kernels.fp8.scaled import LARGEST_TILE
 from toka_async.kernels.fused import FusedOps
 
 _GROUP = 8  # row tiles that share weights in the L2 cache
@@ -86,6 +89,7 @@ class InvariantOps:
 
     def __init__(self) -> None:
         fused = FusedOps()
+        self.scaled = ScaledKernels(ScaledProducts(tile=LARGEST_TILE))
         self.add_norm = fused.add_norm
         self.gate = fused.gate
         self.compute_rotation = fused.compute_rotation

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from toka_async.checkpoint.matrix_spec import MatrixSpec
+from toka_async.checkpoint.quantization import FORMATS
 from toka_async.model.matrices.dense import DenseMatrix
+from toka_async.model.matrices.fp8 import Fp8Matrix
 from toka_async.model.matrices.matrix import Matrix
 from toka_async.model.matrices.ops import Ops
 from toka_async.model.matrices.share import Place, Share, share_units, whole_of
 
-MATRICES: dict[str, Callable[[MatrixSpec, Sequence[Share], Share, Ops], Matrix]] = {"dense": DenseMatrix}
+MATRICES: dict[str, Callable[[MatrixSpec, Sequence[Share], Share, Ops], Matrix]] = {
+    "dense": DenseMatrix,
+    **dict.fromkeys(FORMATS, Fp8Matrix),
+}
 
 
 def build_matrix(spec: MatrixSpec, place: Place, ops: Ops) -> Matrix:

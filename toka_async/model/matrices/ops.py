@@ -13,12 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toka_async.attention.rope import compute_rotation
+from toka_async.kernels.scaled_weight import ScaledOps
 
 Norm = tuple[Tensor, float]  # an RMSNorm's weight [inputs] and epsilon
 
 
 class Ops(Protocol):
     """Operations on [t, n] activations of any floating dtype. Only `add_linear` writes in place."""
+
+    @property
+    def scaled(self) -> ScaledOps | None:
+        """Operations with weights of 8-bit floats; None: there are none."""
+        ...
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """RMSNorm (arXiv:1910.07467) of the residual after `x` is added to it.
@@ -60,6 +66,8 @@ class Ops(Protocol):
 
 class TorchOps:
     """`Ops` in plain torch."""
+
+    scaled: ScaledOps | None = None
 
     compute_rotation = staticmethod(compute_rotation)
 

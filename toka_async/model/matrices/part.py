@@ -6,6 +6,7 @@ updates in place share one description.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,13 +23,15 @@ class WeightPart:
 
     target: the rank's values, a view of a parameter; a source with fewer dimensions is repeated over it. shares: the
     rank's part of each of the tensor's dimensions. dtypes: what the tensor's type may be. constant: the value of random
-    weights; None: they are normally distributed.
+    weights; None: they are normally distributed. store: stores the rank's values in a way of its own; None: they are
+    copied to the target.
     """
 
     target: Tensor
     shares: tuple[Share, ...]
     dtypes: tuple[str, ...] = FLOATS
     constant: float | None = None
+    store: Callable[[Tensor], None] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,7 +49,10 @@ class WeightPart:
 
     def write(self, values: Tensor) -> None:
         """Stores the rank's values, of any floating dtype, on any device."""
-        self.target.copy_(values)
+        if self.store is None:
+            self.target.copy_(values)
+        else:
+            self.store(values)
 
 
 def make_unset(*shape: int) -> nn.Parameter:

@@ -30,6 +30,11 @@ class Share:
         """Returns the part when each item is `num` rows."""
         return Share(self.total * num, self.start * num, self.size * num)
 
+    def divided(self, num: int) -> Share:
+        """Returns the part when `num` rows are one item; the part has whole items, the last of all may be smaller."""
+        assert self.start % num == 0
+        return Share(-(-self.total // num), self.start // num, -(-self.size // num))
+
     @property
     def is_whole(self) -> bool:
         return self.size == self.total

@@ -23,3 +23,9 @@ def test_a_part_may_have_no_values_on_a_rank() -> None:
     part = WeightPart(make_unset(0, 2), (Share(4, 0, 0), whole_of(2)))
     part.write(torch.ones(part.shape)[part.indices])
     assert part.shape == (4, 2)
+
+
+def test_a_part_may_store_values_in_its_own_way() -> None:
+    target, stored = make_unset(2, 2), list[torch.Tensor]()
+    WeightPart(target.data, (whole_of(2), whole_of(2)), store=stored.append).write(torch.ones(2, 2))
+    assert [values.tolist() for values in stored] == [[[1, 1], [1, 1]]]

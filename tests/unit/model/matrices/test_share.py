@@ -30,3 +30,8 @@ def test_what_a_share_covers() -> None:
     assert whole_of(7).is_whole
     assert not Share(7, 0, 6).is_whole
     assert list(range(7))[Share(7, 2, 3).indices] == [2, 3, 4]
+
+
+def test_a_share_of_blocks() -> None:
+    assert Share(512, 128, 256).divided(128) == Share(4, 1, 2)
+    assert Share(300, 256, 44).divided(128) == Share(3, 2, 1)

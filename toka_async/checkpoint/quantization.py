@@ -1,0 +1,134 @@
+"""Reads how a checkpoint's matrices are quantized from the `quantization_config` of its `config.json`.
+
+Two spellings are read: `quant_method` of "fp8" (DeepSeek, Qwen: 128 x 128 blocks), and "compressed-tensors" (a scale
+for each output, or blocks). Knows no torch and no values.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import msgspec
+
+from toka_async.checkpoint.json_file import JsonFile
+
+BLOCK = 128  # rows and columns of a block
+METHODS = "fp8 with weight_block_size, compressed-tensors of the format float-quantized"
+Scaling = Literal["channel", "block"]
+
+
+class Quantization(msgspec.Struct, frozen=True):
+    """Matrices of 8-bit floats (E4M3) with scales in float32.
+
+    scaling: one scale for each output (`channel`), or for each `BLOCK` x `BLOCK` values (`block`). scale_name: of a
+    scale's tensor, beside `weight`; empty: the checkpoint has none, and weights are quantized as they are loaded.
+    ignored: regular expressions; a matrix whose name begins with a match is not quantized.
+    """
+
+    scaling: Scaling
+    scale_name: str = ""
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def format(self) -> str:
+        """A key of `FORMATS`."""
+        return "/".join(("fp8", self.scaling, self.scale_name)).rstrip("/")
+
+    def count_bytes(self, n: int, k: int) -> int:
+        """Counts the bytes of [n, k] values and their scales."""
+        num_scales = n if self.scaling == "channel" else -(-n // BLOCK) * -(-k // BLOCK)
+        return n * k + 4 * num_scales
+
+    def covers(self, matrix: str) -> bool:
+        """Tells whether a matrix is quantized. matrix: its name in the checkpoint, without `.weight`."""
+        return not any(re.match(pattern, matrix) for pattern in self.ignored)
+
+
+# The weight formats of `MatrixSpec` by name; which matrices they cover, a checkpoint says.
+FORMATS: dict[str, Quantization] = {
+    each.format: each
+    for each in (
+        Quantization("channel"),
+        Quantization("block"),
+        Quantization("channel", "weight_scale"),
+        Quantization("block", "weight_scale"),
+        Quantization("block", "weight_scale_inv"),
+    )
+}
+# What `model.quantize` asks for, of a checkpoint that is not quantized.
+MADE_AT_LOAD = {"fp8": Quantization("channel"), "fp8_block": Quantization("block")}
+
+
+def read_quantization(file: JsonFile) -> Quantization | None:
+    """Returns None for a checkpoint that is not quantized. Raises ModelError for another format."""
+    if not file.has("quantization_config"):
+        return None
+    config = file.section("quantization_config")
+    method = config.text("quant_method", "unknown")
+    if method == "fp8":
+        return _read_blocks(config)
+    if method == "compressed-tensors":
+        # A checkpoint may have scales for a quantized cache only.
+        return _read_compressed(config) if config.section("config_groups").fields else None
+    raise file.error(
+        "quantization_config", f"({method}) is not supported; supported: {METHODS}; or use the checkpoint in bfloat16"
+    )
+
+
+def _read_blocks(config: JsonFile) -> Quantization:
+    _expect(config, "weight_block_size", [BLOCK, BLOCK])
+    _expect(config, "activation_scheme", "dynamic")
+    if config.has("fmt"):
+        _expect(config, "fmt", "e4m3")
+    # An entry is a module's name, with or without the modules around it, and means all that is inside.
+    entries = (rf"(.*\.)?{re.escape(name)}(\.|$)" for name in _names(config, "modules_to_not_convert"))
+    return Quantization("block", "weight_scale_inv", tuple(entries))
+
+
+def _read_compressed(config: JsonFile) -> Quantization:
+    _expect(config, "format", "float-quantized")
+    groups = config.section("config_groups")
+    if len(groups.fields) != 1:
+        raise config.error("config_groups", f"has {len(groups.fields)} groups; supported: one, of all linear layers")
+    group = groups.section(next(iter(groups.fields)))
+    if "Linear" not in _names(group, "targets"):
+        raise group.error("targets", f"is {group.fields.get('targets')!r}; supported: ['Linear']")
+    weights, inputs = group.section("weights"), group.section("input_activations")
+    for values in (weights, inputs):
+        _expect(values, "num_bits", 8)
+        _expect(values, "type", "float")
+        _expect(values, "symmetric", True)
+    _expect(inputs, "dynamic", True)
+    if weights.text("strategy") == "block":
+        _expect(weights, "block_structure", [BLOCK, BLOCK])
+        _expect(inputs, "strategy", "group")
+        _expect(inputs, "group_size", BLOCK)
+        scaling: Scaling = "block"
+    else:
+        _expect(weights, "strategy", "channel")
+        _expect(inputs, "strategy", "token")
+        scaling = "channel"
+    names = _names(config, "ignore")
+    ignored = (name[3:] if name.startswith("re:") else f"{re.escape(name)}$" for name in names)
+    return Quantization(scaling, "weight_scale", tuple(_check_pattern(config, pattern) for pattern in ignored))
+
+
+def _expect(file: JsonFile, name: str, value: Any) -> None:
+    if (actual := file.fields.get(name)) != value:
+        raise file.error(name, f"is {actual!r}; supported: {value!r}")
+
+
+def _names(file: JsonFile, field: str) -> list[str]:
+    names = file.fields.get(field) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise file.error(field, f"is {names!r}: expected a list of strings")
+    return names
+
+
+def _check_pattern(file: JsonFile, pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise file.error("ignore", f"has {pattern!r}, which is no regular expression ({error})") from None
+    return pattern

@@ -1,0 +1,1 @@
+"""Kernels for 8-bit floats with scales."""
