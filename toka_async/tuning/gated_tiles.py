@@ -103,6 +103,10 @@ class GatedTileChoice:
         ranges = ", ".join(f"{first} to {last}" for first, last in self._gates.ranges())
         logger.info("gated products: in one kernel for %s rows", ranges or "no")
 
+    def list_builds(self) -> list[Callable[[], None]]:
+        x, output = self._make_operands(1)
+        return [partial(self._gates.run, self._activation, tile, x, self._weights[0], output) for tile in self._tiles]
+
     def _compute_separately(self, x: Tensor, weight: Tensor, output: Tensor) -> None:
         del output
         self._separately(x, weight)
