@@ -32,6 +32,7 @@ from toka_async.startup.cache_size import (
     count_token_bytes,
     fit_limits,
 )
+from toka_async.startup.device import name_types, resolve_stored_dtype
 from toka_async.startup.weights_fit import advise
 from toka_async.tuning.async_tp import count_workspace_bytes
 
@@ -78,18 +79,22 @@ def device_memory() -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The share of each rank of a stage. part: its shape. first_layer: its number in the model. weights: bytes."""
+    """The share of each rank of a stage.
+
+    part: its shape. first_layer: its number in the model. weights: bytes. stored: what keys and values are stored as.
+    """
 
     part: ModelSpec
     first_layer: int
     weights: int
     is_last: bool
     dtype: torch.dtype
+    stored: torch.dtype
 
     def count_largest_step(self, limits: RankLimits, config: Config) -> int:
         """Bytes of the largest step, with those that tensor ranks share; only the last stage has logits."""
         page_size, num_parts = config.cache.page_size, config.parallel.num_micro_batches
-        of_tokens = limits.max_tokens * count_token_bytes(self.part, self.dtype, num_parts)
+        of_tokens = limits.max_tokens * count_token_bytes(self.part, self.dtype, num_parts, self.stored)
         of_rows = limits.max_seqs * count_row_bytes(self._counted, limits, self.dtype, page_size, num_parts)
         return of_tokens + of_rows + self._shared(limits, config.parallel)
 
@@ -124,7 +129,7 @@ def make_plan(config: Config, memory: int) -> CapacityPlan:
     spec = read_spec(resolve_model(config.model.path, weights=False))
     check_division(spec, config.parallel.pp, config.parallel.tp)
     dtype: torch.dtype = getattr(torch, spec.dtype if config.model.dtype == "auto" else config.model.dtype)
-    stages = make_stages(spec, config.parallel, dtype)
+    stages = make_stages(spec, config.parallel, dtype, resolve_stored_dtype(config.cache, dtype))
     usable = int(config.cache.memory_fraction * memory) - compute_spare_bytes(memory)
     for index, stage in enumerate(stages):
         if stage.weights >= usable:
@@ -176,12 +181,12 @@ def _make_rank_plan(
         layers=(stage.first_layer, stage.first_layer + stage.part.num_layers),
         weights=stage.weights,
         largest_step=step,
-        kv_token=bytes_per_token(stage.part, stage.dtype),
+        kv_token=bytes_per_token(stage.part, stage.stored),
         num_tokens=num_pages * page_size,
     )
 
 
-def make_stages(spec: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -> list[Stage]:
+def make_stages(spec: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype, stored: torch.dtype) -> list[Stage]:
     rank_spec = msgspec.structs.replace(
         make_rank_spec(spec, parallel.tp), vocab_size=-(-spec.vocab_size // parallel.tp)
     )
@@ -189,7 +194,7 @@ def make_stages(spec: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype) -
     for part in stage_parts(spec, parallel.pp, parallel.tp):
         of_stage = make_stage_spec(rank_spec, part)
         weights = count_stage_bytes(of_stage, part.is_first, part.is_last, dtype.itemsize)
-        stages.append(Stage(of_stage, part.first, weights, part.is_last, dtype))
+        stages.append(Stage(of_stage, part.first, weights, part.is_last, dtype, stored))
     return stages
 
 
@@ -197,7 +202,7 @@ def plan_lines(plan: CapacityPlan) -> Iterator[str]:
     """The plan for people: a line for each GPU, and totals."""
     config, parallel = plan.config, plan.config.parallel
     yield (
-        f"{config.model.path}: {plan.spec.num_layers} layers, {str(plan.dtype).removeprefix('torch.')}; "
+        f"{config.model.path}: {plan.spec.num_layers} layers, {name_types(plan.dtype, config.cache)}; "
         f"parallel.dp={parallel.dp}, pp={parallel.pp}, tp={parallel.tp}: {format_count(len(plan.ranks), 'GPU')} of "
         f"{_format_gib(plan.memory)}, {config.cache.memory_fraction:.0%} of each"
     )

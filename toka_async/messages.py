@@ -146,7 +146,7 @@ class RankDevice(Message, frozen=True, kw_only=True):
 
     rank: int
     device: str  # for people: the GPU's name and memory, the CPU and its threads, or "simulated"
-    dtype: str  # of weights and activations; empty: nothing is computed
+    dtype: str  # for people: of weights and activations, and of the cache if it differs; empty: nothing is computed
     weights: int = 0
     cache: int = 0
     used: int = 0

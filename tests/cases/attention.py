@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.drivers.paged_rows import make_batch
 from toka_async.attention.base import AttentionBatch, PrefixGroup
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import CacheFormat, KVCache, LayerScales
 
 
 @dataclass(slots=True)
@@ -38,8 +38,8 @@ class AttentionCase:
         ):
             pages = batch.page_table[batch.slots[row], : -(-context // cache.page_size)].long()
             keys, values = (
-                tensor[pages].transpose(1, 2).flatten(0, 1)[:context].float().repeat_interleave(group_size, dim=1)
-                for tensor in (cache.keys[0], cache.values[0])
+                scale * stored.float()[pages].transpose(1, 2).flatten(0, 1)[:context].repeat_interleave(group_size, 1)
+                for stored, scale in zip((cache.keys[0], cache.values[0]), cache.scales[0], strict=True)
             )
             query = self.query[start : start + count].float()
             position = torch.arange(context - count, context, device=query.device)[:, None]
@@ -65,6 +65,7 @@ def make_case(
     chunks: Sequence[tuple[int, int]] = (),
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
+    stored: CacheFormat | None = None,
 ) -> AttentionCase:
     """groups: (rows, pages of their prefix), each followed by a row of `contexts`, while there are any.
 
@@ -90,10 +91,11 @@ def make_case(
         pages = list(shared[number]) if number >= 0 else []
         pages += [next(free) for _ in range(-(-context // page_size) - len(pages))]
         placed.append((pages, context, count))
-    cache = KVCache(1, needed + sum(pages for _, pages in groups), kv_heads, page_size, dim, dtype, device or CPU)
+    num_pages = needed + sum(pages for _, pages in groups)
+    cache = KVCache(1, num_pages, kv_heads, page_size, dim, dtype, device or CPU, stored=stored)
     generator = torch.Generator(device=device or CPU).manual_seed(seed)
     for tensor in (cache.keys[0], cache.values[0]):
-        tensor.normal_(generator=generator)
+        tensor.copy_(torch.empty_like(tensor, dtype=torch.float32).normal_(generator=generator))
     num_tokens = sum(count for _, _, count in rows)
     shape = (num_tokens, kv_heads * group_size, dim)
     query = 2 * torch.randn(shape, generator=generator, device=device or CPU)
@@ -102,3 +104,4 @@ def make_case(
 
 
 CPU = torch.device("cpu")
+E4M3_SCALED = CacheFormat(torch.float8_e4m3fn, (LayerScales(0.375, 5.0),))

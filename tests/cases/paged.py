@@ -12,7 +12,7 @@ class PagedCase:
     """A page table with rows of `lengths` keys, whose first `num_shared` pages are the same; scattered over slots.
 
     Tensors are as kernels take them: keys, values [pages, kv_heads, page_size, dim], page_table int32 [slots, width],
-    slots int64 [rows], contexts int32 [rows].
+    slots int64 [rows], contexts int32 [rows]. With `is_e4m3` keys and values are stored in E4M3, with scales.
     """
 
     def __init__(
@@ -26,6 +26,7 @@ class PagedCase:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         num_shared: int = 0,
+        is_e4m3: bool = False,
     ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.device, self.dtype = device, dtype
@@ -35,6 +36,9 @@ class PagedCase:
         pages = torch.randperm(sum(counts) + num_shared + 1, generator=self.generator).tolist()
         self.keys = self.normal(len(pages), kv_heads, page_size, dim)
         self.values = self.normal(len(pages), kv_heads, page_size, dim)
+        self.key_scale, self.value_scale = (0.375, 5.0) if is_e4m3 else (1.0, 1.0)
+        if is_e4m3:
+            self.keys, self.values = self.keys.to(torch.float8_e4m3fn), self.values.to(torch.float8_e4m3fn)
         shared = [pages.pop() for _ in range(num_shared)]
         rows = [shared[:count] + [pages.pop() for _ in range(count - num_shared)] for count in counts]
         table = torch.randint(len(pages), (len(rows) + 2, max(counts) + 1), generator=self.generator)
@@ -54,14 +58,17 @@ class PagedCase:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
 
-    def attend(self, query: Tensor, row: int, first: int, last: int, scale: float) -> tuple[Tensor, Tensor]:
-        """One query [heads, dim] over a row's keys first to last: output [heads, dim], base-2 log-sum-exp [heads]."""
+    def attend(self, query: Tensor, row: int, first: int, last: int, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        """One query [heads, dim] over a row's keys first to last: output [heads, dim], base-2 log-sum-exp [heads].
+
+        softmax_scale: without the scale of keys.
+        """
         pages = torch.tensor(self.pages[row], device=self.device)
         keys, values = (
-            cache[pages].transpose(1, 2).flatten(0, 1)[first:last].double().repeat_interleave(self.group, dim=1)
-            for cache in (self.keys, self.values)
+            scale * stored.double()[pages].transpose(1, 2).flatten(0, 1)[first:last].repeat_interleave(self.group, 1)
+            for stored, scale in ((self.keys, self.key_scale), (self.values, self.value_scale))
         )
-        scores = torch.einsum("hd,lhd->hl", query.double(), keys) * scale
+        scores = torch.einsum("hd,lhd->hl", query.double(), keys) * softmax_scale
         output = torch.einsum("hl,lhd->hd", scores.softmax(-1), values)
         return output, scores.logsumexp(-1) / torch.tensor(2.0).double().log().item()
 

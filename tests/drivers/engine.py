@@ -45,6 +45,7 @@ class Engine:
         max_graph_seqs: int = 16,
         tuning_dir: str = "",
         batch_invariant: bool = False,
+        cache_dtype: str = "auto",
         **options: Unpack[CoreOptions],
     ) -> None:
         min_seqs = options.get("group_min_seqs", 0)
@@ -55,7 +56,11 @@ class Engine:
                 dtype=dtype,  # type: ignore[arg-type]
                 batch_invariant=batch_invariant,
             ),
-            cache=CacheConfig(page_size=page_size, num_tokens=num_tokens),
+            cache=CacheConfig(
+                page_size=page_size,
+                num_tokens=num_tokens,
+                dtype=cache_dtype,  # type: ignore[arg-type]
+            ),
             schedule=ScheduleConfig(max_seqs=max_seqs, max_tokens=max_tokens, group_min_seqs=min_seqs),
             attention=AttentionConfig(backend=backend),  # type: ignore[arg-type]
             graphs=GraphsConfig(enabled=max_graph_seqs > 0, max_rows=max(1, max_graph_seqs)),

@@ -35,6 +35,23 @@ def test_a_completion(server: Serving) -> None:
     assert answer["usage"]["completion_tokens"] > 10
 
 
+def test_a_cache_in_fp8(server: Serving, tmp_path: Path) -> None:
+    """It takes a quarter of one in float32, and the answer is the same."""
+    asked = {"model": "demo", "prompt": QUESTION, "max_tokens": 100, "temperature": 0}
+    with serving(tmp_path, "cache.dtype=fp8") as small:
+        _, answer = small.post("/v1/completions", **asked)
+        assert "float32, cache in fp8" in small.errors.read_text()
+        sizes = [read_cache_bytes(each) for each in (server, small)]
+    assert answer["choices"][0]["text"] == server.post("/v1/completions", **asked)[1]["choices"][0]["text"]
+    assert sizes[0] == 4 * sizes[1] > 0
+
+
+def read_cache_bytes(server: Serving) -> float:
+    lines = server.get("/metrics")[1].splitlines()
+    (line,) = (line for line in lines if line.startswith("toka:replica_kv_cache_bytes{"))
+    return float(line.split()[-1])
+
+
 def test_streamed_text_is_the_same_text(server: Serving) -> None:
     asked = {"model": "demo", "prompt": QUESTION, "max_tokens": 100, "seed": 5, "n": 3, "temperature": 1.5}
     _, whole = server.post("/v1/completions", **asked)

@@ -54,6 +54,8 @@ class PagedWrapper:
         q: Tensor,
         paged_kv_cache: tuple[Tensor, Tensor],
         *,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
         out: Tensor,
         lse: Tensor | None = None,
         return_lse: bool = False,
@@ -67,7 +69,7 @@ class PagedWrapper:
                 cache[places[:, 0], :, places[:, 1]].float().repeat_interleave(group_size, dim=1)
                 for cache in paged_kv_cache
             )
-            scores = torch.einsum("qhd,lhd->qhl", q[queries].float(), keys) * self.scale
+            scores = torch.einsum("qhd,lhd->qhl", q[queries].float(), keys) * self.scale * (k_scale or 1)
             position = torch.arange(queries.stop - queries.start)[:, None] + len(keys) - (queries.stop - queries.start)
             key = torch.arange(len(keys))
             hidden = key > position if self.causal else torch.zeros(len(position), len(keys), dtype=torch.bool)
@@ -76,6 +78,8 @@ class PagedWrapper:
             scores = scores.masked_fill(hidden[:, None], -torch.inf)
             out[queries] = torch.einsum("qhl,lhd->qhd", scores.softmax(-1), values).to(out.dtype)
             lse[queries] = scores.logsumexp(-1) / math.log(2)
+        if v_scale is not None:
+            out *= v_scale
         return (out, lse) if return_lse else out
 
 
@@ -83,6 +87,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", backend: str = "auto") -> None:
         super().__init__(float_workspace_buffer, kv_layout)
         assert backend in ("fa2", "fa3")
+        self.backend = backend
         self.schedule_size = 8 << 20
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
@@ -109,8 +114,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
     ) -> None:
         assert num_qo_heads % num_kv_heads == 0
         assert head_dim_qk
+        assert self.backend == "fa2" or kv_data_type == q_data_type
         assert max_token_per_sequence == (qo_indptr[1:] - qo_indptr[:-1]).max()
-        assert q_data_type == kv_data_type
+        assert kv_data_type in (q_data_type, torch.float8_e4m3fn)
         pages = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
         self.set_plan(qo_indptr, *pages, causal, sm_scale, window_left)
 
@@ -137,7 +143,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     ) -> None:
         assert num_qo_heads % num_kv_heads == 0
         assert head_dim
-        assert q_data_type == kv_data_type
+        assert kv_data_type in (q_data_type, torch.float8_e4m3fn)
         queries = torch.arange(len(indptr), dtype=torch.int32)
         self.set_plan(queries, indptr, indices, last_page_len, page_size, False, sm_scale, window_left)
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+_ROUNDED = {"bf16": (torch.bfloat16, torch.uint16), "fp8e4nv": (torch.float8_e4m3fn, torch.uint8)}
+
 
 def interpret_kernels() -> None:
     """Chooses Triton's interpreter if there is no GPU, and mends what Triton 3.6 gets wrong in it."""
@@ -19,6 +21,7 @@ def interpret_kernels() -> None:
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     builder = interpreter.InterpreterBuilder
     patch_tensor, dot, cast = interpreter._patch_lang_tensor, builder.create_dot, builder.cast_impl
+    convert = builder.create_fp_to_fp
 
     def patched(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
@@ -29,14 +32,23 @@ def interpret_kernels() -> None:
         return dot(self, _widened(a), _widened(b), *rest)
 
     def cast_impl(self: Any, source: Any, dtype: Any) -> Any:
-        if (str(source.dtype.scalar), str(dtype.scalar)) != ("fp32", "bf16"):
-            return cast(self, source, dtype)
-        # A GPU rounds to the nearest; the interpreter cuts off.
-        bits = torch.from_numpy(np.array(source.data)).bfloat16().view(torch.int16).numpy().view(np.uint16)
-        return type(source)(bits, dtype.scalar)
+        return cast(self, source, dtype) if _is_exact(source, dtype) else _round(source, dtype)
+
+    def create_fp_to_fp(self: Any, source: Any, dtype: Any, rounding: Any) -> Any:
+        return convert(self, source, dtype, rounding) if _is_exact(source, dtype) else _round(source, dtype)
 
     interpreter._patch_lang_tensor = patched
-    builder.create_dot, builder.cast_impl = create_dot, cast_impl
+    builder.create_dot, builder.cast_impl, builder.create_fp_to_fp = create_dot, cast_impl, create_fp_to_fp
+
+
+def _is_exact(source: Any, dtype: Any) -> bool:
+    return str(source.dtype.scalar) != "fp32" or str(dtype.scalar) not in _ROUNDED
+
+
+def _round(source: Any, dtype: Any) -> Any:
+    """Rounds float32 to the nearest, as a GPU does: the interpreter cuts off bfloat16, and small numbers of E4M3."""
+    rounded, bits = _ROUNDED[str(dtype.scalar)]
+    return type(source)(torch.from_numpy(np.array(source.data)).to(rounded).view(bits).numpy(), dtype.scalar)
 
 
 def _widened(handle: Any) -> Any:

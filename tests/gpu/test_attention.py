@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cases.attention import AttentionCase, make_case
+from tests.cases.attention import E4M3_SCALED, AttentionCase, make_case
 from toka_async.attention.base import AttentionBackend, QueryKeyNorm
 from toka_async.attention.blocks import TileLimits
 from toka_async.attention.build import NOT_MEASURED, build_attention
 from toka_async.attention.choice import ChoiceTable, MeasuredShape, choose_always
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import CacheFormat, KVCache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.attention.triton import TritonChunks
 from toka_async.tuning.attention import measure_table
@@ -28,6 +28,7 @@ needs_flashinfer = pytest.mark.skipif(importlib.util.find_spec("flashinfer") is 
 
 CUDA = torch.device("cuda")
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+E4M3_BOUND = 4e-2
 MIXED = replace(
     choose_always("flashinfer"), decode=choose_always("triton").decode, grouped=(MeasuredShape(1, 1, "mixed"),)
 )
@@ -41,11 +42,13 @@ class Shape:
     group_size: int
     dtype: torch.dtype = torch.bfloat16
     window: int = 0
+    is_e4m3: bool = False
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         window = f" window {self.window}" if self.window else ""
-        return f"page {self.page_size} dim {self.dim} heads {self.kv_heads}x{self.group_size} {dtype}{window}"
+        stored = " in E4M3" if self.is_e4m3 else ""
+        return f"page {self.page_size} dim {self.dim} heads {self.kv_heads}x{self.group_size} {dtype}{stored}{window}"
 
 
 OURS = [
@@ -57,6 +60,10 @@ OURS = [
     Shape(128, 256, 1, 8),
     Shape(16, 64, 2, 7, torch.float32),
     Shape(64, 128, 1, 4, torch.float32, window=100),
+    Shape(16, 64, 8, 4, is_e4m3=True),
+    Shape(16, 128, 2, 8, window=300, is_e4m3=True),
+    Shape(64, 256, 1, 4, torch.float16, is_e4m3=True),
+    Shape(16, 64, 2, 7, torch.float32, is_e4m3=True),
 ]
 # Each combination of type, head size and with or without a window is compiled, at 20 to 60 seconds: few of them.
 FLASHINFERS = [
@@ -68,6 +75,8 @@ FLASHINFERS = [
     Shape(64, 128, 1, 8),
     Shape(16, 128, 8, 4, torch.float16),
     Shape(16, 256, 2, 4),
+    Shape(16, 64, 8, 4, is_e4m3=True),
+    Shape(16, 128, 2, 2, is_e4m3=True),
 ]
 CASES = [("triton", None, shape) for shape in OURS] + [
     pytest.param(backend, table, shape, marks=needs_flashinfer)
@@ -92,7 +101,9 @@ class Step:
     def expected(self, window: int) -> Tensor:
         """The reference in float32, over a copy of the cache."""
         cache = self.case.cache
-        copy = KVCache(1, cache.num_pages, cache.num_kv_heads, cache.page_size, cache.head_dim, torch.float32, CUDA)
+        shape = 1, cache.num_pages, cache.num_kv_heads, cache.page_size, cache.head_dim
+        stored = None if cache.keys[0].dtype == cache.dtype else CacheFormat(cache.keys[0].dtype, cache.scales)
+        copy = KVCache(*shape, torch.float32, CUDA, stored=stored)
         copy.keys[0].copy_(cache.keys[0])
         copy.values[0].copy_(cache.values[0])
         backend = ReferenceAttention(copy, self.case.num_heads, (window,), limits=TileLimits(slab_bytes=1 << 28))
@@ -116,6 +127,7 @@ def make_step(shape: Shape, seed: int, num_groups: int = 6, num_chunks: int = 3,
         chunks=[(int(rng.integers(0, most // 2)), int(rng.integers(1, 500))) for _ in range(num_chunks)],
         dtype=shape.dtype,
         device=CUDA,
+        stored=E4M3_SCALED if shape.is_e4m3 else None,
     )
     tokens, heads = len(case.query), case.num_heads + shape.kv_heads
     generator = torch.Generator(device=CUDA).manual_seed(seed)
@@ -157,7 +169,8 @@ def test_equals_the_reference(
         step.case.batch = replace(step.case.batch, groups=())
         errors[f"{seed} alone"] = error(step.run(attention), expected)
     print(f"\n{name} {shape}: " + " ".join(f"{value:.1e}" for value in errors.values()), end="")
-    assert max(errors.values()) < BOUNDS[shape.dtype], errors
+    # A key that lies between two numbers of E4M3 may be rounded to either.
+    assert max(errors.values()) < (E4M3_BOUND if shape.is_e4m3 else BOUNDS[shape.dtype]), errors
 
 
 def steps_ahead(step: Step, backend: AttentionBackend, batches: Sequence[int], busy: bool) -> list[Tensor]:

@@ -25,16 +25,18 @@ class Model:
     folder: Path
     dtype: str
     alone: list[list[object]]
+    cache_dtype: str = "auto"
 
     def start(self, **options: int | bool) -> Engine:
         shape = {"device": "cuda", "dtype": self.dtype, "batch_invariant": True, "num_tokens": 200_000}
+        shape["cache_dtype"] = self.cache_dtype
         return Engine(self.folder, **(shape | {"max_graph_seqs": 64} | options))  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module", params=list(SHAPES))
+@pytest.fixture(scope="module", params=[*SHAPES, "llama fp8", "qwen3 fp8"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    shape = request.param
-    made = Model(make_model(tmp_path_factory.mktemp(shape), shape), DTYPES[shape], [])
+    shape, _, stored = request.param.partition(" ")
+    made = Model(make_model(tmp_path_factory.mktemp(shape), shape), DTYPES[shape], [], stored or "auto")
     engine = made.start(max_tokens=2048, prefix=False)
     made.alone = [answer_alone(engine, asked) for asked in REQUESTS]
     return made

@@ -54,6 +54,19 @@ def test_the_built_in_model_answers_alike_on_cpu_and_gpu() -> None:
     assert texts[0] == texts[1]
 
 
+def test_a_cache_in_fp8_answers_alike_on_cpu_and_gpu() -> None:
+    """Keys that lie between two numbers of E4M3 may be rounded to either, so few answers may differ."""
+    folder, draw = resolve_model("demo"), random.Random(2)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    prompts = [tokenizer.encode(f"Question: {word_problem(draw).question}\nAnswer:").ids for _ in range(32)]
+    answers = []
+    for device in ("cpu", "cuda"):
+        engine = Engine(folder, device=device, max_seqs=32, max_tokens=256, num_tokens=16384, cache_dtype="fp8")
+        answers.append([each.samples[0].token_ids for each in engine.run(prompts, max_tokens=64)])
+    same = sum(a == b for a, b in zip(*answers, strict=True))
+    assert same >= 28, f"{same} of 32 answers agree"
+
+
 def test_short_steps_give_the_same_tokens() -> None:
     """A start measures what a token takes; with a limit below any step's time, prompts are computed in small chunks."""
     folder, draw = resolve_model("demo"), random.Random(1)

@@ -74,8 +74,9 @@ def test_prompts_around_each_captured_size(tmp_path: Path) -> None:
         compare(samples, others)
 
 
-def test_nothing_is_compiled_after_the_start(tmp_path: Path) -> None:
-    engine = WatchedEngine(make_model(tmp_path, "qwen3"), "bfloat16", grouped=True)
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
+def test_nothing_is_compiled_after_the_start(tmp_path: Path, cache_dtype: str) -> None:
+    engine = WatchedEngine(make_model(tmp_path, "qwen3"), "bfloat16", grouped=True, cache_dtype=cache_dtype)
     run(engine, make_prompts([*range(1, 400, 13)], num_shared=64), 20)
     assert engine.watch.num_mixed > 0
     assert engine.runner._compiles.count() == 0

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cases.attention import AttentionCase, make_case
+from tests.cases.attention import E4M3_SCALED, AttentionCase, make_case
+from toka_async.attention.kv_cache import CacheFormat
 from toka_async.attention.row_decode import RowDecode
 from toka_async.kernels.decode import DecodeConfig, decode_attention
 from toka_async.kernels.decode_work import divide_alike
@@ -35,8 +36,8 @@ PROFILES = {
 }
 
 
-def case_of(contexts: list[int], dim: int) -> AttentionCase:
-    return make_case(0, 16, 8, 4, dim, contexts=contexts, dtype=torch.bfloat16, device=CUDA)
+def case_of(contexts: list[int], dim: int, stored: CacheFormat | None = None) -> AttentionCase:
+    return make_case(0, 16, 8, 4, dim, contexts=contexts, dtype=torch.bfloat16, device=CUDA, stored=stored)
 
 
 def error(output: torch.Tensor, expected: torch.Tensor) -> float:
@@ -48,8 +49,9 @@ def error(output: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("window", [0, 500])
 @pytest.mark.parametrize("profile", PROFILES)
-def test_equals_the_definition(profile: str, dim: int, window: int) -> None:
-    case = case_of(PROFILES[profile], dim)
+@pytest.mark.parametrize("stored", [None, E4M3_SCALED], ids=["plain", "e4m3"])
+def test_equals_the_definition(profile: str, dim: int, window: int, stored: CacheFormat | None) -> None:
+    case = case_of(PROFILES[profile], dim, stored)
     rows = RowDecode(case.cache, case.num_heads, case.scale)
     lengths = case.batch.context_lengths
     rows.plan(case.batch, np.minimum(lengths, window) if window else lengths, None, window)

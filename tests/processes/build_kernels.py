@@ -18,7 +18,7 @@ import triton
 from tests.fakes.offline_gpus import OfflineGpu
 from toka_async.attention import build
 from toka_async.attention.choice import AutoChunks
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import CacheFormat, KVCache
 from toka_async.attention.paged import PagedAttention
 from toka_async.attention.triton import TritonChunks
 from toka_async.kernels import few_rows, prefill
@@ -35,11 +35,16 @@ from toka_async.tuning.gated_tiles import TILES, GatedTileChoice
 CPU = torch.device("cpu")
 
 
-def build_attention(dtype: str, dim: int, group: int, page_size: int = 16, windows: tuple[int, ...] = (0,)) -> str:
+def build_attention(
+    dtype: str, dim: int, group: int, page_size: int = 16, windows: tuple[int, ...] = (0,), stored: str = ""
+) -> str:
     """Returns which of the possible tiles were chosen."""
     arch = triton.runtime.driver.active.get_current_target().arch
     prefill.is_hopper = lambda _: arch == 90  # type: ignore[assignment]
-    cache = KVCache(1, 2, 2, page_size, dim, getattr(torch, dtype), CPU)
+    cache_format = CacheFormat(getattr(torch, stored or dtype))
+    cache = KVCache(1, 2, 2, page_size, dim, getattr(torch, dtype), CPU, stored=cache_format)
+    heads, rotation = torch.zeros(3, 2 * group + 4, dim, dtype=cache.dtype), torch.zeros(3, 1, dim, dtype=cache.dtype)
+    append(heads, (rotation, rotation), cache.keys[0], cache.values[0], torch.zeros(3, dtype=torch.int64))
     attention = build.build_attention("triton", cache, 2 * group, windows, max_seqs=512, max_tokens=512).backend
     assert isinstance(attention, PagedAttention)
     chunks = attention.chunks[0]
@@ -48,7 +53,7 @@ def build_attention(dtype: str, dim: int, group: int, page_size: int = 16, windo
     assert isinstance(part, TritonChunks)
     if part.config.registers:
         return "tiles for Hopper"
-    return f"tiles {list_prefill_configs(dim, group, cache.keys[0].dtype).index(part.config)}"
+    return f"tiles {list_prefill_configs(dim, group, cache.dtype).index(part.config)}"
 
 
 def build_layer(dtype: str, dim: int, hidden: int) -> str:

@@ -83,7 +83,7 @@ def main(model: Path) -> None:
     for parameter in decoder.parameters():
         parameter.zero_()
     tuning = ProductTuning(ops, TuningCache(None, {}))
-    tasks = compile_ahead.list_compile_tasks(spec, torch.bfloat16, CPU, "triton", PAGE_SIZE)
+    tasks = compile_ahead.list_compile_tasks(spec, torch.bfloat16, torch.bfloat16, CPU, "triton", PAGE_SIZE)
     tasks += tuning.list_builds(decoder, LIMITS)
     with compile_ahead.compile_ahead(tasks, CPU, num_threads=2):
         pass

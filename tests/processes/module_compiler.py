@@ -15,7 +15,9 @@ from pathlib import Path
 from toka_async.attention.modules import ModuleRequest
 from toka_async.startup.module_compiler import CompilerJob, ModuleCompilation, run_job
 
-REQUEST = ModuleRequest(architectures="9.0a", dtype="bfloat16", head_dim=64, windowed=(False,), tensor_cores=True)
+REQUEST = ModuleRequest(
+    architectures="9.0a", dtype="bfloat16", stored="bfloat16", head_dim=64, windowed=(False,), tensor_cores=True
+)
 
 
 def command(*words: str) -> list[str]:

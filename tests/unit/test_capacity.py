@@ -72,6 +72,17 @@ def test_the_cache_gets_what_is_left(model: Path) -> None:
     assert more.num_tokens > plan.num_tokens
 
 
+def test_a_cache_in_fp8_holds_more(model: Path) -> None:
+    plain, small = (
+        make_plan(configure(model, "model.dtype=bfloat16", *more), 8 * GIB) for more in ([], ["cache.dtype=fp8"])
+    )
+    (rank,), (of_small,) = plain.ranks, small.ranks
+    assert rank.kv_token == 2 * of_small.kv_token
+    assert rank.largest_step - of_small.largest_step == plain.limits.max_tokens * of_small.kv_token
+    assert 1.8 * plain.num_tokens < small.num_tokens < 2.1 * plain.num_tokens
+    assert "bfloat16, cache in fp8;" in next(plan_lines(small))
+
+
 @pytest.mark.parametrize(
     ("override", "rows", "tokens"),
     [

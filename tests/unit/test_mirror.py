@@ -30,6 +30,7 @@ COVERED = {
     "unit/cli/test_batch_run.py": ["batches/retry"],
     "unit/client/test_exchange.py": ["client/errors", "client/pending", "client/results"],
     "unit/config/test_load.py": ["config/sections", "config/text"],
+    "unit/kernels/test_append.py": ["kernels/stored"],
     "unit/kernels/sampling/test_edit.py": ["kernels/sampling/raw"],
     "unit/kernels/sampling/test_kernels.py": [
         "kernels/sampling/candidates",

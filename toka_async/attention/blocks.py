@@ -75,8 +75,8 @@ class Planner:
         self.num_kv_heads = cache.num_kv_heads
         self.group_size = group_size
         self.limits = limits
-        self.dtype, self.device = cache.keys[0].dtype, cache.keys[0].device
-        self.page_bytes = 2 * cache.keys[0][0].numel() * self.dtype.itemsize
+        self.dtype, self.device = cache.dtype, cache.device
+        self.page_bytes = 2 * cache.keys[0][0].numel() * self.dtype.itemsize  # as gathered
         self.heads = torch.arange(cache.num_kv_heads, device=self.device)
 
     def make_plans(self, batch: AttentionBatch, windows: set[int]) -> dict[int, TilePlan]:

@@ -140,23 +140,24 @@ def list_triton_trials(cache: KVCache, num_heads: int, windows: Sequence[int]) -
     from toka_async.kernels.decode_work import divide_keys
     from toka_async.kernels.pdl import list_row_counts
 
-    scale, tiles, keys = cache.head_dim**-0.5, _list_tiles(cache, num_heads)[0], cache.keys[0]
+    scale, tiles = cache.head_dim**-0.5, _list_tiles(cache, num_heads)[0]
 
     def run_prefix_kernel() -> None:
-        TritonDecode(cache, num_heads, scale, tiles, PrefixMemory(keys.device, 0, keys.dtype)).run_prefix_kernel()
+        memory = PrefixMemory(cache.device, 0, cache.dtype)
+        TritonDecode(cache, num_heads, scale, tiles, memory).run_prefix_kernel()
 
     def run_decode_kernels(num_rows: int, window: int) -> None:
         RowDecode(cache, num_heads, scale).run_each_kernel(window, [num_rows])
 
     def divide_rows(window: int) -> None:
-        none = keys.new_zeros(1, dtype=torch.int32)
+        none = torch.zeros(1, dtype=torch.int32, device=cache.device)
         for skip in (None, none):
             divide_keys(none, 1, skip, window, num_programs=1)
 
     def run_chunk_kernel(window: int) -> None:
         try_chunks(cache, num_heads, TritonChunks(cache, num_heads, scale, tiles), window)
 
-    decodes = [partial(run_decode_kernels, num_rows) for num_rows in list_row_counts(keys.device)]
+    decodes = [partial(run_decode_kernels, num_rows) for num_rows in list_row_counts(cache.device)]
     kinds: list[Callable[[int], None]] = [*decodes, run_chunk_kernel, divide_rows]
     return [run_prefix_kernel, *(partial(run, window) for window in sorted({0, *windows}) for run in kinds)]
 
@@ -175,14 +176,14 @@ def _fall_back(backend: Backend, cache: KVCache, reason: str) -> Backend:
         return backend
     if backend != "auto":
         raise ModelError(f"attention.backend={backend}: {reason}")
-    if cache.keys[0].device.type == "cuda":
+    if cache.device.type == "cuda":
         logger.warning("attention.backend=auto: %s; until then attention is the reference, slow on a GPU", reason)
     return "reference"
 
 
 def explain_no_triton(cache: KVCache) -> str:
     """Explains why our own kernels cannot attend over the cache, and the fix; empty if they can."""
-    device = cache.keys[0].device
+    device = cache.device
     if reason := explain_no_kernels(device):
         return f"{reason}; use {'reference' if device.type == 'cuda' else 'auto'}"
     if cache.head_dim > LARGEST_HEAD:
@@ -191,8 +192,7 @@ def explain_no_triton(cache: KVCache) -> str:
 
 
 def _explain_no_flashinfer(cache: KVCache) -> str:
-    keys = cache.keys[0]
-    return flashinfer.explain_no_flashinfer(keys.device, keys.dtype, cache.head_dim)
+    return flashinfer.explain_no_flashinfer(cache.device, cache.dtype, cache.head_dim)
 
 
 def _add_triton(sources: Sources, limits: AttentionLimits, show: Show) -> str:
@@ -205,8 +205,8 @@ def _add_triton(sources: Sources, limits: AttentionLimits, show: Show) -> str:
     from toka_async.kernels.built import UnbuiltError, find_built
 
     cache, num_heads, scale = limits.cache, limits.num_heads, limits.scale
-    device = cache.keys[0].device
-    memory = PrefixMemory(device, count_partials(device), cache.keys[0].dtype)
+    device = cache.device
+    memory = PrefixMemory(device, count_partials(device), cache.dtype)
 
     def make_sources(tiles: PrefillConfig) -> Sources:
         decode = partial(TritonDecode, cache, num_heads, scale, tiles, memory)
@@ -230,8 +230,10 @@ def _list_tiles(cache: KVCache, num_heads: int) -> list[PrefillConfig]:
     """Lists tiles of queries, the best first."""
     from toka_async.kernels.prefill import list_hopper_configs, list_prefill_configs
 
-    shape = cache.head_dim, num_heads // cache.num_kv_heads, cache.keys[0].dtype
-    return list_hopper_configs(*shape, cache.page_size, cache.keys[0].device) + list_prefill_configs(*shape)
+    shape = cache.head_dim, num_heads // cache.num_kv_heads, cache.dtype
+    if cache.keys[0].dtype != cache.dtype:  # the kernel for Hopper chips multiplies keys as it copies them
+        return list_prefill_configs(*shape)
+    return list_hopper_configs(*shape, cache.page_size, cache.device) + list_prefill_configs(*shape)
 
 
 def _add_flashinfer(sources: Sources, limits: AttentionLimits) -> None:

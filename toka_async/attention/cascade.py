@@ -15,7 +15,7 @@ from torch import Tensor
 
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.copies import to_device
-from toka_async.attention.flashinfer import WHOLE, Prefill, WrapperShape, is_seen
+from toka_async.attention.flashinfer import WHOLE, Prefill, WrapperShape, select_rows, skip_pages
 from toka_async.attention.query_tiles import make_prefix_spans
 from toka_async.attention.row_decode import RowDecode
 from toka_async.kernels.decode import Partial
@@ -40,20 +40,17 @@ class CascadeDecode:
         self.prefix: _PlannedPrefix | None = None
 
     def plan(self, batch: AttentionBatch, groups: tuple[PrefixGroup, ...], window: int) -> None:
-        groups = tuple(group for group in groups if is_seen(batch, group, window))
-        contexts, page_size = batch.context_lengths[: batch.num_decode], self.cache.page_size
-        skip = np.zeros(batch.num_decode, dtype=np.int32)
-        for group in groups:
-            skip[group.first_row : group.first_row + group.num_rows] = group.num_pages * page_size
-        lengths = np.minimum(contexts - skip, window) if window else contexts - skip
+        groups, pages = skip_pages(batch, groups, window)
+        page_size = self.cache.page_size
+        skip = (pages * page_size).astype(np.int32)
+        lengths = batch.context_lengths[: batch.num_decode] - skip
+        lengths = np.minimum(lengths, window) if window else lengths
         self.rows.plan(batch, lengths, to_device(skip, self.device) if groups else None, window)
         self.prefix = None
         if groups:
-            rows = np.flatnonzero(skip)
-            is_run = len(rows) == rows[-1] - rows[0] + 1
             self.prefix = _PlannedPrefix(
                 self.prefill.plan(batch, make_prefix_spans(groups, page_size, WHOLE), 0),
-                slice(int(rows[0]), int(rows[-1]) + 1) if is_run else to_device(rows, self.device),
+                select_rows(np.flatnonzero(skip), lambda rows: to_device(rows, self.device)),
             )
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
@@ -61,15 +58,20 @@ class CascadeDecode:
         self.rows.run(layer, query, output, prefix)
 
     def _attend_prefix(self, prefix: _PlannedPrefix, layer: int, query: Tensor, output: Tensor) -> Partial:
-        """Attends grouped rows over their prefix, into `output`: the kernel reads it there before it writes."""
-        pages = self.cache.keys[layer], self.cache.values[layer]
+        """Attends grouped rows over their prefix, into `output`: the kernel reads it there before it writes.
+
+        The kernel applies the scale of values to all of a row.
+        """
+        pages, key_scale = (self.cache.keys[layer], self.cache.values[layer]), self.cache.scales[layer].keys
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         rows = prefix.grouped
         if isinstance(rows, slice):
-            prefix.wrapper.run(query[rows], pages, out=output[rows], lse=lse[rows], return_lse=True)
+            prefix.wrapper.run(query[rows], pages, k_scale=key_scale, out=output[rows], lse=lse[rows], return_lse=True)
         else:
             shared = query[rows]
-            part, part_lse = prefix.wrapper.run(shared, pages, out=torch.empty_like(shared), return_lse=True)
+            part, part_lse = prefix.wrapper.run(
+                shared, pages, k_scale=key_scale, out=torch.empty_like(shared), return_lse=True
+            )
             output.index_copy_(0, rows, part)
             lse.index_copy_(0, rows, part_lse)
         return Partial(output[None], lse[None])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toka_async.arrays import Int64
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.modules import TENSOR_CORE_GROUP
@@ -66,10 +68,13 @@ class WrapperShape:
 
     @property
     def backend(self) -> str:
-        """The backend of prefill: FlashAttention 3 (arXiv:2407.08608) on compute capability 9."""
-        device = self.cache.keys[0].device
+        """The backend of prefill: FlashAttention 3 (arXiv:2407.08608) on compute capability 9.
+
+        FlashAttention 3 takes keys in E4M3 only with queries in E4M3.
+        """
+        device, is_plain = self.cache.device, self.cache.keys[0].dtype == self.cache.dtype
         hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-        return "fa3" if hopper else "fa2"
+        return "fa3" if hopper and is_plain else "fa2"
 
     @property
     def uses_tensor_cores(self) -> bool:
@@ -77,7 +82,6 @@ class WrapperShape:
         return self.num_heads // self.cache.num_kv_heads >= TENSOR_CORE_GROUP
 
     def plan(self, wrapper: Any, inputs: tuple[Tensor, ...], window: int, **settings: object) -> None:
-        dtype = self.cache.keys[0].dtype
         wrapper.plan(
             *inputs,
             self.num_heads,
@@ -86,15 +90,22 @@ class WrapperShape:
             self.cache.page_size,
             sm_scale=self.scale,
             window_left=window - 1,  # tokens before the newest; -1: all
-            q_data_type=dtype,
-            kv_data_type=dtype,
+            q_data_type=self.cache.dtype,
+            kv_data_type=self.cache.keys[0].dtype,
             **settings,
         )
+
+    def list_scales(self, layer: int) -> dict[str, float | None]:
+        """Lists the scales of what is stored, as runs take them. None costs no kernel."""
+        return {
+            f"{name}_scale": None if scale == 1 else scale
+            for name, scale in zip("kv", self.cache.scales[layer], strict=True)
+        }
 
 
 def make_workspace(cache: KVCache, num_heads: int) -> Tensor:
     """Makes room for partial results of split queries: at most two tiles a multiprocessor and key head."""
-    device = cache.keys[0].device
+    device = cache.device
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     tiles = 2 * num_processors * (num_heads // cache.num_kv_heads)
     size = tiles * _MOST_TILE * (cache.head_dim + 1) * torch.float32.itemsize
@@ -134,6 +145,7 @@ class FlashInferChunks:
     """`ChunkPart` for chunks of prompts, causal."""
 
     def __init__(self, shape: WrapperShape) -> None:
+        self.shape = shape
         self.cache = shape.cache
         self.prefill = Prefill(shape)
         self.wrapper: Any = None
@@ -143,7 +155,8 @@ class FlashInferChunks:
         self.wrapper = self.prefill.plan(batch, spans, window)
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
-        self.wrapper.run(query, (self.cache.keys[layer], self.cache.values[layer]), out=output)
+        pages = self.cache.keys[layer], self.cache.values[layer]
+        self.wrapper.run(query, pages, out=output, **self.shape.list_scales(layer))
 
 
 @dataclass(slots=True, frozen=True)
@@ -169,31 +182,25 @@ class FlashInferDecode:
         self.planned = _WrapperPlan(None, None, slice(0))
 
     def plan(self, batch: AttentionBatch, groups: tuple[PrefixGroup, ...], window: int) -> None:
-        groups = tuple(group for group in groups if is_seen(batch, group, window))
-        skip = np.zeros(batch.num_decode, dtype=np.int64)
-        for group in groups:
-            skip[group.first_row : group.first_row + group.num_rows] = group.num_pages
+        groups, skip = skip_pages(batch, groups, window)
         page_size = self.cache.page_size
         wrapper, inputs = self.ring.take()
         own = make_decode_spans(batch, skip, np.arange(batch.num_decode), page_size, window)
         self.shape.plan(wrapper, put_paged_keys(inputs, batch, own, page_size), window)
-        grouped: slice | Tensor = slice(0)
-        if groups:
-            rows = np.flatnonzero(skip)
-            is_run = len(rows) == rows[-1] - rows[0] + 1
-            grouped = slice(int(rows[0]), int(rows[-1]) + 1) if is_run else inputs.upload(rows)[0]
+        grouped = select_rows(np.flatnonzero(skip), lambda rows: inputs.upload(rows)[0])
         inputs.seal()
         prefix = self.prefill.plan(batch, make_prefix_spans(groups, page_size, WHOLE), 0) if groups else None
         self.planned = _WrapperPlan(wrapper, prefix, grouped)
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
         plan, pages = self.planned, (self.cache.keys[layer], self.cache.values[layer])
+        scales = self.shape.list_scales(layer)
         if plan.prefix is None:
-            plan.own.run(query, pages, out=output)
+            plan.own.run(query, pages, out=output, **scales)
             return
-        _, lse = plan.own.run(query, pages, out=output, return_lse=True)  # base 2, as in all of FlashInfer
+        _, lse = plan.own.run(query, pages, out=output, return_lse=True, **scales)  # base 2, as in all of FlashInfer
         shared = query[plan.grouped]
-        prefix, prefix_lse = plan.prefix.run(shared, pages, out=torch.empty_like(shared), return_lse=True)
+        prefix, prefix_lse = plan.prefix.run(shared, pages, out=torch.empty_like(shared), return_lse=True, **scales)
         own = output[plan.grouped]  # a view, if the rows are a run
         self.merge(own, lse[plan.grouped], prefix, prefix_lse)
         if isinstance(plan.grouped, Tensor):
@@ -206,7 +213,22 @@ class FlashInferDecode:
         return BatchDecodeWithPagedKVCacheWrapper(shape.workspace, "HND", use_tensor_cores=shape.uses_tensor_cores)
 
 
-def is_seen(batch: AttentionBatch, group: PrefixGroup, window: int) -> bool:
-    """Tells whether every row's window holds the whole prefix."""
-    contexts = batch.context_lengths[group.first_row : group.first_row + group.num_rows]
-    return not 0 < window < contexts.max()
+def skip_pages(
+    batch: AttentionBatch, groups: tuple[PrefixGroup, ...], window: int
+) -> tuple[tuple[PrefixGroup, ...], Int64]:
+    """Returns the groups whose whole prefix is in every row's window, and the pages that decoding rows skip, [rows]."""
+    seen, skip = [], np.zeros(batch.num_decode, dtype=np.int64)
+    for group in groups:
+        rows = slice(group.first_row, group.first_row + group.num_rows)
+        if not 0 < window < batch.context_lengths[rows].max():
+            seen.append(group)
+            skip[rows] = group.num_pages
+    return tuple(seen), skip
+
+
+def select_rows(rows: Int64, upload: Callable[[Int64], Tensor]) -> slice | Tensor:
+    """Makes an index of rows, ascending: a slice if they are a run, or none, else what `upload` makes of them."""
+    if not len(rows):
+        return slice(0)
+    is_run = len(rows) == rows[-1] - rows[0] + 1
+    return slice(int(rows[0]), int(rows[-1]) + 1) if is_run else upload(rows)

@@ -63,7 +63,7 @@ class MixedGraphAttention:
     ) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-        query = append(heads, rotation, keys, values, self.write_indices, weight, eps)
+        query = append(heads, rotation, keys, values, self.write_indices, weight, eps, self.cache.scales[layer])
         output = torch.empty_like(query)  # of padding it stays as it is
         window, rows = self.windows[layer], slice(self.num_rows)
         self.chunks[window].run(layer, query, output)

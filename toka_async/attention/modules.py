@@ -26,22 +26,24 @@ _LOOK_SECONDS = 0.5  # between two looks at how far compilers are
 class ModuleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the modules of a model depend on.
 
-    architectures: as in `ARCHITECTURES`. windowed: whether layers without and with a window are there. tensor_cores:
-    whether decoding is a matrix product.
+    architectures: as in `ARCHITECTURES`. dtype, stored: of queries, and of what the cache stores. windowed: whether
+    layers without and with a window are there. tensor_cores: whether decoding is a matrix product.
     """
 
     architectures: str
     dtype: str
+    stored: str
     head_dim: int
     windowed: tuple[bool, ...]
     tensor_cores: bool
 
 
-def make_module_request(spec: ModelSpec, dtype: str, architectures: str) -> ModuleRequest:
+def make_module_request(spec: ModelSpec, dtype: str, stored: str, architectures: str) -> ModuleRequest:
     """Makes the request for a model, or for a tensor rank's part of it."""
     return ModuleRequest(
         architectures=architectures,
         dtype=dtype,
+        stored=stored,
         head_dim=spec.head_dim,
         windowed=tuple(sorted({False, *(window > 0 for window in spec.windows)})),
         tensor_cores=spec.num_heads // spec.num_kv_heads >= TENSOR_CORE_GROUP,
@@ -87,7 +89,7 @@ def _list_specs(request: ModuleRequest) -> list[Any]:
     from flashinfer.jit.cascade import gen_cascade_module
 
     dtype, dim = getattr(torch, request.dtype), request.head_dim
-    numbers = (dtype, dtype, dtype, torch.int32, dim, dim, 0)
+    numbers = (dtype, getattr(torch, request.stored), dtype, torch.int32, dim, dim, 0)
     specs = [gen_cascade_module()]
     for is_windowed in request.windowed:
         options = (is_windowed, False)
@@ -98,8 +100,12 @@ def _list_specs(request: ModuleRequest) -> list[Any]:
 
 
 def _list_backends(request: ModuleRequest) -> list[str]:
-    """Lists the backends of prefill: FlashAttention 3 on compute capability 9, where decoding may use the other."""
-    backends = {"fa3" if each.startswith("9.") else "fa2" for each in request.architectures.split()}
+    """Lists the backends of prefill: FlashAttention 3 on compute capability 9, where decoding may use the other.
+
+    `WrapperShape.backend` chooses likewise.
+    """
+    is_plain = request.stored == request.dtype
+    backends = {"fa3" if is_plain and each.startswith("9.") else "fa2" for each in request.architectures.split()}
     return sorted(backends | ({"fa2"} if request.tensor_cores else set()))
 
 

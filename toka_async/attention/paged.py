@@ -126,7 +126,7 @@ class PagedAttention:
     ) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         weight, eps = (norm.weight, norm.eps) if norm is not None else (None, 0.0)
-        query = append(heads, rotation, keys, values, self.write_indices, weight, eps)
+        query = append(heads, rotation, keys, values, self.write_indices, weight, eps, self.cache.scales[layer])
         output = torch.empty_like(query)
         window, split = self.effective[self.windows[layer]], self.num_decode
         if split:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from toka_async.attention.base import AttentionBatch, QueryKeyNorm
 from toka_async.attention.blocks import DenseBlock, Planner, TileLimits, TilePlan
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import E4M3, KVCache, view_numbers
 from toka_async.attention.rope import rotate
 
 GPU_SLAB_BYTES = 1 << 28
@@ -38,14 +38,14 @@ class ReferenceAttention:
         self.group_size = num_heads // cache.num_kv_heads
         self.windows = tuple(windows)
         self.scale = scale if scale is not None else cache.head_dim**-0.5
-        on_cpu = cache.keys[0].device.type == "cpu"
+        on_cpu = cache.device.type == "cpu"
         self.planner = Planner(
             cache, self.group_size, limits or (TileLimits() if on_cpu else TileLimits(slab_bytes=GPU_SLAB_BYTES))
         )
         self.plans: dict[int, TilePlan] = {}
         self.write_slots = self.planner.heads
         # Gathered into the same memory every time: the page faults of fresh memory cost more than the copy.
-        self.key_scratch = self.value_scratch = cache.keys[0].new_empty(0)
+        self.key_scratch = self.value_scratch = torch.empty(0, dtype=cache.dtype, device=cache.device)
 
     def find_smallest_group(self) -> tuple[int, int]:
         """Returns the fewest rows of a group worth its merge, and the prefix tokens they must share."""
@@ -79,16 +79,18 @@ class ReferenceAttention:
         """Attends a block: [b * t, heads, dim]."""
         keys, values = self._gather(block, layer)
         bias = self._get_bias(plan, block)
+        scales = self.cache.scales[layer]
         output = F.scaled_dot_product_attention(
-            self._select_queries(block, query), keys, values, attn_mask=bias, scale=self.scale
+            self._select_queries(block, query), keys, values, attn_mask=bias, scale=self.scale * scales.keys
         )
+        output = output if scales.values == 1 else output * scales.values
         return self._order_by_token(output)
 
     def _attend_grouped(self, plan: TilePlan, rows: Tensor, layer: int, query: Tensor) -> Tensor:
         """Attends grouped rows: prefix and own part, weighted by their shares of the softmax. [rows, heads, dim]."""
         prefix, prefix_lse = self._attend_parts(plan, plan.prefix, layer, query)
         own, own_lse = self._attend_parts(plan, plan.own, layer, query)
-        merged = torch.lerp(prefix, own, torch.sigmoid(own_lse - prefix_lse))
+        merged = torch.lerp(prefix, own, torch.sigmoid(own_lse - prefix_lse)) * self.cache.scales[layer].values
         return merged[rows].to(query.dtype)
 
     def _attend_parts(
@@ -97,9 +99,10 @@ class ReferenceAttention:
         """Computes the tokens of blocks: outputs [tokens, heads, dim], log-sum-exps [tokens, heads, 1], float32."""
         output = torch.empty(query.shape, dtype=torch.float32, device=query.device)
         lse = torch.empty((*query.shape[:2], 1), dtype=torch.float32, device=query.device)
+        scale = self.scale * self.cache.scales[layer].keys
         for block in blocks:
             keys, values = self._gather(block, layer)
-            scores = (self._select_queries(block, query).float() * self.scale) @ keys.float().mT
+            scores = (self._select_queries(block, query).float() * scale) @ keys.float().mT
             bias = self._get_bias(plan, block)
             scores = scores if bias is None else scores + bias  # [b, kv_heads, t * group, l]
             block_lse = scores.logsumexp(dim=-1, keepdim=True)
@@ -115,7 +118,7 @@ class ReferenceAttention:
         return self.planner.make_bias(block.ends, block.last, plan.window)
 
     def _gather(self, block: DenseBlock, layer: int) -> tuple[Tensor, Tensor]:
-        """Gathers the block's keys and values, [b, kv_heads, last - first, dim] each, until the next gather."""
+        """Gathers what is stored of the block, [b, kv_heads, last - first, dim] each, until the next gather."""
         num_heads, dim = self.cache.num_kv_heads, self.cache.head_dim
         width = self.cache.page_size * dim
         if self.key_scratch.numel() < len(block.slices) * width:
@@ -127,7 +130,10 @@ class ReferenceAttention:
             (self.cache.values[layer], self.value_scratch),
         ):
             pages = scratch[: len(block.slices) * width].view(-1, width)
-            torch.index_select(cache.view(-1, width), 0, block.slices, out=pages)
+            if cache.dtype == E4M3:
+                pages.copy_(view_numbers(cache).view(-1, width).index_select(0, block.slices).view(E4M3))
+            else:
+                torch.index_select(cache.view(-1, width), 0, block.slices, out=pages)
             gathered.append(pages.view(block.size, num_heads, -1, dim)[:, :, block.first : block.last])
         return gathered[0], gathered[1]
 
@@ -162,6 +168,14 @@ def append_tokens(
     if norm is not None:
         query_key = F.rms_norm(query_key, query_key.shape[-1:], None, norm.eps) * norm.weight
     query, key = torch.split(rotate(query_key, rotation), [num_heads, num_kv_heads], dim=1)
-    for target, new in ((cache.keys[layer], key), (cache.values[layer], value)):
-        target.view(-1, dim).index_copy_(0, write_slots, new.reshape(-1, dim))
+    stored = cache.keys[layer], cache.values[layer]
+    for target, new, scale in zip(stored, (key, value), cache.scales[layer], strict=True):
+        numbers = _store(new, scale) if target.dtype == E4M3 else new
+        view_numbers(target).view(-1, dim).index_copy_(0, write_slots, view_numbers(numbers).reshape(-1, dim))
     return query
+
+
+def _store(x: Tensor, scale: float) -> Tensor:
+    """Casts to E4M3 of this scale; what is beyond saturates."""
+    largest = torch.finfo(E4M3).max
+    return (x.float() * (1 / scale)).clamp(-largest, largest).to(E4M3)

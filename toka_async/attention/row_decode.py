@@ -12,7 +12,7 @@ from torch import Tensor
 
 from toka_async.arrays import Int32, Int64
 from toka_async.attention.base import AttentionBatch
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import E4M3, KVCache
 from toka_async.kernels.decode import DecodeConfig, Partial, choose_parts, decode_attention, decode_config
 from toka_async.kernels.decode_work import UNEVEN, DecodeWork, divide_alike, divide_keys, needs_parts
 from toka_async.kernels.occupancy import count_resident
@@ -41,7 +41,7 @@ class RowDecode:
         self.cache = cache
         self.num_heads = num_heads
         self.scale = scale
-        self.device = cache.keys[0].device
+        self.device = cache.device
         self.alike: dict[tuple[int, int, int], DecodeWork] = {}  # graphs hold their addresses
         self.step: DecodePlan | None = None
 
@@ -72,11 +72,15 @@ class RowDecode:
         self._set_plan(batch, skip, window, is_short, work)
 
     def run(self, layer: int, query: Tensor, output: Tensor, prefix: Partial | None = None) -> None:
-        """Attends from query, rotated, into output: [rows, heads, dim] each. prefix: of what rows skip, if they do."""
+        """Attends from query, rotated, into output: [rows, heads, dim] each.
+
+        prefix: of what rows skip, if they do, without the scale of values.
+        """
         step = self.step
         assert step is not None
         if not len(query):
             return
+        scales = self.cache.scales[layer]
         decode_attention(
             query,
             self.cache.keys[layer],
@@ -85,13 +89,14 @@ class RowDecode:
             step.batch.slots,
             step.batch.contexts,
             output,
-            self.scale,
+            self.scale * scales.keys,
             step.config,
             step.window,
             step.skip,
             prefix,
             step.work,
             step.partial,
+            scales.values,
         )
 
     def run_each_kernel(self, window: int, row_counts: Sequence[int] = ()) -> None:
@@ -99,9 +104,9 @@ class RowDecode:
 
         row_counts: some of `list_row_counts`, of which each has kernels of its own; all by default.
         """
-        keys, heads = self.cache.keys[0], (self.num_heads, self.cache.head_dim)
+        keys = self.cache.keys[0]
         for num_rows in row_counts or list_row_counts(self.device):
-            query = keys.new_zeros(num_rows, *heads)
+            query = self.cache.make_zero_queries(num_rows, self.num_heads)
             zeros = torch.zeros((num_rows, 1), dtype=torch.int32, device=self.device)
             before = Partial(query[None], torch.zeros((1, num_rows, self.num_heads), device=self.device))
             alike = divide_alike(num_rows, 2, 1, self.device)
@@ -137,7 +142,7 @@ class RowDecode:
         )
 
     def _choose_config(self, is_short: bool) -> DecodeConfig:
-        return decode_config(self.cache.head_dim, self.cache.keys[0].dtype, is_short)
+        return decode_config(self.cache.head_dim, self.cache.dtype, is_short, self.cache.keys[0].dtype == E4M3)
 
     def _divide_alike(self, num_rows: int, parts: int, least: int) -> DecodeWork:
         key = (num_rows, parts, least)
@@ -150,7 +155,7 @@ class RowDecode:
         if self.device.type != "cuda":
             return 1
         keys, config = self.cache.keys[0], self._choose_config(is_short)
-        query = keys.new_zeros(1, self.num_heads, self.cache.head_dim)
+        query = self.cache.make_zero_queries(1, self.num_heads)
         zero = torch.zeros((1, 1), dtype=torch.int32, device=self.device)
         work, partial = divide_alike(1, 1, 1, self.device), self._make_partial(1)
         kernel = decode_attention(

@@ -59,12 +59,12 @@ class TritonDecode:
         self.cache = cache
         self.scale = scale if scale is not None else cache.head_dim**-0.5
         self.num_heads = num_heads
-        self.device = cache.keys[0].device
+        self.device = cache.device
         self.num_sms = count_sms(self.device)
         group_size = num_heads // cache.num_kv_heads
-        self.tile_config = tiles or list_prefill_configs(cache.head_dim, group_size, cache.keys[0].dtype)[0]
+        self.tile_config = tiles or list_prefill_configs(cache.head_dim, group_size, cache.dtype)[0]
         self.tile_rows = self.tile_config.queries(group_size)
-        self.memory = memory or PrefixMemory(self.device, count_partials(self.device), cache.keys[0].dtype)
+        self.memory = memory or PrefixMemory(self.device, count_partials(self.device), cache.dtype)
         self.rows = RowDecode(cache, num_heads, self.scale)
         self.shared: _Shared | None = None
         # Grouped graphs: the groups that graph_data describes, skips of all rows first, then tiles.
@@ -138,7 +138,7 @@ class TritonDecode:
                 shared.tiles,
                 shared.num_programs,
                 prefix,
-                self.scale,
+                self.scale * self.cache.scales[layer].keys,
                 self.tile_config,
             )
         self.rows.run(layer, query, output, prefix)
@@ -146,7 +146,7 @@ class TritonDecode:
     def run_prefix_kernel(self) -> None:
         """Runs the kernel of shared prefixes without any, so that it is compiled."""
         keys, zero = self.cache.keys[0], torch.zeros((1, 4), dtype=torch.int32, device=self.device)
-        query = keys.new_zeros(1, self.num_heads, self.cache.head_dim)
+        query = self.cache.make_zero_queries(1, self.num_heads)
         result = self.memory.take(query, 1, query)
         attend_prefixes(query, keys, keys, zero, zero[0].long(), zero, 1, result, 1.0, self.tile_config)
 
@@ -190,9 +190,9 @@ class TritonChunks:
         self.cache = cache
         self.scale = scale if scale is not None else cache.head_dim**-0.5
         self.num_heads = num_heads
-        self.device = cache.keys[0].device
+        self.device = cache.device
         group_size = num_heads // cache.num_kv_heads
-        self.config = tiles or list_prefill_configs(cache.head_dim, group_size, cache.keys[0].dtype)[0]
+        self.config = tiles or list_prefill_configs(cache.head_dim, group_size, cache.dtype)[0]
         self.tile_queries = self.config.queries(group_size)
         self.programs = max(1, self._count_programs() // cache.num_kv_heads)  # of each KV head that run at once
         self.step: _ChunkPlan | None = None
@@ -243,6 +243,7 @@ class TritonChunks:
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
         step = self.step
         assert step is not None
+        scales = self.cache.scales[layer]
         attend_chunks(
             query,
             self.cache.keys[layer],
@@ -252,11 +253,12 @@ class TritonChunks:
             step.tiles,
             step.num_programs,
             output,
-            self.scale,
+            self.scale * scales.keys,
             step.window,
             self.config,
             step.parts,
             step.partial,
+            scales.values,
         )
         if len(step.merged):
             merge(step.partial, step.merged, self.tile_queries, output)
@@ -279,7 +281,7 @@ class TritonChunks:
         if self.device.type != "cuda":
             return 1
         keys, zero = self.cache.keys[0], torch.zeros((1, 4), dtype=torch.int32, device=self.device)
-        query, none = keys.new_zeros(1, self.num_heads, self.cache.head_dim), self._make_partial(0)
+        query, none = self.cache.make_zero_queries(1, self.num_heads), self._make_partial(0)
         kernel = attend_chunks(
             query, keys, keys, zero, zero[0].long(), zero, 1, query, 1.0, 0, self.config, zero[:, :3], none
         )

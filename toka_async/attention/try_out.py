@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from toka_async.attention.base import AttentionBatch, PrefixGroup
 from toka_async.attention.kv_cache import KVCache
@@ -32,7 +31,7 @@ class TrialShape:
 
 def make_batch(cache: KVCache, shape: TrialShape, alike: Sequence[PrefixGroup] = ()) -> AttentionBatch:
     """Makes a batch over random pages. All rows of a group of `alike` share their first pages."""
-    device = cache.keys[0].device
+    device = cache.device
     contexts, queries = np.asarray(shape.rows, dtype=np.int32).T.copy()
     width = -(-int(contexts.max()) // cache.page_size)
     pages = np.random.default_rng(0).integers(cache.num_pages, size=(len(contexts), width), dtype=np.int32)
@@ -57,7 +56,7 @@ def try_decode(cache: KVCache, num_heads: int, part: DecodeKernel, max_seqs: int
     Paths: keys of a row read by one or several programs, few keys and many; no groups, one group, as many as fill the
     chip.
     """
-    device = cache.keys[0].device
+    device = cache.device
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     full = num_processors // cache.num_kv_heads + 1
     for num_groups in (0, 1, full):
@@ -71,30 +70,25 @@ def try_decode(cache: KVCache, num_heads: int, part: DecodeKernel, max_seqs: int
 
 
 def _try(cache: KVCache, num_heads: int, part: DecodeKernel, shape: TrialShape, window: int) -> None:
-    query = _make_zeros(cache, shape.num_decode, num_heads)
+    query = cache.make_zero_queries(shape.num_decode, num_heads)
     part.plan(make_batch(cache, shape, shape.groups), shape.groups, window)
     part.run(0, query, torch.empty_like(query))
 
 
 def try_chunks(cache: KVCache, num_heads: int, part: PrefillKernel, window: int = 0) -> None:
     """Runs a part at short contexts, and at a long one beside a short one, which several programs share."""
-    query = _make_zeros(cache, 2, num_heads)
+    query = cache.make_zero_queries(2, num_heads)
     short = cache.page_size + 1
     for context in (short, short + LONG_TOKENS):
         part.plan(make_batch(cache, TrialShape(((context, 1), (short, 1)), 0)), window)
         part.run(0, query, torch.empty_like(query))
-    _wait(cache.keys[0].device)
+    _wait(cache.device)
 
 
 def _choose_contexts(cache: KVCache, window: int) -> tuple[int, int]:
     """Chooses a short and a long context, of a page and some tokens more, within the window if possible."""
     short, long = cache.page_size + 1, cache.page_size + LONG_TOKENS
     return short, min(long, max(window, short)) if window else long
-
-
-def _make_zeros(cache: KVCache, num_tokens: int, num_heads: int) -> Tensor:
-    keys = cache.keys[0]
-    return torch.zeros((num_tokens, num_heads, cache.head_dim), dtype=keys.dtype, device=keys.device)
 
 
 def _wait(device: torch.device) -> None:

@@ -20,7 +20,7 @@ import torch
 from toka_async.attention.base import AttentionBatch
 from toka_async.attention.build import AttentionParts, build_attention
 from toka_async.attention.choice import ChoiceTable, choose_always
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import E4M3, CacheFormat, KVCache
 from toka_async.attention.try_out import TrialShape, make_batch
 from toka_async.bench.floor import COPY_BYTES, count_seconds
 from toka_async.bench.loads.served import BenchError
@@ -115,9 +115,12 @@ def list_shapes(options: argparse.Namespace) -> Iterator[tuple[str, TrialShape]]
 
 def _make_parts(options: argparse.Namespace, dim: int, device: torch.device) -> AttentionParts:
     num_pages = -(-options.cache_tokens // PAGE_SIZE)
-    cache = KVCache(NUM_LAYERS, num_pages, options.kv_heads, PAGE_SIZE, dim, torch.bfloat16, device)
+    stored = CacheFormat(E4M3 if options.cache_dtype == "fp8" else torch.bfloat16)
+    shape = NUM_LAYERS, num_pages, options.kv_heads, PAGE_SIZE, dim
+    cache = KVCache(*shape, torch.bfloat16, device, stored=stored)
+    some = torch.randn(cache.keys[0][0].shape, device=device)  # a chip takes less power for zeros
     for tensor in (*cache.keys, *cache.values):
-        tensor.normal_()  # a chip takes less power for zeros
+        tensor.copy_(some)
     found: list[AttentionParts] = []
 
     def choose(parts: AttentionParts) -> ChoiceTable:
@@ -135,7 +138,7 @@ def time_parts(parts: AttentionParts, name: str, shape: TrialShape, rates: Devic
     """Yields the time of every part at the shape."""
     cache, batch = parts.cache, make_batch(parts.cache, shape)
     num_tokens = int(batch.query_lengths.sum())
-    query = torch.randn((num_tokens, parts.num_heads, cache.head_dim), device=cache.keys[0].device).to(torch.bfloat16)
+    query = torch.randn((num_tokens, parts.num_heads, cache.head_dim), device=cache.device).to(cache.dtype)
     output = torch.empty_like(query)
     read, multiply = compute_floors(shape, parts.num_heads, cache, rates)
     for part, (plan, run) in list_plans(parts, batch).items():

@@ -213,6 +213,7 @@ def _add_attention(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cache-tokens", type=_count, default=2_000_000, metavar="N", help="of the cache; default: 2000000"
     )
+    parser.add_argument("--cache-dtype", choices=("auto", "fp8"), default="auto", help="auto: bfloat16; default: auto")
     parser.add_argument("--json", action="store_true", help="one line of JSON a time")
 
 

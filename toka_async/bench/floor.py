@@ -51,8 +51,9 @@ class Floor:
     bandwidth: bytes per second, read and written, of a large copy. flops: per second, with the model's matrices.
     """
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
-        self._spec, self._dtype, self._device = spec, dtype, device
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, stored: torch.dtype, device: torch.device) -> None:
+        """stored: what keys and values are stored as."""
+        self._spec, self._dtype, self._stored, self._device = spec, dtype, stored, device
         self._seconds: dict[tuple[int, int, int], float] = {}
         source = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
@@ -90,7 +91,7 @@ class Floor:
     def _attention(self, case: Case, grouped: bool, window: int) -> float:
         """Returns the seconds of one layer; window 0: all tokens are seen."""
         spec = self._spec
-        bytes_each = bytes_per_token(spec, self._dtype) / spec.num_layers
+        bytes_each = bytes_per_token(spec, self._stored) / spec.num_layers
         flops_each = 4 * spec.num_heads * spec.head_dim  # both products of a query and a key
         if case.prompt:
             seen = min(case.prompt, window or case.prompt)

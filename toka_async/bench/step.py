@@ -67,13 +67,13 @@ def measure(options: argparse.Namespace, config: Config) -> StepResult:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     from toka_async.bench.floor import Floor
-    from toka_async.startup.device import resolve_dtype
+    from toka_async.startup.device import name_types, resolve_dtype, resolve_stored_dtype
     from toka_async.startup.progress import StartupProgress
     from toka_async.startup.runner_factory import RunnerFactory
 
     runner = RunnerFactory(model_dir, spec, config, stages=StartupProgress()).build()
     dtype = resolve_dtype(config.model, spec, runner.device)
-    floor = Floor(spec, dtype, runner.device)
+    floor = Floor(spec, dtype, resolve_stored_dtype(config.cache, dtype), runner.device)
     times, skipped = [], []
     for case in cases(options, runner.ready):
         try:
@@ -83,7 +83,7 @@ def measure(options: argparse.Namespace, config: Config) -> StepResult:
     return StepResult(
         model=config.model.path,
         device=device_name(runner),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=name_types(dtype, config.cache),
         cache_tokens=runner.ready.num_pages * runner.ready.page_size,
         bandwidth_gb_s=round(floor.bandwidth / 1e9, 1),
         matrix_tflops=round(floor.flops / 1e12, 2),

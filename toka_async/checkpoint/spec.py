@@ -134,8 +134,10 @@ def read_spec(model_dir: Path) -> ModelSpec:
 
 
 def _check_quantization(file: JsonFile) -> None:
-    if file.has("quantization_config"):
-        method = file.section("quantization_config").fields.get("quant_method", "unknown")
+    config = file.section("quantization_config")
+    method = config.fields.get("quant_method", "unknown")
+    only_cache = method == "compressed-tensors" and not config.section("config_groups").fields
+    if config.fields and not only_cache:
         raise file.error("quantization_config", f"({method}) is not supported; use the checkpoint in bfloat16")
 
 

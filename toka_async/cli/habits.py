@@ -105,6 +105,7 @@ OPTIONS: Mapping[str, Habit] = {
     "-dp": Habit("parallel.dp"),
     # What computes.
     "--attention-backend": Habit("attention.backend"),
+    "--kv-cache-dtype": Habit("cache.dtype", words={"fp8_e4m3": "fp8"}),
     "--enforce-eager": _flag("graphs.enabled", "false"),
     "--disable-cuda-graph": _flag("graphs.enabled", "false"),
     "--enable-torch-compile": _refuse(NO_COMPILER),
@@ -115,7 +116,6 @@ OPTIONS: Mapping[str, Habit] = {
     "--random-seed": _refuse("leave it out: each request has a `seed`"),
     "--quantization": _refuse(QUANTIZED),
     "-q": _refuse(QUANTIZED),
-    "--kv-cache-dtype": _refuse("leave it out: the cache has the type of model.dtype"),
     "--num-gpu-blocks-override": _refuse("set cache.num_tokens, in tokens"),
     "--trust-remote-code": _refuse(NO_REMOTE_CODE),
     "--revision": _refuse("give a directory: model.path=DIR, as `hf download --revision` makes it"),

@@ -253,6 +253,13 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     num_tokens: Annotated[Count | Auto, Meta(description="tokens in the KV cache; auto: as many as fit in memory")] = (
         "auto"
     )
+    dtype: Annotated[
+        Literal["auto", "fp8"],
+        Meta(
+            description="type of stored keys and values; auto: model.dtype; fp8: E4M3, a byte each, with the "
+            "checkpoint's scales if it has any"
+        ),
+    ] = "auto"
     memory_fraction: Annotated[
         float, Meta(gt=0, le=1, description="share of the GPU's memory for weights, activations and KV cache")
     ] = 0.9

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.pdl import can_follow, follow
+from toka_async.kernels.stored import to_stored
 
 # Heads and elements of a program: enough for wide accesses, few enough to give one token several programs.
 HEADS = 16
@@ -25,13 +26,15 @@ def append(
     write_indices: Tensor,
     norm_weight: Tensor | None = None,
     norm_eps: float = 0.0,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> Tensor:
     """Writes keys and values to the cache; returns the rotated queries [tokens, heads, dim].
 
     heads [tokens, heads + 2 kv_heads, dim], contiguous. rotation: cos and signed sin (the first half of the sin
     negated), [tokens, 1, dim] each; dimension i pairs with i + dim / 2. keys, values: one layer of the cache
     [pages, kv_heads, page_size, dim]. write_indices int64 [tokens]: page * page_size + offset.
-    norm_weight [heads + kv_heads, dim]: RMSNorm of each query and key head first (arXiv:1910.07467).
+    norm_weight [heads + kv_heads, dim]: RMSNorm of each query and key head first (arXiv:1910.07467). scales: if the
+    cache stores E4M3, keys and values are divided by these, and saturate.
     """
     num_tokens, num_all, dim = heads.shape
     kv_heads, page_size = keys.shape[1:3]
@@ -56,6 +59,8 @@ def append(
         write_indices,
         norm_weight,
         norm_eps,
+        1 / scales[0],
+        1 / scales[1],
         has_norm=norm_weight is not None,
         num_heads=num_heads,
         kv_heads=kv_heads,
@@ -81,6 +86,8 @@ def _append(
     write_indices,
     norm_weight,
     norm_eps,
+    key_factor,
+    value_factor,
     has_norm: tl.constexpr,
     num_heads: tl.constexpr,
     kv_heads: tl.constexpr,
@@ -131,9 +138,10 @@ def _append(
     key_head = head - num_heads
     place = ((page * kv_heads + key_head) * page_size + offset)[:, None] * dim + column[None, :]
     is_key = ((head >= num_heads) & rotated)[:, None] & (column < half)[None, :]
-    tl.store(keys + place, new_low, mask=is_key)
-    tl.store(keys + place + half, new_high, mask=is_key)
+    stored: tl.constexpr = keys.dtype.element_ty
+    tl.store(keys + place, to_stored(new_low, stored, key_factor), mask=is_key)
+    tl.store(keys + place + half, to_stored(new_high, stored, key_factor), mask=is_key)
     place -= kv_heads * page_size * dim
     is_value = inside & (head >= num_heads + kv_heads)[:, None]
-    tl.store(values + place, low.to(dtype), mask=is_value)
-    tl.store(values + place + half, high.to(dtype), mask=is_value)
+    tl.store(values + place, to_stored(low, stored, value_factor), mask=is_value)
+    tl.store(values + place + half, to_stored(high, stored, value_factor), mask=is_value)

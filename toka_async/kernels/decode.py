@@ -17,6 +17,7 @@ from torch import Tensor
 
 from toka_async.kernels.decode_work import MOST_PARTS, DecodeWork, find_first
 from toka_async.kernels.pdl import can_follow, follow
+from toka_async.kernels.stored import choose_operand, to_operand
 
 LOG2E = 1.4426950408889634
 MERGED_HEADS = 4  # heads of a program of the merge
@@ -43,10 +44,11 @@ class Partial:
     lse: Tensor
 
 
-def decode_config(head_dim: int, dtype: torch.dtype, is_short: bool = False) -> DecodeConfig:
+def decode_config(head_dim: int, dtype: torch.dtype, is_short: bool = False, is_e4m3: bool = False) -> DecodeConfig:
     """Chooses blocks so that a program's accumulator, keys and values stay in the registers of few warps.
 
-    is_short: rows read few keys, which would leave larger blocks partly empty.
+    dtype: of queries. is_short: rows read few keys, which would leave larger blocks partly empty. is_e4m3: blocks have
+    half the bytes, so that one more of them is on its way.
     """
     if dtype == torch.float32:
         return DecodeConfig(block=16, num_warps=2, num_stages=2)
@@ -54,7 +56,7 @@ def decode_config(head_dim: int, dtype: torch.dtype, is_short: bool = False) -> 
         return DecodeConfig(block=32, num_warps=4, num_stages=2)
     if is_short:
         return DecodeConfig(block=32, num_warps=1, num_stages=3)
-    return DecodeConfig(block=64, num_warps=2, num_stages=2)
+    return DecodeConfig(block=64, num_warps=2, num_stages=3 if is_e4m3 else 2)
 
 
 # (programs of each row and KV head that would fill the chip, parts, least keys); the first entry within reach holds.
@@ -96,6 +98,7 @@ def decode_attention(
     prefix: Partial | None = None,
     work: DecodeWork | None = None,
     partial: Partial | None = None,
+    value_scale: float = 1.0,
 ) -> Any:
     """Writes attention of query [rows, heads, dim] to output; all tensors are contiguous. Returns the kernel.
 
@@ -104,7 +107,7 @@ def decode_attention(
     them. skip int32 [rows], prefix [p, rows, ...]: keys that a row leaves out, and attention over them (unread where
     skip is 0); a row whose window begins after its first key uses neither. prefix.output may be `output`, of one
     partial. work: which program reads which keys; None: each row has one. partial [work.num_partials, ...]: float32
-    memory for partial results.
+    memory for partial results. value_scale: multiplies the result, of a prefix as well.
     """
     num_rows, num_heads, dim = query.shape
     kv_heads, page_size = keys.shape[1:3]
@@ -128,6 +131,7 @@ def decode_attention(
         None if partial is None else partial.output,
         None if partial is None else partial.lse,
         scale * LOG2E,
+        1 / value_scale,
         page_table.stride(0),
         0 if prefix is None else prefix.lse.shape[0],
         num_rows,
@@ -194,6 +198,7 @@ def _decode(
     parts,
     lse,
     scale,
+    divisor,
     table_stride,
     num_prefixes,
     num_rows,
@@ -234,7 +239,8 @@ def _decode(
             tl.store(lse + in_parts, float("inf"), mask=is_head & (num_parts > 1))
         return
     place = head[:, None] * dim + column[None, :]
-    queries = tl.load(query + place, mask=is_query, other=0.0)
+    operand: tl.constexpr = choose_operand(query.dtype.element_ty, keys.dtype.element_ty)
+    queries = to_operand(tl.load(query + place, mask=is_query, other=0.0), operand)
 
     top = tl.full([group_pad], -float("inf"), tl.float32)  # largest score so far, base 2
     total = tl.zeros([group_pad], tl.float32)
@@ -269,19 +275,19 @@ def _decode(
         page = tl.load(table + position // page_size, mask=is_key, other=0).to(tl.int64)
         offset = ((page * kv_heads + kv_head) * page_size + position % page_size) * dim
         inside = is_key[:, None] & (column < dim)[None, :]
-        key = tl.load(keys + offset[:, None] + column[None, :], mask=inside, other=0.0)
+        key = tl.load(keys + offset[:, None] + column[None, :], mask=inside, other=0.0).to(operand)
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
         scores = tl.where(is_key[None, :], scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         shrink = tl.exp2(top - new_top)
         weights = tl.exp2(scores - new_top[:, None])
-        value = tl.load(values + offset[:, None] + column[None, :], mask=inside, other=0.0)
+        value = tl.load(values + offset[:, None] + column[None, :], mask=inside, other=0.0).to(operand)
         total = total * shrink + tl.sum(weights, 1)
-        mixed = tl.dot(weights.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
+        mixed = tl.dot(weights.to(operand), value, mixed * shrink[:, None], input_precision="ieee")
         top = new_top
 
     total = tl.where(total > 0.0, total, 1.0)  # no keys give 0 and a log-sum-exp of -inf
-    result = mixed / total[:, None]
+    result = mixed / (total * divisor)[:, None]
     if items is not None:
         part_lse = tl.where(alone, float("inf"), top + tl.log2(total))
         tl.store(lse + in_parts, part_lse, mask=is_head & (num_parts > 1))

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.decode import LOG2E, Partial
+from toka_async.kernels.stored import choose_operand, to_operand
 
 GLUON = "3.6."  # versions of Triton for which `prefill_hopper` is written: each has another Gluon
 
@@ -93,6 +94,7 @@ def attend_chunks(
     config: PrefillConfig,
     parts: Tensor,
     partial: Partial,
+    value_scale: float = 1.0,
 ) -> Any:
     """Writes causal attention of the tiles' queries to output; both are [tokens, heads, dim] and contiguous.
 
@@ -103,11 +105,12 @@ def attend_chunks(
 
     parts int32 [n, 3]: of each tile the first and the end of its keys, whole blocks but for the last key of all; then
     where its result goes: to output for -1, for i to the i-th `config.queries` rows of partial, float32 [rows, ...],
-    which the caller merges.
+    which the caller merges. value_scale: multiplies the result.
     """
     split = (parts, partial.output, partial.lse)
+    scales = scale, value_scale
     return _launch(
-        query, keys, values, page_table, slots, tiles, num_programs, output, *split, scale, window, 1, config
+        query, keys, values, page_table, slots, tiles, num_programs, output, *split, *scales, window, 1, config
     )
 
 
@@ -125,7 +128,7 @@ def attend_prefixes(
 ) -> None:
     """Attends as `attend_chunks`, but all queries of a tile see the same keys, split over result's [p, rows, ...]."""
     to, splits = (result.output, None, None, result.lse), len(result.lse)
-    _launch(query, keys, values, page_table, slots, tiles, num_programs, *to, scale, 0, splits, config)
+    _launch(query, keys, values, page_table, slots, tiles, num_programs, *to, scale, 1.0, 0, splits, config)
 
 
 def _launch(
@@ -141,6 +144,7 @@ def _launch(
     partial: Tensor | None,
     lse: Tensor,
     scale: float,
+    value_scale: float,
     window: int,
     splits: int,
     config: PrefillConfig,
@@ -154,6 +158,7 @@ def _launch(
     if config.registers:
         from toka_async.kernels.prefill_hopper import attend_tiles
 
+        assert keys.dtype == query.dtype
         return attend_tiles(
             query,
             keys,
@@ -186,6 +191,7 @@ def _launch(
         partial,
         lse,
         scale * LOG2E,
+        1 / value_scale,
         page_table.stride(0),
         num_queries,
         kv_heads=kv_heads,
@@ -219,6 +225,7 @@ def _prefill(
     partial,
     lse,
     scale,
+    divisor,
     table_stride,
     num_queries,
     kv_heads: tl.constexpr,
@@ -250,7 +257,8 @@ def _prefill(
         head = (first_query + step).to(tl.int64) * num_heads + kv_head * group + in_tile % group
         place = head[:, None] * dim + column[None, :]
         inside = is_query[:, None] & (column < dim)[None, :]
-        queries = tl.load(query + place, mask=inside, other=0.0)
+        operand: tl.constexpr = choose_operand(query.dtype.element_ty, keys.dtype.element_ty)
+        queries = to_operand(tl.load(query + place, mask=inside, other=0.0), operand)
 
         if parts is not None:
             low = tl.load(parts + tile * 3 - 3)
@@ -285,7 +293,7 @@ def _prefill(
         )  # fmt: skip
 
         total = tl.where(total > 0.0, total, 1.0)  # no keys give 0 and a log-sum-exp of -inf
-        result = mixed / total[:, None]
+        result = mixed / (total * divisor)[:, None]
         if parts is None:
             before = split.to(tl.int64) * num_queries * num_heads
             tl.store(output + before * dim + place, result.to(output.dtype.element_ty), mask=inside)
@@ -339,7 +347,7 @@ def _attend(
             key = tl.load(head_keys + place, mask=inside, other=0.0)
         else:
             key = tl.load(head_keys + place)
-        scores = tl.dot(queries, tl.trans(key), input_precision="ieee")
+        scores = tl.dot(queries, tl.trans(key.to(queries.dtype)), input_precision="ieee")
         if masked:
             seen = position[None, :] < ends[:, None]
             if window > 0:
@@ -358,6 +366,7 @@ def _attend(
         else:
             value = tl.load(head_values + place)
         total = total * shrink + tl.sum(weights, 1)
-        mixed = tl.dot(weights.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
+        mixed *= shrink[:, None]
+        mixed = tl.dot(weights.to(queries.dtype), value.to(queries.dtype), mixed, input_precision="ieee")
         top = new_top
     return top, total, mixed

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import torch
 
 LEAST_CAPABILITY = (8, 0)  # of a GPU: older ones lack bfloat16 and asynchronous copies, and no kernel is tested there
+LEAST_E4M3 = (8, 9)  # of a GPU that converts E4M3: Triton compiles no conversion for older ones
 
 
 def explain_no_kernels(device: torch.device) -> str:

@@ -22,6 +22,7 @@ from toka_async.checkpoint.division import StagePart
 from toka_async.checkpoint.json_file import JsonFile, ModelError
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.model.activation_layout import LayoutPolicy
+from toka_async.model.cache_scales import parse_scale_name
 from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.decoder import Decoder
 from toka_async.model.matrices.ops import Ops, TorchOps
@@ -159,5 +160,7 @@ def _read(path: Path, name: str, part: WeightPart, tensor: Any) -> Tensor:
 def _check_unexpected(path: Path, name: str, stage: StagePart) -> None:
     """Refuses a tensor without a place if it is in the layers; others (a tied or value head) are harmless."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
+    if parse_scale_name(name) is not None:  # of the cache, see `read_cache_scales`
+        return
     if match and stage.first <= int(match[1]) < stage.last and not name.endswith("rotary_emb.inv_freq"):
         raise ModelError(f"{path}: tensor {name} has no place in the model that config.json describes")

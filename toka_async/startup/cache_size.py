@@ -16,6 +16,7 @@ from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import CacheConfig, GraphsConfig, ScheduleConfig
 from toka_async.runner.graphs import DENSE_ROWS
 from toka_async.runner.slab_sampler import SLAB_BYTES
+from toka_async.startup.device import resolve_stored_dtype
 from toka_async.startup.memory import read_free_cuda_memory
 
 _HISTORY_BYTES = 4  # of a token's id
@@ -29,8 +30,8 @@ _MOST_GRAPH_ROWS = 4096
 
 
 def count_page_bytes(spec: ModelSpec, cache: CacheConfig, dtype: torch.dtype) -> int:
-    """Counts the bytes of a page over all layers."""
-    return cache.page_size * (bytes_per_token(spec, dtype) + _HISTORY_BYTES)
+    """Counts the bytes of a page over all layers. dtype: that the model computes in."""
+    return cache.page_size * (bytes_per_token(spec, resolve_stored_dtype(cache, dtype)) + _HISTORY_BYTES)
 
 
 def count_largest_step_pages(limits: RankLimits, page_size: int, most: int = 2**31) -> int:
@@ -75,13 +76,16 @@ def check_largest_step(
     fraction: float,
     share: float = 1.0,
     num_parts: int = 1,
+    stored: torch.dtype | None = None,
 ) -> None:
     """Refuses limits whose largest step cannot fit in a share of the memory that is left, before it is tried.
 
-    num_parts: micro-batches of a step. Raises ModelError that names the setting that takes more, and one that fits.
+    num_parts: micro-batches of a step. stored: see `count_token_bytes`. Raises ModelError that names the setting that
+    takes more, and one that fits.
     """
     free = int(share * (read_free_cuda_memory(device, fraction) - _count_slab_bytes(spec, limits)))
-    token, row = count_token_bytes(spec, dtype, num_parts), count_row_bytes(spec, limits, dtype, page_size, num_parts)
+    token = count_token_bytes(spec, dtype, num_parts, stored)
+    row = count_row_bytes(spec, limits, dtype, page_size, num_parts)
     needed = limits.max_tokens * token + limits.max_seqs * row
     if needed <= free:
         return
@@ -135,17 +139,20 @@ def _count_slab_bytes(spec: ModelSpec, limits: RankLimits) -> int:
     return 12 * min(SLAB_BYTES["cuda"], limits.max_tokens * spec.vocab_size * 4)
 
 
-def count_token_bytes(spec: ModelSpec, dtype: torch.dtype, num_parts: int = 1) -> int:
+def count_token_bytes(
+    spec: ModelSpec, dtype: torch.dtype, num_parts: int = 1, stored: torch.dtype | None = None
+) -> int:
     """Counts a token's bytes in a step: a layer's widest moment (residual, norm, feed) and its keys.
 
-    In a step of several parts, the moment is that of one part's tokens, whose residuals come and go as well.
+    In a step of several parts, the moment is that of one part's tokens, whose residuals come and go as well. stored:
+    what keys are stored as; None: dtype.
     """
     projections = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     of_feed = max(layer.feed.count_values() for layer in spec.layers)
     a_token = 4 * spec.hidden_size + of_feed + 2 * projections
     if num_parts > 1:
         a_token = -(-(a_token + LINKED * spec.hidden_size) // num_parts)
-    return a_token * dtype.itemsize + bytes_per_token(spec, dtype)
+    return a_token * dtype.itemsize + bytes_per_token(spec, stored or dtype)
 
 
 def count_graph_bytes(spec: ModelSpec, dtype: torch.dtype, num_rows: int, num_tokens: int) -> int:

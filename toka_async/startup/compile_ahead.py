@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from toka_async.attention.build import LARGEST_HEAD, Backend, list_triton_trials
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import CacheFormat, KVCache
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.startup.device import has_kernels
 
@@ -29,19 +29,20 @@ Task = Callable[[], None]
 
 
 def list_compile_tasks(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, backend: Backend, page_size: int
+    spec: ModelSpec, dtype: torch.dtype, stored: torch.dtype, device: torch.device, backend: Backend, page_size: int
 ) -> list[Task]:
     """Lists functions that compile the kernels of a model, or of a rank's part of it, the longest first.
 
     The kernels are those of attention, sampling and layers, but not of products.
 
-    spec: of the rank. Without a vocabulary the rank does not sample whole logits.
+    spec: of the rank. Without a vocabulary the rank does not sample whole logits. stored: what the cache stores.
     """
     if not has_kernels(device):
         return []
     tasks: list[Task] = []
     if backend in ("auto", "triton") and spec.head_dim <= LARGEST_HEAD:
-        cache = KVCache(1, _NUM_PAGES, spec.num_kv_heads, page_size, spec.head_dim, dtype, device)
+        shape = 1, _NUM_PAGES, spec.num_kv_heads, page_size, spec.head_dim
+        cache = KVCache(*shape, dtype, device, stored=CacheFormat(stored))
         tasks += list_triton_trials(cache, spec.num_heads, spec.windows)
     if spec.vocab_size:
         from toka_async.runner.kernel_sampler import try_editing, try_sampling
@@ -50,7 +51,7 @@ def list_compile_tasks(
         tasks.append(partial(try_editing, spec.vocab_size, page_size, dtype, device))
     from toka_async.startup.layer_trials import list_layer_trials
 
-    return tasks + list_layer_trials(spec, dtype, device, page_size)
+    return tasks + list_layer_trials(spec, dtype, stored, device, page_size)
 
 
 def count_compile_threads(num_sharing: int) -> int:

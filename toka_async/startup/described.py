@@ -12,8 +12,8 @@ from toka_async.startup.device import name_device
 from toka_async.startup.memory import read_available_memory
 
 
-def describe_device(rank: int, device: torch.device, dtype: torch.dtype, weights: int, cache: int) -> RankDevice:
-    """weights, cache: their bytes."""
+def describe_device(rank: int, device: torch.device, types: str, weights: int, cache: int) -> RankDevice:
+    """types: for people. weights, cache: their bytes."""
     if device.type == "cuda":
         used = torch.cuda.memory_reserved(device)
         free, total = torch.cuda.mem_get_info(device)
@@ -26,7 +26,7 @@ def describe_device(rank: int, device: torch.device, dtype: torch.dtype, weights
     return RankDevice(
         rank=rank,
         device=name_device(device),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=types,
         weights=weights,
         cache=cache,
         used=used,

@@ -8,9 +8,10 @@ import warnings
 
 import torch
 
+from toka_async.attention.kv_cache import E4M3
 from toka_async.checkpoint.spec import ModelError, ModelSpec
-from toka_async.config import AttentionConfig, ModelConfig
-from toka_async.kernels.support import explain_no_kernels
+from toka_async.config import AttentionConfig, CacheConfig, ModelConfig
+from toka_async.kernels.support import LEAST_E4M3, explain_no_kernels
 from toka_async.startup.gpu_absence import explain_unusable
 from toka_async.startup.rank_coords import ALONE, RankCoords
 
@@ -63,6 +64,23 @@ def resolve_dtype(model: ModelConfig, spec: ModelSpec, device: torch.device) -> 
     return dtype
 
 
+def resolve_stored_dtype(cache: CacheConfig, dtype: torch.dtype) -> torch.dtype:
+    """Resolves what keys and values are stored as. dtype: that the model computes in."""
+    return E4M3 if cache.dtype == "fp8" else dtype
+
+
+def check_stored_dtype(cache: CacheConfig, device: torch.device) -> None:
+    """Raises ModelError if the device cannot convert what the cache stores."""
+    if cache.dtype != "fp8" or device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_E4M3:
+        raise ModelError(
+            f"cache.dtype=fp8: expected a GPU of compute capability 8.9 or more, which converts E4M3, got "
+            f"{capability[0]}.{capability[1]}; use auto"
+        )
+
+
 def resolve_num_threads(attention: AttentionConfig, num_parameters: int, num_sharing: int = 1) -> int:
     """Resolves `auto` to one thread for small models, otherwise to this rank's share of all cores.
 
@@ -81,6 +99,15 @@ def name_device(device: torch.device) -> str:
         return f"{of_gpu.name} ({of_gpu.total_memory / (1 << 30):.0f} GiB)"
     num_threads = torch.get_num_threads()
     return f"CPU ({num_threads} thread{'' if num_threads == 1 else 's'})"
+
+
+def name_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def name_types(dtype: torch.dtype, cache: CacheConfig) -> str:
+    """Names the model's dtype for people, and that of the cache if it is another."""
+    return f"{name_dtype(dtype)}, cache in fp8" if cache.dtype == "fp8" else name_dtype(dtype)
 
 
 def has_kernels(device: torch.device) -> bool:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import CacheFormat, KVCache
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.kernels.append import append
 from toka_async.kernels.decode_rows import begin_rows
@@ -17,14 +17,17 @@ from toka_async.runner.device_rows import DeviceRows
 
 
 def list_layer_trials(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, page_size: int
+    spec: ModelSpec, dtype: torch.dtype, stored: torch.dtype, device: torch.device, page_size: int
 ) -> list[Callable[[], None]]:
-    """Lists functions of which each compiles kernels of its own. They may run at the same time. spec: of the rank."""
+    """Lists functions of which each compiles kernels of its own. They may run at the same time.
+
+    spec: of the rank. stored: what the cache stores.
+    """
     counts, ops, make = list_row_counts(device), FusedOps(), partial(torch.zeros, dtype=dtype, device=device)
     num_heads, num_kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
 
     def append_rows(num_rows: int) -> None:
-        cache = KVCache(1, 1, num_kv_heads, page_size, dim, dtype, device)
+        cache = KVCache(1, 1, num_kv_heads, page_size, dim, dtype, device, stored=CacheFormat(stored))
         heads, rotation = make(num_rows, num_heads + 2 * num_kv_heads, dim), make(num_rows, 1, dim)
         indices = torch.zeros(num_rows, dtype=torch.int64, device=device)
         norm = make(num_heads + num_kv_heads, dim) if spec.qk_norm else None

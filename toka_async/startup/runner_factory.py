@@ -20,7 +20,7 @@ from toka_async.attention.build import AttentionParts, BuiltAttention, build_att
 from toka_async.attention.choice import ChoiceTable, every_group_pays
 from toka_async.attention.flashinfer import FAILURES, explain_failure, explain_no_flashinfer
 from toka_async.attention.invariant.backend import build_invariant_attention
-from toka_async.attention.kv_cache import KVCache, bytes_per_token
+from toka_async.attention.kv_cache import E4M3, CacheFormat, KVCache, bytes_per_token
 from toka_async.attention.modules import ModuleRequest, find_missing, list_architectures, make_module_request
 from toka_async.bar import show_nothing
 from toka_async.checkpoint.division import make_rank_spec, make_stage_spec, stage_parts
@@ -29,13 +29,14 @@ from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import Config
 from toka_async.messages import Ready
 from toka_async.model.activation_layout import LayoutPolicy
+from toka_async.model.cache_scales import read_cache_scales
 from toka_async.model.decoder import Decoder
 from toka_async.model.matrices.blocked_ops import BlockedOps
 from toka_async.model.matrices.ops import Ops, TorchOps
 from toka_async.model.ordered_sums import OrderedSums
 from toka_async.model.overlap import OverlappedShards
 from toka_async.model.sampling import sample, sample_alone
-from toka_async.model.weights import build_decoder, load_weights, random_weights
+from toka_async.model.weights import build_decoder, load_weights, random_weights, weight_files
 from toka_async.runner.compiles import CompileCounter
 from toka_async.runner.graphs import DENSE_ROWS
 from toka_async.runner.micro_batches import count_most_rows, count_most_tokens
@@ -55,7 +56,16 @@ from toka_async.startup.cache_size import (
 )
 from toka_async.startup.compile_ahead import compile_ahead, count_compile_threads, list_compile_tasks
 from toka_async.startup.described import count_weight_bytes, describe_device
-from toka_async.startup.device import has_kernels, resolve_device, resolve_dtype, resolve_num_threads
+from toka_async.startup.device import (
+    check_stored_dtype,
+    has_kernels,
+    name_dtype,
+    name_types,
+    resolve_device,
+    resolve_dtype,
+    resolve_num_threads,
+    resolve_stored_dtype,
+)
 from toka_async.startup.memory import choose_cpu_cache_bytes
 from toka_async.startup.module_compiler import compile_in_background, compile_now
 from toka_async.startup.process_groups import build_links, make_groups
@@ -109,6 +119,8 @@ class RunnerFactory:
         if self.invariant and coords.size > 1:
             self.groups = replace(self.groups, tensor=OrderedSums(self.groups.tensor))
         self.dtype = resolve_dtype(config.model, spec, self.device)
+        check_stored_dtype(config.cache, self.device)
+        self.cache_format = CacheFormat(resolve_stored_dtype(config.cache, self.dtype))  # scales come with the weights
         self.limits = resolve_limits(config.model, config.schedule, spec, self.kind)
         self.part = stage_parts(spec, coords.num_stages, coords.size)[coords.stage]
         self.rank_spec = make_stage_spec(make_rank_spec(spec, coords.size), self.part)
@@ -151,9 +163,14 @@ class RunnerFactory:
         self._warm_up(runner, decoder, max_graph_rows, max_graph_tokens)
         self.stages.report()
         self.tuning_cache.report()
-        cache_bytes = (num_pages + 1) * self.config.cache.page_size * bytes_per_token(self.rank_spec, self.dtype)
+        num_tokens = (num_pages + 1) * self.config.cache.page_size
+        cache_bytes = num_tokens * bytes_per_token(self.rank_spec, self.cache_format.dtype)
         described = describe_device(
-            self.coords.world_rank, self.device, self.dtype, count_weight_bytes(decoder), cache_bytes
+            self.coords.world_rank,
+            self.device,
+            name_types(self.dtype, self.config.cache),
+            count_weight_bytes(decoder),
+            cache_bytes,
         )
         runner.ready = msgspec.structs.replace(runner.ready, ranks=(described,), token_seconds=token_seconds)
         if self.left_to_compile is not None and self.coords.device_index == 0:  # once for all ranks and replicas
@@ -185,7 +202,8 @@ class RunnerFactory:
         with self.stages.stage("FlashInfer", "looking for its modules"):
             try:
                 whole = make_rank_spec(self.spec, self.coords.size)  # other stages may have other windows
-                request = make_module_request(whole, str(self.dtype).removeprefix("torch."), list_architectures())
+                types = name_dtype(self.dtype), name_dtype(self.cache_format.dtype)
+                request = make_module_request(whole, *types, list_architectures())
                 is_there = not find_missing(request)
                 if not is_there and (self.compiles_first or backend == "flashinfer"):
                     compile_now(request, self.stages.show)
@@ -268,6 +286,9 @@ class RunnerFactory:
                 random_weights(decoder, 0, self.stages.show)
             else:
                 load_weights(decoder, self.model_dir, self.stages.show)
+                if self.cache_format.dtype == E4M3:
+                    scales = read_cache_scales(weight_files(self.model_dir), self.part)
+                    self.cache_format = replace(self.cache_format, scales=scales)
             self.stages.show(0, 0, "loaded; waiting for kernels that are compiled meanwhile")
         return decoder
 
@@ -278,7 +299,7 @@ class RunnerFactory:
         draws = self.coords.size == 1 and self.part.is_last
         spec = self.rank_spec if draws else msgspec.structs.replace(self.rank_spec, vocab_size=0)
         backend, page_size = self.config.attention.backend, self.config.cache.page_size
-        tasks = list_compile_tasks(spec, self.dtype, self.device, backend, page_size)
+        tasks = list_compile_tasks(spec, self.dtype, self.cache_format.dtype, self.device, backend, page_size)
         return tasks if self.tuning is None else tasks + self.tuning.list_builds(decoder, self._limit_products(layouts))
 
     def _limit_products(self, layouts: LayoutPolicy) -> RankLimits:
@@ -306,6 +327,7 @@ class RunnerFactory:
                 cache.memory_fraction,
                 share,
                 self.coords.num_micro_batches,
+                self.cache_format.dtype,
             )
 
         fitting = fit_limits(self.limits, schedule, check)
@@ -397,9 +419,8 @@ class RunnerFactory:
         spec, limits, page_size = self.rank_spec, self.limits, self.config.cache.page_size
         show = show_nothing if choose is None else self.stages.show
         # One page more, for rows that only fill up a batch.
-        cache = KVCache(
-            spec.num_layers, num_pages + 1, spec.num_kv_heads, page_size, spec.head_dim, self.dtype, self.device, show
-        )
+        shape = spec.num_layers, num_pages + 1, spec.num_kv_heads, page_size, spec.head_dim
+        cache = KVCache(*shape, self.dtype, self.device, show, self.cache_format)
         backend = self.config.attention.backend
         if self.invariant:
             attention = build_invariant_attention(backend, cache, spec.num_heads, spec.windows, limits.max_seqs)
@@ -495,6 +516,7 @@ class RunnerFactory:
             "model": self.rank_spec,
             "ends": [decoder.embedding is not None, decoder.head is not None],
             "dtype": str(self.dtype),
+            "cache": str(self.cache_format.dtype),
             "limits": [self.limits.max_seqs, self.limits.max_context],
             "page_size": self.config.cache.page_size,
             "attention": self.config.attention.backend,

@@ -12,6 +12,7 @@ from toka_async.attention.modules import ARCHITECTURES, make_module_request
 from toka_async.checkpoint.division import make_rank_spec
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import Config
+from toka_async.startup.device import name_dtype, resolve_stored_dtype
 from toka_async.startup.module_compiler import compile_now
 from toka_async.startup.progress import StartupProgress
 
@@ -32,11 +33,13 @@ def compile_without_gpu(spec: ModelSpec, config: Config, stages: StartupProgress
             f", or set {ARCHITECTURES}, such as 9.0a, to compile FlashInfer's modules" if may_use else "",
         )
         return
-    dtype = spec.dtype if config.model.dtype == "auto" else config.model.dtype
+    name = spec.dtype if config.model.dtype == "auto" else config.model.dtype
+    dtype: torch.dtype = getattr(torch, name)
+    stored = name_dtype(resolve_stored_dtype(config.cache, dtype))
     # Its advice is for a start that must use FlashInfer.
-    reason, *_ = explain_no_flashinfer(torch.device("cuda"), getattr(torch, dtype), spec.head_dim).partition(";")
+    reason, *_ = explain_no_flashinfer(torch.device("cuda"), dtype, spec.head_dim).partition(";")
     if not reason:
-        request = make_module_request(make_rank_spec(spec, config.parallel.tp), dtype, architectures)
+        request = make_module_request(make_rank_spec(spec, config.parallel.tp), name, stored, architectures)
         try:
             with stages.stage("FlashInfer", "compiling its modules"):
                 compile_now(request, stages.show)

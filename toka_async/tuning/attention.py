@@ -91,7 +91,8 @@ class AttentionChoice:
             "heads": [self.parts.num_heads, cache.num_kv_heads, cache.head_dim],
             "layers": len(cache.keys),
             "page_size": cache.page_size,
-            "dtype": str(cache.keys[0].dtype),
+            "dtype": str(cache.dtype),
+            "stored": str(cache.keys[0].dtype),
             "parts": [list(self.parts.decode), list(self.parts.chunks)],
             "shapes": [self._list_decode_shapes(), self._list_chunk_shapes(), self._list_group_shapes()],
         }
@@ -197,8 +198,8 @@ class AttentionChoice:
         }
 
     def _make_queries(self, num_tokens: int) -> Tensor:
-        keys = self.cache.keys[0]
-        return torch.randn((num_tokens, self.parts.num_heads, self.cache.head_dim), device=keys.device).to(keys.dtype)
+        cache = self.cache
+        return torch.randn((num_tokens, self.parts.num_heads, cache.head_dim), device=cache.device).to(cache.dtype)
 
     def _time(self, plan: Callable[[], None], run: Callable[[], None]) -> float:
         return self.clock(plan, run, len(self.cache.keys))

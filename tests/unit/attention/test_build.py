@@ -26,19 +26,10 @@ from toka_async.kernels import support
 BF16 = torch.bfloat16
 
 
-class OnCuda:
-    """A tensor on a GPU, as far as it is looked at."""
-
-    device = torch.device("cuda")
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-
 def cache_of(dim: int = 64, dtype: torch.dtype = BF16, on_cuda: bool = True) -> KVCache:
     cache = KVCache(1, 20, 1, 4, dim, dtype, torch.device("cpu"))
     if on_cuda:
-        cache.keys = [OnCuda(dtype)]  # type: ignore[list-item]
+        cache.device = torch.device("cuda")
     return cache
 
 

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.cases.attention import AttentionCase, make_case
+from tests.cases.attention import E4M3_SCALED, AttentionCase, make_case
 from tests.fakes import flashinfer as fake_flashinfer
 from toka_async.attention.cascade import CascadeDecode
 from toka_async.attention.flashinfer import WrapperShape
@@ -41,6 +41,12 @@ def test_grouped_rows_equal_the_definition(contexts: list[int], window: int) -> 
     case = make_case(0, 4, 1, 2, 16, [(2, 5), (2, 2)], contexts)
     part = part_for(case)
     torch.testing.assert_close(decoded(part, case, window), case.expected(window), atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("contexts", [[], [9]], ids=["all grouped", "a row between"])
+def test_a_cache_in_e4m3_equals_the_definition(contexts: list[int]) -> None:
+    case = make_case(0, 4, 1, 2, 16, [(2, 5), (2, 2)], contexts, stored=E4M3_SCALED)
+    torch.testing.assert_close(decoded(part_for(case), case), case.expected(), atol=2e-5, rtol=1e-5)
 
 
 def test_without_groups_it_is_our_own() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from tests.cases.attention import AttentionCase, make_case
+from tests.cases.attention import E4M3_SCALED, AttentionCase, make_case
 from tests.fakes import flashinfer as fake_flashinfer
 from toka_async.attention.base import PrefixGroup
 from toka_async.attention.flashinfer import (
@@ -98,6 +98,24 @@ def test_pages_before_every_window_are_not_read() -> None:
     part = FlashInferDecode(shape_of(case))
     decoded(case, part, 6)
     assert [len(places) for _, places in part.planned.own.rows] == [50 - 44, 9 - 0]
+
+
+@pytest.mark.parametrize("groups", [[], [(3, 5)]])
+def test_a_cache_in_e4m3_equals_the_definition(groups: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention 3 would need queries in E4M3, so the other one attends."""
+    case = make_case(0, 4, 1, 2, 4, groups, contexts=[9, 5], chunks=[(3, 4)], stored=E4M3_SCALED)
+    shape, num_decode = shape_of(case), case.batch.num_decode
+    torch.testing.assert_close(
+        decoded(case, FlashInferDecode(shape), 0), case.expected()[:num_decode], atol=2e-5, rtol=1e-5
+    )
+    chunks, query = FlashInferChunks(shape), case.query[num_decode:]
+    output = torch.empty_like(query)
+    chunks.plan(case.batch, 0)
+    chunks.run(0, query, output)
+    torch.testing.assert_close(output, case.expected()[num_decode:], atol=2e-5, rtol=1e-5)
+    case.cache.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert shape.backend == "fa2"
 
 
 def test_wrappers_are_planned_in_turn() -> None:

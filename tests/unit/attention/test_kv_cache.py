@@ -2,15 +2,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.cases.models import make_checkpoint
-from toka_async.attention.kv_cache import KVCache, bytes_per_token
+from toka_async.attention.kv_cache import E4M3, CacheFormat, KVCache, LayerScales, bytes_per_token
 from toka_async.checkpoint.spec import read_spec
 
 
-def filled_cache() -> KVCache:
-    cache = KVCache(2, 5, 3, 4, 6, torch.float32, torch.device("cpu"))
+def filled_cache(stored: CacheFormat | None = None) -> KVCache:
+    cache = KVCache(2, 5, 3, 4, 6, torch.float32, torch.device("cpu"), stored=stored)
     for layer in range(2):
         cache.keys[layer].copy_(torch.arange(5.0)[:, None, None, None] + 10 * layer)
         cache.values[layer].copy_(torch.arange(5.0)[:, None, None, None] + 100 + 10 * layer)
@@ -22,12 +23,22 @@ def test_layout() -> None:
     assert [tensor.shape for tensor in cache.keys + cache.values] == [(5, 3, 4, 6)] * 4
 
 
-def test_copy_pages() -> None:
-    cache = filled_cache()
+@pytest.mark.parametrize("stored", [None, CacheFormat(E4M3)], ids=["as computed", "e4m3"])
+def test_copy_pages(stored: CacheFormat | None) -> None:
+    cache = filled_cache(stored)
     cache.copy_pages(torch.tensor([0, 3]), torch.tensor([3, 1]))  # 3 is read before it is written
     for layer in range(2):
-        assert cache.keys[layer][:, 0, 0, 0].tolist() == [10 * layer + page for page in (0, 3, 2, 0, 4)]
-        assert cache.values[layer][:, 2, 3, 5].tolist() == [100 + 10 * layer + page for page in (0, 3, 2, 0, 4)]
+        keys, values = (torch.tensor([first + 10.0 * layer + page for page in (0, 3, 2, 0, 4)]) for first in (0, 100))
+        assert torch.equal(cache.keys[layer][:, 0, 0, 0], keys.to(cache.keys[0].dtype))
+        assert torch.equal(cache.values[layer][:, 2, 3, 5], values.to(cache.keys[0].dtype))
+
+
+def test_scales() -> None:
+    assert filled_cache().scales == (LayerScales(1, 1),) * 2
+    scales = LayerScales(0.5, 2), LayerScales(3, 4)
+    assert filled_cache(CacheFormat(E4M3, scales)).scales == scales
+    with pytest.raises(AssertionError):
+        filled_cache(CacheFormat(torch.float32, scales))
 
 
 def test_bytes_per_token(tmp_path: Path) -> None:
@@ -36,3 +47,4 @@ def test_bytes_per_token(tmp_path: Path) -> None:
     total = sum(tensor.numel() * tensor.itemsize for tensor in cache.keys + cache.values)
     assert bytes_per_token(spec, torch.bfloat16) == total
     assert bytes_per_token(spec, torch.float32) == 2 * total
+    assert 2 * bytes_per_token(spec, E4M3) == total

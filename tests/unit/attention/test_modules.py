@@ -30,6 +30,7 @@ def request_of(**changed: Any) -> ModuleRequest:
     values: dict[str, Any] = {
         "architectures": "8.0",
         "dtype": "bfloat16",
+        "stored": "bfloat16",
         "head_dim": 64,
         "windowed": (False,),
         "tensor_cores": True,
@@ -50,14 +51,16 @@ def test_what_a_model_needs() -> None:
     assert names_of_missing(architectures="8.0 9.0a", tensor_cores=False) == ["cascade", fa2, fa3, "decode 64 False"]
     assert names_of_missing(windowed=(False, True)) == ["cascade", fa2, fa2.replace("False", "True")]
     assert names_of_missing(dtype="float16")[1] == "prefill fa2 torch.float16 64 False"
+    assert names_of_missing(architectures="9.0a", stored="float8_e4m3fn") == ["cascade", fa2]
 
 
 def test_the_request_for_a_model(tmp_path: Path) -> None:
     spec = read_spec(make_checkpoint(tmp_path, "mistral", sliding_window=7))
-    request = make_module_request(spec, "float16", "9.0a")
+    request = make_module_request(spec, "float16", "float8_e4m3fn", "9.0a")
     assert request == ModuleRequest(
         architectures="9.0a",
         dtype="float16",
+        stored="float8_e4m3fn",
         head_dim=spec.head_dim,
         windowed=(False, True),
         tensor_cores=spec.num_heads // spec.num_kv_heads >= 4,

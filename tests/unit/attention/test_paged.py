@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from tests.drivers.paged_rows import make_batch
 from toka_async.attention.base import AttentionBatch, PrefixGroup, QueryKeyNorm
 from toka_async.attention.blocks import TileLimits
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import CacheFormat, KVCache, LayerScales
 from toka_async.attention.paged import PagedAttention
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.attention.triton import TritonChunks, TritonDecode
@@ -40,6 +40,7 @@ class Case:
         chunks: Sequence[tuple[int, int]],
         windows: tuple[int, ...] = (0,),
         num_sms: int = 1,
+        stored: CacheFormat | None = None,
     ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         rng = np.random.default_rng(seed)
@@ -56,7 +57,8 @@ class Case:
         rows += [(self._new_pages(before + n, page_size), before + n, n) for before, n in chunks]
         self.batch = make_batch(rows, num_decode, page_size, tuple(prefixes), DEVICE)
         self.kv_heads, self.heads, self.windows = 2, 6, windows
-        self.cache = KVCache(len(windows), self.num_pages, 2, page_size, DIM, torch.float32, DEVICE)
+        self.stored = stored
+        self.cache = self._make_cache(page_size)
         for tensor in self.cache.keys + self.cache.values:
             tensor.copy_(self._normal(*tensor.shape))
         self.norm = QueryKeyNorm(self._normal(self.heads + self.kv_heads, DIM), 1e-6) if seed % 2 else None
@@ -70,7 +72,7 @@ class Case:
     def check(self, batch: AttentionBatch, graph: bool = False) -> None:
         """All layers of a step, and what they leave in the cache; with a graph's plan, or after a plan of the batch."""
         cache = self.cache
-        other = KVCache(len(self.windows), self.num_pages, 2, cache.page_size, DIM, torch.float32, DEVICE)
+        other = self._make_cache(cache.page_size)
         for target, source in zip(other.keys + other.values, cache.keys + cache.values, strict=True):
             target.copy_(source)
         reference = ReferenceAttention(other, self.heads, self.windows, limits=ALONE)
@@ -86,7 +88,11 @@ class Case:
             expected = reference.attend(layer, heads, rotation, self.norm)
             torch.testing.assert_close(output, expected, atol=2e-5, rtol=1e-5)
         for actual, exact in zip(cache.keys + cache.values, other.keys + other.values, strict=True):
-            torch.testing.assert_close(actual, exact, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(actual.float(), exact.float(), atol=1e-5, rtol=1e-5)
+
+    def _make_cache(self, page_size: int) -> KVCache:
+        shape = len(self.windows), self.num_pages, 2, page_size, DIM
+        return KVCache(*shape, torch.float32, DEVICE, stored=self.stored)
 
     def _decode(self) -> TritonDecode:
         return TritonDecode(self.cache, self.heads)
@@ -132,6 +138,16 @@ def test_equals_the_reference(
         contexts = [3]
     case = Case(seed, page_size, groups, contexts, chunks, windows, num_sms)
     case.check(case.batch)
+
+
+@pytest.mark.parametrize("windows", [(0, 0), (7, 0)])
+@pytest.mark.parametrize("contexts", [[9], [9, 700]])
+def test_a_cache_in_e4m3_equals_the_reference(windows: tuple[int, ...], contexts: list[int]) -> None:
+    """With other scales in each layer; what is stored is the same."""
+    stored = CacheFormat(torch.float8_e4m3fn, (LayerScales(0.5, 2.0), LayerScales(3.0, 0.25)))
+    case = Case(1, 5, [(3, 2)], contexts, [(12, 7)], windows, 3, stored)
+    case.check(case.batch)
+    case.check(replace(case.batch, groups=()))
 
 
 @pytest.mark.parametrize("num_sms", [1, 8])

@@ -14,7 +14,8 @@ from torch import Tensor
 from tests.drivers.paged_rows import make_batch
 from toka_async.attention.base import AttentionBackend, AttentionBatch, PrefixGroup, QueryKeyNorm
 from toka_async.attention.blocks import TileLimits
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.invariant.by_token import TokenAttention
+from toka_async.attention.kv_cache import CacheFormat, KVCache, LayerScales
 from toka_async.attention.reference import ReferenceAttention
 
 CPU = torch.device("cpu")
@@ -140,6 +141,31 @@ def test_writes_rotated_keys_and_plain_values(case: Case) -> None:
     case.attend(0, None)
     torch.testing.assert_close(case.flat_cache(keys), expected_keys)
     assert torch.equal(case.flat_cache(values), expected_values)
+
+
+@pytest.mark.parametrize("limits", [GROUPED, ALONE])
+@pytest.mark.parametrize("by_token", [False, True])
+def test_a_cache_in_e4m3_equals_one_of_the_numbers_that_it_stands_for(limits: TileLimits, by_token: bool) -> None:
+    case = Case(1, 5, 2, 3, [(4, 3)], [9, 30], [(7, 5)])
+    shape = 1, case.num_pages, 2, 5, DIM
+    scales = LayerScales(0.375, 5.0)
+    stored = KVCache(*shape, torch.float32, CPU, stored=CacheFormat(torch.float8_e4m3fn, (scales,)))
+    for target, source in zip(stored.keys + stored.values, case.cache.keys + case.cache.values, strict=True):
+        target.copy_(source)
+
+    if by_token:
+        output = case.attend_with(TokenAttention(stored, case.heads, (30,)))
+    else:
+        output = case.attend_with(ReferenceAttention(stored, case.heads, (30,), limits=limits))
+    case.cache = KVCache(*shape, torch.float32, CPU)
+    places = case.cache.keys[0], case.cache.values[0]
+    written = case.rotated()[:, case.heads :], case.projected[:, case.heads + case.kv_heads :]
+    of_layer = zip(places, (stored.keys[0], stored.values[0]), written, scales, strict=True)
+    for place, numbers, new, scale in of_layer:
+        place.copy_(numbers.float() * scale)
+        now = case.flat_cache(place)[case.batch.write_indices]
+        torch.testing.assert_close(now, new, atol=scale * 2**-10, rtol=2**-4)  # E4M3 has three bits after the first
+    torch.testing.assert_close(output, case.expected(30), atol=2e-5, rtol=1e-5)
 
 
 @settings(max_examples=30, deadline=None)

@@ -69,12 +69,26 @@ def test_even_rows_that_fill_the_chip_are_not_planned() -> None:
 def test_short_rows_have_small_blocks() -> None:
     """And other numbers of programs at once."""
     case = case_of([40])
-    case.cache.keys = [key.to(torch.bfloat16) for key in case.cache.keys]
+    case.cache.dtype = torch.bfloat16
     rows = rows_of(case, 1)
     for length, num_warps in ((399, 1), (401, 2)):
         rows.plan(case.batch, np.array([length]), None, 0)
         assert rows.step is not None
         assert rows.step.config.num_warps == num_warps
+
+
+def test_one_more_block_of_e4m3_is_on_its_way() -> None:
+    """Of half the bytes."""
+    case = case_of([40])
+    stages = []
+    for stored in (torch.bfloat16, torch.float8_e4m3fn):
+        case.cache.dtype = torch.bfloat16
+        case.cache.keys = [key.to(stored) for key in case.cache.keys]
+        rows = rows_of(case, 1)
+        rows.plan(case.batch, np.array([500]), None, 0)
+        assert rows.step is not None
+        stages.append(rows.step.config.num_stages)
+    assert stages == [2, 3]
 
 
 @pytest.mark.parametrize("contexts", [(9, 300, 40), MIXED], ids=["few", "many"])

@@ -137,6 +137,12 @@ def test_yarn_parameters(tmp_path: Path) -> None:
     assert read(tmp_path, rope_scaling=full).rope == msgspec.convert(wanted, RopeSpec)
 
 
+def test_only_the_cache_is_quantized(tmp_path: Path) -> None:
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    config = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
+    assert read(tmp_path, quantization_config=config) == read(tmp_path)
+
+
 def test_end_tokens(tmp_path: Path) -> None:
     assert read(tmp_path, eos_token_id=[4, 5]).eos_token_ids == (4, 5)
     assert read(tmp_path, eos_token_id=None).eos_token_ids == ()
@@ -160,6 +166,10 @@ def test_end_tokens(tmp_path: Path) -> None:
         ({"hidden_act": "relu6"}, "hidden_act 'relu6' is not supported; supported: silu, gelu"),
         ({"torch_dtype": "int8"}, "torch_dtype 'int8' is not supported; supported: float32, bfloat16, float16"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config (awq) is not supported"),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"group_0": {}}}},
+            "quantization_config (compressed-tensors) is not supported",
+        ),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes': expected true or false"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear': expected an object"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling.rope_type 'dynamic' is not supported"),

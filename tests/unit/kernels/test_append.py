@@ -7,6 +7,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from toka_async.attention.kv_cache import E4M3
 from toka_async.kernels.append import append
 
 EPS = 1e-3  # large, so that leaving it out shows
@@ -65,6 +66,23 @@ def test_equals_plain_torch(device: torch.device, shape: tuple[int, int, int, in
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(device: torch.device, dtype: torch.dtype) -> None:
     Case(8, 2, 64, 16, device, dtype).check(norm=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_stores_e4m3_with_scales(device: torch.device, dtype: torch.dtype) -> None:
+    """The nearest of what is written divided by its scale; what is beyond saturates."""
+    case = Case(4, 2, 16, 4, device, dtype)
+    case.heads[0] *= 1e4
+    exact = case.keys.clone(), case.values.clone()
+    append(case.heads, case.rotation, *exact, case.indices, case.weight, EPS)
+    keys, values = case.keys.to(E4M3), case.values.to(E4M3)
+    query = append(case.heads, case.rotation, keys, values, case.indices, case.weight, EPS, (0.25, 4.0))
+    assert query.dtype == dtype
+    pages, offsets = case.indices // 4, case.indices % 4
+    for stored, plain, scale in ((keys, exact[0], 0.25), (values, exact[1], 4.0)):
+        expected = (plain[pages, :, offsets].float() / scale).clamp(-448, 448)
+        assert torch.equal(stored.float()[pages, :, offsets], expected.to(E4M3).float())
+    assert values.float().abs().max() == 448
 
 
 def test_no_tokens(device: torch.device) -> None:

@@ -21,6 +21,7 @@ from tests.fakes.offline_gpus import SHARED_MEMORY
 Case = tuple[int, str, dict[str, Any]]
 
 BF16, FP16, FP32 = "bfloat16", "float16", "float32"
+E4M3 = "float8_e4m3fn"
 SMALL = (86, 89, 120)  # with less shared memory than others
 LEAST_COPIED = 8  # tokens of a page that the kernel for Hopper chips can copy
 MOST_STACK = 1024  # bytes of a thread for registers that do not suffice
@@ -32,6 +33,8 @@ CASES: list[Case] = [
     (90, "attention", {"dtype": FP16, "dim": 64, "group": 7, "page_size": 64, "windows": (0, 512)}),
     (100, "attention", {"dtype": FP16, "dim": 64, "group": 4}),
     (120, "attention", {"dtype": BF16, "dim": 256, "group": 8}),
+    (89, "attention", {"dtype": BF16, "dim": 128, "group": 4, "stored": E4M3}),
+    (90, "attention", {"dtype": BF16, "dim": 64, "group": 8, "stored": E4M3}),
     *((arch, "layer", {"dtype": BF16, "dim": 128, "hidden": 4096}) for arch in (80, 86, 90, 100)),
     *((arch, "layer", {"dtype": FP32, "dim": 64, "hidden": 2048}) for arch in (89, 120)),
     *((arch, "gated", {"dtype": BF16, "hidden": 2048, "inner": 8192}) for arch in (90, 100, 120)),
@@ -44,6 +47,10 @@ EVERY: list[Case] = [
         for arch, dtype, dim, (group, page_size) in itertools.product(
             SHARED_MEMORY, (BF16, FP16, FP32), (64, 128, 256), ((1, 1), (4, 16), (7, 16), (8, 64))
         )
+    ),
+    *(
+        (arch, "attention", {"dtype": dtype, "dim": dim, "group": 4, "windows": (0, 512), "stored": E4M3})
+        for arch, dtype, dim in itertools.product((89, 90, 100, 120), (BF16, FP16, FP32), (64, 128, 256))
     ),
     *(
         (arch, "layer", {"dtype": dtype, "dim": dim, "hidden": hidden})
@@ -81,7 +88,7 @@ def check(cases: list[Case]) -> None:
             is_large = arguments["dim"] > 128 and arguments["dtype"] != FP32
             expected = "tiles 1" if arch in SMALL and is_large else "tiles 0"
             is_hopper = arch == 90 and arguments["dim"] <= 128 and arguments["dtype"] != FP32
-            if is_hopper and arguments.get("page_size", 16) >= LEAST_COPIED:
+            if is_hopper and arguments.get("page_size", 16) >= LEAST_COPIED and "stored" not in arguments:
                 expected = "tiles for Hopper"
         elif what == "few rows":
             expected = "3 tiles"
@@ -97,6 +104,12 @@ def check(cases: list[Case]) -> None:
 def test_kernels_fit_every_architecture() -> None:
     """A kernel that needs more shared memory than there is cannot be loaded, so that a start finds smaller tiles."""
     check(CASES)
+
+
+def test_older_gpus_convert_no_e4m3() -> None:
+    """So a start refuses them (`LEAST_E4M3`)."""
+    (result,) = build([(86, "attention", {"dtype": BF16, "dim": 64, "group": 4, "stored": E4M3})])
+    assert "fp8e4nv not supported in this architecture" in result["built"]
 
 
 @pytest.mark.slow

@@ -39,7 +39,24 @@ def run(
     output = torch.full_like(query, torch.nan) if output is None else output
     config = config or decode_config(case.dim, case.dtype)
     partial = None if work is None else room(max(1, work.num_partials), case.heads, case.dim)
-    decode_attention(query, *case.cache, case.contexts, output, SCALE, config, window, skip, prefix, work, partial)
+    keys, values, page_table, slots = case.cache
+    decode_attention(
+        query,
+        keys,
+        values,
+        page_table,
+        slots,
+        case.contexts,
+        output,
+        SCALE * case.key_scale,
+        config,
+        window,
+        skip,
+        prefix,
+        work,
+        partial,
+        case.value_scale,
+    )
     return output
 
 
@@ -137,6 +154,33 @@ def test_half_precision(dtype: torch.dtype) -> None:
     output = run(case, query)
     assert output.dtype == dtype
     torch.testing.assert_close(output, expected(case, query), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("how", ["whole", "alike", "split"])
+def test_stored_in_e4m3(dtype: torch.dtype, how: str) -> None:
+    """Scales are those of all keys and values, of a prefix as well, whose partial result has none."""
+    case = PagedCase(0, [300, 35], 16, 2, 3, 32, DEVICE, dtype, num_shared=2, is_e4m3=True)
+    query = case.normal(2, case.heads, case.dim)
+    tolerance = TOLERANCE.get(dtype, 2e-5) * case.value_scale
+    output = run(case, query, work=divided(case, how))
+    torch.testing.assert_close(output, expected(case, query), atol=tolerance, rtol=tolerance)
+    skip = torch.full((2,), 32, dtype=torch.int32, device=DEVICE)
+    partials = [case.attend(query[row], row, 0, 32, SCALE) for row in range(2)]
+    outputs, lse = (torch.stack(column)[None].float() for column in zip(*partials, strict=True))
+    prefix = Partial(outputs / case.value_scale, lse)
+    output = run(case, query, 0, skip, prefix, divided(case, how, skip))
+    torch.testing.assert_close(output, expected(case, query), atol=tolerance, rtol=tolerance)
+
+
+def test_huge_queries_of_keys_in_e4m3_saturate() -> None:
+    """Beyond float16, in which they are multiplied."""
+    case = PagedCase(0, [20], 16, 1, 2, 16, DEVICE, torch.bfloat16, is_e4m3=True)
+    query = case.normal(1, case.heads, case.dim)
+    query[0, 0, 0] = 1e30
+    output = run(case, query)
+    assert output.isfinite().all()
+    torch.testing.assert_close(output[0, 1], expected(case, query)[0, 1], atol=0.1, rtol=0.1)
 
 
 def test_a_partial_result_may_lie_where_the_output_goes() -> None:

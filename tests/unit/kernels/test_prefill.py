@@ -42,7 +42,7 @@ def check_chunks(
             token += 1
     output = torch.full_like(query, math.nan)
     attend_in_parts(case, query, tiles, output, window, config, 2 * config.block_keys if is_split else 0, num_programs)
-    tolerance = TOLERANCE[case.dtype]
+    tolerance = TOLERANCE[case.dtype] * case.value_scale
     torch.testing.assert_close(output, torch.stack(expected).to(case.dtype), atol=tolerance, rtol=tolerance)
 
 
@@ -75,8 +75,23 @@ def attend_in_parts(
     shape = (len(parts) * size, case.heads, case.dim)
     partial = Partial(torch.full(shape, math.nan, device=DEVICE), torch.full(shape[:2], math.nan, device=DEVICE))
     table = torch.tensor(parts, dtype=torch.int32, device=DEVICE)
-    programs = num_programs or len(parts)
-    attend_chunks(query, *case.cache, tile_table(of_parts), programs, output, SCALE, window, config, table, partial)
+    keys, values, page_table, slots = case.cache
+    attend_chunks(
+        query,
+        keys,
+        values,
+        page_table,
+        slots,
+        tile_table(of_parts),
+        num_programs or len(parts),
+        output,
+        SCALE * case.key_scale,
+        window,
+        config,
+        table,
+        partial,
+        case.value_scale,
+    )
     if merged:
         merge(partial, torch.tensor(merged, dtype=torch.int32, device=DEVICE), size, output)
 
@@ -99,6 +114,14 @@ def test_chunks_as_configured(dim: int, dtype: torch.dtype) -> None:
     case = PagedCase(0, [140] if dtype == torch.bfloat16 else [40], 16, 1, 4, dim, DEVICE, dtype)
     for config in list_prefill_configs(dim, 4, dtype):
         check_chunks(case, 0, config)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_chunks_of_a_cache_in_e4m3(dtype: torch.dtype, is_split: bool) -> None:
+    case = PagedCase(0, [70, 9], 16, 1, 4, 80, DEVICE, dtype, is_e4m3=True)
+    check_chunks(case, 0, SMALL, is_split=is_split)
+    check_chunks(case, 30, list_prefill_configs(80, 4, dtype)[-1])
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 16), (1, 7, 80)], ids=str)

@@ -86,6 +86,8 @@ def test_harmless_extras(tmp_path: Path) -> None:
         "model__layers__0__self_attn__rotary_emb__inv_freq": torch.zeros(4),
         "model__layers__2__mlp__up_proj__weight": torch.zeros(72, 48),  # of a layer that config.json leaves out
         "score__weight": torch.zeros(1, 48),
+        "model__layers__1__self_attn__k_scale": torch.tensor(0.5),  # of the cache
+        "model__layers__0__self_attn__v_proj__output_scale": torch.tensor([0.5]),
     }
     edit(folder, **extras)
     load(folder)

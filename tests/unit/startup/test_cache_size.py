@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.cases.models import make_checkpoint
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import E4M3, CacheFormat, KVCache, bytes_per_token
 from toka_async.checkpoint.layer_spec import DenseFeedSpec, LayerSpec
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
@@ -67,12 +68,15 @@ def layers_of(inner: int, num_layers: int) -> tuple[LayerSpec, ...]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_a_page_takes_what_cache_and_history_allocate(spec: ModelSpec, dtype: torch.dtype, page_size: int) -> None:
-    cpu = torch.device("cpu")
-    cache = KVCache(spec.num_layers, 7, spec.num_kv_heads, page_size, spec.head_dim, dtype, cpu)
+@pytest.mark.parametrize("kind", ["auto", "fp8"])
+def test_a_page_takes_what_cache_and_history_allocate(
+    spec: ModelSpec, dtype: torch.dtype, page_size: int, kind: Literal["auto", "fp8"]
+) -> None:
+    cpu, stored = torch.device("cpu"), CacheFormat(E4M3) if kind == "fp8" else None
+    cache = KVCache(spec.num_layers, 7, spec.num_kv_heads, page_size, spec.head_dim, dtype, cpu, stored=stored)
     tensors = [*cache.keys, *cache.values, TokenHistory(7, page_size, cpu).ids]
     allocated = sum(tensor.nbytes for tensor in tensors)
-    assert 7 * count_page_bytes(spec, CacheConfig(page_size=page_size), dtype) == allocated
+    assert 7 * count_page_bytes(spec, CacheConfig(page_size=page_size, dtype=kind), dtype) == allocated
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=9), page_size=st.sampled_from([1, 2, 5, 16, 64]))
@@ -208,6 +212,8 @@ def test_rows_and_tokens_take_more_of_a_larger_vocabulary_and_model(tmp_path: Pa
     )
     assert count_token_bytes(wide, dtype) - count_token_bytes(spec, dtype) == 4 * 48 * 2
     assert count_token_bytes(spec, torch.float32) == 2 * count_token_bytes(spec, dtype)
+    stored = bytes_per_token(spec, E4M3)
+    assert count_token_bytes(spec, dtype) - count_token_bytes(spec, dtype, stored=E4M3) == stored
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 
 from tests.cases.models import make_checkpoint
 from toka_async.attention.build import Backend
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import E4M3, KVCache
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.spec import ModelSpec, read_spec
 from toka_async.startup import compile_ahead as module
@@ -69,7 +69,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
     def list_trials(cache: KVCache, num_heads: int, windows: tuple[int, ...]) -> list[Task]:
-        assert (cache.page_size, cache.keys[0].dtype) == (5, torch.bfloat16)
+        assert (cache.page_size, cache.dtype, cache.keys[0].dtype) == (5, torch.bfloat16, E4M3)
         return [lambda: names.append(f"attention of {num_heads} heads and windows {sorted(set(windows))}")]
 
     def try_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -80,8 +80,10 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert (page_size, dtype, device) == (5, torch.bfloat16, CPU)
         names.append(f"edits of {vocab_size} ids")
 
-    def list_layers(spec: ModelSpec, dtype: torch.dtype, device: torch.device, page_size: int) -> list[Task]:
-        assert (page_size, dtype, device) == (5, torch.bfloat16, CPU)
+    def list_layers(
+        spec: ModelSpec, dtype: torch.dtype, stored: torch.dtype, device: torch.device, page_size: int
+    ) -> list[Task]:
+        assert (page_size, dtype, stored, device) == (5, torch.bfloat16, E4M3, CPU)
         return [lambda: names.append(f"layers of {spec.hidden_size}")]
 
     monkeypatch.setattr(module, "has_kernels", lambda _: True)
@@ -93,7 +95,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def tasks_of(spec: ModelSpec, backend: Backend = "auto") -> list[Task]:
-    return list_compile_tasks(spec, torch.bfloat16, CPU, backend, 5)
+    return list_compile_tasks(spec, torch.bfloat16, E4M3, CPU, backend, 5)
 
 
 def others_of(spec: ModelSpec) -> list[str]:

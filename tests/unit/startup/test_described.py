@@ -18,16 +18,16 @@ def test_a_gpu_as_its_driver_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"get_device_properties": properties, "memory_reserved": 70, "mem_get_info": (20, 100)}
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda asked, answer=answer: answer if asked == device else None)
-    assert describe_device(1, device, torch.bfloat16, weights=30, cache=25) == RankDevice(
+    assert describe_device(1, device, "bfloat16", weights=30, cache=25) == RankDevice(
         rank=1, device="NVIDIA H200 (139 GiB)", dtype="bfloat16", weights=30, cache=25, used=70, free=20, total=100
     )
 
 
 def test_a_cpu_whose_cache_is_not_written_to_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(described, "read_available_memory", lambda: 100)
-    seen = describe_device(0, torch.device("cpu"), torch.float32, weights=30, cache=60)
+    seen = describe_device(0, torch.device("cpu"), "float32", weights=30, cache=60)
     assert (seen.device, seen.dtype, seen.used, seen.free) == (name_device(torch.device("cpu")), "float32", 90, 40)
-    assert describe_device(0, torch.device("cpu"), torch.float32, weights=30, cache=160).free == 0
+    assert describe_device(0, torch.device("cpu"), "float32", weights=30, cache=160).free == 0
 
 
 def test_shared_weights_count_once() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,15 @@ from tests.cases.models import make_checkpoint
 from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.config import AttentionConfig, CacheConfig, Config, ModelConfig
 from toka_async.startup import device
-from toka_async.startup.device import has_kernels, resolve_device, resolve_dtype, resolve_num_threads
+from toka_async.startup.device import (
+    check_stored_dtype,
+    has_kernels,
+    name_types,
+    resolve_device,
+    resolve_dtype,
+    resolve_num_threads,
+    resolve_stored_dtype,
+)
 from toka_async.startup.rank_coords import RankCoords
 from toka_async.startup.runner_factory import RunnerFactory
 
@@ -54,6 +63,20 @@ def test_dtypes(tmp_path: Path) -> None:
     assert resolve_dtype(ModelConfig(), spec, cpu) == torch.float32
     assert resolve_dtype(ModelConfig(), spec, cuda) == torch.bfloat16
     assert resolve_dtype(ModelConfig(dtype="float16"), spec, cpu) == torch.float16
+
+
+def test_what_the_cache_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, small = CacheConfig(), CacheConfig(dtype="fp8")
+    assert resolve_stored_dtype(plain, torch.bfloat16) == torch.bfloat16
+    assert resolve_stored_dtype(small, torch.bfloat16) == torch.float8_e4m3fn
+    assert [name_types(torch.bfloat16, cache) for cache in (plain, small)] == ["bfloat16", "bfloat16, cache in fp8"]
+    check_stored_dtype(small, torch.device("cpu"))
+    gpu = torch.device("cuda", 0)
+    for capability, refused in (((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False), ((12, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        check_stored_dtype(plain, gpu)
+        with pytest.raises(ModelError, match=r"cache\.dtype=fp8: .*8\.9.*; use auto") if refused else nullcontext():
+            check_stored_dtype(small, gpu)
 
 
 def test_threads(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import toka_async
 from tests.cases.models import make_checkpoint
@@ -17,6 +18,7 @@ from tests.fakes.graphs import FakeGraphs
 from tests.fakes.model import FakeAttention, FakeCache, FakeModel
 from toka_async.attention.build import BuiltAttention, build_attention
 from toka_async.attention.invariant.by_token import TokenAttention
+from toka_async.attention.kv_cache import E4M3, CacheFormat, LayerScales
 from toka_async.attention.modules import ModuleRequest
 from toka_async.checkpoint.division import StagePart
 from toka_async.checkpoint.spec import ModelError, read_spec
@@ -85,6 +87,22 @@ def test_it_tells_what_its_memory_is_taken_by(model_dir: Path) -> None:
     assert rank.cache == 11 * 16 * 2 * 2 * 2 * 8 * 4  # a page more than sequences can have
     assert rank.used == rank.weights + rank.cache
     assert 0 < rank.free < rank.total
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_cache_in_fp8_with_the_checkpoints_scales(model_dir: Path, invariant: bool) -> None:
+    """Also where a row's bits are the same in every batch."""
+    path = model_dir / "model.safetensors"
+    save_file(load_file(path) | {"model.layers.1.self_attn.k_scale": torch.tensor(0.25)}, path)
+    factory = _factory(
+        model_dir,
+        cache=CacheConfig(num_tokens=160, dtype="fp8"),
+        model=ModelConfig(device="cpu", batch_invariant=invariant),
+    )
+    (rank,) = factory.build().ready.ranks
+    assert rank.dtype == "float32, cache in fp8"
+    assert rank.cache == 11 * 16 * 2 * 2 * 2 * 8
+    assert factory.cache_format == CacheFormat(E4M3, (LayerScales(), LayerScales(0.25)))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 5, 100])

@@ -30,7 +30,7 @@ def choice_of(
         return spent.pop()
 
     cache = KVCache(2, num_pages, 1, PAGE, 8, torch.bfloat16, torch.device("meta"))
-    cache.keys = [torch.zeros(1, dtype=torch.bfloat16)] * 2  # only the device and the type are looked at
+    cache.device = torch.device("cpu")  # of batches
     parts = {name: FakePart(cost, spent) for name, cost in costs.items()}
     return AttentionChoice(AttentionParts(cache, 4, max_seqs, max_tokens, parts, parts), clock), parts
 
@@ -130,6 +130,7 @@ def test_the_facts_say_what_is_measured() -> None:
         "layers": 2,
         "page_size": PAGE,
         "dtype": "torch.bfloat16",
+        "stored": "torch.bfloat16",
         "parts": [["own", "planned"]] * 2,
     }
     facts["shapes"] = [decode, chunks, groups]

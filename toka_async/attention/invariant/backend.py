@@ -60,7 +60,7 @@ class TileRunner:
         group_size = num_heads // cache.num_kv_heads
         self.cache = cache
         self.scale = scale if scale is not None else cache.head_dim**-0.5
-        self.config = choose_query_tile(cache.head_dim, group_size, cache.keys[0].dtype)
+        self.config = choose_query_tile(cache.head_dim, group_size, cache.dtype)
         self.num_queries = self.config.count_queries(group_size)
         self.planned: tuple[AttentionBatch, Tensor, int] | None = None
 
@@ -69,8 +69,20 @@ class TileRunner:
 
         assert self.planned is not None
         batch, tiles, window = self.planned
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        attend_tiles(query, keys, values, batch.page_table, batch.slots, tiles, output, self.scale, window, self.config)
+        keys, values, scales = self.cache.keys[layer], self.cache.values[layer], self.cache.scales[layer]
+        attend_tiles(
+            query,
+            keys,
+            values,
+            batch.page_table,
+            batch.slots,
+            tiles,
+            output,
+            self.scale * scales.keys,
+            window,
+            self.config,
+            scales.values,
+        )
 
 
 class InvariantDecode:
@@ -78,7 +90,7 @@ class InvariantDecode:
 
     def __init__(self, cache: KVCache, num_heads: int, max_seqs: int, scale: float | None = None) -> None:
         self.runner = TileRunner(cache, num_heads, scale)
-        self.rows = torch.arange(max_seqs, dtype=torch.int32, device=cache.keys[0].device)
+        self.rows = torch.arange(max_seqs, dtype=torch.int32, device=cache.device)
         self.ones = torch.ones_like(self.rows)
 
     def plan(self, batch: AttentionBatch, groups: tuple[PrefixGroup, ...], window: int) -> None:  # noqa: ARG002
@@ -110,8 +122,7 @@ class InvariantChunks:
         tiles = cut_tiles(batch, self.runner.num_queries)
         # The last to start are the shortest, so that no program runs long when the others are done.
         tiles = tiles[np.argsort(-tiles[:, 3], kind="stable")]
-        device = self.runner.cache.keys[0].device
-        self.runner.planned = batch, to_device(tiles.astype(np.int32), device), window
+        self.runner.planned = batch, to_device(tiles.astype(np.int32), self.runner.cache.device), window
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
         self.runner.run(layer, query, output)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from toka_async.attention.base import AttentionBatch, QueryKeyNorm
 from toka_async.attention.blocks import Planner, TileLimits
-from toka_async.attention.kv_cache import KVCache
+from toka_async.attention.kv_cache import KVCache, view_numbers
 from toka_async.attention.reference import append_tokens
 
 
@@ -49,12 +49,12 @@ class TokenAttention:
         self, layer: int, heads: Tensor, rotation: tuple[Tensor, Tensor], norm: QueryKeyNorm | None = None
     ) -> Tensor:
         query = append_tokens(self.cache, layer, self.write_slots, heads, rotation, norm)
-        output = torch.empty_like(query)
+        output, scales = torch.empty_like(query), self.cache.scales[layer]
         for token, seen in enumerate(self.plans[self.windows[layer]]):
             keys, values = self._gather(self.cache.keys[layer], seen), self._gather(self.cache.values[layer], seen)
             own = query[token].clone().view(1, self.cache.num_kv_heads, -1, self.cache.head_dim)
-            mixed = F.scaled_dot_product_attention(own, keys, values, scale=self.scale)
-            output[token] = mixed.view_as(output[token])
+            mixed = F.scaled_dot_product_attention(own, keys, values, scale=self.scale * scales.keys)
+            output[token] = mixed.view_as(output[token]) * scales.values
         return output
 
     def _locate_keys(self, batch: AttentionBatch, window: int) -> list[_TokenKeys]:
@@ -72,7 +72,8 @@ class TokenAttention:
         return found
 
     def _gather(self, cache: Tensor, seen: _TokenKeys) -> Tensor:
-        """Gathers keys or values [1, kv_heads, last - first, dim]."""
+        """Gathers what is stored of keys or values [1, kv_heads, last - first, dim]."""
         num_heads, dim = self.cache.num_kv_heads, self.cache.head_dim
-        pages = cache.view(-1, self.cache.page_size * dim).index_select(0, seen.slices)
+        numbers = view_numbers(cache).view(-1, self.cache.page_size * dim).index_select(0, seen.slices)
+        pages = numbers.view(cache.dtype).to(self.cache.dtype)
         return pages.view(1, num_heads, -1, dim)[:, :, seen.first : seen.last]

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toka_async.kernels.decode import LOG2E
+from toka_async.kernels.stored import choose_operand, to_operand
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,12 +51,14 @@ def attend_tiles(
     scale: float,
     window: int,
     config: QueryTile,
+    value_scale: float = 1.0,
 ) -> None:
     """Writes causal attention of the tiles' queries to output; both are [tokens, heads, dim] and contiguous.
 
     keys, values [pages, kv_heads, page_size, dim]; page_table int32 [slots, width]; slots int64 [rows]. tiles int32 [n,
     4]: each tile's row, its first query, its number of queries (at most those of `config`) and the keys that the first
     query sees; each further query sees one more. A query sees the last `window` of them, 0: all.
+    value_scale: multiplies the result.
     """
     num_heads, dim = query.shape[1:]
     kv_heads, page_size = keys.shape[1:3]
@@ -73,6 +76,7 @@ def attend_tiles(
         tiles,
         output,
         scale * LOG2E,
+        1 / value_scale,
         window or _EVERYTHING,
         page_table.stride(0),
         kv_heads=kv_heads,
@@ -104,6 +108,7 @@ def _attend_tile(
     tiles,
     output,
     scale,
+    divisor,
     window,
     table_stride,
     kv_heads: tl.constexpr,
@@ -130,7 +135,8 @@ def _attend_tile(
     head = (first_query + step).to(tl.int64) * num_heads + kv_head * group + in_tile % group
     place = head[:, None] * dim + column[None, :]
     inside = (step < count)[:, None] & (column < dim)[None, :]
-    queries = tl.load(query + place, mask=inside, other=0.0)
+    operand: tl.constexpr = choose_operand(query.dtype.element_ty, keys.dtype.element_ty)
+    queries = to_operand(tl.load(query + place, mask=inside, other=0.0), operand)
 
     # A query sees the keys from `begins` to `ends`.
     ends = seen + step
@@ -146,7 +152,7 @@ def _attend_tile(
         page = tl.load(table + position // page_size, mask=position < high, other=0).to(tl.int64)
         at = ((page * (kv_heads * page_size) + position % page_size) * dim)[:, None] + column[None, :]
         exists = (position < high)[:, None] & (column < dim)[None, :]
-        key = tl.load(head_keys + at, mask=exists, other=0.0)
+        key = tl.load(head_keys + at, mask=exists, other=0.0).to(operand)
         scores = tl.dot(queries, tl.trans(key), input_precision="ieee")
         sees = (position[None, :] < ends[:, None]) & (position[None, :] >= begins[:, None])
         scores = tl.where(sees, scores, -float("inf"))
@@ -156,9 +162,9 @@ def _attend_tile(
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
         weights = tl.exp2(tl.fma(scores, scale, -base[:, None]))
         shrink = tl.exp2(top - base)
-        value = tl.load(head_values + at, mask=exists, other=0.0)
+        value = tl.load(head_values + at, mask=exists, other=0.0).to(operand)
         total = tl.fma(total, shrink, tl.sum(weights, 1))
-        mixed = tl.dot(weights.to(value.dtype), value, mixed * shrink[:, None], input_precision="ieee")
+        mixed = tl.dot(weights.to(operand), value, mixed * shrink[:, None], input_precision="ieee")
         top = new_top
     total = tl.where(total > 0.0, total, 1.0)
-    tl.store(output + place, (mixed / total[:, None]).to(output.dtype.element_ty), mask=inside)
+    tl.store(output + place, (mixed / (total * divisor)[:, None]).to(output.dtype.element_ty), mask=inside)

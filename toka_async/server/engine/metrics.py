@@ -87,6 +87,10 @@ REPLICA_GAUGES: dict[str, tuple[str, Callable[[Replica], float]]] = {
     "requests_running": ("sequences that run", lambda r: r.stats.num_running),
     "requests_waiting": ("sequences that wait", lambda r: r.stats.num_waiting),
     "kv_cache_usage_perc": ("share of the KV cache's pages in use, 1 is all", lambda r: usage(r.stats)),
+    "kv_cache_bytes": (
+        "bytes of its GPUs' KV caches",
+        lambda r: sum(rank.cache for rank in r.ready.ranks) if r.ready is not None else 0,
+    ),
     "async_tp_min_tokens": (
         "tokens of the smallest step in shards of the tensor ranks, 0: none is",
         lambda r: r.ready.async_tp_min_tokens if r.ready is not None else 0,

@@ -33,7 +33,7 @@ def attend(
             token, seen = token + count, seen + count
     table = torch.tensor(tiles, dtype=torch.int32, device=DEVICE)
     output = torch.full_like(query, math.nan)
-    attend_tiles(query, *case.cache, table, output, SCALE, window, config)
+    attend_tiles(query, *case.cache, table, output, SCALE * case.key_scale, window, config, case.value_scale)
     return output
 
 
@@ -50,7 +50,8 @@ def check(case: PagedCase, window: int, config: QueryTile) -> None:
         for end in range(1, length + 1):
             first = max(0, end - window) if window else 0
             expected = case.attend(query[token], row, first, end, SCALE)[0].to(case.dtype)
-            torch.testing.assert_close(output[token], expected, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
+            tolerance = TOLERANCE[case.dtype] * case.value_scale
+            torch.testing.assert_close(output[token], expected, atol=tolerance, rtol=tolerance)
             token += 1
 
 
@@ -72,6 +73,11 @@ def test_it_equals_attention(
 def test_it_equals_attention_with_the_tile_that_is_used(dtype: torch.dtype) -> None:
     case = PagedCase(0, [70], 16, 1, 4, 64, DEVICE, dtype)
     check(case, 0, choose_query_tile(64, 4, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_equals_attention_over_a_cache_in_e4m3(dtype: torch.dtype) -> None:
+    check(PagedCase(0, [40], 16, 1, 3, 32, DEVICE, dtype, is_e4m3=True), 20, SMALL)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
