@@ -49,6 +49,7 @@ COVERED = {
     "unit/scheduler/admission/test_lookahead.py": ["scheduler/admission/running_usage"],
     "unit/scheduler/test_builder.py": ["scheduler/output_pages", "scheduler/sequences/step_draft"],
     "unit/model/test_dense_feed.py": ["model/feed"],
+    "unit/startup/test_compile_ahead.py": ["startup/layer_trials"],
     "unit/scheduler/test_statistics.py": ["scheduler/sequences/prompt_counts"],
     "unit/server/engine/test_engine.py": ["server/engine/load", "server/engine/request_columns"],
     "unit/server/engine/test_metrics.py": ["server/engine/vllm_metrics"],

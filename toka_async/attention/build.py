@@ -9,6 +9,8 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from toka_async.attention import flashinfer
 from toka_async.attention.base import AttentionBackend, GraphAttention, MixedAttention
 from toka_async.attention.choice import AutoChunks, AutoDecode, ChoiceTable, choose_always, every_group_pays
@@ -135,6 +137,8 @@ def list_triton_trials(cache: KVCache, num_heads: int, windows: Sequence[int]) -
     from toka_async.attention.prefix_memory import PrefixMemory
     from toka_async.attention.row_decode import RowDecode
     from toka_async.attention.triton import TritonChunks, TritonDecode
+    from toka_async.kernels.decode_work import divide_keys
+    from toka_async.kernels.pdl import list_row_counts
 
     scale, tiles = cache.head_dim**-0.5, _list_tiles(cache, num_heads)[0]
 
@@ -142,14 +146,20 @@ def list_triton_trials(cache: KVCache, num_heads: int, windows: Sequence[int]) -
         memory = PrefixMemory(cache.device, 0, cache.dtype)
         TritonDecode(cache, num_heads, scale, tiles, memory).run_prefix_kernel()
 
-    def run_decode_kernels(window: int) -> None:
-        RowDecode(cache, num_heads, scale).run_each_kernel(window)
+    def run_decode_kernels(num_rows: int, window: int) -> None:
+        RowDecode(cache, num_heads, scale).run_each_kernel(window, [num_rows])
+
+    def divide_rows(window: int) -> None:
+        none = torch.zeros(1, dtype=torch.int32, device=cache.device)
+        for skip in (None, none):
+            divide_keys(none, 1, skip, window, num_programs=1)
 
     def run_chunk_kernel(window: int) -> None:
         try_chunks(cache, num_heads, TritonChunks(cache, num_heads, scale, tiles), window)
 
-    each = [partial(run, window) for window in sorted({0, *windows}) for run in (run_decode_kernels, run_chunk_kernel)]
-    return [run_prefix_kernel, *each]
+    decodes = [partial(run_decode_kernels, num_rows) for num_rows in list_row_counts(cache.device)]
+    kinds: list[Callable[[int], None]] = [*decodes, run_chunk_kernel, divide_rows]
+    return [run_prefix_kernel, *(partial(run, window) for window in sorted({0, *windows}) for run in kinds)]
 
 
 def resolve_backend(backend: Backend, cache: KVCache) -> Backend:

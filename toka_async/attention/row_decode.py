@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 import torch
@@ -14,7 +16,7 @@ from toka_async.attention.kv_cache import E4M3, KVCache
 from toka_async.kernels.decode import DecodeConfig, Partial, choose_parts, decode_attention, decode_config
 from toka_async.kernels.decode_work import UNEVEN, DecodeWork, divide_alike, divide_keys, needs_parts
 from toka_async.kernels.occupancy import count_resident
-from toka_async.kernels.pdl import FEW_ROWS as FOLLOWING_ROWS
+from toka_async.kernels.pdl import list_row_counts
 
 SHORT = 400  # keys of a row, on average, for which blocks are small
 FEW_ROWS = 32  # rows of a graph below which all rows have as many parts: dividing their keys costs a launch
@@ -33,19 +35,20 @@ class DecodePlan:
 
 
 class RowDecode:
-    """Attends rows after what they skip. Holds one plan at a time.
-
-    programs: how many of each KV head run at once, of blocks for long rows and for short ones.
-    """
+    """Attends rows after what they skip. Holds one plan at a time."""
 
     def __init__(self, cache: KVCache, num_heads: int, scale: float) -> None:
         self.cache = cache
         self.num_heads = num_heads
         self.scale = scale
         self.device = cache.device
-        self.programs = [max(1, self._count_programs(is_short) // cache.num_kv_heads) for is_short in (False, True)]
         self.alike: dict[tuple[int, int, int], DecodeWork] = {}  # graphs hold their addresses
         self.step: DecodePlan | None = None
+
+    @cached_property
+    def programs(self) -> list[int]:
+        """How many of each KV head run at once, of blocks for long rows and for short ones."""
+        return [max(1, self._count_programs(is_short) // self.cache.num_kv_heads) for is_short in (False, True)]
 
     def plan(self, batch: AttentionBatch, lengths: Int32 | Int64, skip: Tensor | None, window: int) -> None:
         """Plans rows that read so many keys each, after those that they skip."""
@@ -96,10 +99,13 @@ class RowDecode:
             scales.values,
         )
 
-    def run_each_kernel(self, window: int) -> None:
-        """Runs each kernel that a plan can need, on rows without keys: some odd step would compile it otherwise."""
+    def run_each_kernel(self, window: int, row_counts: Sequence[int] = ()) -> None:
+        """Runs each kernel that a plan can need, on rows without keys: some odd step would compile it otherwise.
+
+        row_counts: some of `list_row_counts`, of which each has kernels of its own; all by default.
+        """
         keys = self.cache.keys[0]
-        for num_rows in (FOLLOWING_ROWS, FOLLOWING_ROWS + 1):
+        for num_rows in row_counts or list_row_counts(self.device):
             query = self.cache.make_zero_queries(num_rows, self.num_heads)
             zeros = torch.zeros((num_rows, 1), dtype=torch.int32, device=self.device)
             before = Partial(query[None], torch.zeros((1, num_rows, self.num_heads), device=self.device))

@@ -21,7 +21,7 @@ _TYPES = {torch.bfloat16: 14, torch.float16: 2}
 _E4M3 = 28
 _TRANSPOSE_A = 3
 _A_SCALE_POINTER, _B_SCALE_POINTER, _FAST_ACCUMULATION, _A_SCALE_MODE, _B_SCALE_MODE = 17, 18, 25, 31, 32
-# Of weights and of x. "Outer vectors", "128 x 128 blocks" and "vectors of 128": the last two on Hopper only.
+# Of weights and of x: "outer vectors"; "128 x 128 blocks" and "vectors of 128". On Hopper only, up to CUDA 13.0.
 _SCALE_MODES = {"channel": (3, 3), "block": (5, 4)}
 _LAYOUT_COLUMNS = 3
 _MAX_WORKSPACE = 1

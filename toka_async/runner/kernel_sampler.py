@@ -166,6 +166,23 @@ def try_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> N
     SamplingKernels(vocab_size, 1, device).draw(logits, slots, contexts, _make_table(1, vocab_size, device))
 
 
+def try_editing(vocab_size: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compiles the kernels that edit logits of this type, for one row without edits. They are the same for any rows."""
+    slots = torch.zeros(1, dtype=torch.int64, device=device)
+    history = torch.zeros(1, page_size, dtype=torch.int32, device=device)
+    kernels = EditKernels(SamplingKernels(vocab_size, 1, device), page_size, device)
+    rows = (
+        torch.zeros(1, vocab_size, dtype=dtype, device=device),
+        slots,
+        torch.ones(1, dtype=torch.int32, device=device),
+        _make_table(1, vocab_size, device),
+        _make_edit_table(1, device),
+        RowTokens(history, history),
+    )
+    kernels.edit(*rows)
+    kernels.restore(*rows, (slots, torch.zeros(1, dtype=torch.float32, device=device)))
+
+
 def _needs_raw(params: Params) -> Bool:
     """Tells which rows' log-probs need a pass before edits."""
     edited = (params["flags"] & _EDITED) != 0
@@ -197,27 +214,29 @@ def _make_table(num_slots: int, vocab_size: int, device: torch.device) -> RowTab
     )
 
 
+def _make_edit_table(num_slots: int, device: torch.device) -> EditTable:
+    def make_column(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
+
+    return EditTable(
+        presence=make_column(torch.float32),
+        frequency=make_column(torch.float32),
+        min_tokens=make_column(torch.int32),
+        num_bias=make_column(torch.int32),
+        num_ends=make_column(torch.int32),
+        num_top=make_column(torch.int32),
+        ids=make_column(torch.int32, LIST_WIDTH),
+        values=make_column(torch.float32, LIST_WIDTH),
+    )
+
+
 class EditRows:
     """The table of edits over the slots of `rows`, and one more for padding."""
 
     def __init__(self, rows: RowTables, history: TokenHistory) -> None:
         self._rows = rows
         self._history = history
-        num_slots = rows.params.size + 1
-
-        def make_column(dtype: torch.dtype, *shape: int) -> Tensor:
-            return torch.zeros(num_slots, *shape, dtype=dtype, device=rows.device)
-
-        self.table = EditTable(
-            presence=make_column(torch.float32),
-            frequency=make_column(torch.float32),
-            min_tokens=make_column(torch.int32),
-            num_bias=make_column(torch.int32),
-            num_ends=make_column(torch.int32),
-            num_top=make_column(torch.int32),
-            ids=make_column(torch.int32, LIST_WIDTH),
-            values=make_column(torch.float32, LIST_WIDTH),
-        )
+        self.table = _make_edit_table(rows.params.size + 1, rows.device)
 
     @property
     def tokens(self) -> RowTokens:

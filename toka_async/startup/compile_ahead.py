@@ -7,6 +7,7 @@ weights.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from toka_async.checkpoint.spec import ModelSpec
 from toka_async.startup.device import has_kernels
 
 _NUM_PAGES = 64  # of the cache that is tried
+_MOST_THREADS = 8  # more wait for Python's lock
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,9 @@ Task = Callable[[], None]
 def list_compile_tasks(
     spec: ModelSpec, dtype: torch.dtype, stored: torch.dtype, device: torch.device, backend: Backend, page_size: int
 ) -> list[Task]:
-    """Lists functions that compile the kernels of a model, or of a rank's part of it: attention's, and sampling's.
+    """Lists functions that compile the kernels of a model, or of a rank's part of it, the longest first.
+
+    The kernels are those of attention, sampling and layers, but not of products.
 
     spec: of the rank. Without a vocabulary the rank does not sample whole logits. stored: what the cache stores.
     """
@@ -41,15 +45,23 @@ def list_compile_tasks(
         cache = KVCache(*shape, dtype, device, stored=CacheFormat(stored))
         tasks += list_triton_trials(cache, spec.num_heads, spec.windows)
     if spec.vocab_size:
-        from toka_async.runner.kernel_sampler import try_sampling
+        from toka_async.runner.kernel_sampler import try_editing, try_sampling
 
         tasks.append(partial(try_sampling, spec.vocab_size, dtype, device))
-    return tasks
+        tasks.append(partial(try_editing, spec.vocab_size, page_size, dtype, device))
+    from toka_async.startup.layer_trials import list_layer_trials
+
+    return tasks + list_layer_trials(spec, dtype, stored, device, page_size)
+
+
+def count_compile_threads(num_sharing: int) -> int:
+    """Counts the threads that a rank may compile in. num_sharing: ranks that share this machine's cores."""
+    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // num_sharing))
 
 
 @contextmanager
-def compile_ahead(tasks: Sequence[Task], device: torch.device) -> Iterator[None]:
-    """Runs tasks while the body runs, and waits for them at its end.
+def compile_ahead(tasks: Sequence[Task], device: torch.device, num_threads: int) -> Iterator[None]:
+    """Runs tasks in threads while the body runs, and waits for them at its end.
 
     What fails there fails again where the kernel is used, which knows what to do.
     """
@@ -62,7 +74,7 @@ def compile_ahead(tasks: Sequence[Task], device: torch.device) -> Iterator[None]
         except Exception as error:
             logger.debug("a kernel was not compiled ahead: %s", error)
 
-    with ThreadPoolExecutor(max(1, len(tasks)), thread_name_prefix="compiler") as pool:
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="compiler") as pool:
         for task in tasks:
             pool.submit(run, task)
         yield

@@ -55,7 +55,7 @@ from toka_async.startup.cache_size import (
     fit_limits,
     make_misfit_error,
 )
-from toka_async.startup.compile_ahead import compile_ahead, list_compile_tasks
+from toka_async.startup.compile_ahead import compile_ahead, count_compile_threads, list_compile_tasks
 from toka_async.startup.described import count_weight_bytes, describe_device
 from toka_async.startup.device import (
     check_stored_dtype,
@@ -143,10 +143,8 @@ class RunnerFactory:
         with (
             self.stages.stage("weights", "loading"),
             catch_lost_memory(self.spec, self.part, self.coords.size, self.dtype),
-            compile_ahead(self._list_compile_tasks(), self.device),
         ):
             decoder = self._load_decoder(layouts)
-            self.stages.show(0, 0, "loaded; waiting for kernels that are compiled meanwhile")
         if self.kind == "cuda":
             self.limits = self._fit_limits()
         else:
@@ -154,9 +152,8 @@ class RunnerFactory:
         stage = self._connect_stage()
         max_graph_rows, max_graph_tokens = self._count_graph_rows(layouts), self._count_graph_tokens(layouts)
         if self.tuning is not None:
-            limits = limit_separate(limit_part(self.limits, self.coords.num_micro_batches), layouts)
             with self.stages.stage("matrices", "measuring products"):
-                self.tuning.tune(decoder, limits, max_graph_rows, self.stages.show)
+                self.tuning.tune(decoder, self._limit_products(layouts), max_graph_rows, self.stages.show)
         with_flashinfer = self._prepare_flashinfer()
         with self.stages.stage("memory", "computing the largest step" if self.kind == "cuda" else ""):
             num_pages, max_graph_rows = self._count_pages(
@@ -286,23 +283,31 @@ class RunnerFactory:
 
     def _load_decoder(self, layouts: LayoutPolicy) -> Decoder:
         decoder = build_decoder(self.spec, self.dtype, self.device, self.groups.tensor, self.ops, layouts, self.part)
-        if self.config.model.load == "random":
-            random_weights(decoder, 0, self.stages.show)
-        else:
-            load_weights(decoder, self.model_dir, self.stages.show)
-            if self.cache_format.dtype == E4M3:
-                scales = read_cache_scales(weight_files(self.model_dir), self.part)
-                self.cache_format = replace(self.cache_format, scales=scales)
+        num_threads = count_compile_threads(self.coords.num_sharing)
+        with compile_ahead(self._list_compile_tasks(decoder, layouts), self.device, num_threads):
+            if self.config.model.load == "random":
+                random_weights(decoder, 0, self.stages.show)
+            else:
+                load_weights(decoder, self.model_dir, self.stages.show)
+                if self.cache_format.dtype == E4M3:
+                    scales = read_cache_scales(weight_files(self.model_dir), self.part)
+                    self.cache_format = replace(self.cache_format, scales=scales)
+            self.stages.show(0, 0, "loaded; waiting for kernels that are compiled meanwhile")
         return decoder
 
-    def _list_compile_tasks(self) -> list[Callable[[], None]]:
+    def _list_compile_tasks(self, decoder: Decoder, layouts: LayoutPolicy) -> list[Callable[[], None]]:
         """Lists what compiles kernels while weights load. Tensor ranks and other stages do not draw from all logits."""
         if self.invariant:
             return []  # its attention has other kernels
         draws = self.coords.size == 1 and self.part.is_last
         spec = self.rank_spec if draws else msgspec.structs.replace(self.rank_spec, vocab_size=0)
         backend, page_size = self.config.attention.backend, self.config.cache.page_size
-        return list_compile_tasks(spec, self.dtype, self.cache_format.dtype, self.device, backend, page_size)
+        tasks = list_compile_tasks(spec, self.dtype, self.cache_format.dtype, self.device, backend, page_size)
+        return tasks if self.tuning is None else tasks + self.tuning.list_builds(decoder, self._limit_products(layouts))
+
+    def _limit_products(self, layouts: LayoutPolicy) -> RankLimits:
+        """Returns the limits of the products that are tuned."""
+        return limit_separate(limit_part(self.limits, self.coords.num_micro_batches), layouts)
 
     def _set_num_threads(self, decoder: Decoder) -> None:
         num_parameters = sum(parameter.numel() for parameter in decoder.parameters())

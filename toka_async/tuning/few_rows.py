@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -99,6 +99,12 @@ class FewRowsChoice:
         self._products.use(self._weights[0], self._finish, self._sizes, answer)
         ours = [size for size, tile in zip(self._sizes, answer, strict=True) if tile is not None]
         logger.info("products of few rows: %s %s by our kernel for %s rows", *self._name(), ours or "no")
+
+    def list_builds(self) -> list[Callable[[], None]]:
+        x, output = next(self._make_operands())
+        operands, can_run = (x, self._weights[0], output), self._products.can_run
+        fitting = [tile for tile in self._tiles if can_run(self._finish, tile, *operands[:2])]
+        return [partial(self._products.run, self._finish, tile, *operands, norm=self._norm) for tile in fitting]
 
     def _name(self) -> tuple[str, str]:
         return " x ".join(map(str, self._weights[0].shape)), self._finish

@@ -105,6 +105,10 @@ class GatedTileChoice:
         ranges = ", ".join(f"{first} to {last}" for first, last in self._gates.ranges())
         logger.info("gated products: in one kernel for %s rows", ranges or "no")
 
+    def list_builds(self) -> list[Callable[[], None]]:
+        x, output = self._make_operands(1)
+        return [partial(self._run, tile, x, self._weights[0], output) for tile in self._tiles]
+
     def _run(self, tile: Tile, x: Any, weight: Any, output: Tensor) -> None:
         self._gates.run(self._activation, tile, x, weight, output)
 

@@ -85,12 +85,20 @@ class ProductTuning:
         groups = group_matrices(decoder)
         for done, group in enumerate(groups):
             show(done, len(groups), "shapes tuned")
-            counts = RowCounts(limits.max_seqs if group.use.of_samples else limits.max_tokens, graphs)
-            for choice in self._list_choices(group, counts):
+            for choice in self._list_choices(group, RowCounts(_count_most(group, limits), graphs)):
                 choice.use(settle(choice, self._cache))
         for plans in list_expert_choices(self.ops.experts, decoder, RowCounts(limits.max_tokens)):
             plans.use(settle(plans, self._cache))
         torch.cuda.empty_cache()
+
+    def list_builds(self, decoder: Decoder, limits: RankLimits) -> list[Callable[[], None]]:
+        """Lists functions that each compile a kernel which `tune` runs. They read the weights, whatever these hold."""
+        return [
+            build
+            for group in group_matrices(decoder)
+            for choice in self._list_choices(group, RowCounts(_count_most(group, limits)))
+            for build in choice.list_builds()
+        ]
 
     @torch.inference_mode()
     def tune_layers(self, decoder: Decoder, sizes: Sequence[int]) -> None:
@@ -105,3 +113,7 @@ class ProductTuning:
     def _list_choices(self, group: MatrixGroup, counts: RowCounts) -> Iterator[UsableChoice[Any]]:
         choices = CHOICES.get(group.use.matrix.spec.format)
         return iter(()) if choices is None else choices(self.ops, group, counts)
+
+
+def _count_most(group: MatrixGroup, limits: RankLimits) -> int:
+    return limits.max_seqs if group.use.of_samples else limits.max_tokens

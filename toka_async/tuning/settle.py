@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from toka_async.model.comm import Comm, LocalComm
@@ -36,6 +37,10 @@ class Choice(Protocol[T]):
 
 class UsableChoice(Choice[T], Protocol[T]):
     """A question whose answer the same object puts into use."""
+
+    def list_builds(self) -> Sequence[Callable[[], None]]:
+        """Lists functions that each compile a kernel which measuring runs. They may run at the same time."""
+        ...
 
     def use(self, answer: T) -> None: ...
 

@@ -273,12 +273,16 @@ def test_every_window_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_kernel_is_compiled_by_one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials may run at the same time: none compiles what another one does."""
     ran: list[str] = []
-    for path in ("triton.attend_chunks", "triton.attend_prefixes", "row_decode.decode_attention"):
-        monkeypatch.setattr(f"toka_async.attention.{path}", lambda *_, name=path: ran.append(name))
+    for path in (
+        *("attention.triton.attend_chunks", "attention.triton.attend_prefixes"),
+        *("attention.row_decode.decode_attention", "kernels.decode_work.divide_keys"),
+    ):
+        name = path.rpartition(".")[2]
+        monkeypatch.setattr(f"toka_async.{path}", lambda *_, name=name, **__: ran.append(name))
     trials, kinds = list_triton_trials(cache_of(on_cuda=False), 2, (7, 7)), list[set[str]]()
     for trial in trials:
         ran.clear()
         trial()
         kinds.append(set(ran))
-    of_window = [{"row_decode.decode_attention"}, {"triton.attend_chunks"}]
-    assert kinds == [{"triton.attend_prefixes"}, *of_window, *of_window]
+    of_window = [{"decode_attention"}, {"attend_chunks"}, {"divide_keys"}]
+    assert kinds == [{"attend_prefixes"}, *of_window, *of_window]

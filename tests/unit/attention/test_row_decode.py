@@ -134,5 +134,9 @@ def test_each_kernel_runs_before_a_step_needs_it(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(row_decode, "decode_attention", decode)
     case = make_case(0, 16, 2, 2, 16, contexts=[3], dtype=torch.bfloat16, device=DEVICE)
+    monkeypatch.setattr(row_decode, "list_row_counts", lambda _: [16, 17])  # where kernels start early
     rows_of(case, 2).run_each_kernel(60)
     assert len(seen) == 16
+    seen.clear()
+    rows_of(case, 2).run_each_kernel(60, [17])
+    assert len(seen) == 8

@@ -120,3 +120,12 @@ def test_what_the_fastest_tiles_depend_on() -> None:
 @pytest.mark.parametrize(("most", "sizes"), [(1, [1]), (5, [1, 2, 4]), (300, [1, 2, 4, 8, 16])], ids=str)
 def test_sizes(most: int, sizes: list[int]) -> None:
     assert list_few_rows_sizes(most) == sizes
+
+
+def test_builds_are_of_tiles_that_fit() -> None:
+    """One each, as any number of rows has the same kernel."""
+    choice, _ = choice_of(Clock({}))
+    builds = choice.list_builds()
+    assert len(builds) == 2
+    for build in builds:
+        build()

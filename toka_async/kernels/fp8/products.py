@@ -60,10 +60,11 @@ class ScaledProducts:
         algorithm = None if chosen is None else chosen.find(num_rows)
         if algorithm is None:
             return None
-        if product.scaling == "block" and rows[1].stride(0) != 1:  # gathered from ranks: without padding
+        between = rows[1].stride(1)  # the scales of two groups
+        if product.scaling == "block" and (between < num_rows or between % ROW_MULTIPLE):  # gathered from ranks
             if num_rows % ROW_MULTIPLE:
                 return None
-            rows = rows[0], rows[1].T.contiguous().T
+            rows = rows[0], rows[1].T.clone(memory_format=torch.contiguous_format).T
         if output is None:
             output = torch.empty(count_rows(rows, product), product.n, dtype=product.dtype, device=weight.device)
         if any(x.data_ptr() % ALIGNMENT for x in (rows[0], output)):

@@ -77,6 +77,20 @@ def test_products_are_added_or_yet_to_be_added(by_block: bool, num_rows: int) ->
     torch.testing.assert_close(total, before + stood_for(by_block, x))
 
 
+@pytest.mark.parametrize(("num_rows", "ran"), [(8, [("it", 8)]), (6, []), (1, [])])
+def test_rows_that_were_gathered_have_no_padding(num_rows: int, ran: list[tuple[str, int]]) -> None:
+    products, library = chosen(by_block=True)
+    product = describe_scaled(quantized_weight(by_block=True), torch.float32, adds=False)
+    products.use(product, [8], [Algorithm("it")])
+    x = normal(num_rows, K)
+    values, scales = quantize(x, by_block=True)
+    output = products.linear(
+        (values, torch.empty(scales.shape).copy_(scales)), quantized_weight(by_block=True), torch.float32
+    )
+    torch.testing.assert_close(output, stood_for(True, x))
+    assert library.ran == ran
+
+
 def test_our_kernel_computes_what_the_library_refuses() -> None:
     products, library = chosen(False)
     library.refused.add("it")

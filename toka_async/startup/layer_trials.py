@@ -1,0 +1,63 @@
+"""Compiles what is between a layer's matrices and its attention, and what begins a step, by running it on zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from toka_async.attention.kv_cache import CacheFormat, KVCache
+from toka_async.checkpoint.spec import ModelSpec
+from toka_async.kernels.append import append
+from toka_async.kernels.decode_rows import begin_rows
+from toka_async.kernels.fused import FusedOps
+from toka_async.kernels.pdl import list_row_counts
+from toka_async.runner.device_rows import DeviceRows
+
+
+def list_layer_trials(
+    spec: ModelSpec, dtype: torch.dtype, stored: torch.dtype, device: torch.device, page_size: int
+) -> list[Callable[[], None]]:
+    """Lists functions of which each compiles kernels of its own. They may run at the same time.
+
+    spec: of the rank. stored: what the cache stores.
+    """
+    counts, ops, make = list_row_counts(device), FusedOps(), partial(torch.zeros, dtype=dtype, device=device)
+    num_heads, num_kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+
+    def append_rows(num_rows: int) -> None:
+        cache = KVCache(1, 1, num_kv_heads, page_size, dim, dtype, device, stored=CacheFormat(stored))
+        heads, rotation = make(num_rows, num_heads + 2 * num_kv_heads, dim), make(num_rows, 1, dim)
+        indices = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        norm = make(num_heads + num_kv_heads, dim) if spec.qk_norm else None
+        append(heads, (rotation, rotation), cache.keys[0], cache.values[0], indices, norm)
+
+    def norm_rows(num_rows: int, adds: bool) -> None:
+        x = make(num_rows, spec.hidden_size)
+        ops.add_norm(x, x if adds else None, x[0], spec.norm_eps)
+
+    def gate_rows(num_rows: int, inner: int, activation: str) -> None:
+        ops.gate(make(num_rows, 2 * inner), activation)
+
+    def rotate() -> None:
+        positions = torch.zeros(1, dtype=torch.int64, device=device)
+        ops.compute_rotation(positions, torch.zeros(dim // 2, dtype=torch.float32, device=device), 1.0, dtype)
+
+    def begin(order_dtype: torch.dtype, are_given: bool) -> None:
+        rows = DeviceRows(1, page_size, 1, 0, device)
+        zeros = torch.zeros(1, page_size, dtype=torch.int32, device=device)
+        given = (zeros[0], zeros[0]) if are_given else None
+        tables = rows.last_tokens, rows.positions, rows.page_table
+        begin_rows(rows.order.to(order_dtype), *tables, page_size, zeros, given)
+
+    feeds = {(layer.feed.inner, layer.feed.activation) for layer in spec.layers}
+    return [
+        *(partial(append_rows, count) for count in counts),
+        *(partial(norm_rows, count, adds=False) for count in counts),
+        partial(norm_rows, counts[-1], adds=True),
+        *(partial(gate_rows, count, *feed) for count in counts for feed in sorted(feeds)),
+        rotate,
+        partial(begin, torch.int64, are_given=False),
+        partial(begin, torch.int32, are_given=True),
+    ]
