@@ -16,7 +16,7 @@ import torch
 from toka_async.attention.kv_cache import bytes_per_token
 from toka_async.bar import format_count
 from toka_async.checkpoint.cost import count_stage_bytes
-from toka_async.checkpoint.division import check_division, make_rank_spec, make_stage_spec, stage_parts
+from toka_async.checkpoint.division import check_division, group_experts, make_rank_spec, make_stage_spec, stage_parts
 from toka_async.checkpoint.hub import resolve_model
 from toka_async.checkpoint.limits import RankLimits, resolve_limits
 from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
@@ -127,6 +127,7 @@ class Stage:
 def make_plan(config: Config, memory: int) -> CapacityPlan:
     """Plan for GPUs of `memory` bytes. Raises ModelError: no such model, not divisible, or too large a step."""
     spec = read_spec(resolve_model(config.model.path, weights=False), config.model.quantize)
+    spec = group_experts(spec, config.parallel.ep)
     check_division(spec, config.parallel.pp, config.parallel.tp)
     dtype: torch.dtype = getattr(torch, spec.dtype if config.model.dtype == "auto" else config.model.dtype)
     stages = make_stages(spec, config.parallel, dtype, resolve_stored_dtype(config.cache, dtype))
@@ -201,9 +202,10 @@ def make_stages(spec: ModelSpec, parallel: ParallelConfig, dtype: torch.dtype, s
 def plan_lines(plan: CapacityPlan) -> Iterator[str]:
     """The plan for people: a line for each GPU, and totals."""
     config, parallel = plan.config, plan.config.parallel
+    sizes = f"parallel.dp={parallel.dp}, pp={parallel.pp}, tp={parallel.tp}" + f", ep={parallel.ep}" * (parallel.ep > 1)
     yield (
         f"{config.model.path}: {plan.spec.num_layers} layers, {name_types(plan.spec, plan.dtype, config.cache)}; "
-        f"parallel.dp={parallel.dp}, pp={parallel.pp}, tp={parallel.tp}: {format_count(len(plan.ranks), 'GPU')} of "
+        f"{sizes}: {format_count(len(plan.ranks), 'GPU')} of "
         f"{_format_gib(plan.memory)}, {config.cache.memory_fraction:.0%} of each"
     )
     yield f"schedule.max_seqs={plan.limits.max_seqs}, schedule.max_tokens={plan.limits.max_tokens}: at most"

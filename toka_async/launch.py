@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from toka_async.checkpoint.division import check_division
+from toka_async.checkpoint.division import check_division, group_experts
 from toka_async.checkpoint.generation import read_generation_defaults
 from toka_async.checkpoint.hub import resolve_model, resolve_tokenizer
 from toka_async.checkpoint.spec import ModelError, read_spec
@@ -174,6 +174,7 @@ def _find_files(config: Config) -> tuple[Path, Path]:
     with StartupProgress(shown=False).stage("model", f"finding {config.model.path} here or on the hub"):
         model_dir = resolve_model(config.model.path, weights)
     spec = read_spec(model_dir, config.model.quantize)
+    spec = group_experts(spec, config.parallel.ep)
     check_division(spec, config.parallel.pp, config.parallel.tp)
     read_generation_defaults(model_dir, spec, use_file=config.model.generation_config == "auto")
     tokenizer_dir = resolve_tokenizer(config.model.tokenizer, model_dir)

@@ -306,6 +306,7 @@ class Stats(Tagged, frozen=True, kw_only=True):
     queue_seconds: float = 0.0  # their time until then, in all
     # For each stage of a pipeline: seconds in steps, the part of it waiting for other stages, and between steps.
     pipeline: tuple[tuple[float, float, float], ...] = ()
+    expert_loads: tuple[memoryview, ...] = ()  # int64 [experts] of each layer: tokens that chose them; [0]: has none
     prefix_shared: int = 0  # the part of `prefix_hits` that samples of one request share
     # Times between two tokens of a sample: their number by GAP_SECONDS, and their sum.
     token_gaps: tuple[int, ...] = ()
@@ -408,6 +409,13 @@ class ChunkLogprobs(Message, frozen=True, kw_only=True):
     top_logprobs: memoryview = EMPTY  # float32 [m, num_top]
 
 
+class ExpertLoads(Tagged, frozen=True):
+    """How many tokens chose each expert, since the stage's last message; sent now and then."""
+
+    layers: tuple[int, ...]  # numbers of those of the stage that have experts
+    counts: tuple[memoryview, ...]  # int32 [experts] of each
+
+
 class StepDone(Tagged, frozen=True, kw_only=True):
     """The results of one Step, in the order in which it samples."""
 
@@ -423,6 +431,7 @@ class StepDone(Tagged, frozen=True, kw_only=True):
     waited: float = 0.0  # seconds that the device was idle before this step
     num_compiles: int = 0  # kernels and graphs compiled since the rank was ready; above 0, it was not warm
     stalled: float = 0.0  # seconds of `seconds` in which the device waited for other stages
+    loads: ExpertLoads | None = None  # between the runner and its process
 
 
 class StageTimes(Tagged, frozen=True):
@@ -434,4 +443,4 @@ class StageTimes(Tagged, frozen=True):
     waited: float  # between steps
 
 
-FromRank = Ready | StepDone | StageTimes
+FromRank = Ready | StepDone | StageTimes | ExpertLoads

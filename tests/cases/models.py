@@ -45,6 +45,14 @@ _ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+}
+
+
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 40},
 }
 
 
@@ -60,7 +68,8 @@ def make_checkpoint(folder: Path, family: str, seed: int = 0, **overrides: Any) 
     An override of the value `...` leaves the field out. Returns `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = _BASE | {"model_type": family, "architectures": [_ARCHITECTURES[family]]} | overrides
+    config = _BASE | _EXPERTS.get(family, {}) | {"model_type": family, "architectures": [_ARCHITECTURES[family]]}
+    config |= overrides
     if family == "mistral":
         config.setdefault("sliding_window", None)
     config = {name: value for name, value in config.items() if value is not ...}
@@ -94,12 +103,37 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         shapes |= {f"{prefix}.{name}": shape for name, shape in _attention_shapes(config, hidden).items()}
-        for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-            shapes[f"{prefix}.mlp.{name}_proj.weight"] = shape
-            if config.get("mlp_bias"):
-                shapes[f"{prefix}.mlp.{name}_proj.bias"] = shape[:1]
+        if has_experts(config, layer):
+            shapes |= {f"{prefix}.{name}": shape for name, shape in _expert_shapes(config, hidden).items()}
+        else:
+            for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+                shapes[f"{prefix}.mlp.{name}_proj.weight"] = shape
+                if config.get("mlp_bias"):
+                    shapes[f"{prefix}.mlp.{name}_proj.bias"] = shape[:1]
         shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+    return shapes
+
+
+def has_experts(config: dict[str, Any], layer: int) -> bool:
+    """Tells whether a layer of a configuration of `make_checkpoint` has experts."""
+    if config["model_type"] == "mixtral":
+        return True
+    is_sparse = (layer + 1) % config.get("decoder_sparse_step", 1) == 0
+    return config["model_type"] == "qwen3_moe" and is_sparse and layer not in config.get("mlp_only_layers", ())
+
+
+def _expert_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[int, ...]]:
+    if config["model_type"] == "mixtral":
+        count, inner, prefix = config["num_local_experts"], config["intermediate_size"], "block_sparse_moe"
+        names = ("w1", "w3", "w2")
+    else:
+        count, inner, prefix = config["num_experts"], config["moe_intermediate_size"], "mlp"
+        names = ("gate_proj", "up_proj", "down_proj")
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}.gate.weight": (count, hidden)}
+    for number in range(count):
+        for name, shape in zip(names, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
+            shapes[f"{prefix}.experts.{number}.{name}.weight"] = shape
     return shapes
 
 
@@ -112,7 +146,7 @@ def _attention_shapes(config: dict[str, Any], hidden: int) -> dict[str, tuple[in
         shapes[f"self_attn.{name}_proj.weight"] = shape
         if config.get("attention_bias") or (family == "qwen2" and name != "o"):
             shapes[f"self_attn.{name}_proj.bias"] = shape[:1]
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_moe"):
         shapes |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
     return shapes
 

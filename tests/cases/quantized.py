@@ -67,7 +67,7 @@ def quantize_checkpoint(dense: Path, folder: Path, config: dict[str, Any], scale
     tensors = {}
     for name, tensor in load_file(dense / "model.safetensors").items():
         tensors[name] = tensor
-        if name.endswith("_proj.weight") and quantization.covers(name.removesuffix(".weight")):
+        if (name.endswith("_proj.weight") or ".experts." in name) and quantization.covers(name.removesuffix(".weight")):
             tile = (BLOCK, BLOCK) if by_block else (1, tensor.shape[1])
             tensors[name], found = quantize(tensor, *tile)
             tensors[name.replace("weight", quantization.scale_name)] = found.to(scales)

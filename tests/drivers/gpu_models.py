@@ -39,6 +39,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _shape(512, 8, 2, 64, 1408)),
     "qwen2": ("qwen2", _shape(896, 14, 2, 64, 2432) | {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", _shape(1024, 16, 2, 128, 2816)),
+    "qwen3_moe": (
+        "qwen3_moe",
+        _shape(1024, 16, 2, 128, 2816) | {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 384},
+    ),
+    "mixtral": ("mixtral", _shape(1024, 8, 2, 128, 1408)),
     "mistral": ("mistral", _shape(1024, 8, 2, 128, 2816) | {"sliding_window": 256}),
 }
 

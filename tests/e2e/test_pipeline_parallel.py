@@ -15,13 +15,18 @@ TOKENS = 8
 
 
 @pytest.mark.parametrize(
-    ("layout", "tied", "victim"), [(Layout(pp=3), True, "rank-0-1"), (Layout(pp=2, tp=2), False, "rank-0-2")]
+    ("layout", "tied", "victim", "family", "more"),
+    [
+        (Layout(pp=3), True, "rank-0-1", "qwen3", ()),
+        (Layout(pp=2, tp=2), False, "rank-0-2", "qwen3", ()),
+        (Layout(pp=2, tp=2), False, "rank-0-3", "qwen3_moe", ("parallel.ep=2",)),
+    ],
 )
 def test_greedy_tokens_equal_the_reference_and_no_death_is_missed(
-    tmp_path: Path, layout: Layout, tied: bool, victim: str
+    tmp_path: Path, layout: Layout, tied: bool, victim: str, family: str, more: tuple[str, ...]
 ) -> None:
-    model = make_model(tmp_path / "model", tie_word_embeddings=tied)
-    options = (f"model.path={model}", f"parallel.pp={layout.pp}", f"parallel.tp={layout.tp}", *OPTIONS)
+    model = make_model(tmp_path / "model", family, tie_word_embeddings=tied)
+    options = (*more, f"model.path={model}", f"parallel.pp={layout.pp}", f"parallel.tp={layout.tp}", *OPTIONS)
     with serving(tmp_path, *options) as server:
         assert {f"rank-0-{rank}" for rank in range(layout.num_ranks)} < set(server.children)
         answers = ask_all(server, TOKENS)
@@ -32,6 +37,9 @@ def test_greedy_tokens_equal_the_reference_and_no_death_is_missed(
         assert server.wait_for_all() == 1
     for stage in range(layout.pp):
         assert f'toka:pipeline_seconds_total{{stage="{stage}",state="stalled"}}' in metrics
+    if family == "qwen3_moe":
+        for layer in range(8):
+            assert f'toka:expert_peak_load{{layer="{layer}"}}' in metrics
     reference = Reference(model)
     prompts = [prompt for prompt, num_samples in REQUESTS for _ in range(num_samples)]
     for prompt, tokens in zip(prompts, answers, strict=True):

@@ -20,7 +20,16 @@ GROUPED = ("schedule.group_min_seqs=2", "schedule.group_min_tokens=16")  # two p
 IN_SHARDS = ("parallel.async_tp_min_tokens=3",)  # steps of prompts, and of several rows
 
 
-@pytest.mark.parametrize(("tp", "family", "options"), [(2, "qwen3", (*GROUPED, *IN_SHARDS)), (4, "qwen2", ())])
+@pytest.mark.parametrize(
+    ("tp", "family", "options"),
+    [
+        (2, "qwen3", (*GROUPED, *IN_SHARDS)),
+        (4, "qwen2", ()),
+        (2, "mixtral", ()),
+        (2, "qwen3_moe", ("parallel.ep=2", *GROUPED, *IN_SHARDS)),
+        (4, "qwen3_moe", ("parallel.ep=4",)),
+    ],
+)
 def test_greedy_tokens_equal_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: int, family: str, options: tuple[str, ...]
 ) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from toka_async.attention.base import AttentionBatch, QueryKeyNorm
 from toka_async.attention.rope import rotate
+from toka_async.checkpoint.division import group_experts
 from toka_async.checkpoint.spec import read_spec
 from toka_async.model.activation_layout import LayoutPolicy, Replicated, SequenceSharded
 from toka_async.model.comm import Comm
@@ -39,9 +40,10 @@ class MeanAttention:
         return query.roll(1, 0) + (key * value + layer).repeat_interleave(repeat, dim=1)
 
 
-def load(folder: Path, comm: Comm, layouts: LayoutPolicy | None = None) -> Decoder:
-    """The rank's part of a checkpoint, in float64."""
-    decoder = build_decoder(read_spec(folder), torch.float64, torch.device("cpu"), comm, layouts=layouts)
+def load(folder: Path, comm: Comm, layouts: LayoutPolicy | None = None, ep: int = 1) -> Decoder:
+    """The rank's part of a checkpoint, in float64. ep: groups of ranks that divide experts."""
+    spec = group_experts(read_spec(folder), ep)
+    decoder = build_decoder(spec, torch.float64, torch.device("cpu"), comm, layouts=layouts)
     load_weights(decoder, folder)
     return decoder
 

@@ -25,6 +25,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"tie_word_embeddings": True}),
     ("qwen3", {"head_dim": 16}),
     ("mistral", {"sliding_window": 9}),
+    ("qwen3_moe", {"mlp_only_layers": [0]}),
+    ("mixtral", {"num_local_experts": 5}),
 ]
 PAGE_SIZE = 16
 
@@ -46,7 +48,8 @@ def test_logits(tmp_path: Path, family: str, overrides: dict[str, Any], dtype: t
     folder = make_checkpoint(tmp_path, family, **overrides)
     exact = logits_on(folder, torch.device("cpu"), torch.float32)
     fused = pytest.importorskip("toka_async.kernels.fused")
-    for ops in (TorchOps(), fused.FusedOps()):
+    mixture = pytest.importorskip("toka_async.kernels.experts.mixture")
+    for ops in (TorchOps(), fused.FusedOps(experts=mixture.ExpertKernels())):
         ours = logits_on(folder, torch.device("cuda"), dtype, ops)
         assert (ours - exact).norm() / exact.norm() < error
 

@@ -40,6 +40,17 @@ CASES: dict[str, dict[str, Any]] = {
     "mistral": {},
     "mistral-window": {"sliding_window": 9, "num_attention_heads": 6, "num_key_value_heads": 3},
     "mistral-window-tied": {"sliding_window": 17, "head_dim": 20, "tie_word_embeddings": True},
+    "qwen3_moe": {"norm_topk_prob": False},
+    "qwen3_moe-mixed-layers-tied": {
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+        "tie_word_embeddings": True,
+    },
+    "qwen3_moe-one-expert-window": {"num_experts_per_tok": 1, "use_sliding_window": True, "sliding_window": 11},
+    "qwen3_moe-all-experts-biases": {"num_experts_per_tok": 8, "attention_bias": True, "num_experts": 9},
+    "mixtral": {},
+    "mixtral-window-gelu": {"sliding_window": 9, "hidden_act": "gelu_pytorch_tanh", "num_local_experts": 5},
     "mistral-yarn": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}, "num_attention_heads": 10},
 }
 

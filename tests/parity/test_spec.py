@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from toka_async.checkpoint.layer_spec import DenseFeedSpec
 from toka_async.checkpoint.spec import read_spec
 
 REQUIRED = {
@@ -21,7 +22,7 @@ REQUIRED = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("fields", [{}, {"rope_theta": 7000.0}, {"rope_scaling": {"type": "linear", "factor": 2.0}}])
 def test_absent_fields(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(REQUIRED | {"model_type": family} | fields))
@@ -36,7 +37,13 @@ def test_absent_fields(tmp_path: Path, family: str, fields: dict[str, Any]) -> N
     assert spec.tie_embeddings == config.tie_word_embeddings
     assert spec.attention_bias == (attention.q_proj.bias is not None)
     assert spec.output_bias == (attention.o_proj.bias is not None)
-    assert spec.layers[0].feed.bias == (layer.mlp.up_proj.bias is not None)
+    feed = spec.layers[0].feed
+    if isinstance(feed, DenseFeedSpec):
+        assert feed.bias == (layer.mlp.up_proj.bias is not None)
+    else:
+        assert (feed.num_experts, 2 * feed.inner) == layer.mlp.experts.gate_up_proj.shape[:2]
+        assert feed.top_k == layer.mlp.gate.top_k
+        assert feed.renormalizes == getattr(layer.mlp.gate, "norm_topk_prob", True)
     assert spec.qk_norm == hasattr(attention, "q_norm")
     assert set(spec.windows) == {getattr(config, "sliding_window", None) or 0}
     assert spec.max_context == config.max_position_embeddings * spec.rope.factor

@@ -10,7 +10,8 @@ import itertools
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ from toka_async.attention.paged import PagedAttention
 from toka_async.attention.triton import TritonChunks
 from toka_async.kernels import few_rows, prefill
 from toka_async.kernels.append import append
+from toka_async.kernels.built import explain_unbuilt
+from toka_async.kernels.experts import few_tokens, routing
+from toka_async.kernels.experts.grouped import GroupedProducts
+from toka_async.kernels.experts.mixture import ExpertKernels, ExpertPlan
+from toka_async.kernels.experts.weights import ExpertWeights
 from toka_async.kernels.fp8.quantize import FP8, quantize, quantize_gate, quantize_norm
 from toka_async.kernels.fp8.scaled import TILES, multiply_scaled
 from toka_async.kernels.fused import FusedOps
@@ -34,6 +40,7 @@ from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
 from toka_async.kernels.scaled_weight import ScaledWeight
 from toka_async.runner.kernel_sampler import try_sampling
 from toka_async.tuning import few_rows as few_rows_tuning
+from toka_async.tuning.experts import GROUPED_TILES, SCALED_GROUPED_TILES
 from toka_async.tuning.fp8 import FEW_ROWS_TILES
 from toka_async.tuning.fp8 import GATED_TILES as SCALED_GATED_TILES
 from toka_async.tuning.gated_tiles import TILES as GATED_TILES
@@ -82,6 +89,43 @@ def build_gated(dtype: str, hidden: int, inner: int) -> str:
     weight = torch.zeros(2 * inner, hidden, dtype=getattr(torch, dtype))
     choice = GatedTileChoice(GatedProducts(8), [weight], "silu", [128], lambda x, _: x)
     return f"{sum(choice.admits([tile]) for tile in GATED_TILES)} tiles"
+
+
+def build_experts(
+    dtype: str, hidden: int, inner: int, num_experts: int, top_k: int, by_block: bool | None = None
+) -> str:
+    """Returns how many tiles fit, for gate and up and for down, copied by the chip where it can.
+
+    by_block: weights are in E4M3, with scales of blocks or of rows; None: they are not.
+    """
+    arch = triton.runtime.driver.active.get_current_target().arch
+    for module in (routing, few_tokens):
+        module.can_follow = lambda _: arch >= 90  # type: ignore[attr-defined]
+    kind = getattr(torch, dtype)
+    experts = ExpertWeights(
+        gate_up=torch.empty(num_experts, 2 * inner, hidden, dtype=kind),
+        down=torch.empty(num_experts, hidden, inner, dtype=kind),
+        first=0,
+        top_k=top_k,
+        renormalizes=True,
+        activation="silu",
+        loads=torch.zeros(num_experts, dtype=torch.int64),
+        counted=torch.zeros(1, dtype=torch.int32),
+    )
+    tiles = GROUPED_TILES
+    if by_block is not None:
+        tiles = SCALED_GROUPED_TILES[:-1] if by_block else SCALED_GROUPED_TILES
+        shapes = [experts.gate_up.shape, experts.down.shape]
+        scales = [torch.zeros(e, n // 128, k // 128) if by_block else torch.zeros(e, n) for e, n, k in shapes]
+        values = [torch.empty(shape, dtype=torch.float8_e4m3fn) for shape in shapes]
+        experts = replace(experts, gate_up=values[0], down=values[1], gate_up_scales=scales[0], down_scales=scales[1])
+    x, logits = torch.zeros(num_experts, hidden, dtype=kind), torch.zeros(num_experts, num_experts, dtype=kind)
+    kernels = ExpertKernels(GroupedProducts(copies=arch >= 90))
+    for num_tokens in (1, num_experts):  # straight, and grouped
+        kernels.mix(x[:num_tokens], logits[:num_tokens], experts, x[:num_tokens])
+    routes = routing.route(logits[:3], top_k, True)
+    plans = [partial(kernels.compute, ExpertPlan(tile, tile), x[:3], routes, experts, x[:3], True) for tile in tiles]
+    return f"{sum(not explain_unbuilt(plan) for plan in plans)} tiles"
 
 
 def build_few_rows(dtype: str, hidden: int, inner: int) -> str:
@@ -137,6 +181,7 @@ BUILDERS: dict[str, Callable[..., str]] = {
     "attention": build_attention,
     "layer": build_layer,
     "gated": build_gated,
+    "experts": build_experts,
     "few rows": build_few_rows,
     "quantized": build_quantized,
     "sampling": build_sampling,

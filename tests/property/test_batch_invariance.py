@@ -31,6 +31,7 @@ MODELS = {
     "mistral-window": "float32",
     "llama-7-heads-linear": "bfloat16",
     "qwen2-derived-head": "bfloat16",
+    "qwen3_moe-mixed-layers": "bfloat16",
 }
 REQUESTS = make_requests(12, longest=60, max_tokens=20)
 

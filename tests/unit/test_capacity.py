@@ -33,6 +33,8 @@ def model(tmp_path: Path) -> Path:
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("qwen2", {"tie_word_embeddings": True}),
         ("qwen3", {}),
+        ("qwen3_moe", {"mlp_only_layers": [0]}),
+        ("mixtral", {}),
     ],
 )
 def test_weights_are_those_of_the_model(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:

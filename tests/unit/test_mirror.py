@@ -30,6 +30,7 @@ COVERED = {
     "unit/cli/test_batch_run.py": ["batches/retry"],
     "unit/client/test_exchange.py": ["client/errors", "client/pending", "client/results"],
     "unit/config/test_load.py": ["config/sections", "config/text"],
+    "unit/kernels/experts/test_mixture.py": ["kernels/experts/sums"],
     "unit/kernels/test_append.py": ["kernels/stored"],
     "unit/kernels/sampling/test_edit.py": ["kernels/sampling/raw"],
     "unit/kernels/fp8/test_products.py": ["kernels/scaled_weight"],

@@ -89,11 +89,12 @@ class Floor:
         return max(num_bytes / self.bandwidth, matrix.count_flops(num_tokens) / flops)
 
     def _time_torch(self, num_tokens: int, matrix: MatrixSpec) -> float:
-        """Measures the seconds of the product by torch; of quantized values without their scales."""
+        """Measures the seconds of the products by torch, one after the other; of quantized values without scales."""
+        num_products, num_rows = matrix.list_products(num_tokens)
         quantized = matrix.format in FORMATS and self._device.type == "cuda"
-        key = (num_tokens, matrix.num_outputs, matrix.num_inputs, quantized)
+        key = (num_rows, matrix.num_outputs, matrix.num_inputs, quantized)
         if key not in self._seconds:
-            inputs = torch.randn(num_tokens, matrix.num_inputs, dtype=self._dtype, device=self._device)
+            inputs = torch.randn(num_rows, matrix.num_inputs, dtype=self._dtype, device=self._device)
             weight = torch.randn(matrix.num_outputs, matrix.num_inputs, dtype=self._dtype, device=self._device)
             multiply = partial(functional.linear, inputs, weight)
             if quantized:
@@ -102,7 +103,7 @@ class Floor:
                 multiply = partial(torch._scaled_mm, values, transposed, one, one, out_dtype=self._dtype)
             with torch.inference_mode():
                 self._seconds[key] = count_seconds(multiply, self._device)
-        return self._seconds[key]
+        return num_products * self._seconds[key]
 
     def _attention(self, case: Case, grouped: bool, window: int) -> float:
         """Returns the seconds of one layer; window 0: all tokens are seen."""

@@ -16,6 +16,7 @@ import msgspec
 
 from toka_async.bench.loads.served import BenchError
 from toka_async.checkpoint.hub import resolve_model
+from toka_async.checkpoint.layer_spec import DenseFeedSpec
 from toka_async.checkpoint.spec import ModelError, ModelSpec, read_spec
 from toka_async.config import Config, load_config
 
@@ -93,16 +94,17 @@ def measure(rows: Sequence[int], config: Config) -> Iterator[ProductTime]:
 
 
 def list_matrices(spec: ModelSpec, normed: bool) -> list[TimedMatrix]:
-    """Lists the matrices of a first layer with a dense feed, and the head."""
-    qkv, output, gate_up, down = spec.list_matrices(0)
-    activation = spec.layers[0].feed.activation
-    uses = (
+    """Lists the matrices of the first layer with a dense feed, or of a layer's attention, and the head."""
+    is_dense = [isinstance(layer.feed, DenseFeedSpec) for layer in spec.layers]
+    qkv, output, *others = spec.list_matrices(is_dense.index(True) if any(is_dense) else 0)
+    uses = [
         ("qkv", qkv, "store", normed),
         ("output", output, "add", False),
-        ("gate_up", gate_up, activation, normed),
-        ("down", down, "add", False),
         ("head", spec.head_matrix, "store", False),
-    )
+    ]
+    if any(is_dense):
+        gate_up, down = others
+        uses[2:2] = [("gate_up", gate_up, spec.layers[0].feed.activation, normed), ("down", down, "add", False)]
     return [TimedMatrix(name, each.num_outputs, each.num_inputs, finish, norm) for name, each, finish, norm in uses]
 
 

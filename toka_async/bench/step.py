@@ -58,7 +58,7 @@ def measure(options: argparse.Namespace, config: Config) -> StepResult:
     """Raises ModelError when the rank cannot be built, BenchError when it computes nothing."""
     if config.model.device == "simulated":
         raise BenchError("model.device=simulated: computes nothing; use cpu or cuda")
-    for name in ("pp", "tp"):
+    for name in ("pp", "tp", "ep"):
         if (size := getattr(config.parallel, name)) > 1:
             raise BenchError(f"parallel.{name}={size}: one rank alone is measured; use 1")
     model_dir = resolve_model(config.model.path, weights=config.model.load == "weights")

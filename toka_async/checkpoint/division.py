@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from toka_async.checkpoint.cost import count_layer_bytes
+from toka_async.checkpoint.experts_spec import ExpertsFeedSpec
 from toka_async.checkpoint.layer_spec import FeedSpec
 from toka_async.checkpoint.matrix_spec import MatrixSpec
 from toka_async.checkpoint.quantization import BLOCK
@@ -58,8 +59,25 @@ def check_tensor_size(spec: ModelSpec, tp: int) -> None:
         feeds = " and ".join(feed.describe() for feed in _list_feeds(spec))
         raise ModelError(
             f"parallel.tp={tp}: the model's {spec.num_heads} heads, {spec.num_kv_heads} KV heads and "
-            f"{feeds} cannot be divided so{blocks}; use one of {sizes}"
+            f"{feeds} cannot be divided so{blocks}; "
+            + (f"use one of {sizes}" if sizes else "no tp can; use another ep")
         )
+
+
+def group_experts(spec: ModelSpec, ep: int) -> ModelSpec:
+    """Returns the model with its experts divided over `ep` groups of tensor ranks. Raises ModelError if it has none."""
+    if ep == 1:
+        return spec
+    feeds = [layer.feed for layer in spec.layers]
+    if not any(isinstance(feed, ExpertsFeedSpec) for feed in feeds):
+        raise ModelError(f"parallel.ep={ep}: the model has no experts; use 1")
+    grouped = [
+        msgspec.structs.replace(feed, num_groups=ep) if isinstance(feed, ExpertsFeedSpec) else feed for feed in feeds
+    ]
+    layers = zip(spec.layers, grouped, strict=True)
+    return msgspec.structs.replace(
+        spec, layers=tuple(msgspec.structs.replace(layer, feed=feed) for layer, feed in layers)
+    )
 
 
 def make_rank_spec(spec: ModelSpec, tp: int) -> ModelSpec:

@@ -9,7 +9,25 @@ from typing import Literal
 
 import msgspec
 
-Windows = Literal["none", "all", "by_layer"]
+from toka_async.checkpoint.experts_spec import ExpertNames
+
+Windows = Literal["none", "all", "all_if_used", "by_layer"]
+
+
+class ExpertsFamily(msgspec.Struct, frozen=True, kw_only=True):
+    """The experts of one `model_type`.
+
+    inner_field: names their inner size. renormalizes: None: norm_topk_prob says. in_all_layers: otherwise
+    decoder_sparse_step and mlp_only_layers say in which.
+    """
+
+    names: ExpertNames
+    num_experts: int
+    top_k: int
+    inner_field: str
+    inner: int
+    renormalizes: bool | None
+    in_all_layers: bool
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +40,11 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     output_bias: bool | None = False
     mlp_bias: bool | None = False
     qk_norm: bool = False
-    windows: Windows = "none"  # by_layer: use_sliding_window, max_window_layers, layer_types
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    windows: Windows = "none"  # all_if_used: use_sliding_window; by_layer: also max_window_layers, layer_types
+    window: int = 4096  # where none is named; 0: none
+    experts: ExpertsFamily | None = None
     bos_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
 
@@ -57,5 +79,41 @@ FAMILIES: dict[str, Family] = {
         output_bias=None,
         qk_norm=True,
         windows="by_layer",
+    ),
+    "qwen3_moe": Family(
+        max_positions=32768,
+        num_kv_heads=4,
+        qkv_bias=None,
+        output_bias=None,
+        qk_norm=True,
+        windows="all_if_used",
+        experts=ExpertsFamily(
+            names=ExpertNames(),
+            num_experts=128,
+            top_k=8,
+            inner_field="moe_intermediate_size",
+            inner=768,
+            renormalizes=None,
+            in_all_layers=False,
+        ),
+    ),
+    "mixtral": Family(
+        max_positions=131072,
+        num_kv_heads=8,
+        norm_eps=1e-5,
+        rope_theta=1e6,
+        windows="all",
+        window=0,
+        bos_token_ids=(1,),
+        eos_token_ids=(2,),
+        experts=ExpertsFamily(
+            names=ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
+            num_experts=8,
+            top_k=2,
+            inner_field="intermediate_size",
+            inner=14336,
+            renormalizes=True,
+            in_all_layers=True,
+        ),
     ),
 }

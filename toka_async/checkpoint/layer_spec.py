@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from toka_async.checkpoint.experts_spec import ExpertsFeedSpec
 from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
 
 
@@ -45,12 +46,12 @@ class DenseFeedSpec(msgspec.Struct, frozen=True, tag="dense"):
             ),
         )
 
-    def count_values(self) -> int:
+    def count_values(self, hidden_size: int) -> int:  # noqa: ARG002
         """Counts a token's values that are alive at once, beside the layer's input: gate, up and their product."""
         return 3 * self.inner
 
 
-FeedSpec = DenseFeedSpec  # a union of tagged Structs with these methods, once there are several kinds
+FeedSpec = DenseFeedSpec | ExpertsFeedSpec
 
 
 class LayerSpec(msgspec.Struct, frozen=True):

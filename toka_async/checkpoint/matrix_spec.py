@@ -74,3 +74,7 @@ class MatrixSpec(msgspec.Struct, frozen=True, kw_only=True):
     def count_flops(self, num_tokens: int) -> int:
         """Counts the operations of the product for so many tokens; a multiplication and an addition are two."""
         return 2 * num_tokens * self.num_outputs * self.num_inputs
+
+    def list_products(self, num_tokens: int) -> tuple[int, int]:
+        """Returns the number of plain products that so many tokens take, and the rows of each."""
+        return 1, num_tokens

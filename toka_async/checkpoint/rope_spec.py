@@ -39,11 +39,11 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
         return max_positions
 
 
-def read_rope(file: JsonFile, max_positions: int) -> RopeSpec:
-    """Raises ModelError for a kind or parameter that is not supported."""
+def read_rope(file: JsonFile, max_positions: int, theta: float = 10000.0) -> RopeSpec:
+    """theta: where none is named. Raises ModelError for a kind or parameter that is not supported."""
     name = "rope_scaling" if file.has("rope_scaling") else "rope_parameters"
     rope = file.section(name)
-    theta = rope.number("rope_theta", file.number("rope_theta", 10000.0), least=1.0)
+    theta = rope.number("rope_theta", file.number("rope_theta", theta), least=1.0)
     kind = rope.text("rope_type", rope.text("type", "default"))
     _check(file, name, rope, kind)
     if kind == "linear":

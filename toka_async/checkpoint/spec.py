@@ -10,9 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from toka_async.checkpoint.families import FAMILIES, Family
+from toka_async.checkpoint.experts_spec import ExpertsFeedSpec
+from toka_async.checkpoint.families import FAMILIES, ExpertsFamily, Family
 from toka_async.checkpoint.json_file import JsonFile, ModelError
-from toka_async.checkpoint.layer_spec import DenseFeedSpec, LayerSpec
+from toka_async.checkpoint.layer_spec import DenseFeedSpec, FeedSpec, LayerSpec
 from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
 from toka_async.checkpoint.quantization import MADE_AT_LOAD, Quantization, read_quantization
 from toka_async.checkpoint.rope_spec import RopeSpec, read_rope
@@ -22,6 +23,7 @@ __all__ = ["ModelError", "ModelSpec", "RopeSpec", "read_spec"]
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 DTYPES = ("float32", "bfloat16", "float16")
 MOST_LAYERS, MOST_HEADS = 4096, 65536  # far beyond any model; objects for more would take all memory
+MOST_EXPERTS = 1024  # of a layer, likewise; a kernel compares the scores of all of a token's
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,12 +114,7 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
     num_layers = file.integer("num_hidden_layers", most=MOST_LAYERS)
     num_heads, num_kv_heads, head_dim = _heads(file, family)
     max_positions = file.integer("max_position_embeddings", family.max_positions)
-    rope = read_rope(file, max_positions)
-    feed = DenseFeedSpec(
-        file.integer("intermediate_size"),
-        _one_of(file, "hidden_act", "silu", ACTIVATIONS),
-        _bias(file, "mlp_bias", family.mlp_bias),
-    )
+    rope = read_rope(file, max_positions, family.rope_theta)
     bos = file.token_ids("bos_token_id", family.bos_token_ids)
     spec = ModelSpec(
         family=name,
@@ -126,12 +123,12 @@ def read_spec(model_dir: Path, quantize: str = "none") -> ModelSpec:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_eps=file.number("rms_norm_eps", 1e-6),
+        norm_eps=file.number("rms_norm_eps", family.norm_eps),
         tie_embeddings=file.flag("tie_word_embeddings", False),
         attention_bias=_bias(file, "attention_bias", family.qkv_bias),
         output_bias=_bias(file, "attention_bias", family.output_bias),
         qk_norm=family.qk_norm,
-        layers=tuple(LayerSpec(window, feed) for window in _windows(file, family, num_layers)),
+        layers=tuple(map(LayerSpec, _windows(file, family, num_layers), _feeds(file, family, num_layers))),
         rope=rope,
         max_context=rope.max_context(max_positions),
         dtype=_one_of(file, "dtype" if file.has("dtype") else "torch_dtype", "float32", DTYPES),
@@ -200,15 +197,59 @@ def _one_of(file: JsonFile, name: str, default: str, allowed: tuple[str, ...]) -
     return value
 
 
+def _feeds(file: JsonFile, family: Family, num_layers: int) -> list[FeedSpec]:
+    """Returns each layer's."""
+    activation = _one_of(file, "hidden_act", "silu", ACTIVATIONS)
+    experts = None if family.experts is None else _read_experts(file, family.experts, activation)
+    sparse = set[int]() if experts is None else _find_sparse(file, family, num_layers)
+    if experts is not None and len(sparse) == num_layers:
+        return [experts] * num_layers
+    dense = DenseFeedSpec(file.integer("intermediate_size"), activation, _bias(file, "mlp_bias", family.mlp_bias))
+    return [experts if experts is not None and layer in sparse else dense for layer in range(num_layers)]
+
+
+def _find_sparse(file: JsonFile, family: Family, num_layers: int) -> set[int]:
+    """Returns the layers with experts."""
+    if family.experts is not None and family.experts.in_all_layers:
+        return set(range(num_layers))
+    every, without = file.integer("decoder_sparse_step", 1), file.fields.get("mlp_only_layers") or []
+    if not isinstance(without, list) or not all(type(layer) is int for layer in without):
+        raise file.error("mlp_only_layers", f"is {without!r}: expected a list of layers' numbers")
+    return {layer for layer in range(every - 1, num_layers, every) if layer not in without}
+
+
+def _read_experts(file: JsonFile, family: ExpertsFamily, activation: str) -> ExpertsFeedSpec | None:
+    """Returns None where the configuration asks for no experts."""
+    field = "num_local_experts" if file.has("num_local_experts") else "num_experts"
+    num_experts = file.integer(field, family.num_experts, least=0, most=MOST_EXPERTS)
+    top_k = file.integer("num_experts_per_tok", family.top_k)
+    if not num_experts:
+        return None
+    if top_k > num_experts:
+        raise file.error("num_experts_per_tok", f"({top_k}) is more than {field} ({num_experts})")
+    renormalizes = family.renormalizes
+    return ExpertsFeedSpec(
+        inner=file.integer(family.inner_field, family.inner),
+        activation=activation,
+        num_experts=num_experts,
+        top_k=top_k,
+        renormalizes=file.flag("norm_topk_prob", False) if renormalizes is None else renormalizes,
+        names=family.names,
+    )
+
+
 def _windows(file: JsonFile, family: Family, num_layers: int) -> tuple[int, ...]:
     if family.windows == "none":
         return (0,) * num_layers
     # Absent means the family's window (Mistral 7B v0.1 relies on it), null means none.
-    window = 0 if file.fields.get("sliding_window", 4096) is None else file.integer("sliding_window", 4096)
+    window = file.fields.get("sliding_window", family.window)
+    window = file.integer("sliding_window", window) if window else 0
     if family.windows == "all":
         return (window,) * num_layers
     if not file.flag("use_sliding_window", False):
         window = 0
+    if family.windows == "all_if_used":
+        return (window,) * num_layers
     if file.has("layer_types"):
         return tuple(_layer_window(file, kind, window) for kind in _layer_types(file, num_layers))
     first = file.integer("max_window_layers", 28, least=0)

@@ -103,6 +103,10 @@ OPTIONS: Mapping[str, Habit] = {
     "--dp": Habit("parallel.dp"),
     "-dp": Habit("parallel.dp"),
     # What computes.
+    "--enable-expert-parallel": _refuse("set parallel.ep to the number of parallel.tp"),
+    "--expert-parallel-size": Habit("parallel.ep"),
+    "--ep-size": Habit("parallel.ep"),
+    "--ep": Habit("parallel.ep"),
     "--attention-backend": Habit("attention.backend"),
     "--kv-cache-dtype": Habit("cache.dtype", words={"fp8_e4m3": "fp8"}),
     "--enforce-eager": _flag("graphs.enabled", "false"),

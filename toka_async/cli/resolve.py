@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from toka_async.checkpoint.cost import count_stage_bytes
-from toka_async.checkpoint.division import check_division
+from toka_async.checkpoint.division import check_division, group_experts
 from toka_async.checkpoint.hub import resolve_model
 from toka_async.checkpoint.limits import DeviceKind, RankLimits, resolve_limits
 from toka_async.checkpoint.spec import ModelSpec, read_spec
@@ -24,6 +24,7 @@ AnySection = TypeVar("AnySection", bound=Section)
 def resolve(config: Config) -> Config:
     """Resolve every `auto` that is known now. Raises ModelError if the configuration could not be served."""
     spec = read_spec(resolve_model(config.model.path, weights=False), config.model.quantize)
+    spec = group_experts(spec, config.parallel.ep)
     check_division(spec, config.parallel.pp, config.parallel.tp)
     raise_limits()
     limits = _fill(

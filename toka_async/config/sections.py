@@ -317,6 +317,14 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         int, Meta(ge=1, description="pipeline-parallel stages of a replica, each with some of the layers")
     ] = 1
     tp: Annotated[int, Meta(ge=1, description="tensor-parallel ranks of a stage, each on a GPU of its own")] = 1
+    ep: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="groups of a stage's tensor-parallel ranks, each of which has some of the experts; 1: every "
+            "rank has a part of each expert",
+        ),
+    ] = 1
     pp_micro_batches: Annotated[
         Annotated[int, Meta(ge=1, le=64)] | Auto,
         Meta(description="parts that a step is split into for the pipeline; auto: pp + 1"),

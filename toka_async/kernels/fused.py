@@ -6,6 +6,8 @@ layers.
 
 from __future__ import annotations
 
+from typing import Any, Protocol
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -24,12 +26,19 @@ _NORM_CELLS = 2048  # values of a program that norms several short rows
 _GATE_BLOCK = 2048
 
 
+class ExpertMixing(Protocol):
+    def mix(self, x: Tensor, logits: Tensor, experts: Any, residual: Tensor | None) -> Tensor:
+        """See `Ops.mix_experts`."""
+        ...
+
+
 class FusedOps:
     """`Ops` of contiguous [t, n] tensors on one GPU; t may be 0.
 
     A kernel is built once per width and dtype, for any t. products: computes products without bias; None: torch does.
     gates: computes gated products without bias, where it pays; None: product and gate are computed separately.
-    few_rows: computes products of few rows, where it pays. scaled: operations with weights of 8-bit floats.
+    few_rows: computes products of few rows, where it pays. scaled: operations with weights of 8-bit floats. experts:
+    for models with experts.
     """
 
     compute_rotation = staticmethod(compute_rotation)
@@ -40,10 +49,12 @@ class FusedOps:
         gates: GatedProducts | None = None,
         few_rows: FewRowsProducts | None = None,
         scaled: ScaledOps | None = None,
+        experts: ExpertMixing | None = None,
     ) -> None:
         self.products = products
         self.gates = gates
         self.few_rows = few_rows
+        self.experts = experts
         self.scaled = scaled
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -131,6 +142,10 @@ class FusedOps:
         if self.products is None:
             return None, residual.addmm_(x, weight.t())
         return None, self.products.add(residual, x, weight)
+
+    def mix_experts(self, x: Tensor, logits: Tensor, experts: Any, residual: Tensor | None) -> Tensor:
+        assert self.experts is not None
+        return self.experts.mix(x, logits, experts, residual)
 
     def _compute_few(
         self,

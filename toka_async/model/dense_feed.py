@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from toka_async.checkpoint.layer_spec import LayerSpec
+from toka_async.checkpoint.layer_spec import DenseFeedSpec, LayerSpec
 from toka_async.model.activation_layout import ActivationLayout
 from toka_async.model.comm import Comm
 from toka_async.model.layers import RMSNorm
@@ -21,8 +21,10 @@ class DenseFeed(nn.Module):
 
     def __init__(self, layer: LayerSpec, hidden_size: int, comm: Comm, ops: Ops) -> None:
         super().__init__()
+        feed = layer.feed
+        assert isinstance(feed, DenseFeedSpec)
         gate_up, down = layer.list_feed_matrices(hidden_size)
-        self.activation = layer.feed.activation
+        self.activation = feed.activation
         self.gate_up = build_matrix(gate_up, comm, ops)
         self.down = build_matrix(down, comm, ops)
         self.adds = comm.size == 1 and not down.bias

@@ -7,10 +7,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from toka_async.checkpoint.experts_spec import ExpertsFeedSpec
 from toka_async.checkpoint.layer_spec import DenseFeedSpec, LayerSpec
 from toka_async.model.activation_layout import ActivationLayout
 from toka_async.model.comm import Comm
 from toka_async.model.dense_feed import DenseFeed
+from toka_async.model.experts_feed import ExpertsFeed
 from toka_async.model.layers import RMSNorm
 from toka_async.model.matrices.matrix import MatrixUse
 from toka_async.model.matrices.ops import Ops
@@ -45,7 +47,10 @@ class Feed(Protocol):
 
 
 # Makes the feed of a layer from its spec and the residual's size.
-FEEDS: dict[type, Callable[[LayerSpec, int, Comm, Ops], Feed]] = {DenseFeedSpec: DenseFeed}
+FEEDS: dict[type, Callable[[LayerSpec, int, Comm, Ops], Feed]] = {
+    DenseFeedSpec: DenseFeed,
+    ExpertsFeedSpec: ExpertsFeed,
+}
 
 
 def build_feed(layer: LayerSpec, hidden_size: int, comm: Comm, ops: Ops) -> Feed:

@@ -68,6 +68,8 @@ def random_weights(decoder: Decoder, seed: int, show: Show = show_nothing) -> No
         if part.constant is not None:
             part.target.fill_(part.constant)
             continue
+        if not part.target.numel():  # another rank's
+            continue
         generator = torch.Generator(part.target.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         is_float = part.target.itemsize > 1  # there are no random numbers of 8 bits
         if is_float and part.is_whole and part.store is None:

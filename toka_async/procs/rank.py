@@ -172,12 +172,16 @@ def watch_steps(link: ParentLink, progress: WorkProgress) -> None:
 
 
 def make_sender(link: ParentLink, results: Outbox[FromRank]) -> Callable[[StepDone], None]:
-    """Make the function that sends a step's results (from one rank) and times (from one rank of each stage)."""
+    """Make the function that sends a step's results (from one rank), times and loads (from one of each stage)."""
     layout, rank = link.spec.topology.layout, link.spec.rank
     stage, tensor_rank = layout.find_stage(rank)
     report = StageReport(stage, results) if layout.pp > 1 and tensor_rank == 0 else None
 
     def send(step: StepDone) -> None:
+        if step.loads is not None:
+            if tensor_rank == 0:  # all ranks of a stage route alike
+                results.send(step.loads)
+            step = msgspec.structs.replace(step, loads=None)
         if rank == layout.answering:  # all ranks of the last stage sample the same tokens
             results.send(step)
         if report is not None:

@@ -13,7 +13,7 @@ import numpy.ma  # noqa: F401  `np.unique` loads it, which would delay the first
 import zmq
 
 from toka_async.config import Config, ScheduleConfig
-from toka_async.messages import FromRank, Ready, StageTimes, Stats, ToRank, ToScheduler, ToServer
+from toka_async.messages import ExpertLoads, FromRank, Ready, StageTimes, Stats, ToRank, ToScheduler, ToServer
 from toka_async.procs.child import ParentLink, Started
 from toka_async.procs.progress import WorkProgress, answer_while_moving
 from toka_async.procs.step_times import StepTimes
@@ -108,6 +108,9 @@ def run_turn(
         assert not isinstance(result, Ready), "a rank is ready once"
         if isinstance(result, StageTimes):
             core.note_stage_times(result)
+            continue
+        if isinstance(result, ExpertLoads):
+            core.note_expert_loads(result)
             continue
         core.complete(result, now)
         num_completed += 1

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from toka_async.arrays import EMPTY, Float32, Int32, Int64, column
-from toka_async.messages import ChunkLogprobs, StepDone
+from toka_async.messages import ChunkLogprobs, ExpertLoads, StepDone
+from toka_async.model.load_counter import LoadReading
 from toka_async.model.logprobs import Logprobs
 from toka_async.runner.clock import StepClock, StepSpan
 from toka_async.runner.copies import Download
@@ -50,12 +51,21 @@ class LaunchedStep:
     """A step that the device computes, in parts. `collect` must be called in the order of launching."""
 
     def __init__(
-        self, step_id: int, parts: Sequence[PartResults], clock: StepClock, span: StepSpan, num_compiles: int
+        self,
+        step_id: int,
+        parts: Sequence[PartResults],
+        clock: StepClock,
+        span: StepSpan,
+        num_compiles: int,
+        loads: LoadReading | None = None,
     ) -> None:
+        """loads: read after the step."""
         self._step_id = step_id
         self._parts = parts
         self._clock = clock
         self._num_compiles = num_compiles
+        self._layers = () if loads is None else loads.layers
+        self._loads = Download([] if loads is None else loads.counts, clock.copies)
         self._span = clock.end(span)
 
     def collect(self) -> StepDone:
@@ -70,6 +80,7 @@ class LaunchedStep:
             waited=waited,
             stalled=self._clock.measure_stalls(self._span),
             num_compiles=self._num_compiles,
+            loads=self._collect_loads(),
         )
         sampled = [(part, own) for part, (own, _) in zip(self._parts, collected, strict=True) if own]
         if not sampled:
@@ -87,6 +98,9 @@ class LaunchedStep:
             for number, top in enumerate(part.tops)
         ]
         return _add_top(done, tops) if tops else done
+
+    def _collect_loads(self) -> ExpertLoads | None:
+        return ExpertLoads(self._layers, tuple(map(column, self._loads.collect()))) if self._layers else None
 
 
 def _put_in_order(parts: Sequence[npt.NDArray[Any]], places: Sequence[Int64 | None]) -> npt.NDArray[Any]:

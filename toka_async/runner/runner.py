@@ -15,6 +15,7 @@ from toka_async.arrays import Int32, as_i32
 from toka_async.attention.base import PrefixGroup
 from toka_async.attention.build import BuiltAttention
 from toka_async.messages import Ready, Step, StepDone
+from toka_async.model.load_counter import LoadCounter
 from toka_async.model.sampling import sample
 from toka_async.runner.clock import StepClock, StepSpan
 from toka_async.runner.compiles import CompileCounter
@@ -78,8 +79,9 @@ class Runner:
         sampling: SamplingSetup | None = None,
         stage: StageSetup | None = None,
         compiles: CompileCounter | None = None,
+        loads: LoadCounter | None = None,
     ) -> None:
-        """stage: the pipeline stage whose model and cache these are; None without a pipeline."""
+        """stage: the pipeline stage whose model and cache these are; None without a pipeline. loads: of its experts."""
         sampling = sampling or SamplingSetup()
         self.ready = ready
         self.device = device
@@ -87,6 +89,7 @@ class Runner:
         self._cache = cache
         self._attention = attention
         self._compiles = compiles or CompileCounter()
+        self._loads = loads
         self._rows = RowTables(ready, device)
         self._pipeline = Pipeline(stage, self._rows.on_device) if stage is not None else None
         self._cutter = self._pipeline.cutter if self._pipeline is not None else Cutter()
@@ -124,8 +127,10 @@ class Runner:
                     part.graphs.launch()
 
     def mark_warm(self) -> None:
-        """Counts compilations from now on."""
+        """Counts compilations and the experts' tokens from now on."""
         self._compiles.reset()
+        if self._loads is not None:
+            self._loads.reset()
 
     def enter_thread(self) -> None:
         """Makes the rank's GPU that of the calling thread, which would otherwise take memory on the first GPU."""
@@ -148,10 +153,13 @@ class Runner:
         step_rows = make_step_rows(rows, step)
         parts = [self._launch_part(part, span) for part in self._cutter.cut(step_rows, read_groups(step))]
         rows.advance(step_rows.slots, step_rows.lengths)
-        return LaunchedStep(step.step_id, parts, self._clock, span, self._compiles.count())
+        loads = None if self._loads is None else self._loads.take_due()
+        return LaunchedStep(step.step_id, parts, self._clock, span, self._compiles.count(), loads)
 
     def _launch_part(self, part: MicroBatch, span: StepSpan) -> PartResults:
         rows, step_rows, pipeline, residuals = self._rows, part.rows, self._pipeline, None
+        if self._loads is not None:
+            self._loads.begin(step_rows.num_tokens)
         groups = self._select_paying(part.groups)
         if pipeline is not None:
             num_decode = step_rows.num_decode

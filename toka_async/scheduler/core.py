@@ -18,6 +18,7 @@ from toka_async.messages import (
     Cancels,
     DropStop,
     EndSample,
+    ExpertLoads,
     Ready,
     Reason,
     StageTimes,
@@ -263,6 +264,9 @@ class Core:
 
     def note_stage_times(self, times: StageTimes) -> None:
         self._stats.stages[times.stage] = (times.seconds, times.stalled, times.waited)
+
+    def note_expert_loads(self, loads: ExpertLoads) -> None:
+        self._stats.add_loads(loads)
 
     def take_messages(self, now: float) -> list[ToServer]:
         stats = self._stats.take_due(now, idle=not self._in_flight)

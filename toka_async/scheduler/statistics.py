@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from toka_async.messages import GAP_SECONDS, Stats, StepDone
+from toka_async.arrays import EMPTY, Int64, as_i32, column
+from toka_async.messages import GAP_SECONDS, ExpertLoads, Stats, StepDone
 from toka_async.scheduler.admission.policy import Admission
 from toka_async.scheduler.admission.preemption import Preemption
 from toka_async.scheduler.builder import StepBuilder, StepRecord
@@ -55,6 +56,7 @@ class StatsSource:
         self.prompt_step_seconds = 0.0
         self.device_idle_seconds = 0.0
         self.num_compiles = 0
+        self._loads: dict[int, Int64] = {}  # by layer: tokens that chose each expert
         self.stages: dict[int, tuple[float, float, float]] = {}  # by stage: see `Stats.pipeline`
 
     def note_question(self, number: int, forecast: bool) -> None:
@@ -81,6 +83,11 @@ class StatsSource:
         self.wasted_tokens += num_wasted
         self.generated_tokens += num_tokens - num_wasted
         self._depth.count_tokens(num_tokens, num_wasted)
+
+    def add_loads(self, loads: ExpertLoads) -> None:
+        """Add what a stage has counted since the last time."""
+        for layer, counts in zip(loads.layers, loads.counts, strict=True):
+            self._loads[layer] = self._loads.get(layer, 0) + as_i32(counts).astype(np.int64)
 
     def count_resumed(self, since: float) -> None:
         """Count the first token of a sequence since its preemption, whose token before that came at `since`."""
@@ -138,6 +145,10 @@ class StatsSource:
             prompt_step_seconds=self.prompt_step_seconds,
             step_costs=self._predictor.costs,
             answers=self._asked,
+            expert_loads=tuple(
+                column(self._loads[layer]) if layer in self._loads else EMPTY
+                for layer in range(max(self._loads, default=-1) + 1)
+            ),
             pipeline=tuple(self.stages.get(stage, NO_TIMES) for stage in range(max(self.stages, default=-1) + 1)),
         )
 

@@ -148,7 +148,7 @@ def count_token_bytes(
     what keys are stored as; None: dtype.
     """
     projections = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    of_feed = max(layer.feed.count_values() for layer in spec.layers)
+    of_feed = max(layer.feed.count_values(spec.hidden_size) for layer in spec.layers)
     a_token = 4 * spec.hidden_size + of_feed + 2 * projections
     if num_parts > 1:
         a_token = -(-(a_token + LINKED * spec.hidden_size) // num_parts)

@@ -23,7 +23,7 @@ from toka_async.attention.invariant.backend import build_invariant_attention
 from toka_async.attention.kv_cache import E4M3, CacheFormat, KVCache, bytes_per_token
 from toka_async.attention.modules import ModuleRequest, find_missing, list_architectures, make_module_request
 from toka_async.bar import show_nothing
-from toka_async.checkpoint.division import make_rank_spec, make_stage_spec, stage_parts
+from toka_async.checkpoint.division import group_experts, make_rank_spec, make_stage_spec, stage_parts
 from toka_async.checkpoint.limits import DeviceKind, RankLimits, resolve_limits, resolve_num_pages
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import Config
@@ -31,6 +31,7 @@ from toka_async.messages import Ready
 from toka_async.model.activation_layout import LayoutPolicy
 from toka_async.model.cache_scales import read_cache_scales
 from toka_async.model.decoder import Decoder
+from toka_async.model.load_counter import make_load_counter
 from toka_async.model.matrices.blocked_ops import BlockedOps
 from toka_async.model.matrices.ops import Ops, TorchOps
 from toka_async.model.ordered_sums import OrderedSums
@@ -104,7 +105,7 @@ class RunnerFactory:
         the runner is ready, not in the background afterwards.
         """
         self.model_dir = model_dir
-        self.spec = spec
+        self.spec = spec = group_experts(spec, config.parallel.ep)
         self.config = config
         self.coords = coords
         self.stages = stages or StartupProgress(shown=False, logged=False)
@@ -466,6 +467,7 @@ class RunnerFactory:
             ),
             stage,
             compiles,
+            make_load_counter(decoder, self.device),
         )
 
     def _choose_table(self, parts: AttentionParts) -> ChoiceTable:

@@ -9,7 +9,7 @@ import torch
 
 from toka_async.attention.flashinfer import FAILURES, explain_failure, explain_no_flashinfer
 from toka_async.attention.modules import ARCHITECTURES, make_module_request
-from toka_async.checkpoint.division import make_rank_spec
+from toka_async.checkpoint.division import group_experts, make_rank_spec
 from toka_async.checkpoint.spec import ModelError, ModelSpec
 from toka_async.config import Config
 from toka_async.startup.device import name_dtype, resolve_stored_dtype
@@ -39,7 +39,8 @@ def compile_without_gpu(spec: ModelSpec, config: Config, stages: StartupProgress
     # Its advice is for a start that must use FlashInfer.
     reason, *_ = explain_no_flashinfer(torch.device("cuda"), dtype, spec.head_dim).partition(";")
     if not reason:
-        request = make_module_request(make_rank_spec(spec, config.parallel.tp), name, stored, architectures)
+        rank_spec = make_rank_spec(group_experts(spec, config.parallel.ep), config.parallel.tp)
+        request = make_module_request(rank_spec, name, stored, architectures)
         try:
             with stages.stage("FlashInfer", "compiling its modules"):
                 compile_now(request, stages.show)

@@ -15,6 +15,7 @@ from toka_async.bar import Show
 from toka_async.checkpoint.limits import RankLimits
 from toka_async.checkpoint.quantization import FORMATS
 from toka_async.kernels.cublaslt import CublasLt
+from toka_async.kernels.experts.mixture import ExpertKernels
 from toka_async.kernels.few_rows import FewRowsProducts
 from toka_async.kernels.fp8.ops import ScaledKernels
 from toka_async.kernels.fp8.products import ScaledProducts
@@ -24,6 +25,7 @@ from toka_async.kernels.matmul import TunedProducts
 from toka_async.model.decoder import Decoder
 from toka_async.runner.graphs import DENSE_ROWS, list_graph_sizes
 from toka_async.tuning.dense import list_dense_choices
+from toka_async.tuning.experts import list_expert_choices
 from toka_async.tuning.fp8 import list_fp8_choices
 from toka_async.tuning.matrix_group import MatrixGroup, RowCounts, group_matrices
 from toka_async.tuning.settle import UsableChoice, settle
@@ -45,14 +47,14 @@ _COPIES_TENSORS = (9, 0)  # compute capability of GPUs that copy tensors
 def make_ops(device: torch.device, dtype: torch.dtype, tuned: bool) -> FusedOps:
     """Makes fused operations whose products can be tuned, as far as this GPU and dtype admit."""
     if not tuned or dtype not in DTYPES:
-        return FusedOps(scaled=ScaledKernels(ScaledProducts()))
+        return FusedOps(scaled=ScaledKernels(ScaledProducts()), experts=ExpertKernels())
     gates: GatedProducts | None = None
     if torch.cuda.get_device_capability(device) >= _COPIES_TENSORS:
         num_programs = torch.cuda.get_device_properties(device).multi_processor_count
         gates = GatedProducts(num_programs)
     products, few_rows = _make_products(device), make_few_rows(device)
     scaled_products = ScaledProducts(None if products is None else products.library)
-    return FusedOps(products, gates, few_rows, ScaledKernels(scaled_products, gates, few_rows))
+    return FusedOps(products, gates, few_rows, ScaledKernels(scaled_products, gates, few_rows), ExpertKernels())
 
 
 def make_few_rows(device: torch.device) -> FewRowsProducts:
@@ -85,6 +87,8 @@ class ProductTuning:
             show(done, len(groups), "shapes tuned")
             for choice in self._list_choices(group, RowCounts(_count_most(group, limits), graphs)):
                 choice.use(settle(choice, self._cache))
+        for plans in list_expert_choices(self.ops.experts, decoder, RowCounts(limits.max_tokens)):
+            plans.use(settle(plans, self._cache))
         torch.cuda.empty_cache()
 
     def list_builds(self, decoder: Decoder, limits: RankLimits) -> list[Callable[[], None]]:
@@ -103,6 +107,8 @@ class ProductTuning:
             if not group.use.of_samples:
                 for choice in self._list_choices(group, RowCounts(sizes[-1], exact=sizes)):
                     choice.use(choice.measure())
+        for plans in list_expert_choices(self.ops.experts, decoder, RowCounts(sizes[-1], exact=sizes)):
+            plans.use(plans.measure())
 
     def _list_choices(self, group: MatrixGroup, counts: RowCounts) -> Iterator[UsableChoice[Any]]:
         choices = CHOICES.get(group.use.matrix.spec.format)

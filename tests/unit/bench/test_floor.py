@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import toka_async
+from tests.cases.models import make_checkpoint
 from toka_async.bench.floor import Floor, count_seconds
 from toka_async.bench.step_load import Case
 from toka_async.checkpoint.spec import read_spec
@@ -48,6 +49,15 @@ def test_the_parts(floor: Floor) -> None:
     assert parts.total == pytest.approx(parts.matrices + parts.attention + parts.sampling)
     assert parts.total_by_torch == pytest.approx(parts.by_torch + parts.attention + parts.sampling)
     assert floor.compute(Case(prompt=64), grouped=False).sampling == pytest.approx(608 * 4 / 1e9)
+
+
+def test_only_experts_that_are_chosen_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toka_async.bench.floor.LEAST_SECONDS", 1e-4)
+    spec = read_spec(make_checkpoint(tmp_path, "mixtral", num_hidden_layers=1))  # 2 of 4 experts
+    made = Floor(spec, torch.float32, torch.float32, CPU)
+    made.bandwidth, made.flops = 1e9, 1e15
+    one, many = (made.compute(Case(rows=rows, context=1), grouped=False).matrices for rows in (1, 1000))
+    assert (many - one) * 1e9 == pytest.approx(4 * 2 * 3 * 48 * 40, rel=1e-3)
 
 
 def test_quantized_matrices_are_read_in_a_byte_each() -> None:

@@ -11,6 +11,7 @@ from toka_async.checkpoint.division import (
     all_layers,
     check_division,
     check_tensor_size,
+    group_experts,
     make_rank_spec,
     make_stage_spec,
     stage_layers,
@@ -54,6 +55,40 @@ def test_other_sizes_are_refused_with_those_that_are_possible(tmp_path: Path) ->
     spec = shape(tmp_path, 6, 2, 72)
     with pytest.raises(ModelError, match=r"^parallel\.tp=3: .*6 heads, 2 KV heads.*use one of 1, 2, 6$"):
         check_tensor_size(spec, 3)
+
+
+def experts(folder: Path, num_experts: int, inner: int, ep: int) -> ModelSpec:
+    fields = heads(12, 12, 48, head_dim=4, num_experts=num_experts, moe_intermediate_size=inner)
+    return group_experts(read_spec(make_checkpoint(folder, "qwen3_moe", **fields)), ep)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "inner", "ep", "sizes"),
+    [
+        (8, 6, 1, [1, 2, 3, 6]),  # a part of each expert's units
+        (8, 5, 2, [2]),
+        (8, 6, 2, [2, 4, 6, 12]),  # half of the experts, and a part of their units
+        (8, 5, 4, [4]),
+        (9, 4, 3, [3, 6, 12]),
+    ],
+)
+def test_experts_are_divided_by_number_and_by_units(
+    tmp_path: Path, num_experts: int, inner: int, ep: int, sizes: list[int]
+) -> None:
+    spec = experts(tmp_path, num_experts, inner, ep)
+    assert tensor_sizes(spec) == sizes
+    for tp in sizes:
+        for matrix, whole in zip(make_rank_spec(spec, tp).list_matrices(0)[3:], spec.list_matrices(0)[3:], strict=True):
+            assert tp * matrix.count_bytes(2) == whole.count_bytes(2)
+
+
+def test_groups_of_experts_that_are_impossible(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"^parallel\.ep=2: the model has no experts; use 1$"):
+        group_experts(shape(tmp_path, 6, 2, 72), 2)
+    with pytest.raises(ModelError, match=r"^parallel\.tp=3: .* 8 experts in parallel\.ep=2 groups .*use one of 2"):
+        check_tensor_size(experts(tmp_path, 8, 6, 2), 3)
+    with pytest.raises(ModelError, match=r"parallel\.ep=5 groups .*; no tp can; use another ep$"):
+        check_tensor_size(experts(tmp_path, 8, 6, 5), 5)
 
 
 @given(st.integers(1, 100), st.data())

@@ -11,6 +11,7 @@ import pytest
 
 from tests.cases.models import LLAMA3_ROPE, make_checkpoint
 from tests.cases.quantized import BLOCKS
+from toka_async.checkpoint.experts_spec import ExpertNames, ExpertsFeedSpec
 from toka_async.checkpoint.layer_spec import DenseFeedSpec, LayerSpec
 from toka_async.checkpoint.spec import ModelError, ModelSpec, RopeSpec, read_spec
 
@@ -52,10 +53,43 @@ def test_minimal_llama(tmp_path: Path) -> None:
     )
 
 
+MOE: dict[str, Any] = MINIMAL | {"model_type": "qwen3_moe", "num_key_value_heads": 2, "num_hidden_layers": 6}
+
+
+def read_experts(folder: Path, **fields: Any) -> list[int]:
+    """The number of experts of each layer; 0: a dense one."""
+    feeds = [layer.feed for layer in read(folder, **(MOE | fields)).layers]
+    return [feed.num_experts if isinstance(feed, ExpertsFeedSpec) else 0 for feed in feeds]
+
+
+def test_which_layers_have_experts(tmp_path: Path) -> None:
+    assert read_experts(tmp_path) == [128] * 6
+    assert read_experts(tmp_path, num_experts=60, intermediate_size=...) == [60] * 6
+    assert read_experts(tmp_path, decoder_sparse_step=2) == [0, 128] * 3
+    assert read_experts(tmp_path, decoder_sparse_step=2, mlp_only_layers=[1, 4]) == [0, 0, 0, 128, 0, 128]
+    assert read_experts(tmp_path, mlp_only_layers=None) == [128] * 6
+    assert read_experts(tmp_path, num_experts=0) == [0] * 6
+    assert read_experts(tmp_path, model_type="mixtral", num_local_experts=5, decoder_sparse_step=9) == [5] * 6
+
+
+def test_experts_of_both_families(tmp_path: Path) -> None:
+    (feed,) = {layer.feed for layer in read(tmp_path, **MOE, num_local_experts=9, norm_topk_prob=True).layers}
+    assert feed == ExpertsFeedSpec(
+        inner=768, activation="silu", num_experts=9, top_k=8, renormalizes=True, names=ExpertNames()
+    )
+    spec = read(tmp_path, **(MOE | {"model_type": "mixtral", "hidden_act": "gelu"}))
+    (feed,) = {layer.feed for layer in spec.layers}
+    names = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2")
+    assert feed == ExpertsFeedSpec(inner=64, activation="gelu", num_experts=8, top_k=2, renormalizes=True, names=names)
+    assert (set(spec.windows), spec.norm_eps, spec.rope.theta) == ({0}, 1e-5, 1e6)
+
+
 def test_biases(tmp_path: Path) -> None:
     def biases(**fields: Any) -> tuple[bool, bool, bool]:
         spec = read(tmp_path, **fields)
-        return spec.attention_bias, spec.output_bias, spec.layers[0].feed.bias
+        feed = spec.layers[0].feed
+        assert isinstance(feed, DenseFeedSpec)
+        return spec.attention_bias, spec.output_bias, feed.bias
 
     assert biases() == (False, False, False)
     assert biases(attention_bias=True) == (True, True, False)
@@ -155,7 +189,14 @@ def test_end_tokens(tmp_path: Path) -> None:
     ("fields", "problem"),
     [
         ({"model_type": ...}, "model_type is missing"),
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; supported: llama, mistral, qwen2, qwen3"),
+        (
+            {"model_type": "gpt2"},
+            "model_type 'gpt2' is not supported; supported: llama, mistral, mixtral, qwen2, qwen3",
+        ),
+        (MOE | {"num_experts_per_tok": 129}, "num_experts_per_tok (129) is more than num_experts (128)"),
+        (MOE | {"num_experts": 1025}, "num_experts is 1025: expected an integer of at most 1024"),
+        (MOE | {"mlp_only_layers": [0, "1"]}, "mlp_only_layers is [0, '1']: expected a list of layers' numbers"),
+        (MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0: expected an integer of at least 1"),
         ({"vocab_size": ...}, "vocab_size is missing"),
         ({"hidden_size": "48"}, "hidden_size is '48'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),

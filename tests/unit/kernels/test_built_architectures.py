@@ -24,6 +24,8 @@ BF16, FP16, FP32 = "bfloat16", "float16", "float32"
 E4M3 = "float8_e4m3fn"
 SMALL = (86, 89, 120)  # with less shared memory than others
 LEAST_COPIED = 8  # tokens of a page that the kernel for Hopper chips can copy
+QWEN3 = {"hidden": 2048, "inner": 768, "num_experts": 128, "top_k": 8}  # 30B-A3B
+MIXTRAL = {"hidden": 4096, "inner": 14_336, "num_experts": 8, "top_k": 2}
 MOST_STACK = 1024  # bytes of a thread for registers that do not suffice
 CASES: list[Case] = [
     (80, "attention", {"dtype": BF16, "dim": 128, "group": 4}),
@@ -39,6 +41,9 @@ CASES: list[Case] = [
     *((arch, "layer", {"dtype": FP32, "dim": 64, "hidden": 2048}) for arch in (89, 120)),
     *((arch, "gated", {"dtype": BF16, "hidden": 2048, "inner": 8192}) for arch in (90, 100, 120)),
     *((arch, "few rows", {"dtype": BF16, "hidden": 2048, "inner": 8192}) for arch in (86, 90)),
+    *((arch, "experts", QWEN3 | {"dtype": BF16}) for arch in (80, 89, 90, 100, 120)),
+    (90, "experts", MIXTRAL | {"dtype": FP16}),
+    *((arch, "experts", QWEN3 | {"dtype": BF16, "by_block": True}) for arch in (89, 90)),
     # The oldest first: Triton 3.6 converts 8-bit floats for all of a process as it first did, as there is one GPU.
     *(
         (arch, "quantized", {"dtype": BF16, "hidden": 4096, "inner": 14_336, "by_block": by_block})
@@ -68,6 +73,14 @@ EVERY: list[Case] = [
         for arch, dtype in itertools.product((90, 100, 120), (BF16, FP16))
     ),
     *((arch, "few rows", {"dtype": BF16, "hidden": 4096, "inner": 14_336}) for arch in SHARED_MEMORY),
+    *(
+        (arch, "experts", shape | {"dtype": dtype})
+        for arch, shape, dtype in itertools.product(SHARED_MEMORY, (QWEN3, MIXTRAL), (BF16, FP16))
+    ),
+    *(
+        (arch, "experts", QWEN3 | {"dtype": BF16, "by_block": by_block})
+        for arch, by_block in itertools.product((89, 90, 100, 120), (False, True))
+    ),
     *(
         (arch, "quantized", {"dtype": dtype, "hidden": hidden, "inner": 2 * hidden, "by_block": by_block})
         for arch, dtype, hidden, by_block in itertools.product(
@@ -101,6 +114,8 @@ def check(cases: list[Case]) -> None:
             is_hopper = arch == 90 and arguments["dim"] <= 128 and arguments["dtype"] != FP32
             if is_hopper and arguments.get("page_size", 16) >= LEAST_COPIED and "stored" not in arguments:
                 expected = "tiles for Hopper"
+        elif what == "experts":
+            expected = {None: "6 tiles", True: "3 tiles", False: "4 tiles"}[arguments.get("by_block")]
         elif what == "few rows":
             expected = "3 tiles"
         elif what == "gated":

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests.cases.models import make_checkpoint
+from tests.cases.models import heads, make_checkpoint
 from tests.drivers.thread_ranks import run_ranks
-from tests.fakes.mean_attention import TOKENS, load, run
-from toka_async.model.comm import LocalComm
+from tests.fakes.mean_attention import TOKENS, in_shards, load, run
+from toka_async.model.comm import Comm, LocalComm
 
 
 @pytest.mark.parametrize(("family", "size"), [("llama", 2), ("qwen2", 2), ("qwen3", 3), ("mistral", 3)], ids=str)
@@ -25,6 +26,32 @@ def test_ranks_together_equal_one(tmp_path: Path, family: str, size: int) -> Non
     alone = run(load(folder, LocalComm()), num_kv_heads=size)
     assert alone.shape == (TOKENS, 261)
     for logits in run_ranks(size, lambda comm: run(load(folder, comm))):
+        torch.testing.assert_close(logits, alone, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "ep", "min_tokens"),
+    [
+        ("qwen3_moe", 2, 1, 0),
+        ("qwen3_moe", 2, 2, 0),
+        ("qwen3_moe", 2, 2, 1),
+        ("mixtral", 4, 1, 0),
+        ("mixtral", 4, 2, 0),
+        ("mixtral", 4, 2, 1),
+        ("mixtral", 4, 4, 0),
+    ],
+)
+def test_ranks_divide_experts(tmp_path: Path, family: str, size: int, ep: int, min_tokens: int) -> None:
+    """By their units, by their number, and both. min_tokens: steps from so many tokens on are in shards; 0: none."""
+    fields = heads(8, 4, 48, head_dim=8) | ({"mlp_only_layers": [0]} if family == "qwen3_moe" else {})
+    folder = make_checkpoint(tmp_path, family, **fields)
+    alone = run(load(folder, LocalComm()), num_kv_heads=4)
+
+    def run_rank(comm: Comm) -> Tensor:
+        layouts = in_shards(comm, min_tokens) if min_tokens else None
+        return run(load(folder, comm, layouts, ep), num_kv_heads=4 // size)
+
+    for logits in run_ranks(size, run_rank):
         torch.testing.assert_close(logits, alone, atol=1e-9, rtol=1e-9)
 
 

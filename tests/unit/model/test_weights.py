@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.cases.models import make_checkpoint
-from toka_async.checkpoint.division import stage_parts
+from toka_async.checkpoint.division import group_experts, stage_parts
 from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.model.comm import LocalComm
 from toka_async.model.decoder import Decoder
@@ -38,7 +38,7 @@ def edit(folder: Path, **changes: Tensor | None) -> None:
     save_file({name: value for name, value in tensors.items() if value is not None}, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_tensor_is_in_its_place(tmp_path: Path, family: str, tied: bool) -> None:
     folder = make_checkpoint(tmp_path, family, tie_word_embeddings=tied)
@@ -233,10 +233,16 @@ class Rank(LocalComm):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 1), (3, 2)])
-def test_random_weights_are_those_of_the_whole_model(tmp_path: Path, pp: int, tp: int, tied: bool) -> None:
-    spec = read_spec(make_checkpoint(tmp_path, "qwen3", num_hidden_layers=5, tie_word_embeddings=tied))
+@pytest.mark.parametrize(
+    ("family", "pp", "tp", "ep"),
+    [("qwen3", 1, 2, 1), ("qwen3", 2, 1, 1), ("qwen3", 3, 2, 1), ("qwen3_moe", 2, 2, 1), ("qwen3_moe", 1, 2, 2)],
+)
+def test_random_weights_are_those_of_the_whole_model(
+    tmp_path: Path, family: str, pp: int, tp: int, ep: int, tied: bool
+) -> None:
+    spec = read_spec(make_checkpoint(tmp_path, family, num_hidden_layers=5, tie_word_embeddings=tied))
     alone = build_decoder(spec, torch.bfloat16, CPU)
+    spec = group_experts(spec, ep)
     random_weights(alone, seed=3)
     whole = {name: part.target for name, part in alone.parts()}
     seen = set()

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 import torch
 
-from toka_async.arrays import i32_column
+from toka_async.arrays import EMPTY, i32_column
 from toka_async.checkpoint.spec import ModelError
 from toka_async.config import Config
-from toka_async.messages import FromRank, RankDevice, Ready, StageTimes, Step, StepDone, ToRank
+from toka_async.messages import ExpertLoads, FromRank, RankDevice, Ready, StageTimes, Step, StepDone, ToRank
 from toka_async.procs import rank
 from toka_async.procs.child import Alive, ChildSpec, Fatal, ParentLink, Started, Status
 from toka_async.procs.progress import WorkProgress
@@ -167,6 +167,15 @@ def test_the_last_stages_first_rank_answers(
     assert results.step_ids == sent
     times = [message.stage for message in results.sent if isinstance(message, StageTimes)]
     assert times == ([] if number % 2 else [number // 2])
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_the_first_rank_of_each_stage_tells_its_experts_loads(link: Link, results: Results, number: int) -> None:
+    topology, loads = local_topology(Path("unused"), Layout(pp=2, tp=2)), ExpertLoads((number // 2,), (EMPTY,))
+    link.spec = msgspec.structs.replace(link.spec, topology=topology, rank=number)
+    make_sender(link, results)(StepDone(step_id=6, token_ids=EMPTY, loads=loads))
+    assert [message for message in results.sent if isinstance(message, ExpertLoads)] == [loads] * (number % 2 == 0)
+    assert all(message.loads is None for message in results.sent if isinstance(message, StepDone))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from tests.drivers.page_rank import PageRank, submit
-from toka_async.messages import GAP_SECONDS, STEP_COSTS, AskStats, Ready, Stats
+from toka_async.arrays import as_i64, i32_column
+from toka_async.messages import GAP_SECONDS, STEP_COSTS, AskStats, ExpertLoads, Ready, Stats
 from toka_async.scheduler.admission.policy import UntilFull
 from toka_async.scheduler.core import Core
 from toka_async.scheduler.statistics import INTERVAL
@@ -51,6 +52,15 @@ def test_a_few_a_second_while_work_goes_on() -> None:
         times += [now] * len(stats_at(core, now))
         core.complete(rank.run(step), now)
     assert 9 <= len(times) <= 11
+
+
+def test_loads_of_experts_add_up_by_layer() -> None:
+    core = Core(READY, max_tokens=32, steps_ahead=1)
+    core.note_expert_loads(ExpertLoads((2,), (i32_column([1, 2**31 - 1]),)))
+    core.note_expert_loads(ExpertLoads((0,), (i32_column([3, 4]),)))
+    core.note_expert_loads(ExpertLoads((2,), (i32_column([1, 1]),)))
+    (stats,) = stats_at(core, 0.0)
+    assert [as_i64(loads).tolist() for loads in stats.expert_loads] == [[3, 4], [], [2, 2**31]]
 
 
 def test_idle_and_unchanged_is_silence() -> None:

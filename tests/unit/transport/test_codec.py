@@ -11,6 +11,7 @@ from toka_async.messages import (
     ChunkLogprobs,
     DropStop,
     EndSample,
+    ExpertLoads,
     Failed,
     Forecast,
     FromRank,
@@ -115,6 +116,7 @@ TO_SERVER: list[ToServer] = [
     StopChecks(request_ids=IDS, samples=IDS, num_tokens=IDS, counts=IDS, token_ids=IDS),
     Failed(request_id=1, message="zu groß"),
     Stats(num_running=1, num_pages=2**40, step_seconds=0.5),
+    Stats(expert_loads=(memoryview(b""), IDS)),
     Stats(forecast=Forecast(steps=40, pages=(7, 5, 0), limit=2**30)),
 ]
 FROM_RANK: list[FromRank] = [
@@ -132,6 +134,7 @@ FROM_RANK: list[FromRank] = [
         seconds=0.04,
     ),
     StageTimes(1, 2.5, 0.5, 0.25),
+    ExpertLoads((0, 2), (IDS, IDS)),
 ]
 CHANNELS = [
     *((ToScheduler, message) for message in TO_SCHEDULER),

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from toka_async.kernels.experts.mixture import ExpertKernels
 from toka_async.kernels.few_rows import Norm
 from toka_async.kernels.fp8.ops import ScaledKernels
 from toka_async.kernels.fp8.products import ScaledProducts
@@ -93,6 +94,7 @@ class InvariantOps:
         self.add_norm = fused.add_norm
         self.gate = fused.gate
         self.compute_rotation = fused.compute_rotation
+        self.mix_experts = ExpertKernels(invariant=True).mix
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, norm: Norm | None = None) -> Tensor:
         if norm is not None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from toka_async.checkpoint.matrix_spec import MatrixSpec
-from toka_async.checkpoint.quantization import FORMATS
+from toka_async.checkpoint.quantization import FORMATS, Quantization
 from toka_async.kernels.scaled_weight import BLOCK, Quantized, ScaledWeight
 from toka_async.model.matrices.matrix import Matrix, Rows
 from toka_async.model.matrices.ops import Norm, Ops
@@ -125,28 +125,32 @@ class Fp8Matrix(nn.Module):
         for name, share in zip(self.spec.names, self.outputs, strict=True):
             rows = slice(start, start + share.size)
             start += share.size
-            values, scales, scale_shares = self.weight.data[rows], self.scales.data[rows, None], (share, whole_of(1))
-            if self.by_block:
-                scale_shares = share.divided(BLOCK), self.inputs.divided(BLOCK)
-                scales = self.scales.data[rows.start // BLOCK : rows.stop // BLOCK, : scale_shares[1].size]
-            if self.quantization.scale_name:
-                yield f"{name}.weight", WeightPart(values, (share, self.inputs), ("F8_E4M3",))
-                yield f"{name}.{self.quantization.scale_name}", WeightPart(scales, scale_shares, constant=1.0)
-            else:
-                yield f"{name}.weight", self._make_part(values, scales, share)
+            blocks = slice(rows.start // BLOCK, rows.stop // BLOCK)
+            scales = self.scales.data[blocks] if self.by_block else self.scales.data[rows, None]
+            yield from list_scaled_parts(self.quantization, name, self.weight.data[rows], scales, share, self.inputs)
             if self.bias is not None:
                 yield f"{name}.bias", WeightPart(self.bias.data[rows], (share,))
 
-    def _make_part(self, values: Tensor, scales: Tensor, share: Share) -> WeightPart:
-        """Makes the part that is quantized as it is written.
 
-        A channel's scale is that of all its inputs, whichever a rank has, so that ranks hold the same numbers together.
-        """
-        if self.by_block:
-            store = partial(_store, values, scales, BLOCK, BLOCK, slice(None))
-            return WeightPart(values, (share, self.inputs), store=store)
-        store = partial(_store, values, scales, 1, self.inputs.total, self.inputs.indices)
-        return WeightPart(values, (share, whole_of(self.inputs.total)), store=store)
+def list_scaled_parts(
+    quantization: Quantization, name: str, values: Tensor, scales: Tensor, share: Share, inputs: Share
+) -> Iterator[tuple[str, WeightPart]]:
+    """Yields where a checkpoint's matrix goes: the rank's outputs and inputs of it.
+
+    values: [outputs, inputs]. scales: [outputs, 1], or [output blocks, input blocks or more].
+    """
+    by_block = quantization.scaling == "block"
+    scale_shares = (share.divided(BLOCK), inputs.divided(BLOCK)) if by_block else (share, whole_of(1))
+    if quantization.scale_name:
+        yield f"{name}.weight", WeightPart(values, (share, inputs), ("F8_E4M3",))
+        scales = scales[:, : scale_shares[1].size]
+        yield f"{name}.{quantization.scale_name}", WeightPart(scales, scale_shares, constant=1.0)
+    elif by_block:
+        store = partial(_store, values, scales[:, : scale_shares[1].size], BLOCK, BLOCK, slice(None))
+        yield f"{name}.weight", WeightPart(values, (share, inputs), store=store)
+    else:  # a channel's scale is that of all its inputs, whichever a rank has, so that ranks hold the same numbers
+        store = partial(_store, values, scales, 1, inputs.total, inputs.indices)
+        yield f"{name}.weight", WeightPart(values, (share, whole_of(inputs.total)), store=store)
 
 
 def _store(values: Tensor, scales: Tensor, rows: int, columns: int, own: slice, numbers: Tensor) -> None:

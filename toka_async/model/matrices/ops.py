@@ -13,13 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toka_async.attention.rope import compute_rotation
+from toka_async.kernels.experts.weights import ExpertWeights
 from toka_async.kernels.scaled_weight import ScaledOps
+from toka_async.model.matrices.torch_experts import mix_experts
 
 Norm = tuple[Tensor, float]  # an RMSNorm's weight [inputs] and epsilon
 
 
 class Ops(Protocol):
-    """Operations on [t, n] activations of any floating dtype. Only `add_linear` writes in place."""
+    """Operations on [t, n] activations of any floating dtype. `add_linear` and `mix_experts` may write in place."""
 
     @property
     def scaled(self) -> ScaledOps | None:
@@ -63,6 +65,14 @@ class Ops(Protocol):
         """
         ...
 
+    def mix_experts(self, x: Tensor, logits: Tensor, experts: ExpertWeights, residual: Tensor | None) -> Tensor:
+        """Sums what each token's experts make of it, by its shares of them: the softmax of its logits, in float32.
+
+        x: [t, hidden]; logits: [t, experts]. Of equal experts the lower number is chosen. Returns the part [t, hidden]
+        of the rank's experts, added to the residual if there is one, whose memory it may take.
+        """
+        ...
+
 
 class TorchOps:
     """`Ops` in plain torch."""
@@ -94,6 +104,9 @@ class TorchOps:
         self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
         return self.linear(x, weight, bias), residual
+
+    def mix_experts(self, x: Tensor, logits: Tensor, experts: ExpertWeights, residual: Tensor | None) -> Tensor:
+        return mix_experts(self, x, logits, experts, residual)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

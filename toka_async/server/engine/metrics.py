@@ -23,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from toka_async.arrays import Int64
+from toka_async.arrays import Int64, as_i64
 from toka_async.messages import GAP_SECONDS, SCHEDULER_STAGES, STEP_COSTS, Reason, Stats
 from toka_async.server.engine.replicas import Replica, Replicas
 
@@ -281,6 +281,8 @@ class StatsCollector(Collector):
         yield stages
         if stats.pipeline:
             yield self._pipeline(stats)
+        if stats.expert_loads:
+            yield from self._experts(stats)
         for name, (meaning, values) in QUANTILES.items():
             family = GaugeMetricFamily(f"toka:{name}", meaning, labels=["quantile"])
             for quantile, microseconds in zip(("0.5", "0.99", "1.0"), values(stats), strict=False):
@@ -299,6 +301,24 @@ class StatsCollector(Collector):
             for state, value in (("computing", seconds - stalled), ("stalled", stalled), ("waiting", waited)):
                 family.add_metric([str(stage), state], value)
         return family
+
+    @staticmethod
+    def _experts(stats: Stats) -> Iterator[Metric]:
+        """Experts of a number are on the same rank in all layers; how evenly a layer's are chosen is its own matter."""
+        layers = {layer: as_i64(loads) for layer, loads in enumerate(stats.expert_loads) if len(loads)}
+        tokens = CounterMetricFamily(
+            "toka:expert_tokens", "tokens that chose the experts of a number, over all layers", labels=["expert"]
+        )
+        for expert, count in enumerate(np.sum([*layers.values()], axis=0).tolist()):
+            tokens.add_metric([str(expert)], count)
+        yield tokens
+        peaks = GaugeMetricFamily(
+            "toka:expert_peak_load", "tokens of a layer's busiest expert, as a multiple of the mean", labels=["layer"]
+        )
+        for layer, loads in layers.items():
+            if loads.any():
+                peaks.add_metric([str(layer)], float(loads.max() / loads.mean()))
+        yield peaks
 
     @staticmethod
     def _gaps(stats: Stats) -> Metric:

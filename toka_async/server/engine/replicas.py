@@ -15,7 +15,7 @@ from itertools import zip_longest
 import msgspec
 import numpy as np
 
-from toka_async.arrays import Int64, column
+from toka_async.arrays import EMPTY, Int64, as_i64, column
 from toka_async.messages import (
     AskStats,
     Cancels,
@@ -213,6 +213,7 @@ def merge_stats(parts: Sequence[Stats]) -> Stats:
         **sums,
         depths=tuple(int(sum(column)) for column in _columns(part.depths for part in parts)),
         pipeline=tuple(map(_add_times, zip_longest(*(part.pipeline for part in parts), fillvalue=NO_TIMES))),
+        expert_loads=tuple(map(_add_loads, zip_longest(*(part.expert_loads for part in parts), fillvalue=EMPTY))),
         stage_seconds=tuple(sum(column) for column in _columns(part.stage_seconds for part in parts)),
         token_gaps=tuple(int(sum(column)) for column in _columns(part.token_gaps for part in parts)),
         scheduler_us=tuple(max(column) for column in _columns(part.scheduler_us for part in parts)),
@@ -233,6 +234,12 @@ def _add_times(stages: Iterable[tuple[float, float, float]]) -> tuple[float, flo
     """One stage's times of all replicas."""
     seconds, stalled, waited = (sum(column) for column in zip(*stages, strict=True))
     return seconds, stalled, waited
+
+
+def _add_loads(layers: Iterable[memoryview]) -> memoryview:
+    """One layer's loads of all replicas, of which some may have none yet."""
+    loads = [as_i64(layer) for layer in layers if len(layer)]
+    return column(sum(loads[1:], loads[0])) if loads else EMPTY
 
 
 def _columns(rows: Iterable[Sequence[float]]) -> Iterable[tuple[float, ...]]:

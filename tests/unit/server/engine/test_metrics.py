@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.drivers.web_server import NAME, WebServer, web_server
 from tests.fakes.scheduler import FakeScheduler
 from toka_async import __version__
+from toka_async.arrays import EMPTY, column
 from toka_async.messages import Reason, Stats
 from toka_async.server.engine.metrics import MOST_WAITING, SECONDS, ArrayHistogram, Metrics
 from toka_async.server.engine.vllm_metrics import NAMES
@@ -70,6 +71,22 @@ def test_times_of_a_pipelines_stages() -> None:
     assert 'toka:pipeline_seconds_total{stage="0",state="stalled"} 0.5' in lines
     assert 'toka:pipeline_seconds_total{stage="1",state="computing"} 3.0' in lines
     assert 'toka:pipeline_seconds_total{stage="1",state="waiting"} 1.0' in lines
+
+
+def test_loads_of_experts() -> None:
+    metrics, stats = Metrics(), Stats()
+    metrics.watch(lambda: stats)
+    assert b"toka:expert_" not in metrics.text()
+    loads = (column(np.array(counts)) for counts in ([1, 2, 6], [4, 0, 0], [0, 0, 0]))
+    stats = Stats(expert_loads=(EMPTY, *loads))
+    lines = metrics.text().decode().splitlines()
+    assert [line for line in lines if line.startswith("toka:expert_")] == [
+        'toka:expert_tokens_total{expert="0"} 5.0',
+        'toka:expert_tokens_total{expert="1"} 2.0',
+        'toka:expert_tokens_total{expert="2"} 6.0',
+        'toka:expert_peak_load{layer="1"} 2.0',
+        'toka:expert_peak_load{layer="2"} 3.0',
+    ]
 
 
 def test_memory_of_gpus() -> None:

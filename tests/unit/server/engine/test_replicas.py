@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases.requests import make_prompt, make_requests, run_group
 from tests.fakes.scheduler import READY, FakeScheduler
+from toka_async.arrays import EMPTY, as_i64, column
 from toka_async.messages import STEP_COSTS, DropStop, Ready, Stats, StopMask
 from toka_async.server.engine import replicas
 from toka_async.server.engine.engine import Engine
@@ -284,6 +286,12 @@ def test_times_of_stages_are_summed_stage_by_stage() -> None:
     assert merge_stats(parts).pipeline == ((4.0, 1.0, 1.0), (2.0, 0.25, 0.5))
 
 
+def test_loads_of_experts_are_summed_layer_by_layer() -> None:
+    one, two = (column(np.array(counts)) for counts in ([1, 2], [30, 40]))
+    merged = merge_stats([Stats(expert_loads=(one, EMPTY, one)), Stats(), Stats(expert_loads=(two, EMPTY))])
+    assert [as_i64(loads).tolist() for loads in merged.expert_loads] == [[31, 42], [], [1, 2]]
+
+
 def test_what_stays_of_a_scheduler_that_is_gone() -> None:
     stats = Stats(
         num_running=3, pages_used=2, num_pages=9, generated_tokens=7, depths=(1,), scheduler_us=(1.0, 2.0, 3.0)
@@ -305,6 +313,7 @@ def test_every_field_is_merge_stats(data: st.DataObject) -> None:
         "stage_seconds": (0.5,),
         "expected_length": (0.5, 0.25),
         "pipeline": ((2.0, 0.5, 0.25), (3.0, 0.25, 0.125)),
+        "expert_loads": (EMPTY, column(np.array([1, 2]))),
     }.get(name, 3)
     stats = msgspec.structs.replace(Stats(), **{name: value})
     assert merge_stats([stats, Stats()]) == stats

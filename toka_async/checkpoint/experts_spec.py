@@ -1,0 +1,109 @@
+"""A layer's mixture of experts as data: gated networks of which each token passes through a few (arXiv:2401.04088).
+
+Knows no torch and no files.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from toka_async.checkpoint.matrix_spec import WEIGHT_BYTES, MatrixSpec, Units
+
+
+class ExpertNames(msgspec.Struct, frozen=True):
+    """What a family's checkpoints call the parts in a layer. gate, up, down: of each expert, behind its number."""
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+    def name_matrix(self, number: int, name: str) -> str:
+        """Names a matrix of an expert in its layer."""
+        return f"{self.experts}.{number}.{name}"
+
+
+class ExpertMatrixSpec(MatrixSpec, frozen=True, kw_only=True):
+    """A matrix of each expert. names: of the first one. num_held: experts of the rank. num_experts: of all ranks."""
+
+    num_held: int
+    num_experts: int
+    top_k: int
+
+    def count_bytes(self, itemsize: int) -> int:
+        return self.num_held * WEIGHT_BYTES[self.format](self.num_outputs, self.num_inputs, itemsize)
+
+    def count_read_bytes(self, num_tokens: int, itemsize: int) -> int:
+        """Counts those of the experts that are chosen, if all are equally likely."""
+        left_out = (1 - self.top_k / self.num_experts) ** num_tokens
+        return int((1 - left_out) * self.count_bytes(itemsize))
+
+    def count_flops(self, num_tokens: int) -> int:
+        of_one = super().count_flops(num_tokens)
+        return of_one * self.top_k * self.num_held // self.num_experts
+
+    def list_products(self, num_tokens: int) -> tuple[int, int]:
+        num_pairs = -(-num_tokens * self.top_k * self.num_held // self.num_experts)
+        num_products = max(1, min(num_pairs, self.num_held))
+        return num_products, -(-num_pairs // num_products)
+
+
+class ExpertsFeedSpec(msgspec.Struct, frozen=True, tag="experts", kw_only=True):
+    """`num_experts` networks of `inner` units, of which each token passes through `top_k`.
+
+    renormalizes: a token's shares of its experts add up to 1. num_groups: groups of tensor ranks, each of which has
+    some of the experts; a group's ranks have a part of each unit. num_held: experts of a rank; all, in the whole model.
+    """
+
+    inner: int
+    activation: str
+    num_experts: int
+    top_k: int
+    renormalizes: bool
+    names: ExpertNames
+    num_groups: int = 1
+    num_held: int = 0
+
+    def can_divide(self, tp: int) -> bool:
+        whole = tp % self.num_groups == 0 and self.num_experts % self.num_groups == 0
+        return whole and self.inner % (tp // self.num_groups) == 0
+
+    def divide(self, tp: int) -> ExpertsFeedSpec:
+        """Returns what one of `tp` ranks computes."""
+        return msgspec.structs.replace(
+            self,
+            inner=self.inner // (tp // self.num_groups),
+            num_held=self.num_experts // self.num_groups,
+            num_groups=1,
+        )
+
+    def describe(self) -> str:
+        """Names what tensor ranks divide."""
+        grouped = f" in parallel.ep={self.num_groups} groups" if self.num_groups > 1 else ""
+        return f"{self.num_experts} experts{grouped} with a moe_intermediate_size of {self.inner}"
+
+    def list_matrices(self, hidden_size: int, format: str) -> tuple[MatrixSpec, ExpertMatrixSpec, ExpertMatrixSpec]:
+        """Returns the router, whose weights are never quantized, gate and up as one, and down."""
+        hidden, inner, names = Units(hidden_size), Units(self.inner), self.names
+        router = MatrixSpec(
+            names=(self.names.router,), outputs=(Units(self.num_experts),), inputs=hidden, split="outputs"
+        )
+        gate_up = ExpertMatrixSpec(
+            names=(names.name_matrix(0, names.gate), names.name_matrix(0, names.up)),
+            outputs=(inner, inner),
+            inputs=hidden,
+            split="outputs",
+            format=format,
+            num_held=self.num_held or self.num_experts,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+        )
+        down = msgspec.structs.replace(
+            gate_up, names=(names.name_matrix(0, names.down),), outputs=(hidden,), inputs=inner, split="inputs"
+        )
+        return router, gate_up, down
+
+    def count_values(self, hidden_size: int) -> int:
+        """Counts a token's values that are alive at once, beside the layer's input: each expert's, and their sums."""
+        return self.top_k * (self.inner + hidden_size) + hidden_size

@@ -1,0 +1,47 @@
+"""Sums what a token's experts have computed, by its shares and in the order of its experts. Knows no matrices."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from toka_async.kernels.experts.routing import Placement, Routes
+
+_BLOCK = 1024
+
+
+def add_by_token(values: Tensor, routes: Routes, placement: Placement, output: Tensor, adds: bool) -> None:
+    """Sums [r, n], a row for each place, in float32 into the output [t, n], or adds the sum to it."""
+    (num_tokens, n), top_k = output.shape, routes.ids.shape[1]
+    block = min(_BLOCK, triton.next_power_of_2(n))
+    _add_by_token[(num_tokens, triton.cdiv(n, block))](
+        values, placement.places, routes.shares, output, n=n, top_k=top_k, adds=adds, block=block, num_warps=4
+    )
+
+
+@triton.jit
+def _add_by_token(
+    values_at,
+    places_at,
+    shares_at,
+    output_at,
+    n: tl.constexpr,
+    top_k: tl.constexpr,
+    adds: tl.constexpr,
+    block: tl.constexpr,
+):
+    """One program computes `block` outputs of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    is_column = column < n
+    output_at += token * n + column
+    total = tl.zeros([block], tl.float32)
+    for rank in tl.static_range(top_k):
+        place = tl.load(places_at + token * top_k + rank).to(tl.int64)
+        share = tl.load(shares_at + token * top_k + rank)
+        values = tl.load(values_at + place * n + column, mask=is_column & (place >= 0), other=0.0)
+        total += share * values.to(tl.float32)
+    if adds:
+        total += tl.load(output_at, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(output_at, total.to(output_at.dtype.element_ty), mask=is_column)

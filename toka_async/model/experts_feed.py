@@ -1,0 +1,138 @@
+"""A mixture of experts as a `Feed` (arXiv:2401.04088): a router chooses the networks that a token passes through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from toka_async.checkpoint.experts_spec import ExpertMatrixSpec, ExpertNames, ExpertsFeedSpec
+from toka_async.checkpoint.layer_spec import LayerSpec
+from toka_async.checkpoint.quantization import BLOCK, FORMATS
+from toka_async.kernels.experts.weights import ExpertWeights
+from toka_async.model.activation_layout import ActivationLayout
+from toka_async.model.comm import Comm, LocalComm
+from toka_async.model.layers import RMSNorm
+from toka_async.model.matrices.build import build_matrix
+from toka_async.model.matrices.fp8 import list_scaled_parts
+from toka_async.model.matrices.matrix import MatrixUse
+from toka_async.model.matrices.ops import Ops
+from toka_async.model.matrices.part import WeightPart, make_unset
+from toka_async.model.matrices.scaling import FP8
+from toka_async.model.matrices.share import Share, share_of, whole_of
+
+
+@dataclass(slots=True, frozen=True)
+class _Member:
+    """A rank among those of a group, or a group among all."""
+
+    rank: int
+    size: int
+
+
+class ExpertMatrix(nn.Module):
+    """A matrix [held, n, k] of each of the rank's experts; several of a checkpoint with one input are one."""
+
+    def __init__(
+        self, spec: ExpertMatrixSpec, held: Share, outputs: Share, inputs: Share, names: Sequence[str]
+    ) -> None:
+        """held: the rank's experts. outputs: of each of the checkpoint's matrices. names: the last parts of theirs."""
+        super().__init__()
+        self.held = held
+        self.outputs = outputs
+        self.inputs = inputs
+        self.names = names
+        self.quantization = FORMATS.get(spec.format)
+        n, k = len(names) * outputs.size, inputs.size
+        self.weight = make_unset(held.size, n, k)
+        self.scales: nn.Parameter | None = None
+        if self.quantization is not None:
+            blocks = (n // BLOCK, k // BLOCK) if self.quantization.scaling == "block" else (n,)
+            self.weight = nn.Parameter(torch.empty(held.size, n, k, dtype=FP8), requires_grad=False)
+            self.scales = nn.Parameter(torch.zeros(held.size, *blocks, dtype=torch.float32), requires_grad=False)
+
+    def parts(self, names: ExpertNames) -> Iterator[tuple[str, WeightPart]]:
+        """Yields the tensors of all experts; those of other ranks have no values here."""
+        weights = self.weight.data.chunk(len(self.names), dim=1)
+        none = Share(self.outputs.total, 0, 0)
+        for number in range(self.held.total):
+            place = number - self.held.start
+            is_held = 0 <= place < self.held.size
+            share = self.outputs if is_held else none
+            for index, (name, weight) in enumerate(zip(self.names, weights, strict=True)):
+                values, full_name = weight[place] if is_held else weight[:0, 0], names.name_matrix(number, name)
+                if self.quantization is None or self.scales is None:
+                    yield f"{full_name}.weight", WeightPart(values, (share, self.inputs))
+                    continue
+                scales = self.scales.data.chunk(len(self.names), dim=1)[index]
+                scales = scales[..., None] if scales.ndim == 2 else scales
+                scales = scales[place] if is_held else scales[:0, 0]
+                yield from list_scaled_parts(self.quantization, full_name, values, scales, share, self.inputs)
+
+
+class ExpertsFeed(nn.Module):
+    """Ranks route all tokens alike. Each computes what its experts, or its units of them, make of them.
+
+    Groups of tensor ranks divide the experts, the ranks of a group their units; the sum over all ranks is that of a
+    dense feed.
+    """
+
+    def __init__(self, layer: LayerSpec, hidden_size: int, comm: Comm, ops: Ops) -> None:
+        super().__init__()
+        feed = layer.feed
+        assert isinstance(feed, ExpertsFeedSpec)
+        self.spec = feed
+        self.ops = ops
+        self.adds = comm.size == 1
+        router, gate_up, down = layer.list_feed_matrices(hidden_size)
+        assert isinstance(gate_up, ExpertMatrixSpec)
+        assert isinstance(down, ExpertMatrixSpec)
+        self.router = build_matrix(router, LocalComm(), ops)
+        group, rank = divmod(comm.rank, comm.size // feed.num_groups)
+        held = share_of(feed.num_experts, _Member(group, feed.num_groups))
+        inner = share_of(feed.inner, _Member(rank, comm.size // feed.num_groups))
+        names, hidden = feed.names, whole_of(hidden_size)
+        self.first = held.start
+        self.gate_up = ExpertMatrix(gate_up, held, inner, hidden, (names.gate, names.up))
+        self.down = ExpertMatrix(down, held, hidden, inner, (names.down,))
+        self.dtype = torch.get_default_dtype()
+        self.loads = nn.Buffer(torch.zeros(feed.num_experts, dtype=torch.int64))  # tokens that chose each expert
+        self.counted: Tensor | None = None  # see `ExpertWeights`
+
+    def forward(
+        self, hidden: Tensor | None, residual: Tensor, norm: RMSNorm, layout: ActivationLayout
+    ) -> tuple[Tensor | None, Tensor]:
+        normed, residual = norm(hidden, residual)
+        x = layout.gather(normed)
+        logits = self.router.product(self.router.take(x))
+        if self.adds:
+            return None, self.ops.mix_experts(x, logits, self.weights, residual)
+        return layout.reduce(self.ops.mix_experts(x, logits, self.weights, None)), residual
+
+    @property
+    def weights(self) -> ExpertWeights:
+        spec = self.spec
+        return ExpertWeights(
+            gate_up=self.gate_up.weight,
+            down=self.down.weight,
+            first=self.first,
+            top_k=spec.top_k,
+            renormalizes=spec.renormalizes,
+            activation=spec.activation,
+            loads=self.loads,
+            counted=self.counted,
+            gate_up_scales=self.gate_up.scales,
+            down_scales=self.down.scales,
+        )
+
+    def uses(self, normed: bool) -> Iterator[MatrixUse]:  # noqa: ARG002
+        """Yields the router of a rank alone: several must round alike, but each chooses its own fastest product."""
+        if self.adds:
+            yield MatrixUse(self.router)
+
+    def parts(self) -> Iterator[tuple[str, WeightPart]]:
+        yield from self.router.parts()
+        yield from self.gate_up.parts(self.spec.names)
+        yield from self.down.parts(self.spec.names)
