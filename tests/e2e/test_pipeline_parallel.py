@@ -18,7 +18,7 @@ TOKENS = 8
     ("layout", "tied", "victim", "family", "more"),
     [
         (Layout(pp=3), True, "rank-0-1", "qwen3", ()),
-        (Layout(pp=2, tp=2), False, "rank-0-2", "qwen3", ()),
+        pytest.param(Layout(pp=2, tp=2), False, "rank-0-2", "qwen3", (), marks=pytest.mark.slow),
         (Layout(pp=2, tp=2), False, "rank-0-3", "qwen3_moe", ("parallel.ep=2",)),
     ],
 )
@@ -47,6 +47,7 @@ def test_greedy_tokens_equal_the_reference_and_no_death_is_missed(
         assert reference.gap(prompt, tokens) < TIE
 
 
+@pytest.mark.slow
 def test_stages_quantize_what_they_load(tmp_path: Path) -> None:
     """The tokens are those of the model that the 8-bit weights stand for."""
     model = make_model(tmp_path / "model")

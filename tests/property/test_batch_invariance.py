@@ -33,6 +33,7 @@ MODELS = {
     "qwen2-derived-head": "bfloat16",
     "qwen3_moe-mixed-layers": "bfloat16",
 }
+OFTEN = ("mistral-window", "qwen3_moe-mixed-layers")  # the others are slow, and add no kind of layer
 REQUESTS = make_requests(12, longest=60, max_tokens=20)
 
 
@@ -57,7 +58,9 @@ class Model:
         return Engine(self.folder, **(shape | options))  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(
+    scope="module", params=[pytest.param(each, marks=() if each in OFTEN else pytest.mark.slow) for each in MODELS]
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     name = request.param
     folder = make_checkpoint(tmp_path_factory.mktemp(name), name.partition("-")[0], seed=1, **SHAPES[name])

@@ -131,6 +131,7 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [count_compile_threads(number) for number in (1, 2, 4, 16, 32)] == [8, 8, 4, 1, 1]
 
 
+@pytest.mark.slow
 def test_measurements_and_steps_find_their_kernels_compiled(tmp_path: Path) -> None:
     """For the same types, alignments and constants as when they run; and none is compiled by two tasks."""
     pytest.importorskip("triton")
