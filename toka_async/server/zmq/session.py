@@ -315,7 +315,7 @@ class Session:
 
     def on_prompt(self, key: int, prefilled: Prefilled) -> None:
         """See Sink. No request in columns wants log-probs of its prompt."""
-        raise NotImplementedError
+        raise AssertionError(f"request {key}: {prefilled} was not asked for")
 
     def forget(self, _keys: Int64) -> bool:
         """See Sink. What has come is the client's."""
