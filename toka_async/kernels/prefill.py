@@ -155,42 +155,15 @@ def _launch(
     assert query.is_contiguous()
     assert output.is_contiguous()
     assert group <= config.block_queries
+    operands = (query, keys, values, page_table, slots, tiles, output, parts, partial, lse, scale * LOG2E)
     if config.registers:
         from toka_async.kernels.prefill_hopper import attend_tiles
 
-        assert keys.dtype == query.dtype
-        return attend_tiles(
-            query,
-            keys,
-            values,
-            page_table,
-            slots,
-            tiles,
-            num_programs,
-            output,
-            parts,
-            partial,
-            lse,
-            scale * LOG2E,
-            window,
-            splits,
-            config.block_queries,
-            config.block_keys,
-            config.num_stages,
-            config.registers,
-        )
+        assert (keys.dtype, value_scale) == (query.dtype, 1)
+        shape = config.block_queries, config.block_keys, config.num_stages, config.registers
+        return attend_tiles(*operands, num_programs, window, splits, *shape)
     return _prefill[num_programs, kv_heads, splits](
-        query,
-        keys,
-        values,
-        page_table,
-        slots,
-        tiles,
-        output,
-        parts,
-        partial,
-        lse,
-        scale * LOG2E,
+        *operands,
         1 / value_scale,
         page_table.stride(0),
         num_queries,

@@ -42,12 +42,12 @@ def attend_tiles(
     page_table: Tensor,
     slots: Tensor,
     tiles: Tensor,
-    num_tiles: int,
     output: Tensor,
     parts: Tensor | None,
     partial: Tensor | None,
-    lse: Tensor | None,
+    lse: Tensor,
     scale: float,
+    num_tiles: int,
     window: int,
     splits: int,
     block_queries: int,
@@ -141,10 +141,6 @@ def _copy_blocks(
     """Copies the blocks of all tiles of this program, each when its place in the ring is free."""
     keys, values, page_table, slots, tiles, parts, table_stride, splits, k_ring, v_ring = copies
     k_full, k_free, v_full, v_free = bars
-    box: gl.constexpr = min(page_size, block_keys)
-    boxes: gl.constexpr = block_keys // box
-    panels: gl.constexpr = dim // 64
-    block_bytes: gl.constexpr = block_keys * dim * 2
     number = 0
     for work in range(gl.program_id(0), gl.load(tiles) * kv_heads * splits, gl.num_programs(0)):
         kv_head, _, tile, _, _, low, high = _read_tile(work, tiles, parts, splits, kv_heads, block_keys)
@@ -153,23 +149,41 @@ def _copy_blocks(
             stage = number % stages
             phase = (number // stages & 1) ^ 1
             mbarrier.wait(k_free.index(stage), phase)
-            mbarrier.expect(k_full.index(stage), block_bytes)
-            for i in gl.static_range(boxes):
-                # Beyond the last key, its own page is copied again: the table says nothing there.
-                first = gl.minimum(start + i * box, high - 1) // box * box
-                place = (gl.load(table + first // page_size) * kv_heads + kv_head) * page_size + first % page_size
-                for panel in gl.static_range(panels):
-                    to = k_ring.index((stage * panels + panel) * boxes + i)
-                    tma.async_copy_global_to_shared(keys, [place, panel * 64], k_full.index(stage), to)
+            full = k_full.index(stage)
+            _copy_block(keys, table, start, high, kv_head, k_ring, full, stage, kv_heads, page_size, block_keys, dim)
             mbarrier.wait(v_free.index(stage), phase)
-            mbarrier.expect(v_full.index(stage), block_bytes)
-            for i in gl.static_range(boxes):
-                first = gl.minimum(start + i * box, high - 1) // box * box
-                place = (gl.load(table + first // page_size) * kv_heads + kv_head) * page_size + first % page_size
-                for panel in gl.static_range(panels):
-                    to = v_ring.index((stage * panels + panel) * boxes + i)
-                    tma.async_copy_global_to_shared(values, [place, panel * 64], v_full.index(stage), to)
+            full = v_full.index(stage)
+            _copy_block(values, table, start, high, kv_head, v_ring, full, stage, kv_heads, page_size, block_keys, dim)
             number += 1
+
+
+@gluon.jit
+def _copy_block(
+    pages,
+    table,
+    start,
+    high,
+    kv_head,
+    ring,
+    full,
+    stage,
+    kv_heads: gl.constexpr,
+    page_size: gl.constexpr,
+    block_keys: gl.constexpr,
+    dim: gl.constexpr,
+):
+    """Copies a block from the row's keys or values; `full` is done when all of it has come."""
+    box: gl.constexpr = min(page_size, block_keys)
+    boxes: gl.constexpr = block_keys // box
+    panels: gl.constexpr = dim // 64
+    mbarrier.expect(full, block_keys * dim * 2)
+    for i in gl.static_range(boxes):
+        # Beyond the last key, its own page is copied again: the table says nothing there.
+        first = gl.minimum(start + i * box, high - 1) // box * box
+        place = (gl.load(table + first // page_size) * kv_heads + kv_head) * page_size + first % page_size
+        for panel in gl.static_range(panels):
+            to = ring.index((stage * panels + panel) * boxes + i)
+            tma.async_copy_global_to_shared(pages, [place, panel * 64], full, to)
 
 
 @gluon.jit
