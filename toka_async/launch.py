@@ -7,9 +7,8 @@ nor of models beyond their files.
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterable
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -19,18 +18,21 @@ from toka_async.checkpoint.division import check_division, group_experts
 from toka_async.checkpoint.generation import read_generation_defaults
 from toka_async.checkpoint.hub import resolve_model, resolve_tokenizer
 from toka_async.checkpoint.spec import ModelError, read_spec
-from toka_async.config import Config, ParallelConfig
+from toka_async.config import Config, ConfigError, ParallelConfig
 from toka_async.listening import check_direct, find_exposures, find_url, open_listener, raise_limits
 from toka_async.logs import announce, configure_parent
-from toka_async.procs.child import BatchJob, ChildSpec, Resources, Started, Status
+from toka_async.nodes.leading import open_leader
+from toka_async.procs.child import BatchJob, ChildSpec, Prepared, Resources, Started, Status
+from toka_async.procs.launched import Launch, make_launch
+from toka_async.replica_lives import ReplicaLives, find_local_places, list_replica, make_layout, name_leader
 from toka_async.server.access.keys import read_keys
 from toka_async.server.access.origins import read_origins
 from toka_async.server.http.tls import tls_context
 from toka_async.socket_folder import socket_folder
 from toka_async.start_report import start_lines
 from toka_async.startup.progress import StartupProgress
-from toka_async.supervisor import Launch, Supervisor
-from toka_async.topology import Layout, local_topology
+from toka_async.supervisor import Supervisor
+from toka_async.topology import local_topology
 
 BATCH_DRAIN = 5.0  # seconds for a stopped batch to keep what is done
 
@@ -58,11 +60,8 @@ def serve(config: Config) -> int:
                 say(line)
             announce(f"toka-async: serving {spec.served_name} at {url}")
 
-        with _make_supervisor(spec, config.server.drain_timeout, ranks.hear) as supervisor:
-            for child in _list_children(spec):
-                supervisor.start(_make_launch(child))
-            listener.close()  # only the server keeps it, so connections are refused once it stops
-            return supervisor.run(on_started)
+        # Only the server keeps the listener, so that connections are refused once it stops.
+        return _run(spec, config.server.drain_timeout, on_started, ranks.hear, listener.close)
 
 
 def warm(config: Config) -> int:
@@ -71,13 +70,16 @@ def warm(config: Config) -> int:
     FlashInfer's modules are compiled in the foreground. Nothing listens and nothing is served.
 
     Raises:
+        ConfigError: several machines are configured.
         ModelError: as in `serve`.
     """
+    if config.cluster.nodes > 1:
+        raise ConfigError(f"cluster.nodes={config.cluster.nodes}: warm each machine by a start; use 1 here")
     say, ranks = configure_parent(config.log.format), _Ranks(msgspec.structs.replace(config.parallel, dp=1))
     model_dir, tokenizer_dir = _find_files(config)
     with socket_folder() as folder:
         spec = msgspec.structs.replace(_make_spec("server", config, folder, model_dir, tokenizer_dir), warm=True)
-        children = [child for child in _list_replica(spec, replica=0) if child.role == "rank"]
+        children = [child for child in list_replica(spec, find_local_places(spec, 0, 0), 0) if child.role == "rank"]
         num_started = 0
 
         def on_status(status: Status) -> int | None:
@@ -90,9 +92,9 @@ def warm(config: Config) -> int:
             for line in ranks.take_lines():
                 say(line)
 
-        with _make_supervisor(spec, 0.0, on_status) as supervisor:
+        with Supervisor(0.0, None, on_status, config.server.hang_timeout, say) as supervisor:
             for child in children:
-                supervisor.start(_make_launch(child))
+                supervisor.start(make_launch(child))
             code = supervisor.run(on_started)
         return code if num_started == len(children) else code or 1
 
@@ -118,10 +120,7 @@ def run_batch(config: Config, job: BatchJob, show: Callable[[Status], int | None
 
     with socket_folder() as folder:
         spec = msgspec.structs.replace(_make_spec("batch", config, folder, model_dir, tokenizer_dir), job=job)
-        with _make_supervisor(spec, BATCH_DRAIN, on_status) as supervisor:
-            for child in _list_children(spec):
-                supervisor.start(_make_launch(child))
-            return supervisor.run(on_started)
+        return _run(spec, BATCH_DRAIN, on_started, on_status)
 
 
 class _Ranks:
@@ -148,7 +147,7 @@ def _make_spec(
     return ChildSpec(
         role=role,
         config=config,
-        topology=local_topology(folder, Layout(config.parallel.dp, config.parallel.pp, config.parallel.tp)),
+        topology=local_topology(folder, make_layout(config)),
         model_dir=str(model_dir),
         tokenizer_dir=str(tokenizer),
         served_name=config.model.served_name or config.model.path,
@@ -156,15 +155,40 @@ def _make_spec(
     )
 
 
-def _make_supervisor(
-    spec: ChildSpec, drain_timeout: float, on_status: Callable[[Status], int | None] = lambda _status: None
-) -> Supervisor:
-    def relaunch(replica: int, life: int) -> Iterator[Launch]:
-        return map(_make_launch, _list_replica(spec, replica, life))
+def _run(
+    first: ChildSpec,
+    drain_timeout: float,
+    on_started: Callable[[], None],
+    on_status: Callable[[Status], int | None],
+    on_first: Callable[[], object] = lambda: None,
+) -> int:
+    """Run the first process, which is the server or the batch, with all replicas; returns the exit code.
 
-    config = spec.config
-    say, several = configure_parent(config.log.format), config.parallel.dp > 1
-    return Supervisor(drain_timeout, relaunch if several else None, on_status, config.server.hang_timeout, say)
+    on_first: called when the first process has been started. Raises ConfigError if agents cannot join at
+    `cluster.address`.
+    """
+    config, say = first.config, configure_parent(first.config.log.format)
+    leader = open_leader(config.cluster) if config.cluster.nodes > 1 else None
+    first = first if leader is None else name_leader(first, leader)
+
+    def relaunch(replica: int, life: int) -> Iterable[Launch]:
+        return lives.begin(replica, life)
+
+    def hear(status: Status) -> int | None:
+        if isinstance(status, Prepared):
+            lives.start(status)
+        return on_status(status)
+
+    can_lose = config.parallel.dp > 1 or leader is not None
+    supervisor = Supervisor(drain_timeout, relaunch if can_lose else None, hear, config.server.hang_timeout, say)
+    with supervisor, nullcontext() if leader is None else closing(leader):
+        supervisor.start(make_launch(first))
+        on_first()
+        lives = ReplicaLives(first, supervisor, leader)
+        for replica in range(config.parallel.dp):
+            for launch in lives.begin(replica, 0):
+                supervisor.start(launch)
+        return supervisor.run(on_started)
 
 
 def _find_files(config: Config) -> tuple[Path, Path]:
@@ -184,27 +208,3 @@ def _find_files(config: Config) -> tuple[Path, Path]:
     if template and not Path(template).is_file():
         raise ModelError(f"model.chat_template={template}: no such file")
     return model_dir.absolute(), tokenizer_dir.absolute()
-
-
-def _list_children(server: ChildSpec) -> Iterator[ChildSpec]:
-    """The processes, in the order in which they are stopped."""
-    yield server
-    for replica in range(len(server.topology.ranks)):
-        yield from _list_replica(server, replica)
-
-
-def _list_replica(server: ChildSpec, replica: int, life: int = 0) -> Iterator[ChildSpec]:
-    scheduler = msgspec.structs.replace(server, role="scheduler", listen_fd=-1, replica=replica, life=life)
-    yield scheduler
-    for rank in range(len(server.topology.ranks[replica])):
-        yield msgspec.structs.replace(scheduler, role="rank", rank=rank)
-
-
-def _make_launch(child: ChildSpec) -> Launch:
-    return Launch(
-        name=child.name,
-        command=[sys.executable, "-m", "toka_async.procs", child.name],
-        spec=msgspec.json.encode(child),
-        replica=-1 if child.role in ("server", "batch") else child.replica,
-        inherit=[child.listen_fd] if child.listen_fd >= 0 else [],
-    )

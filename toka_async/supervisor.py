@@ -14,12 +14,10 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Self
-
-import msgspec
 
 from toka_async.bar import format_count
 from toka_async.heartbeats import Heartbeats
@@ -34,108 +32,27 @@ from toka_async.procs.child import (
     Fatal,
     Lost,
     Memory,
-    Order,
+    Remote,
+    RemoteGone,
     Silent,
     Started,
     Status,
-    Stop,
 )
+from toka_async.procs.launched import STATUSES, STOP_TIMEOUT, Child, Launch, RemoteChild
 from toka_async.restarts import Restarts
 
 ECHO = 1.0  # seconds within which a second signal is the same one, sent to the parent and to its group
 FAIL_TIMEOUT = 2.0  # seconds for the server to tell its clients of the failure
 START_PATIENCE = 10  # factor of the timeout for a child of a restarted replica: it loads and compiles
-STOP_TIMEOUT = 3.0  # seconds for a child to exit after the order
-
-_STATUSES: msgspec.json.Decoder[Status] = msgspec.json.Decoder(Status)
 
 
 class ChildError(Exception):
     """A child ended, or is about to, without an order. `user`: the message is all that the user needs."""
 
-    def __init__(self, message: str, child: Child, *, user: bool = False) -> None:
+    def __init__(self, message: str, child: Child | RemoteChild, *, user: bool = False) -> None:
         super().__init__(message)
         self.child = child
         self.user = user
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A child to be started. `spec` is the first line on its standard input.
-
-    replica: its replica, -1: none. inherit: descriptors that it keeps under the same numbers.
-    """
-
-    name: str
-    command: Sequence[str]
-    spec: bytes
-    replica: int = -1
-    inherit: Sequence[int] = ()
-
-
-class Child:
-    def __init__(self, launch: Launch) -> None:
-        self.name = launch.name
-        self.replica = launch.replica
-        self.started = False
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # inherited: none can kill a starting child
-        try:
-            self.process = subprocess.Popen(
-                launch.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=launch.inherit, bufsize=0
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self._orders = self.process.stdin
-        self.status_fd = self.process.stdout.fileno()
-        self._rest = b""
-        self._write(launch.spec + b"\n")
-
-    def order(self, order: Order) -> None:
-        self._write(msgspec.json.encode(order) + b"\n")
-
-    def read_statuses(self) -> list[Status] | None:
-        """Read the statuses since the last call; None: the child has ended. Blocks if there is nothing to read."""
-        data = os.read(self.status_fd, 65536)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        return [_STATUSES.decode(line) for line in lines] if data else None
-
-    def stop(self) -> None:
-        """Order the child to exit, and kill it after STOP_TIMEOUT. Returns when it has ended."""
-        self.order(Stop())
-        with contextlib.suppress(OSError):
-            self._orders.close()
-        try:
-            self.process.wait(STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-    def kill(self) -> None:
-        """Kill the child. Returns when it has ended, or after STOP_TIMEOUT if a driver holds it."""
-        self.process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(STOP_TIMEOUT)
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
-
-    def describe_end(self) -> str:
-        """Wait for the exit of a child whose status pipe has closed, and describe it."""
-        try:
-            code = self.process.wait(STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            return f"{self.name} closed its status pipe"
-        return (
-            f"{self.name} was killed by {_signal_name(-code)}" if code < 0 else f"{self.name} exited with code {code}"
-        )
-
-    def _write(self, data: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError, ValueError):  # the child is dead, or `stop` closed the pipe
-            self._orders.write(data)
 
 
 class Supervisor:
@@ -168,7 +85,8 @@ class Supervisor:
         self._hang_timeout = hang_timeout
         self._beats = Heartbeats(hang_timeout, time.monotonic)
         self._silent: tuple[str, ...] = ()
-        self._children: list[Child] = []
+        self._children: list[Child | RemoteChild] = []
+        self._heard: deque[tuple[Child | RemoteChild | None, Status | None]] = deque()
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
 
@@ -189,6 +107,10 @@ class Supervisor:
         self._selector.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
+
+    def start_remote(self, launch: Launch, via: Child) -> None:
+        """Start a rank on another machine, through the coordinator."""
+        self._children.append(RemoteChild(launch, via))
 
     def start(self, launch: Launch) -> Child:
         child = Child(launch)
@@ -216,16 +138,14 @@ class Supervisor:
             return 2 if failure.user and not (started and failure.child.replica >= 0) else 1
 
     def _wait_started(self) -> bool:
-        """Wait for all children; False if a signal came first."""
-        waiting = set(self._children)
-        while waiting:
+        """Wait for all children, also for those that are added meanwhile; False if a signal came first."""
+        while not all(child.started for child in self._children):
             for child, status in self._wait_events():
                 if child is None:
                     self._say("stopped before it was ready")
                     return False
                 if isinstance(status, Started):
                     child.started = True
-                    waiting.discard(child)
         return True
 
     def _wait_signal(self) -> None:
@@ -271,7 +191,7 @@ class Supervisor:
         self._lose(failure.child.replica, str(failure))
         return True
 
-    def _handle_events(self, timeout: float | None) -> Iterator[tuple[Child | None, Status | None]]:
+    def _handle_events(self, timeout: float | None) -> Iterator[tuple[Child | RemoteChild | None, Status | None]]:
         """Like `_wait_events`, but handles statuses of the supervisor, and deaths that it survives."""
         try:
             for child, status in self._wait_events(timeout):
@@ -287,7 +207,7 @@ class Supervisor:
             if not self._handle_death(failure):
                 raise
 
-    def _note_started(self, child: Child) -> None:
+    def _note_started(self, child: Child | RemoteChild) -> None:
         child.started = True
         self._beats.note_answered(child.name)
         if all(each.started for each in self._children if each.replica == child.replica):
@@ -297,7 +217,8 @@ class Supervisor:
     def _lose(self, replica: int, reason: str) -> None:
         """Kill the rest of the replica, let the server end its requests, and schedule a restart."""
         for child in [child for child in self._children if child.replica == replica]:
-            self._selector.unregister(child.status_fd)
+            if isinstance(child, Child):
+                self._selector.unregister(child.status_fd)
             self._children.remove(child)
             self._beats.forget(child.name)
             child.kill()
@@ -306,11 +227,10 @@ class Supervisor:
         self._children[0].order(Lost(replica, self._restarts.life(replica), reason))
 
     def _drain(self) -> int:
-        server = self._children[0]
         signalled = time.monotonic()
         deadline = signalled + self._drain_timeout + STOP_TIMEOUT
         self._say(f"finishing running requests, for {self._drain_timeout:g} s at most; a second signal stops at once")
-        server.order(Drain(self._drain_timeout))
+        self._server.order(Drain(self._drain_timeout))
         while (now := time.monotonic()) < deadline:
             for child, status in self._handle_events(deadline - now):
                 if isinstance(status, Drained):
@@ -327,40 +247,63 @@ class Supervisor:
 
     def _fail(self, reason: str) -> None:
         """Give the server time to tell its clients, if it lives."""
-        server = self._children[0]
-        server.order(Fail(reason))
+        for child in self._children:
+            if child.replica < 0:
+                child.order(Fail(reason))
         with contextlib.suppress(subprocess.TimeoutExpired):
-            server.process.wait(FAIL_TIMEOUT)
+            self._server.process.wait(FAIL_TIMEOUT)
 
-    def _wait_events(self, timeout: float | None = None) -> Iterator[tuple[Child | None, Status | None]]:
-        """Wait for events: (child, status), or (None, None) for a signal.
+    @property
+    def _server(self) -> Child:
+        server = self._children[0]
+        assert isinstance(server, Child)
+        return server
+
+    def _wait_events(self, timeout: float | None = None) -> Iterator[tuple[Child | RemoteChild | None, Status | None]]:
+        """Wait for events: (child, status), or (None, None) for a signal. What is not taken comes at the next call.
 
         Raises:
             ChildError: a child has ended or reports that it will.
         """
-        for key, _ in self._selector.select(timeout):
-            child: Child | None = key.data
+        if not self._heard:
+            for key, _ in self._selector.select(timeout):
+                self._hear(key.data)
+        while self._heard:
+            child, status = self._heard.popleft()
             if child is None:
-                os.read(self._wake_read, 4096)
                 yield None, None
-                continue
-            statuses = child.read_statuses()
-            if statuses is None:
-                raise ChildError(child.describe_end(), child)
-            for status in statuses:
-                if isinstance(status, Fatal):
-                    message = status.message if status.user else f"{child.name}: {status.message}"
-                    raise ChildError(message, child, user=status.user)
-                if self._code is None:
-                    self._code = self._on_status(status)
-                yield child, status
+            elif child in self._children:
+                yield from self._read_status(child, status)
 
+    def _hear(self, child: Child | None) -> None:
+        """Read what a child, or a signal (None), has written."""
+        if child is None:
+            os.read(self._wake_read, 4096)
+            self._heard.append((None, None))
+            return
+        lines = child.read_lines()
+        self._heard.extend([(child, None)] if lines is None else [(child, STATUSES.decode(line)) for line in lines])
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    def _read_status(
+        self, child: Child | RemoteChild, status: Status | None
+    ) -> Iterator[tuple[Child | RemoteChild, Status]]:
+        """Yield the status with the child that it is of. Raises ChildError; status None: the child has ended."""
+        if status is None:
+            assert isinstance(child, Child)
+            raise ChildError(child.describe_end(), child)
+        if isinstance(status, Remote | RemoteGone):
+            rank = next((each for each in self._children if each.name == status.name), None)
+            if rank is None:
+                return  # its replica was lost meanwhile
+            if isinstance(status, RemoteGone):
+                raise ChildError(status.message, rank)
+            child, status = rank, STATUSES.decode(status.status)
+        if isinstance(status, Fatal):
+            message = status.message if status.user else f"{child.name}: {status.message}"
+            raise ChildError(message, child, user=status.user)
+        if self._code is None:
+            self._code = self._on_status(status)
+        yield child, status
 
 
 def _is_wanted(number: int) -> bool:

@@ -26,6 +26,7 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "listening": set(),
     "socket_folder": set(),
     "batches": set(),
+    "nodes": {"transport"},
     "kernels": set(),
     "attention": {"checkpoint", "kernels"},
     "model": {"checkpoint", "attention", "kernels"},
@@ -37,7 +38,7 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
 FAMILIES["procs"] = set(FAMILIES) - {"client"}
 TOP = {  # L4
     *("cli", "__main__", "launch", "supervisor", "restarts", "heartbeats", "capacity", "bench"),
-    "start_report",
+    *("start_report", "replica_lives"),
 }
 EXTERNAL = {  # all that these may import from elsewhere
     "": {"msgspec", "numpy"},

@@ -16,8 +16,10 @@ from tests.processes.children import SAY, command
 from tests.processes.serving import wait_until_gone
 from toka_async import restarts
 from toka_async import supervisor as module
+from toka_async.procs import launched
 from toka_async.procs.child import Beat, Finished, Status
-from toka_async.supervisor import Child, Launch, Supervisor
+from toka_async.procs.launched import Child, Launch
+from toka_async.supervisor import Supervisor
 
 WORKER = SAY + "started(); read()"
 SERVER = (
@@ -37,7 +39,8 @@ INTERRUPT = "os.kill(os.getppid(), signal.SIGTERM)"
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STOP_TIMEOUT", 0.5)
+    for each in (module, launched):
+        monkeypatch.setattr(each, "STOP_TIMEOUT", 0.5)
     monkeypatch.setattr(module, "FAIL_TIMEOUT", 0.5)
 
 
@@ -46,7 +49,7 @@ def supervisor() -> Iterator[Supervisor]:
     """A supervisor whose children are all gone afterwards."""
     with Supervisor(drain_timeout=0.3) as running:
         yield running
-        children = running._children
+        children = [child for child in running._children if isinstance(child, Child)]
     assert all(child.process.returncode is not None for child in children)
 
 
@@ -146,7 +149,8 @@ def test_children_inherit_only_what_they_are_given(supervisor: Supervisor, tmp_p
 
 PARENT = f"""
 import sys
-from toka_async.supervisor import Launch, Supervisor
+from toka_async.procs.launched import Launch
+from toka_async.supervisor import Supervisor
 with Supervisor(drain_timeout=1) as supervisor:
     for name in ("server", "rank-0-0"):
         child = supervisor.start(Launch(name, [sys.executable, "-I", "-S", "-c", {WORKER!r}], b"spec"))
@@ -212,7 +216,7 @@ class Replicas:
             for replica in range(2):
                 for launch in self.launch(replica, 0):
                     supervisor.start(launch)
-            children = supervisor._children
+            children = [child for child in supervisor._children if isinstance(child, Child)]
 
             def kill() -> None:
                 for child in children:

@@ -9,7 +9,9 @@ import pytest
 from tests.processes.children import SAY, command
 from toka_async import restarts
 from toka_async import supervisor as module
-from toka_async.supervisor import Launch, Supervisor
+from toka_async.procs import launched
+from toka_async.procs.launched import Child, Launch
+from toka_async.supervisor import Supervisor
 
 ANSWERS = (
     SAY
@@ -34,7 +36,8 @@ STOPPED = SAY + "started(); os.kill(os.getpid(), signal.SIGSTOP)"
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STOP_TIMEOUT", 0.5)
+    for each in (module, launched):
+        monkeypatch.setattr(each, "STOP_TIMEOUT", 0.5)
     monkeypatch.setattr(module, "FAIL_TIMEOUT", 0.5)
 
 
@@ -59,7 +62,7 @@ def test_a_child_that_hangs_ends_everything(capfd: pytest.CaptureFixture[str]) -
         supervisor.start(Launch("scheduler-0", answers("scheduler"), b"spec", 0))
         supervisor.start(Launch("rank-0-0", command(STOPPED), b"spec", 0))
         assert supervisor.run(lambda: None) == 1
-        children = supervisor._children
+        children = [child for child in supervisor._children if isinstance(child, Child)]
     assert [child.process.returncode for child in children] == [0, 0, -signal.SIGKILL]
     err = capfd.readouterr().err
     assert "toka-async: rank-0-0 has not answered for 0.4 s\n" in err

@@ -39,6 +39,8 @@ def _run(options: argparse.Namespace) -> int:
     match options.command:
         case "serve":
             return _run_serve(_load_configuration(options))
+        case "node":
+            return _run_node(options)
         case "warm":
             return _run_warm(_load_configuration(options))
         case "batch":
@@ -72,6 +74,29 @@ def _run_serve(config: Config) -> int:
         return serve(config)
     except ModelError as error:
         return _report_error(error)
+
+
+def _run_node(options: argparse.Namespace) -> int:
+    """Serve as the leader, or run this machine's agent."""
+    from toka_async.nodes.placing import find_place
+
+    place = find_place(options.leader, options.index, options.size, os.environ)
+    cluster = [f"cluster.nodes={place.size}", f"cluster.address={place.leader}"] if place.size > 1 else []
+    cluster += [f"cluster.interface={options.interface}"] if options.interface else []
+    is_given = options.config is not None or bool(options.overrides)
+    overrides = complete_overrides(options.overrides, has_model=True)
+    # Without a configuration of its own, a machine cannot know how many stages there are.
+    stages = [] if is_given or not place.index else [f"parallel.pp={place.size}"]
+    config = load_config(options.config, [*overrides, *stages, *cluster])
+    if place.index == 0:
+        return _run_serve(config)
+    from toka_async.procs.node import run_agent
+
+    end = run_agent(place, config, options.interface, has_settings=is_given)
+    if end.code:
+        return _report_error(end.message, code=end.code)
+    print(f"toka-async: {end.message}", file=sys.stderr)
+    return 0
 
 
 def _run_warm(config: Config) -> int:

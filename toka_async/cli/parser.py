@@ -40,6 +40,11 @@ often used, and accepted as other engines write them:
   --max-num-seqs N                 schedule.max_seqs
   --max-num-batched-tokens N       schedule.max_tokens
 """
+NODE_ENVIRONMENT = """\
+Defaults come from LWS_LEADER_ADDRESS, LWS_WORKER_INDEX, LWS_GROUP_SIZE, or from
+SLURM_JOB_NODELIST, SLURM_NODEID, SLURM_NNODES. All machines need the same secret
+in TOKA_CLUSTER_KEY. A machine without a configuration takes the leader's.
+"""
 RESOLVED = """\
 The output can be served with --config. `auto` is resolved as far as possible
 without a start.
@@ -116,6 +121,7 @@ def _make_parser() -> _Parser:
     serve = command("serve", "serve a model over HTTP until SIGTERM or SIGINT")
     _add_configuration(serve)
     serve.epilog = f"{OFTEN_USED}\n{KEYS}"
+    _add_node(command("node", "be one of several machines that serve a model; the first one (--index 0) is the leader"))
     _add_configuration(command("warm", "compile and measure ahead what a start would, and end: for images"))
     _add_ping(command("ping", "ask a running server; with -n: many samples and their vote"))
     _add_chat(command("chat", "talk with a running server in the terminal"))
@@ -132,6 +138,19 @@ def _make_parser() -> _Parser:
     add_benchmarks(_add_commands(command("bench", "run a benchmark"), "benchmark"))
     command("version", "print the version")
     return parser
+
+
+def _add_node(parser: _Parser) -> None:
+    parser.add_argument(
+        "--leader", default="", metavar="ADDRESS", help="tcp://HOST:PORT of the leader; default: from the environment"
+    )
+    parser.add_argument("--index", type=int, metavar="K", help="this machine's number; 0: the leader")
+    parser.add_argument("--size", type=int, metavar="M", help="number of machines")
+    parser.add_argument(
+        "--interface", default="", metavar="NAME", help="network interface to the others; default: the route's"
+    )
+    _add_configuration(parser)
+    parser.epilog = f"{NODE_ENVIRONMENT}\n{KEYS}"
 
 
 def _add_ping(parser: _Parser) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from toka_async.config.renamed import GONE, RENAMED
-from toka_async.config.sections import Config, Section, SimulatedConfig
+from toka_async.config.sections import ClusterConfig, Config, Section, SimulatedConfig
 from toka_async.config.text import describe_type, format_value, list_choices, read_meaning
 
 SIMILAR = 0.5  # least similarity of a hint, of 1
@@ -85,6 +85,11 @@ def check_renamed(key: str) -> None:
         raise ConfigError(f"{key} is now {RENAMED[key]}")
     if key in GONE:
         raise ConfigError(f"{key} is gone: {GONE[key]}")
+
+
+def list_settings(config: Config) -> dict[str, str]:
+    """List every key with its value as text, except those that say which machine this is."""
+    return {field.key: field.default for field in describe(config) if not field.key.startswith("cluster.")}
 
 
 def is_flag(key: str) -> bool:
@@ -179,10 +184,25 @@ def _check(config: Config) -> None:
         raise ConfigError(f"attention.backend={backend}: needs model.device=cuda, got {config.model.device}; use auto")
     if backend == "flashinfer" and config.model.dtype == "float32":
         raise ConfigError("attention.backend=flashinfer: expected model.dtype bfloat16 or float16; use auto or triton")
+    _check_cluster(config)
     if config.model.batch_invariant:
         _check_batch_invariant(config)
     if not config.model.path:
         raise ConfigError("model.path: expected a model directory, a hub id, or demo, got ''")
+
+
+def _check_cluster(config: Config) -> None:
+    """Refuses stages that machines cannot divide: ranks of one stage talk after every layer, so they stay together."""
+    nodes, parallel = config.cluster.nodes, config.parallel
+    if nodes == 1 and config.cluster != ClusterConfig():
+        raise ConfigError("cluster: its keys need cluster.nodes above 1")
+    if nodes > 1 and not config.cluster.address:
+        raise ConfigError(f"cluster.nodes={nodes}: needs cluster.address, such as tcp://10.0.0.1:10212")
+    if parallel.pp % nodes:
+        raise ConfigError(
+            f"parallel.pp={parallel.pp}: expected a multiple of cluster.nodes={nodes}, since every machine has equally "
+            f"many stages; parallel.tp={parallel.tp} divides a stage within its machine"
+        )
 
 
 def _check_batch_invariant(config: Config) -> None:

@@ -343,6 +343,29 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         return self.pp + (self.pp > 1) if self.pp_micro_batches == "auto" else self.pp_micro_batches
 
 
+class ClusterConfig(Section, frozen=True, kw_only=True):
+    nodes: Annotated[
+        int, Meta(ge=1, le=1024, description="machines of each replica, which divide its pipeline stages equally")
+    ] = 1
+    address: Annotated[
+        str,
+        Meta(
+            description="where the leader waits for the other machines: tcp://HOST:PORT, an address of its own that "
+            "they reach; port 0: a free one; no port: 10212"
+        ),
+    ] = ""
+    interface: Annotated[
+        str,
+        Meta(description="network interface of the leader's machine to the others; empty: that of cluster.address"),
+    ] = ""
+    join_timeout: Annotated[
+        float, Meta(gt=0, le=LONGEST, description="seconds at a start for all machines to join, and for one to rejoin")
+    ] = 300.0
+    insecure: Annotated[bool, Meta(description="let machines join without the shared secret in TOKA_CLUSTER_KEY")] = (
+        False
+    )
+
+
 class AttentionConfig(Section, frozen=True, kw_only=True):
     backend: Annotated[
         Literal["auto", "reference", "triton", "flashinfer"],
@@ -422,6 +445,7 @@ class Config(Section, frozen=True, kw_only=True):
     cache: CacheConfig = msgspec.field(default_factory=CacheConfig)
     schedule: ScheduleConfig = msgspec.field(default_factory=ScheduleConfig)
     parallel: ParallelConfig = msgspec.field(default_factory=ParallelConfig)
+    cluster: ClusterConfig = msgspec.field(default_factory=ClusterConfig)
     attention: AttentionConfig = msgspec.field(default_factory=AttentionConfig)
     graphs: GraphsConfig = msgspec.field(default_factory=GraphsConfig)
     tuning: TuningConfig = msgspec.field(default_factory=TuningConfig)

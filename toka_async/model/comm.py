@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 T = TypeVar("T")
 # The supervisor notices a dead rank; ranks may be minutes apart only while they load weights.
 TIMEOUT = timedelta(minutes=10)
+JOIN_TIMEOUT = timedelta(minutes=5)  # for ranks to find each other
 
 
 class Comm(Protocol):
@@ -135,22 +138,36 @@ class DistributedComm:
         return agreed
 
 
-def join(address: str, rank: int, size: int, device: torch.device) -> Comm:
+def join(address: str, rank: int, size: int, device: torch.device, listen_fd: int = -1) -> Comm:
     """Joins a group of `size` ranks and waits until all are there; a rank that is alone starts nothing.
 
-    address: the rendezvous of `torch.distributed.init_process_group`. Raises RuntimeError when others do not come in
-    time.
+    address: where they meet, a file:// or tcp:// URL. listen_fd: rank 0's socket that listens there already, if the
+    URL is of TCP. Raises RuntimeError when others do not come in time.
     """
     if size == 1:
         return LocalComm()
-    on_gpu = device.type == "cuda"
+    on_gpu, store = device.type == "cuda", make_store(address, rank, size, listen_fd)
+    store.set_timeout(JOIN_TIMEOUT)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        init_method=address,
+        store=store,
         rank=rank,
         world_size=size,
         timeout=TIMEOUT,
         device_id=device if on_gpu else None,
     )
+    store.set_timeout(TIMEOUT)  # groups exchange addresses at their first use, which may be after the weights
     assert dist.group.WORLD is not None
     return DistributedComm(dist.group.WORLD, device)
+
+
+def make_store(address: str, rank: int, size: int, listen_fd: int) -> Store:
+    """Makes what the ranks find each other through. Raises RuntimeError when it cannot be reached."""
+    url = urlsplit(address)
+    if url.scheme == "file":
+        return FileStore(url.path, size)
+    assert url.hostname is not None
+    assert url.port is not None
+    is_master = rank == 0
+    fd = listen_fd if is_master and listen_fd >= 0 else None
+    return TCPStore(url.hostname, url.port, size, is_master, JOIN_TIMEOUT, wait_for_workers=False, master_listen_fd=fd)

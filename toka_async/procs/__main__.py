@@ -30,6 +30,14 @@ def run(link: ParentLink) -> None:
             from toka_async.procs import batch
 
             batch.run(link)
+        case "coordinator":
+            from toka_async.procs import coordinator
+
+            coordinator.run(link)
+        case "node":
+            from toka_async.procs import node
+
+            node.run(link)
         case "scheduler":
             from toka_async.procs import scheduler
 

@@ -24,7 +24,7 @@ import msgspec
 from toka_async.config import Config
 from toka_async.logs import catch_stray_lines, configure
 from toka_async.socket_folder import remove_folder
-from toka_async.topology import Topology
+from toka_async.topology import Places, SharedKeys, Topology
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the parent decides on them; children ignore them
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent dies
@@ -44,25 +44,30 @@ class BatchJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
-    role: Literal["server", "batch", "scheduler", "rank"]  # batch: takes the server's place
+    role: Literal["server", "batch", "coordinator", "node", "scheduler", "rank"]  # batch: takes the server's place
     replica: int = 0
     rank: int = 0  # within the replica
     life: int = 0  # how often the replica was restarted
     config: Config
     topology: Topology
+    places: Places = Places()  # of the replica's life
     model_dir: str
     tokenizer_dir: str
     served_name: str
-    folder: str  # holds the sockets; children remove it if the parent was killed
-    listen_fd: int = -1  # the server's listening socket
+    folder: str = ""  # holds the sockets; children remove it if the parent was killed
+    listen_fd: int = -1  # a socket that listens at the process's address already
+    group_fd: int = -1  # a rank's socket that listens where the ranks meet
+    interface: str = ""  # a rank's network interface to other machines
     job: BatchJob | None = None
     warm: bool = False  # nothing is served: what a start compiles and measures is left on the disk
 
     @property
     def name(self) -> str:
         match self.role:
-            case "server" | "batch":
+            case "server" | "batch" | "coordinator":
                 return self.role
+            case "node":
+                return "node-0"
             case "scheduler":
                 return f"scheduler-{self.replica}"
             case "rank":
@@ -150,7 +155,7 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fail(msgspec.Struct, frozen=True, tag=True):
-    """Parent -> server: the engine has failed; tell all clients and exit."""
+    """Parent -> server: the engine has failed; tell all clients and exit. The coordinator tells all machines."""
 
     reason: str
 
@@ -167,8 +172,60 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Parent -> child: exit now. An end of the pipe without it means that the parent was killed."""
 
 
-Status = Started | Fatal | Drained | Advanced | Finished | Alive
-Order = Drain | Fail | Lost | Stop | Beat | Silent | Memory
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """Parent -> coordinator: prepare a replica's life on all machines, and answer with Prepared."""
+
+    replica: int
+    life: int
+
+
+class Prepared(msgspec.Struct, frozen=True, tag=True):
+    """Coordinator -> parent: ranks of the life can be started; see `Places`."""
+
+    replica: int
+    life: int
+    ranks: tuple[str, ...]
+    group: str
+    keys: SharedKeys
+
+
+class StartRemote(msgspec.Struct, frozen=True, tag=True):
+    """Parent -> coordinator: start a rank on its machine. spec: as JSON."""
+
+    name: str
+    rank: int
+    spec: bytes
+
+
+class OrderRemote(msgspec.Struct, frozen=True, tag=True):
+    """Parent -> coordinator: pass an order on, as JSON."""
+
+    name: str
+    order: bytes
+
+
+class KillRemote(msgspec.Struct, frozen=True, tag=True):
+    """Parent -> coordinator: kill a rank."""
+
+    name: str
+
+
+class Remote(msgspec.Struct, frozen=True, tag=True):
+    """Coordinator -> parent: a rank's status, as JSON."""
+
+    name: str
+    status: bytes
+
+
+class RemoteGone(msgspec.Struct, frozen=True, tag=True):
+    """Coordinator -> parent: a rank has ended, and how."""
+
+    name: str
+    message: str
+
+
+Status = Started | Fatal | Drained | Advanced | Finished | Alive | Prepared | Remote | RemoteGone
+Order = Drain | Fail | Lost | Stop | Beat | Silent | Memory | Prepare | StartRemote | OrderRemote | KillRemote
 
 _ORDERS: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
 
@@ -176,17 +233,27 @@ _ORDERS: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
 class ParentLink:
     """A child's end of the pipes.
 
-    `on_order` and `on_beat` run in the lifeline's thread. While `on_order` is None, any order ends the child.
+    `on_order`, `on_beat` and `on_stop` run in the lifeline's thread. While `on_order` is None, any order ends the
+    child; the coordinator's orders wait for `hear`. on_stop: the last thing before an ordered exit.
     """
 
     def __init__(self, spec: ChildSpec, orders_fd: int, status_fd: int, rest: bytes = b"") -> None:
         self.spec = spec
         self.on_order: Callable[[Order], object] | None = None
         self.on_beat: Callable[[], object] = lambda: self.report(Alive())
+        self.on_stop: Callable[[], object] = lambda: None
         self._orders_fd = orders_fd
         self._status_fd = status_fd
         self._rest = rest
+        self._can_hear = threading.Event()
+        if spec.role != "coordinator":
+            self._can_hear.set()
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
+
+    def hear(self, on_order: Callable[[Order], object]) -> None:
+        """Take orders from now on, those that wait first."""
+        self.on_order = on_order
+        self._can_hear.set()
 
     def report(self, status: Status) -> None:
         """Send a status to the parent, if it still exists."""
@@ -210,11 +277,13 @@ class ParentLink:
                 *lines, rest = rest.split(b"\n")
                 for line in lines:
                     order = _ORDERS.decode(line)
+                    self._can_hear.wait()
                     if isinstance(order, Beat):
                         self.on_beat()
                         continue
                     if isinstance(order, Stop) or self.on_order is None:
                         told = True
+                        self.on_stop()
                         return
                     self.on_order(order)
                 chunk = os.read(self._orders_fd, 65536)
@@ -222,7 +291,7 @@ class ParentLink:
                     return
                 rest += chunk
         finally:
-            if not told:  # the parent was killed and cannot remove it
+            if not told and self.spec.folder:  # the parent was killed and cannot remove it
                 remove_folder(Path(self.spec.folder))
             self.exit(0)
 

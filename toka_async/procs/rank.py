@@ -33,9 +33,9 @@ from toka_async.startup.rank_coords import RankCoords
 from toka_async.startup.simulated import SimulatedRank, make_simulated_ready
 from toka_async.transport.base import Outbox
 from toka_async.transport.codec import Codec
+from toka_async.transport.life_sockets import OTHERS_FIRST, LifeSockets
 from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
 
-OTHERS_FIRST = 1.0  # seconds for the parent to hear of a dead rank before others report that they miss it
 LOOPBACK = "lo"
 # Multicast over NVLink is not needed, and containers and partitioned machines often lack it.
 NO_MULTICAST = {
@@ -56,10 +56,11 @@ Collect = Callable[[], StepDone]  # waits for a step that a device was told to c
 
 def run(link: ParentLink) -> None:
     """Run steps until the parent ends this process."""
-    spec, topology = link.spec, link.spec.topology
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    steps: ZmqInbox[ToRank] = ZmqInbox(context, topology.ranks[spec.replica][spec.rank], Codec(ToRank))
-    results: ZmqOutbox[FromRank] = ZmqOutbox(context, topology.scheduler_ranks[spec.replica], Codec(FromRank))
+    spec, places = link.spec, link.spec.places
+    sockets = LifeSockets(zmq.Context(), places.keys, spec.config.server.hang_timeout, link.fatal)
+    steps: ZmqInbox[ToRank] = sockets.listen(places.ranks[spec.rank], Codec(ToRank), spec.listen_fd)
+    results: ZmqOutbox[FromRank] = sockets.connect(places.results, Codec(FromRank))
+    sockets.watch()
     try:
         if spec.config.model.device == "simulated":
             serve_simulated(link, steps, results)
@@ -285,12 +286,14 @@ def set_environment(place: RankCoords) -> None:
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     if place.num_stages > 1:
         os.environ.update(STAGE_STREAMS)
-    if place.world_size > 1 and LOOPBACK in (name for _, name in socket.if_nameindex()):
+    if place.num_nodes > 1:
+        os.environ.update({"GLOO_SOCKET_IFNAME": place.interface})
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={place.interface}")  # "=": the name, not a prefix of names
+    elif place.world_size > 1 and LOOPBACK in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # all ranks are on this machine
 
 
 def make_coords(spec: ChildSpec) -> RankCoords:
-    """Makes the rank's coordinates. Ranks of a restarted replica meet at another address."""
     layout, parallel = spec.topology.layout, spec.config.parallel
     stage, rank = layout.find_stage(spec.rank)
     return RankCoords(
@@ -299,7 +302,10 @@ def make_coords(spec: ChildSpec) -> RankCoords:
         stage=stage,
         num_stages=layout.pp,
         device_index=layout.choose_gpu(spec.replica, spec.rank),
-        group=f"{spec.topology.groups[spec.replica]}-{spec.life}",
-        num_sharing=layout.dp * layout.num_ranks,
+        group=spec.places.group,
+        group_fd=spec.group_fd,
+        num_nodes=layout.nodes,
+        interface=spec.interface,
+        num_sharing=layout.dp * layout.ranks_per_node,
         num_micro_batches=parallel.num_micro_batches,
     )

@@ -21,6 +21,7 @@ from toka_async.scheduler.core import Core
 from toka_async.scheduler.step_budget import StepLimits
 from toka_async.transport.base import EveryOutbox, Inbox, Outbox
 from toka_async.transport.codec import Codec
+from toka_async.transport.life_sockets import LifeSockets
 from toka_async.transport.zmq_sockets import PollSet, ZmqInbox, ZmqOutbox
 
 # Reference counting frees what a request needs. Collections only cost time, more with every waiting request.
@@ -33,13 +34,15 @@ AUTO_STEP = 0.125
 def run(link: ParentLink) -> None:
     """Serve one replica until the parent ends this process."""
     spec, topology = link.spec, link.spec.topology
+    places = spec.places
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sockets = LifeSockets(context, places.keys, spec.config.server.hang_timeout, link.fatal)
     requests: ZmqInbox[ToScheduler] = ZmqInbox(context, topology.schedulers[spec.replica], Codec(ToScheduler))
-    results: ZmqInbox[FromRank] = ZmqInbox(context, topology.scheduler_ranks[spec.replica], Codec(FromRank))
+    results: ZmqInbox[FromRank] = sockets.listen(places.results, Codec(FromRank), spec.listen_fd)
     server: ZmqOutbox[ToServer] = ZmqOutbox(context, topology.server, Codec(ToServer))
-    addresses = topology.ranks[spec.replica]
-    ranks: EveryOutbox[ToRank] = EveryOutbox([ZmqOutbox(context, address, Codec(ToRank)) for address in addresses])
-    ready = msgspec.structs.replace(wait_ready(results, len(addresses)), replica=spec.replica, life=spec.life)
+    ranks: EveryOutbox[ToRank] = EveryOutbox([sockets.connect(address, Codec(ToRank)) for address in places.ranks])
+    sockets.watch()
+    ready = msgspec.structs.replace(wait_ready(results, len(places.ranks)), replica=spec.replica, life=spec.life)
     if ready.max_tokens < ready.max_seqs:
         link.fatal(f"schedule.max_tokens: expected at least schedule.max_seqs ({ready.max_seqs})", user=True)
     core = make_core(ready, spec.config)

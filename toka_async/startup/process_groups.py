@@ -43,7 +43,7 @@ class StagePairs:
 
 def make_groups(place: RankCoords, device: torch.device) -> ProcessGroups:
     """Waits for all ranks, and makes their groups. Raises RuntimeError when the others do not come in time."""
-    world = join(place.group, place.world_rank, place.world_size, device)
+    world = join(place.group, place.world_rank, place.world_size, device, place.group_fd)
     if place.num_stages == 1:
         return ProcessGroups(world, world, None)
     tensor: Comm = LocalComm()

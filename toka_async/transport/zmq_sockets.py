@@ -20,16 +20,22 @@ T = TypeVar("T")
 TURN_BYTES = 1 << 18  # of messages, roughly, before other work of the event loop gets its turn
 TURN_SECONDS = 0.01  # time after which no further part of them is taken
 PART_BYTES = 1 << 15
+Prepare = Callable[[zmq.Socket[Any]], None]
+
+
+def _leave(_socket: zmq.Socket[Any]) -> None:
+    """A socket of unix sockets needs no further options."""
 
 
 class ZmqOutbox(Generic[T]):
-    """The sending end; connects, so the inbox may be bound before or after."""
+    """The sending end; connects, so the inbox may be bound before or after. `prepare` gets the socket before that."""
 
-    def __init__(self, context: zmq.Context[Any], address: str, codec: Codec[T]) -> None:
+    def __init__(self, context: zmq.Context[Any], address: str, codec: Codec[T], prepare: Prepare = _leave) -> None:
         self._codec = codec
         self._socket = context.socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 1000)
+        prepare(self._socket)
         self._socket.connect(address)
 
     def send(self, message: T) -> None:
@@ -45,15 +51,19 @@ class ZmqOutbox(Generic[T]):
 
 
 class ZmqInbox(Generic[T]):
-    """The receiving end; binds. Raises zmq.ZMQError if the address cannot be bound."""
+    """The receiving end; binds. Raises zmq.ZMQError if the address cannot be bound.
 
-    def __init__(self, context: zmq.Context[Any], address: str, codec: Codec[T]) -> None:
+    prepare: gets the socket before it is bound.
+    """
+
+    def __init__(self, context: zmq.Context[Any], address: str, codec: Codec[T], prepare: Prepare = _leave) -> None:
         self._codec = codec
         self._further: asyncio.Handle | None = None
         self._is_attached = False
         self.socket = context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 0)
+        prepare(self.socket)
         try:
             self.socket.bind(address)
         except zmq.ZMQError:

@@ -23,6 +23,7 @@ from toka_async.procs.child import Alive, ChildSpec, Fatal, ParentLink, Started,
 from toka_async.procs.progress import WorkProgress
 from toka_async.procs.rank import Collect, announce, make_resources, make_sender, send_results, serve
 from toka_async.topology import Layout, local_topology
+from toka_async.transport.life_sockets import OTHERS_FIRST
 from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
 
 READY = Ready(
@@ -179,7 +180,7 @@ def test_the_first_rank_of_each_stage_tells_its_experts_loads(link: Link, result
 
 
 @pytest.mark.parametrize(
-    ("layout", "waits"), [(Layout(dp=2), []), (Layout(tp=2), [rank.OTHERS_FIRST]), (Layout(pp=2), [rank.OTHERS_FIRST])]
+    ("layout", "waits"), [(Layout(dp=2), []), (Layout(tp=2), [OTHERS_FIRST]), (Layout(pp=2), [OTHERS_FIRST])]
 )
 def test_a_rank_among_others_lets_a_dead_one_be_heard_of_first(
     link: Link, monkeypatch: pytest.MonkeyPatch, layout: Layout, waits: list[float]
@@ -337,7 +338,7 @@ def test_a_start_that_fails_lets_a_dead_rank_be_heard_of_first(
     link.spec = msgspec.structs.replace(link.spec, topology=local_topology(Path("unused"), Layout(tp=2)))
     with pytest.raises(raised, match=message):
         serve(link, cast("ZmqInbox[ToRank]", None), cast("ZmqOutbox[FromRank]", None))
-    assert waited == [rank.OTHERS_FIRST]
+    assert waited == [OTHERS_FIRST]
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])

@@ -1,0 +1,1 @@
+"""Several machines for one replica: how they join, are checked, and start ranks for the leader."""

@@ -1,0 +1,141 @@
+"""The parent's end of a child's pipes: the spec and orders go in, statuses come out. See `procs.child`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from toka_async.procs.child import SIGNALS, ChildSpec, KillRemote, Order, OrderRemote, StartRemote, Status, Stop
+
+STOP_TIMEOUT = 3.0  # seconds for a child to exit after the order
+
+STATUSES: msgspec.json.Decoder[Status] = msgspec.json.Decoder(Status)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A child to be started. `spec` is the first line on its standard input.
+
+    replica: its replica, -1: none. rank: its rank, if it is one. inherit: descriptors that it keeps under the same
+    numbers.
+    """
+
+    name: str
+    command: Sequence[str]
+    spec: bytes
+    replica: int = -1
+    rank: int = -1
+    inherit: Sequence[int] = ()
+
+
+class Child:
+    """A child of this process."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.name = launch.name
+        self.replica = launch.replica
+        self.started = False
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # inherited: none can kill a starting child
+        try:
+            self.process = subprocess.Popen(
+                launch.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=launch.inherit, bufsize=0
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self._orders = self.process.stdin
+        self.status_fd = self.process.stdout.fileno()
+        self._rest = b""
+        self.write(launch.spec + b"\n")
+
+    def order(self, order: Order) -> None:
+        self.write(msgspec.json.encode(order) + b"\n")
+
+    def read_lines(self) -> list[bytes] | None:
+        """Read the statuses since the last call; None: the child has ended. Blocks if there is nothing to read."""
+        data = os.read(self.status_fd, 65536)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return lines if data else None
+
+    def stop(self) -> None:
+        """Order the child to exit, and kill it after STOP_TIMEOUT. Returns when it has ended."""
+        self.order(Stop())
+        with contextlib.suppress(OSError):
+            self._orders.close()
+        try:
+            self.process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def kill(self) -> None:
+        """Kill the child. Returns when it has ended, or after STOP_TIMEOUT if a driver holds it."""
+        self.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_TIMEOUT)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def describe_end(self) -> str:
+        """Wait for the exit of a child whose status pipe has closed, and describe it."""
+        try:
+            code = self.process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            return f"{self.name} closed its status pipe"
+        return (
+            f"{self.name} was killed by {_signal_name(-code)}" if code < 0 else f"{self.name} exited with code {code}"
+        )
+
+    def write(self, data: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError, ValueError):  # the child is dead, or `stop` closed the pipe
+            self._orders.write(data)
+
+
+class RemoteChild:
+    """A rank that another machine's agent starts, through the coordinator `via`, from which its statuses come."""
+
+    def __init__(self, launch: Launch, via: Child) -> None:
+        self.name = launch.name
+        self.replica = launch.replica
+        self.started = False
+        self._via = via
+        via.order(StartRemote(launch.name, launch.rank, launch.spec))
+
+    def order(self, order: Order) -> None:
+        self._via.order(OrderRemote(self.name, msgspec.json.encode(order)))
+
+    def kill(self) -> None:
+        """Have the rank killed, before its agent does anything else."""
+        self._via.order(KillRemote(self.name))
+
+    def stop(self) -> None:
+        """Leave it to the agent, which ends its ranks when the coordinator stops."""
+
+
+def make_launch(child: ChildSpec) -> Launch:
+    return Launch(
+        name=child.name,
+        command=[sys.executable, "-m", "toka_async.procs", child.name],
+        spec=msgspec.json.encode(child),
+        replica=child.replica if child.role in ("scheduler", "rank") else -1,
+        rank=child.rank if child.role == "rank" else -1,
+        inherit=[fd for fd in (child.listen_fd, child.group_fd) if fd >= 0],
+    )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
