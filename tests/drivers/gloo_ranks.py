@@ -53,10 +53,12 @@ def _rank(folder: Path, rank: int, checkpoints: dict[int, list[Path]]) -> None:
         group = dist.new_group(list(range(size)))
         if rank < size:
             torch.save(_answers(DistributedComm(group, CPU), checkpoints[size]), _file(folder, size, rank))
-    links = build_links(
-        make_pairs(RankCoords(rank % 2, 2, rank // 2, 2, num_micro_batches=1), CPU), 3, torch.float32, 7, 5
-    )
-    torch.save(stage_answers(links, rank), folder / f"stage-{rank}")
+    stages = [dist.new_group([2 * stage, 2 * stage + 1]) for stage in range(2)]
+    tensor = DistributedComm(stages[rank // 2], CPU)
+    for num_nodes in (1, 2):
+        place = RankCoords(rank % 2, 2, rank // 2, 2, num_micro_batches=1, num_nodes=num_nodes)
+        links = build_links(make_pairs(place, CPU), tensor, 3, torch.float32, 7, 5)
+        torch.save(stage_answers(links, rank if num_nodes == 1 else rank // 2), folder / f"stage-{num_nodes}-{rank}")
     dist.destroy_process_group()
 
 
@@ -102,15 +104,22 @@ def model_answers(decoder: Decoder, comm: DistributedComm) -> dict[str, torch.Te
     return answers
 
 
+def make_residuals(length: int, number: int, sender: int) -> Tensor:
+    """Residuals whose rows differ."""
+    return (100.0 * torch.arange(length) + 10 * number + sender)[:, None].expand(length, 3).clone()
+
+
 @torch.inference_mode()
-def stage_answers(links: StageLinks, rank: int) -> list[Tensor]:
+def stage_answers(links: StageLinks, sender: int) -> list[Tensor]:
     """What goes over the links of the rank's stage: LENGTHS residuals forward, and as many tokens back.
+
+    sender: what is sent tells it. On two machines the ranks of a stage hold the same residuals.
 
     All are sent before any is taken, as far as there is room.
     """
     received = []
     for number, length in enumerate(LENGTHS):
-        sent = torch.full((length, 3), float(10 * number + rank))
+        sent = make_residuals(length, number, sender)
         if links.after is not None and links.tokens_from_last is not None:
             links.tokens_from_last.post(length)
             links.after.send(sent)
@@ -119,7 +128,7 @@ def stage_answers(links: StageLinks, rank: int) -> list[Tensor]:
             links.before.post(length)
             received.append(links.before.take().clone())
             links.before.release()
-            links.tokens_to_first.send(torch.arange(length) + 10 * number + rank)
+            links.tokens_to_first.send(torch.arange(length) + 10 * number + sender)
     if links.tokens_from_last is not None:
         assert links.tokens_from_last.is_full
         for _ in LENGTHS:

@@ -3,6 +3,9 @@
 A link is a process group of two ranks, for one direction. On GPUs NCCL's streams wait: the computing stream waits for a
 tensor when it is taken, and a buffer is not written while it is still being sent. On CPUs (gloo) the host waits.
 Buffers stay where they are. Knows no rows and no model.
+
+The tensor ranks of a stage hold the same residuals. Between machines each sends its part of the rows only, to the equal
+rank of the next stage, and the ranks there gather them: the network between machines is slower than the one within.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from toka_async.model.comm import Comm, LocalComm
+
 
 @dataclass(slots=True)
 class _Place:
@@ -25,11 +30,22 @@ class _Place:
     work: dist.Work | None = None
 
 
+def count_own_rows(num_rows: int, comm: Comm) -> int:
+    """Counts the rows of a rank's part; the last parts may be shorter, or empty, and are sent as long."""
+    return -(-num_rows // comm.size)
+
+
 class Sender:
     """The sending end of a link. It copies tensors, so they can be overwritten at once."""
 
-    def __init__(self, group: dist.ProcessGroup, target: int, buffers: Sequence[Tensor]) -> None:
-        """target: the rank in the group. buffers: one for each tensor under way, of the longest shape [n, …]."""
+    def __init__(
+        self, group: dist.ProcessGroup, target: int, buffers: Sequence[Tensor], comm: Comm | None = None
+    ) -> None:
+        """target: the rank in the group. buffers: one for each tensor under way, of the longest part's shape [n, …].
+
+        comm: the ranks that hold the same and send a part each; None: this one sends all.
+        """
+        self._comm = comm or LocalComm()
         self._group = group
         self._target = target
         self._ring = deque(_Place(buffer, None) for buffer in buffers)
@@ -40,8 +56,10 @@ class Sender:
         self._ring.rotate(-1)
         if place.work is not None:
             place.work.wait()
-        view = place.buffer[: len(x)]
-        view.copy_(x)
+        num_own = count_own_rows(len(x), self._comm)
+        own = x[self._comm.rank * num_own :][:num_own]
+        view = place.buffer[:num_own]
+        view[: len(own)].copy_(own)
         place.work = dist.isend(view, group=self._group, group_dst=self._target)
 
 
@@ -51,8 +69,14 @@ class Receiver:
     Post a receive only when all that its sender waits for is launched here: what comes later may wait for it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, source: int, buffers: Sequence[Tensor]) -> None:
-        """source: the rank in the group. buffers: one for each tensor that may be posted and not released."""
+    def __init__(
+        self, group: dist.ProcessGroup, source: int, buffers: Sequence[Tensor], comm: Comm | None = None
+    ) -> None:
+        """source: the rank in the group. buffers: one for each tensor that may be posted and not released.
+
+        comm: the ranks that receive a part each, and gather them; None: this one receives all.
+        """
+        self._comm = comm or LocalComm()
         self._group = group
         self._source = source
         self._on_gpu = buffers[0].device.type == "cuda"
@@ -75,7 +99,7 @@ class Receiver:
     def post(self, count: int) -> None:
         """Begins to receive [count, …], count >= 1."""
         place = self._free.popleft()
-        view = place.buffer[:count]
+        view = place.buffer[: count_own_rows(count, self._comm)]
         if self._stream is None:
             place.work = dist.irecv(view, group=self._group, group_src=self._source)
         else:
@@ -91,7 +115,7 @@ class Receiver:
         assert place.work is not None
         place.work.wait()
         self._taken.append(place)
-        return place.buffer[:count]
+        return self._comm.all_gather(place.buffer[: count_own_rows(count, self._comm)], 0)[:count]
 
     def release(self) -> None:
         """Frees the buffer that was taken first, once the device has done what is launched so far."""

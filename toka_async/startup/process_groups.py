@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from toka_async.model.comm import TIMEOUT, Comm, DistributedComm, LocalComm, join
-from toka_async.runner.links import Receiver, Sender, StageLinks
+from toka_async.runner.links import Receiver, Sender, StageLinks, count_own_rows
 from toka_async.startup.rank_coords import RankCoords
 
 IN_FLIGHT = 2  # residuals that a link holds: one is computed with while the next is received
@@ -83,15 +83,22 @@ def _make_options(device: torch.device) -> Any:
     return options
 
 
-def build_links(pairs: StagePairs, hidden_size: int, dtype: torch.dtype, num_tokens: int, num_rows: int) -> StageLinks:
+def build_links(
+    pairs: StagePairs, tensor: Comm, hidden_size: int, dtype: torch.dtype, num_tokens: int, num_rows: int
+) -> StageLinks:
     """Builds links with their buffers, and sends something on each: groups connect at their first use.
 
-    num_tokens: of a micro-batch at most. num_rows: that one samples at most.
+    tensor: the ranks of this stage. num_tokens: of a micro-batch at most. num_rows: that one samples at most.
     """
     place, device = pairs.place, pairs.device
+    local = LocalComm()
 
-    def make_residuals() -> list[Tensor]:
-        return [torch.zeros(num_tokens, hidden_size, dtype=dtype, device=device) for _ in range(IN_FLIGHT)]
+    def choose_comm(other_stage: int) -> Comm:
+        return local if place.find_node(other_stage) == place.find_node(place.stage) else tensor
+
+    def make_residuals(comm: Comm) -> list[Tensor]:
+        num_own = count_own_rows(num_tokens, comm)
+        return [torch.zeros(num_own, hidden_size, dtype=dtype, device=device) for _ in range(IN_FLIGHT)]
 
     def make_tokens() -> list[Tensor]:
         # As many as are under way while the first stage computes the next.
@@ -99,10 +106,11 @@ def build_links(pairs: StagePairs, hidden_size: int, dtype: torch.dtype, num_tok
         return [torch.zeros(num_rows, dtype=torch.int64, device=device) for _ in range(count)]
 
     is_first, is_last = place.stage == 0, place.stage == place.num_stages - 1
+    before, after = choose_comm(place.stage - 1), choose_comm(place.stage + 1)
     with torch.inference_mode():
         links = StageLinks(
-            before=Receiver(pairs.before, 0, make_residuals()) if pairs.before is not None else None,
-            after=Sender(pairs.after, 1, make_residuals()) if pairs.after is not None else None,
+            before=Receiver(pairs.before, 0, make_residuals(before), before) if pairs.before is not None else None,
+            after=Sender(pairs.after, 1, make_residuals(after), after) if pairs.after is not None else None,
             tokens_from_last=Receiver(pairs.back, 1, make_tokens()) if pairs.back is not None and is_first else None,
             tokens_to_first=Sender(pairs.back, 0, make_tokens()) if pairs.back is not None and is_last else None,
         )

@@ -342,7 +342,9 @@ class RunnerFactory:
             return None
         hidden_size, num_parts = self.spec.hidden_size, self.coords.num_micro_batches
         num_tokens = limit_part(self.limits, num_parts).max_tokens
-        links = build_links(self.groups.pairs, hidden_size, self.dtype, num_tokens, self.limits.max_seqs)
+        links = build_links(
+            self.groups.pairs, self.groups.tensor, hidden_size, self.dtype, num_tokens, self.limits.max_seqs
+        )
         return StageSetup(links, num_parts, hidden_size, self.dtype, self.device)
 
     def _count_pages(

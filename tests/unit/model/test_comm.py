@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.cases.models import make_checkpoint
-from tests.drivers.gloo_ranks import LENGTHS, SIZES, answers_of_ranks
+from tests.drivers.gloo_ranks import LENGTHS, SIZES, answers_of_ranks, make_residuals
 from tests.fakes.mean_attention import load, run
 from toka_async.model.comm import LocalComm, join
 
@@ -86,15 +86,16 @@ def test_ranks_have_all_logits_of_their_rows(answers: Answers, size: int) -> Non
             torch.testing.assert_close(own, every[rank * len(own) : (rank + 1) * len(own)], atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("num_nodes", [1, 2])
 @pytest.mark.parametrize("rank", range(4))
-def test_stages_send_each_other_what_they_should(answers: Answers, folder: Path, rank: int) -> None:
-    """Equal ranks of two stages, in order, without mixing the two directions."""
+def test_stages_send_each_other_what_they_should(answers: Answers, folder: Path, rank: int, num_nodes: int) -> None:
+    """Equal ranks of two stages, in order, without mixing the two directions. Between machines, each sends its part."""
     assert answers
-    received: list[torch.Tensor] = torch.load(folder / f"stage-{rank}")
-    other = (rank + 2) % 4
+    received: list[torch.Tensor] = torch.load(folder / f"stage-{num_nodes}-{rank}")
+    other = (rank + 2) % 4 if num_nodes == 1 else 1 - rank // 2
     for number, (length, tensor) in enumerate(zip(LENGTHS, received, strict=True)):
         if rank >= 2:
-            expected = torch.full((length, 3), float(10 * number + other))
+            expected = make_residuals(length, number, other)
         else:
             expected = torch.arange(length) + 10 * number + other
         assert torch.equal(tensor, expected)
