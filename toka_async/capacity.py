@@ -34,6 +34,7 @@ from toka_async.startup.cache_size import (
 )
 from toka_async.startup.device import name_types, resolve_stored_dtype
 from toka_async.startup.weights_fit import advise
+from toka_async.topology import Layout, make_layout
 from toka_async.tuning.async_tp import count_workspace_bytes
 
 GIB = 1 << 30
@@ -42,8 +43,12 @@ LENGTHS = (512, 2048, 8192)  # tokens of the counted sequences
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """The share of one GPU. layers: the first, and the one behind the last. num_tokens: in its cache. Others: bytes."""
+    """The share of one GPU, counted on its machine. layers: the first, and the one behind the last.
 
+    num_tokens: in its cache. Others: bytes.
+    """
+
+    node: int
     gpu: int
     replica: int
     stage: int
@@ -140,10 +145,11 @@ def make_plan(config: Config, memory: int) -> CapacityPlan:
             )
     asked = resolve_limits(config.model, config.schedule, spec, "cuda")
     limits = fit_limits(asked, config.schedule, partial(_check_step, config, stages, usable))
-    num_ranks = config.parallel.pp * config.parallel.tp
+    layout = make_layout(config)
     ranks = [
-        _make_rank_plan(config, limits, memory, usable, gpu, *divmod(gpu % num_ranks, config.parallel.tp), stages)
-        for gpu in range(config.parallel.dp * num_ranks)
+        _make_rank_plan(config, limits, memory, usable, layout, replica, rank, stages)
+        for replica in range(layout.dp)
+        for rank in range(layout.num_ranks)
     ]
     return CapacityPlan(config, spec, dtype, memory, limits, ranks)
 
@@ -165,18 +171,20 @@ def _make_rank_plan(
     limits: RankLimits,
     memory: int,
     usable: int,
-    gpu: int,
-    index: int,
-    tp_rank: int,
+    layout: Layout,
+    replica: int,
+    rank: int,
     stages: Sequence[Stage],
 ) -> RankPlan:
+    index, tp_rank = layout.find_stage(rank)
     stage, page_size = stages[index], config.cache.page_size
     step = stage.count_largest_step(limits, config)
     left = usable - stage.weights - step - stage.count_graphs(limits, config, memory)
     num_pages = max(0, left) // count_page_bytes(stage.part, config.cache, stage.dtype)
     return RankPlan(
-        gpu=gpu,
-        replica=gpu // (config.parallel.pp * config.parallel.tp),
+        node=layout.find_node(rank),
+        gpu=layout.choose_gpu(replica, rank),
+        replica=replica,
         stage=index,
         tp_rank=tp_rank,
         layers=(stage.first_layer, stage.first_layer + stage.part.num_layers),
@@ -213,7 +221,8 @@ def plan_lines(plan: CapacityPlan) -> Iterator[str]:
         [("GPU", "replica", "stage", "tp rank", "layers", "weights", "largest step", "KV a token", "tokens that fit")]
         + [
             (
-                *map(str, (rank.gpu, rank.replica, rank.stage, rank.tp_rank)),
+                f"{rank.gpu} of node {rank.node}" if config.cluster.nodes > 1 else str(rank.gpu),
+                *map(str, (rank.replica, rank.stage, rank.tp_rank)),
                 f"{rank.layers[0]}-{rank.layers[1] - 1}",
                 _format_gib(rank.weights),
                 _format_gib(rank.largest_step),

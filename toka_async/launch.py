@@ -24,7 +24,7 @@ from toka_async.logs import announce, configure_parent
 from toka_async.nodes.leading import open_leader
 from toka_async.procs.child import BatchJob, ChildSpec, Prepared, Resources, Started, Status
 from toka_async.procs.launched import Launch, make_launch
-from toka_async.replica_lives import ReplicaLives, find_local_places, list_replica, make_layout, name_leader
+from toka_async.replica_lives import ReplicaLives, find_local_places, list_replica, name_leader
 from toka_async.server.access.keys import read_keys
 from toka_async.server.access.origins import read_origins
 from toka_async.server.http.tls import tls_context
@@ -32,7 +32,7 @@ from toka_async.socket_folder import socket_folder
 from toka_async.start_report import start_lines
 from toka_async.startup.progress import StartupProgress
 from toka_async.supervisor import Supervisor
-from toka_async.topology import local_topology
+from toka_async.topology import local_topology, make_layout
 
 BATCH_DRAIN = 5.0  # seconds for a stopped batch to keep what is done
 
@@ -193,10 +193,9 @@ def _run(
 
 def _find_files(config: Config) -> tuple[Path, Path]:
     """Find the folders of the model and the tokenizer, and check their small files. Raises ModelError."""
-    weights = config.model.device != "simulated" and config.model.load == "weights"
     # On a terminal the hub's own bars show downloads.
     with StartupProgress(shown=False).stage("model", f"finding {config.model.path} here or on the hub"):
-        model_dir = resolve_model(config.model.path, weights)
+        model_dir = resolve_model(config.model.path, config.model.needs_weights)
     spec = read_spec(model_dir, config.model.quantize)
     spec = group_experts(spec, config.parallel.ep)
     check_division(spec, config.parallel.pp, config.parallel.tp)

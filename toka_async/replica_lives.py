@@ -8,13 +8,12 @@ from pathlib import Path
 
 import msgspec
 
-from toka_async.config import Config
 from toka_async.nodes.leading import listen
 from toka_async.nodes.placing import make_address
 from toka_async.procs.child import ChildSpec, Prepare, Prepared
 from toka_async.procs.launched import Launch, make_launch
 from toka_async.supervisor import Supervisor
-from toka_async.topology import Layout, Places, local_places
+from toka_async.topology import Places, local_places
 
 
 class ReplicaLives:
@@ -68,10 +67,6 @@ def list_replica(first: ChildSpec, places: Places, replica: int, life: int = 0) 
 
 def find_local_places(first: ChildSpec, replica: int, life: int) -> Places:
     return local_places(Path(first.folder), first.topology.layout, replica, life)
-
-
-def make_layout(config: Config) -> Layout:
-    return Layout(config.parallel.dp, config.parallel.pp, config.parallel.tp, config.cluster.nodes)
 
 
 def name_leader(first: ChildSpec, leader: socket.socket) -> ChildSpec:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from toka_async.config import Config
+
 
 class Layout(msgspec.Struct, frozen=True):
     """The ranks of `dp` replicas: each has `pp` stages of `tp` tensor ranks, on `nodes` machines.
@@ -49,6 +51,10 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 ONE_RANK = Layout()
+
+
+def make_layout(config: Config) -> Layout:
+    return Layout(config.parallel.dp, config.parallel.pp, config.parallel.tp, config.cluster.nodes)
 
 
 class Topology(msgspec.Struct, frozen=True):

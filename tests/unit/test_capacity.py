@@ -43,6 +43,14 @@ def test_weights_are_those_of_the_model(tmp_path: Path, family: str, fields: dic
     assert count_stage_bytes(spec, True, True, 2) == sum(parameter.nbytes for parameter in decoder.parameters())
 
 
+def test_gpus_are_counted_on_their_machine(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "llama", num_hidden_layers=4)
+    config = configure(folder, "parallel.pp=2", "parallel.dp=2", "cluster.nodes=2", "cluster.address=tcp://a:1")
+    plan = make_plan(config, 8 * GIB)
+    assert [(rank.node, rank.gpu) for rank in plan.ranks] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert "1 of node 1" in "\n".join(plan_lines(plan))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_parts_make_up_the_whole(tmp_path: Path, tied: bool) -> None:
     """But for the norms, which every rank has, and a tied embedding, which the last stage has again."""

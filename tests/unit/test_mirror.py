@@ -42,6 +42,8 @@ COVERED = {
         "kernels/sampling/row",
         "kernels/sampling/stats",
     ],
+    "e2e/nodes/test_nodes.py": ["procs/coordinator", "procs/node", "replica_lives"],
+    "unit/test_supervisor.py": ["procs/launched"],
     "unit/openai/test_parse.py": ["openai/errors"],
     "unit/runner/test_pipeline.py": ["runner/inputs", "runner/links"],
     "unit/runner/test_results.py": ["runner/prompt_logprobs"],

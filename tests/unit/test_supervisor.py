@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from tests.processes.serving import wait_until_gone
 from toka_async import restarts
 from toka_async import supervisor as module
 from toka_async.procs import launched
-from toka_async.procs.child import Beat, Finished, Status
+from toka_async.procs.child import Beat, Finished, OrderRemote, Prepare, Prepared, Status
 from toka_async.procs.launched import Child, Launch
 from toka_async.supervisor import Supervisor
 
@@ -305,3 +306,53 @@ def test_a_hangup_that_nohup_has_ignored_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+# A coordinator that plays the ranks it is told to start. All end when one of them gets an order.
+COORDINATOR = """
+import json
+started()
+while True:
+    line = read()
+    order = json.loads(line) if line else {"type": "Stop"}
+    if order["type"] == "Prepare":
+        keys = {"public": "", "secret": ""}
+        say(json.dumps({**order, "type": "Prepared", "ranks": [], "group": "", "keys": keys}))
+    elif order["type"] == "StartRemote":
+        say(json.dumps({"type": "Remote", "name": order["name"], "status": STARTED}))
+    elif order["type"] == "OrderRemote":
+        for name in ("rank-0-0", "rank-0-1", "rank-9-9"):
+            say(json.dumps({"type": "RemoteGone", "name": name, "message": name + " fell with node 1"}))
+    elif order["type"] == "KillRemote":
+        sys.stderr.write("kills " + order["name"] + "\\n")
+    elif order["type"] == "Stop":
+        break
+"""
+
+
+@pytest.mark.usefixtures("ends_when_back")
+def test_ranks_of_other_machines_are_children_too(capfd: pytest.CaptureFixture[str]) -> None:
+    """One that is lost ends its replica, whose next life starts when the machines have prepared it."""
+    lives: list[int] = []
+    status = base64.b64encode(b'{"type":"Started"}').decode()
+
+    def prepare(replica: int, life: int) -> list[Launch]:
+        coordinator.order(Prepare(replica, life))
+        return []
+
+    def on_status(status: Status) -> None:
+        if isinstance(status, Prepared):
+            lives.append(status.life)
+            supervisor.start(Launch("scheduler-0", command(WORKER), b"spec", 0))
+            for rank in range(2):
+                supervisor.start_remote(Launch(f"rank-0-{rank}", (), b"spec", 0, rank), coordinator)
+
+    with Supervisor(0.3, prepare, on_status) as supervisor:
+        supervisor.start(Launch("server", command(SAY + LOSER), b"spec"))
+        coordinator = supervisor.start(Launch("coordinator", command(SAY + COORDINATOR, STARTED=status), b"spec"))
+        prepare(0, 0)
+        supervisor.run(lambda: coordinator.order(OrderRemote("rank-0-0", b"")))
+    assert lives == [0, 1]
+    err = capfd.readouterr().err
+    assert err.count("rank-0-0 fell with node 1; replica 0 is restarted in ") == 1
+    assert "kills rank-0-0\nkills rank-0-1\n" in err

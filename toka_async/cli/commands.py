@@ -83,9 +83,9 @@ def _run_node(options: argparse.Namespace) -> int:
     place = find_place(options.leader, options.index, options.size, os.environ)
     cluster = [f"cluster.nodes={place.size}", f"cluster.address={place.leader}"] if place.size > 1 else []
     cluster += [f"cluster.interface={options.interface}"] if options.interface else []
-    is_given = options.config is not None or bool(options.overrides)
     overrides = complete_overrides(options.overrides, has_model=True)
-    # Without a configuration of its own, a machine cannot know how many stages there are.
+    is_given = options.config is not None or any(not each.startswith("cluster.") for each in overrides)
+    # Without a configuration of its own, a machine does not know how many stages there are.
     stages = [] if is_given or not place.index else [f"parallel.pp={place.size}"]
     config = load_config(options.config, [*overrides, *stages, *cluster])
     if place.index == 0:

@@ -13,7 +13,8 @@ NO_TOOLS = "tool calls are not supported"
 NO_LORA = "LoRA adapters are not supported; merge the adapter into the checkpoint"
 NO_DRAFTS = "speculative decoding is not supported"
 NO_REMOTE_CODE = "leave it out: no code of a checkpoint is ever run"
-ONE_MACHINE = "leave it out: processes are started by `toka-async serve`, all on this machine"
+OWN_PROCESSES = "leave it out: `toka-async serve` starts processes on its machine, `toka-async node` on others"
+BY_NODE = "start `toka-async node --leader tcp://HOST:PORT --index K --size M` on every machine"
 ALWAYS_ON = "leave it out: it is always so"
 NO_COMPILER = "leave it out: torch.compile was slower than our kernels"
 BY_REQUEST = "leave it out: a request asks for it"
@@ -138,8 +139,12 @@ OPTIONS: Mapping[str, Habit] = {
     "--speculative-config": _refuse(NO_DRAFTS),
     "--speculative-model": _refuse(NO_DRAFTS),
     "--speculative-algorithm": _refuse(NO_DRAFTS),
-    "--distributed-executor-backend": _refuse(ONE_MACHINE),
-    "--nnodes": _refuse("all ranks are on one machine"),
+    "--distributed-executor-backend": _refuse(OWN_PROCESSES),
+    "--nnodes": Habit("cluster.nodes"),
+    "--dist-init-addr": Habit("cluster.address"),
+    "--node-rank": _refuse(BY_NODE),
+    "--master-addr": _refuse(BY_NODE),
+    "--master-port": _refuse(BY_NODE),
     "--api-server-count": _refuse("leave it out: one process serves HTTP"),
 }
 
@@ -168,7 +173,7 @@ ASSIGNMENTS: Mapping[str, Habit] = {
     "cudagraph_max_size": Habit("graphs.max_rows"),
     "trust_remote_code": _refuse(NO_REMOTE_CODE),
     "rope_scaling": _refuse("leave it out: it is read from config.json"),
-    "local_proc_name": _refuse(ONE_MACHINE),
+    "local_proc_name": _refuse(OWN_PROCESSES),
     "statsd_server_url": _refuse("leave it out: /metrics is for Prometheus"),
     "cudagraph_step": _refuse("leave it out: sizes are chosen at the start"),
     "cudagraph_max_kv_indices_per_seq": _refuse("leave it out: graphs take any length"),

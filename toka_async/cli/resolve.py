@@ -17,6 +17,7 @@ from toka_async.checkpoint.spec import ModelSpec, read_spec
 from toka_async.config import Config
 from toka_async.config.sections import Section
 from toka_async.listening import max_connections, max_direct_connections, raise_limits
+from toka_async.topology import make_layout
 
 AnySection = TypeVar("AnySection", bound=Section)
 
@@ -69,7 +70,7 @@ def _resolve_device(config: Config, spec: ModelSpec) -> Config:
     memory = device_memory() if kind == "cuda" else None
     if memory is not None:
         return _fill_limits(config, make_plan(config, memory).limits, "auto")
-    num_sharing = config.parallel.dp * config.parallel.pp * config.parallel.tp
+    num_sharing = config.parallel.dp * make_layout(config).ranks_per_node
     num_parameters = count_stage_bytes(spec, True, True, itemsize=1) // (config.parallel.pp * config.parallel.tp)
     attention = _fill(
         config.attention,

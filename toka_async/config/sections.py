@@ -55,6 +55,11 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     ] = "auto"
     chat_template: Annotated[str, Meta(description="file with a jinja chat template; empty: the tokenizer's")] = ""
 
+    @property
+    def needs_weights(self) -> bool:
+        """Whether the checkpoint's weights are read."""
+        return self.device != "simulated" and self.load == "weights"
+
 
 class ServerConfig(Section, frozen=True, kw_only=True):
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"

@@ -145,7 +145,7 @@ def make_coordination(spec: ChildSpec, parent: ParentEnd, links: NodeLinks) -> C
         config,
         config.cluster.address,
         collect_versions(),
-        collect_model_facts(Path(spec.model_dir), with_weights=config.model.load == "weights"),
+        collect_model_facts(Path(spec.model_dir), with_weights=config.model.needs_weights),
         list_settings(config),
         parent,
         links.send,

@@ -279,14 +279,11 @@ class Membership:
 
     def _find_model(self, config: Config) -> None:
         """Find the model's files here, which may take a download, and have the leader compare them."""
-        self._config, weights = config, config.model.load == "weights"
-        logger.info(
-            "joined the leader at %s as %s (%s)", self._network.leader, self._network.address, self._network.interface
-        )
+        self._config, weights = config, config.model.needs_weights
+        network = self._network
+        logger.info("joined the leader at %s as %s (%s)", network.leader, network.address, network.interface)
         try:
-            self._model_dir = resolve_model(
-                config.model.path, weights and config.model.device != "simulated"
-            ).absolute()
+            self._model_dir = resolve_model(config.model.path, weights).absolute()
             self._link.send(Checked(collect_model_facts(self._model_dir, with_weights=weights)))
         except (ModelError, OSError) as error:
             self._link.send(Checked({}, problem=str(error)))

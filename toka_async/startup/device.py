@@ -28,9 +28,11 @@ def resolve_device(model: ModelConfig, place: RankCoords = ALONE) -> torch.devic
     if reason is None:
         num_devices = torch.cuda.device_count()
         if place.device_index >= num_devices:
+            dp = place.num_sharing * place.num_nodes // place.world_size
+            of_nodes = f", cluster.nodes={place.num_nodes}" if place.num_nodes > 1 else ""
             raise ModelError(
-                f"parallel.dp={place.num_sharing // place.world_size}, parallel.pp={place.num_stages}, "
-                f"parallel.tp={place.size}: each of {place.num_sharing} ranks needs a GPU where this machine shows "
+                f"parallel.dp={dp}, parallel.pp={place.num_stages}, parallel.tp={place.size}{of_nodes}: each of "
+                f"{place.num_sharing} ranks needs a GPU where this machine shows "
                 f"{num_devices}; use fewer, or model.device=cpu"
             )
         torch.cuda.set_device(place.device_index)

@@ -40,8 +40,7 @@ class LifeSockets:
         self._timeout = int(timeout * 1000)
         self._on_lost = on_lost
         self._monitors: dict[zmq.Socket[Any], str] = {}
-        if keys is not None:
-            admit_holders(context, keys)
+        self._authenticator = None if keys is None else admit_holders(context, keys)
 
     def listen(self, address: str, codec: Codec[T], listen_fd: int = -1) -> ZmqInbox[T]:
         """Makes an inbox. listen_fd: a socket that listens at the address already; -1: there is none."""

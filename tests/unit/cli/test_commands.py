@@ -9,8 +9,11 @@ import pytest
 
 from toka_async import __version__, cli
 from toka_async.cli import commands
-from toka_async.config import load_config
+from toka_async.config import ClusterConfig, Config, load_config
 from toka_async.config.load import describe
+from toka_async.nodes.placing import PORT, NodePlace
+from toka_async.procs import node
+from toka_async.procs.node import AgentEnd
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -112,3 +115,68 @@ def test_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, err = run(capsys, "keys", "trainer", "--folder", str(folder))
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert run(capsys, "keys", "a/b")[0] == 2
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """Configurations that would be served."""
+    configs: list[Config] = []
+
+    def run_serve(config: Config) -> int:
+        configs.append(config)
+        return 0
+
+    monkeypatch.setattr(commands, "_run_serve", run_serve)
+    return configs
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[tuple[NodePlace, Config, str, bool]]:
+    """Agents that would run."""
+    agents: list[tuple[NodePlace, Config, str, bool]] = []
+
+    def run_agent(place: NodePlace, config: Config, interface: str, *, has_settings: bool) -> AgentEnd:
+        agents.append((place, config, interface, has_settings))
+        return AgentEnd("refused", 2)
+
+    monkeypatch.setattr(node, "run_agent", run_agent)
+    return agents
+
+
+def test_the_first_node_serves(capsys: pytest.CaptureFixture[str], served: list[Config]) -> None:
+    where = ["--leader", "tcp://10.0.0.1:5", "--size", "2", "--interface", "eth1"]
+    assert run(capsys, "node", *where, "--index", "0", "demo", "parallel.pp=2") == (0, "", "")
+    (config,) = served
+    assert config.cluster == ClusterConfig(nodes=2, address="tcp://10.0.0.1:5", interface="eth1")
+    assert config.parallel.pp == 2
+
+
+def test_a_group_of_one_serves_on_one_machine(
+    capsys: pytest.CaptureFixture[str], served: list[Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"LWS_LEADER_ADDRESS": "a", "LWS_WORKER_INDEX": "0", "LWS_GROUP_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert run(capsys, "node")[0] == 0
+    assert served == [Config()]
+
+
+@pytest.mark.parametrize(
+    ("options", "has_settings"),
+    [((), False), (("cluster.join_timeout=7",), False), (("parallel.pp=4", "cluster.join_timeout=7"), True)],
+)
+def test_other_nodes_join(
+    capsys: pytest.CaptureFixture[str],
+    joined: list[tuple[NodePlace, Config, str, bool]],
+    options: tuple[str, ...],
+    has_settings: bool,
+) -> None:
+    where = ["--leader", "10.0.0.1", "--size", "2", "--index", "1"]
+    assert run(capsys, "node", *where, *options) == (2, "", "toka-async: refused\n")
+    ((place, config, interface, given),) = joined
+    assert (place, interface, given) == (NodePlace("10.0.0.1", PORT, 1, 2), "", has_settings)
+    assert config.cluster.join_timeout == (7 if options else 300)
+
+
+def test_a_node_that_does_not_know_its_place_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "node", "--leader", "a", "--size", "2")
+    assert (code, err) == (2, "toka-async: --index is missing; LWS_WORKER_INDEX and SLURM_NODEID are not set either\n")

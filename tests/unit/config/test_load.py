@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from toka_async.config import Config, ConfigError, load_config
-from toka_async.config.load import describe
+from toka_async.config.load import describe, list_settings
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.toml"))
 
@@ -220,6 +220,31 @@ def test_describe_shows_effective_values() -> None:
 def test_the_shipped_files_load(path: Path) -> None:
     assert load_config(path).model.path
     assert {"demo.toml", "qwen.toml", "llama-1b.toml"} <= {path.name for path in CONFIGS}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cluster.nodes=2", "parallel.pp=2"], "cluster.nodes=2: needs cluster.address"),
+        (["cluster.interface=eth0"], "cluster: its keys need cluster.nodes above 1"),
+        (
+            ["cluster.nodes=2", "cluster.address=tcp://a:1", "parallel.tp=16"],
+            "parallel.pp=1: expected a multiple of cluster.nodes=2, since every machine has equally many stages; "
+            "parallel.tp=16 divides a stage within its machine",
+        ),
+        (["cluster.nodes=2", "cluster.address=tcp://a:1", "parallel.pp=3"], "parallel.pp=3: expected a multiple"),
+    ],
+)
+def test_machines_have_equally_many_stages(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    assert message in str(caught.value)
+
+
+def test_settings_of_machines_leave_out_which_one_it_is() -> None:
+    one = load_config(None, ["parallel.pp=2", "cluster.nodes=2", "cluster.address=tcp://a:1"])
+    other = load_config(None, ["parallel.pp=2", "cluster.nodes=2", "cluster.address=tcp://b:1"])
+    assert list_settings(one) == list_settings(other) != list_settings(Config())
 
 
 def test_keys_of_the_simulated_device_need_it() -> None:

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
 
 from tests.drivers.until import SECONDS, wait_until
 from toka_async.config import Config
-from toka_async.procs.child import ChildSpec, Drain, Order, Stop
+from toka_async.procs.child import ChildSpec, Drain, Fail, Order, Stop
 from toka_async.socket_folder import MARKER
 from toka_async.topology import local_topology
 
@@ -25,9 +26,9 @@ link = connect_parent()
 """
 
 
-def spec(folder: Path) -> bytes:
+def spec(folder: Path, role: Literal["rank", "coordinator"] = "rank") -> bytes:
     child = ChildSpec(
-        role="rank",
+        role=role,
         replica=1,
         rank=2,
         config=Config(),
@@ -43,7 +44,9 @@ def spec(folder: Path) -> bytes:
 class Running:
     """A child running a program, this process being its parent."""
 
-    def __init__(self, program: str, folder: Path, *, rest: bytes = b"") -> None:
+    def __init__(
+        self, program: str, folder: Path, *, rest: bytes = b"", role: Literal["rank", "coordinator"] = "rank"
+    ) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", CHILD + program],
             stdin=subprocess.PIPE,
@@ -51,7 +54,7 @@ class Running:
             stderr=subprocess.PIPE,
             bufsize=0,
         )
-        self.send(spec(folder) + rest)
+        self.send(spec(folder, role) + rest)
 
     def send(self, data: bytes) -> None:
         assert self.process.stdin is not None
@@ -90,6 +93,34 @@ def test_names(tmp_path: Path) -> None:
     assert child.name == "rank-1-2"
     assert msgspec.structs.replace(child, role="scheduler").name == "scheduler-1"
     assert msgspec.structs.replace(child, role="server").name == "server"
+
+
+def test_names_of_what_serves_several_machines(tmp_path: Path) -> None:
+    child = msgspec.json.decode(spec(tmp_path), type=ChildSpec)
+    assert msgspec.structs.replace(child, role="coordinator").name == "coordinator"
+    assert msgspec.structs.replace(child, role="node").name == "node-0"
+
+
+def test_a_coordinators_orders_wait_until_it_hears_them(tmp_path: Path) -> None:
+    program = """
+seen = []
+def on_order(order):
+    seen.append(order)
+    link.report(Drained(len(seen)))
+link.on_stop = lambda: link.report(Started())
+signal.signal(signal.SIGUSR1, lambda *_: link.hear(on_order))
+link.report(Drained(0))
+while True:
+    signal.pause()
+"""
+    child = Running(program, tmp_path, role="coordinator")
+    assert child.status()["num_cut"] == 0
+    child.send(order(Fail("a")) + order(Fail("b")) + order(Stop()))
+    wait_until(lambda: child.num_unread == 0)
+    child.process.send_signal(signal.SIGUSR1)
+    assert [child.status()["num_cut"] for _ in range(2)] == [1, 2]
+    assert child.status() == {"type": "Started"}
+    assert child.end() == (0, "")
 
 
 def test_a_child_that_is_told_to_stop_leaves_the_folder_to_its_parent(tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ def test_every_rank_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ModelError, match=r"parallel\.dp=1, parallel\.pp=1, parallel\.tp=4: each of 4 ranks .* shows 2; use fewer"
     ):
         resolve_device(ModelConfig(), RankCoords(2, 4, device_index=2, num_sharing=4))
+    with pytest.raises(ModelError, match=r"pp=2, parallel\.tp=4, cluster\.nodes=2: each of 4"):
+        resolve_device(ModelConfig(), RankCoords(2, 4, 1, 2, device_index=2, num_sharing=4, num_nodes=2))
     assert resolve_device(ModelConfig(device="cpu"), RankCoords(2, 4, device_index=2)) == torch.device("cpu")
 
 
