@@ -6,6 +6,7 @@ Needs root, `ip` and `unshare`. Two hosts serve a model in two stages over a vir
 those of one process. Then a host is switched off under load (its link goes down, and its processes are killed so that
 nobody hears of it): clients must hear of it within server.hang_timeout + 5 s, and the other host must have no rank
 left. Then the host is started again, and must serve. Then its link alone is cut: its own ranks must end as well.
+Before all that, an agent on an interface that the leader cannot reach must end a start with a line that names both.
 """
 
 from __future__ import annotations
@@ -57,6 +58,17 @@ class Host:
         _wait(lambda: bool(children.read_text().strip()), f"{self.name} does not start", 10)
         self._first = int(children.read_text().split()[0])
         self.connect(True)
+
+    def add_network(self, interface: str, address: str) -> None:
+        """Give the host an interface that leads nowhere."""
+        peer = f"{interface}-end"
+        for command in (
+            ("add", interface, "type", "veth", "peer", "name", peer),
+            ("set", interface, "up"),
+            ("set", peer, "up"),
+        ):
+            _run("ip", "-n", self.name, "link", *command)
+        _run("ip", "-n", self.name, "addr", "add", address, "dev", interface)
 
     def connect(self, is_up: bool) -> None:
         """Plug the host's cable in, or pull it."""
@@ -181,8 +193,8 @@ class Cluster:
         options = [*OPTIONS, "parallel.pp=2", f"server.hang_timeout={self._hang_timeout}"]
         self._start(self.leader, 0, options, self.log)
 
-    def start_agent(self) -> None:
-        self._start(self.other, 1, [], self.folder / "agent.log")
+    def start_agent(self, *options: str) -> None:
+        self._start(self.other, 1, options, self.folder / "agent.log")
 
     def wait_until_serving(self, times: int = 1) -> float:
         words = "serving demo" if times == 1 else "is back"
@@ -211,6 +223,20 @@ def _wait_empty(host: Host) -> float:
     return _wait(lambda: not host.list_ranks(), f"ranks are left on {host.name}: {host.list_ranks()}", 20)
 
 
+def check_unreachable(hosts: Sequence[Host], folder: Path) -> None:
+    """An agent on a network that the leader has no route to: the start ends before weights load, and says why."""
+    hosts[1].add_network("lab0", "10.88.0.2/24")
+    (folder / "unreachable").mkdir()
+    cluster = Cluster(hosts, folder / "unreachable", 10.0)
+    cluster.start_leader()
+    cluster.start_agent("--interface", "lab0")
+    words = "cannot reach node 1 at 10.88.0.2"
+    seconds = _wait(lambda: words in cluster.log.read_text(), f"no such line in {cluster.log}: {words}", 60)
+    (line,) = [line for line in cluster.log.read_text().splitlines() if words in line]
+    _say(f"unreachable neighbour: after {seconds:.1f} s: {line}")
+    _wait_empty(hosts[0])
+
+
 def check_all(hosts: Sequence[Host], folder: Path, hang_timeout: float) -> None:
     leader, other = hosts
     leader.start([sys.executable, "-m", "toka_async.cli", "serve", *OPTIONS], folder / "single.log", TMPDIR=str(folder))
@@ -219,6 +245,7 @@ def check_all(hosts: Sequence[Host], folder: Path, hang_timeout: float) -> None:
     leader.switch_off()
     leader.boot()
 
+    check_unreachable(hosts, folder)
     cluster = Cluster(hosts, folder, hang_timeout)
     cluster.start_leader()
     cluster.start_agent()

@@ -9,15 +9,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from toka_async.topology import SharedKeys
 from toka_async.transport.codec import Codec
 from toka_async.transport.zmq_sockets import ZmqInbox, ZmqOutbox
+
+if TYPE_CHECKING:
+    from zmq.auth.thread import ThreadAuthenticator
 
 T = TypeVar("T")
 OTHERS_FIRST = 1.0  # seconds for the parent to hear of a process that died before others report that they miss it
@@ -90,6 +92,8 @@ def admit_holders(context: zmq.Context[Any], keys: SharedKeys) -> ThreadAuthenti
 
     Returns the thread that does so.
     """
+    from zmq.auth.thread import ThreadAuthenticator  # which processes of one machine do not need
+
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback("*", credentials_provider=KeyHolders(keys))

@@ -60,17 +60,18 @@ def cluster(tmp_path: Path) -> Any:
 
 
 class Request(threading.Thread):
-    """A stream that would run for long."""
+    """A stream, which would run for long unless it is told otherwise."""
 
-    def __init__(self, server: ClusterServing) -> None:
+    def __init__(self, server: ClusterServing, max_tokens: int = 1900) -> None:
         super().__init__()
+        self._body = {"model": "demo", "prompt": "Q", "max_tokens": max_tokens, "ignore_eos": True}
         self._server = server
         self.has_begun = threading.Event()
         self.last: dict[str, Any] = {}
         self.start()
 
     def run(self) -> None:
-        for event in self._server.stream("/v1/completions", model="demo", prompt="Q", max_tokens=1900, ignore_eos=True):
+        for event in self._server.stream("/v1/completions", **self._body):
             self.has_begun.set()
             self.last = event
 
@@ -104,6 +105,22 @@ def test_a_lost_machine_ends_the_replica_everywhere_until_it_is_back(cluster: Cl
     assert ask(server) == 200
     server.children = {}
     stop(cluster, server)
+
+
+def test_a_signal_to_all_machines_lets_requests_finish(tmp_path: Path) -> None:
+    """As the scheduler of a cluster ends a job. Both replicas have a stage on each machine."""
+    with starting(tmp_path, 2, *SIMULATED, "parallel.pp=2", "parallel.dp=2") as cluster:
+        agent = cluster.join(1)
+        server = ClusterServing(cluster)
+        assert set(cluster.ranks_of(1)) == {"rank-0-1", "rank-1-1"}
+        requests = [Request(server, 200) for _ in range(4)]
+        for request in requests:
+            assert request.has_begun.wait(60)
+        agent.send_signal(signal.SIGTERM)
+        stop(cluster, server)
+        for request in requests:
+            request.join(60)
+            assert request.last["choices"][0]["finish_reason"] == "length"
 
 
 def test_a_killed_rank_is_started_again_on_its_machine(cluster: Cluster) -> None:
