@@ -25,6 +25,7 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "client": {"transport"},
     "listening": set(),
     "socket_folder": set(),
+    "gpu_lock": set(),
     "batches": set(),
     "kernels": set(),
     "attention": {"checkpoint", "kernels"},
@@ -38,7 +39,7 @@ FAMILIES["procs"] = set(FAMILIES) - {"client"}
 FAMILIES[""] = {"llm"}  # for type checkers only: the package loads its names when they are used
 TOP = {  # L4
     *("cli", "__main__", "launch", "supervisor", "restarts", "heartbeats", "capacity", "bench"),
-    *("start_report", "llm"),
+    *("start_report", "lifeline", "llm"),
 }
 EXTERNAL = {  # all that these may import from elsewhere
     "": {"msgspec", "numpy"},

@@ -16,6 +16,7 @@ COVERED = {
     "e2e/test_bench.py": ["bench/control_plane"],
     "e2e/test_direct.py": ["procs/direct"],
     "e2e/test_life.py": ["launch", "procs/engine_link"],
+    "e2e/fleet/test_lifeline.py": ["lifeline"],
     "e2e/offline/test_async_llm.py": ["llm/async_llm"],
     "e2e/offline/test_engine_process.py": ["llm/engine_process", "llm/local_engine"],
     "e2e/offline/test_llm.py": ["llm/llm"],

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.drivers.until import SECONDS
+from tests.drivers.until import SECONDS, wait_until
 from tests.processes.serving import alive, wait_until_gone
 from toka_async import LLM, AsyncLLM, EngineDeadError, SamplingParams
 from toka_async.bench.loads.served import list_children
@@ -182,3 +182,24 @@ def test_an_interrupted_script_ends_as_scripts_do(socket_folders: Path) -> None:
     assert "KeyboardInterrupt" in errors
     wait_until_gone(pids.values())
     assert not list(socket_folders.iterdir())
+
+
+@pytest.mark.parametrize("state", ["loading", "generating"])
+def test_a_killed_script_takes_its_engine_along(state: str) -> None:
+    with start_script(*(["loading"] if state == "loading" else ["simulated"])) as script:
+        assert script.stdout is not None
+        assert script.stdout.readline()
+        if state == "loading":
+            wait_until(lambda: any(name.startswith("rank") for name in find_all(script.pid)))
+        pids = find_all(script.pid)
+        script.kill()
+        script.wait(SECONDS)
+    wait_until_gone(pids.values())
+
+
+def find_all(parent: int) -> dict[str, int]:
+    """All processes below one, as far as they have begun, by name."""
+    found = list_children(parent)
+    for pid in list(found.values()):
+        found |= list_children(pid)
+    return found
