@@ -21,7 +21,7 @@ from toka_async.client import Client, ConnectionLostError
 from toka_async.launch import find_files
 from toka_async.llm.engine_options import list_overrides, make_config
 from toka_async.llm.engine_process import EngineProcess
-from toka_async.llm.model_texts import ModelTexts
+from toka_async.llm.model_texts import ModelTexts, writes_spaces
 from toka_async.llm.outputs import OutputMaker, Submittable
 from toka_async.llm.prompts import PlainPrompt
 from toka_async.llm.sampling_params import SamplingParams
@@ -69,6 +69,7 @@ class LocalEngine:
         self._defaults = read_generation_defaults(
             model_dir, read_spec(model_dir), use_file=made.model.generation_config == "auto"
         )
+        self._has_spaces = writes_spaces(self.texts.tokenizer)
         self._seeds = random.Random(seed)
         self._ids = itertools.count()
         # The child need not look for the files again.
@@ -122,6 +123,8 @@ class LocalEngine:
         ]
 
     def _prepare_one(self, prompt: PlainPrompt, ids: list[int], params: SamplingParams) -> Submittable:
+        if self._has_spaces and not (params.spaces_between_special_tokens or params.skip_special_tokens):
+            raise ValueError("spaces_between_special_tokens=False: this tokenizer writes spaces before special tokens")
         room = self.model_config.max_model_len - len(ids)
         if room < 1:
             raise ValueError(

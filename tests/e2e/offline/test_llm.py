@@ -116,16 +116,24 @@ def test_a_completion_ends_with_the_context(llm: LLM) -> None:
         llm.generate([[5], [5] * most], GREEDY, use_tqdm=False)
 
 
-@pytest.mark.parametrize(("seeds", "is_same"), [((0, 0), True), ((0, 1), False), ((None, None), False)])
-def test_a_seed_decides_about_requests_without_one(seeds: tuple[int | None, int | None], is_same: bool) -> None:
-    """The simulated rank's tokens depend on the seeds of requests alone."""
+def test_a_seed_decides_about_requests_without_one() -> None:
+    """The tokens of the simulated rank depend on the seeds of requests alone."""
     params, answers = SamplingParams(n=2, max_tokens=8, ignore_eos=True), []
-    for seed in seeds:
+    for seed in (0, 0, 1):
         with LLM("demo", seed=seed, device="simulated", max_num_seqs=8) as other:
             outputs = other.generate([[5, 6]] * 4, params)
             answers.append([sample.token_ids for output in outputs for sample in output.outputs])
     assert len({tuple(ids) for ids in answers[0]}) == 8
-    assert (answers[0] == answers[1]) is is_same
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_special_tokens_are_shown_on_request(llm: LLM) -> None:
+    params = GREEDY.clone()
+    params.skip_special_tokens = params.spaces_between_special_tokens = False
+    params.include_stop_str_in_output = True
+    shown, plain = generate_one(llm, QUESTION, params).outputs[0], generate_one(llm, QUESTION, GREEDY).outputs[0]
+    end = llm.get_tokenizer().decode(shown.token_ids[-1:])
+    assert shown.text == plain.text + end
 
 
 def test_without_parameters_the_models_own_hold(llm: LLM) -> None:
