@@ -19,7 +19,7 @@ from toka_async.arrays import Int32
 
 PREFIX = 256  # tokens of a prompt that decide which replica it belongs to, and a quarter of the bytes of a text
 TOKEN_BYTES = 4  # of a text, in the mean
-FACTOR = 0xBF58476D1CE4E5B9  # of the mixing function of splitmix64
+FACTOR = 0xBF58476D1CE4E5B9  # spreads 32 bits over 64; a constant of splitmix64
 MASK = (1 << 64) - 1
 
 
@@ -52,7 +52,7 @@ class ReplicaChoice(Generic[R]):
         self._random = random
         self._replicas: list[R] = []
         self._hashes: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
-        self._scores, self._shifted = self._hashes.copy(), self._hashes.copy()
+        self._scores = self._hashes.copy()
         self._with_room: list[R] = []
 
     def add(self, replica: R) -> None:
@@ -78,13 +78,8 @@ class ReplicaChoice(Generic[R]):
         """Find the replica that a prefix belongs to, by the `key` that `hash_prefix` makes of it."""
         if len(self._replicas) < 2:
             return self._replicas[0] if self._replicas else None
-        scores, shifted = self._scores, self._shifted
-        np.bitwise_xor(self._hashes, np.uint64(key), out=scores)
-        np.multiply(scores, np.uint64(FACTOR), out=scores)
-        np.right_shift(scores, np.uint64(31), out=shifted)
-        np.bitwise_xor(scores, shifted, out=scores)
-        np.multiply(scores, np.uint64(FACTOR), out=scores)
-        return self._replicas[int(scores.argmax())]
+        np.multiply(self._hashes, np.uint64(key), out=self._scores)  # modulo 2^64
+        return self._replicas[int(self._scores.argmax())]
 
     def find_room(self, num_samples: int) -> R | None:
         """Find room for a request: of two replicas at random the one with fewer tokens to compute."""
@@ -108,7 +103,7 @@ class ReplicaChoice(Generic[R]):
 
     def _rehash(self) -> None:
         self._hashes = np.asarray([hash_url(each.url) for each in self._replicas], np.uint64)
-        self._scores, self._shifted = np.empty_like(self._hashes), np.empty_like(self._hashes)
+        self._scores = np.empty_like(self._hashes)
 
 
 def hash_url(url: str) -> int:
@@ -116,9 +111,9 @@ def hash_url(url: str) -> int:
 
 
 def hash_prefix(prompt: Int32 | bytes, cache_salt: str) -> int:
-    """Hash what a prompt begins with, to 64 bits. Prompts of different salts share nothing in a cache."""
+    """Hash what a prompt begins with, to an odd number of 64 bits. Prompts of different salts share no cache."""
     if isinstance(prompt, bytes):
         start = prompt[: PREFIX * TOKEN_BYTES]
     else:
         start = prompt[:PREFIX].tobytes()
-    return zlib.crc32(start, zlib.crc32(cache_salt.encode())) * FACTOR & MASK
+    return zlib.crc32(start, zlib.crc32(cache_salt.encode())) * FACTOR & MASK | 1
