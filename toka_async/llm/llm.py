@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import msgspec
 
-from toka_async.client import Client
+from toka_async.client.base_client import BaseClient
 from toka_async.client.results import Result
 from toka_async.llm.local_engine import LocalEngine, load_tokenizer
 from toka_async.llm.model_texts import Messages
@@ -215,7 +215,7 @@ def group_requests(requests: Sequence[Submittable], first: int, priority: Sequen
 
 
 async def run_groups(
-    client: Client, groups: Sequence[RequestsGroup], take: Callable[[int, Submittable, Result], None]
+    client: BaseClient, groups: Sequence[RequestsGroup], take: Callable[[int, Submittable, Result], None]
 ) -> None:
     """Run groups of requests; the first error cancels all. take: called with each request, its place and its result."""
     calls = [asyncio.ensure_future(run_group(client, group, take)) for group in groups]
@@ -226,7 +226,7 @@ async def run_groups(
             call.cancel()
 
 
-async def run_group(client: Client, group: RequestsGroup, take: Callable[[int, Submittable, Result], None]) -> None:
+async def run_group(client: BaseClient, group: RequestsGroup, take: Callable[[int, Submittable, Result], None]) -> None:
     await client.generate_each(
         [request.token_ids for request in group.requests],
         lambda at, result: take(group.places[at], group.requests[at], result),

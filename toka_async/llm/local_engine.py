@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from toka_async.checkpoint.generation import read_generation_defaults
 from toka_async.checkpoint.spec import read_spec
 from toka_async.client import Client, ConnectionLostError
+from toka_async.client.base_client import BaseClient
 from toka_async.launch import find_files
 from toka_async.llm.engine_options import list_overrides, make_config
 from toka_async.llm.engine_process import EngineProcess
@@ -88,7 +89,7 @@ class LocalEngine:
         """End the engine. Running calls fail. Further calls do nothing."""
         self._stop()
 
-    def start(self, call: Callable[[Client], Coroutine[Any, Any, T]]) -> Future[T]:
+    def start(self, call: Callable[[BaseClient], Coroutine[Any, Any, T]]) -> Future[T]:
         """Start what `call` does with the client. Raises EngineDeadError."""
         with self.explaining():
             return self._process.client.start(call)
@@ -151,7 +152,8 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-async def read_welcome(client: Client) -> Welcome:
+async def read_welcome(client: BaseClient) -> Welcome:
+    assert isinstance(client, Client)
     assert client.welcome is not None
     return client.welcome
 
