@@ -77,9 +77,11 @@ def test_greedy_answers_and_log_probs_are_transformers(llm: LLM) -> None:
     assert output.prompt_logprobs[0] is None
     entries = [*output.prompt_logprobs[1:], *sample.logprobs]
     assert len(entries) == len(ids) - 1
-    for row, token, entry in zip(expected, ids[1:], entries, strict=True):
+    for place, (row, token, entry) in enumerate(zip(expected, ids[1:], entries, strict=True)):
         assert entry is not None
         assert entry[token].logprob == pytest.approx(float(row[token]), abs=1e-3)
+        if place < len(output.prompt_token_ids) - 1:
+            assert entry[token].rank == 1 + int((row > row[token]).sum())
         values = sorted((float(each.logprob) for each in entry.values()), reverse=True)[:3]
         assert values == pytest.approx(row.topk(3).values.tolist(), abs=1e-3)
     assert sample.token_ids == expected[len(output.prompt_token_ids) - 1 :].argmax(-1).tolist()

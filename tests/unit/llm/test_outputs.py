@@ -75,7 +75,10 @@ def test_log_probs_have_the_token_first_and_its_rank_if_known() -> None:
 
 def test_prompts_have_log_probs_but_for_the_first_token() -> None:
     scores = PromptScores(
-        np.array([-1.0, -2.0], np.float32), np.array([[6], [9]], np.int32), np.array([[-1.0], [-0.5]], np.float32)
+        np.array([-1.0, -2.0], np.float32),
+        np.array([1, 40], np.int32),
+        np.array([[6], [9]], np.int32),
+        np.array([[-1.0], [-0.5]], np.float32),
     )
     output = MAKER.make_whole(submittable(SamplingParams(prompt_logprobs=1)), Result([sample(IDS)], 2, scores))
     assert output.prompt_logprobs is not None
@@ -85,6 +88,7 @@ def test_prompts_have_log_probs_but_for_the_first_token() -> None:
     assert list(second) == [6]
     assert third is not None
     assert list(third) == [7, 9]
+    assert (third[7].rank, third[9].rank) == (40, 1)
     assert output.num_cached_tokens == 2
     assert MAKER.make_whole(submittable(SamplingParams()), Result([sample(IDS)], 2)).prompt_logprobs is None
 
