@@ -21,7 +21,7 @@ from toka_async.client import Client, ConnectionLostError
 from toka_async.client.base_client import BaseClient
 from toka_async.launch import find_files
 from toka_async.llm.engine_options import list_overrides, make_config
-from toka_async.llm.engine_process import EngineProcess
+from toka_async.llm.engine_process import EngineDeadError, EngineProcess
 from toka_async.llm.model_texts import ModelTexts, writes_spaces
 from toka_async.llm.outputs import OutputMaker, Submittable
 from toka_async.llm.prompts import PlainPrompt
@@ -81,7 +81,8 @@ class LocalEngine:
             served_name=made.model.served_name or made.model.path,
         )
         self._process = EngineProcess(list_overrides(replace(made, model=found)))
-        self._stop = weakref.finalize(self, stop_engine, os.getpid(), self._process)
+        self._pid = os.getpid()
+        self._stop = weakref.finalize(self, stop_engine, self._pid, self._process)
         welcome = self.start(read_welcome).result()
         self.model_config = EngineModel(found.served_name, welcome.max_context, welcome.vocab_size)
 
@@ -91,6 +92,8 @@ class LocalEngine:
 
     def start(self, call: Callable[[BaseClient], Coroutine[Any, Any, T]]) -> Future[T]:
         """Start what `call` does with the client. Raises EngineDeadError."""
+        if os.getpid() != self._pid:
+            raise EngineDeadError(f"the engine belongs to process {self._pid}, of which this one is a copy (os.fork)")
         with self.explaining():
             return self._process.client.start(call)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -124,3 +125,9 @@ def test_an_aborted_request_ends_its_open_samples(kind: RequestOutputKind, text:
         (1, text, "abort"),
         (2, "", "abort"),
     ]
+
+
+def test_parameters_and_outputs_go_to_other_processes() -> None:
+    params = SamplingParams(n=2, stop=["a"])
+    output = MAKER.make_whole(submittable(SamplingParams()), Result([sample(IDS)], 2))
+    assert pickle.loads(pickle.dumps((params, output))) == (params, output)
