@@ -118,23 +118,33 @@ class LocalEngine:
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         return SamplingParams.from_optional(**{name: getattr(self._defaults, name) for name in names})
 
-    def prepare(self, prompts: Sequence[PlainPrompt], params: Sequence[SamplingParams]) -> list[Submittable]:
-        """Prepare prompts, tokenized if need be. Raises ValueError for one that does not fit."""
+    def prepare(
+        self, prompts: Sequence[PlainPrompt], params: Sequence[SamplingParams], first: int = 0
+    ) -> list[Submittable]:
+        """Prepare prompts, tokenized if need be. first: the place of the first one, for errors.
+
+        Raises ValueError for a prompt that the model cannot take.
+        """
         self.texts.tokenize(prompts)
         return [
-            self._prepare_one(prompt, prompt.token_ids or [], each)
-            for prompt, each in zip(prompts, params, strict=True)
+            self._prepare_one(place, prompt, prompt.token_ids or [], each)
+            for place, (prompt, each) in enumerate(zip(prompts, params, strict=True), start=first)
         ]
 
-    def _prepare_one(self, prompt: PlainPrompt, ids: list[int], params: SamplingParams) -> Submittable:
+    def _prepare_one(self, place: int, prompt: PlainPrompt, ids: list[int], params: SamplingParams) -> Submittable:
         if self._has_spaces and not (params.spaces_between_special_tokens or params.skip_special_tokens):
             raise ValueError("spaces_between_special_tokens=False: this tokenizer writes spaces before special tokens")
-        room = self.model_config.max_model_len - len(ids)
+        limits = self.model_config
+        room = limits.max_model_len - len(ids)
         if room < 1:
             raise ValueError(
-                f"a prompt has {len(ids)} tokens, and prompt and completion can have "
-                f"{self.model_config.max_model_len} together; shorten it"
+                f"prompt {place} has {len(ids)} tokens, and prompt and completion can have {limits.max_model_len} "
+                "together; shorten it"
             )
+        if not ids:
+            raise ValueError(f"prompt {place} has no tokens")
+        if not 0 <= min(ids) <= max(ids) < limits.vocab_size:
+            raise ValueError(f"prompt {place} has a token id out of range; the model's are below {limits.vocab_size}")
         return Submittable(
             str(next(self._ids)),
             prompt.text,

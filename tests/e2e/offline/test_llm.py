@@ -114,8 +114,15 @@ def test_a_completion_ends_with_the_context(llm: LLM) -> None:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         (sample,) = generate_one(llm, [5] * (most - 3), params).outputs
         assert (len(sample.token_ids), sample.finish_reason) == (3, "length")
-    with pytest.raises(ValueError, match=f"has {most} tokens"):
-        llm.generate([[5], [5] * most], GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "part"),
+    [([5] * 2048, "has 2048 tokens"), ([608], "out of range"), ([-1], "out of range"), ("", "no tokens")],
+)
+def test_a_prompt_that_the_model_cannot_take_is_named(llm: LLM, prompt: Any, part: str) -> None:
+    with pytest.raises(ValueError, match=f"prompt 1 .*{part}"):
+        llm.generate(["Question:", prompt], GREEDY, use_tqdm=False)
 
 
 def test_a_seed_decides_about_requests_without_one() -> None:
@@ -153,8 +160,8 @@ def test_conversations_may_be_many_and_have_their_own_template(llm: LLM) -> None
 
 def test_a_wrong_request_is_refused_and_the_engine_goes_on(llm: LLM) -> None:
     with pytest.raises(RequestError) as caught:
-        llm.generate([[5], [100_000]], GREEDY, use_tqdm=False)
-    assert caught.value.field == "prompt"
+        llm.generate([[5], [6]], SamplingParams(logit_bias={100_000: 1.0}), use_tqdm=False)
+    assert caught.value.field == "logit_bias"
     with pytest.raises(ValueError, match="1 for 2 prompts"):
         llm.generate(OTHERS, [GREEDY], use_tqdm=False)
     assert generate_one(llm, [5], GREEDY).finished
