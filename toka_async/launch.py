@@ -24,7 +24,7 @@ from toka_async.logs import announce, configure_parent
 from toka_async.nodes.leading import open_leader
 from toka_async.procs.child import BatchJob, ChildSpec, Prepared, Resources, Started, Status
 from toka_async.procs.launched import Launch, make_launch
-from toka_async.replica_lives import ReplicaLives, find_local_places, list_replica, name_leader
+from toka_async.replica_lives import ReplicaLives, list_replica, name_leader
 from toka_async.server.access.keys import read_keys
 from toka_async.server.access.origins import read_origins
 from toka_async.server.http.tls import tls_context
@@ -32,7 +32,7 @@ from toka_async.socket_folder import socket_folder
 from toka_async.start_report import start_lines
 from toka_async.startup.progress import StartupProgress
 from toka_async.supervisor import Supervisor
-from toka_async.topology import local_topology, make_layout
+from toka_async.topology import local_places, local_topology, make_layout
 
 BATCH_DRAIN = 5.0  # seconds for a stopped batch to keep what is done
 
@@ -48,7 +48,7 @@ def serve(config: Config) -> int:
     tls, keys = tls_context(config.server), read_keys(config.auth, os.environ)
     read_origins(config.auth, config.server.host)
     say, ranks = configure_parent(config.log.format), _Ranks(config.parallel)
-    model_dir, tokenizer_dir = _find_files(config)
+    model_dir, tokenizer_dir = find_files(config)
     with closing(open_listener(config.server, config.limits.client_timeout)) as listener, socket_folder() as folder:
         limits = [*raise_limits(), *find_exposures(config.server, has_keys=bool(keys))]
         url = find_url(listener, "http" if tls is None else "https")
@@ -61,7 +61,7 @@ def serve(config: Config) -> int:
             announce(f"toka-async: serving {spec.served_name} at {url}")
 
         # Only the server keeps the listener, so that connections are refused once it stops.
-        return _run(spec, config.server.drain_timeout, on_started, ranks.hear, listener.close)
+        return _run(spec, folder, config.server.drain_timeout, on_started, ranks.hear, listener.close)
 
 
 def warm(config: Config) -> int:
@@ -76,10 +76,11 @@ def warm(config: Config) -> int:
     if config.cluster.nodes > 1:
         raise ConfigError(f"cluster.nodes={config.cluster.nodes}: warm each machine by a start; use 1 here")
     say, ranks = configure_parent(config.log.format), _Ranks(msgspec.structs.replace(config.parallel, dp=1))
-    model_dir, tokenizer_dir = _find_files(config)
+    model_dir, tokenizer_dir = find_files(config)
     with socket_folder() as folder:
         spec = msgspec.structs.replace(_make_spec("server", config, folder, model_dir, tokenizer_dir), warm=True)
-        children = [child for child in list_replica(spec, find_local_places(spec, 0, 0), 0) if child.role == "rank"]
+        places = local_places(folder, spec.topology.layout)
+        children = [child for child in list_replica(spec, places, 0) if child.role == "rank"]
         num_started = 0
 
         def on_status(status: Status) -> int | None:
@@ -108,7 +109,7 @@ def run_batch(config: Config, job: BatchJob, show: Callable[[Status], int | None
         ModelError: as in `serve`.
     """
     say, ranks = configure_parent(config.log.format), _Ranks(config.parallel)
-    model_dir, tokenizer_dir = _find_files(config)
+    model_dir, tokenizer_dir = find_files(config)
 
     def on_status(status: Status) -> int | None:
         ranks.hear(status)
@@ -120,7 +121,7 @@ def run_batch(config: Config, job: BatchJob, show: Callable[[Status], int | None
 
     with socket_folder() as folder:
         spec = msgspec.structs.replace(_make_spec("batch", config, folder, model_dir, tokenizer_dir), job=job)
-        return _run(spec, BATCH_DRAIN, on_started, on_status)
+        return _run(spec, folder, BATCH_DRAIN, on_started, on_status)
 
 
 class _Ranks:
@@ -151,12 +152,12 @@ def _make_spec(
         model_dir=str(model_dir),
         tokenizer_dir=str(tokenizer),
         served_name=config.model.served_name or config.model.path,
-        folder=str(folder),
     )
 
 
 def _run(
     first: ChildSpec,
+    folder: Path,
     drain_timeout: float,
     on_started: Callable[[], None],
     on_status: Callable[[Status], int | None],
@@ -164,8 +165,8 @@ def _run(
 ) -> int:
     """Run the first process, which is the server or the batch, with all replicas; returns the exit code.
 
-    on_first: called when the first process has been started. Raises ConfigError if agents cannot join at
-    `cluster.address`.
+    folder: of sockets. on_first: called when the first process has been started. Raises ConfigError if agents cannot
+    join at `cluster.address`.
     """
     config, say = first.config, configure_parent(first.config.log.format)
     leader = open_leader(config.cluster) if config.cluster.nodes > 1 else None
@@ -184,14 +185,14 @@ def _run(
     with supervisor, nullcontext() if leader is None else closing(leader):
         supervisor.start(make_launch(first))
         on_first()
-        lives = ReplicaLives(first, supervisor, leader)
+        lives = ReplicaLives(first, folder, supervisor, leader)
         for replica in range(config.parallel.dp):
             for launch in lives.begin(replica, 0):
                 supervisor.start(launch)
         return supervisor.run(on_started)
 
 
-def _find_files(config: Config) -> tuple[Path, Path]:
+def find_files(config: Config) -> tuple[Path, Path]:
     """Find the folders of the model and the tokenizer, and check their small files. Raises ModelError."""
     # On a terminal the hub's own bars show downloads.
     with StartupProgress(shown=False).stage("model", f"finding {config.model.path} here or on the hub"):

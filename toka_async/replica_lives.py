@@ -21,12 +21,14 @@ class ReplicaLives:
 
     Args:
         first: the spec of the server or the batch.
+        folder: where processes of this machine have their sockets.
         leader: where the agents of other machines join; None: all is on this machine. The coordinator and this
             machine's agent are started.
     """
 
-    def __init__(self, first: ChildSpec, supervisor: Supervisor, leader: socket.socket | None) -> None:
+    def __init__(self, first: ChildSpec, folder: Path, supervisor: Supervisor, leader: socket.socket | None) -> None:
         self._first = first
+        self._folder = folder
         self._supervisor = supervisor
         self._coordinator = None
         if leader is not None:
@@ -40,7 +42,7 @@ class ReplicaLives:
         if self._coordinator is not None:
             self._coordinator.order(Prepare(replica, life))
             return ()
-        places = find_local_places(self._first, replica, life)
+        places = local_places(self._folder, self._first.topology.layout, replica, life)
         return map(make_launch, list_replica(self._first, places, replica, life))
 
     def start(self, prepared: Prepared) -> None:
@@ -63,10 +65,6 @@ def list_replica(first: ChildSpec, places: Places, replica: int, life: int = 0) 
     yield scheduler
     for rank in range(first.topology.layout.num_ranks):
         yield msgspec.structs.replace(scheduler, role="rank", rank=rank)
-
-
-def find_local_places(first: ChildSpec, replica: int, life: int) -> Places:
-    return local_places(Path(first.folder), first.topology.layout, replica, life)
 
 
 def name_leader(first: ChildSpec, leader: socket.socket) -> ChildSpec:

@@ -40,11 +40,13 @@ class Cluster:
     def said(self, name: str = "leader") -> str:
         return (self.folder / name).read_text(encoding="utf-8")
 
-    def join(self, index: int, *options: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """Start a machine's agent."""
+    def join(
+        self, index: int, *options: str, environment: Mapping[str, str] | None = None, inherit: Sequence[int] = ()
+    ) -> subprocess.Popen[bytes]:
+        """Start a machine's agent. inherit: descriptors that it keeps."""
         where = ["--leader", self.address, "--index", str(index), "--size", str(self.size)]
         self.agents[index] = agent = self._start(
-            f"agent-{index}", [*where, *options], {**self._environment, **(environment or {})}
+            f"agent-{index}", [*where, *options], {**self._environment, **(environment or {})}, inherit
         )
         return agent
 
@@ -66,7 +68,9 @@ class Cluster:
             if self.leader.stdout is not None:
                 self.leader.stdout.close()
 
-    def _start(self, name: str, options: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _start(
+        self, name: str, options: Sequence[str], environment: Mapping[str, str], inherit: Sequence[int] = ()
+    ) -> subprocess.Popen[bytes]:
         with (self.folder / name).open("ab") as errors:
             return subprocess.Popen(
                 [sys.executable, "-m", "toka_async.cli", "node", *options],
@@ -74,6 +78,7 @@ class Cluster:
                 stdout=subprocess.PIPE if name == "leader" else subprocess.DEVNULL,
                 stderr=errors,
                 env=environment,
+                pass_fds=inherit,
                 start_new_session=True,
             )
 

@@ -17,6 +17,7 @@ from toka_async.cli.overrides import complete_overrides
 from toka_async.cli.parser import parse_arguments
 from toka_async.config import Config, ConfigError, load_config
 from toka_async.config.load import describe
+from toka_async.lifeline import watch_lifeline
 from toka_async.listening import make_url
 
 NO_TEXT = "standard input is not text in UTF-8"
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if getattr(options, "lifeline", None) is not None:
+        watch_lifeline(options.lifeline)
     match options.command:
         case "serve":
             return _run_serve(_load_configuration(options))

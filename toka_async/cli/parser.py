@@ -119,6 +119,7 @@ def _make_parser() -> _Parser:
     parser.add_argument("--version", action="version", version=f"toka-async {__version__}")
     command = _add_commands(parser, "command", required=False)
     serve = command("serve", "serve a model over HTTP until SIGTERM or SIGINT")
+    _add_lifeline(serve)
     _add_configuration(serve)
     serve.epilog = f"{OFTEN_USED}\n{KEYS}"
     _add_node(command("node", "be one of several machines that serve a model; the first one (--index 0) is the leader"))
@@ -149,8 +150,26 @@ def _add_node(parser: _Parser) -> None:
     parser.add_argument(
         "--interface", default="", metavar="NAME", help="network interface to the others; default: the route's"
     )
+    _add_lifeline(parser)
     _add_configuration(parser)
     parser.epilog = f"{NODE_ENVIRONMENT}\n{KEYS}"
+
+
+def _add_lifeline(parser: _Parser) -> None:
+    """Two options, since one with an optional value would take the model for it."""
+    parser.add_argument(
+        "--lifeline",
+        action="store_const",
+        const=0,
+        help="end at once, with all processes, at the end of standard input: when whoever started it ends",
+    )
+    parser.add_argument(
+        "--lifeline-fd",
+        dest="lifeline",
+        type=_parse_descriptor,
+        metavar="FD",
+        help="the same at the end of this open descriptor",
+    )
 
 
 def _add_ping(parser: _Parser) -> None:
@@ -226,6 +245,12 @@ def _parse_name(text: str) -> str:
     if not text or Path(text).name != text:
         raise argparse.ArgumentTypeError(f"{text!r} is not a file name")
     return text
+
+
+def _parse_descriptor(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a descriptor's number")
+    return int(text)
 
 
 def _parse_count(text: str) -> int:

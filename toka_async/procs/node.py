@@ -314,7 +314,6 @@ class Membership:
         spec = msgspec.structs.replace(
             spec,
             model_dir=str(self._model_dir),
-            folder="",
             listen_fd=listener.fileno(),
             group_fd=-1 if group is None else group.fileno(),
             interface=self._network.interface,

@@ -149,6 +149,18 @@ def test_a_lost_leader_ends_its_ranks_everywhere_and_its_machines_join_the_next(
     assert agents[0].wait(60) == 0
 
 
+def test_an_agent_ends_with_its_lifeline(cluster: Cluster) -> None:
+    read, write = os.pipe()
+    first, _ = cluster.join(1, "--lifeline-fd", str(read), inherit=(read,)), cluster.join(2)
+    server = ClusterServing(cluster)
+    ranks = cluster.ranks_of(1).values()
+    for end in (read, write):
+        os.close(end)
+    assert first.wait(60) == 1
+    wait_until_gone(ranks)
+    wait_until(lambda: server.get("/health")[0] == 503)
+
+
 def test_another_model_is_refused_on_both_ends(tmp_path: Path) -> None:
     """The same path has other contents: a link within the working folder of each."""
     for name in ("one", "two"):

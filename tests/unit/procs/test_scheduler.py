@@ -14,12 +14,12 @@ from toka_async.messages import (
     RankDevice,
     Ready,
     Reason,
-    SamplingParams,
     Stats,
     Step,
     StepDone,
     Submits,
     Tokens,
+    TokenSampling,
     ToRank,
     ToScheduler,
     ToServer,
@@ -54,7 +54,7 @@ def test_a_request_goes_through() -> None:
             prompts=i32_column([1, 2, 3]),
             seeds=memoryview(bytes(8)),
             max_tokens=i32_column([1]),
-            sampling=SamplingParams(),
+            sampling=TokenSampling(),
         )
     )
     run_turn(core, requests, results, server, ranks, times, ready)
