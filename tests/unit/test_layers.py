@@ -26,6 +26,7 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "listening": set(),
     "socket_folder": set(),
     "batches": set(),
+    "tables": set(),
     "kernels": set(),
     "attention": {"checkpoint", "kernels"},
     "model": {"checkpoint", "attention", "kernels"},
@@ -43,6 +44,7 @@ EXTERNAL = {  # all that these may import from elsewhere
     "": {"msgspec", "numpy"},
     "scheduler": {"msgspec", "numpy"},
     "batches": {"msgspec", "numpy"},
+    "tables": {"msgspec", "numpy", "pyarrow"},
     "kernels": {"torch", "triton"},
 }
 
