@@ -17,12 +17,12 @@ from torch import Tensor
 
 from tests.drivers.core import Sample
 from tests.drivers.gpu_models import SHAPES, VOCAB, Reference, WatchedEngine, make_model
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 NUM_TOKENS = 48
-LOGPROBS = SamplingParams(temperature=0.0, num_logprobs=0)
+LOGPROBS = TokenSampling(temperature=0.0, num_logprobs=0)
 EXACT = 1e-3  # in float32, of logits and log-probs
 TIMES_THEIRS = 1.2  # in bfloat16, of transformers' own error
 CHANCE = 0.02  # share of tokens whose likeliest may change by chance: three deviations of a rare event in a thousand

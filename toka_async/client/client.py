@@ -19,9 +19,9 @@ from toka_async.arrays import Int32
 from toka_async.client.errors import ConnectionLostError, RequestError
 from toka_async.client.exchange import Exchange
 from toka_async.client.fields import Fields
-from toka_async.client.pending import ManyResults, OneResult, Pending, RequestEvents, RequestOptions, Waiter
+from toka_async.client.pending import EachResult, OneResult, Pending, RequestEvents, RequestOptions, Waiter
 from toka_async.client.results import Event, Result
-from toka_async.protocol import ProtocolError
+from toka_async.protocol import ProtocolError, Welcome
 from toka_async.transport.curve import read_pair, read_public
 from toka_async.transport.zmq_frames import Dealer, Frame, Loss
 
@@ -183,6 +183,11 @@ class Client:
         if not self._dealer.socket.closed:
             self._exchange.flush()
 
+    @property
+    def welcome(self) -> Welcome | None:
+        """What the server says of itself and its limits, while there is a connection."""
+        return self._exchange.welcome
+
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     async def generate(self, prompt: Prompt, *, seed: int | None = None, **fields: Unpack[Fields]) -> Result:
@@ -205,19 +210,35 @@ class Client:
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int] | None = None, **fields: Unpack[Fields]
     ) -> list[Result]:
         """Run `generate` for each prompt (or row of an array), in order; the first error cancels the rest."""
+        results: dict[int, Result] = {}
+        await self.generate_each(prompts, results.__setitem__, seeds=seeds, **fields)
+        return [results[place] for place in range(len(prompts))]
+
+    async def generate_each(
+        self,
+        prompts: Sequence[Prompt],
+        take: Callable[[int, Result], None],
+        *,
+        seeds: Sequence[int] | None = None,
+        **fields: Unpack[Fields],
+    ) -> None:
+        """Run `generate_many`, and give `take` the place of a prompt and its result as each comes; none is kept.
+
+        What `take` raises ends the call.
+        """
         if isinstance(prompts, str | bytes):
             raise RequestError("'prompts' is one text: expected a list of prompts", field="prompts")
         if not len(prompts):  # it may be an array
-            return []
+            return
         if seeds is not None and len(seeds) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts, but {len(seeds)} seeds", field="seeds")
-        waiter, options = ManyResults(len(prompts)), self._make_options(fields, stream=False)
+        waiter, options = EachResult(len(prompts), take), self._make_options(fields, stream=False)
         pendings: list[Pending] = []
         try:
             for place, prompt in enumerate(prompts):
                 seed = None if seeds is None else seeds[place]
                 pendings.append(self._add(prompt, seed, options, waiter, place))
-            return await waiter.future
+            await waiter.future
         except BaseException:
             self._abandon(pendings)
             raise

@@ -14,10 +14,10 @@ from toka_async.messages import (
     RankDevice,
     Ready,
     Reason,
-    SamplingParams,
     StepDone,
     Submits,
     Tokens,
+    TokenSampling,
     ToRank,
     ToScheduler,
     ToServer,
@@ -50,7 +50,7 @@ def test_a_request_goes_through() -> None:
             prompts=i32_column([1, 2, 3]),
             seeds=memoryview(bytes(8)),
             max_tokens=i32_column([1]),
-            sampling=SamplingParams(),
+            sampling=TokenSampling(),
         )
     )
     run_turn(core, requests, results, server, ranks, times, ready)
