@@ -22,19 +22,24 @@ OF_ROWS = ("column", "split", "keep", "chat", "system", "n", "seed", "extra_body
 
 
 def has_rows(options: argparse.Namespace) -> bool:
-    """Tells whether the input has rows, and not lines of OpenAI's batches. Raises BatchFileError if it has neither."""
+    """Tells whether the input has rows, and not lines of OpenAI's batches.
+
+    Raises BatchFileError for options that do not fit the lines.
+    """
     source: Path = options.input
     if source.is_dir() or SUFFIXES.get(source.suffix, "jsonl") != "jsonl" or options.column:
         return True
     names = _read_names(source)
-    if "custom_id" not in names and any(name in names for name in COLUMNS):
-        return True
-    if given := [name for name in (*OF_ROWS, *SAMPLING) if getattr(options, name) is not None]:
+    given = [name for name in (*OF_ROWS, *SAMPLING) if getattr(options, name) is not None]
+    is_table = options.output.suffix == ".parquet"
+    if "custom_id" not in names:
+        return is_table or bool(given) or any(name in names for name in COLUMNS)
+    if given:
         raise BatchFileError(
-            f"{_name_option(given[0])} is for rows, and {source} has lines of OpenAI's batches, which say "
-            "themselves what they ask; for rows name the column of their prompts with --column"
+            f"{_name_option(given[0])} is for rows, and {source} has lines of OpenAI's batches, which say themselves "
+            "what they ask; for rows name the column of their prompts with --column"
         )
-    if options.output.suffix == ".parquet":
+    if is_table:
         raise BatchFileError(f"--output {options.output}: lines of OpenAI's batches are answered as JSON lines")
     return False
 

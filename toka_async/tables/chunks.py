@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 
-from toka_async.tables.source import Source, TableError
+from toka_async.tables.source import SUFFIXES, Source, TableError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Row: TypeAlias = dict[str, Any]
 
 CHUNK = 1024  # rows
+INDEXED = b"ARROW1"  # how an Arrow file with an index begins
 READ_BYTES = 1 << 20  # of a column, that are read at once
 
 
@@ -122,9 +123,9 @@ def read_chunks(source: Source, columns: Sequence[str] | None = None) -> Iterato
 
 
 def list_columns(source: Source) -> list[str]:
-    """The names of the columns. Reads JSONL whole. Raises TableError."""
+    """The names of the columns, of the first file or of all rows of JSONL. Raises TableError."""
     if source.form != "jsonl":
-        return list(read_schema(source).names)
+        return [name for path in source.files[:1] for name in _read_file_schema(path).names]
     names: dict[str, None] = {}
     for chunk in _read_all_jsonl(source):
         names.update(dict.fromkeys(chunk.list_names()))
@@ -132,18 +133,23 @@ def list_columns(source: Source) -> list[str]:
 
 
 def read_schema(source: Source, columns: Sequence[str] | None = None) -> pa.Schema:
-    """The types of the columns, or of some of them. Reads JSONL whole. Raises TableError if types contradict."""
+    """The types of the columns, or of some of them. Reads JSONL whole.
+
+    Raises:
+        TableError: a file cannot be read, or the types of a column differ between rows or files.
+    """
     pa = import_arrow()
     if source.form == "jsonl":
-        schema = _infer_schema(source)
-    elif source.files:
-        with _arrow_errors(str(source.files[0])):
-            schema = _read_first_schema(source)
+        schemas = [_infer_schema(source, columns)]
     else:
-        schema = pa.schema([])
-    if columns is None:
-        return schema
-    return pa.schema([schema.field(name) if name in schema.names else pa.field(name, pa.null()) for name in columns])
+        schemas = [_read_file_schema(path) for path in source.files]
+    first = schemas[0] if schemas else pa.schema([])
+    names = first.names if columns is None else columns
+    for path, schema in zip(source.files, schemas, strict=False):
+        for name in names:
+            if name in first.names and (name not in schema.names or schema.field(name).type != first.field(name).type):
+                raise TableError(f"{path}: its column {name!r} is not of the type that it has in {source.files[0]}")
+    return pa.schema([first.field(name) if name in first.names else pa.field(name, pa.null()) for name in names])
 
 
 def import_arrow() -> Any:
@@ -176,7 +182,7 @@ def _open_arrow(path: Path) -> Iterator[Iterator[pa.RecordBatch]]:
     """Open a stream, as datasets writes it, or a file with an index."""
     pa = import_arrow()
     with pa.OSFile(str(path)) as file:
-        if file.read(6) == b"ARROW1":
+        if file.read(len(INDEXED)) == INDEXED:
             reader = pa.ipc.open_file(file)
             yield (reader.get_batch(number) for number in range(reader.num_record_batches))
         else:
@@ -184,14 +190,15 @@ def _open_arrow(path: Path) -> Iterator[Iterator[pa.RecordBatch]]:
             yield iter(pa.ipc.open_stream(file))
 
 
-def _read_first_schema(source: Source) -> pa.Schema:
-    pa, path = import_arrow(), source.files[0]
-    if source.form == "parquet":
-        return pa.parquet.read_schema(path)
-    with pa.OSFile(str(path)) as file:
-        magic = file.read(6)
-        file.seek(0)
-        return (pa.ipc.open_file(file) if magic == b"ARROW1" else pa.ipc.open_stream(file)).schema
+def _read_file_schema(path: Path) -> pa.Schema:
+    pa = import_arrow()
+    with _arrow_errors(str(path)):
+        if SUFFIXES[path.suffix] == "parquet":
+            return pa.parquet.read_schema(path)
+        with pa.OSFile(str(path)) as file:
+            is_indexed = file.read(len(INDEXED)) == INDEXED
+            file.seek(0)
+            return (pa.ipc.open_file(file) if is_indexed else pa.ipc.open_stream(file)).schema
 
 
 def _read_all_jsonl(source: Source) -> Iterator[JsonChunk]:
@@ -214,11 +221,11 @@ def _read_line(path: Path, number: int, line: bytes) -> Row | str:
     return row if isinstance(row, dict) else f"{path.name}, line {number} is not a JSON object"
 
 
-def _infer_schema(source: Source) -> pa.Schema:
+def _infer_schema(source: Source, columns: Sequence[str] | None) -> pa.Schema:
     pa = import_arrow()
     schema = pa.schema([])
     for chunk in _read_all_jsonl(source):
-        for name in chunk.list_names():
+        for name in chunk.list_names() if columns is None else columns:
             with _arrow_errors(f"column {name!r}"):
                 found = pa.schema([(name, pa.array(chunk.read(name)).type)])
                 schema = pa.unify_schemas([schema, found], promote_options="permissive")

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from toka_async.tables.answers import RowAnswer, RowAnswers, open_answers
-from toka_async.tables.chunks import Chunk, import_arrow, list_columns, read_chunks
+from toka_async.tables.chunks import Chunk, list_columns, read_chunks, read_schema
 from toka_async.tables.requests import RowRequests, choose_column, find_fault
 from toka_async.tables.source import Source, TableError
 from toka_async.tables.write import TableFormat, is_parquet, open_writer
@@ -150,7 +150,7 @@ def make_table_job(
         keep: the input's columns that the output has; None: all.
 
     Raises:
-        TableError: a column is missing, the output cannot be written, or pyarrow is missing.
+        TableError: a column is missing or has several types, the output cannot be written, or pyarrow is missing.
     """
     output = output.absolute()
     if not output.parent.is_dir():
@@ -158,11 +158,11 @@ def make_table_job(
     if output.is_dir():
         raise TableError(f"--output {output} is a folder")
     columns = list_columns(source)
-    if is_parquet(output):
-        import_arrow()
     if missing := [name for name in keep or () if name not in columns]:
         raise TableError(f"no column {missing[0]!r} to keep: the data set has {', '.join(columns)}")
     requests = msgspec.structs.replace(requests, column=choose_column(columns, requests.column))
     table = msgspec.structs.replace(table, keep=tuple(columns if keep is None else keep), n=requests.n)
     table.check()
+    if is_parquet(output):
+        read_schema(source, table.keep)  # what cannot be written is better known before the run than after it
     return TableJob(source, requests, output, table, output.with_name(f"{output.name}.progress"))

@@ -34,6 +34,8 @@ def test_what_has_rows(tmp_path: Path) -> None:
     assert not has_rows(parse(write(tmp_path, "no JSON\n")))  # the check of lines says what is wrong
     assert not has_rows(parse(write(tmp_path, "")))
     assert not has_rows(parse(tmp_path / "missing.jsonl"))
+    assert has_rows(parse(write(tmp_path, "no JSON\n"), "-n", "2"))
+    assert has_rows(parse(write(tmp_path, "no JSON\n"), output="out.parquet"))
 
 
 @pytest.mark.parametrize("option", ["-n=2", "--seed=1", "--temperature=0", "--chat", "--keep=", "--top-p=1"])

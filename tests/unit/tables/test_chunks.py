@@ -109,6 +109,8 @@ def test_files_with_other_columns(tmp_path: Path) -> None:
     _, second = read_chunks(find_source(tmp_path))
     with pytest.raises(TableError, match="prompt"):
         second.read("prompt")
+    with pytest.raises(TableError, match=r"1\.parquet: its column 'prompt' is not of the type"):
+        read_schema(find_source(tmp_path), ["prompt"])
 
 
 def test_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

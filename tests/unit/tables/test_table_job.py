@@ -135,3 +135,12 @@ def test_damaged_facts(tmp_path: Path) -> None:
     (job.folder / "facts.json").write_text("{")
     with pytest.raises(TableError, match="is damaged"):
         job.write_requests()
+
+
+def test_types_that_parquet_cannot_have_are_known_before_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "p", "x": 1}\n{"prompt": "p", "x": "text"}\n')
+    with pytest.raises(TableError, match="column 'x'"):
+        make(path)
+    make(path, keep=["prompt"])
+    make(path, "out.jsonl")
