@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from tests.drivers.until import wait_until
 from toka_async.cli.overrides import complete_overrides
 from toka_async.cli.parser import parse_arguments
 from toka_async.config import Config, load_config
@@ -205,16 +207,37 @@ def test_scripts_are_bash(path: Path) -> None:
     assert path.read_text().startswith("#!/usr/bin/env bash\n")
 
 
-def test_a_task_of_slurm_answers_its_shard(tmp_path: Path) -> None:
+def make_shards(folder: Path) -> dict[str, str]:
+    """Two shards, and the environment of the task of the second one."""
+    (folder / "questions").mkdir()
     for name in ("a", "b"):
-        (tmp_path / "questions").mkdir(exist_ok=True)
-        pq.write_table(pa.table({"prompt": [f"of {name}"] * 3}), tmp_path / "questions" / f"{name}.parquet")
+        pq.write_table(pa.table({"prompt": [f"of {name}"] * 3}), folder / "questions" / f"{name}.parquet")
     slurm = {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_JOB_ID": "7", "MODEL": "model.device=simulated", "SAMPLES": "2"}
-    folders = {"INPUT": str(tmp_path / "questions"), "OUTPUT": str(tmp_path / "answers")}
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    script = DEPLOY / "slurm/shards.sbatch"
-    environment = os.environ | slurm | folders | {"PATH": path}
-    subprocess.run(["bash", script], env=environment, check=True, timeout=60, capture_output=True)
+    folders = {"INPUT": str(folder / "questions"), "OUTPUT": str(folder / "answers")}
+    return os.environ | slurm | folders | {"PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def test_a_task_of_slurm_answers_its_shard(tmp_path: Path) -> None:
+    environment = make_shards(tmp_path)
+    subprocess.run(["bash", DEPLOY / "slurm/shards.sbatch"], env=environment, check=True, timeout=60)
     rows = pq.read_table(tmp_path / "answers/b.parquet").to_pylist()
     assert [(row["prompt"], len(row["generated_text"])) for row in rows] == [("of b", 2)] * 3
     assert not (tmp_path / "answers/a.parquet").exists()
+
+
+def test_a_task_without_time_lets_the_run_end_and_is_put_back(tmp_path: Path) -> None:
+    """Commands of the test's own stand in for Slurm's and for a long run."""
+    programs = {
+        "scontrol": 'echo "$@" > requeued',
+        "toka-async": "trap 'echo kept > kept; exit 1' TERM; echo > started; while :; do sleep 0.05; done",
+    }
+    for name, program in programs.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{program}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = make_shards(tmp_path)
+    task = subprocess.Popen(["bash", DEPLOY / "slurm/shards.sbatch"], env=environment, cwd=tmp_path)
+    wait_until((tmp_path / "started").exists)
+    task.send_signal(signal.SIGUSR1)
+    assert task.wait(30) == 0
+    assert (tmp_path / "kept").exists()
+    assert (tmp_path / "requeued").read_text() == "requeue 7_1\n"
