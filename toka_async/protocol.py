@@ -17,7 +17,7 @@ import numpy.typing as npt
 from msgspec import UNSET, Meta, Raw, UnsetType
 from msgspec.structs import replace
 
-VERSIONS = (2,)  # in version 1, columns of messages to clients were frames of their own
+VERSIONS = (3,)  # in version 2, a welcome had no `max_seqs`
 
 Column = npt.NDArray[Any]
 Columns = dict[str, Column]
@@ -37,6 +37,7 @@ DTYPES: dict[str, str] = {
     "logprobs": "<f4",
     "top_ids": "<i4",
     "top_logprobs": "<f4",
+    "ranks": "<i4",  # of a prompt's tokens among all, from 1
     "text_lengths": "<i4",  # bytes
     "stops": "<i4",  # index of the request's stop string that was found, or -1
 }
@@ -124,8 +125,8 @@ class Welcome(ServerHeader, frozen=True, kw_only=True, tag="welcome"):
 
     resumed: the session was known, with all of its requests. credit: requests that may be open at once; one is open
     from its submission until the message that ended it was acknowledged. window: messages that the server sends ahead
-    of the last acknowledged one. heartbeat: most seconds between two messages of a client. model, max_…: limits of
-    requests; max_message: bytes of a frame.
+    of the last acknowledged one. heartbeat: most seconds between two messages of a client. max_seqs: samples that run
+    at once. model, vocab_size, max_context, max_n: limits of requests; max_message: bytes of a frame.
     """
 
     version: int
@@ -133,6 +134,7 @@ class Welcome(ServerHeader, frozen=True, kw_only=True, tag="welcome"):
     credit: Count
     window: Count
     heartbeat: Annotated[float, Meta(gt=0, le=86400)]
+    max_seqs: Count
     model: str
     vocab_size: Count
     max_context: Count
@@ -155,7 +157,7 @@ class Results(ServerHeader, frozen=True, kw_only=True, tag="results"):
 class PromptLogprobs(ServerHeader, frozen=True, kw_only=True, tag="prompt"):
     """The answer to `prompt_logprobs` of one request, before its results: entry i belongs to prompt token i + 1.
 
-    Columns: logprobs [p - 1], top_ids and top_logprobs [p - 1, num_top].
+    Columns: logprobs and ranks [p - 1], top_ids and top_logprobs [p - 1, num_top].
     """
 
     seq: Count

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE, TESTS = ROOT / "toka_async", ROOT / "tests"
 
-OF_THE_REPOSITORY = {"demo_model", "deploy", "documentation", "layers", "mirror"}  # and not of a module
+OF_THE_REPOSITORY = {"demo_model", "documentation", "layers", "mirror"}  # and not of a module
 # Modules that are tested as parts of others, or that only whole processes show; by the test that covers them.
 COVERED = {
     "e2e/test_batches.py": ["procs/batch"],
@@ -23,6 +23,7 @@ COVERED = {
     "e2e/test_serve.py": ["procs/server"],
     "e2e/test_tensor_parallel.py": ["startup/process_groups", "startup/rank_coords"],
     "parity/test_decoder.py": ["kernels/activation", "model/layers"],
+    "property/test_dispatcher.py": ["client/dispatcher"],
     "unit/attention/test_paged.py": ["attention/triton"],
     "unit/attention/test_reference.py": ["attention/blocks", "attention/copies"],
     "unit/attention/test_flashinfer.py": ["attention/wrappers"],
@@ -33,6 +34,7 @@ COVERED = {
     "unit/bench/test_serve_load.py": ["bench/client", "bench/loads/served"],
     "unit/checkpoint/test_spec.py": ["checkpoint/rope_spec"],
     "unit/cli/test_batch_run.py": ["batches/retry"],
+    "unit/client/test_client.py": ["client/base_client", "client/connection", "client/fields"],
     "unit/client/test_exchange.py": ["client/errors", "client/pending", "client/results"],
     "unit/config/test_load.py": ["config/sections", "config/text"],
     "unit/kernels/experts/test_mixture.py": ["kernels/experts/sums"],

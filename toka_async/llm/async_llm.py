@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from toka_async.client import Client
+from toka_async.client.base_client import BaseClient
 from toka_async.client.results import Event, Result
 from toka_async.llm.engine_options import EngineArgs
 from toka_async.llm.local_engine import LocalEngine, load_tokenizer
@@ -117,7 +117,7 @@ class AsyncLLM:
             with suppress(RuntimeError):  # the loop is closed, and nobody waits
                 loop.call_soon_threadsafe(queue.put_nowait, news)
 
-        async def run(client: Client) -> None:
+        async def run(client: BaseClient) -> None:
             try:
                 if is_whole:
                     tell(await client.generate(request.token_ids, seed=request.seed, **fields))

@@ -18,7 +18,10 @@ from toka_async.config.load import is_flag, list_keys, list_sections
 from toka_async.config.text import format_value
 
 SECTIONS = frozenset(field.name for field in msgspec.structs.fields(Config))
-OWN = ("server.host", "server.port", "server.tls_cert", "server.tls_key", "server.data_dir", "zmq.", "auth.")
+FOREIGN = (  # beginnings of keys for servers that others use
+    *("server.host", "server.port", "server.tls", "server.data_dir", "auth."),
+    *("zmq.bind", "zmq.key", "zmq.clients", "zmq.insecure"),
+)
 # Options of vLLM without a counterpart, with the values that ask for nothing. False, None and empty values do so too.
 ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "trust_remote_code": (True,),  # a permission that is never used
@@ -53,18 +56,15 @@ def make_config(model: str, config: Path | str | None, options: Mapping[str, Any
     Raises:
         ConfigError: an option is unknown, not supported or ill-typed; the message names it and the fix.
     """
-    given = dict(_translate_all(options))
-    for key in given:
-        if key.startswith(OWN):
-            raise ConfigError(f"{key}: LLM starts an engine for this process only; use `toka-async serve` for others")
-    base = load_config(None if config is None else Path(config))
-    known = Config()
-    for key, value in QUIET.items():
-        section, _, name = key.partition(".")
-        if getattr(getattr(base, section), name) == getattr(getattr(known, section), name):
-            given.setdefault(key, value)
-    overrides = [f"{key}={value}" for key, value in ({"model.path": model} | given).items()]
-    return load_config(None if config is None else Path(config), overrides)
+    file = None if config is None else Path(config)
+    of_file = {override.partition("=")[0] for override in list_overrides(load_config(file))}
+    quiet = {key: value for key, value in QUIET.items() if key not in of_file}
+    given = {**quiet, "model.path": model, **dict(_translate_all(options))}
+    made = load_config(file, [f"{key}={value}" for key, value in given.items()])
+    for override in list_overrides(made):
+        if override.startswith(FOREIGN):
+            raise ConfigError(f"{override}: LLM's engine is for this process only; use `toka-async serve` for others")
+    return made
 
 
 def _translate_all(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

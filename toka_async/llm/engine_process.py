@@ -50,7 +50,7 @@ class EngineProcess:
         self.client = SyncClient(url)
         own = ["server.host=127.0.0.1", "server.port=0", f"zmq.bind={url}"]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "toka_async.cli", "serve", "--lifeline", *own, *overrides],
+            [sys.executable, "-m", "toka_async.cli", "serve", "--lifeline", *overrides, *own],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -6,13 +6,16 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import msgspec
+import numpy as np
 
-from toka_async.client import Client
+from toka_async.arrays import Int32
+from toka_async.client.base_client import BaseClient
 from toka_async.client.results import Result
 from toka_async.llm.local_engine import LocalEngine, load_tokenizer
 from toka_async.llm.model_texts import Messages
@@ -170,7 +173,7 @@ class LLM:
         try:
             for start in range(0, len(prompts), AT_ONCE):
                 part = prompts[start : start + AT_ONCE]
-                requests = engine.prepare(part, each_params[start : start + AT_ONCE])
+                requests = engine.prepare(part, each_params[start : start + AT_ONCE], start)
                 groups = group_requests(requests, start, priority)
                 calls.append(engine.start(partial(run_groups, groups=groups, take=take)))
             engine.wait(calls)
@@ -215,7 +218,7 @@ def group_requests(requests: Sequence[Submittable], first: int, priority: Sequen
 
 
 async def run_groups(
-    client: Client, groups: Sequence[RequestsGroup], take: Callable[[int, Submittable, Result], None]
+    client: BaseClient, groups: Sequence[RequestsGroup], take: Callable[[int, Submittable, Result], None]
 ) -> None:
     """Run groups of requests; the first error cancels all. take: called with each request, its place and its result."""
     calls = [asyncio.ensure_future(run_group(client, group, take)) for group in groups]
@@ -226,10 +229,17 @@ async def run_groups(
             call.cancel()
 
 
-async def run_group(client: Client, group: RequestsGroup, take: Callable[[int, Submittable, Result], None]) -> None:
+async def run_group(client: BaseClient, group: RequestsGroup, take: Callable[[int, Submittable, Result], None]) -> None:
     await client.generate_each(
-        [request.token_ids for request in group.requests],
+        make_arrays([request.token_ids for request in group.requests]),
         lambda at, result: take(group.places[at], group.requests[at], result),
         seeds=[request.seed for request in group.requests],
         **group.fields,
     )
+
+
+def make_arrays(prompts: Sequence[list[int]]) -> list[Int32]:
+    """Make an array of each prompt; of all at once, which takes a fraction of the time."""
+    flat = np.fromiter(chain.from_iterable(prompts), np.int32)
+    ends = list(accumulate(map(len, prompts), initial=0))
+    return [flat[start:end] for start, end in pairwise(ends)]

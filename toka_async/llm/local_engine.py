@@ -18,10 +18,11 @@ from msgspec.structs import replace
 from toka_async.checkpoint.generation import read_generation_defaults
 from toka_async.checkpoint.spec import read_spec
 from toka_async.client import Client, ConnectionLostError
+from toka_async.client.base_client import BaseClient
 from toka_async.launch import find_files
 from toka_async.llm.engine_options import list_overrides, make_config
-from toka_async.llm.engine_process import EngineProcess
-from toka_async.llm.model_texts import ModelTexts
+from toka_async.llm.engine_process import EngineDeadError, EngineProcess
+from toka_async.llm.model_texts import ModelTexts, writes_spaces
 from toka_async.llm.outputs import OutputMaker, Submittable
 from toka_async.llm.prompts import PlainPrompt
 from toka_async.llm.sampling_params import SamplingParams
@@ -69,6 +70,7 @@ class LocalEngine:
         self._defaults = read_generation_defaults(
             model_dir, read_spec(model_dir), use_file=made.model.generation_config == "auto"
         )
+        self._has_spaces = writes_spaces(self.texts.tokenizer)
         self._seeds = random.Random(seed)
         self._ids = itertools.count()
         # The child need not look for the files again.
@@ -79,7 +81,8 @@ class LocalEngine:
             served_name=made.model.served_name or made.model.path,
         )
         self._process = EngineProcess(list_overrides(replace(made, model=found)))
-        self._stop = weakref.finalize(self, stop_engine, os.getpid(), self._process)
+        self._pid = os.getpid()
+        self._stop = weakref.finalize(self, stop_engine, self._pid, self._process)
         welcome = self.start(read_welcome).result()
         self.model_config = EngineModel(found.served_name, welcome.max_context, welcome.vocab_size)
 
@@ -87,8 +90,10 @@ class LocalEngine:
         """End the engine. Running calls fail. Further calls do nothing."""
         self._stop()
 
-    def start(self, call: Callable[[Client], Coroutine[Any, Any, T]]) -> Future[T]:
+    def start(self, call: Callable[[BaseClient], Coroutine[Any, Any, T]]) -> Future[T]:
         """Start what `call` does with the client. Raises EngineDeadError."""
+        if os.getpid() != self._pid:
+            raise EngineDeadError(f"the engine belongs to process {self._pid}, of which this one is a copy (os.fork)")
         with self.explaining():
             return self._process.client.start(call)
 
@@ -113,21 +118,33 @@ class LocalEngine:
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         return SamplingParams.from_optional(**{name: getattr(self._defaults, name) for name in names})
 
-    def prepare(self, prompts: Sequence[PlainPrompt], params: Sequence[SamplingParams]) -> list[Submittable]:
-        """Prepare prompts, tokenized if need be. Raises ValueError for one that does not fit."""
+    def prepare(
+        self, prompts: Sequence[PlainPrompt], params: Sequence[SamplingParams], first: int = 0
+    ) -> list[Submittable]:
+        """Prepare prompts, tokenized if need be. first: the place of the first one, for errors.
+
+        Raises ValueError for a prompt that the model cannot take.
+        """
         self.texts.tokenize(prompts)
         return [
-            self._prepare_one(prompt, prompt.token_ids or [], each)
-            for prompt, each in zip(prompts, params, strict=True)
+            self._prepare_one(place, prompt, prompt.token_ids or [], each)
+            for place, (prompt, each) in enumerate(zip(prompts, params, strict=True), start=first)
         ]
 
-    def _prepare_one(self, prompt: PlainPrompt, ids: list[int], params: SamplingParams) -> Submittable:
-        room = self.model_config.max_model_len - len(ids)
+    def _prepare_one(self, place: int, prompt: PlainPrompt, ids: list[int], params: SamplingParams) -> Submittable:
+        if self._has_spaces and not (params.spaces_between_special_tokens or params.skip_special_tokens):
+            raise ValueError("spaces_between_special_tokens=False: this tokenizer writes spaces before special tokens")
+        limits = self.model_config
+        room = limits.max_model_len - len(ids)
         if room < 1:
             raise ValueError(
-                f"a prompt has {len(ids)} tokens, and prompt and completion can have "
-                f"{self.model_config.max_model_len} together; shorten it"
+                f"prompt {place} has {len(ids)} tokens, and prompt and completion can have {limits.max_model_len} "
+                "together; shorten it"
             )
+        if not ids:
+            raise ValueError(f"prompt {place} has no tokens")
+        if not 0 <= min(ids) <= max(ids) < limits.vocab_size:
+            raise ValueError(f"prompt {place} has a token id out of range; the model's are below {limits.vocab_size}")
         return Submittable(
             str(next(self._ids)),
             prompt.text,
@@ -148,7 +165,8 @@ def load_tokenizer(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-async def read_welcome(client: Client) -> Welcome:
+async def read_welcome(client: BaseClient) -> Welcome:
+    assert isinstance(client, Client)
     assert client.welcome is not None
     return client.welcome
 

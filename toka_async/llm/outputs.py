@@ -6,7 +6,7 @@ would take as long as all else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -19,8 +19,10 @@ from toka_async.text.tokenizer import Tokenizer
 
 
 class Logprob(msgspec.Struct, gc=False):
-    """A token's log-prob, of the raw distribution. rank: its place among all tokens, from 1; None: it is not among the
-    likeliest that were asked for. decoded_token: its text; None without `detokenize`.
+    """A token's log-prob, of the raw distribution.
+
+    rank: its place among all tokens, from 1; None: a sampled token that is not among the likeliest that were asked for.
+    decoded_token: its text; None without `detokenize`.
     """
 
     logprob: float
@@ -97,7 +99,7 @@ class OutputMaker:
         if params.prompt_logprobs is not None:
             prompt_logprobs = [None]
         if scores is not None:
-            columns = scores.logprobs, scores.top_ids, scores.top_logprobs
+            columns = scores.logprobs, scores.top_ids, scores.top_logprobs, scores.ranks.tolist()
             prompt_logprobs = [None, *self._list_logprobs(params, request.token_ids[1:], *columns)]
         return RequestOutput(
             request_id=request.id,
@@ -124,19 +126,26 @@ class OutputMaker:
         output.finish_reason, output.stop_reason = sample.finish_reason, sample.stop
         if params.logprobs is not None:
             output.cumulative_logprob = float(sample.logprobs.sum(dtype="float64"))
-            columns = sample.logprobs, sample.top_ids, sample.top_logprobs
+            columns = sample.logprobs, sample.top_ids, sample.top_logprobs, [None] * len(output.token_ids)
             output.logprobs = self._list_logprobs(params, output.token_ids, *columns)
         return output
 
     def _list_logprobs(
-        self, params: SamplingParams, ids: list[int], logprobs: Float32, top_ids: Int32, top_logprobs: Float32
+        self,
+        params: SamplingParams,
+        ids: list[int],
+        logprobs: Float32,
+        top_ids: Int32,
+        top_logprobs: Float32,
+        ranks: Sequence[int | None],
     ) -> Logprobs:
         """List the log-probs of each token: its own, then the likeliest.
 
-        logprobs: [t]. top_ids, top_logprobs: [t, k].
+        logprobs: [t]. top_ids, top_logprobs: [t, k]. ranks: [t], as far as they are known besides.
         """
         name: Callable[[int], str | None] = self._texts.__getitem__ if params.detokenize else leave_out
-        entries = [{i: Logprob(value, None, name(i))} for i, value in zip(ids, logprobs.tolist(), strict=True)]
+        own_values = zip(ids, logprobs.tolist(), ranks, strict=True)
+        entries = [{token_id: Logprob(value, rank, name(token_id))} for token_id, value, rank in own_values]
         if top_ids.size:
             for own, entry, *tops in zip(ids, entries, top_ids.tolist(), top_logprobs.tolist(), strict=True):
                 for rank, (token_id, value) in enumerate(zip(*tops, strict=True), start=1):

@@ -12,6 +12,8 @@ KNOWN = {
     "mm_processor_kwargs": "only text is supported",
     "chat_template_content_format": "templates get contents as text",
     "prompt_adapter_request": "adapters are not supported",
+    "trace_headers": "requests are not traced",
+    "data_parallel_rank": "the engine chooses the replica that has the beginning of the prompt",
 }
 
 

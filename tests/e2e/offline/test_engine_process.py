@@ -25,9 +25,9 @@ LONG = SamplingParams(max_tokens=2000, ignore_eos=True)
 SLOW: dict[str, Any] = {**SIMULATED, "simulated": {"step_ms": 50}}
 
 
-def find_engine(parent: int | None = None) -> dict[str, int]:
-    """The processes of the only engine of a process, by name; its own is `engine`."""
-    (engine,) = list_children(os.getpid() if parent is None else parent).values()
+def find_engine() -> dict[str, int]:
+    """The processes of the only engine of this process, by name; its own is `engine`."""
+    (engine,) = list_children(os.getpid()).values()
     return {"engine": engine, **list_children(engine)}
 
 
@@ -53,7 +53,7 @@ def test_an_engine_ends_with_its_object(socket_folders: Path) -> None:
     assert not list(socket_folders.iterdir())
 
 
-@pytest.mark.parametrize("victim", ["rank-0-0", "scheduler-0", "server", "engine"])
+@pytest.mark.parametrize("victim", ["rank-0-0", "engine"])
 def test_calls_fail_when_a_process_is_killed(victim: str) -> None:
     with LLM("demo", **SLOW) as llm:
         pids = find_engine()
@@ -149,6 +149,15 @@ from toka_async import LLM, SamplingParams
 if "loading" in sys.argv:
     print("loading", flush=True)
 llm = LLM("demo", device="simulated" if "simulated" in sys.argv else "cpu", max_num_seqs=8, cache={"num_tokens": 32768})
+if "fork" in sys.argv:
+    import os
+    if not (pid := os.fork()):
+        try:
+            llm.generate([5])
+        except RuntimeError as error:
+            print(error, flush=True)
+        sys.exit()
+    os.waitpid(pid, 0)
 if "short" in sys.argv:
     print(llm.generate([5], SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids, flush=True)
 else:
@@ -172,11 +181,19 @@ def test_a_script_that_just_ends_leaves_nothing_and_says_nothing(socket_folders:
     assert not list(socket_folders.iterdir())
 
 
-def test_an_interrupted_script_ends_as_scripts_do(socket_folders: Path) -> None:
-    with start_script("simulated") as script:
-        assert script.stdout is not None
-        assert script.stdout.readline() == "ready\n"
-        pids = find_engine(script.pid)
+def test_a_copy_of_the_process_leaves_the_engine_alone() -> None:
+    with start_script("fork", "short", "simulated") as script:
+        said, _ = script.communicate(timeout=SECONDS)
+    assert script.returncode == 0
+    of_copy, of_script = said.splitlines()
+    assert f"belongs to process {script.pid}" in of_copy
+    assert len(of_script.split(",")) == 3
+
+
+@pytest.mark.parametrize("state", ["loading", "generating"])
+def test_an_interrupted_script_ends_as_scripts_do(state: str, socket_folders: Path) -> None:
+    with start_script(*(["loading"] if state == "loading" else ["simulated"])) as script:
+        pids = wait_for_engine(script, state)
         script.send_signal(signal.SIGINT)
         _, errors = script.communicate(timeout=SECONDS)
     assert "KeyboardInterrupt" in errors
@@ -187,14 +204,19 @@ def test_an_interrupted_script_ends_as_scripts_do(socket_folders: Path) -> None:
 @pytest.mark.parametrize("state", ["loading", "generating"])
 def test_a_killed_script_takes_its_engine_along(state: str) -> None:
     with start_script(*(["loading"] if state == "loading" else ["simulated"])) as script:
-        assert script.stdout is not None
-        assert script.stdout.readline()
-        if state == "loading":
-            wait_until(lambda: any(name.startswith("rank") for name in find_all(script.pid)))
-        pids = find_all(script.pid)
+        pids = wait_for_engine(script, state)
         script.kill()
         script.wait(SECONDS)
     wait_until_gone(pids.values())
+
+
+def wait_for_engine(script: subprocess.Popen[str], state: str) -> dict[str, int]:
+    """Wait until the script's engine is in that state; returns its processes."""
+    assert script.stdout is not None
+    assert script.stdout.readline()
+    if state == "loading":
+        wait_until(lambda: any(name.startswith("rank") for name in find_all(script.pid)))
+    return find_all(script.pid)
 
 
 def find_all(parent: int) -> dict[str, int]:

@@ -77,9 +77,11 @@ def test_greedy_answers_and_log_probs_are_transformers(llm: LLM) -> None:
     assert output.prompt_logprobs[0] is None
     entries = [*output.prompt_logprobs[1:], *sample.logprobs]
     assert len(entries) == len(ids) - 1
-    for row, token, entry in zip(expected, ids[1:], entries, strict=True):
+    for place, (row, token, entry) in enumerate(zip(expected, ids[1:], entries, strict=True)):
         assert entry is not None
         assert entry[token].logprob == pytest.approx(float(row[token]), abs=1e-3)
+        if place < len(output.prompt_token_ids) - 1:
+            assert entry[token].rank == 1 + int((row > row[token]).sum())
         values = sorted((float(each.logprob) for each in entry.values()), reverse=True)[:3]
         assert values == pytest.approx(row.topk(3).values.tolist(), abs=1e-3)
     assert sample.token_ids == expected[len(output.prompt_token_ids) - 1 :].argmax(-1).tolist()
@@ -112,20 +114,35 @@ def test_a_completion_ends_with_the_context(llm: LLM) -> None:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         (sample,) = generate_one(llm, [5] * (most - 3), params).outputs
         assert (len(sample.token_ids), sample.finish_reason) == (3, "length")
-    with pytest.raises(ValueError, match=f"has {most} tokens"):
-        llm.generate([[5], [5] * most], GREEDY, use_tqdm=False)
 
 
-@pytest.mark.parametrize(("seeds", "is_same"), [((0, 0), True), ((0, 1), False), ((None, None), False)])
-def test_a_seed_decides_about_requests_without_one(seeds: tuple[int | None, int | None], is_same: bool) -> None:
-    """The simulated rank's tokens depend on the seeds of requests alone."""
+@pytest.mark.parametrize(
+    ("prompt", "part"),
+    [([5] * 2048, "has 2048 tokens"), ([608], "out of range"), ([-1], "out of range"), ("", "no tokens")],
+)
+def test_a_prompt_that_the_model_cannot_take_is_named(llm: LLM, prompt: Any, part: str) -> None:
+    with pytest.raises(ValueError, match=f"prompt 1 .*{part}"):
+        llm.generate(["Question:", prompt], GREEDY, use_tqdm=False)
+
+
+def test_a_seed_decides_about_requests_without_one() -> None:
+    """The tokens of the simulated rank depend on the seeds of requests alone."""
     params, answers = SamplingParams(n=2, max_tokens=8, ignore_eos=True), []
-    for seed in seeds:
+    for seed in (0, 0, 1):
         with LLM("demo", seed=seed, device="simulated", max_num_seqs=8) as other:
             outputs = other.generate([[5, 6]] * 4, params)
             answers.append([sample.token_ids for output in outputs for sample in output.outputs])
     assert len({tuple(ids) for ids in answers[0]}) == 8
-    assert (answers[0] == answers[1]) is is_same
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_special_tokens_are_shown_on_request(llm: LLM) -> None:
+    params = GREEDY.clone()
+    params.skip_special_tokens = params.spaces_between_special_tokens = False
+    params.include_stop_str_in_output = True
+    shown, plain = generate_one(llm, QUESTION, params).outputs[0], generate_one(llm, QUESTION, GREEDY).outputs[0]
+    end = llm.get_tokenizer().decode(shown.token_ids[-1:])
+    assert shown.text == plain.text + end
 
 
 def test_without_parameters_the_models_own_hold(llm: LLM) -> None:
@@ -143,8 +160,8 @@ def test_conversations_may_be_many_and_have_their_own_template(llm: LLM) -> None
 
 def test_a_wrong_request_is_refused_and_the_engine_goes_on(llm: LLM) -> None:
     with pytest.raises(RequestError) as caught:
-        llm.generate([[5], [100_000]], GREEDY, use_tqdm=False)
-    assert caught.value.field == "prompt"
+        llm.generate([[5], [6]], SamplingParams(logit_bias={100_000: 1.0}), use_tqdm=False)
+    assert caught.value.field == "logit_bias"
     with pytest.raises(ValueError, match="1 for 2 prompts"):
         llm.generate(OTHERS, [GREEDY], use_tqdm=False)
     assert generate_one(llm, [5], GREEDY).finished

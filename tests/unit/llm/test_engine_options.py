@@ -53,6 +53,13 @@ def test_options_win_over_the_file_and_the_file_over_our_choices(tmp_path: Path)
     assert make_config("demo", None, {}).log.stats_interval == 0
 
 
+def test_a_file_for_a_server_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[server]\nport = 8000\n")
+    with pytest.raises(ConfigError, match=r"server\.port=8000"):
+        make_config("demo", file, {})
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 import toka_async
 from toka_async.config import ModelConfig
-from toka_async.llm.model_texts import ModelTexts
+from toka_async.llm.model_texts import ModelTexts, writes_spaces
 from toka_async.llm.prompts import PlainPrompt
+from toka_async.text.tokenizer import Tokenizer
 
 DEMO = Path(toka_async.__file__).parent / "demo"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -67,3 +69,13 @@ def test_mistakes_are_value_errors(texts: ModelTexts, options: dict[str, Any], p
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         render(texts, **options)
     assert part in str(caught.value)
+
+
+def test_some_tokenizers_write_spaces_before_special_tokens(texts: ModelTexts) -> None:
+    assert not writes_spaces(texts.tokenizer)
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE({"a": 0}, [])
+    )  # without a decoder, tokens are joined by spaces
+    assert not writes_spaces(Tokenizer(backend))
+    backend.add_special_tokens(["<s>"])
+    assert writes_spaces(Tokenizer(backend))

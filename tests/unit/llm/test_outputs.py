@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +76,10 @@ def test_log_probs_have_the_token_first_and_its_rank_if_known() -> None:
 
 def test_prompts_have_log_probs_but_for_the_first_token() -> None:
     scores = PromptScores(
-        np.array([-1.0, -2.0], np.float32), np.array([[6], [9]], np.int32), np.array([[-1.0], [-0.5]], np.float32)
+        np.array([-1.0, -2.0], np.float32),
+        np.array([1, 40], np.int32),
+        np.array([[6], [9]], np.int32),
+        np.array([[-1.0], [-0.5]], np.float32),
     )
     output = MAKER.make_whole(submittable(SamplingParams(prompt_logprobs=1)), Result([sample(IDS)], 2, scores))
     assert output.prompt_logprobs is not None
@@ -85,6 +89,7 @@ def test_prompts_have_log_probs_but_for_the_first_token() -> None:
     assert list(second) == [6]
     assert third is not None
     assert list(third) == [7, 9]
+    assert (third[7].rank, third[9].rank) == (40, 1)
     assert output.num_cached_tokens == 2
     assert MAKER.make_whole(submittable(SamplingParams()), Result([sample(IDS)], 2)).prompt_logprobs is None
 
@@ -120,3 +125,9 @@ def test_an_aborted_request_ends_its_open_samples(kind: RequestOutputKind, text:
         (1, text, "abort"),
         (2, "", "abort"),
     ]
+
+
+def test_parameters_and_outputs_go_to_other_processes() -> None:
+    params = SamplingParams(n=2, stop=["a"])
+    output = MAKER.make_whole(submittable(SamplingParams()), Result([sample(IDS)], 2))
+    assert pickle.loads(pickle.dumps((params, output))) == (params, output)
