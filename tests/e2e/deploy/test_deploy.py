@@ -25,7 +25,7 @@ from toka_async.config import Config, load_config
 from toka_async.server.access.origins import read_origins
 from toka_async.server.http.routes import ROUTES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "configs/deploy"
 SCRIPTS = [*sorted((DEPLOY / "slurm").glob("*.sbatch")), DEPLOY / "skypilot.yaml"]
 PORT = Config().server.port
