@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 
 import ray
-
 from toka_async.ray.data import generate
 
 
