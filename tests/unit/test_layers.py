@@ -30,6 +30,7 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "gpu_lock": set(),
     "batches": set(),
     "nodes": {"transport"},
+    "tables": set(),
     "kernels": set(),
     "attention": {"checkpoint", "kernels"},
     "model": {"checkpoint", "attention", "kernels"},
@@ -42,12 +43,13 @@ FAMILIES["procs"] = set(FAMILIES) - {"client"}
 FAMILIES[""] = {"llm"}  # for type checkers only: the package loads its names when they are used
 TOP = {  # L4
     *("cli", "__main__", "launch", "supervisor", "restarts", "heartbeats", "capacity", "bench"),
-    *("start_report", "replica_lives", "lifeline", "llm"),
+    *("start_report", "replica_lives", "lifeline", "llm", "evaluation"),
 }
 EXTERNAL = {  # all that these may import from elsewhere
     "": {"msgspec", "numpy"},
     "scheduler": {"msgspec", "numpy"},
     "batches": {"msgspec", "numpy"},
+    "tables": {"msgspec", "numpy", "pyarrow"},
     "kernels": {"torch", "triton"},
 }
 
