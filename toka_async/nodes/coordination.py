@@ -154,7 +154,8 @@ class Coordination:
 
     def time_until_due(self) -> float | None:
         """Seconds until `act` has something to do; None: never."""
-        times = [] if self._has_placed else [self._deadline]
+        waits = not self._has_placed and len(self._nodes) < self._layout.nodes
+        times = [self._deadline] if waits else []
         for each in self._wanted.values():
             times += [each.deadline] if each.deadline is not None else [each.not_before] if each.not_before else []
         return max(0.0, min(times) - self._clock()) if times else None
@@ -162,7 +163,10 @@ class Coordination:
     def act(self) -> None:
         """Do what is due."""
         now = self._clock()
-        if not self._has_placed and now >= self._deadline and (missing := self._find_missing()):
+        missing = [
+            index for index in range(self._layout.nodes) if index not in self._nodes
+        ]  # others may be downloading
+        if not self._has_placed and now >= self._deadline and missing:
             self._leader.fail(
                 f"{describe_nodes(missing)} of {self._layout.nodes} did not join at {self._address} within "
                 f"{self._config.cluster.join_timeout:g} s: start toka-async node --leader {self._address} "

@@ -192,6 +192,19 @@ def test_a_start_waits_for_machines_only_so_long() -> None:
         leading.coordination.act()
 
 
+def test_a_machine_that_downloads_the_model_is_waited_for() -> None:
+    leading = Leading()
+    leading.coordination.prepare(0, 0)
+    leading.join(0)
+    leading.take(1, make_join(1))
+    assert leading.coordination.time_until_due() is None
+    leading.now = 3600
+    leading.coordination.act()
+    leading.take(1, Checked(FILES))
+    leading.answer(0)
+    assert leading.told == [(0, 0, ("r0", "r1"), "g")]
+
+
 def test_a_neighbour_that_is_not_reached_ends_a_start_and_is_tried_again_later() -> None:
     leading = Leading()
     leading.coordination.prepare(0, 0)
