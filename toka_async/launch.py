@@ -51,14 +51,22 @@ def serve(config: Config) -> int:
         limits = [*raise_limits(), *find_exposures(config.server, has_keys=bool(keys))]
         url = find_url(listener, "http" if tls is None else "https")
         of_all = _make_spec("server", config, folder, model_dir, tokenizer_dir)
-        spec = msgspec.structs.replace(of_all, listen_fd=listener.fileno())
+        spec, direct = msgspec.structs.replace(of_all, listen_fd=listener.fileno()), ""
+
+        def on_status(status: Status) -> None:
+            nonlocal direct
+            ranks.hear(status)
+            if isinstance(status, Started) and status.direct:
+                direct = status.direct
 
         def on_started() -> None:
             for line in [*limits, *ranks.take_lines()]:
                 say(line)
             announce(f"toka-async: serving {spec.served_name} at {url}")
+            if direct:
+                announce(f"toka-async: direct submission at {direct}")
 
-        with _make_supervisor(spec, config.server.drain_timeout, ranks.hear) as supervisor:
+        with _make_supervisor(spec, config.server.drain_timeout, on_status) as supervisor:
             for child in _list_children(spec):
                 supervisor.start(_make_launch(child))
             listener.close()  # only the server keeps it, so connections are refused once it stops

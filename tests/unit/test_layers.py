@@ -37,7 +37,7 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
 }
 FAMILIES["procs"] = set(FAMILIES) - {"client"}
 TOP = {  # L4
-    *("cli", "__main__", "launch", "supervisor", "restarts", "heartbeats", "capacity", "bench"),
+    *("cli", "__main__", "launch", "supervisor", "restarts", "heartbeats", "capacity", "bench", "ray"),
     *("start_report", "lifeline"),
 }
 EXTERNAL = {  # all that these may import from elsewhere
