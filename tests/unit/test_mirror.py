@@ -18,7 +18,6 @@ COVERED = {
     "e2e/test_life.py": ["launch", "procs/engine_link"],
     "e2e/test_tensor_parallel.py": ["startup/process_groups", "startup/rank_coords"],
     "parity/test_decoder.py": ["kernels/activation", "model/layers"],
-    "property/test_dispatcher.py": ["client/dispatcher"],
     "unit/attention/test_paged.py": ["attention/triton"],
     "unit/attention/test_reference.py": ["attention/blocks", "attention/copies"],
     "unit/attention/test_flashinfer.py": ["attention/wrappers"],
