@@ -152,7 +152,6 @@ def _make_spec(
         model_dir=str(model_dir),
         tokenizer_dir=str(tokenizer),
         served_name=config.model.served_name or config.model.path,
-        folder=str(folder),
     )
 
 

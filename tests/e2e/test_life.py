@@ -56,25 +56,23 @@ def test_a_killed_server_ends_everything(tmp_path: Path, socket_folders: Path) -
         assert not list(socket_folders.iterdir())
 
 
-def test_a_killed_parent_takes_its_children_along(tmp_path: Path, socket_folders: Path) -> None:
+def test_a_killed_parent_takes_its_children_along(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         events = server.stream("/v1/completions", **LONG)
         next(events)
         server.process.kill()
         server.wait()
         wait_until_gone(server.pids)
-        assert not list(socket_folders.iterdir())
         events.close()
 
 
-def test_a_killed_parent_takes_a_stopped_child_along(tmp_path: Path, socket_folders: Path) -> None:
+def test_a_killed_parent_takes_a_stopped_child_along(tmp_path: Path) -> None:
     """Which would keep the address for itself."""
     with serving(tmp_path, SIMULATED) as server:
         os.kill(server.children["server"], signal.SIGSTOP)
         server.process.kill()
         server.wait()
         wait_until_gone(server.pids)
-        assert not list(socket_folders.iterdir())
 
 
 def test_a_start_removes_what_was_left_when_all_were_killed(tmp_path: Path, socket_folders: Path) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import toka_async
 from tests.drivers.until import SECONDS, wait_until
-from tests.processes.serving import alive, serving, wait_until_gone
+from tests.processes.serving import alive, list_session, serving, wait_until_gone
 from toka_async.bench.loads.served import list_children
 
 DEMO = Path(toka_async.__file__).parent / "demo"
@@ -185,19 +185,6 @@ def warm(*overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*WARM, *overrides], capture_output=True, text=True, timeout=60, check=False, env=WITHOUT_GPUS
     )
-
-
-def list_session(group: int) -> list[int]:
-    """The processes of a session."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
-        except OSError:
-            continue
-        if int(session) == group and state != "Z":
-            found.append(int(stat.parent.name))
-    return found
 
 
 @pytest.mark.parametrize("overrides", [[], ["parallel.tp=2"], ["parallel.dp=2"]])

@@ -129,6 +129,19 @@ def alive(pids: Iterable[int]) -> list[int]:
     return [pid for pid in pids if _state(pid) not in ("", "Z")]
 
 
+def list_session(group: int) -> list[int]:
+    """The processes of a session."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(session) == group and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
 def wait_until_gone(pids: Iterable[int]) -> None:
     wait_until(lambda: not alive(pids), lambda: f"processes {alive(pids)} are left")
 

@@ -25,6 +25,7 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "client": {"transport"},
     "listening": set(),
     "socket_folder": set(),
+    "gpu_lock": set(),
     "batches": set(),
     "kernels": set(),
     "attention": {"checkpoint", "kernels"},
@@ -37,7 +38,7 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
 FAMILIES["procs"] = set(FAMILIES) - {"client"}
 TOP = {  # L4
     *("cli", "__main__", "launch", "supervisor", "restarts", "heartbeats", "capacity", "bench"),
-    "start_report",
+    *("start_report", "lifeline"),
 }
 EXTERNAL = {  # all that these may import from elsewhere
     "": {"msgspec", "numpy"},

@@ -16,6 +16,7 @@ COVERED = {
     "e2e/test_bench.py": ["bench/control_plane"],
     "e2e/test_direct.py": ["procs/direct"],
     "e2e/test_life.py": ["launch", "procs/engine_link"],
+    "e2e/fleet/test_lifeline.py": ["lifeline"],
     "e2e/test_tensor_parallel.py": ["startup/process_groups", "startup/rank_coords"],
     "parity/test_decoder.py": ["kernels/activation", "model/layers"],
     "unit/attention/test_paged.py": ["attention/triton"],

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,24 +145,41 @@ def test_children_inherit_only_what_they_are_given(supervisor: Supervisor, tmp_p
     os.close(own)
 
 
-PARENT = f"""
+PARENT = """
 import sys
 from toka_async.supervisor import Launch, Supervisor
 with Supervisor(drain_timeout=1) as supervisor:
     for name in ("server", "rank-0-0"):
-        child = supervisor.start(Launch(name, [sys.executable, "-I", "-S", "-c", {WORKER!r}], b"spec"))
+        child = supervisor.start(Launch(name, [sys.executable, "-I", "-S", "-c", PROGRAM], b"spec"))
         print(child.process.pid, flush=True)
     supervisor.run(lambda: print("started", flush=True))
 """
 
 
-def test_a_killed_parent_leaves_no_children() -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+@pytest.mark.parametrize(
+    "program",
+    [
+        WORKER,
+        SAY + "started()\nwhile True: pass",
+        SAY + "started(); os.kill(os.getpid(), signal.SIGSTOP)",
+    ],
+    ids=["waits", "is busy", "is stopped"],
+)
+def test_a_killed_parent_leaves_no_children(program: str) -> None:
+    command = [sys.executable, "-c", f"PROGRAM = {program!r}\n{PARENT}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(parent.stdout.readline()) for _ in range(2)]
         assert parent.stdout.readline() == "started\n"
         parent.kill()
     wait_until_gone(pids)
+
+
+def test_a_child_outlives_the_thread_that_started_it(supervisor: Supervisor) -> None:
+    thread = threading.Thread(target=start, args=(supervisor, SERVER))
+    thread.start()
+    thread.join()
+    assert supervisor.run(interrupt) == 0
 
 
 def test_nothing_is_asked_while_nothing_happens(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from toka_async.cli.overrides import complete_overrides
 from toka_async.cli.parser import parse_arguments
 from toka_async.config import Config, ConfigError, load_config
 from toka_async.config.load import describe
+from toka_async.lifeline import watch_lifeline
 from toka_async.listening import make_url
 
 NO_TEXT = "standard input is not text in UTF-8"
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     match options.command:
         case "serve":
+            if options.lifeline is not None:
+                watch_lifeline(options.lifeline)
             return _run_serve(_load_configuration(options))
         case "warm":
             return _run_warm(_load_configuration(options))

@@ -114,6 +114,7 @@ def _make_parser() -> _Parser:
     parser.add_argument("--version", action="version", version=f"toka-async {__version__}")
     command = _add_commands(parser, "command", required=False)
     serve = command("serve", "serve a model over HTTP until SIGTERM or SIGINT")
+    _add_lifeline(serve)
     _add_configuration(serve)
     serve.epilog = f"{OFTEN_USED}\n{KEYS}"
     _add_configuration(command("warm", "compile and measure ahead what a start would, and end: for images"))
@@ -132,6 +133,23 @@ def _make_parser() -> _Parser:
     add_benchmarks(_add_commands(command("bench", "run a benchmark"), "benchmark"))
     command("version", "print the version")
     return parser
+
+
+def _add_lifeline(parser: _Parser) -> None:
+    """Two options, since one with an optional value would take the model for it."""
+    parser.add_argument(
+        "--lifeline",
+        action="store_const",
+        const=0,
+        help="end at once, with all processes, at the end of standard input: when whoever started the server ends",
+    )
+    parser.add_argument(
+        "--lifeline-fd",
+        dest="lifeline",
+        type=_parse_descriptor,
+        metavar="FD",
+        help="the same at the end of this open descriptor",
+    )
 
 
 def _add_ping(parser: _Parser) -> None:
@@ -207,6 +225,12 @@ def _parse_name(text: str) -> str:
     if not text or Path(text).name != text:
         raise argparse.ArgumentTypeError(f"{text!r} is not a file name")
     return text
+
+
+def _parse_descriptor(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a descriptor's number")
+    return int(text)
 
 
 def _parse_count(text: str) -> int:

@@ -337,6 +337,14 @@ class ParallelConfig(Section, frozen=True, kw_only=True):
         ),
     ] = "auto"
 
+    gpu_locks: Annotated[
+        str,
+        Meta(
+            description="folder with a lock for each GPU, which keeps two engines from using one; auto: /run/lock, or "
+            "/tmp where not everybody may write there; empty: no locks"
+        ),
+    ] = "auto"
+
     @property
     def num_micro_batches(self) -> int:
         """The micro-batches of a step, at most; without a pipeline a step is not cut."""
@@ -407,6 +415,9 @@ class SimulatedConfig(Section, frozen=True, kw_only=True):
     end_rate: Annotated[
         float, Meta(ge=0, le=1, description="probability that a simulated token is one of the request's end tokens")
     ] = 0.0
+    gpu: Annotated[
+        str, Meta(description="name of a GPU that is locked as a real one, a number for each rank added; empty: none")
+    ] = ""
 
 
 class Config(Section, frozen=True, kw_only=True):

@@ -1,33 +1,28 @@
 """What every child process shares: its spec, the pipes to its parent, and how it ends.
 
-Standard input is a child's lifeline and order channel: the first line is the spec, later lines are orders. Its end
-without a Stop means that the parent was killed, so the child exits at once, whatever its main thread does; Linux
-continues a stopped child for that. Standard output carries statuses to the parent. Everything is one JSON line. Knows
-nothing of what a child does.
+Standard input is a child's order channel: the first line is the spec, later lines are orders. Its end without a Stop
+means that the parent was killed, so the child exits. On Linux the system kills it before that, even if it is stopped or
+busy: see `supervisor.Child`. Standard output carries statuses to the parent. Everything is one JSON line. Knows nothing
+of what a child does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal, NoReturn
 
 import msgspec
 
 from toka_async.config import Config
 from toka_async.logs import catch_stray_lines, configure
-from toka_async.socket_folder import remove_folder
 from toka_async.topology import Topology
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the parent decides on them; children ignore them
-PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent dies
 
 
 class BatchJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +48,6 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     model_dir: str
     tokenizer_dir: str
     served_name: str
-    folder: str  # holds the sockets; children remove it if the parent was killed
     listen_fd: int = -1  # the server's listening socket
     job: BatchJob | None = None
     warm: bool = False  # nothing is served: what a start compiles and measures is left on the disk
@@ -164,7 +158,7 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Parent -> child: exit now. An end of the pipe without it means that the parent was killed."""
+    """Parent -> child: exit now."""
 
 
 Status = Started | Fatal | Drained | Advanced | Finished | Alive
@@ -203,7 +197,6 @@ class ParentLink:
         os._exit(code)
 
     def _watch(self) -> None:
-        told = False
         try:
             rest = self._rest
             while True:
@@ -214,7 +207,6 @@ class ParentLink:
                         self.on_beat()
                         continue
                     if isinstance(order, Stop) or self.on_order is None:
-                        told = True
                         return
                     self.on_order(order)
                 chunk = os.read(self._orders_fd, 65536)
@@ -222,8 +214,6 @@ class ParentLink:
                     return
                 rest += chunk
         finally:
-            if not told:  # the parent was killed and cannot remove it
-                remove_folder(Path(self.spec.folder))
             self.exit(0)
 
 
@@ -235,7 +225,6 @@ def connect_parent() -> ParentLink:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by the parent until they are ignored
-    continue_without_parent()
     orders_fd, status_fd = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -251,9 +240,3 @@ def connect_parent() -> ParentLink:
     configure(spec.name, spec.config.log.format)
     catch_stray_lines()
     return ParentLink(spec, orders_fd, status_fd, rest)
-
-
-def continue_without_parent() -> None:
-    """Have a stopped child continued when its parent is killed: it would keep the address and the folder."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)

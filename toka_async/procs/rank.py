@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NoReturn
@@ -24,6 +25,7 @@ import zmq
 
 from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.config import Config
+from toka_async.gpu_lock import GpuLockError, take_gpu
 from toka_async.messages import FromRank, RankDevice, Ready, Step, StepDone, ToRank
 from toka_async.procs.child import Alive, ChildSpec, ParentLink, Resources, Started
 from toka_async.procs.progress import WorkProgress, answer_while_moving
@@ -67,12 +69,18 @@ def run(link: ParentLink) -> None:
             warm_without_gpu(link)
         else:
             serve(link, steps, results)
-    except ModelError as error:
+    except (ModelError, GpuLockError) as error:
         link.fatal(str(error), user=True)
 
 
+def lock_gpu(config: Config, gpu: str) -> None:
+    """Lock the rank's GPU until the end of this process, unless GPUs may be shared. Raises GpuLockError."""
+    if config.parallel.gpu_locks:
+        take_gpu(gpu, config.parallel.gpu_locks)
+
+
 def serve_simulated(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank]) -> NoReturn:
-    """Serve with a rank that computes nothing and keeps its own time."""
+    """Serve with a rank that computes nothing and keeps its own time. Raises GpuLockError."""
     config = link.spec.config
     shape = read_spec(Path(link.spec.model_dir), link.spec.config.model.quantize)
     ready = msgspec.structs.replace(
@@ -81,6 +89,8 @@ def serve_simulated(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbo
         ranks=(RankDevice(rank=link.spec.rank, device="simulated", dtype=""),),
     )
     rank = SimulatedRank(ready, config.simulated)
+    if config.simulated.gpu:
+        lock_gpu(config, f"{config.simulated.gpu}-{make_coords(link.spec).device_index}")
     announce(link, results, ready)
     answers = link.spec.rank == link.spec.topology.layout.answering
     while True:
@@ -122,10 +132,10 @@ def warm_without_gpu(link: ParentLink) -> NoReturn:
 
 
 def serve(link: ParentLink, steps: ZmqInbox[ToRank], results: ZmqOutbox[FromRank]) -> NoReturn:
-    """Serve with a model. Raises ModelError before the rank is ready."""
+    """Serve with a model. Raises ModelError or GpuLockError before the rank is ready."""
     try:
         ready, launch, enter_thread = build(link.spec)
-    except ModelError:
+    except (ModelError, GpuLockError):
         raise
     except Exception as error:
         let_others_end(link)
@@ -254,7 +264,10 @@ def make_resources(ready: Ready) -> Resources:
 
 
 def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[], None]]:
-    """Return Ready, the function that launches a step, and what a waiting thread calls first. Raises ModelError."""
+    """Return Ready, the function that launches a step, and what a waiting thread calls first.
+
+    Raises ModelError or GpuLockError.
+    """
     config, model_dir = spec.config, Path(spec.model_dir)
     shape, place = read_spec(model_dir, spec.config.model.quantize), make_coords(spec)
     set_environment(place)
@@ -262,7 +275,9 @@ def build(spec: ChildSpec) -> tuple[Ready, Callable[[Step], Collect], Callable[[
     with stages.stage("libraries", "loading torch"):
         from toka_async.startup.runner_factory import RunnerFactory
 
-    factory = RunnerFactory(model_dir, shape, config, place, stages, compiles_first=spec.warm)
+    factory = RunnerFactory(
+        model_dir, shape, config, place, stages, compiles_first=spec.warm, lock_gpu=partial(lock_gpu, config)
+    )
     runner = factory.build()
     if spec.warm and spec.rank == 0:
         logging.getLogger(__name__).info("ready for later starts: %s", factory.describe_kept())

@@ -62,6 +62,7 @@ from toka_async.startup.device import (
     check_weight_formats,
     has_kernels,
     name_dtype,
+    name_gpu,
     name_types,
     resolve_device,
     resolve_dtype,
@@ -98,11 +99,12 @@ class RunnerFactory:
         coords: RankCoords = ALONE,
         stages: StartupProgress | None = None,
         compiles_first: bool = True,
+        lock_gpu: Callable[[str], None] = lambda _uuid: None,
     ) -> None:
         """Connects to the other ranks. Raises ModelError that names the field and the fix.
 
         stages: shows the start; None: nobody looks. compiles_first: FlashInfer's missing modules are compiled before
-        the runner is ready, not in the background afterwards.
+        the runner is ready, not in the background afterwards. lock_gpu: called with the GPU's UUID before it is used.
         """
         self.model_dir = model_dir
         self.spec = spec = group_experts(spec, config.parallel.ep)
@@ -115,6 +117,8 @@ class RunnerFactory:
         others = " and meeting the other ranks" if coords.world_size > 1 else ""
         with self.stages.stage("device", f"starting the device{others}"):
             self.device = resolve_device(config.model, coords)
+            if self.device.type == "cuda":
+                lock_gpu(name_gpu(self.device))
             self.groups = make_groups(coords, self.device)
         check_weight_formats(spec, self.device)
         self.kind: DeviceKind = "cuda" if self.device.type == "cuda" else "cpu"

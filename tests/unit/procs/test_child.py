@@ -15,7 +15,6 @@ import pytest
 from tests.drivers.until import SECONDS, wait_until
 from toka_async.config import Config
 from toka_async.procs.child import ChildSpec, Drain, Order, Stop
-from toka_async.socket_folder import MARKER
 from toka_async.topology import local_topology
 
 CHILD = """
@@ -35,7 +34,6 @@ def spec(folder: Path) -> bytes:
         model_dir="m",
         tokenizer_dir="t",
         served_name="s",
-        folder=str(folder),
     )
     return msgspec.json.encode(child) + b"\n"
 
@@ -92,26 +90,19 @@ def test_names(tmp_path: Path) -> None:
     assert msgspec.structs.replace(child, role="server").name == "server"
 
 
-def test_a_child_that_is_told_to_stop_leaves_the_folder_to_its_parent(tmp_path: Path) -> None:
-    (tmp_path / MARKER).touch()
+def test_a_child_that_is_told_to_stop_ends(tmp_path: Path) -> None:
     child = Running("link.report(Started()); signal.pause()", tmp_path)
     assert child.status() == {"type": "Started"}
     child.send(order(Stop()))
     assert child.end() == (0, "")
-    assert (tmp_path / MARKER).exists()
 
 
 def test_the_end_of_standard_input_is_the_parents_end(tmp_path: Path) -> None:
-    """The child ends too, and removes the folder, since nobody else will."""
-    folder = tmp_path / "sockets"
-    folder.mkdir()
-    (folder / MARKER).touch()
-    child = Running("link.report(Started()); signal.pause()", folder)
+    child = Running("link.report(Started()); signal.pause()", tmp_path)
     child.status()
     assert child.process.stdin is not None
     child.process.stdin.close()
     assert child.end() == (0, "")
-    assert not folder.exists()
 
 
 def test_orders_arrive_whole_and_in_order(tmp_path: Path) -> None:

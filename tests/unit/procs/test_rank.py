@@ -40,15 +40,13 @@ class Link(ParentLink):
 
     def __init__(self) -> None:
         self.on_beat = lambda: self.report(Alive())
-        folder = Path("unused")
         self.spec = ChildSpec(
             role="rank",
             config=Config(),
-            topology=local_topology(folder),
+            topology=local_topology(Path("unused")),
             model_dir="",
             tokenizer_dir="",
             served_name="",
-            folder=str(folder),
         )
         self.statuses: list[Status] = []
         self.code: int | None = None
