@@ -17,7 +17,7 @@ import numpy.typing as npt
 from msgspec import UNSET, Meta, Raw, UnsetType
 from msgspec.structs import replace
 
-VERSIONS = (2,)  # in version 1, columns of messages to clients were frames of their own
+VERSIONS = (3,)  # in version 2, a welcome had no `max_seqs`
 
 Column = npt.NDArray[Any]
 Columns = dict[str, Column]
@@ -124,8 +124,8 @@ class Welcome(ServerHeader, frozen=True, kw_only=True, tag="welcome"):
 
     resumed: the session was known, with all of its requests. credit: requests that may be open at once; one is open
     from its submission until the message that ended it was acknowledged. window: messages that the server sends ahead
-    of the last acknowledged one. heartbeat: most seconds between two messages of a client. model, max_…: limits of
-    requests; max_message: bytes of a frame.
+    of the last acknowledged one. heartbeat: most seconds between two messages of a client. max_seqs: samples that run
+    at once. model, vocab_size, max_context, max_n: limits of requests; max_message: bytes of a frame.
     """
 
     version: int
@@ -133,6 +133,7 @@ class Welcome(ServerHeader, frozen=True, kw_only=True, tag="welcome"):
     credit: Count
     window: Count
     heartbeat: Annotated[float, Meta(gt=0, le=86400)]
+    max_seqs: Count
     model: str
     vocab_size: Count
     max_context: Count

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.cases.wire import FRAMES, VALUES, WORDS, Frames, mutated
 from tests.drivers.direct import SESSION
+from toka_async.client.errors import ConnectionLostError
 from toka_async.client.exchange import Exchange
 from toka_async.client.pending import News, Pending, RequestOptions
 from toka_async.client.results import Event, Result
@@ -93,11 +94,12 @@ SAID = st.lists(mutated(_SAID) | FRAMES, min_size=1, max_size=4)  # messages of 
 
 
 WELCOME = Welcome(
-    version=2,
+    version=3,
     resumed=True,
     credit=100,
     window=8,
     heartbeat=9.0,
+    max_seqs=8,
     model="tiny",
     vocab_size=9,
     max_context=9,
@@ -191,7 +193,7 @@ class Client:
         for frames in messages:
             try:
                 self.exchange.on_frames(frames)
-            except ProtocolError as error:
+            except (ProtocolError, ConnectionLostError) as error:
                 self.exchange.fail_all(error)
             self.exchange.retry()
             self.exchange.flush()

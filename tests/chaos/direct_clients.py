@@ -15,6 +15,7 @@ from tests.chaos.service import Service
 from tests.chaos.tally import Item, Tally
 from tests.processes.cuttable import Cuttable
 from toka_async.client import Client, ConnectionLostError, RequestError
+from toka_async.client.connection import ClientConnection
 from toka_async.client.results import Result
 from toka_async.protocol import Results, Welcome, from_server
 from toka_async.transport.zmq_frames import Frame
@@ -27,12 +28,13 @@ VANISHING = 0.4  # share of sessions that end without a word
 EXPECTED = {"engine_stopped": "engine stopped", "timeout": "timed out"}
 
 
-class WatchedClient(Client):
+class WatchedConnection(ClientConnection):
     """Counts the ends of samples that the server says, below what the client makes of them."""
 
-    def __init__(self, url: str, tally: Tally) -> None:
-        super().__init__(url, timeout=HANG)
-        self._tally = tally
+    tally: Tally
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._last = 0
         self._ended: set[tuple[int, int]] = set()
 
@@ -46,15 +48,27 @@ class WatchedClient(Client):
             rows = zip(*(columns[name].tolist() for name in ("ids", "samples", "reasons")), strict=True)
             for key, sample, reason in rows:
                 if (key, sample) in self._ended:
-                    self._tally.fault(f"zmq: sample {sample} of request {key} goes on after its end")
+                    self.tally.fault(f"zmq: sample {sample} of request {key} goes on after its end")
                 if reason:
                     self._ended.add((key, sample))
         super()._on_frames(frames)
 
+
+class WatchedClient(Client):
+    def __init__(self, url: str, tally: Tally) -> None:
+        super().__init__(url, timeout=HANG)
+        self._tally = tally
+
+    def _make_connection(self, kind: type[ClientConnection]) -> ClientConnection:
+        del kind
+        self._watched = super()._make_connection(WatchedConnection)
+        assert isinstance(self._watched, WatchedConnection)
+        self._watched.tally = self._tally
+        return self._watched
+
     def vanish(self) -> None:
         """As if the process were killed: the server hears nothing."""
-        self._exchange.note_disconnected()  # so that it says no last words
-        self._dealer.close(linger=0)
+        self._watched.close()
 
 
 class DirectClient:

@@ -5,9 +5,11 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.chaos.pools import run_fakes, run_servers
 from tests.drivers.until import until
 from tests.processes.cuttable import Cuttable
 from tests.processes.serving import Serving, free_port, serving
@@ -103,3 +105,19 @@ def test_a_public_address_without_keys_is_refused(overrides: list[str], part: st
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert part in done.stderr
+
+
+# ---- many servers, whose replicas are killed under load; `scripts/measure_pool.py` does the same for longer
+
+
+async def test_real_servers_are_killed_and_every_request_ends_once(tmp_path: Path, socket_folders: Path) -> None:
+    del socket_folders
+    tally = await run_servers(tmp_path, num_requests=1500, num_kills=2)
+    assert (tally.ends, tally.wrong, tally.kills, tally.late) == (1500, 0, 2, 0)
+    assert tally.broken < 150
+
+
+async def test_a_fifth_of_many_replicas_is_replaced_and_every_request_ends_once() -> None:
+    tally = await run_fakes(num_replicas=50, num_requests=10_000, num_kills=10)
+    assert (tally.ends, tally.wrong, tally.kills, tally.late) == (10_000, 0, 10, 0)
+    assert tally.descriptors[0] == tally.descriptors[1]

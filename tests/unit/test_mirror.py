@@ -30,6 +30,7 @@ COVERED = {
     "unit/bench/test_serve_load.py": ["bench/client", "bench/loads/served"],
     "unit/checkpoint/test_spec.py": ["checkpoint/rope_spec"],
     "unit/cli/test_batch_run.py": ["batches/retry"],
+    "unit/client/test_client.py": ["client/base_client", "client/connection", "client/fields"],
     "unit/client/test_exchange.py": ["client/errors", "client/pending", "client/results"],
     "unit/config/test_load.py": ["config/sections", "config/text"],
     "unit/kernels/experts/test_mixture.py": ["kernels/experts/sums"],

@@ -61,9 +61,9 @@ def test_a_submission() -> None:
 
 
 def test_the_header_is_a_map_that_other_languages_can_write() -> None:
-    raw = msgspec.msgpack.encode({"type": "hello", "versions": [2], "session": b"0123456789abcdef"})
+    raw = msgspec.msgpack.encode({"type": "hello", "versions": [3], "session": b"0123456789abcdef"})
     header, columns = from_client([raw])
-    assert header == Hello(versions=(2,), session=b"0123456789abcdef", received=0)
+    assert header == Hello(versions=(3,), session=b"0123456789abcdef", received=0)
     assert columns == {}
     (frame,) = pack(Results(seq=4, columns=("ids",)), {"ids": np.asarray([1])})
     ids = (1).to_bytes(8, "little")
@@ -73,8 +73,8 @@ def test_the_header_is_a_map_that_other_languages_can_write() -> None:
 
 def test_a_client_of_another_version_can_read_that_it_is_one() -> None:
     """Unknown keys are errors in every version, so there are none."""
-    (frame,) = pack(Closed(code="refused", message="this server speaks version 2"))
-    packed = {"type": "closed", "columns": [], "code": "refused", "message": "this server speaks version 2"}
+    (frame,) = pack(Closed(code="refused", message="this server speaks version 3"))
+    packed = {"type": "closed", "columns": [], "code": "refused", "message": "this server speaks version 3"}
     assert msgspec.msgpack.decode(frame) == packed
 
 
@@ -127,7 +127,7 @@ def test_a_message_to_a_client_has_one_frame() -> None:
         ({"type": "ack", "ack": "1"}, [], "ack"),
         ({"type": "ack", "ack": 1, "extra": 1}, [], None),
         ({"type": "hello", "versions": [], "session": b"0" * 16}, [], "versions"),
-        ({"type": "hello", "versions": [2], "session": b"0"}, [], "session"),
+        ({"type": "hello", "versions": [3], "session": b"0"}, [], "session"),
         ({"type": "submit", "columns": ["ids"]}, [], "columns"),
         ({"type": "submit", "columns": ["ids", "ids"]}, [b"", b""], "columns"),
         ({"type": "submit", "columns": ["idz"]}, [b""], "columns"),

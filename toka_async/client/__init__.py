@@ -4,25 +4,30 @@
         result = await client.generate([1, 15, 27], n=4, max_tokens=64, text=False)
         result.samples[0].token_ids, result.samples[0].finish_reason
 
-`Client` is for asyncio, `SyncClient` for all other code. Both reconnect after a break and repeat open requests under
-the same id, so each runs once. Loads neither torch nor a web server. PROTOCOL.md describes the protocol for clients in
-other languages.
+`Client` is for one server and `Pool` for many replicas, both for asyncio; `SyncClient` and `SyncPool` are for all other
+code. They reconnect after a break and repeat open requests under the same id, so each runs once. They load neither
+torch nor a web server. PROTOCOL.md describes the protocol for clients in other languages.
 """
 
 from toka_async.client.client import Client
-from toka_async.client.errors import ConnectionLostError, RequestError
+from toka_async.client.errors import ConnectionLostError, ReplicaLostError, RequestError
 from toka_async.client.fields import Fields
+from toka_async.client.pool import Pool, PooledReplica
 from toka_async.client.results import Event, PromptScores, Result, Sample
-from toka_async.client.sync import SyncClient
+from toka_async.client.sync import SyncClient, SyncPool
 
 __all__ = [
     "Client",
     "ConnectionLostError",
     "Event",
     "Fields",
+    "Pool",
+    "PooledReplica",
     "PromptScores",
+    "ReplicaLostError",
     "RequestError",
     "Result",
     "Sample",
     "SyncClient",
+    "SyncPool",
 ]

@@ -22,3 +22,7 @@ class RequestError(Exception):
 
 class ConnectionLostError(Exception):
     """There is no connection to the server, or the server lost the session of a begun stream."""
+
+
+class ReplicaLostError(ConnectionLostError):
+    """A replica of a pool was lost after it had delivered a part of a stream, or as many were as a request may lose."""

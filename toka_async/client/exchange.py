@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from msgspec import Raw
 
-from toka_async.client.errors import RequestError
+from toka_async.client.errors import ConnectionLostError, RequestError
 from toka_async.client.pending import Pending, make_columns, make_lost_error
 from toka_async.client.results import read_prompt_scores, split_rows
 from toka_async.protocol import (
@@ -48,19 +48,22 @@ class Exchange:
     Args:
         send: gets the frames of each message.
         on_retry: called with the seconds after which `flush` may do more.
+        retries: submit requests again that the server has no room for, or has forgotten. Otherwise the first end with
+            their error, and a forgotten session is over.
 
     Attributes:
         welcome: the server's Welcome, while there is a connection.
-        refused: why there can be no connection.
     """
 
-    def __init__(self, send: Callable[[Sequence[Buffer]], object], on_retry: Callable[[float], None]) -> None:
+    def __init__(
+        self, send: Callable[[Sequence[Buffer]], object], on_retry: Callable[[float], None], *, retries: bool = True
+    ) -> None:
         self._send_frames = send
         self._on_retry = on_retry
+        self._retries = retries
         self._session = secrets.token_bytes(16)
         self.welcome: Welcome | None = None
         self._is_introduced = False  # over this connection
-        self.refused: str | None = None
         self._open: dict[int, Pending] = {}
         self._waiting: dict[Kind, deque[Pending]] = {}
         self._later: deque[Pending] = deque()  # refused for now
@@ -186,7 +189,7 @@ class Exchange:
     # ---- what the server says ----------------------------------------------------------------------------------------
 
     def on_frames(self, frames: Sequence[Buffer]) -> None:
-        """Handle a message. Raises ProtocolError for anything invalid."""
+        """Handle a message. Raises ProtocolError for anything invalid, ConnectionLostError if the session is over."""
         header, columns = from_server(frames)
         match header:
             case Results() | PromptLogprobs():
@@ -235,7 +238,8 @@ class Exchange:
             self._on_retry(error.retry_after or 1.0)
 
     def _on_refused(self, pending: Pending, error: Error) -> None:
-        if error.code in RETRIED and pending.waiter is not None and not (pending.has_begun and pending.options.stream):
+        has_told = pending.has_begun and pending.options.stream
+        if error.code in RETRIED and self._retries and pending.waiter is not None and not has_told:
             self._num_sent -= pending.is_sent
             pending.is_sent = pending.may_run = False
             pending.restart()
@@ -249,6 +253,8 @@ class Exchange:
         These go first, so that the others do not take their credit.
         """
         pendings = sorted(self._open.values(), key=lambda pending: not pending.may_run)
+        if not (welcome.resumed or self._retries) and pendings and pendings[0].may_run:
+            raise ConnectionLostError("the server has forgotten the session")
         self.welcome, self._num_sent = welcome, 0
         self._waiting.clear()
         self._later.clear()
@@ -276,9 +282,9 @@ class Exchange:
     def _on_closed(self, closed: Closed) -> None:
         """Introduce the session again if the server ended it or does not know it, unless it refuses."""
         was_welcome, self.welcome = self.welcome is not None, None
-        if closed.code == "refused":
-            self.refused = closed.message
-        elif closed.code == "stopping":
+        if closed.code == "refused" or (closed.code == "stopping" and not self._retries):
+            raise ConnectionLostError(closed.message)
+        if closed.code == "stopping":
             self._on_retry(1.0)
         elif was_welcome or not self._is_introduced:  # otherwise it answers messages of the connection before
             self.introduce()

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import msgspec
+
+from toka_async.client.errors import RequestError
+
+MOST_DEPTH = 16  # nested lists and maps in a field
+
+_ENCODER = msgspec.msgpack.Encoder()
 
 
 class Fields(TypedDict, total=False):
@@ -32,3 +41,29 @@ class Fields(TypedDict, total=False):
     cache_salt: str
     text: bool
     model: str
+
+
+def encode(fields: Mapping[str, Any]) -> bytes:
+    """Encode fields for the wire. Raises RequestError that names the field at fault."""
+    try:
+        return _ENCODER.encode(fields)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        if len(fields) > 1:
+            for name, value in fields.items():
+                encode({name: value})
+        name = next(iter(fields))
+        raise RequestError(f"'{name}' cannot be sent: {error}", field=name) from None
+
+
+def check_depth(fields: Mapping[str, Any]) -> None:
+    """Raise RequestError for fields that the server could not decode: it could not tell whose request it is."""
+    for name, value in fields.items():
+        if is_deep(value, MOST_DEPTH):
+            raise RequestError(f"'{name}' is nested too deeply", field=name)
+
+
+def is_deep(value: object, most: int) -> bool:
+    if not isinstance(value, list | tuple | dict):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return not most or any(is_deep(part, most - 1) for part in parts)

@@ -19,6 +19,7 @@ from toka_async.protocol import ProtocolError
 K = TypeVar("K")
 
 STOP = 1  # messages.Reason: an end token
+MAX_TOKENS = 16  # unless a request says otherwise
 
 
 class RequestOptions:
@@ -27,8 +28,10 @@ class RequestOptions:
     def __init__(self, fields: Mapping[str, Any], encoded: bytes, stream: bool) -> None:
         self.encoded = encoded
         self.stream = stream
-        n = fields.get("n", 1)
+        n, tokens = fields.get("n", 1), fields.get("max_tokens", MAX_TOKENS)
         self.n = n if isinstance(n, int) else 1
+        self.max_tokens = tokens if isinstance(tokens, int) else MAX_TOKENS
+        self.cache_salt = str(fields.get("cache_salt", ""))
         stops = fields.get("stop")
         self._stops = tuple(dict.fromkeys([stops] if isinstance(stops, str) else select_type(stops, str)))
         self._stop_token_ids = frozenset(select_type(fields.get("stop_token_ids"), int))

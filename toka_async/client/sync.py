@@ -1,4 +1,4 @@
-"""The client without asyncio: runs `Client` in an event loop in a thread of its own."""
+"""The clients without asyncio: run `Client` or `Pool` in an event loop in a thread of its own."""
 
 from __future__ import annotations
 
@@ -12,29 +12,22 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
-from toka_async.client.client import Client, Prompt
+from toka_async.client.addresses import Addresses
+from toka_async.client.base_client import CLOSED, BaseClient, Prompt
+from toka_async.client.client import Client
 from toka_async.client.errors import ConnectionLostError, RequestError
 from toka_async.client.fields import Fields
+from toka_async.client.pool import MOST_LOST, REFRESH, Pool
 from toka_async.client.results import Event, Result
 
 T = TypeVar("T")
 
-CLOSED = "the client is closed: requests go inside of `with`"
 
+class BaseSyncClient:
+    """The methods of `SyncClient` and `SyncPool`, for any number of threads."""
 
-class SyncClient:
-    """Like `Client`, for any number of threads."""
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        key: Path | str | None = None,
-        server_key: Path | str | None = None,
-        timeout: float | None = None,
-        max_message_mb: int = 1024,
-    ) -> None:
-        self._client = Client(url, key=key, server_key=server_key, timeout=timeout, max_message_mb=max_message_mb)
+    def __init__(self, client: BaseClient) -> None:
+        self._client = client
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # no call reaches the loop after the order to stop
 
@@ -129,3 +122,46 @@ class _Task:
 
     def close(self) -> None:
         self._future.cancel()
+
+
+class SyncClient(BaseSyncClient):
+    """Like `Client`, for any number of threads."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        key: Path | str | None = None,
+        server_key: Path | str | None = None,
+        timeout: float | None = None,
+        max_message_mb: int = 1024,
+    ) -> None:
+        super().__init__(Client(url, key=key, server_key=server_key, timeout=timeout, max_message_mb=max_message_mb))
+
+
+class SyncPool(BaseSyncClient):
+    """Like `Pool`, for any number of threads."""
+
+    def __init__(
+        self,
+        addresses: Addresses,
+        *,
+        key: Path | str | None = None,
+        server_key: Path | str | None = None,
+        timeout: float | None = None,
+        max_message_mb: int = 1024,
+        max_samples: int | None = None,
+        max_lost: int = MOST_LOST,
+        refresh: float = REFRESH,
+    ) -> None:
+        pool = Pool(
+            addresses,
+            key=key,
+            server_key=server_key,
+            timeout=timeout,
+            max_message_mb=max_message_mb,
+            max_samples=max_samples,
+            max_lost=max_lost,
+            refresh=refresh,
+        )
+        super().__init__(pool)

@@ -185,6 +185,7 @@ class Endpoint:
             credit=session.delivery.credit,
             window=WINDOW,
             heartbeat=self._config.grace / 3,
+            max_seqs=ready.max_seqs * len(self._service.engine.replicas.replicas),
             model=self._service.name,
             vocab_size=limits.vocab_size,
             max_context=min(limits.max_context, limits.cache_tokens),
