@@ -10,6 +10,7 @@ import pytest
 
 from toka_async.client import dispatcher as limits
 from toka_async.client.dispatcher import DispatchedReplica, Dispatcher
+from toka_async.client.errors import ConnectionLostError
 from toka_async.client.pending import News, Pending, RequestOptions
 from toka_async.client.results import Result
 
@@ -111,6 +112,6 @@ def test_one_that_is_lost_comes_before_the_others(pooled: Pooled) -> None:
     assert attempt is not None
     assert attempt.waiter is not None
     pooled.dispatcher.leave(pooled.one)
-    attempt.waiter.tell(attempt, limits.ConnectionLostError("killed"))
+    attempt.waiter.tell(attempt, ConnectionLostError("killed"))
     pooled.answer(pooled.two)
     assert pooled.two.taken == [attempt.seed]
