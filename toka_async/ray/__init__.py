@@ -2,7 +2,8 @@
 
     with Fleet(8, "Qwen/Qwen2.5-7B-Instruct") as fleet:
         fleet.wait()
-        fleet.addresses()
+        with fleet.sync_pool() as pool:
+            results = pool.generate_many(prompts, n=16, max_tokens=512)
 
 Ray places, counts and restarts replicas. Requests do not pass through it: clients talk to the replicas themselves, by
 direct submission.

@@ -12,8 +12,10 @@ from typing import Any, Self
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from toka_async.cli.overrides import complete_overrides, translate_options
+from toka_async.client import Pool, SyncPool
 from toka_async.config import Config, ConfigError, load_config
 from toka_async.config.text import format_value
 from toka_async.ray.keys import FleetKeys
@@ -22,6 +24,7 @@ from toka_async.ray.status import ReplicaPlan, ReplicaStatus
 
 NAMESPACE = "toka-async"  # of the names of detached fleets
 OWN = ("server.port", "server.tls_", "zmq.bind", "zmq.key", "zmq.clients", "zmq.insecure")
+REFRESH = 1.0  # seconds
 WITHOUT_GPUS = ("cpu", "simulated")
 
 
@@ -85,7 +88,9 @@ class Fleet:
             "max_task_retries": -1,
         }
         options: dict[str, Any] = {} if name is None else lasting
-        self._attach(ray.remote(FleetManager).options(num_cpus=0, **options).remote(plan, replicas), plan)
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=name is not None)
+        manager = ray.remote(FleetManager).options(num_cpus=0, scheduling_strategy=here, **options)
+        self._attach(manager.remote(plan, replicas), plan)
 
     @classmethod
     def find(cls, name: str) -> Self:
@@ -128,6 +133,17 @@ class Fleet:
     def addresses(self) -> list[str]:
         """List the addresses of direct submission of the replicas that serve now."""
         return [each.place.address for each in self.list_statuses() if each.place is not None]
+
+    def pool(self, *, refresh: float = REFRESH, **options: Any) -> Pool:
+        """Make a client of all replicas, those too that come later. Enter it when a replica serves: see `wait`.
+
+        refresh: seconds between two looks at the addresses. options: of `Pool`.
+        """
+        return Pool(self.addresses, key=self.key, server_key=self.server_key, refresh=refresh, **options)
+
+    def sync_pool(self, *, refresh: float = REFRESH, **options: Any) -> SyncPool:
+        """Make a client as `pool` does, for code without asyncio."""
+        return SyncPool(self.addresses, key=self.key, server_key=self.server_key, refresh=refresh, **options)
 
     def list_statuses(self) -> list[ReplicaStatus]:
         """List all replicas, those too that do not serve."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import signal
+import urllib.request
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -66,6 +69,14 @@ def find_processes(fleet: Fleet) -> dict[str, int]:
     return {"worker": status.place.worker, "parent": status.place.engine, **list_children(status.place.engine)}
 
 
+def count_requests(fleet: Fleet) -> int:
+    """Requests that the only replica holds, which serves."""
+    (status,) = fleet.list_statuses()
+    assert status.place is not None
+    with urllib.request.urlopen(f"{status.place.url}/load", timeout=60) as answer:
+        return int(json.load(answer)["requests"])
+
+
 def kill(pid: int, others: Iterable[int]) -> None:
     os.kill(pid, signal.SIGKILL)
     wait_until_gone(others)
@@ -96,9 +107,15 @@ def test_a_replica_whose_worker_is_lost_starts_again(fleet: Fleet, locks: Path) 
 
 
 def test_a_replica_whose_engine_is_lost_starts_again(fleet: Fleet, locks: Path) -> None:
-    (path,), before = locks.iterdir(), find_processes(fleet)
-    kill(before["parent"], before.values())
-    wait_next_life(fleet, 3)
+    """A request of a pool that has delivered nothing begins again there."""
+    (path,), (url,), before = locks.iterdir(), fleet.addresses(), find_processes(fleet)
+    with fleet.sync_pool() as pool, ThreadPoolExecutor() as threads:
+        asked = threads.submit(pool.generate, [1, 2, 3], max_tokens=1000, ignore_eos=True, text=False)
+        wait_until(lambda: count_requests(fleet))
+        kill(before["parent"], before.values())
+        wait_next_life(fleet, 3)
+        assert asked.result().samples[0].token_ids.size == 1000
+        assert url not in fleet.addresses()
     assert int(path.read_text()) == find_processes(fleet)["rank-0-0"]
 
 
