@@ -1,5 +1,7 @@
 """Kernels are interpreted where there is no GPU: decided here, before any test module imports one.
 
+One thread is faster for tiny tensors, far so when processes share the cores.
+
 No example of a property has a deadline: how long one takes says how busy the machine is. SIGHUP and SIGINT have
 their defaults, also under nohup and in a shell's background, whose children would ignore them.
 """
@@ -11,12 +13,14 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.fakes.triton_interpreter import interpret_kernels
 from toka_async.logs import LogHandler
 
 interpret_kernels()
+torch.set_num_threads(1)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("no-deadline", parent=settings(), deadline=None)

@@ -15,7 +15,7 @@ from tests.processes.serving import Serving, serving, wait_until_gone
 
 pytestmark = pytest.mark.usefixtures("socket_folders")
 LONG = {"model": "demo", "prompt": "Question:", "max_tokens": 1900, "ignore_eos": True}
-SIMULATED = "model.device=simulated"
+SIMULATED = ("model.device=simulated", "simulated.step_ms=2")
 SHORT = {"model": "demo", "prompt": "Question:", "max_tokens": 300, "ignore_eos": True}
 
 
@@ -28,11 +28,19 @@ def start_long(server: Serving, pool: ThreadPoolExecutor) -> tuple[Future[tuple[
     return whole, events
 
 
-@pytest.mark.parametrize(("tp", "victim"), [(1, "rank-0-0"), (1, "scheduler-0"), (2, "rank-0-0"), (2, "rank-0-1")])
+@pytest.mark.parametrize(
+    ("victim", "options"),
+    [
+        ("rank-0-0", SIMULATED),
+        ("scheduler-0", SIMULATED),
+        ("rank-0-0", ("parallel.tp=2",)),
+        ("rank-0-1", ("parallel.tp=2",)),
+    ],
+)
 def test_a_killed_child_ends_everything_and_clients_hear_why(
-    tmp_path: Path, socket_folders: Path, tp: int, victim: str
+    tmp_path: Path, socket_folders: Path, victim: str, options: tuple[str, ...]
 ) -> None:
-    with serving(tmp_path, f"parallel.tp={tp}") as server, ThreadPoolExecutor() as pool:
+    with serving(tmp_path, *options) as server, ThreadPoolExecutor() as pool:
         whole, events = start_long(server, pool)
         os.kill(server.children[victim], signal.SIGKILL)
         status, answer = whole.result(timeout=60)
@@ -46,7 +54,7 @@ def test_a_killed_child_ends_everything_and_clients_hear_why(
 
 
 def test_a_killed_server_ends_everything(tmp_path: Path, socket_folders: Path) -> None:
-    with serving(tmp_path) as server, ThreadPoolExecutor() as pool:
+    with serving(tmp_path, *SIMULATED) as server, ThreadPoolExecutor() as pool:
         whole, events = start_long(server, pool)
         os.kill(server.children["server"], signal.SIGKILL)
         assert isinstance(whole.exception(timeout=60), OSError)
@@ -68,7 +76,7 @@ def test_a_killed_parent_takes_its_children_along(tmp_path: Path) -> None:
 
 def test_a_killed_parent_takes_a_stopped_child_along(tmp_path: Path) -> None:
     """Which would keep the address for itself."""
-    with serving(tmp_path, SIMULATED) as server:
+    with serving(tmp_path, *SIMULATED) as server:
         os.kill(server.children["server"], signal.SIGSTOP)
         server.process.kill()
         server.wait()
@@ -76,26 +84,27 @@ def test_a_killed_parent_takes_a_stopped_child_along(tmp_path: Path) -> None:
 
 
 def test_a_start_removes_what_was_left_when_all_were_killed(tmp_path: Path, socket_folders: Path) -> None:
-    with serving(tmp_path, SIMULATED) as server:
+    with serving(tmp_path, *SIMULATED) as server:
         server.signal_group(signal.SIGKILL)
         server.wait()
         (left,) = socket_folders.iterdir()
-    with serving(tmp_path, SIMULATED) as first:
+    with serving(tmp_path, *SIMULATED) as first:
         (folder,) = socket_folders.iterdir()
         assert folder != left
-        with serving(tmp_path, SIMULATED):
+        with serving(tmp_path, *SIMULATED):
             assert len(list(socket_folders.iterdir())) == 2, "that of a server that runs stays"
             first.process.send_signal(signal.SIGTERM)
             assert first.wait() == 0
 
 
 @pytest.mark.parametrize(
-    ("number", "to_group"), [(signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGHUP, True)]
+    ("number", "to_group", "options"),
+    [(signal.SIGTERM, False, SIMULATED), (signal.SIGINT, True, ()), (signal.SIGHUP, True, SIMULATED)],
 )
 def test_a_signal_lets_running_requests_finish(
-    tmp_path: Path, socket_folders: Path, number: int, to_group: bool
+    tmp_path: Path, socket_folders: Path, number: int, to_group: bool, options: tuple[str, ...]
 ) -> None:
-    with serving(tmp_path) as server, ThreadPoolExecutor() as pool:
+    with serving(tmp_path, *options) as server, ThreadPoolExecutor() as pool:
         events = server.stream("/v1/completions", **SHORT)
         next(events)
         whole = pool.submit(server.post, "/v1/completions", **SHORT)
@@ -115,7 +124,7 @@ def test_a_signal_lets_running_requests_finish(
 
 
 def test_requests_that_take_too_long_are_cut_with_an_error(tmp_path: Path) -> None:
-    with serving(tmp_path, "server.drain_timeout=0.3") as server, ThreadPoolExecutor() as pool:
+    with serving(tmp_path, *SIMULATED, "server.drain_timeout=0.3") as server, ThreadPoolExecutor() as pool:
         whole, events = start_long(server, pool)
         server.signal_group(signal.SIGTERM)
         status, answer = whole.result(timeout=60)
@@ -128,7 +137,7 @@ def test_requests_that_take_too_long_are_cut_with_an_error(tmp_path: Path) -> No
 
 
 def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
-    with serving(tmp_path) as server, ThreadPoolExecutor() as pool:
+    with serving(tmp_path, *SIMULATED) as server, ThreadPoolExecutor() as pool:
         whole, events = start_long(server, pool)
 
         def signalled() -> bool:

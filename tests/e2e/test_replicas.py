@@ -36,7 +36,7 @@ def of_replicas(server: Serving, name: str) -> list[float]:
 
 def test_replicas_give_the_answers_of_one(tmp_path: Path) -> None:
     answers = []
-    for dp in (1, 2, 3):
+    for dp in (1, 3):
         with serving(tmp_path, f"parallel.dp={dp}") as server:
             assert len(server.children) == 1 + 2 * dp
             answers.append(greedy(server))
@@ -45,7 +45,6 @@ def test_replicas_give_the_answers_of_one(tmp_path: Path) -> None:
             server.process.send_signal(signal.SIGTERM)
             assert server.wait_for_all() == 0
     assert answers[1] == answers[0]
-    assert answers[2] == answers[0]
 
 
 class Load:
@@ -100,7 +99,6 @@ class Load:
 @pytest.mark.parametrize(
     ("victims", "device"),
     [
-        (["rank-1-0"], SIMULATED),
         (["scheduler-0"], SIMULATED),
         (["rank-0-0", "scheduler-1"], SIMULATED),
         (["rank-0-0"], ()),

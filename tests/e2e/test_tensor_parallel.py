@@ -27,7 +27,7 @@ IN_SHARDS = ("parallel.async_tp_min_tokens=3",)  # steps of prompts, and of seve
         pytest.param(4, "qwen2", (), marks=pytest.mark.slow),
         (2, "mixtral", ()),
         (2, "qwen3_moe", ("parallel.ep=2", *GROUPED, *IN_SHARDS)),
-        (4, "qwen3_moe", ("parallel.ep=4",)),
+        pytest.param(4, "qwen3_moe", ("parallel.ep=4",), marks=pytest.mark.slow),
     ],
 )
 def test_greedy_tokens_equal_the_reference(

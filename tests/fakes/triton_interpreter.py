@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import math
 import os
+import types
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ def interpret_kernels() -> None:
         return
     os.environ["TRITON_INTERPRET"] = "1"
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    language: Any = importlib.import_module("triton.language")
     builder = interpreter.InterpreterBuilder
     patch_tensor, dot, cast = interpreter._patch_lang_tensor, builder.create_dot, builder.cast_impl
     convert = builder.create_fp_to_fp
@@ -39,6 +43,44 @@ def interpret_kernels() -> None:
 
     interpreter._patch_lang_tensor = patched
     builder.create_dot, builder.cast_impl, builder.create_fp_to_fp = create_dot, cast_impl, create_fp_to_fp
+    _keep_types(language.core, interpreter)
+    # For good: at each launch, and at each call of a function, it takes longer than most kernels.
+    interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": language, "core": language.core}))
+    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()  # noqa: ARG005 - it restores nothing
+
+
+def _keep_types(core: Any, interpreter: Any) -> None:
+    """Makes each type and each shape once. Triton makes them for every value, which takes longer than computing it.
+
+    A type's name says all of it.
+    """
+    make_dtype = interpreter._get_np_dtype
+    blocks: dict[tuple[Any, ...], Any] = {}
+    dtypes: dict[str, np.dtype[Any]] = {}
+
+    @functools.cache
+    def make_shape(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = make_shape(tuple(type.shape.values) if type.is_block() else ())
+
+    def with_element_ty(self: Any, element: Any) -> Any:
+        sizes = self.shape.values
+        if (key := (element.name, *sizes)) not in blocks:
+            blocks[key] = core.block_type(element, sizes)
+        return blocks[key]
+
+    def get_np_dtype(dtype: Any) -> np.dtype[Any]:
+        if dtype.name not in dtypes:
+            dtypes[dtype.name] = make_dtype(dtype)
+        return dtypes[dtype.name]
+
+    core.tensor.__init__ = init_tensor
+    core.block_type.with_element_ty = with_element_ty
+    core.block_type.to_ir = lambda self, builder: self  # noqa: ARG005 - the interpreter's types are Triton's own
+    interpreter._get_np_dtype = get_np_dtype
 
 
 def _is_exact(source: Any, dtype: Any) -> bool:

@@ -25,6 +25,7 @@ NUM_TOKENS = 48
 LOGPROBS = SamplingParams(temperature=0.0, num_logprobs=0)
 EXACT = 1e-3  # in float32, of logits and log-probs
 TIMES_THEIRS = 1.2  # in bfloat16, of transformers' own error
+TIMES_THEIRS_ROUTED = 2.0  # of models with experts: a rounding may send a token to other ones, which is a large error
 CHANCE = 0.02  # share of tokens whose likeliest may change by chance: three deviations of a rare event in a thousand
 
 HEADER = f"\n{'shape':8} {'dtype':9} {'attention':10} {'graphs':6} {'rows':7} {'tokens':>6}  same greedy (theirs)"
@@ -113,12 +114,12 @@ def in_groups(engine: WatchedEngine) -> list[tuple[Sequence[int], Sample]]:
     return [(prompt, result.samples[0]) for prompt, result in zip(longer, received, strict=True)]
 
 
-def check(case: Case, errors: Errors) -> None:
+def check(case: Case, errors: Errors, is_routed: bool = False) -> None:
     if case.dtype == "float32":
         assert errors.gap[0] < EXACT
         assert errors.most[0] < EXACT
         return
-    assert errors.root[0] <= TIMES_THEIRS * errors.root[1]
+    assert errors.root[0] <= (TIMES_THEIRS_ROUTED if is_routed else TIMES_THEIRS) * errors.root[1]
     assert errors.mean[0] <= TIMES_THEIRS * errors.mean[1]
     assert errors.most[0] <= 2 * errors.most[1], "one token is far off"
     assert errors.share[0] <= TIMES_THEIRS * errors.share[1] + CHANCE
@@ -143,7 +144,7 @@ def test_tokens_and_logprobs(case: Case, reference: Reference) -> None:
         count = sum(len(sample.token_ids) for _, sample in samples)
         table.append(f"{name} {rows.__name__.removeprefix('in_'):7} {count:6} {errors}")
         assert (engine.watch.num_grouped > 0) == (rows is in_groups)
-        check(case, errors)
+        check(case, errors, is_routed=shape in ("qwen3_moe", "mixtral"))
     print("\n".join(table), end="")
     assert (engine.watch.num_replays > NUM_TOKENS) == case.graphs
     assert (engine.watch.num_grouped_replays > 0) == case.graphs

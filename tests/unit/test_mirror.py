@@ -60,7 +60,6 @@ COVERED = {
         "server/generate/answers",
         "server/generate/service",
         "server/generate/whole_body",
-        "server/http/respond",
     ],
     "unit/server/generate/test_events.py": ["server/generate/block_texts"],
     "unit/server/http/test_document.py": ["server/http/routes"],

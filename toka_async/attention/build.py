@@ -231,9 +231,8 @@ def _list_tiles(cache: KVCache, num_heads: int) -> list[PrefillConfig]:
     from toka_async.kernels.prefill import list_hopper_configs, list_prefill_configs
 
     shape = cache.head_dim, num_heads // cache.num_kv_heads, cache.dtype
-    if cache.keys[0].dtype != cache.dtype:  # the kernel for Hopper chips multiplies keys as it copies them
-        return list_prefill_configs(*shape)
-    return list_hopper_configs(*shape, cache.page_size, cache.device) + list_prefill_configs(*shape)
+    is_e4m3 = cache.keys[0].dtype != cache.dtype
+    return list_hopper_configs(*shape, cache.page_size, cache.device, is_e4m3) + list_prefill_configs(*shape)
 
 
 def _add_flashinfer(sources: Sources, limits: AttentionLimits) -> None:

@@ -35,7 +35,8 @@ _LINE = 64  # bytes that memory sends to the L2 cache at least
 class FewRowsTile:
     """rows: 1, multiplied by threads, or 16, by matrix units. columns: outputs of a program. depth: inputs at a time.
 
-    num_stages: how many times the depth is on its way at once.
+    num_stages: how many times the depth is on its way at once. num_ahead: how many depths later the weights are that
+    the L2 cache fetches meanwhile, where threads multiply; casts of 8-bit floats take so long that memory would wait.
     """
 
     rows: int
@@ -43,6 +44,7 @@ class FewRowsTile:
     depth: int
     num_stages: int
     num_warps: int
+    num_ahead: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -137,6 +139,7 @@ class FewRowsProducts:
             columns=tile.columns,
             depth=tile.depth,
             stages=tile.num_stages,
+            ahead=tile.num_ahead,
             pdl=pdl,
             fetched=_round_down(min(row_bytes, k * values.itemsize) // _LINE),
             num_warps=tile.num_warps,
@@ -179,12 +182,14 @@ def _product(
     columns: tl.constexpr,
     depth: tl.constexpr,
     stages: tl.constexpr,
+    ahead: tl.constexpr,
     pdl: tl.constexpr,
     fetched: tl.constexpr,
 ):
     """One program computes `columns` columns. fetched: lines of each row of weights that are fetched ahead."""
     by_block: tl.constexpr = block_stride > 0
     is_gated: tl.constexpr = finish != "store" and finish != "add"
+    value_bytes: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
     first = tl.program_id(0) * columns
     if is_gated:  # a gate's row and its up row side by side
         number = tl.arange(0, 2 * columns)
@@ -201,19 +206,25 @@ def _product(
     within = tl.arange(0, depth)
     if rows == 1:
         # x as large as the weights, so that it lies in threads as they do: nothing is exchanged in the loop.
-        if by_block:  # a dimension more: the blocks, each of which has a scale
+        if by_block:  # dimensions more: blocks, which have a scale each, and runs of inputs that a thread sums first
             group = tl.arange(0, depth // block)
-            cell = group[None, :, None] * block + tl.arange(0, block)[None, None, :]
-            each = tl.zeros_like(source)[:, None, None] + cell
-            lines = weights_at[:, :, None]
+            start = group[None, :, None, None] * block + tl.arange(0, block // 16)[None, None, :, None] * 16
+            cell = start + tl.arange(0, 16)[None, None, None, :]
+            each = tl.zeros_like(source)[:, None, None, None] + cell
+            lines = weights_at[:, :, None, None]
             scales_at = scales + (source // block * block_stride)[:, None, None] + group[None, :, None]
+            products = tl.zeros([source.shape[0], depth // block, block // 16], tl.float32)
         else:
             cell = within[None, :]
             each = tl.zeros_like(source)[:, None] + cell
             lines = weights_at
-        products = tl.zeros(each.shape, tl.float32)
+            products = tl.zeros(each.shape, tl.float32)
         squares = tl.zeros([depth], tl.float32)
+        if ahead > 0:
+            next_lines = weights_at.to(tl.int64) + (tl.arange(0, depth * value_bytes // 64) * 64)[None, :]
         for begin in tl.range(0, k, depth, loop_unroll_factor=stages):
+            if ahead > 0:
+                _fetch(next_lines + tl.minimum(begin + ahead * depth, k - depth) * value_bytes)
             part_x = tl.load(x + begin + each).to(tl.float32)
             part_w = tl.load(lines + begin + cell).to(tl.float32)
             if has_norm:
@@ -221,8 +232,9 @@ def _product(
                 squares += once * once
                 part_x *= tl.load(norm_weight + begin + each).to(tl.float32)
             if by_block:
-                part_w *= tl.load(scales_at + begin // block)
-            products += part_w * part_x
+                products += tl.sum(part_w * part_x, 3) * tl.load(scales_at + begin // block)
+            else:
+                products += part_w * part_x
         if by_block:
             products = tl.sum(products, 2)
         result = tl.sum(products, 1)
@@ -234,11 +246,14 @@ def _product(
         total = tl.zeros([rows], tl.float32)
         for begin in tl.range(0, k, depth, num_stages=stages):
             part_x = tl.load(x + row[:, None] * k + begin + within[None, :], mask=is_row[:, None], other=0.0)
-            part_w = tl.load(weights_at + begin + within[None, :]).to(part_x.dtype)
+            part_w = tl.load(weights_at + begin + within[None, :])
             if has_norm:  # a row's factor is known once all of the row has been read
                 wide = part_x.to(tl.float32)
                 total += tl.sum(wide * wide, 1)
                 part_x = (wide * tl.load(norm_weight + begin + within[None, :]).to(tl.float32)).to(part_x.dtype)
+            if scales is not None:  # the way over float32 takes fewer instructions than the direct one
+                part_w = part_w.to(tl.float32)
+            part_w = part_w.to(part_x.dtype)
             if by_block:
                 part_scales = tl.load(scales + source // block * block_stride + begin // block)
                 result += tl.dot(part_x, part_w.T) * part_scales[None, :]

@@ -19,7 +19,7 @@ from toka_async.procs.progress import WorkProgress, answer_while_moving
 from toka_async.procs.step_times import StepTimes
 from toka_async.scheduler.core import Core
 from toka_async.scheduler.step_budget import StepLimits
-from toka_async.transport.base import EveryOutbox, Inbox, Outbox
+from toka_async.transport.base import BatchOutbox, EveryOutbox, Inbox, Outbox
 from toka_async.transport.codec import Codec
 from toka_async.transport.zmq_sockets import PollSet, ZmqInbox, ZmqOutbox
 
@@ -27,6 +27,8 @@ from toka_async.transport.zmq_sockets import PollSet, ZmqInbox, ZmqOutbox
 COLLECTED = (50_000, 20, 50)
 # Seconds of a step with prompts. A reader notices longer gaps than 50 ms; larger steps are hardly more efficient.
 AUTO_STREAMING_STEP = 0.040
+# Tokens of prompts in such a step. More are hardly more efficient, and the step's first tokens wait for all of them.
+AUTO_STREAMING_TOKENS = 3072
 AUTO_STEP = 0.125
 
 
@@ -85,7 +87,7 @@ def make_core(ready: Ready, config: Config) -> Core:
 def make_step_limits(schedule: ScheduleConfig) -> StepLimits:
     """Make the limits of a step's time. With `auto`, they are shorter while somebody waits for a stream's tokens."""
     if schedule.max_step_ms == "auto":
-        return StepLimits(seconds=AUTO_STEP, streaming=AUTO_STREAMING_STEP)
+        return StepLimits(AUTO_STEP, AUTO_STREAMING_STEP, AUTO_STREAMING_TOKENS)
     if schedule.max_step_ms == 0:
         return StepLimits()
     return StepLimits(schedule.max_step_ms / 1000, schedule.max_step_ms / 1000)
@@ -95,12 +97,15 @@ def run_turn(
     core: Core,
     requests: Inbox[ToScheduler],
     results: Inbox[FromRank],
-    server: Outbox[ToServer],
+    server: BatchOutbox[ToServer],
     ranks: Outbox[ToRank],
     times: StepTimes,
     ready: Ready,
 ) -> None:
-    """Handle all that has arrived, queue the next steps, and only then tell the server: ranks must not wait."""
+    """Handle all that has arrived, queue the next steps, and only then tell the server: ranks must not wait.
+
+    While they have a step, the first tokens of prompts go before the next steps: somebody waits for these.
+    """
     now = time.monotonic()
     times.begin()
     num_completed = 0
@@ -118,13 +123,21 @@ def run_turn(
     for request in requests.drain():
         core.receive(request, now)
     times.lap("requests")
+    if core.has_first_tokens and core.num_in_flight:
+        tell_server(core, server, times, ready, now)
     for step in core.next_steps(now):
         ranks.send(step)
     core.note_sent(time.monotonic())
     times.lap("steps")
-    for message in core.take_messages(now):
-        if isinstance(message, Stats):
-            message = msgspec.structs.replace(times.fill(message), replica=ready.replica, life=ready.life)
-        server.send(message)
-    times.lap("messages")
+    tell_server(core, server, times, ready, now)
     times.end(num_completed)
+
+
+def tell_server(core: Core, server: BatchOutbox[ToServer], times: StepTimes, ready: Ready, now: float) -> None:
+    """Send what the server does not know yet."""
+    messages = core.take_messages(now)
+    for place, message in enumerate(messages):
+        if isinstance(message, Stats):
+            messages[place] = msgspec.structs.replace(times.fill(message), replica=ready.replica, life=ready.life)
+    server.send_all(messages)
+    times.lap("messages")

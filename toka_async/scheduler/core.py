@@ -275,6 +275,11 @@ class Core:
         return self._replies.take()
 
     @property
+    def has_first_tokens(self) -> bool:
+        """Whether prompts were computed of which the server has not been told."""
+        return self._replies.has_prefilled
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 

@@ -25,6 +25,11 @@ class Replies:
         self._messages: list[ToServer] = []
         self._prefilled: list[tuple[int, int]] = []  # requests and their cached tokens; sent before all else
 
+    @property
+    def has_prefilled(self) -> bool:
+        """Whether prompts were computed since the last `take`, apart from those with scores."""
+        return bool(self._prefilled)
+
     def take(self) -> list[ToServer]:
         messages, self._messages = self._messages, []
         if self._prefilled:

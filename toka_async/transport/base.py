@@ -17,6 +17,12 @@ class Outbox(Protocol[T_contra]):
     def close(self) -> None: ...
 
 
+class BatchOutbox(Outbox[T_contra], Protocol[T_contra]):
+    """An outbox that also sends several messages at once, for which the receiver wakes up once."""
+
+    def send_all(self, messages: Sequence[T_contra]) -> None: ...
+
+
 class EveryOutbox(Generic[T]):
     def __init__(self, outboxes: Sequence[Outbox[T]]) -> None:
         self._outboxes = outboxes

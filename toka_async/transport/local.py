@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from toka_async.transport.codec import Codec
@@ -17,6 +18,10 @@ class LocalChannel(Generic[T]):
 
     def send(self, message: T) -> None:
         self._queue.append(self._codec.encode(message))
+
+    def send_all(self, messages: Sequence[T]) -> None:
+        for message in messages:
+            self.send(message)
 
     def drain(self) -> list[T]:
         messages = [self._codec.decode(data) for data in self._queue]

@@ -33,8 +33,14 @@ class ZmqOutbox(Generic[T]):
         self._socket.connect(address)
 
     def send(self, message: T) -> None:
-        data = self._codec.encode(message)
-        self._socket.send(data, copy=len(data) < 65536)
+        self.send_all([message])
+
+    def send_all(self, messages: Sequence[T]) -> None:
+        """Send messages as the frames of one; the inbox takes frame by frame, as if they had come alone."""
+        last = len(messages) - 1
+        for place, message in enumerate(messages):
+            data = self._codec.encode(message)
+            self._socket.send(data, zmq.SNDMORE if place < last else 0, copy=len(data) < 65536)
 
     def close(self) -> None:
         self._socket.close()

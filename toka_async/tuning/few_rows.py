@@ -21,9 +21,12 @@ logger = logging.getLogger(__name__)
 
 # Each is built for every matrix at a first start.
 TILES = (
-    FewRowsTile(rows=1, columns=4, depth=1024, num_stages=2, num_warps=4),
-    FewRowsTile(rows=16, columns=16, depth=256, num_stages=4, num_warps=2),
-    FewRowsTile(rows=16, columns=32, depth=128, num_stages=5, num_warps=4),
+    FewRowsTile(rows=1, columns=4, depth=1024, num_stages=4, num_warps=4),
+    FewRowsTile(rows=1, columns=4, depth=2048, num_stages=2, num_warps=4),
+    FewRowsTile(rows=1, columns=8, depth=1024, num_stages=2, num_warps=4),
+    FewRowsTile(rows=1, columns=8, depth=1024, num_stages=4, num_warps=4),
+    FewRowsTile(rows=16, columns=16, depth=512, num_stages=4, num_warps=2),
+    FewRowsTile(rows=16, columns=32, depth=128, num_stages=4, num_warps=2),
 )
 _SIZES = (1, 2, 4, 8, FEW_ROWS)
 

@@ -33,10 +33,13 @@ GATED_TILES = {
     True: (Tile(64, 128, 128, 4, 8), Tile(128, 64, 128, 4, 8)),
 }
 FEW_ROWS_TILES = (
-    FewRowsTile(rows=1, columns=4, depth=1024, num_stages=2, num_warps=4),
+    FewRowsTile(rows=1, columns=8, depth=1024, num_stages=2, num_warps=4),
+    FewRowsTile(rows=1, columns=8, depth=1024, num_stages=1, num_warps=4, num_ahead=2),
+    FewRowsTile(rows=1, columns=8, depth=2048, num_stages=1, num_warps=8),
+    FewRowsTile(rows=1, columns=8, depth=2048, num_stages=1, num_warps=8, num_ahead=1),
     FewRowsTile(rows=16, columns=16, depth=256, num_stages=4, num_warps=2),
-    FewRowsTile(rows=16, columns=16, depth=128, num_stages=6, num_warps=2),
-    FewRowsTile(rows=16, columns=32, depth=128, num_stages=6, num_warps=4),
+    FewRowsTile(rows=16, columns=32, depth=128, num_stages=4, num_warps=4),
+    FewRowsTile(rows=16, columns=32, depth=128, num_stages=8, num_warps=2),
 )
 
 

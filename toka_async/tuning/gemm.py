@@ -39,7 +39,7 @@ CHOICES: dict[str, Callable[[FusedOps, MatrixGroup, RowCounts], Iterator[UsableC
     **dict.fromkeys(FORMATS, list_fp8_choices),
 }
 DTYPES = (torch.bfloat16, torch.float16)
-_FETCHED = 0.35  # of the L2 cache: weights that a product of few rows may have there before it begins
+_FETCHED = 0.07  # of the L2 cache: weights that a product of few rows may have there before it begins
 _PROGRAMS_PER_SM = 6  # of such a product that run at once, about
 _COPIES_TENSORS = (9, 0)  # compute capability of GPUs that copy tensors
 

@@ -166,7 +166,10 @@ def test_prefixes(
 
 
 def check_prefixes(case: PagedCase, counts: list[int], num_pages: int, splits: int, config: PrefillConfig) -> None:
-    """The first row is in no group, each group reads the pages of one row; splits are merged to the whole."""
+    """The first row is in no group, each group reads the pages of one row; splits are merged to the whole.
+
+    The result is that of the numbers as they are stored, without the scale of values.
+    """
     keys = num_pages * case.page_size
     query = case.normal(1 + sum(counts), case.heads, case.dim)
     tiles, size, token = [], config.queries(case.group), 1
@@ -175,7 +178,7 @@ def check_prefixes(case: PagedCase, counts: list[int], num_pages: int, splits: i
         token += count
     output = torch.full((splits, *query.shape), math.nan, device=DEVICE)
     result = Partial(output, torch.full(output.shape[:3], math.nan, device=DEVICE))
-    attend_prefixes(query, *case.cache, tile_table(tiles), len(tiles), result, SCALE, config)
+    attend_prefixes(query, *case.cache, tile_table(tiles), len(tiles), result, SCALE * case.key_scale, config)
     assert result.output[:, 0].isnan().all(), "the row in no group is left alone"
     owners = [row for row, count in enumerate(counts, 1) for _ in range(count)]
     exact = [case.attend(query[1 + i], row, 0, keys, SCALE) for i, row in enumerate(owners)]
@@ -184,7 +187,7 @@ def check_prefixes(case: PagedCase, counts: list[int], num_pages: int, splits: i
     torch.testing.assert_close(lse, torch.stack([x for _, x in exact]).float(), atol=tolerance, rtol=tolerance)
     weights = torch.exp2(result.lse[:, 1:] - lse)[..., None]
     merged = (result.output[:, 1:] * weights).sum(0)
-    expected = torch.stack([x for x, _ in exact]).float()
+    expected = torch.stack([x for x, _ in exact]).float() / case.value_scale
     torch.testing.assert_close(merged, expected, atol=tolerance, rtol=tolerance)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from typing import cast
+import math
+from typing import TypeVar, cast
 
 import msgspec
 import pytest
@@ -15,6 +16,8 @@ from toka_async.messages import (
     Ready,
     Reason,
     SamplingParams,
+    Stats,
+    Step,
     StepDone,
     Submits,
     Tokens,
@@ -29,6 +32,8 @@ from toka_async.scheduler.step_budget import UNLIMITED
 from toka_async.transport.codec import Codec
 from toka_async.transport.local import LocalChannel
 from toka_async.transport.zmq_sockets import ZmqInbox
+
+S = TypeVar("S")
 
 
 def test_a_request_goes_through() -> None:
@@ -69,6 +74,39 @@ def test_a_request_goes_through() -> None:
     assert as_i32(tokens.reasons).tolist() == [Reason.LENGTH]
 
 
+class Noted(LocalChannel[S]):
+    """Notes what is sent in a list that channels share."""
+
+    def __init__(self, union: object, sent: list[type]) -> None:
+        super().__init__(Codec(union))
+        self._sent = sent
+
+    def send(self, message: S) -> None:
+        self._sent.append(type(message))
+        super().send(message)
+
+
+def test_first_tokens_go_before_the_next_steps_while_ranks_have_one() -> None:
+    ready = Ready(num_pages=8, page_size=4, max_seqs=2, max_context=16, vocab_size=10, max_tokens=8)
+    core, rank, sent = Core(ready, max_tokens=ready.max_tokens, steps_ahead=2), PageRank(ready), list[type]()
+    requests: LocalChannel[ToScheduler] = LocalChannel(Codec(ToScheduler))
+    results: LocalChannel[FromRank] = LocalChannel(Codec(FromRank))
+    server: Noted[ToServer] = Noted(ToServer, sent)
+    ranks: Noted[ToRank] = Noted(ToRank, sent)
+
+    def turn() -> list[type]:
+        sent.clear()
+        run_turn(core, requests, results, server, ranks, StepTimes(), ready)
+        return [kind for kind in sent if kind is not Stats]
+
+    core.submit(submit(0, [1, 2, 3], max_tokens=6, stream=True), 0.0)
+    assert turn() == [Step, Step]
+    for step in ranks.drain():
+        for part in step.passes():
+            results.send(rank.run(part))
+            assert turn() == ([Prefills, Tokens, Step] if step.step_id == 0 else [Step, Tokens])
+
+
 class Waiting:
     """An inbox of messages that have arrived."""
 
@@ -97,12 +135,13 @@ def test_each_rank_tells_of_its_own_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "seconds", "streaming"),
-    [("auto", 0.125, 0.04), ("0", UNLIMITED, UNLIMITED), ("70.5", 0.0705, 0.0705)],
+    ("value", "seconds", "streaming", "streaming_tokens"),
+    [("auto", 0.125, 0.04, 3072), ("0", UNLIMITED, UNLIMITED, math.inf), ("70.5", 0.0705, 0.0705, math.inf)],
 )
-def test_limits_of_a_steps_time(value: str, seconds: float, streaming: float) -> None:
+def test_limits_of_a_steps_time(value: str, seconds: float, streaming: float, streaming_tokens: float) -> None:
     limits = make_step_limits(load_config(None, [f"schedule.max_step_ms={value}"]).schedule)
     assert (limits.seconds, limits.streaming) == pytest.approx((seconds, streaming))
+    assert limits.streaming_tokens == streaming_tokens
 
 
 @pytest.mark.parametrize(

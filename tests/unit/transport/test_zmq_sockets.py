@@ -87,6 +87,22 @@ def test_messages_arrive_in_order(wires: Wires, inbox: ZmqInbox[ToScheduler]) ->
     assert inbox.drain() == []
 
 
+def test_messages_sent_together_arrive_as_if_alone(wires: Wires, inbox: ZmqInbox[ToScheduler]) -> None:
+    sender = wires.outbox()
+    sender.send_all([])
+    sender.send_all([DropStop(stop_id=i) for i in range(3)])
+    sender.send(DropStop(stop_id=3))
+    sender.send_all([Cancels(request_ids=column(np.arange(20_000 * i, dtype=np.int32))) for i in range(4)])
+    messages = drained(inbox, 8)
+    assert [number(message) for message in messages[:4]] == [0, 1, 2, 3]
+    assert [len(as_i32(each.request_ids)) for each in messages[4:] if isinstance(each, Cancels)] == [
+        0,
+        20000,
+        40000,
+        60000,
+    ]
+
+
 def test_messages_sent_before_the_inbox_is_bound_arrive(wires: Wires) -> None:
     sender = wires.outbox()
     for i in range(3):

@@ -23,7 +23,7 @@ from toka_async.kernels.sampling.stats import chunk_sums, pilot, repair
 _PILOT_LINES = 64
 _PART_LINES = 64  # lines that a pass of `reject` reads at once
 # With more registers a thread, too few programs fit a processor to hide each other's waits for memory.
-_SUMS: dict[str, int] = {"num_warps": 4, "maxnreg": 96}
+_SUMS: dict[str, int] = {"num_warps": 4, "maxnreg": 64}
 _GATHER: dict[str, int] = {"num_warps": 4, "maxnreg": 96}
 
 

@@ -166,8 +166,11 @@ class LookAhead:
 
     def _forecast(self) -> UsageCurve:
         """Forecast pages in use at each step from the one being built, if everything ends when expected."""
-        seqs = find_running_seqs(self.running)
-        return forecast_running(self.running, seqs, self._expect_ends(seqs))
+        running = self.running
+        seqs = find_running_seqs(running)
+        if not seqs.size and not running.forking and not running.prefilling:  # a lone request should not wait for this
+            return UsageCurve(np.zeros(1))
+        return forecast_running(running, seqs, self._expect_ends(seqs))
 
     def _expect_ends(self, seqs: Int32) -> Int32:
         """Expect the number of steps until each of the sequences ends, at least 1.

@@ -48,6 +48,12 @@ async def stream_in_time(request: web.Request, stream: EventStream) -> web.Strea
         raise ConnectionResetError("the client does not take its stream") from None
 
 
+class EventResponse(web.StreamResponse):
+    """A response whose header goes out with its first event: one write, for which the client wakes up once."""
+
+    _send_headers_immediately = False  # aiohttp has no other way to say so
+
+
 class EventStream:
     """The event stream of one request.
 
@@ -63,7 +69,7 @@ class EventStream:
 
     async def send(self) -> web.StreamResponse:
         """Sends everything. An error before the first event is an ordinary error response, later one an event."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        response = EventResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         events, group = self._events, self._run.group
         block = await group.news(events.most_tokens)
         await response.prepare(self._request)

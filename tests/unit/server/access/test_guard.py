@@ -231,7 +231,7 @@ async def test_a_stream_that_takes_too_long() -> None:
 
 async def test_a_stream_that_is_not_read(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("toka_async.server.http.respond.GRACE", 0.05)
-    async with web_server(request_timeout=0.3) as server:
+    async with web_server(request_timeout=1.0) as server:
         reader, writer = await asyncio.open_connection(*server.address, limit=1024)
         (transport,) = await until(lambda: transports(server))
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
