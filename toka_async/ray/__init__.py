@@ -5,6 +5,9 @@
         with fleet.sync_pool() as pool:
             results = pool.generate_many(prompts, n=16, max_tokens=512)
 
+Jobs of Ray Data have their engines inside: `toka_async.ray.data.generate`, which is imported from there, since Ray Data
+loads pandas.
+
 Ray places, counts and restarts replicas. Requests do not pass through it: clients talk to the replicas themselves, by
 direct submission.
 """

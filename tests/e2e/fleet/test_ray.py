@@ -1,4 +1,4 @@
-"""Replicas on a real Ray cluster of one node with two CPUs. All tests that start Ray are here, in one file."""
+"""Replicas on a real Ray cluster of one node with two CPUs. Jobs of Ray Data are tested beside it."""
 
 from __future__ import annotations
 
