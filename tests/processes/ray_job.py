@@ -16,17 +16,15 @@ STEP_MS = 40
 
 
 def start_job(folder: Path, address: str) -> subprocess.Popen[bytes]:
-    """Start the job. It reads folder/in, and writes folder/out; its output is in folder/log."""
+    """Start the job as a program. It reads folder/in and writes folder/out; its output is in folder/log."""
     command = [sys.executable, "-m", "tests.processes.ray_job", str(folder)]
     environment = {**os.environ, "RAY_ADDRESS": address}
     with (folder / "log").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
 
 
-def main() -> None:
-    folder = sys.argv[1]
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
-    ray.init(log_to_driver=False)
+def run_job(folder: Path) -> int:
+    """Run the job, or what is left of it, on the cluster of this process; returns how many rows there are."""
     ds = generate(
         ray.data.read_parquet(f"{folder}/in"),
         model="demo",
@@ -41,8 +39,10 @@ def main() -> None:
         simulated={"step_ms": STEP_MS},
         schedule={"max_seqs": 32},
     )
-    print("rows:", ds.count())
+    return ds.count()
 
 
 if __name__ == "__main__":
-    main()
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    ray.init(log_to_driver=False)
+    run_job(Path(sys.argv[1]))

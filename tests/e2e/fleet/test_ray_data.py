@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,7 +14,7 @@ import pytest
 import ray
 
 from tests.drivers.until import wait_until
-from tests.processes.ray_job import start_job
+from tests.processes.ray_job import run_job, start_job
 from toka_async.bench.loads.served import list_children
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
@@ -60,15 +61,13 @@ def test_a_job_that_is_killed_goes_on_and_each_row_is_written_once(
         first.wait()
         written = list_files(out)
 
-        second = start_job(tmp_path, address)
-        wait_until(lambda: len(list_files(out)) > len(written), tell, SECONDS)
-        os.kill(wait_until(lambda: find_rank(tmp_path), tell), signal.SIGKILL)
-        assert second.wait(SECONDS) == 0, tell()
-        assert f"rows: {ROWS}" in tell()
+        with ThreadPoolExecutor(1) as thread:
+            second = thread.submit(run_job, tmp_path)
+            wait_until(lambda: len(list_files(out)) > len(written) or second.done(), tell, SECONDS)
+            os.kill(wait_until(lambda: find_rank(tmp_path), tell), signal.SIGKILL)
+            assert second.result() == ROWS
         files = list_files(out)
-
-        third = start_job(tmp_path, address)
-        assert third.wait(SECONDS) == 0, tell()
+        assert run_job(tmp_path) == ROWS
         assert list_files(out) == files, "there was nothing left to compute"
         assert not [name for name in list_files(tmp_path) if "pending" in name]
         check_rows(pq.read_table(out).to_pylist())
