@@ -39,7 +39,8 @@ def run_job(folder: Path) -> int:
         simulated={"step_ms": STEP_MS},
         schedule={"max_seqs": 32},
     )
-    return ds.count()
+    rows: int = ds.count()
+    return rows
 
 
 if __name__ == "__main__":
