@@ -46,7 +46,7 @@ def serve(config: Config) -> int:
     tls, keys = tls_context(config.server), read_keys(config.auth, os.environ)
     read_origins(config.auth, config.server.host)
     say, ranks = configure_parent(config.log.format), _Ranks(config.parallel)
-    model_dir, tokenizer_dir = _find_files(config)
+    model_dir, tokenizer_dir = find_files(config)
     with closing(open_listener(config.server, config.limits.client_timeout)) as listener, socket_folder() as folder:
         limits = [*raise_limits(), *find_exposures(config.server, has_keys=bool(keys))]
         url = find_url(listener, "http" if tls is None else "https")
@@ -82,7 +82,7 @@ def warm(config: Config) -> int:
         ModelError: as in `serve`.
     """
     say, ranks = configure_parent(config.log.format), _Ranks(msgspec.structs.replace(config.parallel, dp=1))
-    model_dir, tokenizer_dir = _find_files(config)
+    model_dir, tokenizer_dir = find_files(config)
     with socket_folder() as folder:
         spec = msgspec.structs.replace(_make_spec("server", config, folder, model_dir, tokenizer_dir), warm=True)
         children = [child for child in _list_replica(spec, replica=0) if child.role == "rank"]
@@ -114,7 +114,7 @@ def run_batch(config: Config, job: BatchJob, show: Callable[[Status], int | None
         ModelError: as in `serve`.
     """
     say, ranks = configure_parent(config.log.format), _Ranks(config.parallel)
-    model_dir, tokenizer_dir = _find_files(config)
+    model_dir, tokenizer_dir = find_files(config)
 
     def on_status(status: Status) -> int | None:
         ranks.hear(status)
@@ -174,7 +174,7 @@ def _make_supervisor(
     return Supervisor(drain_timeout, relaunch if several else None, on_status, config.server.hang_timeout, say)
 
 
-def _find_files(config: Config) -> tuple[Path, Path]:
+def find_files(config: Config) -> tuple[Path, Path]:
     """Find the folders of the model and the tokenizer, and check their small files. Raises ModelError."""
     weights = config.model.device != "simulated" and config.model.load == "weights"
     # On a terminal the hub's own bars show downloads.

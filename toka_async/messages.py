@@ -34,7 +34,7 @@ class Tagged(msgspec.Struct, array_like=True, frozen=True, gc=False, tag=True):
     """A whole message: positional on the wire, tagged with its class's name."""
 
 
-class SamplingParams(Message, frozen=True, kw_only=True):
+class TokenSampling(Message, frozen=True, kw_only=True):
     """How the tokens of one request are chosen, the same for all of its samples.
 
     `temperature` 0 is greedy, and any other is large enough to divide by in float32; `top_k` 0, `top_p` 1 and `min_p` 0
@@ -74,7 +74,7 @@ class Submit(Message, frozen=True, kw_only=True):
     n: int = 1
     max_tokens: int
     seed: int
-    sampling: SamplingParams
+    sampling: TokenSampling
     stream: bool = False  # send tokens after every step, not once at the end
     priority: int = 0
     stop_id: int = -1
@@ -90,7 +90,7 @@ class Submits(Tagged, frozen=True, kw_only=True):
     seeds: memoryview  # int64 [r]
     max_tokens: memoryview  # int32 [r]
     n: int = 1
-    sampling: SamplingParams
+    sampling: TokenSampling
     stream: bool = False
     priority: int = 0
     stop_id: int = -1
@@ -335,7 +335,7 @@ class Prompt(Message, frozen=True, kw_only=True):
     token_ids: memoryview  # int32 [p]
     num_prompt: int
     pages: memoryview  # int32 [full pages]
-    sampling: SamplingParams
+    sampling: TokenSampling
 
 
 class Step(Tagged, frozen=True, kw_only=True):

@@ -37,6 +37,7 @@ DTYPES: dict[str, str] = {
     "logprobs": "<f4",
     "top_ids": "<i4",
     "top_logprobs": "<f4",
+    "ranks": "<i4",  # of a prompt's tokens among all, from 1
     "text_lengths": "<i4",  # bytes
     "stops": "<i4",  # index of the request's stop string that was found, or -1
 }
@@ -156,7 +157,7 @@ class Results(ServerHeader, frozen=True, kw_only=True, tag="results"):
 class PromptLogprobs(ServerHeader, frozen=True, kw_only=True, tag="prompt"):
     """The answer to `prompt_logprobs` of one request, before its results: entry i belongs to prompt token i + 1.
 
-    Columns: logprobs [p - 1], top_ids and top_logprobs [p - 1, num_top].
+    Columns: logprobs and ranks [p - 1], top_ids and top_logprobs [p - 1, num_top].
     """
 
     seq: Count

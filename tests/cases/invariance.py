@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from tests.drivers.core import Received
 from tests.drivers.engine import GREEDY, Engine
 from tests.drivers.page_rank import submit
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 
 SAMPLINGS = (
-    SamplingParams(temperature=0.8, top_p=0.9, num_logprobs=3),
-    SamplingParams(num_logprobs=0),
-    SamplingParams(temperature=0.0, presence_penalty=0.5, num_logprobs=7),
-    SamplingParams(temperature=1.0, top_k=20, repetition_penalty=1.1, num_logprobs=0),
-    SamplingParams(temperature=0.0, num_logprobs=0),
-    SamplingParams(temperature=0.7, num_logprobs=2, num_prompt_logprobs=4),
-    SamplingParams(temperature=1.0, min_p=0.02, frequency_penalty=0.3),
+    TokenSampling(temperature=0.8, top_p=0.9, num_logprobs=3),
+    TokenSampling(num_logprobs=0),
+    TokenSampling(temperature=0.0, presence_penalty=0.5, num_logprobs=7),
+    TokenSampling(temperature=1.0, top_k=20, repetition_penalty=1.1, num_logprobs=0),
+    TokenSampling(temperature=0.0, num_logprobs=0),
+    TokenSampling(temperature=0.7, num_logprobs=2, num_prompt_logprobs=4),
+    TokenSampling(temperature=1.0, min_p=0.02, frequency_penalty=0.3),
 )
 
 
@@ -25,7 +25,7 @@ SAMPLINGS = (
 class AskedRequest:
     prompt: list[int]
     seed: int
-    sampling: SamplingParams
+    sampling: TokenSampling
     n: int
     max_tokens: int
 

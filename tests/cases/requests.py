@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 
 from toka_async.arrays import Int32
-from toka_async.messages import Reason, SamplingParams
+from toka_async.messages import Reason, TokenSampling
 from toka_async.server.engine.engine import Engine
 from toka_async.server.engine.request_columns import RequestColumns
 from toka_async.server.engine.request_group import RequestGroup
@@ -33,7 +33,7 @@ def make_requests(
         seeds=given + 1,
         max_tokens=np.asarray(most, np.int64),
         n=n,
-        sampling=SamplingParams(),
+        sampling=TokenSampling(),
         stream=stream,
         priority=0,
         stop_id=stop_id,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 from toka_async.model import rng as streams
 from toka_async.model.rng import Float64
 from toka_async.model.sampling import Flag, Params, make_params
@@ -21,15 +21,15 @@ _NUM_PROMPT = 7
 
 def name_of(value: object) -> str | None:
     """Of a test's case: what its sampling parameters set. Their own text differs from process to process."""
-    if not isinstance(value, SamplingParams):
+    if not isinstance(value, TokenSampling):
         return None
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    values = {name: getattr(value, name) for name in names if getattr(value, name) != getattr(SamplingParams(), name)}
+    values = {name: getattr(value, name) for name in names if getattr(value, name) != getattr(TokenSampling(), name)}
     return " ".join(f"{name}={value:g}" for name, value in values.items()) or "plain"
 
 
 def table_of(
-    samplings: Sequence[SamplingParams], seen: npt.NDArray[np.bool_], device: torch.device
+    samplings: Sequence[TokenSampling], seen: npt.NDArray[np.bool_], device: torch.device
 ) -> tuple[Params, RowTable]:
     """A slot for each; seen: [n, vocab]. Slot i has seed i."""
     params = np.concatenate([make_params(sampling) for sampling in samplings])

@@ -138,6 +138,7 @@ def results(ids: Sequence[int], samples: Sequence[int], reasons: Sequence[int], 
 def prompt(key: int, num_top: int) -> Frames:
     columns: Columns = {
         "logprobs": np.zeros(1, np.float32),
+        "ranks": np.ones(1, np.int32),
         "top_ids": np.zeros(num_top, np.int32),
         "top_logprobs": np.zeros(num_top, np.float32),
     }

@@ -21,10 +21,10 @@ from toka_async.config import (
     ScheduleConfig,
     TuningConfig,
 )
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 from toka_async.startup.runner_factory import RunnerFactory
 
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = TokenSampling(temperature=0.0)
 
 
 class Engine:

@@ -180,7 +180,7 @@ class PageRank:
 
 def submit(request_id: int, prompt: list[int], **fields: object) -> Submit:
     """A Submit with the fields that a test does not care about filled in."""
-    from toka_async.messages import SamplingParams
+    from toka_async.messages import TokenSampling
 
-    values: dict[str, object] = {"max_tokens": 4, "seed": request_id, "sampling": SamplingParams()} | fields
+    values: dict[str, object] = {"max_tokens": 4, "seed": request_id, "sampling": TokenSampling()} | fields
     return Submit(request_id=request_id, prompt=i32_column(prompt), **values)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from tests.drivers.stage_runners import StageRunners, setups
 from tests.fakes.model import FakeAttention, FakeCache, FakeModel, FakeStage, logits_of
 from toka_async.arrays import as_f32, as_i32, column, i32_column
 from toka_async.attention.build import BuiltAttention
-from toka_async.messages import Prompt, Ready, SamplingParams, Step, StepDone
+from toka_async.messages import Prompt, Ready, Step, StepDone, TokenSampling
 from toka_async.model.comm import Comm
 from toka_async.model.rng import draw_uniforms
 from toka_async.model.sampling import make_params, sample
@@ -31,7 +31,7 @@ VOCAB = 24
 @dataclass(slots=True)
 class Request:
     prompt: list[int]
-    sampling: SamplingParams
+    sampling: TokenSampling
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from toka_async.arrays import column, i32_column
 from toka_async.checkpoint.matrix_spec import MatrixSpec, Units
-from toka_async.messages import Prompt, Ready, SamplingParams, Step
+from toka_async.messages import Prompt, Ready, Step, TokenSampling
 from toka_async.model.comm import Comm, LocalComm
 from toka_async.model.layers import VocabularyMatrix
 from toka_async.model.matrices.ops import TorchOps
@@ -40,7 +40,7 @@ class Bench:
         self.tokens: dict[int, list[int]] = {}  # of each slot
 
     def admit(
-        self, rows: dict[int, SamplingParams], tokens: list[int] | None = None, num_prompt: int = len(PROMPT)
+        self, rows: dict[int, TokenSampling], tokens: list[int] | None = None, num_prompt: int = len(PROMPT)
     ) -> None:
         """New rows by slot, with these tokens, in place of any that were there."""
         tokens = tokens or PROMPT

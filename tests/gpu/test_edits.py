@@ -22,7 +22,7 @@ from toka_async.checkpoint.hub import resolve_model
 from toka_async.kernels.sampling.edit import NUM_TOP, EditKernels, EditTable, RowTokens
 from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
 from toka_async.kernels.sampling.row import RAW
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 from toka_async.model import penalties
 from toka_async.model.logprobs import distribution, select_logprobs
 from toka_async.model.penalties import Penalties
@@ -34,16 +34,16 @@ LARGE = 128256
 PAGE_SIZE = 16
 
 SAMPLINGS = {
-    "min_tokens": SamplingParams(temperature=0.8, min_tokens=12, end_ids=i32_column(range(0, 250, 2))),
-    "logit_bias": SamplingParams(
+    "min_tokens": TokenSampling(temperature=0.8, min_tokens=12, end_ids=i32_column(range(0, 250, 2))),
+    "logit_bias": TokenSampling(
         bias_ids=i32_column(range(10, 200)), bias_values=f32_column(0.02 * i for i in range(190)), top_p=0.9
     ),
-    "penalties": SamplingParams(presence_penalty=0.7, frequency_penalty=0.4, temperature=0.7),
-    "all penalties": SamplingParams(
+    "penalties": TokenSampling(presence_penalty=0.7, frequency_penalty=0.4, temperature=0.7),
+    "all penalties": TokenSampling(
         presence_penalty=-0.3, frequency_penalty=0.4, repetition_penalty=1.2, temperature=0.0
     ),
-    "likeliest": SamplingParams(num_logprobs=5),
-    "all": SamplingParams(
+    "likeliest": TokenSampling(num_logprobs=5),
+    "all": TokenSampling(
         num_logprobs=20, frequency_penalty=0.5, repetition_penalty=0.9, min_tokens=5, end_ids=i32_column([3, 4]),
         bias_ids=i32_column([7, 90]), bias_values=f32_column([1.5, -2.0]), temperature=0.8, top_k=30,
     ),

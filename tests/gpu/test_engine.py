@@ -16,7 +16,7 @@ from tests.drivers.engine import Engine
 from tests.parity.test_engine import SHAPES, TIE, prompts_of_mixed_lengths
 from toka_async.bench.loads.texts import word_problem
 from toka_async.checkpoint.hub import resolve_model
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 from toka_async.scheduler.step_budget import StepLimits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -83,7 +83,7 @@ def test_short_steps_give_the_same_tokens() -> None:
 
 def test_seeded_samples_are_alike_on_cpu_and_gpu() -> None:
     folder = resolve_model("demo")
-    sampling = SamplingParams(temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.05)
+    sampling = TokenSampling(temperature=0.8, top_p=0.9, top_k=20, repetition_penalty=1.05)
     tokens = []
     for device in ("cpu", "cuda"):
         received = Engine(folder, device=device).run([[40, 50, 60]], n=16, max_tokens=32, sampling=sampling)

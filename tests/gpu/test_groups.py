@@ -13,13 +13,13 @@ import torch
 from tests.drivers.core import Received, Sample
 from tests.drivers.gpu_models import VOCAB, Reference, WatchedEngine, make_model
 from tests.drivers.page_rank import submit
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 NUM_STRUCTURES = 6
 NUM_SCORED = 3  # of them by transformers, sample by sample
-SAMPLED = SamplingParams(temperature=0.7, num_logprobs=0)
+SAMPLED = TokenSampling(temperature=0.7, num_logprobs=0)
 Pairs = list[tuple[Sequence[int], Sample]]
 
 

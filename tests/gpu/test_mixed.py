@@ -13,14 +13,14 @@ import torch
 
 from tests.drivers.core import Sample
 from tests.drivers.gpu_models import SHAPES, VOCAB, WatchedEngine, make_model
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 from toka_async.runner.mixed import list_mixed_sizes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 CUDA = torch.device("cuda")
 MOST_TOKENS = 512
-SAMPLED = SamplingParams(temperature=0.7, num_logprobs=0)
+SAMPLED = TokenSampling(temperature=0.7, num_logprobs=0)
 EXACT = 1e-3  # of log-probs, in float32
 
 

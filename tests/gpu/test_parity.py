@@ -17,12 +17,12 @@ from torch import Tensor
 
 from tests.drivers.core import Sample
 from tests.drivers.gpu_models import SHAPES, VOCAB, Reference, WatchedEngine, make_model
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 NUM_TOKENS = 48
-LOGPROBS = SamplingParams(temperature=0.0, num_logprobs=0)
+LOGPROBS = TokenSampling(temperature=0.0, num_logprobs=0)
 EXACT = 1e-3  # in float32, of logits and log-probs
 TIMES_THEIRS = 1.2  # in bfloat16, of transformers' own error
 TIMES_THEIRS_ROUTED = 2.0  # of models with experts: a rounding may send a token to other ones, which is a large error

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from tests.cases.models import make_checkpoint
 from tests.cases.sampling_rows import kept_by, name_of, penalised, weights_of
 from tests.drivers.gpu_models import DEVICE, Reference, WatchedEngine, make_model
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 from toka_async.model.rng import Float64
 from toka_async.model.sampling import make_params
 
@@ -32,23 +32,23 @@ LEAST = 5.0  # expected samples of a cell
 
 # The large vocabulary's logits are sharpened, so that samples repeat; its chunks of ids are several.
 SMALL = [
-    SamplingParams(),
-    SamplingParams(temperature=0.6),
-    SamplingParams(temperature=1.7),
-    SamplingParams(top_p=0.9),
-    SamplingParams(temperature=0.6, top_p=0.5),
-    SamplingParams(top_k=7),
-    SamplingParams(top_k=100),  # more than kernels look at
-    SamplingParams(min_p=0.2),
-    SamplingParams(repetition_penalty=1.8),
-    SamplingParams(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05),
-    SamplingParams(temperature=1.3, min_p=0.1, top_k=30, repetition_penalty=0.7),
+    TokenSampling(),
+    TokenSampling(temperature=0.6),
+    TokenSampling(temperature=1.7),
+    TokenSampling(top_p=0.9),
+    TokenSampling(temperature=0.6, top_p=0.5),
+    TokenSampling(top_k=7),
+    TokenSampling(top_k=100),  # more than kernels look at
+    TokenSampling(min_p=0.2),
+    TokenSampling(repetition_penalty=1.8),
+    TokenSampling(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05),
+    TokenSampling(temperature=1.3, min_p=0.1, top_k=30, repetition_penalty=0.7),
 ]
 LARGE = [
-    SamplingParams(temperature=0.25),
-    SamplingParams(temperature=0.25, top_p=0.9),
-    SamplingParams(temperature=0.25, top_p=0.995),  # more candidates than kernels keep
-    SamplingParams(temperature=0.25, top_k=40, min_p=0.01, repetition_penalty=1.2),
+    TokenSampling(temperature=0.25),
+    TokenSampling(temperature=0.25, top_p=0.9),
+    TokenSampling(temperature=0.25, top_p=0.995),  # more candidates than kernels keep
+    TokenSampling(temperature=0.25, top_k=40, min_p=0.01, repetition_penalty=1.2),
 ]
 
 
@@ -81,7 +81,7 @@ class ChiSquare:
 
 
 def exact_probabilities(
-    reference: Reference, contexts: Sequence[Sequence[int]], sampling: SamplingParams
+    reference: Reference, contexts: Sequence[Sequence[int]], sampling: TokenSampling
 ) -> list[Float64]:
     """Of the token after each context, all of the same length."""
     with torch.inference_mode():
@@ -96,7 +96,7 @@ def exact_probabilities(
     return [row / row.sum() for row in kept]
 
 
-def check(engine: WatchedEngine, reference: Reference, sampling: SamplingParams, prompt: list[int]) -> None:
+def check(engine: WatchedEngine, reference: Reference, sampling: TokenSampling, prompt: list[int]) -> None:
     received = engine.run([prompt], n=NUM_SAMPLES, max_tokens=2, sampling=sampling)
     drawn = [sample.token_ids for sample in received[0].samples]
     first = Counter(tokens[0] for tokens in drawn)
@@ -138,12 +138,12 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.mark.parametrize("sampling", SMALL, ids=name_of)
-def test_small_vocabulary(small: Served, sampling: SamplingParams) -> None:
+def test_small_vocabulary(small: Served, sampling: TokenSampling) -> None:
     check(*small, sampling, [72, 101, 108, 108, 111, 72])
 
 
 @pytest.mark.parametrize("sampling", LARGE, ids=name_of)
-def test_large_vocabulary(large: Served, sampling: SamplingParams) -> None:
+def test_large_vocabulary(large: Served, sampling: TokenSampling) -> None:
     check(*large, sampling, [31999, 4, 20000, 4, 17])
 
 

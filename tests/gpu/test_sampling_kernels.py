@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from tests.cases.sampling_rows import INDEX, draw, kept_by, name_of, penalised, table_of, uniforms_of, weights_of
 from toka_async.kernels.sampling.kernels import SamplingKernels
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 from toka_async.model.logprobs import distribution
 from toka_async.model.sampling import sample
 
@@ -20,17 +20,17 @@ VOCAB = 128256
 DEVICE = torch.device("cuda")
 # Spread of the logits: flat (a nucleus of ten thousands), between, and peaked (a handful).
 CASES = [
-    (0.9, SamplingParams()),
-    (0.9, SamplingParams(temperature=0.6, top_p=0.9)),
-    (1.5, SamplingParams(top_p=0.5)),
-    (2.5, SamplingParams(top_p=0.9)),
-    (4.0, SamplingParams(temperature=0.8, top_p=0.95)),
-    (0.9, SamplingParams(top_k=20, top_p=0.8, repetition_penalty=1.05)),
-    (4.0, SamplingParams(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05)),
-    (0.9, SamplingParams(min_p=0.02)),
-    (2.5, SamplingParams(min_p=0.01, top_p=0.9)),
-    (0.9, SamplingParams(top_k=500, top_p=0.9)),
-    (1.5, SamplingParams(top_p=0.9, repetition_penalty=1.3)),
+    (0.9, TokenSampling()),
+    (0.9, TokenSampling(temperature=0.6, top_p=0.9)),
+    (1.5, TokenSampling(top_p=0.5)),
+    (2.5, TokenSampling(top_p=0.9)),
+    (4.0, TokenSampling(temperature=0.8, top_p=0.95)),
+    (0.9, TokenSampling(top_k=20, top_p=0.8, repetition_penalty=1.05)),
+    (4.0, TokenSampling(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05)),
+    (0.9, TokenSampling(min_p=0.02)),
+    (2.5, TokenSampling(min_p=0.01, top_p=0.9)),
+    (0.9, TokenSampling(top_k=500, top_p=0.9)),
+    (1.5, TokenSampling(top_p=0.9, repetition_penalty=1.3)),
 ]
 
 
@@ -48,7 +48,7 @@ def seen_by(rows: int) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
 
 
 @pytest.mark.parametrize(("spread", "sampling"), CASES, ids=name_of)
-def test_chi_square(kernels: SamplingKernels, spread: float, sampling: SamplingParams) -> None:
+def test_chi_square(kernels: SamplingKernels, spread: float, sampling: TokenSampling) -> None:
     """8,192 draws of one distribution, counted in groups of neighbouring ids of about the same probability."""
     num = 8192
     logits = normal(1, spread)
@@ -73,11 +73,11 @@ def test_chi_square(kernels: SamplingKernels, spread: float, sampling: SamplingP
 def test_settled_rows_equal_plain_torch(kernels: SamplingKernels) -> None:
     num = 256
     kinds = [
-        SamplingParams(temperature=0, num_logprobs=0),
-        SamplingParams(num_logprobs=0),
-        SamplingParams(temperature=0.6, top_p=0.9, num_logprobs=0),
-        SamplingParams(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05, num_logprobs=0),
-        SamplingParams(temperature=0.7, top_k=64, min_p=0.01, num_logprobs=0),
+        TokenSampling(temperature=0, num_logprobs=0),
+        TokenSampling(num_logprobs=0),
+        TokenSampling(temperature=0.6, top_p=0.9, num_logprobs=0),
+        TokenSampling(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05, num_logprobs=0),
+        TokenSampling(temperature=0.7, top_k=64, min_p=0.01, num_logprobs=0),
     ]
     logits = normal(num, 4.0)
     params, table = table_of([kinds[i % len(kinds)] for i in range(num)], seen_by(num), DEVICE)
@@ -92,10 +92,10 @@ def test_in_a_graph(kernels: SamplingKernels) -> None:
     """A replay draws what the calls draw, with what is then in the table and in its inputs."""
     num = 64
     samplings = [
-        SamplingParams(),
-        SamplingParams(top_p=0.9),
-        SamplingParams(top_k=20, repetition_penalty=1.1),
-        SamplingParams(min_p=0.05),
+        TokenSampling(),
+        TokenSampling(top_p=0.9),
+        TokenSampling(top_k=20, repetition_penalty=1.1),
+        TokenSampling(min_p=0.05),
     ]
     _, table = table_of([samplings[i % 4] for i in range(num)], seen_by(num), DEVICE)
     before = table.seen.clone()

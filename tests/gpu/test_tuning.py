@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from tests.drivers.engine import Engine
 from tests.drivers.gpu_models import make_model
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 from toka_async.tuning.algorithms import AlgorithmChoice
 from toka_async.tuning.attention import AttentionChoice
 from toka_async.tuning.few_rows import FewRowsChoice
@@ -34,7 +34,7 @@ def test_a_second_start_measures_nothing(tmp_path: Path, monkeypatch: pytest.Mon
             max_graph_seqs=64,
             tuning_dir=str(tuning_dir),
         )
-        sampling = SamplingParams(temperature=0.8, num_logprobs=0)
+        sampling = TokenSampling(temperature=0.8, num_logprobs=0)
         received = engine.run([[*range(40, 240)], [50, 60]], n=48, max_tokens=24, sampling=sampling)
         samples = [sample for each in received for sample in each.samples]
         return engine, [(sample.token_ids, sample.logprobs) for sample in samples]

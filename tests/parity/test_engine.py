@@ -23,7 +23,7 @@ from tests.drivers.engine import Engine
 from toka_async.arrays import as_f32
 from toka_async.attention.blocks import TileLimits, TilePlan
 from toka_async.attention.reference import ReferenceAttention
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 
 NUM_TOKENS = 40  # of each answer
 TIE = 1e-3  # the reference's own two best logits, where a different token is no error
@@ -133,7 +133,7 @@ def test_samples_share_their_prompt(reference: Reference) -> None:
 def test_logprobs_of_prompt_and_output(reference: Reference) -> None:
     engine = Engine(reference.folder, page_size=16, max_tokens=23)
     prompts = prompts_of_mixed_lengths()
-    sampling = SamplingParams(temperature=0.0, num_logprobs=2, num_prompt_logprobs=1)
+    sampling = TokenSampling(temperature=0.0, num_logprobs=2, num_prompt_logprobs=1)
     received = engine.run(prompts, sampling=sampling, max_tokens=NUM_TOKENS)
     verify(reference, prompts, received)
     for prompt, result in zip(prompts, received, strict=True):

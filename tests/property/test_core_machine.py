@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.drivers.core import CoreDriver, CoreOptions, Received
 from tests.drivers.page_rank import PageRank, expected, prompt_score, submit
 from toka_async.arrays import as_f32, as_i32, i32_column
-from toka_async.messages import Ready, Reason, SamplingParams, Step, StepDone
+from toka_async.messages import Ready, Reason, Step, StepDone, TokenSampling
 from toka_async.scheduler.step_budget import StepLimits
 
 VOCAB = 23
@@ -87,7 +87,7 @@ class CoreMachine(RuleBasedStateMachine):
         num_prompt_logprobs: int,
         salt: int,
     ) -> None:
-        sampling = SamplingParams(
+        sampling = TokenSampling(
             end_ids=i32_column(ENDS), num_logprobs=num_logprobs, num_prompt_logprobs=num_prompt_logprobs
         )
         fields = {"n": n, "max_tokens": max_tokens, "stream": stream, "priority": priority, "sampling": sampling}
@@ -96,7 +96,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(firsts=st.lists(st.integers(0, 1), min_size=3, max_size=8), max_tokens=st.integers(3, 12))
     def submit_several(self, firsts: list[int], max_tokens: int) -> None:
         """Prompts that begin alike, in any order: their rows take a new order to be together."""
-        sampling = SamplingParams(end_ids=i32_column(ENDS))
+        sampling = TokenSampling(end_ids=i32_column(ENDS))
         for i, first in enumerate(firsts):
             fields = {"max_tokens": max_tokens, "sampling": sampling}
             self.driver.submit(submit(len(self.driver.received), [*(7 * [first]), i % 3], **fields))
@@ -109,7 +109,7 @@ class CoreMachine(RuleBasedStateMachine):
     )
     def submit_columns(self, prompts: list[list[int]], n: int, max_tokens: int, salt: int) -> None:
         """Many in one message."""
-        fields = {"n": n, "max_tokens": max_tokens, "salt": salt, "sampling": SamplingParams(end_ids=i32_column(ENDS))}
+        fields = {"n": n, "max_tokens": max_tokens, "salt": salt, "sampling": TokenSampling(end_ids=i32_column(ENDS))}
         first = len(self.driver.received)
         self.driver.submit_all([submit(first + i, prompt, **fields) for i, prompt in enumerate(prompts)])
 

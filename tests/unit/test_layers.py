@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import toka_async.llm
+
 PACKAGE = Path(__file__).parents[2] / "toka_async"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -36,9 +38,10 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "startup": {"checkpoint", "model", "attention", "kernels", "runner", "tuning"},
 }
 FAMILIES["procs"] = set(FAMILIES) - {"client"}
+FAMILIES[""] = {"llm"}  # for type checkers only: the package loads its names when they are used
 TOP = {  # L4
-    *("cli", "__main__", "launch", "supervisor", "restarts", "heartbeats", "capacity", "bench", "ray"),
-    *("start_report", "lifeline"),
+    *("cli", "__main__", "launch", "supervisor", "restarts", "heartbeats", "capacity", "bench"),
+    *("start_report", "lifeline", "llm", "ray"),
 }
 EXTERNAL = {  # all that these may import from elsewhere
     "": {"msgspec", "numpy"},
@@ -141,9 +144,19 @@ def test_the_rule_sees_a_wrong_import() -> None:
     assert allowed("scheduler", "__version__")
 
 
+def test_the_package_has_all_that_its_python_interface_has() -> None:
+    assert {*toka_async.__all__} == {*toka_async.llm.__all__, "__version__"}
+    for name in toka_async.llm.__all__:
+        assert getattr(toka_async, name) is getattr(toka_async.llm, name)
+    with pytest.raises(AttributeError, match="'nothing'"):
+        toka_async.nothing  # noqa: B018
+
+
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
+        ("toka_async", {"torch", "numpy", "msgspec", "zmq"}),
+        ("toka_async.llm", {"torch", "aiohttp", "uvloop", "transformers"}),
         ("toka_async.scheduler.core", {"torch", "zmq", "aiohttp", "asyncio"}),
         ("toka_async.procs.scheduler", {"torch", "aiohttp"}),
         ("toka_async.procs.server", {"torch"}),

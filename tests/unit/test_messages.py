@@ -9,10 +9,10 @@ from toka_async.messages import (
     FromRank,
     Message,
     Reason,
-    SamplingParams,
     Step,
     Submit,
     Tagged,
+    TokenSampling,
     ToRank,
     ToScheduler,
     ToServer,
@@ -48,7 +48,7 @@ def test_a_small_message_is_a_few_bytes() -> None:
 
 
 def test_defaults_of_sampling_change_nothing() -> None:
-    sampling = SamplingParams()
+    sampling = TokenSampling()
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 1.0, 0, 0.0)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (0.0, 0.0, 1.0)
     assert sampling.end_ids == sampling.bias_ids == EMPTY
@@ -56,7 +56,7 @@ def test_defaults_of_sampling_change_nothing() -> None:
 
 
 def test_messages_are_built_by_name() -> None:
-    submit = Submit(request_id=1, prompt=i32_column([1]), max_tokens=2, seed=3, sampling=SamplingParams())
+    submit = Submit(request_id=1, prompt=i32_column([1]), max_tokens=2, seed=3, sampling=TokenSampling())
     assert (submit.n, submit.stream, submit.priority, submit.stop_id) == (1, False, 0, -1)
     with pytest.raises(TypeError):
         DropStop(3)  # type: ignore[call-arg]

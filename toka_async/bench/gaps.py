@@ -22,7 +22,7 @@ from toka_async.bench.loads.served import BenchError
 from toka_async.bench.loads.trace import Lengths, draw_trace, read_trace
 from toka_async.bench.report import format_table
 from toka_async.config import Config, load_config
-from toka_async.messages import Failed, Prefills, Ready, SamplingParams, Step, Submit, Tokens
+from toka_async.messages import Failed, Prefills, Ready, Step, Submit, Tokens, TokenSampling
 from toka_async.procs.scheduler import make_core
 from toka_async.startup.simulated import SimulatedRank
 
@@ -188,7 +188,7 @@ class Simulation:
                 prompt=column(self._random.integers(0, VOCAB, num_prompt, dtype=np.int32)),
                 max_tokens=num_output,
                 seed=request_id,
-                sampling=SamplingParams(),
+                sampling=TokenSampling(),
                 stream=self._load.stream,
             ),
             self._now,

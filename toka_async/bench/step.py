@@ -25,7 +25,7 @@ from toka_async.bench.step_result import StepResult, StepTime
 from toka_async.checkpoint.hub import resolve_model
 from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.config import Config, load_config
-from toka_async.messages import Ready, SamplingParams, Step, StepDone
+from toka_async.messages import Ready, Step, StepDone, TokenSampling
 
 if TYPE_CHECKING:
     from toka_async.bench.floor import Floor
@@ -106,7 +106,7 @@ def cases(options: argparse.Namespace, ready: Ready) -> Iterator[Case]:
 
 
 def time_case(case: Case, options: argparse.Namespace, config: Config, runner: Runner, floor: Floor) -> StepTime:
-    sampling = SamplingParams(
+    sampling = TokenSampling(
         temperature=options.temperature, top_p=options.top_p, num_logprobs=0 if options.logprobs else -1
     )
     grouped = wants_groups(case, config, runner.ready)

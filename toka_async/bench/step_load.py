@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from toka_async.arrays import Int32, column, i32_column
-from toka_async.messages import Prompt, Ready, SamplingParams, Step
+from toka_async.messages import Prompt, Ready, Step, TokenSampling
 
 COPIED = 1024  # pages copied in one step: a rank reads all of them before it writes any
 
@@ -52,7 +52,7 @@ class DecodeSteps:
     ask for something count the second half of their context as output. Raises DoesNotFitError.
     """
 
-    def __init__(self, case: Case, ready: Ready, sampling: SamplingParams, num_steps: int, grouped: bool) -> None:
+    def __init__(self, case: Case, ready: Ready, sampling: TokenSampling, num_steps: int, grouped: bool) -> None:
         self._case, self._ready, self._sampling = case, ready, sampling
         self._asked = make_sampling(case.sampling, sampling, ready.vocab_size)
         self._sizes = np.full(max(case.groups, 1), case.rows // max(case.groups, 1), np.int32)
@@ -185,7 +185,7 @@ class DecodeSteps:
 class PromptSteps:
     """Steps that each compute another prompt, in one chunk, over the same pages. Raises DoesNotFitError."""
 
-    def __init__(self, case: Case, ready: Ready, sampling: SamplingParams) -> None:
+    def __init__(self, case: Case, ready: Ready, sampling: TokenSampling) -> None:
         self._case, self._ready, self._sampling = case, ready, sampling
         self._key = 0
         room = min(ready.max_tokens, ready.max_context - 1, ready.num_pages * ready.page_size - 1)
@@ -221,7 +221,7 @@ class PromptSteps:
         return Step(step_id=0, freed=i32_column([0]), dropped_prompts=i32_column([self._key]))
 
 
-def make_sampling(name: str, sampling: SamplingParams, vocab_size: int) -> SamplingParams:
+def make_sampling(name: str, sampling: TokenSampling, vocab_size: int) -> TokenSampling:
     """Adds what a row asks for by this name."""
     rng = np.random.default_rng(0)
     few, many = (rng.choice(vocab_size, min(count, vocab_size), replace=False).astype(np.int32) for count in (4, 300))
@@ -236,7 +236,7 @@ def make_sampling(name: str, sampling: SamplingParams, vocab_size: int) -> Sampl
     return msgspec.structs.replace(sampling, **asked[name])
 
 
-def random_prompt(key: int, length: int, pages: Int32, ready: Ready, sampling: SamplingParams) -> Prompt:
+def random_prompt(key: int, length: int, pages: Int32, ready: Ready, sampling: TokenSampling) -> Prompt:
     """Draws token ids with the key as seed."""
     ids = np.random.default_rng(key).integers(0, ready.vocab_size, length, dtype=np.int32)
     return Prompt(key=key, token_ids=column(ids), num_prompt=length, pages=column(pages), sampling=sampling)

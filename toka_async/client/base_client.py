@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from operator import index
 from random import Random
 from types import TracebackType
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from toka_async.arrays import Int32
 from toka_async.client.errors import RequestError
 from toka_async.client.fields import Fields, check_depth, encode
-from toka_async.client.pending import ManyResults, OneResult, Pending, RequestEvents, RequestOptions, Waiter
+from toka_async.client.pending import EachResult, OneResult, Pending, RequestEvents, RequestOptions, Waiter
 from toka_async.client.results import Event, Result
 
 Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -70,19 +70,35 @@ class BaseClient(ABC):
         self, prompts: Sequence[Prompt], *, seeds: Sequence[int] | None = None, **fields: Unpack[Fields]
     ) -> list[Result]:
         """Run `generate` for each prompt (or row of an array), in order; the first error cancels the rest."""
+        results: dict[int, Result] = {}
+        await self.generate_each(prompts, results.__setitem__, seeds=seeds, **fields)
+        return [results[place] for place in range(len(prompts))]
+
+    async def generate_each(
+        self,
+        prompts: Sequence[Prompt],
+        take: Callable[[int, Result], None],
+        *,
+        seeds: Sequence[int] | None = None,
+        **fields: Unpack[Fields],
+    ) -> None:
+        """Run `generate_many`, and give `take` the place of a prompt and its result as each comes; none is kept.
+
+        What `take` raises ends the call.
+        """
         if isinstance(prompts, str | bytes):
             raise RequestError("'prompts' is one text: expected a list of prompts", field="prompts")
         if not len(prompts):  # it may be an array
-            return []
+            return
         if seeds is not None and len(seeds) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts, but {len(seeds)} seeds", field="seeds")
-        waiter, options = ManyResults(len(prompts)), self._make_options(fields, stream=False)
+        waiter, options = EachResult(len(prompts), take), self._make_options(fields, stream=False)
         pendings: list[Pending] = []
         try:
             for place, prompt in enumerate(prompts):
                 seed = None if seeds is None else seeds[place]
                 pendings.append(self._add(prompt, seed, options, waiter, place))
-            return await waiter.future
+            await waiter.future
         except BaseException:
             self._abandon(pendings)
             raise

@@ -28,6 +28,9 @@ class Client(BaseClient):
             while no server listens.
         max_message_mb: MiB of a message of the server; one that sends longer ones is disconnected.
 
+    Attributes:
+        welcome: what the server said of itself on the latest connection; None before the first one.
+
     Raises:
         ConnectionLostError: no connection could be made (on entering the context).
         KeyFileError: a key file is missing or wrong.
@@ -46,6 +49,7 @@ class Client(BaseClient):
         self._url = url
         self._connection_options = ConnectionOptions.read(key, server_key, max_message_mb)
         self._timeout = timeout
+        self.welcome: Welcome | None = None
         self._connection: ClientConnection | None = None
         self._problem: str | None = None  # of the connection that is being made
         self._lost: str | None = CLOSED  # why there is no connection, and none will be
@@ -90,7 +94,7 @@ class Client(BaseClient):
         await asyncio.get_running_loop().run_in_executor(None, self._context.term)
 
     def _on_welcome(self, welcome: Welcome) -> None:
-        del welcome
+        self.welcome = welcome
         self._problem = None
         self._settled.set()
 

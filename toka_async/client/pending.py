@@ -6,7 +6,7 @@ Knows no sockets, and of the protocol only the rows of results.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -151,13 +151,13 @@ class OneResult:
             self.future.set_result(news)
 
 
-class ManyResults:
-    """Waits for many requests together; the first error ends them all."""
+class EachResult:
+    """Waits for `count` requests together; the first error ends them all. take: gets a request's place and result."""
 
-    def __init__(self, count: int) -> None:
-        self.future: asyncio.Future[list[Result]] = asyncio.get_running_loop().create_future()
-        self._results: dict[int, Result] = {}
-        self._count = count
+    def __init__(self, count: int, take: Callable[[int, Result], None]) -> None:
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._take = take
+        self._num_open = count
 
     def tell(self, pending: Pending, news: News) -> None:
         if self.future.done():
@@ -166,9 +166,14 @@ class ManyResults:
             self.future.set_exception(news)
             return
         assert isinstance(news, Result)
-        self._results[pending.place] = news
-        if len(self._results) == self._count:
-            self.future.set_result([self._results[place] for place in range(self._count)])
+        try:
+            self._take(pending.place, news)
+        except Exception as error:
+            self.future.set_exception(error)
+            return
+        self._num_open -= 1
+        if not self._num_open:
+            self.future.set_result(None)
 
 
 class RequestEvents:

@@ -55,9 +55,13 @@ class Event(Sample):
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Log-probs of a prompt: entry i belongs to token i + 1. logprobs: [p - 1]. top_ids, top_logprobs: [p - 1, k]."""
+    """Log-probs of a prompt: entry i belongs to token i + 1. logprobs: [p - 1]. top_ids, top_logprobs: [p - 1, k].
+
+    ranks: [p - 1], of the tokens among all, from 1.
+    """
 
     logprobs: Float32
+    ranks: Int32
     top_ids: Int32
     top_logprobs: Float32
 
@@ -183,11 +187,12 @@ def decode_text(text: bytes) -> str:
 
 def read_prompt_scores(header: PromptLogprobs, columns: Columns) -> PromptScores:
     """Raises ProtocolError if the columns do not match."""
-    for name in ("logprobs", "top_ids", "top_logprobs"):
+    for name in ("logprobs", "ranks", "top_ids", "top_logprobs"):
         if name not in columns:
             raise ProtocolError(f"log-probs of a prompt have the column {name!r}", name)
     check_scores(header.num_top, columns, columns["logprobs"].size)
+    check_size(columns, "ranks", columns["logprobs"].size)
     width = header.num_top
     shape = (-1, width) if width else (0, 0)
     tops, values = columns["top_ids"].reshape(shape), columns["top_logprobs"].reshape(shape)
-    return PromptScores(columns["logprobs"], tops, values)
+    return PromptScores(columns["logprobs"], columns["ranks"], tops, values)

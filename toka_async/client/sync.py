@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import closing
 from pathlib import Path
@@ -62,6 +62,13 @@ class BaseSyncClient:
             task.cancel()
         if left:
             self._loop.run_until_complete(asyncio.wait(left))
+
+    def start(self, call: Callable[[BaseClient], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Start what `call` does with the asyncio client, in the client's own loop. Cancelling the future cancels it.
+
+        Raises ConnectionLostError if the client is closed.
+        """
+        return self._start(call(self._client))
 
     def _start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         with self._lock:

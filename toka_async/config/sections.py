@@ -289,7 +289,7 @@ class ScheduleConfig(Section, frozen=True, kw_only=True):
         Annotated[float, Meta(ge=0, le=60000)] | Auto,
         Meta(
             description="milliseconds of a step that computes prompts, as far as can be foretold and decoding leaves "
-            "time; auto: 40 while a client reads a stream, and 3072 tokens of prompts at most, else 125; 0: no limit"
+            "time; auto: 40 while a client reads a stream, else 125; 0: no limit"
         ),
     ] = "auto"
     steps_ahead: Annotated[

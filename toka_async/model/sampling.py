@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toka_async.attention.copies import to_device
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 from toka_async.model.rng import Float64
 
 # One row of sampling parameters; one operation gathers a table of them by slot.
@@ -65,7 +65,7 @@ _BLOCKS_ABOVE = 4096
 _LARGEST_SHARE = 1 - 2.0**-53
 
 
-def make_params(sampling: SamplingParams) -> Params:
+def make_params(sampling: TokenSampling) -> Params:
     random = sampling.temperature > 0 and sampling.top_k != 1
     filtered = random and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0)
     flags = (

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from toka_async.arrays import EMPTY, Int32, column, f32_column, i32_column
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 from toka_async.openai.errors import bad_request
 from toka_async.openai.prompts import check_vocabulary
 from toka_async.openai.requests import (
@@ -87,7 +87,7 @@ class GenerationParams:
     n: int
     max_tokens: int | None
     seed: int
-    sampling: SamplingParams
+    sampling: TokenSampling
     stops: tuple[str, ...]
     include_stop: bool
     stop_token_ids: frozenset[int]
@@ -219,7 +219,7 @@ def check_counts(fields: GenerationFields, limits: RequestLimits, max_tokens: in
 
 def build_sampling(
     fields: GenerationFields, limits: RequestLimits, defaults: Defaults, num_logprobs: int, num_prompt_logprobs: int
-) -> SamplingParams:
+) -> TokenSampling:
     """Builds the engine's sampling parameters. A top_k of -1 and of 0 both mean off."""
     ends = set(fields.stop_token_ids) | (set() if fields.ignore_eos else set(defaults.end_ids))
     bias = parse_bias(fields.logit_bias, limits.vocab_size)
@@ -230,7 +230,7 @@ def build_sampling(
             "'allowed_token_ids' are all end tokens, which min_tokens forbids at first", param="allowed_token_ids"
         )
     temperature = choose(fields.temperature, defaults.temperature)
-    return SamplingParams(
+    return TokenSampling(
         temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
         top_p=choose(fields.top_p, defaults.top_p),
         top_k=max(choose(fields.top_k, defaults.top_k), 0),

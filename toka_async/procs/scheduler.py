@@ -27,8 +27,6 @@ from toka_async.transport.zmq_sockets import PollSet, ZmqInbox, ZmqOutbox
 COLLECTED = (50_000, 20, 50)
 # Seconds of a step with prompts. A reader notices longer gaps than 50 ms; larger steps are hardly more efficient.
 AUTO_STREAMING_STEP = 0.040
-# Tokens of prompts in such a step. More are hardly more efficient, and the step's first tokens wait for all of them.
-AUTO_STREAMING_TOKENS = 3072
 AUTO_STEP = 0.125
 
 
@@ -87,7 +85,7 @@ def make_core(ready: Ready, config: Config) -> Core:
 def make_step_limits(schedule: ScheduleConfig) -> StepLimits:
     """Make the limits of a step's time. With `auto`, they are shorter while somebody waits for a stream's tokens."""
     if schedule.max_step_ms == "auto":
-        return StepLimits(AUTO_STEP, AUTO_STREAMING_STEP, AUTO_STREAMING_TOKENS)
+        return StepLimits(seconds=AUTO_STEP, streaming=AUTO_STREAMING_STEP)
     if schedule.max_step_ms == 0:
         return StepLimits()
     return StepLimits(schedule.max_step_ms / 1000, schedule.max_step_ms / 1000)

@@ -23,7 +23,7 @@ from toka_async.batches.disk import StorageError
 from toka_async.batches.store import Store
 from toka_async.checkpoint.generation import GenerationDefaults, read_generation_defaults
 from toka_async.checkpoint.spec import ModelError, read_spec
-from toka_async.config import ConfigError, ModelConfig
+from toka_async.config import ConfigError
 from toka_async.listening import Delays, adopt_listener, max_connections
 from toka_async.procs.child import ChildSpec, Drain, Drained, Fail, Order, ParentLink, Started
 from toka_async.procs.direct import DirectServer
@@ -37,6 +37,7 @@ from toka_async.server.http.connections import create_runner
 from toka_async.server.http.respond import SERVICE
 from toka_async.server.http.tls import tls_context
 from toka_async.text.chat import ChatTemplate, ChatTemplateError
+from toka_async.text.template_file import load_chat_template
 from toka_async.text.tokenizer import Tokenizer
 from toka_async.text.tokenizer_files import TokenizerError
 
@@ -148,14 +149,3 @@ def load_texts(spec: ChildSpec) -> tuple[Tokenizer, ChatTemplate | None, Generat
     defaults = read_generation_defaults(model_dir, read_spec(model_dir), use_file)
     tokenizer = Tokenizer.load(Path(spec.tokenizer_dir))
     return tokenizer, load_chat_template(model, tokenizer), defaults
-
-
-def load_chat_template(model: ModelConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Load the configured file, otherwise the tokenizer's own template, if any."""
-    source = tokenizer.chat_template
-    if model.chat_template:
-        try:
-            source = Path(model.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ChatTemplateError(f"model.chat_template={model.chat_template}: cannot be read: {error}") from error
-    return None if source is None else ChatTemplate(source, tokenizer.special_tokens)

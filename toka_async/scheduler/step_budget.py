@@ -6,7 +6,6 @@ takes most of that time, prompts still get a share of the step, so that they mov
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from toka_async.scheduler.time_predictor import StepWork, TimePredictor
@@ -19,14 +18,12 @@ SHARE = 0.25  # of the time of decoding, that prompts may take at least
 class StepLimits:
     """How long a step that computes prompts may take, in seconds; `streaming`: while somebody reads a stream.
 
-    streaming_tokens: meanwhile, prompts get the time of so many tokens without context at most.
     least_tokens: of prompts, that a step has time for beyond the limit, as far as they take no longer than its costs
     that do not depend on its size.
     """
 
     seconds: float = UNLIMITED
     streaming: float = UNLIMITED
-    streaming_tokens: float = math.inf
     least_tokens: int = 256
 
 
@@ -43,9 +40,7 @@ class StepBudget:
     def allow_prompts(self, decoding: StepWork, is_streaming: bool) -> None:
         """Allow prompts to take the time that decoding leaves, and a least part of the step in any case."""
         limits, spent = self.limits, self.predictor.predict(decoding)
-        left = limits.seconds - spent
-        if is_streaming:
-            left = min(limits.streaming - spent, limits.streaming_tokens * self.predictor.token)
+        left = (limits.streaming if is_streaming else limits.seconds) - spent
         # Smaller steps would spend most of their time on those costs. On a slow device the tokens alone may take longer
         # than the limit.
         self.least = min(limits.least_tokens * self.predictor.token, self.predictor.constant)

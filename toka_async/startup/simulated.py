@@ -28,7 +28,7 @@ from toka_async.arrays import (
 from toka_async.checkpoint.limits import resolve_limits, resolve_num_pages
 from toka_async.checkpoint.spec import ModelSpec
 from toka_async.config import CacheConfig, ModelConfig, ScheduleConfig, SimulatedConfig
-from toka_async.messages import ChunkLogprobs, Prompt, Ready, SamplingParams, Step, StepDone
+from toka_async.messages import ChunkLogprobs, Prompt, Ready, Step, StepDone, TokenSampling
 
 Want = tuple[bytes, int, int, int]  # end ids, min_tokens, num_logprobs, num_prompt_logprobs
 UInt64 = npt.NDArray[np.uint64]
@@ -224,7 +224,7 @@ class SimulatedRank:
         return tuple(chunks)
 
 
-def read_wants(sampling: SamplingParams) -> Want:
+def read_wants(sampling: TokenSampling) -> Want:
     """Reads the sampling parameters that a simulated row regards."""
     return (bytes(sampling.end_ids), sampling.min_tokens, sampling.num_logprobs, sampling.num_prompt_logprobs)
 

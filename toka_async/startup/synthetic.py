@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from toka_async.arrays import Int32, column, i32_column
-from toka_async.messages import Prompt, Ready, SamplingParams, Step
+from toka_async.messages import Prompt, Ready, Step, TokenSampling
 
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = TokenSampling(temperature=0.0)
 
 
 class SyntheticRows:
@@ -45,7 +45,7 @@ class SyntheticRows:
         return has_pages and longest <= self._ready.max_context
 
     def make_step(
-        self, lengths: Sequence[int] = (), sampling: Sequence[SamplingParams] = (GREEDY,), num_grouped: int = 0
+        self, lengths: Sequence[int] = (), sampling: Sequence[TokenSampling] = (GREEDY,), num_grouped: int = 0
     ) -> Step:
         """Makes a step of a token of every row, and one whole chunk for each new row.
 
@@ -89,7 +89,7 @@ class SyntheticRows:
         return Step(step_id=0, freed=freed, dropped_prompts=keys, copy_sources=page, copy_targets=page)
 
     def _make_prompts(
-        self, lengths: Sequence[int], sampling: Sequence[SamplingParams]
+        self, lengths: Sequence[int], sampling: Sequence[TokenSampling]
     ) -> tuple[memoryview, tuple[Prompt, ...]]:
         """Makes keys of the new rows, and a prompt for each length and sampling among them."""
         kinds = [(length, i % len(sampling)) for i, length in enumerate(lengths)]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from toka_async.arrays import column, i32_column
-from toka_async.messages import Ready, SamplingParams
+from toka_async.messages import Ready, TokenSampling
 from toka_async.runner.micro_batches import LEAST_TOKENS
 from toka_async.runner.runner import Runner
 from toka_async.startup.progress import StartupProgress
@@ -25,15 +25,15 @@ _PROMPT_TOKENS = 8
 # Parameters by what samples them: kernels that only read logits, kernels that edit them too, and plain torch.
 PLAIN = (
     GREEDY,
-    SamplingParams(temperature=0.6),
-    SamplingParams(temperature=0.6, top_p=0.9),
-    SamplingParams(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05),
-    SamplingParams(min_p=0.1, num_logprobs=0),
+    TokenSampling(temperature=0.6),
+    TokenSampling(temperature=0.6, top_p=0.9),
+    TokenSampling(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05),
+    TokenSampling(min_p=0.1, num_logprobs=0),
 )
 FULL = (
-    SamplingParams(presence_penalty=0.5, frequency_penalty=0.5, num_logprobs=5, num_prompt_logprobs=5),
-    SamplingParams(top_k=100, top_p=0.9, repetition_penalty=1.1),
-    SamplingParams(
+    TokenSampling(presence_penalty=0.5, frequency_penalty=0.5, num_logprobs=5, num_prompt_logprobs=5),
+    TokenSampling(top_k=100, top_p=0.9, repetition_penalty=1.1),
+    TokenSampling(
         bias_ids=i32_column([0]),
         bias_values=column(np.ones(1, np.float32)),
         min_tokens=2,
@@ -41,7 +41,7 @@ FULL = (
     ),
 )
 TORCH = (
-    SamplingParams(allowed_ids=i32_column([0])),
+    TokenSampling(allowed_ids=i32_column([0])),
     msgspec.structs.replace(FULL[0], allowed_ids=i32_column([0]), num_prompt_logprobs=-1),
     msgspec.structs.replace(FULL[1], allowed_ids=i32_column([0])),
     msgspec.structs.replace(FULL[2], allowed_ids=i32_column([0])),
@@ -77,7 +77,7 @@ Load = Callable[[Runner], None]
 def list_cpu_loads(ready: Ready) -> list[Load]:
     """Lists steps of a prompt and of some tokens after it."""
     length = max(1, min(_PROMPT_TOKENS, SyntheticRows(ready).count_room(_DECODE_STEPS), ready.max_tokens))
-    return [make_rows_load([length], (SamplingParams(top_p=0.9),))]
+    return [make_rows_load([length], (TokenSampling(top_p=0.9),))]
 
 
 def list_gpu_loads(ready: Ready, num_parts: int = 1) -> list[Load]:
@@ -122,7 +122,7 @@ def make_largest_load(ready: Ready) -> Load:
 
 def make_rows_load(
     lengths: Sequence[int],
-    sampling: Sequence[SamplingParams],
+    sampling: Sequence[TokenSampling],
     num_shared: int = 0,
     num_grouped: int = 0,
     num_decode: int = _DECODE_STEPS,

@@ -14,11 +14,11 @@ from toka_async.attention.base import PrefixGroup
 from toka_async.attention.build import BuiltAttention
 from toka_async.bench.commands import SAMPLINGS
 from toka_async.bench.step_load import Case, DecodeSteps, DoesNotFitError, PromptSteps, random_prompt
-from toka_async.messages import Ready, SamplingParams
+from toka_async.messages import Ready, TokenSampling
 from toka_async.runner.runner import Runner
 
 VOCAB = 50
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = TokenSampling(temperature=0.0)
 READY = Ready(num_pages=64, page_size=4, max_seqs=8, max_context=40, vocab_size=VOCAB, max_tokens=12)
 
 

@@ -161,6 +161,17 @@ async def test_rows_of_an_array_are_prompts_and_characters_of_a_text_are_not() -
         assert caught.value.field == "prompts"
 
 
+async def test_what_takes_results_may_end_the_call() -> None:
+    def refuse(place: int, _result: Result) -> None:
+        raise ValueError(f"no {place}")
+
+    async with direct_server() as world, Client(world.url) as client:
+        assert client.welcome is not None
+        with pytest.raises(ValueError, match="no "):
+            await client.generate_each([PROMPT] * 3, refuse, max_tokens=2)
+        assert (await client.generate(PROMPT, max_tokens=2)).samples
+
+
 async def test_before_and_after_the_connection_there_is_an_error() -> None:
     async with direct_server() as world:
         client, sync = Client(world.url), SyncClient(world.url)

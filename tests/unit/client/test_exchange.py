@@ -317,12 +317,19 @@ def test_results_that_do_not_fit_are_an_error_that_names_the_column(
 def test_log_probs_that_do_not_fit_are_an_error() -> None:
     wire = welcomed()
     wire.ask(1)
-    columns: Columns = {"logprobs": np.zeros(2, np.float32), "top_ids": np.zeros(3, np.int32)}
+    columns: Columns = {
+        "logprobs": np.zeros(2, np.float32),
+        "ranks": np.ones(2, np.int32),
+        "top_ids": np.zeros(3, np.int32),
+    }
     with pytest.raises(ProtocolError, match="top_logprobs"):
         wire.say(PromptLogprobs(seq=1, id=1, num_top=1, columns=tuple(columns)), columns)
     columns["top_logprobs"] = np.zeros(2, np.float32)
     with pytest.raises(ProtocolError, match="top_ids"):
         wire.say(PromptLogprobs(seq=2, id=1, num_top=1, columns=tuple(columns)), columns)
+    columns |= {"top_ids": np.zeros(2, np.int32), "ranks": np.ones(1, np.int32)}
+    with pytest.raises(ProtocolError, match="ranks"):
+        wire.say(PromptLogprobs(seq=3, id=1, num_top=1, columns=tuple(columns)), columns)
 
 
 def test_a_sample_that_ends_twice_is_an_error() -> None:

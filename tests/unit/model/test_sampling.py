@@ -17,34 +17,34 @@ from transformers import (
 )
 
 from toka_async.arrays import i32_column
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 from toka_async.model.rng import Float64, draw_uniforms
 from toka_async.model.sampling import Flag, clean, make_params, sample, sample_alone
 from toka_async.openai.generation import LEAST_TEMPERATURE
 
 FILTERS = [
-    SamplingParams(temperature=1.0),
-    SamplingParams(temperature=0.5),
-    SamplingParams(temperature=1.7),
-    SamplingParams(temperature=1.0, top_k=5),
-    SamplingParams(temperature=1.2, top_k=100),
-    SamplingParams(temperature=1.0, top_p=0.5),
-    SamplingParams(temperature=1.0, top_p=0.99),
-    SamplingParams(temperature=0.9, min_p=0.1),
-    SamplingParams(temperature=1.1, min_p=0.001),
-    SamplingParams(temperature=0.8, top_k=40, top_p=0.9),
-    SamplingParams(temperature=1.5, top_k=90, top_p=0.95, min_p=0.02),
-    SamplingParams(temperature=1.5, top_p=0.7, min_p=0.0001),
+    TokenSampling(temperature=1.0),
+    TokenSampling(temperature=0.5),
+    TokenSampling(temperature=1.7),
+    TokenSampling(temperature=1.0, top_k=5),
+    TokenSampling(temperature=1.2, top_k=100),
+    TokenSampling(temperature=1.0, top_p=0.5),
+    TokenSampling(temperature=1.0, top_p=0.99),
+    TokenSampling(temperature=0.9, min_p=0.1),
+    TokenSampling(temperature=1.1, min_p=0.001),
+    TokenSampling(temperature=0.8, top_k=40, top_p=0.9),
+    TokenSampling(temperature=1.5, top_k=90, top_p=0.95, min_p=0.02),
+    TokenSampling(temperature=1.5, top_p=0.7, min_p=0.0001),
 ]
 SIZES = [(12, 1.0), (300, 1.0), (1500, 0.3), (4500, 2.0)]  # vocabulary, spread of its logits
 
 
 def _name(value: object) -> str:
     """A short test id: the fields that are not at their defaults."""
-    if not isinstance(value, SamplingParams):
+    if not isinstance(value, TokenSampling):
         return str(value)
     fields = {name: getattr(value, name) for name in value.__struct_fields__}
-    changed = {name: field for name, field in fields.items() if field != getattr(SamplingParams(), name)}
+    changed = {name: field for name, field in fields.items() if field != getattr(TokenSampling(), name)}
     return (
         ",".join(f"{name}={field}" for name, field in changed.items() if not isinstance(field, memoryview)) or "plain"
     )
@@ -54,7 +54,7 @@ def _logits(vocab: int, spread: float) -> Tensor:
     return spread * torch.randn(1, vocab, generator=torch.Generator().manual_seed(vocab))
 
 
-def _exact(logits: Tensor, sampling: SamplingParams) -> npt.NDArray[np.float64]:
+def _exact(logits: Tensor, sampling: TokenSampling) -> npt.NDArray[np.float64]:
     """The distribution by definition, one filter after the other, float64 [vocab]."""
     p = (logits[0].double() / sampling.temperature).softmax(-1).numpy()
     p = np.where(p >= sampling.min_p * p.max(), p, 0)
@@ -68,7 +68,7 @@ def _exact(logits: Tensor, sampling: SamplingParams) -> npt.NDArray[np.float64]:
     return result
 
 
-def _draw(logits: Tensor, sampling: SamplingParams, uniform: Float64) -> npt.NDArray[np.int64]:
+def _draw(logits: Tensor, sampling: TokenSampling, uniform: Float64) -> npt.NDArray[np.int64]:
     """One token for each number, of the same logits [1, vocab]."""
     params = make_params(sampling)
     parts = [
@@ -81,7 +81,7 @@ def _draw(logits: Tensor, sampling: SamplingParams, uniform: Float64) -> npt.NDA
 @pytest.mark.parametrize(("vocab", "spread"), SIZES)
 @pytest.mark.parametrize("sampling", FILTERS, ids=_name)
 def test_shares_of_the_unit_interval_are_the_exact_distribution(
-    vocab: int, spread: float, sampling: SamplingParams
+    vocab: int, spread: float, sampling: TokenSampling
 ) -> None:
     """An even grid of numbers hits every token as often as its probability says, within one point of the grid."""
     logits = _logits(vocab, spread)
@@ -94,7 +94,7 @@ def test_shares_of_the_unit_interval_are_the_exact_distribution(
 
 
 @pytest.mark.parametrize("sampling", FILTERS, ids=_name)
-def test_chi_square(sampling: SamplingParams) -> None:
+def test_chi_square(sampling: TokenSampling) -> None:
     logits = _logits(100, 1.5)
     expected = _exact(logits, sampling)
     num = 8000
@@ -110,7 +110,7 @@ def test_chi_square(sampling: SamplingParams) -> None:
 
 
 @pytest.mark.parametrize("sampling", FILTERS[3:], ids=_name)
-def test_filters_keep_what_those_of_transformers_keep(sampling: SamplingParams) -> None:
+def test_filters_keep_what_those_of_transformers_keep(sampling: TokenSampling) -> None:
     """min_p first, as here; transformers' own order differs, and is the same when one filter is on."""
     logits = _logits(300, 1.0)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
@@ -132,9 +132,9 @@ def test_filters_keep_what_those_of_transformers_keep(sampling: SamplingParams) 
 def test_greedy_takes_the_largest_and_the_lowest_id_of_ties(dtype: torch.dtype) -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, -1.0], [5.0, 5.0, 5.0, 5.0], [-3.0, -2.0, -1.0, -0.5]], dtype=dtype)
     for sampling in (
-        SamplingParams(temperature=0),
-        SamplingParams(temperature=0, top_k=3, top_p=0.5),
-        SamplingParams(top_k=1),
+        TokenSampling(temperature=0),
+        TokenSampling(temperature=0, top_k=3, top_p=0.5),
+        TokenSampling(top_k=1),
     ):
         params = np.repeat(make_params(sampling), 3)
         assert sample(logits.clone(), params, np.full(3, 0.99)).tolist() == [1, 0, 3]
@@ -145,24 +145,24 @@ def test_filters_break_ties_by_lowest_id(vocab: int) -> None:
     logits = torch.zeros(1, vocab)
     logits[0, vocab // 2] = 1.0
     grid = (np.arange(50) + 0.5) / 50
-    assert set(_draw(logits, SamplingParams(top_k=3), grid).tolist()) == {vocab // 2, 0, 1}
-    assert set(_draw(torch.zeros(1, vocab), SamplingParams(top_p=1e-9), grid).tolist()) == {0}
-    assert set(_draw(torch.zeros(1, vocab), SamplingParams(top_p=2.5 / vocab), grid).tolist()) == {0, 1, 2}
+    assert set(_draw(logits, TokenSampling(top_k=3), grid).tolist()) == {vocab // 2, 0, 1}
+    assert set(_draw(torch.zeros(1, vocab), TokenSampling(top_p=1e-9), grid).tolist()) == {0}
+    assert set(_draw(torch.zeros(1, vocab), TokenSampling(top_p=2.5 / vocab), grid).tolist()) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("vocab", [7, 100, 5000])
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingParams(temperature=0),
-        SamplingParams(),
-        SamplingParams(top_p=0.9),
-        SamplingParams(top_k=5),
-        SamplingParams(min_p=0.1),
+        TokenSampling(temperature=0),
+        TokenSampling(),
+        TokenSampling(top_p=0.9),
+        TokenSampling(top_k=5),
+        TokenSampling(min_p=0.1),
     ],
     ids=_name,
 )
-def test_logits_that_are_not_numbers(vocab: int, sampling: SamplingParams) -> None:
+def test_logits_that_are_not_numbers(vocab: int, sampling: TokenSampling) -> None:
     logits = torch.full((5, vocab), -torch.inf)
     logits[1] = torch.nan
     logits[2, 3] = 0.0  # the only token
@@ -179,9 +179,9 @@ def test_extreme_temperatures(vocab: int) -> None:
     logits = _logits(vocab, 3.0)
     largest = int(logits.argmax())
     uniform = draw_uniforms(np.arange(100), np.zeros(100, dtype=np.int64))
-    assert set(_draw(logits, SamplingParams(temperature=1e-30), uniform).tolist()) == {largest}
-    assert set(_draw(logits, SamplingParams(temperature=1e-4, top_p=0.9), uniform).tolist()) == {largest}
-    hot = _draw(logits, SamplingParams(temperature=1e30), (np.arange(vocab) + 0.5) / vocab)
+    assert set(_draw(logits, TokenSampling(temperature=1e-30), uniform).tolist()) == {largest}
+    assert set(_draw(logits, TokenSampling(temperature=1e-4, top_p=0.9), uniform).tolist()) == {largest}
+    hot = _draw(logits, TokenSampling(temperature=1e30), (np.arange(vocab) + 0.5) / vocab)
     assert np.array_equal(hot, np.arange(vocab))
 
 
@@ -189,14 +189,14 @@ def test_extreme_temperatures(vocab: int) -> None:
 class _Row:
     seed: int
     spread: float
-    sampling: SamplingParams
+    sampling: TokenSampling
 
 
 ROWS = st.builds(
     _Row,
     st.integers(0, 2**62),
     st.sampled_from([0.01, 1.0, 8.0]),
-    st.sampled_from([*FILTERS, SamplingParams(temperature=0)]),
+    st.sampled_from([*FILTERS, TokenSampling(temperature=0)]),
 )
 
 
@@ -216,34 +216,34 @@ def test_a_row_alone_and_among_others_samples_the_same(rows: list[_Row], vocab: 
 def test_low_precision_logits_are_sampled_in_float32() -> None:
     logits = _logits(5000, 1.0).bfloat16()
     grid = (np.arange(500) + 0.5) / 500
-    for sampling in (SamplingParams(), SamplingParams(top_p=0.8)):
+    for sampling in (TokenSampling(), TokenSampling(top_p=0.8)):
         assert np.array_equal(_draw(logits, sampling, grid), _draw(logits.float(), sampling, grid))
 
 
 @pytest.mark.parametrize(
     ("sampling", "flags"),
     [
-        (SamplingParams(temperature=0, top_p=0.5), 0),
-        (SamplingParams(top_k=1), 0),
-        (SamplingParams(), Flag.RANDOM),
-        (SamplingParams(top_p=0.9), Flag.RANDOM | Flag.FILTERED),
-        (SamplingParams(temperature=0, repetition_penalty=1.1), Flag.REPETITION),
-        (SamplingParams(temperature=0, frequency_penalty=-0.1), Flag.COUNTED),
-        (SamplingParams(temperature=0, min_tokens=3), 0),
-        (SamplingParams(temperature=0, min_tokens=3, end_ids=i32_column([2])), Flag.MIN_TOKENS),
-        (SamplingParams(temperature=0, bias_ids=i32_column([2])), Flag.BIASED),
-        (SamplingParams(temperature=0, num_logprobs=0), Flag.LOGPROBS),
+        (TokenSampling(temperature=0, top_p=0.5), 0),
+        (TokenSampling(top_k=1), 0),
+        (TokenSampling(), Flag.RANDOM),
+        (TokenSampling(top_p=0.9), Flag.RANDOM | Flag.FILTERED),
+        (TokenSampling(temperature=0, repetition_penalty=1.1), Flag.REPETITION),
+        (TokenSampling(temperature=0, frequency_penalty=-0.1), Flag.COUNTED),
+        (TokenSampling(temperature=0, min_tokens=3), 0),
+        (TokenSampling(temperature=0, min_tokens=3, end_ids=i32_column([2])), Flag.MIN_TOKENS),
+        (TokenSampling(temperature=0, bias_ids=i32_column([2])), Flag.BIASED),
+        (TokenSampling(temperature=0, num_logprobs=0), Flag.LOGPROBS),
     ],
     ids=_name,
 )
-def test_rows_pay_only_for_what_they_ask(sampling: SamplingParams, flags: int) -> None:
+def test_rows_pay_only_for_what_they_ask(sampling: TokenSampling, flags: int) -> None:
     assert make_params(sampling)["flags"].tolist() == [flags]
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 1e-46}, {"top_k": 5, "min_p": 1e-46}])
 def test_the_lowest_temperature_is_as_good_as_greedy(filters: dict[str, Any]) -> None:
     logits = _logits(300, 1.0)
-    drawn = _draw(logits, SamplingParams(temperature=LEAST_TEMPERATURE, **filters), np.linspace(0, 0.999, 50))
+    drawn = _draw(logits, TokenSampling(temperature=LEAST_TEMPERATURE, **filters), np.linspace(0, 0.999, 50))
     assert set(drawn.tolist()) == {int(logits.argmax())}
 
 

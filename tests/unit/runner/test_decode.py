@@ -20,7 +20,7 @@ from toka_async.attention.base import PrefixGroup
 from toka_async.attention.build import BuiltAttention
 from toka_async.attention.choice import every_group_pays
 from toka_async.kernels.sampling.kernels import SamplingKernels
-from toka_async.messages import Ready, SamplingParams, StepDone
+from toka_async.messages import Ready, StepDone, TokenSampling
 from toka_async.model.comm import Comm
 from toka_async.runner import kernel_sampler
 from toka_async.runner.graphs import list_graph_sizes
@@ -28,24 +28,24 @@ from toka_async.runner.runner import Runner, SamplingSetup
 from toka_async.startup.synthetic import SyntheticRows
 
 FAST = (
-    SamplingParams(temperature=0),
-    SamplingParams(),
-    SamplingParams(temperature=0.9, repetition_penalty=1.4),
-    SamplingParams(top_k=5),
+    TokenSampling(temperature=0),
+    TokenSampling(),
+    TokenSampling(temperature=0.9, repetition_penalty=1.4),
+    TokenSampling(top_k=5),
 )
-COUNTED = SamplingParams(temperature=0.9, frequency_penalty=1.5)
+COUNTED = TokenSampling(temperature=0.9, frequency_penalty=1.5)
 FULL = {
     "counts": COUNTED,
-    "all penalties": SamplingParams(presence_penalty=0.5, frequency_penalty=-0.2, repetition_penalty=1.3, top_p=0.9),
-    "bias": SamplingParams(bias_ids=i32_column([3, 9]), bias_values=f32_column([2.0, -3.0]), repetition_penalty=0.8),
-    "min_tokens": SamplingParams(temperature=0, min_tokens=40, end_ids=i32_column(range(0, VOCAB, 2))),
-    "likeliest": SamplingParams(num_logprobs=3),
+    "all penalties": TokenSampling(presence_penalty=0.5, frequency_penalty=-0.2, repetition_penalty=1.3, top_p=0.9),
+    "bias": TokenSampling(bias_ids=i32_column([3, 9]), bias_values=f32_column([2.0, -3.0]), repetition_penalty=0.8),
+    "min_tokens": TokenSampling(temperature=0, min_tokens=40, end_ids=i32_column(range(0, VOCAB, 2))),
+    "likeliest": TokenSampling(num_logprobs=3),
 }
-ALLOWED = SamplingParams(allowed_ids=i32_column([3, 5, 7]))
+ALLOWED = TokenSampling(allowed_ids=i32_column([3, 5, 7]))
 READY = Ready(num_pages=40, page_size=4, max_seqs=6, max_context=60, vocab_size=VOCAB, max_tokens=64)
 
 
-def start(driver: Driver, samplings: tuple[SamplingParams, ...], most: int, grouped: bool = False) -> list[Row]:
+def start(driver: Driver, samplings: tuple[TokenSampling, ...], most: int, grouped: bool = False) -> list[Row]:
     """Rows that decode from the next step on, and graphs of up to `most` rows."""
     rows = [driver.start(Request([1, 2, 3, 4, 5], sampling), seed) for seed, sampling in enumerate(samplings)]
     driver.step([100] * len(rows))
@@ -64,7 +64,7 @@ def test_steps_of_decoding_rows_are_replayed(fake_graphs: FakeGraphs) -> None:
 
 @pytest.mark.parametrize("sampling", [ALLOWED, FULL["all penalties"]], ids=["torch", "full"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_that_share_rows_replay_them_alike(fake_graphs: FakeGraphs, size: int, sampling: SamplingParams) -> None:
+def test_ranks_that_share_rows_replay_them_alike(fake_graphs: FakeGraphs, size: int, sampling: TokenSampling) -> None:
     """Rows come and go, so that they are another rank's; those of plain torch are sampled by every rank."""
 
     def play(comm: Comm) -> None:
@@ -157,7 +157,7 @@ def test_min_tokens_ends_while_a_row_runs(fake_graphs: FakeGraphs) -> None:
     """Logits are edited until the last row has its tokens, the first of which came with the prompt."""
     driver = Driver(4, use_kernels=True)
     ends = i32_column(range(0, VOCAB, 2))
-    start(driver, (FAST[1], *(SamplingParams(min_tokens=number, end_ids=ends) for number in (1, 3, 5))), 4)
+    start(driver, (FAST[1], *(TokenSampling(min_tokens=number, end_ids=ends) for number in (1, 3, 5))), 4)
     routes = []
     for _ in range(7):
         driver.step()  # compares the tokens
@@ -167,7 +167,7 @@ def test_min_tokens_ends_while_a_row_runs(fake_graphs: FakeGraphs) -> None:
 
 def test_a_preempted_row_needs_the_rest_of_min_tokens(fake_graphs: FakeGraphs) -> None:
     driver = Driver(4, use_kernels=True)
-    sampling = SamplingParams(min_tokens=4, end_ids=i32_column(range(0, VOCAB, 2)))
+    sampling = TokenSampling(min_tokens=4, end_ids=i32_column(range(0, VOCAB, 2)))
     (row,) = start(driver, (sampling,), 4)
     driver.step()
     tokens = driver.free(row)
@@ -227,7 +227,7 @@ def make(use_kernels: bool, pays: Callable[[int, int], bool] = every_group_pays)
 
 
 def run(
-    runner: Runner, samplings: tuple[SamplingParams, ...], num_shared: int = 0, num_grouped: int = 0
+    runner: Runner, samplings: tuple[TokenSampling, ...], num_shared: int = 0, num_grouped: int = 0
 ) -> list[StepDone]:
     """Rows of one step, then five steps of their tokens."""
     rows = SyntheticRows(READY, num_shared)
@@ -242,9 +242,9 @@ def run(
 
 def test_log_probs_of_replays(fake_graphs: FakeGraphs) -> None:
     asking = (
-        SamplingParams(num_logprobs=0),
-        SamplingParams(temperature=0),
-        SamplingParams(temperature=0.5, num_logprobs=0),
+        TokenSampling(num_logprobs=0),
+        TokenSampling(temperature=0),
+        TokenSampling(temperature=0.5, num_logprobs=0),
     )
     replaying, plain = make(True)[0], make(False)[0]
     assert replaying.decode is not None
@@ -262,9 +262,9 @@ def test_log_probs_of_replays(fake_graphs: FakeGraphs) -> None:
 def test_likeliest_tokens_of_replays(fake_graphs: FakeGraphs, num_silent: int) -> None:
     """Some rows ask for a few, beside rows that ask for none, one of which plain torch samples."""
     asking = (
-        SamplingParams(num_logprobs=3, presence_penalty=1.0),
-        SamplingParams(temperature=0, num_logprobs=1),
-        *(SamplingParams(num_logprobs=0), SamplingParams(allowed_ids=i32_column([4, 9]), num_logprobs=2))[:num_silent],
+        TokenSampling(num_logprobs=3, presence_penalty=1.0),
+        TokenSampling(temperature=0, num_logprobs=1),
+        *(TokenSampling(num_logprobs=0), TokenSampling(allowed_ids=i32_column([4, 9]), num_logprobs=2))[:num_silent],
     )
     replaying, plain = make(True)[0], make(False)[0]
     assert replaying.decode is not None

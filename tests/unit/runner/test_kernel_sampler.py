@@ -16,28 +16,28 @@ from tests.drivers.sampler_bench import PROMPT, VOCAB, Bench
 from tests.fakes.plain_kernels import PlainKernels
 from toka_async.arrays import f32_column, i32_column
 from toka_async.kernels.sampling.kernels import SamplingKernels
-from toka_async.messages import Prompt, SamplingParams
+from toka_async.messages import Prompt, TokenSampling
 from toka_async.runner import kernel_sampler
 from toka_async.runner.rows import read_prompt
 from toka_async.runner.samples import Draws
 from toka_async.runner.sampling_routes import Route
 
-GREEDY = SamplingParams(temperature=0)
+GREEDY = TokenSampling(temperature=0)
 FAST = {
-    "greedy": (GREEDY, SamplingParams(top_k=1)),
-    "temperature": (SamplingParams(), SamplingParams(temperature=0.4)),
-    "filters": (SamplingParams(top_k=7), SamplingParams(temperature=0.8, top_p=0.6, top_k=64)),
-    "nucleus": (SamplingParams(temperature=0.3, top_p=0.7, min_p=0.01),),
-    "repetition": (SamplingParams(temperature=0, repetition_penalty=3.0), SamplingParams(repetition_penalty=0.7)),
-    "extremes": (SamplingParams(temperature=1e-5, top_p=1e-46), SamplingParams(repetition_penalty=0.01)),
-    "log-probs": (SamplingParams(num_logprobs=0, temperature=0.5), GREEDY),
+    "greedy": (GREEDY, TokenSampling(top_k=1)),
+    "temperature": (TokenSampling(), TokenSampling(temperature=0.4)),
+    "filters": (TokenSampling(top_k=7), TokenSampling(temperature=0.8, top_p=0.6, top_k=64)),
+    "nucleus": (TokenSampling(temperature=0.3, top_p=0.7, min_p=0.01),),
+    "repetition": (TokenSampling(temperature=0, repetition_penalty=3.0), TokenSampling(repetition_penalty=0.7)),
+    "extremes": (TokenSampling(temperature=1e-5, top_p=1e-46), TokenSampling(repetition_penalty=0.01)),
+    "log-probs": (TokenSampling(num_logprobs=0, temperature=0.5), GREEDY),
 }
 FULL = {
-    "bias": SamplingParams(bias_ids=i32_column([5, VOCAB + 1]), bias_values=f32_column([50.0, 1.0])),
-    "min_tokens": SamplingParams(temperature=0, min_tokens=9, end_ids=i32_column(range(60))),
-    "counts": SamplingParams(temperature=0, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=2.0),
-    "likeliest": SamplingParams(num_logprobs=4, temperature=0.7),
-    "all": SamplingParams(
+    "bias": TokenSampling(bias_ids=i32_column([5, VOCAB + 1]), bias_values=f32_column([50.0, 1.0])),
+    "min_tokens": TokenSampling(temperature=0, min_tokens=9, end_ids=i32_column(range(60))),
+    "counts": TokenSampling(temperature=0, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=2.0),
+    "likeliest": TokenSampling(num_logprobs=4, temperature=0.7),
+    "all": TokenSampling(
         num_logprobs=20,
         temperature=0.9,
         top_p=0.9,
@@ -50,9 +50,9 @@ FULL = {
     ),
 }
 TORCH = {
-    "allowed": SamplingParams(allowed_ids=i32_column([4, 44, 7, VOCAB + 1])),
-    "many likeliest": SamplingParams(num_logprobs=21, presence_penalty=1.0),
-    "long list": SamplingParams(
+    "allowed": TokenSampling(allowed_ids=i32_column([4, 44, 7, VOCAB + 1])),
+    "many likeliest": TokenSampling(num_logprobs=21, presence_penalty=1.0),
+    "long list": TokenSampling(
         min_tokens=3, end_ids=i32_column(range(VOCAB)), bias_ids=i32_column(range(VOCAB)),
         bias_values=f32_column([0.1] * VOCAB), num_logprobs=3,
     ),
@@ -110,7 +110,7 @@ def test_other_rows_draw_what_torch_draws(bench: Bench, monkeypatch: pytest.Monk
     """Alone, and between plain rows."""
     if kind == "long list":
         monkeypatch.setattr(kernel_sampler, "LIST_WIDTH", 2 * VOCAB - 1)
-    bench.admit({6: (FULL | TORCH)[kind], 2: GREEDY, 0: SamplingParams(num_logprobs=0)})
+    bench.admit({6: (FULL | TORCH)[kind], 2: GREEDY, 0: TokenSampling(num_logprobs=0)})
     route = Route.FULL if kind in FULL else Route.TORCH
     assert [route_of(bench, 6), route_of(bench, 2, 6), route_of(bench, 0, 2)] == [route, route, Route.PLAIN]
     check_equal(bench.sample([6]))
@@ -126,7 +126,7 @@ def test_rows_of_all_routes_together(bench: Bench) -> None:
 
 
 def test_likeliest_tokens_of_several_rows_between_others(bench: Bench) -> None:
-    bench.admit({0: GREEDY, 1: FULL["likeliest"], 2: FULL["counts"], 3: SamplingParams(num_logprobs=2)})
+    bench.admit({0: GREEDY, 1: FULL["likeliest"], 2: FULL["counts"], 3: TokenSampling(num_logprobs=2)})
     pair = bench.sample([3, 0, 1, 2])
     check_equal(pair)
     assert {row: len(top) for row, top in likeliest(pair[0]).items()} == {0: 2, 2: 4}
@@ -134,7 +134,7 @@ def test_likeliest_tokens_of_several_rows_between_others(bench: Bench) -> None:
 
 def test_log_probs_and_likeliest_tokens_are_raw(bench: Bench) -> None:
     """The bias makes a token certain that is otherwise not likely."""
-    sampling = SamplingParams(bias_ids=i32_column([5]), bias_values=f32_column([100.0]), num_logprobs=2)
+    sampling = TokenSampling(bias_ids=i32_column([5]), bias_values=f32_column([100.0]), num_logprobs=2)
     bench.admit({1: sampling})
     logits = torch.zeros(1, VOCAB)
     logits[0, [7, 9]] = torch.tensor([3.0, 2.0])
@@ -148,7 +148,7 @@ def test_log_probs_and_likeliest_tokens_are_raw(bench: Bench) -> None:
 
 def test_a_large_top_k_is_for_kernels_too(bench: Bench) -> None:
     """Such a row may draw another token than torch, out of those that it keeps."""
-    bench.admit({4: SamplingParams(temperature=0, top_k=80), 5: SamplingParams(temperature=9.0, top_k=80)})
+    bench.admit({4: TokenSampling(temperature=0, top_k=80), 5: TokenSampling(temperature=9.0, top_k=80)})
     assert route_of(bench, 4, 5) is Route.PLAIN
     logits = torch.arange(VOCAB).repeat(2, 1) / VOCAB
     by_kernels, by_torch = bench.sample([4, 5], logits)
@@ -156,7 +156,7 @@ def test_a_large_top_k_is_for_kernels_too(bench: Bench) -> None:
     assert VOCAB - 80 <= int(by_kernels.token_ids[1]) < VOCAB
 
 
-PENALISED = SamplingParams(temperature=0, repetition_penalty=1.5)
+PENALISED = TokenSampling(temperature=0, repetition_penalty=1.5)
 
 
 def test_ids_of_the_prompt_are_seen_by_rows_that_penalise(bench: Bench) -> None:
@@ -182,13 +182,13 @@ def test_a_slot_used_again_has_seen_its_new_prompt_only(bench: Bench) -> None:
     check_equal(bench.sample([1]))
     bench.admit({1: FULL["bias"]})
     check_equal(bench.sample([1]))
-    bench.admit({1: SamplingParams(top_k=3)})
+    bench.admit({1: TokenSampling(top_k=3)})
     check_equal(bench.sample([1]))
 
 
 def test_a_row_goes_on_after_a_preemption(bench: Bench) -> None:
     """Its tokens come back as a prompt: it has seen all of them, and goes on with its random stream."""
-    sampling = SamplingParams(temperature=1.2, repetition_penalty=1.3)
+    sampling = TokenSampling(temperature=1.2, repetition_penalty=1.3)
     bench.admit({1: sampling})
     drawn = [int(bench.sample([1])[0].token_ids) for _ in range(3)]
     bench.admit({1: sampling}, tokens=[*PROMPT, *drawn[:2]], num_prompt=len(PROMPT))

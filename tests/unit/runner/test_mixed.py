@@ -21,15 +21,15 @@ from toka_async.attention.build import BuiltAttention
 from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.checkpoint.spec import read_spec
-from toka_async.messages import Ready, SamplingParams, StepDone
+from toka_async.messages import Ready, StepDone, TokenSampling
 from toka_async.model.comm import Comm
 from toka_async.model.weights import build_decoder, random_weights
 from toka_async.runner.mixed import list_mixed_sizes
 from toka_async.runner.runner import Runner, SamplingSetup
 from toka_async.startup.synthetic import SyntheticRows
 
-GREEDY = SamplingParams(temperature=0)
-SLOW = SamplingParams(temperature=0.9, frequency_penalty=1.5)
+GREEDY = TokenSampling(temperature=0)
+SLOW = TokenSampling(temperature=0.9, frequency_penalty=1.5)
 SCRATCH = 200  # the page after a driver's
 
 
@@ -39,7 +39,7 @@ def capture(driver: Driver, sizes: list[int]) -> None:
         list(stage.mixed.capture(sizes, grouped=False))
 
 
-def start(driver: Driver, length: int, sampling: SamplingParams = GREEDY) -> Row:
+def start(driver: Driver, length: int, sampling: TokenSampling = GREEDY) -> Row:
     row = driver.start(Request([*range(length)], sampling), seed=length)
     assert row is not None
     return row
@@ -167,7 +167,7 @@ def make(mixed: bool) -> tuple[Runner, FakeAttention]:
     return Runner(ready, torch.device("cpu"), model, cache, built, sampling), attention
 
 
-def run(runner: Runner, *sampling: SamplingParams, num_shared: int = 0, num_grouped: int = 0) -> list[StepDone]:
+def run(runner: Runner, *sampling: TokenSampling, num_shared: int = 0, num_grouped: int = 0) -> list[StepDone]:
     """Prompts, two steps of them and another prompt, and one more step."""
     rows = SyntheticRows(runner.ready, num_shared)
     length = num_shared * runner.ready.page_size + 3
@@ -183,7 +183,7 @@ def run(runner: Runner, *sampling: SamplingParams, num_shared: int = 0, num_grou
 
 def test_log_probs_of_prompts(fake_graphs: FakeGraphs) -> None:
     """They need the last layer of every token, and not of padding."""
-    asking = SamplingParams(num_logprobs=2, num_prompt_logprobs=3)
+    asking = TokenSampling(num_logprobs=2, num_prompt_logprobs=3)
     replaying, plain = make(True)[0], make(False)[0]
     assert replaying.mixed is not None
     list(replaying.mixed.capture([4, 16, 32], grouped=False))
@@ -245,7 +245,7 @@ def test_a_decoder_computes_the_same_tokens(model_dir: Path, monkeypatch: pytest
     replaying, plain = make_runner(), make_runner()
     assert replaying.mixed is not None
     list(replaying.mixed.capture([16], grouped=False))
-    asking = SamplingParams(num_logprobs=0, num_prompt_logprobs=0)
+    asking = TokenSampling(num_logprobs=0, num_prompt_logprobs=0)
     for done, expected in zip(run(replaying, asking, GREEDY), run(plain, asking, GREEDY), strict=True):
         assert as_i32(done.token_ids).tolist() == as_i32(expected.token_ids).tolist()
         np.testing.assert_allclose(as_f32(done.logprobs), as_f32(expected.logprobs), atol=1e-5)

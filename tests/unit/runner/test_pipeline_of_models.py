@@ -19,7 +19,7 @@ from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.checkpoint.division import make_stage_spec, stage_parts
 from toka_async.checkpoint.spec import read_spec
-from toka_async.messages import Ready, SamplingParams
+from toka_async.messages import Ready, TokenSampling
 from toka_async.model.weights import build_decoder, load_weights
 from toka_async.runner.pipeline import StageSetup
 from toka_async.runner.runner import Runner
@@ -27,10 +27,10 @@ from toka_async.runner.runner import Runner
 CPU = torch.device("cpu")
 READY = Ready(num_pages=300, page_size=4, max_seqs=12, max_context=200, vocab_size=261, max_tokens=40)
 SAMPLINGS = (
-    SamplingParams(temperature=0),
-    SamplingParams(temperature=0.9, num_logprobs=3, num_prompt_logprobs=2),
-    SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.3, num_logprobs=0),
-    SamplingParams(temperature=0, num_logprobs=1, num_prompt_logprobs=0),
+    TokenSampling(temperature=0),
+    TokenSampling(temperature=0.9, num_logprobs=3, num_prompt_logprobs=2),
+    TokenSampling(temperature=0.7, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.3, num_logprobs=0),
+    TokenSampling(temperature=0, num_logprobs=1, num_prompt_logprobs=0),
 )
 SHARED = [(5 * i) % 250 for i in range(33)]
 PROMPTS = [[3], [*range(9, 70)], SHARED, SHARED, [*SHARED, 4, 5], SHARED[:17]]

@@ -5,7 +5,7 @@ import numpy as np
 import torch
 
 from toka_async.arrays import column, i32_column
-from toka_async.messages import Prompt, Ready, SamplingParams, Step
+from toka_async.messages import Prompt, Ready, Step, TokenSampling
 from toka_async.runner.rows import RowTables
 
 
@@ -17,7 +17,7 @@ def _rows(max_seqs: int) -> RowTables:
 def _prompt(key: int, num_tokens: int, pages: list[int]) -> Prompt:
     ids = i32_column(range(num_tokens))
     return Prompt(
-        key=key, token_ids=ids, num_prompt=num_tokens, pages=i32_column(pages), sampling=SamplingParams(top_p=0.5)
+        key=key, token_ids=ids, num_prompt=num_tokens, pages=i32_column(pages), sampling=TokenSampling(top_p=0.5)
     )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.drivers.runners import Reference
 from toka_async.arrays import as_f32, as_i32, column, i32_column
-from toka_async.messages import ChunkLogprobs, Prompt, SamplingParams, Step, StepDone
+from toka_async.messages import ChunkLogprobs, Prompt, Step, StepDone, TokenSampling
 from toka_async.runner import slab_sampler
 from toka_async.runner.runner import Runner
 
@@ -21,7 +21,7 @@ def _pages(slot: int) -> list[int]:
     return [*range(slot * 10, slot * 10 + 10)]
 
 
-def _admit(prompts: Sequence[list[int]], samplings: Sequence[SamplingParams], lengths: Sequence[int]) -> Step:
+def _admit(prompts: Sequence[list[int]], samplings: Sequence[TokenSampling], lengths: Sequence[int]) -> Step:
     """Row i has prompt i, ten pages of its own, and a first chunk of lengths[i] tokens."""
     slots = range(len(prompts))
     return Step(
@@ -52,7 +52,7 @@ def _tops(done: StepDone) -> dict[int, list[tuple[int, float]]]:
 
 
 def test_greedy_rows_of_mixed_lengths_equal_transformers(runner: Runner, reference: Reference) -> None:
-    done = runner.run(_admit(PROMPTS, [SamplingParams(temperature=0)] * 3, [len(p) for p in PROMPTS]))
+    done = runner.run(_admit(PROMPTS, [TokenSampling(temperature=0)] * 3, [len(p) for p in PROMPTS]))
     texts = [[*prompt, token] for prompt, token in zip(PROMPTS, as_i32(done.token_ids).tolist(), strict=True)]
     for index in range(20):
         done = runner.run(Step(step_id=2, joined=i32_column(range(3) if index == 0 else [])))
@@ -71,10 +71,10 @@ def test_logprobs_are_of_the_raw_distribution(
     monkeypatch.setitem(slab_sampler.SLAB_BYTES, "cpu", slab_rows * 4 * runner.ready.vocab_size)
     prompts = [*PROMPTS, [3, 3, 3]]
     samplings = [
-        SamplingParams(num_logprobs=3, temperature=0.3, repetition_penalty=2.0),
-        SamplingParams(),
-        SamplingParams(num_logprobs=7, top_p=0.5),
-        SamplingParams(num_logprobs=0),
+        TokenSampling(num_logprobs=3, temperature=0.3, repetition_penalty=2.0),
+        TokenSampling(),
+        TokenSampling(num_logprobs=7, top_p=0.5),
+        TokenSampling(num_logprobs=0),
     ]
     done = runner.run(_admit(prompts, samplings, [len(p) for p in prompts]))
     tops = _tops(done)
@@ -90,7 +90,7 @@ def test_logprobs_are_of_the_raw_distribution(
 
 
 def test_no_logprobs_when_no_row_asks(runner: Runner) -> None:
-    done = runner.run(_admit(PROMPTS, [SamplingParams()] * 3, [len(p) for p in PROMPTS]))
+    done = runner.run(_admit(PROMPTS, [TokenSampling()] * 3, [len(p) for p in PROMPTS]))
     assert not any((done.logprobs, done.top_rows, done.top_counts, done.top_ids, done.top_logprobs, done.prompts))
 
 
@@ -110,9 +110,9 @@ def test_prompt_logprobs_of_chunks(
     """Each chunk gives those of the prompt tokens that follow its own; the last prompt token has none after it."""
     monkeypatch.setitem(slab_sampler.SLAB_BYTES, "cpu", slab_rows * 4 * runner.ready.vocab_size)
     samplings = [
-        SamplingParams(num_prompt_logprobs=0),
-        SamplingParams(num_prompt_logprobs=2),
-        SamplingParams(num_prompt_logprobs=4),
+        TokenSampling(num_prompt_logprobs=0),
+        TokenSampling(num_prompt_logprobs=2),
+        TokenSampling(num_prompt_logprobs=4),
     ]
     first = runner.run(_admit(PROMPTS, samplings, [7, 1, 10]))
     steps = [first, runner.run(_chunk(2, 1, False)), runner.run(_chunk(2, 12, True))]
@@ -142,7 +142,7 @@ def _check_prompt(prompt: list[int], messages: list[ChunkLogprobs], num_top: int
 def test_generated_tokens_of_a_resumed_row_are_not_its_prompt(runner: Runner, reference: Reference) -> None:
     """Of the ids only the first num_prompt get prompt log-probs."""
     ids = PROMPTS[2]
-    step = _admit([ids], [SamplingParams(num_prompt_logprobs=0)], [len(ids)])
+    step = _admit([ids], [TokenSampling(num_prompt_logprobs=0)], [len(ids)])
     (prompt,) = step.prompts
     resumed = Prompt(key=0, token_ids=prompt.token_ids, num_prompt=10, pages=prompt.pages, sampling=prompt.sampling)
     fields = {name: getattr(step, name) for name in step.__struct_fields__}
@@ -155,14 +155,14 @@ def test_a_step_of_events_only_samples_nothing(runner: Runner) -> None:
     done = runner.run(Step(step_id=9))
     assert done.step_id == 9
     assert not done.token_ids
-    runner.run(_admit(PROMPTS, [SamplingParams()] * 3, [3, 1, 3]))
+    runner.run(_admit(PROMPTS, [TokenSampling()] * 3, [3, 1, 3]))
     done = runner.run(Step(step_id=10, freed=i32_column([0, 1, 2]), dropped_prompts=i32_column([0, 1, 2])))
     assert not done.token_ids
     assert done.seconds > 0
 
 
 def test_chunks_that_do_not_sample_return_nothing(runner: Runner) -> None:
-    done = runner.run(_admit([PROMPTS[2]], [SamplingParams()], [5]))
+    done = runner.run(_admit([PROMPTS[2]], [TokenSampling()], [5]))
     assert not done.token_ids
     assert len(as_i32(runner.run(_chunk(0, 18, True)).token_ids)) == 1
 
@@ -170,7 +170,7 @@ def test_chunks_that_do_not_sample_return_nothing(runner: Runner) -> None:
 def test_samples_of_one_prompt_differ_and_seeds_reproduce(runner: Runner) -> None:
     def run(seeds: list[int]) -> list[int]:
         prompts = [PROMPTS[0]] * len(seeds)
-        step = _admit(prompts, [SamplingParams(temperature=2.0)] * len(seeds), [7] * len(seeds))
+        step = _admit(prompts, [TokenSampling(temperature=2.0)] * len(seeds), [7] * len(seeds))
         fields = {name: getattr(step, name) for name in step.__struct_fields__}
         tokens: list[int] = as_i32(
             runner.run(Step(**fields | {"admit_seeds": column(np.array(seeds))})).token_ids
@@ -185,7 +185,7 @@ def test_samples_of_one_prompt_differ_and_seeds_reproduce(runner: Runner) -> Non
 
 
 def test_a_row_without_enough_pages_is_a_bug(runner: Runner) -> None:
-    step = _admit([[*range(200)]], [SamplingParams()], [51])
+    step = _admit([[*range(200)]], [TokenSampling()], [51])
     with pytest.raises(AssertionError, match="pages"):
         runner.run(step)
 

@@ -11,23 +11,23 @@ from hypothesis import strategies as st
 
 from tests.drivers.rows import VOCAB, Driver, Request
 from toka_async.arrays import f32_column, i32_column
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 
 SAMPLINGS = (
-    SamplingParams(temperature=0),
-    SamplingParams(temperature=0.8),
-    SamplingParams(temperature=1.3, top_p=0.8, top_k=7, min_p=0.05),
-    SamplingParams(temperature=0, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.7),
-    SamplingParams(temperature=0.9, repetition_penalty=0.8),
-    SamplingParams(temperature=0.9, frequency_penalty=1.5),
-    SamplingParams(
+    TokenSampling(temperature=0),
+    TokenSampling(temperature=0.8),
+    TokenSampling(temperature=1.3, top_p=0.8, top_k=7, min_p=0.05),
+    TokenSampling(temperature=0, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.7),
+    TokenSampling(temperature=0.9, repetition_penalty=0.8),
+    TokenSampling(temperature=0.9, frequency_penalty=1.5),
+    TokenSampling(
         temperature=0.7,
         bias_ids=i32_column([3, 5, VOCAB + 9]),
         bias_values=f32_column([2.0, -100.0, 1.0]),
         min_tokens=3,
         end_ids=i32_column([1, 2, 4, VOCAB + 1]),
     ),
-    SamplingParams(temperature=1.5, allowed_ids=i32_column([3, 11, 12, VOCAB + 2]), repetition_penalty=1.2),
+    TokenSampling(temperature=1.5, allowed_ids=i32_column([3, 11, 12, VOCAB + 2]), repetition_penalty=1.2),
 )
 
 PROMPTS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40)

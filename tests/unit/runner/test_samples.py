@@ -15,21 +15,21 @@ from tests.fakes.plain_kernels import PlainEditKernels, PlainKernels
 from toka_async.arrays import i32_column
 from toka_async.kernels.sampling.edit import EditKernels
 from toka_async.kernels.sampling.kernels import SamplingKernels
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 from toka_async.model.comm import Comm, LocalComm
 from toka_async.runner import kernel_sampler
 from toka_async.runner.samples import Draws
 
 SAMPLINGS = {
-    0: SamplingParams(temperature=0),
-    5: SamplingParams(temperature=1.3, repetition_penalty=1.5),
-    2: SamplingParams(temperature=0.8, top_p=0.6, num_logprobs=0),
-    7: SamplingParams(temperature=0, repetition_penalty=3.0, num_logprobs=0),
-    4: SamplingParams(top_k=7, min_p=0.01, temperature=0.9),
-    1: SamplingParams(temperature=0.9, repetition_penalty=0.8, top_p=0.9),
+    0: TokenSampling(temperature=0),
+    5: TokenSampling(temperature=1.3, repetition_penalty=1.5),
+    2: TokenSampling(temperature=0.8, top_p=0.6, num_logprobs=0),
+    7: TokenSampling(temperature=0, repetition_penalty=3.0, num_logprobs=0),
+    4: TokenSampling(top_k=7, min_p=0.01, temperature=0.9),
+    1: TokenSampling(temperature=0.9, repetition_penalty=0.8, top_p=0.9),
 }
-EDITED = {3: SamplingParams(temperature=0.7, frequency_penalty=1.0, num_logprobs=3)}
-LIMITED = {6: SamplingParams(allowed_ids=i32_column([4, 44, 7]), num_logprobs=2)}
+EDITED = {3: TokenSampling(temperature=0.7, frequency_penalty=1.0, num_logprobs=3)}
+LIMITED = {6: TokenSampling(allowed_ids=i32_column([4, 44, 7]), num_logprobs=2)}
 # Which rows decode, in which order: a slot's row is another rank's from step to step.
 ORDERS = [[0, 5, 2, 7, 4], [7, 1, 5], [5, 7], [5], [1, 5, 7, 2], [4, 7, 0, 1, 2, 5], [7, 5, 1]]
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def play(
-    orders: list[list[int]], samplings: dict[int, SamplingParams], comm: Comm | None = None
+    orders: list[list[int]], samplings: dict[int, TokenSampling], comm: Comm | None = None
 ) -> tuple[Bench, list[Draws]]:
     """The rows' steps, on one rank or by one of several."""
     bench = Bench(CPU, comm)
@@ -87,7 +87,7 @@ def test_every_rank_draws_the_rows_of_plain_torch() -> None:
     check_ranks(2, [[3, 5, 6], [6], [5, 6, 0, 7, 1], [6, 3]], SAMPLINGS | EDITED | LIMITED)
 
 
-def check_ranks(size: int, orders: list[list[int]], samplings: dict[int, SamplingParams]) -> None:
+def check_ranks(size: int, orders: list[list[int]], samplings: dict[int, TokenSampling]) -> None:
     """Every rank's samples and seen bits are those of one rank."""
     alone, expected = play(orders, samplings)
     for bench, steps in run_ranks(size, partial(play, orders, samplings)):

@@ -7,23 +7,23 @@ import pytest
 import torch
 
 from toka_async.arrays import column, f32_column, i32_column
-from toka_async.messages import Prompt, Ready, SamplingParams, Step
+from toka_async.messages import Prompt, Ready, Step, TokenSampling
 from toka_async.runner.rows import RowTables
 from toka_async.runner.sampling_routes import Route, SamplingRoutes
 
 READY = Ready(num_pages=40, page_size=4, max_seqs=6, max_context=60, vocab_size=20, max_tokens=64)
 ENDS = i32_column([1])
 PROMPT = [5, 6, 7]
-PLAIN = SamplingParams(temperature=0.5, top_p=0.9, repetition_penalty=1.2)
-HELD = SamplingParams(min_tokens=3, end_ids=ENDS)
-COUNTED = SamplingParams(frequency_penalty=1.0)
-LIKELIEST = SamplingParams(num_logprobs=4)
+PLAIN = TokenSampling(temperature=0.5, top_p=0.9, repetition_penalty=1.2)
+HELD = TokenSampling(min_tokens=3, end_ids=ENDS)
+COUNTED = TokenSampling(frequency_penalty=1.0)
+LIKELIEST = TokenSampling(num_logprobs=4)
 
 
 class Routes:
     """Rows by slot, of which those in `by_torch` are not for kernels."""
 
-    def __init__(self, samplings: dict[int, SamplingParams], by_torch: tuple[int, ...] = (), num_prompt: int = 3):
+    def __init__(self, samplings: dict[int, TokenSampling], by_torch: tuple[int, ...] = (), num_prompt: int = 3):
         self.rows = RowTables(READY, torch.device("cpu"))
         slots = [*samplings]
         prompts = (
@@ -53,17 +53,17 @@ class Routes:
     ("sampling", "route"),
     [
         (PLAIN, Route.PLAIN),
-        (SamplingParams(num_logprobs=0), Route.PLAIN),
+        (TokenSampling(num_logprobs=0), Route.PLAIN),
         (HELD, Route.FULL),
         (COUNTED, Route.FULL),
-        (SamplingParams(presence_penalty=-0.1), Route.FULL),
-        (SamplingParams(bias_ids=i32_column([3]), bias_values=f32_column([1.0])), Route.FULL),
+        (TokenSampling(presence_penalty=-0.1), Route.FULL),
+        (TokenSampling(bias_ids=i32_column([3]), bias_values=f32_column([1.0])), Route.FULL),
         (LIKELIEST, Route.FULL),
-        (SamplingParams(min_tokens=3), Route.PLAIN),  # there is no end token
-        (SamplingParams(min_tokens=1, end_ids=ENDS), Route.PLAIN),  # its first token is of the prompt's step
+        (TokenSampling(min_tokens=3), Route.PLAIN),  # there is no end token
+        (TokenSampling(min_tokens=1, end_ids=ENDS), Route.PLAIN),  # its first token is of the prompt's step
     ],
 )
-def test_the_route_of_decoding_rows(sampling: SamplingParams, route: Route) -> None:
+def test_the_route_of_decoding_rows(sampling: TokenSampling, route: Route) -> None:
     routes = Routes({2: PLAIN, 4: sampling})
     assert routes.decode(np.array([4, 2], dtype=np.int32)) is route
     assert routes.decode(np.array([2], dtype=np.int32)) is Route.PLAIN
@@ -80,14 +80,14 @@ def test_one_row_of_plain_torch_decides() -> None:
 
 
 def test_edits_end_with_the_last_of_min_tokens() -> None:
-    later = SamplingParams(min_tokens=5, end_ids=ENDS)
+    later = TokenSampling(min_tokens=5, end_ids=ENDS)
     routes, slots = Routes({0: HELD, 1: PLAIN, 3: later}), np.array([3, 1, 0], dtype=np.int32)
     assert [routes.decode(slots) for _ in range(6)] == [Route.FULL] * 4 + [Route.PLAIN] * 2
 
 
 def test_log_probs_keep_the_route_when_min_tokens_end() -> None:
     """Otherwise a neighbour's needs would decide how they are rounded."""
-    routes = Routes({0: SamplingParams(min_tokens=3, end_ids=ENDS, num_logprobs=0)})
+    routes = Routes({0: TokenSampling(min_tokens=3, end_ids=ENDS, num_logprobs=0)})
     slots = np.array([0], dtype=np.int32)
     assert [routes.decode(slots) for _ in range(5)] == [Route.FULL] * 5
 
@@ -114,7 +114,7 @@ def test_a_slots_next_row_has_its_own_needs() -> None:
 
 def test_rows_with_likeliest_tokens() -> None:
     """No more of them than the vocabulary has; their places are on the device, unless they are all rows."""
-    routes = Routes({0: PLAIN, 1: LIKELIEST, 2: SamplingParams(num_logprobs=0), 3: SamplingParams(num_logprobs=99)})
+    routes = Routes({0: PLAIN, 1: LIKELIEST, 2: TokenSampling(num_logprobs=0), 3: TokenSampling(num_logprobs=99)})
     top = routes.routes.find_decoding(np.array([1, 0, 3, 2], dtype=np.int32)).top
     assert top is not None
     assert (top.rows.tolist(), top.counts.tolist(), top.most) == ([0, 2], [4, 20], 20)

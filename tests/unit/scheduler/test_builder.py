@@ -5,7 +5,7 @@ import pytest
 from tests.drivers.page_rank import submit
 from tests.drivers.small_core import SmallCore, built, got, wanted
 from toka_async.arrays import as_bool, as_i32
-from toka_async.messages import SamplingParams, Step
+from toka_async.messages import Step, TokenSampling
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
@@ -134,7 +134,7 @@ def test_prompt_logprobs_are_computed_not_looked_up() -> None:
     core = SmallCore()
     core.submit(submit(0, PROMPT, max_tokens=1))
     core.drain()
-    scored = core.submit(submit(1, PROMPT, max_tokens=1, sampling=SamplingParams(num_prompt_logprobs=0)))
+    scored = core.submit(submit(1, PROMPT, max_tokens=1, sampling=TokenSampling(num_prompt_logprobs=0)))
     core.drain()
     assert scored.prefilled is not None
     assert scored.prefilled.cached_tokens == 0

@@ -9,7 +9,7 @@ import pytest
 from tests.drivers.page_rank import submit
 from tests.drivers.small_core import VOCAB, SmallCore, got, wanted
 from toka_async.arrays import EMPTY, i32_column
-from toka_async.messages import Ready, SamplingParams, Submit
+from toka_async.messages import Ready, Submit, TokenSampling
 from toka_async.scheduler.core import Core
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
@@ -27,7 +27,7 @@ def test_importing_the_core_loads_no_torch_sockets_or_web_server() -> None:
 # ---- requests that end by themselves
 
 
-@pytest.mark.parametrize("fields", [{}, {"sampling": SamplingParams(num_prompt_logprobs=1)}])
+@pytest.mark.parametrize("fields", [{}, {"sampling": TokenSampling(num_prompt_logprobs=1)}])
 def test_a_prompt_of_a_token_and_no_tokens_wanted_needs_no_step(fields: dict[str, object]) -> None:
     core = SmallCore()
     received = core.submit(submit(0, [3], max_tokens=0, **fields))
@@ -40,10 +40,10 @@ def test_a_prompt_of_a_token_and_no_tokens_wanted_needs_no_step(fields: dict[str
 def test_requests_of_other_kinds_do_not_change_a_requests_tokens() -> None:
     core = SmallCore(num_pages=40, steps_ahead=3)
     received = [
-        core.submit(submit(0, PROMPT, max_tokens=9, stream=True, sampling=SamplingParams(num_logprobs=3))),
+        core.submit(submit(0, PROMPT, max_tokens=9, stream=True, sampling=TokenSampling(num_logprobs=3))),
         core.submit(submit(1, PROMPT, n=20, max_tokens=3)),
-        core.submit(submit(2, PROMPT[:5], max_tokens=0, sampling=SamplingParams(num_prompt_logprobs=2))),
-        core.submit(submit(3, [1], n=2, max_tokens=30, sampling=SamplingParams(end_ids=i32_column([5])))),
+        core.submit(submit(2, PROMPT[:5], max_tokens=0, sampling=TokenSampling(num_prompt_logprobs=2))),
+        core.submit(submit(3, [1], n=2, max_tokens=30, sampling=TokenSampling(end_ids=i32_column([5])))),
     ]
     core.drain()
     for entry in received:
@@ -75,7 +75,7 @@ def test_a_request_that_can_never_run_fails_at_once(fields: dict[str, object], m
 
 def raw_submit(fields: dict[str, object]) -> Submit:
     values: dict[str, object] = {"request_id": 0, "prompt": i32_column(PROMPT), "max_tokens": 4, "seed": 0}
-    return Submit(**values | {"sampling": SamplingParams()} | fields)  # type: ignore[arg-type]
+    return Submit(**values | {"sampling": TokenSampling()} | fields)  # type: ignore[arg-type]
 
 
 def test_a_request_that_fills_the_cache_runs() -> None:

@@ -6,7 +6,7 @@ import pytest
 from tests.drivers.page_rank import submit
 from tests.drivers.small_core import VOCAB, SmallCore, got, wanted
 from toka_async.arrays import column
-from toka_async.messages import DropStop, Reason, SamplingParams, StopMask
+from toka_async.messages import DropStop, Reason, StopMask, TokenSampling
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
@@ -37,7 +37,7 @@ def test_stop_checks_show_the_last_tokens_of_rows_that_may_have_stopped() -> Non
 def test_stop_checks_begin_with_min_tokens() -> None:
     core = SmallCore()
     core.core.receive(stop_mask(list(range(VOCAB)), window=2), 0.0)
-    core.submit(submit(0, PROMPT, max_tokens=9, stop_id=1, sampling=SamplingParams(min_tokens=5)))
+    core.submit(submit(0, PROMPT, max_tokens=9, stop_id=1, sampling=TokenSampling(min_tokens=5)))
     core.drain()
     assert [check[2] for check in core.stop_checks] == [5, 6, 7, 8]
 
@@ -63,7 +63,7 @@ def test_a_dropped_set_can_be_registered_anew() -> None:
 def test_a_stop_string_ends_a_running_sample() -> None:
     core = SmallCore(steps_ahead=3)
     core.core.receive(stop_mask(list(range(VOCAB)), window=2), 0.0)
-    received = core.submit(submit(0, PROMPT, n=3, max_tokens=40, stop_id=1, sampling=SamplingParams(num_logprobs=1)))
+    received = core.submit(submit(0, PROMPT, n=3, max_tokens=40, stop_id=1, sampling=TokenSampling(num_logprobs=1)))
     core.turn_until(lambda: any(check[1:3] == (1, 6) for check in core.stop_checks))
     core.end(0, 1, 4)
     sample = received.samples[1]

@@ -12,7 +12,7 @@ from tests.drivers.page_rank import submit
 from tests.drivers.small_core import SmallCore, got, wanted
 from tests.unit.scheduler.test_run_tree import naive_groups, pages_of
 from toka_async.arrays import Int32, as_i32, i32_column
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 from toka_async.scheduler.grouping import NO_GROUPS, Grouping
 from toka_async.scheduler.sequences.requests import PrefillTask, PromptRun, Request
 
@@ -190,7 +190,7 @@ def test_a_new_order_waits_until_the_ranks_have_work() -> None:
 
 def test_preempted_samples_come_back_to_their_group() -> None:
     core = SmallCore(num_pages=20, steps_ahead=2, group_min_seqs=2, group_min_tokens=4)
-    ends = SamplingParams(end_ids=i32_column([3]))
+    ends = TokenSampling(end_ids=i32_column([3]))
     received = [core.submit(submit(i, [*LONG[:9], i], n=3, max_tokens=14, sampling=ends)) for i in range(3)]
     core.drain()
     assert core.stats.num_preemptions > 0

@@ -6,7 +6,7 @@ import pytest
 from tests.cases.columns import ids
 from tests.drivers.page_rank import submit
 from toka_async.arrays import Float32, Int32, as_f32, as_i32
-from toka_async.messages import EndSample, Failed, Prefilled, Prefills, Reason, SamplingParams, StopChecks, Tokens
+from toka_async.messages import EndSample, Failed, Prefilled, Prefills, Reason, StopChecks, Tokens, TokenSampling
 from toka_async.scheduler.replies import Replies
 from toka_async.scheduler.sequences.requests import Generated, PrefillScores, Request
 from toka_async.scheduler.sequences.sequence_table import SequenceTable
@@ -27,7 +27,7 @@ def seqs_wanting(*num_logprobs: int) -> tuple[SequenceTable, Int32]:
 
 
 def request(num_logprobs: int = -1, n: int = 1) -> Request:
-    message = submit(7, [1, 2], n=n, sampling=SamplingParams(num_logprobs=num_logprobs))
+    message = submit(7, [1, 2], n=n, sampling=TokenSampling(num_logprobs=num_logprobs))
     return Request(message, ids(1, 2), 0, n)
 
 

@@ -5,7 +5,7 @@ import pytest
 from tests.drivers.page_rank import submit
 from tests.drivers.small_core import VOCAB, SmallCore, got, wanted
 from toka_async.arrays import EMPTY, as_f32, i32_column
-from toka_async.messages import Reason, SamplingParams, StepDone
+from toka_async.messages import Reason, StepDone, TokenSampling
 from toka_async.scheduler.sequences.sequence_table import NUM_ENDS
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
@@ -23,7 +23,7 @@ def test_a_request_is_sent_whole_when_it_ends() -> None:
 
 def test_a_streamed_request_is_sent_token_by_token() -> None:
     core = SmallCore()
-    received = core.submit(submit(0, PROMPT, n=2, max_tokens=5, stream=True, sampling=SamplingParams(num_logprobs=0)))
+    received = core.submit(submit(0, PROMPT, n=2, max_tokens=5, stream=True, sampling=TokenSampling(num_logprobs=0)))
     core.drain()
     assert got(received) == wanted(received)
     for sample in received.samples:
@@ -34,7 +34,7 @@ def test_a_streamed_request_is_sent_token_by_token() -> None:
 @pytest.mark.parametrize("num_ends", [1, NUM_ENDS, NUM_ENDS + 5])
 def test_an_end_token_is_the_last_one(num_ends: int) -> None:
     core = SmallCore()
-    sampling = SamplingParams(end_ids=i32_column(range(VOCAB - num_ends, VOCAB)))
+    sampling = TokenSampling(end_ids=i32_column(range(VOCAB - num_ends, VOCAB)))
     received = core.submit(submit(0, PROMPT, n=8, max_tokens=60, sampling=sampling))
     core.drain()
     assert got(received) == wanted(received)
@@ -46,7 +46,7 @@ def test_an_end_token_is_the_last_one(num_ends: int) -> None:
 @pytest.mark.parametrize("steps_ahead", [1, 2, 5])
 def test_an_end_found_late_wastes_a_token_a_queued_step(steps_ahead: int) -> None:
     core = SmallCore(steps_ahead=steps_ahead)
-    sampling = SamplingParams(end_ids=i32_column(range(VOCAB)))  # the first token ends every sample
+    sampling = TokenSampling(end_ids=i32_column(range(VOCAB)))  # the first token ends every sample
     received = core.submit(submit(0, PROMPT, n=8, max_tokens=50, sampling=sampling))
     core.drain()
     assert [sample.reason for sample in received.samples] == [Reason.STOP] * 8
@@ -64,7 +64,7 @@ def test_an_end_by_length_wastes_nothing() -> None:
 @pytest.mark.parametrize("n", [1, 3])
 def test_no_tokens_wanted_computes_the_prompt_only(n: int) -> None:
     core = SmallCore()
-    scored = SamplingParams(num_prompt_logprobs=0)
+    scored = TokenSampling(num_prompt_logprobs=0)
     received = core.submit(submit(0, PROMPT, n=n, max_tokens=0, sampling=scored))
     core.drain()
     assert [(sample.token_ids, sample.reason) for sample in received.samples] == [([], Reason.LENGTH)] * n

@@ -35,14 +35,6 @@ def test_prompts_get_the_time_that_decoding_leaves() -> None:
     assert allowed(limits, NOTHING, tokens=7).take_chunk(0, 5000) == 7
 
 
-def test_while_streaming_prompts_get_the_time_of_a_number_of_tokens_at_most() -> None:
-    limits = StepLimits(seconds=STEP + 1000 * TOKEN, streaming=STEP + 600 * TOKEN, streaming_tokens=300)
-    assert 290 < allowed(limits, NOTHING, is_streaming=True).take_chunk(0, 5000) <= 300
-    assert 290 < allowed(limits, StepWork(200, 0), is_streaming=True).take_chunk(0, 5000) <= 300
-    assert 270 < allowed(limits, StepWork(320, 0), is_streaming=True).take_chunk(0, 5000) <= 280
-    assert 960 < allowed(limits, NOTHING).take_chunk(0, 5000) < 1000
-
-
 def test_a_chunk_after_many_tokens_is_smaller() -> None:
     limits = StepLimits(seconds=STEP + 1000 * TOKEN)
     sizes = [allowed(limits, NOTHING).take_chunk(start, 5000) for start in (0, 16_384, 65_536)]

@@ -16,7 +16,7 @@ from toka_async.arrays import as_f32, as_i32, as_i64, column, i32_column
 from toka_async.checkpoint.hub import resolve_model
 from toka_async.checkpoint.spec import ModelError, read_spec
 from toka_async.config import CacheConfig, ModelConfig, ScheduleConfig, SimulatedConfig
-from toka_async.messages import Prompt, Ready, SamplingParams, Step, StepDone
+from toka_async.messages import Prompt, Ready, Step, StepDone, TokenSampling
 from toka_async.startup.simulated import SimulatedRank, make_simulated_ready
 
 VOCAB = 23
@@ -68,7 +68,7 @@ class Pair:
 def test_rows_are_those_of_a_real_rank(data: st.DataObject) -> None:
     driver = CoreDriver(ready(), max_tokens=12, rank=Pair(), until_full=data.draw(st.booleans()))
     for request_id in range(data.draw(st.integers(1, 5))):
-        sampling = SamplingParams(
+        sampling = TokenSampling(
             end_ids=i32_column(data.draw(st.lists(st.integers(0, 30), max_size=3))),
             num_logprobs=data.draw(st.integers(-1, 2)),
             num_prompt_logprobs=data.draw(st.integers(-1, 2)),
@@ -85,7 +85,7 @@ def test_rows_are_those_of_a_real_rank(data: st.DataObject) -> None:
 
 
 def started(
-    rank: SimulatedRank, num_rows: int, sampling: SamplingParams, num_prompt: int = 5, first_seed: int = 0
+    rank: SimulatedRank, num_rows: int, sampling: TokenSampling, num_prompt: int = 5, first_seed: int = 0
 ) -> None:
     """Rows of one prompt that decode from the next step on; this one samples their first tokens."""
     slots = np.arange(num_rows, dtype=np.int32)
@@ -117,7 +117,7 @@ def tokens(rank: SimulatedRank, num_steps: int) -> np.ndarray:
 @pytest.mark.parametrize("end_rate", [0.0, 0.01, 0.3, 1.0])
 def test_ends_come_at_their_rate(end_rate: float) -> None:
     rank = SimulatedRank(ready(max_seqs=2000, vocab_size=50), SimulatedConfig(end_rate=end_rate))
-    started(rank, 2000, SamplingParams(end_ids=i32_column([3, 4, 7, 1000])))
+    started(rank, 2000, TokenSampling(end_ids=i32_column([3, 4, 7, 1000])))
     drawn = tokens(rank, 20)
     ends = np.isin(drawn, [3, 4, 7])
     assert ((drawn >= 0) & (drawn < 50)).all()
@@ -132,23 +132,23 @@ def test_ends_come_at_their_rate(end_rate: float) -> None:
 def test_rows_without_ends_never_end_and_min_tokens_holds() -> None:
     simulated = SimulatedConfig(end_rate=1.0)
     rank = SimulatedRank(ready(max_seqs=100, vocab_size=50), simulated)
-    started(rank, 100, SamplingParams())
+    started(rank, 100, TokenSampling())
     assert np.unique(tokens(rank, 20)).size == 50
     rank = SimulatedRank(ready(max_seqs=100, vocab_size=50), simulated)
-    started(rank, 100, SamplingParams(end_ids=i32_column([9]), min_tokens=4))
+    started(rank, 100, TokenSampling(end_ids=i32_column([9]), min_tokens=4))
     assert (tokens(rank, 6) == 9).all(axis=1).tolist() == [False, False, False, True, True, True]
 
 
 def test_a_token_depends_on_seed_and_position_alone() -> None:
     many, one = (SimulatedRank(ready(max_seqs=8), SimulatedConfig()) for _ in range(2))
-    started(many, 8, SamplingParams())
-    started(one, 1, SamplingParams(), first_seed=5)
+    started(many, 8, TokenSampling())
+    started(one, 1, TokenSampling(), first_seed=5)
     assert tokens(many, 30)[:, 5].tolist() == tokens(one, 30)[:, 0].tolist()
 
 
 def test_logprobs_could_be_real() -> None:
     rank = SimulatedRank(ready(), SimulatedConfig())
-    started(rank, 3, SamplingParams(num_logprobs=4))
+    started(rank, 3, TokenSampling(num_logprobs=4))
     done = rank.run(Step(step_id=1))
     chosen, ids = as_i32(done.token_ids), as_i32(done.top_ids).reshape(3, 4)
     top = as_f32(done.top_logprobs).reshape(3, 4)
@@ -199,7 +199,7 @@ def test_what_fits() -> None:
 
 def test_seeds_are_read_as_they_are_sent() -> None:
     rank = SimulatedRank(ready(), SimulatedConfig())
-    started(rank, 2, SamplingParams(), first_seed=-1)
+    started(rank, 2, TokenSampling(), first_seed=-1)
     assert rank._seeds[:2].view(np.int64).tolist() == as_i64(column(np.array([-1, 0]))).tolist()
 
 
@@ -208,7 +208,7 @@ def test_a_step_takes_longer_for_its_tokens_and_keys() -> None:
     clock, times = Clock(), SimulatedConfig(step_ms=3, token_us=500, key_ns=1000)
     rank = SimulatedRank(ready(), times, lambda: clock.now, clock.sleep)
     prompt = Prompt(
-        key=0, token_ids=i32_column(range(9)), num_prompt=9, pages=i32_column([0, 1]), sampling=SamplingParams()
+        key=0, token_ids=i32_column(range(9)), num_prompt=9, pages=i32_column([0, 1]), sampling=TokenSampling()
     )
     slots = i32_column([0, 1])
     first = Step(

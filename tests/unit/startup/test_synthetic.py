@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.drivers.step_checker import StepChecker
 from toka_async.arrays import as_i32
-from toka_async.messages import Ready, SamplingParams
+from toka_async.messages import Ready, TokenSampling
 from toka_async.startup.synthetic import GREEDY, SyntheticRows
 
 READY = Ready(num_pages=20, page_size=4, max_seqs=6, max_context=30, vocab_size=50, max_tokens=64)
@@ -64,7 +64,7 @@ def test_room_is_of_the_context_and_of_the_cache() -> None:
 
 
 def test_rows_of_one_length_and_sampling_share_a_prompt() -> None:
-    samplings = (GREEDY, SamplingParams(top_k=3))
+    samplings = (GREEDY, TokenSampling(top_k=3))
     step = SyntheticRows(READY).make_step([5, 5, 5, 5, 9, 9], samplings)
     assert as_i32(step.admit_keys).tolist() == [0, 1, 0, 1, 2, 3]
     assert [as_i32(prompt.token_ids).size for prompt in step.prompts] == [5, 5, 9, 9]

@@ -21,7 +21,6 @@ from toka_async.messages import (
     RankDevice,
     Ready,
     Reason,
-    SamplingParams,
     StageTimes,
     Stats,
     Step,
@@ -30,6 +29,7 @@ from toka_async.messages import (
     StopMask,
     Submits,
     Tokens,
+    TokenSampling,
     ToRank,
     ToScheduler,
     ToServer,
@@ -39,7 +39,7 @@ from toka_async.transport.codec import Codec
 IDS = i32_column([1, 2, 3])
 FLOATS = f32_column([-0.5, 0.25, 1.5])
 FLAGS = column(np.asarray([True, False, True]))
-SAMPLING = SamplingParams(
+SAMPLING = TokenSampling(
     temperature=0.5,
     top_p=0.9,
     top_k=7,

@@ -15,7 +15,7 @@ import numpy as np
 from toka_async.arrays import Float64, as_bool, as_i32, as_i64, column, i32_column, next_rows
 from toka_async.bench.loads.lengths import Workload
 from toka_async.bench.loads.served import BenchError
-from toka_async.messages import Failed, Ready, SamplingParams, Stats, Step, StepDone, Submit, Tokens
+from toka_async.messages import Failed, Ready, Stats, Step, StepDone, Submit, Tokens, TokenSampling
 from toka_async.scheduler.admission.policy import Admission
 from toka_async.scheduler.core import Core
 from toka_async.scheduler.sequences.requests import sample_seeds
@@ -148,7 +148,7 @@ class Replay:
     def _submit(self) -> None:
         """Submits random prompts, so that none is another's prefix."""
         work, rng = self._workload, np.random.default_rng(0)
-        sampling = SamplingParams(end_ids=i32_column([END]))
+        sampling = TokenSampling(end_ids=i32_column([END]))
         columns = (work.prompt_tokens, work.max_tokens, work.samples)
         for i, (prompt, limit, n) in enumerate(zip(*(values.tolist() for values in columns), strict=True)):
             tokens = column(rng.integers(0, VOCAB, prompt, dtype=np.int32))

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from toka_async.arrays import Int32, Int64
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 
 
 class RequestColumns(msgspec.Struct, frozen=True, kw_only=True, gc=False, eq=False):
@@ -29,7 +29,7 @@ class RequestColumns(msgspec.Struct, frozen=True, kw_only=True, gc=False, eq=Fal
     seeds: Int64
     max_tokens: Int64
     n: int
-    sampling: SamplingParams
+    sampling: TokenSampling
     stream: bool
     priority: int
     stop_id: int = -1

@@ -70,7 +70,7 @@ class TokenBlock(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     rows: [7, r], keys, samples, counts, reasons, request ids, cached and is_last, each as below; one array, so that a
     part of all of them is one slice. tokens: those of the rows, one row after the other. num_logprobs: see
-    SamplingParams.
+    TokenSampling.
     """
 
     rows: Int64

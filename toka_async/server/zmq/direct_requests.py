@@ -105,6 +105,7 @@ class DirectAnswer:
         prefilled = self._run.prefilled(0)
         columns: Columns = {
             "logprobs": as_f32(prefilled.logprobs),
+            "ranks": as_i32(prefilled.ranks),
             "top_ids": as_i32(prefilled.top_ids),
             "top_logprobs": as_f32(prefilled.top_logprobs),
         }

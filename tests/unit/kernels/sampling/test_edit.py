@@ -16,7 +16,7 @@ from toka_async.kernels.sampling import edit
 from toka_async.kernels.sampling.edit import LIST_WIDTH, NUM_TOP, EditKernels, EditTable, RowTokens
 from toka_async.kernels.sampling.kernels import RowTable, SamplingKernels
 from toka_async.kernels.sampling.row import RAW
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 from toka_async.model import penalties
 from toka_async.model.logprobs import distribution, select_logprobs
 from toka_async.model.penalties import Penalties
@@ -29,7 +29,7 @@ VOCAB, PAGE_SIZE, NUM_PAGES = 300, 4, 96
 class Row:
     """tokens: prompt and output. bias, ends: by id, and ids."""
 
-    sampling: SamplingParams
+    sampling: TokenSampling
     tokens: list[int]
     num_prompt: int
     bias: dict[int, float] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Rows:
         seen = np.zeros((len(rows) + 1, VOCAB), dtype=np.bool_)
         for number, row in enumerate(rows):
             seen[number, row.tokens] = bool(row.flags & Flag.REPETITION)
-        _, self.table = table_of([*(row.sampling for row in rows), SamplingParams()], seen, device)
+        _, self.table = table_of([*(row.sampling for row in rows), TokenSampling()], seen, device)
         self.table.flags[:-1] = torch.tensor([row.flags for row in rows])
         self.table.num_prompt[:-1] = torch.tensor([row.num_prompt for row in rows])
         self.edits = self._make_edits()
@@ -149,7 +149,7 @@ def make_random(rng: np.random.Generator) -> Row:
     ids = rng.choice(VOCAB, 40, replace=False)
     num_prompt, num_output = int(rng.integers(1, 8)), int(rng.integers(0, 30))
     counted = rng.random() < 0.6
-    sampling = SamplingParams(
+    sampling = TokenSampling(
         temperature=float(rng.choice([0.0, 0.7, 1.0])),
         top_p=float(rng.choice([1.0, 0.8])),
         presence_penalty=float(rng.choice([0.0, 1.5, -0.7])) * counted,
@@ -213,7 +213,7 @@ def check_logprobs(row: Row, logits: Tensor, token: int, logprob: float, top_ids
 
 def test_an_exact_float32_row(device: torch.device) -> None:
     """Bias and counts together, without the repetition penalty, whose reciprocal may round otherwise."""
-    sampling = SamplingParams(presence_penalty=0.3, frequency_penalty=0.7, min_tokens=9)
+    sampling = TokenSampling(presence_penalty=0.3, frequency_penalty=0.7, min_tokens=9)
     row = Row(sampling, [7, 8, 9, 9, 250, 9, 8, 7], 2, {8: 0.1, 9: -0.3, 40: 1.7}, [9, 60])
     logits = normal(1, 3)
     edited = Rows([row], device).draw(logits, [0])[0]
@@ -222,7 +222,7 @@ def test_an_exact_float32_row(device: torch.device) -> None:
 
 
 def test_a_value_is_rounded_once(device: torch.device) -> None:
-    row = Row(SamplingParams(presence_penalty=0.3, frequency_penalty=0.7), [3, 8, 8], 1, {8: 0.1})
+    row = Row(TokenSampling(presence_penalty=0.3, frequency_penalty=0.7), [3, 8, 8], 1, {8: 0.1})
     logits = normal(1, 3, torch.bfloat16)
     edited = Rows([row], device).draw(logits, [0])[0]
     assert torch.equal(edited[0], row.edit(logits[0].float()).bfloat16())
@@ -233,7 +233,7 @@ def test_an_output_of_many_parts(device: torch.device, monkeypatch: pytest.Monke
     monkeypatch.setattr(edit, "_BLOCK", 16)
     monkeypatch.setattr(edit, "_PROGRAMS", 2)
     rng = np.random.default_rng(5)
-    sampling = SamplingParams(temperature=0, presence_penalty=0.5, frequency_penalty=0.1, min_tokens=50, num_logprobs=2)
+    sampling = TokenSampling(temperature=0, presence_penalty=0.5, frequency_penalty=0.1, min_tokens=50, num_logprobs=2)
     rows = [
         Row(sampling, rng.integers(0, 60, 44).tolist(), 3, {i: 0.3 * i for i in range(40, 80)}, [*range(100, 135)])
         for _ in range(5)
@@ -248,7 +248,7 @@ def test_an_output_of_many_parts(device: torch.device, monkeypatch: pytest.Monke
 
 
 def test_an_end_token_is_held_up_to_its_length(device: torch.device) -> None:
-    sampling = SamplingParams(temperature=0, min_tokens=3)
+    sampling = TokenSampling(temperature=0, min_tokens=3)
     rows = [Row(sampling, [1] * (2 + generated), 2, ends=[77]) for generated in range(5)]
     logits = torch.zeros(5, VOCAB)
     logits[:, 77], logits[:, 9] = 2.0, 1.0
@@ -256,7 +256,7 @@ def test_an_end_token_is_held_up_to_its_length(device: torch.device) -> None:
 
 
 def test_likeliest_tokens_with_ties_and_odd_numbers(device: torch.device) -> None:
-    sampling = SamplingParams(num_logprobs=5)
+    sampling = TokenSampling(num_logprobs=5)
     rows = [Row(sampling, [1], 1) for _ in range(4)]
     logits = normal(4, 2)
     logits[0, [290, 5, 130, 131, 66]] = 20.0
@@ -272,7 +272,7 @@ def test_likeliest_tokens_with_ties_and_odd_numbers(device: torch.device) -> Non
 
 
 def test_a_vocabulary_smaller_than_what_is_asked_for(device: torch.device) -> None:
-    rows = Rows([Row(SamplingParams(num_logprobs=NUM_TOP), [1], 1)], device)
+    rows = Rows([Row(TokenSampling(num_logprobs=NUM_TOP), [1], 1)], device)
     kernels = SamplingKernels(7, 4, device, chunk=64)
     table: RowTable = rows.table
     logits, at = torch.arange(7.0, device=device)[None], torch.zeros(1, dtype=torch.int64, device=device)
@@ -282,5 +282,5 @@ def test_a_vocabulary_smaller_than_what_is_asked_for(device: torch.device) -> No
 
 
 def test_no_rows(device: torch.device) -> None:
-    rows = Rows([Row(SamplingParams(num_logprobs=2), [1], 1)], device)
+    rows = Rows([Row(TokenSampling(num_logprobs=2), [1], 1)], device)
     assert [len(x) for x in rows.draw(normal(1, 0)[:0], [])] == [0] * 5

@@ -13,7 +13,7 @@ import triton.language as tl
 from tests.cases.sampling_rows import draw, penalised, table_of, uniforms_of
 from toka_async.kernels.sampling.kernels import SamplingKernels
 from toka_async.kernels.sampling.row import random_bits, uniform_of
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 from toka_async.model.logprobs import distribution
 from toka_async.model.rng import draw_uniforms
 from toka_async.model.sampling import clean, sample
@@ -58,7 +58,7 @@ def test_greedy_takes_the_largest_and_the_lowest_id_of_ties(
     logits = torch.cat([normal(3, dtype), torch.zeros(2, VOCAB, dtype=dtype)])
     logits[1, [77, 140, 290]] = 9.0
     logits[4, 130:] = 1.0
-    greedy = [SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(temperature=0, top_p=0.5)]
+    greedy = [TokenSampling(temperature=0), TokenSampling(top_k=1), TokenSampling(temperature=0, top_p=0.5)]
     _, table = table_of([*greedy, *greedy[:2]], unseen(5), device)
     tokens, _ = draw(kernels, logits, table)
     assert tokens.tolist() == [int(logits[0].argmax()), 77, int(logits[2].argmax()), 0, 130]
@@ -70,7 +70,7 @@ def test_plain_draws_are_those_of_the_reference(
     kernels: SamplingKernels, device: torch.device, dtype: torch.dtype
 ) -> None:
     logits = normal(8, dtype)
-    params, table = table_of([SamplingParams(temperature=t) for t in (1.0, 0.6, 1.7, 0.05) * 2], unseen(8), device)
+    params, table = table_of([TokenSampling(temperature=t) for t in (1.0, 0.6, 1.7, 0.05) * 2], unseen(8), device)
     tokens, logprobs = draw(kernels, logits, table)
     assert tokens.tolist() == sample(logits.clone(), params, uniforms_of(8)).tolist()
     assert not logprobs.any()
@@ -79,10 +79,10 @@ def test_plain_draws_are_those_of_the_reference(
 def test_a_draw_depends_on_its_own_slot_only(kernels: SamplingKernels, device: torch.device) -> None:
     logits = normal(4)
     samplings = [
-        SamplingParams(),
-        SamplingParams(top_k=3),
-        SamplingParams(temperature=0),
-        SamplingParams(temperature=0.5),
+        TokenSampling(),
+        TokenSampling(top_k=3),
+        TokenSampling(temperature=0),
+        TokenSampling(temperature=0.5),
     ]
     _, table = table_of(samplings, unseen(4), device)
     together, _ = draw(kernels, logits, table)
@@ -95,12 +95,12 @@ def test_a_draw_depends_on_its_own_slot_only(kernels: SamplingKernels, device: t
 def test_repetition_penalty_reads_and_writes_seen_bits(kernels: SamplingKernels, device: torch.device) -> None:
     logits = normal(6)
     samplings = [
-        SamplingParams(temperature=0, repetition_penalty=4.0),
-        SamplingParams(repetition_penalty=1.3),
-        SamplingParams(repetition_penalty=0.8, top_k=3),
-        SamplingParams(repetition_penalty=1.3, top_p=0.7),
-        SamplingParams(),  # has no penalty: neither reads nor writes
-        SamplingParams(temperature=0.5, repetition_penalty=1.3),
+        TokenSampling(temperature=0, repetition_penalty=4.0),
+        TokenSampling(repetition_penalty=1.3),
+        TokenSampling(repetition_penalty=0.8, top_k=3),
+        TokenSampling(repetition_penalty=1.3, top_p=0.7),
+        TokenSampling(),  # has no penalty: neither reads nor writes
+        TokenSampling(temperature=0.5, repetition_penalty=1.3),
     ]
     seen = np.random.default_rng(1).random((6, VOCAB)) < 0.5
     seen[0, int(logits[0].argmax())] = True
@@ -122,13 +122,13 @@ def test_log_probs_are_of_the_raw_distribution(
 ) -> None:
     logits = normal(7, dtype)
     samplings = [
-        SamplingParams(num_logprobs=0),
-        SamplingParams(temperature=0, num_logprobs=0),
-        SamplingParams(temperature=0.3, num_logprobs=0),
-        SamplingParams(repetition_penalty=3.0, num_logprobs=0),
-        SamplingParams(temperature=0.7, top_p=0.5, num_logprobs=0),
-        SamplingParams(temperature=0, repetition_penalty=3.0, num_logprobs=0),
-        SamplingParams(),
+        TokenSampling(num_logprobs=0),
+        TokenSampling(temperature=0, num_logprobs=0),
+        TokenSampling(temperature=0.3, num_logprobs=0),
+        TokenSampling(repetition_penalty=3.0, num_logprobs=0),
+        TokenSampling(temperature=0.7, top_p=0.5, num_logprobs=0),
+        TokenSampling(temperature=0, repetition_penalty=3.0, num_logprobs=0),
+        TokenSampling(),
     ]
     seen = np.random.default_rng(1).random((7, VOCAB)) < 0.5
     _, table = table_of(samplings, seen, device)
@@ -151,13 +151,13 @@ def test_numbers_that_are_none(kernels: SamplingKernels, device: torch.device, d
     logits[5, 299] = -3.0
     logits[6] = -torch.inf
     samplings = [
-        SamplingParams(top_k=5, num_logprobs=0),
-        SamplingParams(top_p=0.9, num_logprobs=0),
-        SamplingParams(num_logprobs=0),
-        SamplingParams(temperature=0, num_logprobs=0),
-        SamplingParams(num_logprobs=0),
-        SamplingParams(top_p=0.1, min_p=0.1, num_logprobs=0),
-        SamplingParams(top_k=3, top_p=0.5, num_logprobs=0),
+        TokenSampling(top_k=5, num_logprobs=0),
+        TokenSampling(top_p=0.9, num_logprobs=0),
+        TokenSampling(num_logprobs=0),
+        TokenSampling(temperature=0, num_logprobs=0),
+        TokenSampling(num_logprobs=0),
+        TokenSampling(top_p=0.1, min_p=0.1, num_logprobs=0),
+        TokenSampling(top_k=3, top_p=0.5, num_logprobs=0),
     ]
     params, table = table_of(samplings, unseen(7), device)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -173,7 +173,7 @@ def test_numbers_that_are_none(kernels: SamplingKernels, device: torch.device, d
 
 def test_tiny_and_huge_temperatures(kernels: SamplingKernels, device: torch.device) -> None:
     logits = normal(4)
-    samplings = [SamplingParams(temperature=t) for t in (1e-40, 1e-5, 1e30, 1e38)]
+    samplings = [TokenSampling(temperature=t) for t in (1e-40, 1e-5, 1e30, 1e38)]
     params, table = table_of(samplings, unseen(4), device)
     tokens, _ = draw(kernels, logits, table)
     assert tokens[:2].tolist() == logits[:2].argmax(-1).tolist()
@@ -186,10 +186,10 @@ def test_default_sizes(device: torch.device) -> None:
     kernels = SamplingKernels(vocab, 4, device)
     logits = normal(4, torch.bfloat16, vocab + 39)[:, :vocab]
     samplings = [
-        SamplingParams(num_logprobs=0),
-        SamplingParams(temperature=0),
-        SamplingParams(top_k=20, top_p=0.8),
-        SamplingParams(min_p=0.3),
+        TokenSampling(num_logprobs=0),
+        TokenSampling(temperature=0),
+        TokenSampling(top_k=20, top_p=0.8),
+        TokenSampling(min_p=0.3),
     ]
     params, table = table_of(samplings, np.zeros((4, vocab), dtype=np.bool_), device)
     tokens, logprobs = draw(kernels, logits, table)

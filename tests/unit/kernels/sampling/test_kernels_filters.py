@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from tests.cases.sampling_rows import draw, kept_by, penalised, rejected_until_kept, table_of, uniforms_of, weights_of
 from toka_async.kernels.sampling.kernels import SamplingKernels
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 from toka_async.model.sampling import sample
 
 # Vocabulary, chunk, candidates: fewer lines than candidates, and more.
@@ -36,14 +36,14 @@ def unseen(rows: int, vocab: int) -> np.ndarray[tuple[int, int], np.dtype[np.boo
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_candidates_settle_what_they_hold(shape: tuple[int, int, int], device: torch.device) -> None:
     samplings = [
-        SamplingParams(top_k=5),
-        SamplingParams(top_k=8, top_p=0.8, temperature=2.0),
-        SamplingParams(top_p=0.7),
-        SamplingParams(min_p=0.5),
-        SamplingParams(top_k=2, min_p=0.001, temperature=3.0),
-        SamplingParams(min_p=0.3, top_p=0.6),
-        SamplingParams(top_k=7, top_p=0.9, min_p=0.01, temperature=0.4),
-        SamplingParams(top_p=1e-9),
+        TokenSampling(top_k=5),
+        TokenSampling(top_k=8, top_p=0.8, temperature=2.0),
+        TokenSampling(top_p=0.7),
+        TokenSampling(min_p=0.5),
+        TokenSampling(top_k=2, min_p=0.001, temperature=3.0),
+        TokenSampling(min_p=0.3, top_p=0.6),
+        TokenSampling(top_k=7, top_p=0.9, min_p=0.01, temperature=0.4),
+        TokenSampling(top_p=1e-9),
     ]
     logits = normal(8, shape[0], 4.0)
     params, table = table_of(samplings, unseen(8, shape[0]), device)
@@ -55,12 +55,12 @@ def test_candidates_settle_what_they_hold(shape: tuple[int, int, int], device: t
 def test_candidates_break_ties_by_lowest_id(shape: tuple[int, int, int], device: torch.device) -> None:
     """Whole numbers as logits: dozens of ties at every bound, many more than there is room for."""
     samplings = [
-        SamplingParams(top_k=5),
-        SamplingParams(top_k=8, top_p=0.5),
-        SamplingParams(top_k=3, min_p=0.9),
-        SamplingParams(top_p=0.002),
-        SamplingParams(top_k=6, top_p=0.99, temperature=4.0),
-        SamplingParams(top_k=8),
+        TokenSampling(top_k=5),
+        TokenSampling(top_k=8, top_p=0.5),
+        TokenSampling(top_k=3, min_p=0.9),
+        TokenSampling(top_p=0.002),
+        TokenSampling(top_k=6, top_p=0.99, temperature=4.0),
+        TokenSampling(top_k=8),
     ]
     logits = normal(6, shape[0], 0.7).round()
     logits[5] = -0.0
@@ -75,10 +75,10 @@ def test_likely_tokens_side_by_side(device: torch.device) -> None:
     logits = normal(4, 1000, 0.1)
     logits[:, 128:190] += 3 + normal(4, 62, 0.5)
     samplings = [
-        SamplingParams(top_k=8),
-        SamplingParams(top_k=3),
-        SamplingParams(top_k=8, top_p=0.5),
-        SamplingParams(min_p=0.6),
+        TokenSampling(top_k=8),
+        TokenSampling(top_k=3),
+        TokenSampling(top_k=8, top_p=0.5),
+        TokenSampling(min_p=0.6),
     ]
     params, table = table_of(samplings, unseen(4, 1000), device)
     tokens, _ = draw(make(SHAPES[1], device), logits, table)
@@ -102,7 +102,7 @@ def test_rejection_proposes_until_the_filters_keep(fields: dict[str, Any], tied:
     shape = SHAPES[1]
     logits = normal(2, shape[0], 1.2)
     logits = (2 * logits).round() / 2 if tied else logits
-    params, table = table_of([SamplingParams(**fields)] * 2, unseen(2, shape[0]), device)
+    params, table = table_of([TokenSampling(**fields)] * 2, unseen(2, shape[0]), device)
     tokens, _ = draw(make(shape, device), logits, table)
     everything = np.ones(shape[0], dtype=np.bool_)
     for row in range(2):
@@ -118,7 +118,7 @@ def test_flat_rows_are_drawn_within_the_bounds(shape: tuple[int, int, int], top_
     """The first proposal comes from the tokens above the lower bound, and nearly all of them stand."""
     kernels = make(shape, device)
     logits = normal(4, shape[0], 0.5)
-    params, table = table_of([SamplingParams(top_p=top_p)] * 4, unseen(4, shape[0]), device)
+    params, table = table_of([TokenSampling(top_p=top_p)] * 4, unseen(4, shape[0]), device)
     tokens, _ = draw(kernels, logits, table)
     upper, lower = kernels.bounds[:4].cpu().unbind(1)
     num_proposals = 0
@@ -146,7 +146,7 @@ def test_wrong_bounds_change_no_distribution(device: torch.device) -> None:
     logits[:2, unlike] += 2.0  # the nucleus ends above the bounds
     logits[2:, unlike] -= 2.0  # and below them
     logits = logits.reshape(4, vocab)
-    params, table = table_of([SamplingParams(top_p=0.6)] * 4, unseen(4, vocab), device)
+    params, table = table_of([TokenSampling(top_p=0.6)] * 4, unseen(4, vocab), device)
     tokens, _ = draw(kernels, logits, table)
     lower = kernels.bounds[:4, 1].cpu()
     assert lower.isfinite().all()
@@ -162,7 +162,7 @@ def test_wrong_bounds_change_no_distribution(device: torch.device) -> None:
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_draw_passes_the_filters(device: torch.device, data: st.DataObject) -> None:
     vocab = SHAPES[0][0]
-    sampling = SamplingParams(
+    sampling = TokenSampling(
         temperature=data.draw(st.sampled_from([0.3, 1.0, 2.5])),
         top_p=data.draw(st.sampled_from([0.01, 0.5, 0.9, 0.999, 1.0])),
         top_k=data.draw(st.sampled_from([0, 0, 3, 8, 9, 100, 400])),

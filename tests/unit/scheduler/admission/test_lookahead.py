@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from tests.drivers.core import CoreDriver
 from tests.drivers.page_rank import submit
 from toka_async.arrays import Float64, Int32, i32_column
-from toka_async.messages import Ready, SamplingParams
+from toka_async.messages import Ready, TokenSampling
 from toka_async.scheduler.admission.lookahead import LARGEST_MARGIN, LookAhead
 from toka_async.scheduler.core import Core
 from toka_async.scheduler.sequences.running import RunningSet
 
 PAGE = 4
-CAN_STOP = SamplingParams(end_ids=i32_column([9999]))  # beyond the vocabulary: it may end early, and never does
+CAN_STOP = TokenSampling(end_ids=i32_column([9999]))  # beyond the vocabulary: it may end early, and never does
 
 
 class Recording(LookAhead):
@@ -149,7 +149,7 @@ def test_the_margin_grows_with_preemptions_and_fades() -> None:
 
 def test_the_margin_is_smaller_for_many_sequences_and_none_where_lengths_are_known() -> None:
     margins = []
-    for n, sampling in ((4, CAN_STOP), (64, CAN_STOP), (64, SamplingParams())):
+    for n, sampling in ((4, CAN_STOP), (64, CAN_STOP), (64, TokenSampling())):
         driver = Watched(num_pages=4000, max_seqs=64)
         driver.submit(submit(0, [1, 2, 3], n=n, max_tokens=50, sampling=sampling))
         driver.turn()

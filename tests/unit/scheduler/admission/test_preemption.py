@@ -5,7 +5,7 @@ import pytest
 from tests.drivers.page_rank import submit
 from tests.drivers.small_core import SmallCore, got, wanted
 from toka_async.arrays import as_f32, i32_column
-from toka_async.messages import Reason, SamplingParams
+from toka_async.messages import Reason, TokenSampling
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -26,7 +26,7 @@ def test_preempted_samples_keep_their_tokens_and_random_streams(steps_ahead: int
 
 def test_samples_of_one_prompt_are_preempted_one_by_one() -> None:
     core = SmallCore(num_pages=14)
-    received = core.submit(submit(0, PROMPT, n=6, max_tokens=16, sampling=SamplingParams(num_logprobs=2)))
+    received = core.submit(submit(0, PROMPT, n=6, max_tokens=16, sampling=TokenSampling(num_logprobs=2)))
     core.drain()
     assert core.stats.num_preemptions > 0
     assert got(received) == wanted(received)
@@ -69,7 +69,7 @@ def test_a_streamed_sample_goes_on_where_it_was() -> None:
 
 def test_prompt_logprobs_are_sent_once_when_a_prompt_is_computed_again() -> None:
     core = SmallCore(num_pages=12, page_size=2, max_seqs=6, max_tokens=6, steps_ahead=1, prefix=False)
-    sampling = SamplingParams(num_prompt_logprobs=0)
+    sampling = TokenSampling(num_prompt_logprobs=0)
     received = core.submit(submit(0, [0, 0], n=9, max_tokens=3, sampling=sampling))
     core.drain()
     assert core.stats.num_preemptions > 0
@@ -81,7 +81,7 @@ def test_prompt_logprobs_are_sent_once_when_a_prompt_is_computed_again() -> None
 def test_prompt_logprobs_are_not_computed_again() -> None:
     """The ranks are told not to: once sent, nobody wants them."""
     core = SmallCore(num_pages=8, steps_ahead=1)
-    sampling = SamplingParams(num_prompt_logprobs=0)
+    sampling = TokenSampling(num_prompt_logprobs=0)
     core.submit(submit(0, PROMPT, max_tokens=20, sampling=sampling))
     core.submit(submit(1, PROMPT[1:], max_tokens=20, sampling=sampling))
     wants = []
@@ -119,7 +119,7 @@ def test_cached_tokens_are_those_found_at_first() -> None:
 
 def test_a_draining_sample_that_stops_is_not_queued_again() -> None:
     """Preempted with steps on their way, of which one brings an end token."""
-    ends = SamplingParams(end_ids=i32_column(range(5)))
+    ends = TokenSampling(end_ids=i32_column(range(5)))
     core = SmallCore(num_pages=16, steps_ahead=4, max_seqs=16)
     received = [core.submit(submit(i, [*PROMPT, i], max_tokens=24, sampling=ends)) for i in range(40)]
     core.drain()

@@ -3,7 +3,7 @@ from __future__ import annotations
 from tests.drivers.page_rank import submit
 from tests.drivers.small_core import SmallCore, built, got, wanted
 from toka_async.arrays import as_i32
-from toka_async.messages import SamplingParams
+from toka_async.messages import TokenSampling
 
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
@@ -78,7 +78,7 @@ def test_a_prompt_owns_no_twin_of_its_pages() -> None:
     prompt = list(range(18))
     core.submit(submit(0, prompt, max_tokens=1))
     core.drain()
-    scored = SamplingParams(num_prompt_logprobs=0)
+    scored = TokenSampling(num_prompt_logprobs=0)
     received = core.submit(submit(1, prompt, n=2, max_tokens=2, sampling=scored))
     core.drain()
     assert got(received) == wanted(received)

@@ -6,8 +6,8 @@ import pytest
 import tokenizers
 
 from toka_async.config import ModelConfig
-from toka_async.procs.server import load_chat_template
 from toka_async.text.chat import ChatTemplateError
+from toka_async.text.template_file import load_chat_template
 from toka_async.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -1,0 +1,102 @@
+"""`AsyncLLM` with its processes: streams of all kinds, their ends, and tasks that leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from toka_async import AsyncEngineArgs, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
+
+QUESTION = "Question: Wei has 26 apples. Ivan has 2 times as many. How many do they have together?\nAnswer:"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[AsyncLLM]:
+    args = AsyncEngineArgs(model="demo", cache={"num_tokens": 32768}, max_num_seqs=8)
+    made = AsyncLLM.from_engine_args(args)
+    yield made
+    made.shutdown()
+
+
+async def collect(llm: AsyncLLM, params: SamplingParams, request_id: str = "r") -> list[RequestOutput]:
+    return [output async for output in llm.generate(QUESTION, params, request_id)]
+
+
+def params(kind: RequestOutputKind, n: int = 1) -> SamplingParams:
+    return SamplingParams(n=n, seed=3, max_tokens=40, logprobs=1, output_kind=kind)
+
+
+async def test_all_kinds_of_outputs_say_the_same(llm: AsyncLLM) -> None:
+    final = await collect(llm, params(RequestOutputKind.FINAL_ONLY, n=3))
+    assert len(final) == 1
+    deltas = await collect(llm, params(RequestOutputKind.DELTA, n=3))
+    cumulative = await collect(llm, params(RequestOutputKind.CUMULATIVE, n=3))
+    assert len(deltas) > 3
+    for outputs in (deltas, cumulative):
+        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    for sample in final[0].outputs:
+        parts = [part for output in deltas for part in output.outputs if part.index == sample.index]
+        assert "".join(part.text for part in parts) == sample.text
+        assert [token for part in parts for token in part.token_ids] == sample.token_ids
+        assert [entry for part in parts for entry in part.logprobs or ()] == sample.logprobs
+        *_, whole = [part for output in cumulative for part in output.outputs if part.index == sample.index]
+        assert (whole.text, whole.token_ids, whole.finish_reason) == (
+            sample.text,
+            sample.token_ids,
+            sample.finish_reason,
+        )
+
+
+async def test_log_probs_of_the_prompt_come_with_one_output(llm: AsyncLLM) -> None:
+    (output,) = await collect(llm, SamplingParams(prompt_logprobs=0, max_tokens=4))
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+
+
+async def test_many_streams_at_once(llm: AsyncLLM) -> None:
+    alone = await collect(llm, params(RequestOutputKind.FINAL_ONLY))
+    calls = [collect(llm, params(RequestOutputKind.DELTA), str(number)) for number in range(40)]
+    for outputs in await asyncio.gather(*calls):
+        assert "".join(output.outputs[0].text for output in outputs) == alone[0].outputs[0].text
+
+
+async def test_an_aborted_request_ends_with_what_it_had(llm: AsyncLLM) -> None:
+    outputs: list[RequestOutput] = []
+    async for output in llm.generate([5, 6], SamplingParams(max_tokens=2000, ignore_eos=True), "long"):
+        outputs.append(output)
+        if len(outputs) == 1:
+            await llm.abort("long")
+    last = outputs[-1]
+    assert last.finished
+    assert last.outputs[0].finish_reason == "abort"
+    assert last.outputs[0].token_ids == outputs[-2].outputs[0].token_ids
+    await llm.abort("long")  # there is none any more
+
+
+async def test_who_leaves_a_stream_makes_room(llm: AsyncLLM) -> None:
+    """Eight sequences run at once, so the others run only if those are cancelled."""
+    for number in range(16):
+        stream = llm.generate([5, 6], SamplingParams(max_tokens=2000, ignore_eos=True, n=8), str(number))
+        async with contextlib.aclosing(stream):
+            await anext(stream)
+    assert await collect(llm, params(RequestOutputKind.FINAL_ONLY))
+
+
+async def test_ids_are_used_once_at_a_time(llm: AsyncLLM) -> None:
+    async with contextlib.aclosing(llm.generate(QUESTION, SamplingParams(), "same")) as stream:
+        await anext(stream)
+        with pytest.raises(ValueError, match="'same' is running"):
+            await collect(llm, SamplingParams(), "same")
+
+
+def test_one_engine_serves_several_event_loops(llm: AsyncLLM) -> None:
+    texts = {asyncio.run(collect(llm, params(RequestOutputKind.FINAL_ONLY)))[0].outputs[0].text for _ in range(2)}
+    assert len(texts) == 1
+
+
+async def test_a_tokenizer_and_the_context_are_known(llm: AsyncLLM) -> None:
+    assert (await llm.get_tokenizer()).encode("Question:")
+    assert llm.model_config.max_model_len == 2048

@@ -1,0 +1,191 @@
+"""Programs as vLLM's documentation shows them for offline work run after only their imports are changed.
+
+Ports of its examples basic, chat, prefix caching and async streaming, and of what it says of prompts, samples and
+log-probs. The model is the built-in one.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.drivers.until import SECONDS
+
+BASIC = """
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+
+prompts = [
+    "Question: Ben has 3 apples and buys 4.",
+    "Question: There are 25 people on a bus.",
+    "Question: Wei has 24 apples.",
+    "Question:",
+]
+sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+
+
+def main():
+    llm = LLM(model="demo", gpu_memory_utilization=0.4, max_model_len=512, enforce_eager=True, seed=0)
+    outputs = llm.generate(prompts, sampling_params)
+    for output in outputs:
+        prompt = output.prompt
+        generated_text = output.outputs[0].text
+        print(f"Prompt: {prompt!r}, {len(generated_text) > 0}, {len(output.outputs[0].token_ids) <= 16}")
+
+    # The log-probs of a prompt.
+    (scored,) = llm.generate([prompts[0]], SamplingParams(temperature=0.0, prompt_logprobs=1, max_tokens=1))
+    assert scored.prompt_logprobs[0] is None
+    total = 0.0
+    for token_id, logprobs in zip(scored.prompt_token_ids[1:], scored.prompt_logprobs[1:]):
+        total += logprobs[token_id].logprob
+        assert isinstance(logprobs[token_id].decoded_token, str)
+    print("scored", total < 0)
+
+    # Many samples of a prompt, with the log-probs of their tokens.
+    (many,) = llm.generate(prompts[2], SamplingParams(n=4, temperature=1.0, max_tokens=20, logprobs=2, seed=1))
+    for completion in many.outputs:
+        assert len(completion.logprobs) == len(completion.token_ids)
+        assert completion.cumulative_logprob <= 0
+        assert completion.finish_reason in ("stop", "length")
+    print("samples", [completion.index for completion in many.outputs])
+
+    # Token ids.
+    tokenizer = llm.get_tokenizer()
+    ids = [tokenizer.encode(prompt) for prompt in prompts]
+    greedy = SamplingParams(temperature=0, max_tokens=8)
+    by_ids = llm.generate([TokensPrompt(prompt_token_ids=each) for each in ids], greedy, use_tqdm=False)
+    by_dicts = llm.generate([{"prompt_token_ids": each} for each in ids], [greedy] * 4, use_tqdm=False)
+    by_text = llm.generate([{"prompt": prompt} for prompt in prompts], sampling_params=greedy, use_tqdm=False)
+    print("same", [each.outputs[0].text for each in by_ids] == [each.outputs[0].text for each in by_text])
+    print("same", [each.outputs[0].text for each in by_dicts] == [each.outputs[0].text for each in by_text])
+
+    # Prefix caching.
+    warmed = llm.generate([prompts[0] * 20], greedy)
+    cached = llm.generate([prompts[0] * 20], greedy)
+    print("cached", cached[0].num_cached_tokens > 0, warmed[0].outputs[0].text == cached[0].outputs[0].text)
+    print("context", llm.llm_engine.model_config.max_model_len)
+    del llm
+
+
+if __name__ == "__main__":
+    main()
+"""
+
+CHAT = """
+from vllm import LLM
+
+
+def print_outputs(outputs):
+    for output in outputs:
+        print(f"Generated: {len(output.outputs[0].text) > 0}")
+
+
+def main(args):
+    llm = LLM(**args)
+    sampling_params = llm.get_default_sampling_params()
+    sampling_params.max_tokens = 40
+    sampling_params.temperature = 0.0
+
+    conversation = [
+        {"role": "system", "content": "You are a helpful assistant"},
+        {"role": "user", "content": "What is 3 + 4?"},
+        {"role": "assistant", "content": "7"},
+        {"role": "user", "content": [{"type": "text", "text": "And 7 + 5?"}]},
+    ]
+    print_outputs(llm.chat(conversation, sampling_params, use_tqdm=False))
+
+    conversations = [conversation for _ in range(10)]
+    outputs = llm.chat(conversations, sampling_params, use_tqdm=True)
+    print_outputs(outputs)
+
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\\n{% endfor %}assistant:"
+    outputs = llm.chat(conversations, sampling_params, use_tqdm=False, chat_template=template)
+    print(repr(outputs[0].prompt))
+
+
+if __name__ == "__main__":
+    main({"model": "demo", "tensor_parallel_size": 1, "trust_remote_code": False, "max_model_len": 1024})
+"""
+
+ASYNC = """
+import asyncio
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+
+async def stream_response(engine: AsyncLLM, prompt: str, request_id: str) -> None:
+    sampling_params = SamplingParams(
+        max_tokens=100,
+        temperature=0.8,
+        top_p=0.95,
+        seed=42,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    pieces = []
+    async for output in engine.generate(request_id=request_id, prompt=prompt, sampling_params=sampling_params):
+        for completion in output.outputs:
+            new_text = completion.text
+            if new_text:
+                pieces.append(new_text)
+        if output.finished:
+            print(f"{request_id} finished", len(pieces) > 1)
+            break
+
+
+async def main():
+    engine_args = AsyncEngineArgs(model="demo", enforce_eager=True)
+    engine = AsyncLLM.from_engine_args(engine_args)
+    try:
+        prompts = ["Question: Ben has 3 apples and buys 4. How many has he?\\nAnswer:", "Question: Wei", "Question:"]
+        for i, prompt in enumerate(prompts, 1):
+            await stream_response(engine, prompt, f"stream-example-{i}")
+            if i < len(prompts):
+                await asyncio.sleep(0)
+    finally:
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+PRINTED = {
+    BASIC: """
+Prompt: 'Question: Ben has 3 apples and buys 4.', True, True
+Prompt: 'Question: There are 25 people on a bus.', True, True
+Prompt: 'Question: Wei has 24 apples.', True, True
+Prompt: 'Question:', True, True
+scored True
+samples [0, 1, 2, 3]
+same True
+same True
+cached True True
+context 512
+""",
+    CHAT: "\nGenerated: True" * 11
+    + """
+'system: You are a helpful assistant\\nuser: What is 3 + 4?\\nassistant: 7\\nuser: And 7 + 5?\\nassistant:'
+""",
+    ASYNC: """
+stream-example-1 finished True
+stream-example-2 finished True
+stream-example-3 finished True
+""",
+}
+
+
+@pytest.mark.parametrize("program", PRINTED, ids=["basic", "chat", "async streaming"])
+def test_programs_for_vllm_run_with_other_imports(program: str) -> None:
+    changed = re.sub(r"^from vllm[\w.]* import", "from toka_async import", program, flags=re.MULTILINE)
+    assert "vllm" not in changed
+    done = subprocess.run(
+        [sys.executable, "-c", changed], capture_output=True, text=True, timeout=2 * SECONDS, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == PRINTED[program].strip()

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from toka_async.config import Config, ConfigError, load_config
+from toka_async.llm.engine_options import list_overrides, make_config
+
+
+def test_names_of_vllm_become_keys() -> None:
+    config = make_config(
+        "demo",
+        None,
+        {
+            "tensor_parallel_size": 2,
+            "dtype": torch.bfloat16,
+            "max_model_len": 512,
+            "gpu_memory_utilization": 0.5,
+            "max_num_seqs": 8,
+            "quantization": "fp8",
+            "enable_prefix_caching": False,
+            "enforce_eager": True,
+            "tokenizer": "elsewhere",
+        },
+    )
+    assert config.parallel.tp == 2
+    assert config.model.dtype == "bfloat16"
+    assert config.model.max_context == 512
+    assert config.cache.memory_fraction == 0.5
+    assert config.schedule.max_seqs == 8
+    assert config.model.quantize == "fp8"
+    assert not config.cache.prefix
+    assert not config.graphs.enabled
+    assert config.model.tokenizer == "elsewhere"
+
+
+def test_keys_are_given_by_section_or_in_full() -> None:
+    config = make_config("demo", None, {"cache": {"num_tokens": 4096, "prefix": False}, "schedule.max_seqs": 4})
+    assert config.cache.num_tokens == 4096
+    assert not config.cache.prefix
+    assert config.schedule.max_seqs == 4
+
+
+def test_options_win_over_the_file_and_the_file_over_our_choices(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[log]\nstats_interval = 7.0\n[schedule]\nmax_seqs = 4\n")
+    config = make_config("demo", file, {"max_num_seqs": 8})
+    assert config.log.stats_interval == 7.0
+    assert config.schedule.max_seqs == 8
+    assert make_config("demo", None, {}).log.stats_interval == 0
+
+
+def test_a_file_for_a_server_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[server]\nport = 8000\n")
+    with pytest.raises(ConfigError, match=r"server\.port=8000"):
+        make_config("demo", file, {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"trust_remote_code": True},
+        {"trust_remote_code": False},
+        {"enable_lora": False, "revision": None, "quantization": None},
+        {"tokenizer_mode": "auto", "skip_tokenizer_init": False, "enable_chunked_prefill": True},
+        {"disable_log_stats": True},
+    ],
+)
+def test_what_asks_for_nothing_is_taken(options: dict[str, Any]) -> None:
+    assert make_config("demo", None, options) == make_config("demo", None, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"tensor_paralel_size": 2}, ["tensor_paralel_size", "did you mean tensor_parallel_size?"]),
+        ({"num_tokens": 2}, ["num_tokens", "did you mean"]),
+        ({"enable_lora": True}, ["enable_lora", "merge the adapter"]),
+        ({"revision": "main"}, ["revision", "hf download"]),
+        ({"hf_overrides": {"x": 1}}, ["hf_overrides", "leave it out"]),
+        ({"enforce_eager": "yes"}, ["enforce_eager", "True or False"]),
+        ({"max_num_seqs": "many"}, ["schedule.max_seqs"]),
+        ({"cache": {"num_token": 1}}, ["cache.num_token", "did you mean cache.num_tokens?"]),
+        ({"zmq": {"bind": "tcp://127.0.0.1:1"}}, ["zmq.bind", "toka-async serve"]),
+        ({"port": 8000}, ["server.port", "toka-async serve"]),
+    ],
+)
+def test_anything_else_is_refused_with_the_fix(options: dict[str, Any], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_config("demo", None, options)
+    assert all(part in str(caught.value) for part in parts), caught.value
+
+
+def test_a_configuration_survives_as_overrides() -> None:
+    config = make_config("demo", None, {"cache": {"num_tokens": 4096, "prefix": False}, "dtype": "half"})
+    assert load_config(None, list_overrides(config)) == config
+    assert list_overrides(Config()) == []

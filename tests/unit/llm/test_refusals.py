@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import pytest
+
+from toka_async.llm.refusals import check_arguments
+
+
+def test_arguments_that_ask_for_nothing_are_taken() -> None:
+    check_arguments({"lora_request": None, "tokenization_kwargs": {}, "chat_template_content_format": "auto"})
+
+
+def test_others_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"lora_request: .*merge"):
+        check_arguments({"lora_request": object()})
+    with pytest.raises(TypeError, match="'use_tdqm'"):
+        check_arguments({"use_tdqm": False})
