@@ -34,12 +34,15 @@ from typing import Any, TypeVar
 HEAD, DRIVER, WORKERS = 1, 2, (3, 4, 5)  # hosts: 10.77.0.N. The driver's has no CPU for replicas
 INSIDE = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 PYTHON = sys.executable
-# With these a host counts as lost after about 20 s, and by Ray's defaults after about 65.
+# With these a host counts as lost after about 20 s, and by Ray's defaults after about 65. The last two let a node
+# notice a head that is switched off without a word.
 HEALTH = {
     "RAY_health_check_initial_delay_ms": "2000",
     "RAY_health_check_period_ms": "2000",
     "RAY_health_check_timeout_ms": "2000",
     "RAY_health_check_failure_threshold": "5",
+    "RAY_grpc_client_keepalive_time_ms": "10000",
+    "RAY_grpc_client_keepalive_timeout_ms": "10000",
 }
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0"}
 MOST_WAIT = 240.0  # seconds
@@ -76,6 +79,7 @@ class Hosts:
 
     def __init__(self) -> None:
         self.pids: dict[int, int] = {}
+        self.off: float | None = None  # when a host was switched off
         Path("/run/netns").mkdir(exist_ok=True)
         shell("mount -t tmpfs tmpfs /run/netns && ip link set lo up")
         shell("ip link add br0 type bridge && ip link set br0 up")
@@ -104,7 +108,12 @@ class Hosts:
     def set_link(self, host: int, state: str) -> None:
         shell(f"ip link set v{host} {state}")
 
+    def count_processes(self) -> dict[int, int]:
+        """Count the processes of engines of each host."""
+        return {host: len(list_engines(pid)) for host, pid in self.pids.items()}
+
     def switch_off(self, host: int) -> None:
+        self.off = time.monotonic()
         self.set_link(host, "down")
         os.kill(self.pids[host], signal.SIGKILL)
 
@@ -131,7 +140,11 @@ def run_hosts(options: argparse.Namespace) -> int:
         else:
             process.stdin.write(json.dumps(answer) + "\n")
             process.stdin.flush()
-    return process.wait()
+    code = process.wait()
+    if hosts.off is not None:  # without a head Ray ends the driver, before or after the replicas
+        wait_for(lambda: not sum(hosts.count_processes().values()), "the fleet's end")
+        print(json.dumps({"fleet_ended_after_s": round(time.monotonic() - hosts.off, 1)}), flush=True)
+    return 0 if hosts.off is not None else code
 
 
 def carry_out(hosts: Hosts, words: list[str]) -> object:
@@ -143,7 +156,7 @@ def carry_out(hosts: Hosts, words: list[str]) -> object:
             hosts.switch_off(int(host))
             return True
         case ["!engines"]:
-            return {host: len(list_engines(pid)) for host, pid in hosts.pids.items()}
+            return hosts.count_processes()
         case ["!kill", host, number]:
             return kill_one(hosts.pids[int(host)], int(number))
     return None
@@ -252,17 +265,13 @@ class Storm:
         ends = self._ends
         self._figures |= {"right": ends.right, "wrong": ends.wrong, "failed": ends.failed, "gap_s": ends.longest_gap}
         print(json.dumps(self._figures, indent=1), flush=True)
-        is_whole = not ends.wrong and (not ends.failed or self._options.what == "head")
-        os._exit(0 if is_whole and not self._figures["left"] else 1)  # Ray would wait for a head that is off
+        return 1 if ends.wrong or ends.failed or self._figures["left"] else 0
 
     async def _load(self) -> None:
         async with self._fleet.pool(max_lost=1000) as pool:
             clients = [asyncio.create_task(self._ask(pool, number)) for number in range(NUM_CLIENTS)]
             await self._stopping.wait()
-            if self._options.what == "head":
-                for client in clients:
-                    client.cancel()
-            await asyncio.gather(*clients, return_exceptions=True)
+            await asyncio.gather(*clients)
             self._figures["late"] = pool.num_late
 
     async def _ask(self, pool: Any, number: int) -> None:
@@ -296,14 +305,15 @@ class Storm:
         self._finish()
 
     def _lose_head(self) -> None:
-        """Switch off the head, which keeps its tables in memory: the fleet ends, and frees its devices."""
+        """Switch off the head, which keeps its tables in memory: the fleet goes on for a while, and then ends."""
         self._order("off", HEAD)
-        off, failed = time.monotonic(), self._ends.failed.total()
+        right, failed = self._ends.right, self._ends.failed.total()
         time.sleep(15)
-        self._figures["failed_in_15_s"] = self._ends.failed.total() - failed
-        self._figures["right_in_15_s"] = self._ends.right
-        self._wait(lambda: not sum(self._order("engines").values()), "fleet_ended_after_s", off)
-        self._figures["left"] = 0
+        failed = self._ends.failed.total() - failed
+        self._tell(f"in 15 s {self._ends.right - right} right, {failed} failed, gap {self._ends.longest_gap:.1f} s")
+        while sum(self._order("engines").values()):  # Ray may end this process before
+            time.sleep(0.5)
+        os._exit(0)  # Ray would wait for its head
 
     def _rage(self) -> None:
         """Kill processes, cut off hosts and scale, until the time is over."""

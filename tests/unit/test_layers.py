@@ -40,8 +40,8 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
 FAMILIES["procs"] = set(FAMILIES) - {"client"}
 FAMILIES[""] = {"llm"}  # for type checkers only: the package loads its names when they are used
 TOP = {  # L4
-    *("cli", "__main__", "launch", "supervisor", "restarts", "heartbeats", "capacity", "bench", "ray"),
-    *("start_report", "lifeline", "llm"),
+    *("cli", "__main__", "launch", "supervisor", "restarts", "heartbeats", "capacity", "bench"),
+    *("start_report", "lifeline", "llm", "ray"),
 }
 EXTERNAL = {  # all that these may import from elsewhere
     "": {"msgspec", "numpy"},

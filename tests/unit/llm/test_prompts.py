@@ -38,6 +38,8 @@ def test_a_salt_goes_along() -> None:
         (5, "expected text, token ids"),
         (["a", []], "prompt 1 has no tokens"),
         (["a", 5.0], "prompt 1 is not text"),
+        ([5, "a"], "token ids must be integers, not str"),
+        ([[1], [5, 2.0]], "prompt 1: token ids must be integers, not float"),
         ([{}], "needs 'prompt'"),
         ([{"prompt": 5}], "'prompt' must be text"),
         ([{"prompt": "a", "multi_modal_data": {"image": 1}}], "only text and token ids"),
