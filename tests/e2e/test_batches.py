@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import openai
+import pyarrow as pa
+import pyarrow.parquet as pq
 from openai.types import Batch
 
 from tests.drivers.until import wait_until
@@ -132,11 +134,41 @@ def test_the_command_goes_on_where_it_was(tmp_path: Path) -> None:
     check(output.read_bytes(), (tmp_path / "out.errors.jsonl").read_bytes(), 300)
 
 
+def test_rows_go_on_where_they_were(tmp_path: Path) -> None:
+    """After a kill; then every row of the table has its answer or its error beside it."""
+    source, output, answers = (tmp_path / name for name in ("in.parquet", "out.parquet", "out.parquet.progress"))
+    prompts = [None if number % 10 == 0 else f"prompt {number}" for number in range(300)]
+    pq.write_table(pa.table({"id": range(300), "prompt": prompts}), source)
+    command = [sys.executable, "-m", "toka_async.cli", "batch", "run", "-i", str(source), "-o", str(output)]
+    command += ["-n", "2", "--max-tokens", "10", "--extra-body", '{"ignore_eos": true}', "--keep", "id"]
+    command += ["model.device=simulated", "simulated.step_ms=10", "schedule.max_seqs=8", "cache.num_tokens=4096"]
+    end_early(command, tmp_path, 20, os.killpg, signal.SIGKILL, -signal.SIGKILL, answers / "answers.jsonl")
+    assert not output.exists()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1  # rows have failed
+    assert "continuing: " in done.stderr
+    assert f"270 lines answered in {output}" in done.stderr
+    rows = pq.read_table(output).to_pylist()
+    assert [row["id"] for row in rows] == list(range(300))
+    assert [row["id"] for row in rows if row["error"]] == list(range(0, 300, 10))
+    assert all(len(row["generated_text"]) == 2 and row["completion_tokens"] == 20 for row in rows if not row["error"])
+    output.unlink()
+    again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (again.returncode, "finished already: 270 lines" in again.stderr) == (1, True)
+    assert pq.read_table(output).to_pylist() == rows
+
+
 def end_early(
-    command: list[str], folder: Path, num_lines: int, kill: Callable[[int, int], None], number: int, code: int
+    command: list[str],
+    folder: Path,
+    num_lines: int,
+    kill: Callable[[int, int], None],
+    number: int,
+    code: int,
+    output: Path | None = None,
 ) -> None:
     """Runs the command until so many lines are in its output, and a little longer."""
-    output = folder / "out.jsonl"
+    output = output or folder / "out.jsonl"
     with (folder / "stderr").open("wb") as errors:
         process = subprocess.Popen(command, stderr=errors, start_new_session=True)
         wait_until(

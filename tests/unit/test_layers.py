@@ -29,6 +29,7 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "socket_folder": set(),
     "gpu_lock": set(),
     "batches": set(),
+    "tables": set(),
     "kernels": set(),
     "attention": {"checkpoint", "kernels"},
     "model": {"checkpoint", "attention", "kernels"},
@@ -41,12 +42,13 @@ FAMILIES["procs"] = set(FAMILIES) - {"client"}
 FAMILIES[""] = {"llm"}  # for type checkers only: the package loads its names when they are used
 TOP = {  # L4
     *("cli", "__main__", "launch", "supervisor", "restarts", "heartbeats", "capacity", "bench"),
-    *("start_report", "lifeline", "llm", "ray"),
+    *("start_report", "lifeline", "llm", "evaluation", "ray"),
 }
 EXTERNAL = {  # all that these may import from elsewhere
     "": {"msgspec", "numpy"},
     "scheduler": {"msgspec", "numpy"},
     "batches": {"msgspec", "numpy"},
+    "tables": {"msgspec", "numpy", "pyarrow"},
     "kernels": {"torch", "triton"},
 }
 

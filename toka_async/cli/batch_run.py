@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -41,9 +42,20 @@ class BatchFileError(Exception):
     """The files cannot be used; the message is one line for the user."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """How a run went. finished: None for one that stopped before its end. pace: how fast it was, for the last line.
+    is_new: it did anything that earlier runs had not done."""
+
+    code: int
+    finished: Finished | None = None
+    pace: str = ""
+    is_new: bool = True
+
+
 def run(config: Config, source: Path, output: Path, errors: Path | None, *, retry: bool = False) -> int:
-    """Run the command; returns the exit code: 0 when every line has an answer, 1 when some failed or the run was
-    stopped.
+    """Run the command on a file of OpenAI's batches; returns the exit code: 0 when every line has an answer, 1 when
+    some failed or the run was stopped.
 
     Args:
         retry: ask lines again on which an earlier run failed.
@@ -53,25 +65,28 @@ def run(config: Config, source: Path, output: Path, errors: Path | None, *, retr
     """
     job = make_job(source, output, errors, config.model)
     tell = configure_parent(config.log.format)
+    ran = run_job(config, job, tell, retry=retry)
+    if ran.finished is not None:
+        tell(describe_end(ran, job.output, f"see {job.errors}"))
+    return ran.code
+
+
+def run_job(config: Config, job: BatchJob, tell: Callable[[str], None], *, retry: bool) -> Ran:
+    """Answer the lines that have no answer yet, with a bar. Raises BatchFileError or ModelError."""
     try:
         before = read_progress(job, retry=retry)
     except StorageError as error:
         raise BatchFileError(str(error)) from None
     if isinstance(before, Finished):
-        again = "; --retry-failed retries these" if before.failed else ""
-        tell(f"finished already: {summarize(job, before)}{again}")
-        return exit_code(before)
+        return Ran(exit_code(before), before, is_new=False)
     if before.done:
         tell(f"continuing: {before.done:,} of {before.total:,} lines are done")
     bar = Bar(sys.stderr, tell, before)
     code = run_batch(config, job, bar.show)
     bar.finish()
-    if bar.finished is None:
-        if code == 0:
-            tell(f"stopped after {format_count(bar.latest.done, 'line')}; the same command continues from there")
-        return code or 1
-    tell(summarize(job, bar.finished, bar.pace()))
-    return code
+    if bar.finished is None and code == 0:
+        tell(f"stopped after {format_count(bar.latest.done, 'line')}; the same command continues from there")
+    return Ran(code if bar.finished else code or 1, bar.finished, bar.pace())
 
 
 def make_job(source: Path, output: Path, errors: Path | None, model: ModelConfig) -> BatchJob:
@@ -137,10 +152,16 @@ def make_status(batch: Batch) -> Finished | Advanced:
     return Advanced(done, progress.failed, batch.record.total, progress.output_tokens)
 
 
-def summarize(job: BatchJob, finished: Finished, pace: str = "") -> str:
-    failed = f"; {finished.failed:,} failed: see {job.errors}" if finished.failed else ""
-    tokens = f"{finished.prompt_tokens:,} prompt tokens, {finished.tokens:,} generated{pace}"
-    return f"{format_count(finished.completed, 'line')} answered in {job.output}: {tokens}{failed}"
+def describe_end(ran: Ran, output: object, where_failed: str) -> str:
+    """The last line of a finished run. where_failed: where the user finds what failed."""
+    finished = ran.finished
+    assert finished is not None
+    failed = f"; {finished.failed:,} failed: {where_failed}" if finished.failed else ""
+    tokens = f"{finished.prompt_tokens:,} prompt tokens, {finished.tokens:,} generated{ran.pace}"
+    text = f"{format_count(finished.completed, 'line')} answered in {output}: {tokens}{failed}"
+    if ran.is_new:
+        return text
+    return f"finished already: {text}{'; --retry-failed retries these' if finished.failed else ''}"
 
 
 def exit_code(finished: Finished) -> int:

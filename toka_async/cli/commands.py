@@ -89,10 +89,13 @@ def _run_warm(config: Config) -> int:
 
 def _run_batch(options: argparse.Namespace) -> int:
     from toka_async.checkpoint.spec import ModelError
+    from toka_async.cli.batch_rows import has_rows, run_rows
     from toka_async.cli.batch_run import BatchFileError, run
 
     try:
         config = _load_configuration(options)
+        if has_rows(options):
+            return run_rows(config, options)
         return run(config, options.input, options.output, options.errors, retry=options.retry_failed)
     except (ModelError, BatchFileError) as error:
         return _report_error(error)

@@ -192,12 +192,44 @@ def _add_config(parser: _Parser) -> None:
 
 
 def _add_batch(add: Callable[[str, str], _Parser]) -> None:
-    run = add("run", "answer every line of a file in the format of OpenAI's batches; continues after a stop")
-    run.add_argument("-i", "--input", type=Path, required=True, metavar="IN.jsonl", help="one request a line")
-    run.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.jsonl", help="one answer a line")
+    run = add(
+        "run",
+        "answer every line of a file in the format of OpenAI's batches, or every row of a data set; continues after a "
+        "stop",
+    )
+    run.add_argument(
+        "-i",
+        "--input",
+        type=Path,
+        required=True,
+        metavar="IN",
+        help="lines of OpenAI's batches (JSONL); or rows: a Parquet or JSONL file, a data set's folder",
+    )
+    run.add_argument("-o", "--output", type=Path, required=True, metavar="OUT", help=".jsonl; for rows also .parquet")
     run.add_argument("-e", "--errors", type=Path, metavar="ERR.jsonl", help="failed lines; default: OUT.errors.jsonl")
-    run.add_argument("--retry-failed", action="store_true", help="retry lines that failed in an earlier run")
+    run.add_argument("--retry-failed", action="store_true", help="retry lines or rows that failed in an earlier run")
+    _add_rows(run)
+    run.usage = f"%(prog)s -i IN -o OUT [options] [MODEL | {OVERRIDE}]"
     _add_configuration(run)
+
+
+def _add_rows(parser: _Parser) -> None:
+    """Options of rows only, without defaults: `batch_rows` refuses them for lines of OpenAI's batches."""
+    add = parser.add_argument
+    add("--column", metavar="NAME", help="of the rows' text, token ids or messages; default: messages or prompt")
+    add("--split", metavar="NAME", help="of a folder with several")
+    add("--keep", metavar="NAME,...", help="columns that the output repeats; default: all")
+    add("--chat", action="store_true", default=None, help="a row's text is a chat message, not to be continued")
+    add("--system", metavar="TEXT", help="system message of the rows' chats")
+    add("-n", type=_parse_count, metavar="N", help="samples of a row; if more than one, answers are lists")
+    add("--temperature", type=float, metavar="T", help="of rows; default: the model's")
+    add("--top-p", type=float, metavar="P", help="of rows; default: the model's")
+    add("--max-tokens", type=_parse_count, metavar="N", help="of rows; default: 256, in chats what fits")
+    add("--stop", action="append", metavar="TEXT", help="where answers to rows end; can be repeated")
+    add("--seed", type=int, metavar="N", help="of the first row; each next row's is one more")
+    add("--extra-body", metavar="JSON", help='further fields of rows\' requests, such as {"top_k": 20}')
+    add("--answer-column", metavar="NAME", help="of the output; default: generated_text")
+    add("--response-column", metavar="NAME", help="of the output, for whole responses as JSON; default: none")
 
 
 def _add_configuration(parser: _Parser, *, has_model: bool = True) -> None:

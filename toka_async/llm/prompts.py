@@ -84,9 +84,7 @@ def read_token_ids(ids: Any, name: str) -> list[int]:
         is_empty = isinstance(ids, Sequence | np.ndarray) and not len(ids)
         what = "has no tokens" if is_empty else "is not text or token ids"
         raise ValueError(f"{name} {what}")
-    if isinstance(ids, np.ndarray):
-        tokens: list[int] = ids.tolist()
-        return tokens
-    if wrong := [kind.__name__ for kind in set(map(type, ids)) if not issubclass(kind, int | np.integer)]:
+    listed: list[int] = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
+    if wrong := [kind.__name__ for kind in set(map(type, listed)) if not issubclass(kind, int | np.integer)]:
         raise ValueError(f"{name}: token ids must be integers, not {wrong[0]}")
-    return list(ids)
+    return listed

@@ -77,6 +77,15 @@ def test_every_name_is_there_with_its_labels(series: Series) -> None:
             assert {label.strip() for label in grouped.split(",")} <= labels, expression
 
 
+async def test_a_gateway_finds_what_it_reads() -> None:
+    """The names that the InferencePool's picker reads stand in its file."""
+    read = set(re.findall(r"vllm:\w+", (CONFIGS / "deploy/kubernetes/inference-pool.yaml").read_text()))
+    assert len(read) == 3
+    async with web_server(vllm_metrics=True) as server, server.http.get(server.url + "/metrics") as response:
+        assert read <= {each.name for each in text_string_to_metric_families(await response.text())}
+    assert "server.vllm_metrics=true" in (CONFIGS / "deploy/kubernetes/deployment.yaml").read_text()
+
+
 def test_a_wrong_name_would_be_found(series: Series) -> None:
     assert "toka:no_such_total" not in series
     assert NAME.findall("rate(toka:no_such_total[5m])") == ["toka:no_such_total"]
