@@ -62,6 +62,18 @@ def find_parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def find_manager(raylet: int) -> int:
+    """The process id of the fleet's manager, which this raylet started."""
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended meanwhile
+            if (
+                command.read_bytes().startswith(b"ray::FleetManager")
+                and find_parent(int(command.parent.name)) == raylet
+            ):
+                return int(command.parent.name)
+    raise AssertionError("there is no manager")
+
+
 def find_processes(fleet: Fleet) -> dict[str, int]:
     """The processes of the only replica, which serves."""
     (status,) = fleet.list_statuses()
@@ -139,7 +151,7 @@ def test_a_detached_fleet_is_found_by_its_name_and_outlives_its_manager(fleet: F
     found, before = Fleet.find("tested"), find_processes(fleet)
     assert found.addresses() == fleet.addresses()
     assert found.key.read_text() == fleet.key.read_text()
-    (manager,) = (int(each.parent.name) for each in Path("/proc").glob("[0-9]*/cmdline") if is_manager(each))
+    manager = find_manager(find_parent(before["worker"]))
     kill(manager, [manager, *before.values()])
     found.wait()
     assert not {*before.values()} & {*find_processes(found).values()}
@@ -150,12 +162,6 @@ def test_a_closed_fleet_has_ended() -> None:
         assert fleet.addresses() == []
     with pytest.raises(FleetError, match="the fleet has ended"):
         fleet.addresses()
-
-
-def is_manager(command: Path) -> bool:
-    with suppress(OSError):
-        return command.read_bytes().startswith(b"ray::FleetManager")
-    return False
 
 
 def test_what_is_missing_is_said() -> None:
