@@ -53,15 +53,23 @@ def serve(config: Config) -> int:
         limits = [*raise_limits(), *find_exposures(config.server, has_keys=bool(keys))]
         url = find_url(listener, "http" if tls is None else "https")
         of_all = _make_spec("server", config, folder, model_dir, tokenizer_dir)
-        spec = msgspec.structs.replace(of_all, listen_fd=listener.fileno())
+        spec, direct = msgspec.structs.replace(of_all, listen_fd=listener.fileno()), ""
+
+        def on_status(status: Status) -> None:
+            nonlocal direct
+            ranks.hear(status)
+            if isinstance(status, Started) and status.direct:
+                direct = status.direct
 
         def on_started() -> None:
             for line in [*limits, *ranks.take_lines()]:
                 say(line)
             announce(f"toka-async: serving {spec.served_name} at {url}")
+            if direct:
+                announce(f"toka-async: direct submission at {direct}")
 
         # Only the server keeps the listener, so that connections are refused once it stops.
-        return _run(spec, folder, config.server.drain_timeout, on_started, ranks.hear, listener.close)
+        return _run(spec, folder, config.server.drain_timeout, on_started, on_status, listener.close)
 
 
 def warm(config: Config) -> int:

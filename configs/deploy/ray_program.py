@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 
 import ray
+
 from toka_async.ray.data import generate
 
 

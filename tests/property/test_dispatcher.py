@@ -27,7 +27,7 @@ class ListedReplica(DispatchedReplica):
         super().__init__(f"tcp://{number}")
         self.max_samples, self.max_requests = max_samples, max_requests
         self.attempts: list[Pending] = []
-        self.is_resting = self.is_idle = False
+        self.is_resting = self.is_idle = self.is_full = False
 
     def begin(self, attempt: Pending) -> None:
         assert self.is_joined
@@ -36,8 +36,9 @@ class ListedReplica(DispatchedReplica):
     def abandon(self, attempt: Pending) -> None:
         self.attempts.remove(attempt)
 
-    def rest(self) -> None:
+    def rest(self, *, is_full: bool) -> None:
         self.is_resting = True
+        self.is_full = is_full
 
     def note_idle(self) -> None:
         self.is_idle = True
@@ -120,6 +121,12 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.dispatcher.join(replica)
 
     @precondition(lambda self: self.replicas)
+    @rule(choice=CHOICE, max_samples=st.integers(1, 9))
+    def resize(self, choice: int, max_samples: int) -> None:
+        replica = self.replicas[choice % len(self.replicas)]
+        self.dispatcher.resize(replica, max(max_samples, replica.samples))
+
+    @precondition(lambda self: self.replicas)
     @rule(choice=CHOICE)
     def lose_replica(self, choice: int) -> None:
         replica = self.replicas[choice % len(self.replicas)]
@@ -195,6 +202,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         replica.is_resting = False
         self.end(replica, attempt, RequestError("no", code=code))
         assert replica.is_resting == temporary
+        assert not temporary or replica.is_full == (code == "overloaded")
         if lost:
             self.check_loss(asker)
         else:

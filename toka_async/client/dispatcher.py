@@ -17,6 +17,7 @@ from toka_async.client.replica_choice import TOKEN_BYTES, ReplicaChoice, Replica
 from toka_async.client.results import Event
 
 MOST_OVERTAKING = 4096  # later requests that a replica may take first because their prefix belongs to it
+OVERLOADED = "overloaded"
 ENGINE_LOST = ("engine_stopped",)  # codes of errors that say nothing against the request
 
 
@@ -46,8 +47,8 @@ class DispatchedReplica(ReplicaRoom, ABC):
         """Cancel a request there."""
 
     @abstractmethod
-    def rest(self) -> None:
-        """Leave the dispatcher for a while: it has no room for what it was sent."""
+    def rest(self, *, is_full: bool) -> None:
+        """Get less for a while: it refused a request for now. is_full: it has no room; otherwise it takes nothing."""
 
     @abstractmethod
     def note_idle(self) -> None:
@@ -138,6 +139,12 @@ class Dispatcher:
         if not replica.requests:
             replica.note_idle()
 
+    def resize(self, replica: DispatchedReplica, max_samples: int) -> None:
+        """Change how many samples are open at a replica at once. It keeps those that it has."""
+        replica.max_samples = max_samples
+        if replica.is_joined:
+            self._note_room(replica)
+
     def pull(self) -> None:
         """Send what waits to replicas that have got room."""
         pulling, self._pulling = self._pulling, {}
@@ -210,11 +217,14 @@ class Dispatcher:
         replica.samples -= request.samples
         replica.tokens -= request.tokens
         if replica.is_joined:
-            self._choice.note(replica)
-            self._pulling[replica] = None
-            self._on_room()
+            self._note_room(replica)
         elif not replica.requests:
             replica.note_idle()
+
+    def _note_room(self, replica: DispatchedReplica) -> None:
+        self._choice.note(replica)
+        self._pulling[replica] = None
+        self._on_room()
 
     # ---- what replicas say -------------------------------------------------------------------------------------------
 
@@ -240,7 +250,7 @@ class Dispatcher:
     def _on_failure(self, request: PoolRequest, replica: DispatchedReplica, error: Exception) -> None:
         code = error.code if isinstance(error, RequestError) else None
         if code in RETRIED and not request.has_begun:
-            replica.rest()
+            replica.rest(is_full=code == OVERLOADED)
         elif isinstance(error, ConnectionLostError) or code in RETRIED or code in ENGINE_LOST:
             request.num_lost += 1
             if request.has_begun:

@@ -16,7 +16,7 @@ from toka_async.protocol import Welcome
 from toka_async.transport.zmq_frames import Loss
 
 PATIENCE = 10.0  # seconds for a connection to be made, or restored after a break
-REST = 1.0  # seconds without new requests after the server had no room
+REST = 1.0  # seconds with fewer requests after the server refused one for now
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds after a failure, doubled with each
 AHEAD = 1.25  # times the samples that run at once: so that the server always has the next ones
 
@@ -37,6 +37,7 @@ class PoolReplica(DispatchedReplica):
         "_connection",
         "_context",
         "_dispatcher",
+        "_given",
         "_is_draining",
         "_loop",
         "_most",
@@ -61,7 +62,8 @@ class PoolReplica(DispatchedReplica):
         self._context = context
         self._options = options
         self._dispatcher = dispatcher
-        self._most = max_samples
+        self._given = max_samples
+        self._most = 1
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()
         self._connection: ClientConnection | None = None
@@ -91,8 +93,11 @@ class PoolReplica(DispatchedReplica):
         assert self._connection is not None
         self._connection.abandon([attempt])
 
-    def rest(self) -> None:
-        if self.is_joined:
+    def rest(self, *, is_full: bool) -> None:
+        if is_full and self.samples:
+            self._dispatcher.resize(self, self.samples)  # one comes when one has ended
+            self._set_timer(REST, lambda: self._dispatcher.resize(self, self._most))
+        else:
             self._dispatcher.leave(self)
             self._set_timer(REST, self._join)
 
@@ -123,7 +128,8 @@ class PoolReplica(DispatchedReplica):
         if self._timer is not None:
             self._timer.cancel()
         self.max_requests = welcome.credit
-        self.max_samples = self._most or max(1, math.ceil(AHEAD * welcome.max_seqs))
+        self._most = self._given or max(1, math.ceil(AHEAD * welcome.max_seqs))
+        self._dispatcher.resize(self, self._most)
         self._join()
 
     def _on_loss(self, loss: Loss) -> None:

@@ -80,9 +80,10 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Child -> parent: it does its work now. resources: a rank's."""
+    """Child -> parent: it does its work now. resources: a rank's. direct: address of the server's direct submission."""
 
     resources: Resources | None = None
+    direct: str = ""
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

@@ -6,7 +6,6 @@ Knows the configuration's keys; knows nothing of requests.
 from __future__ import annotations
 
 import asyncio
-import logging
 from pathlib import Path
 
 import zmq
@@ -17,8 +16,6 @@ from toka_async.server.generate.service import Service
 from toka_async.server.zmq.endpoint import Endpoint
 from toka_async.transport.curve import Gate, KeyFileError, check_clients, read_pair
 from toka_async.transport.zmq_frames import RouterSocket
-
-logger = logging.getLogger(__name__)
 
 MOST_QUEUED = 256  # messages for a client that does not read
 WAITING = 8  # times `max_body_mb`: data that arrived and was not read
@@ -50,7 +47,6 @@ class DirectServer:
         except zmq.ZMQError as error:
             raise ConfigError(f"zmq.bind: cannot listen on {config.bind}: {error.strerror}") from None
         self.endpoint = Endpoint(router, service, config)
-        logger.info("direct submission at %s", self.endpoint.address)
 
     async def close(self, timeout: float) -> None:
         """Close after at most `timeout` seconds in which clients take what they are owed."""

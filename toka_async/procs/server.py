@@ -79,7 +79,7 @@ async def serve(link: ParentLink) -> NoReturn:
     order = asyncio.create_task(schedulers.orders.get())
     await asyncio.wait({asyncio.create_task(schedulers.is_ready.wait()), order}, return_when=asyncio.FIRST_COMPLETED)
     if schedulers.is_ready.is_set():
-        link.report(Started())
+        link.report(Started(direct="" if direct is None else direct.endpoint.address))
     first = await order
     await site.stop()
     await finish(link, first, schedulers.orders, engine, runner, direct)

@@ -42,9 +42,10 @@ class Wire:
     sent: list[tuple[FromClient, Columns]] = field(default_factory=list)
     retries: list[float] = field(default_factory=list)
     news: dict[int, News] = field(default_factory=dict)
+    retries_requests: bool = True
 
     def __post_init__(self) -> None:
-        self.exchange = Exchange(self._send, self.retries.append)
+        self.exchange = Exchange(self._send, self.retries.append, retries=self.retries_requests)
 
     def _send(self, frames: Sequence[Buffer]) -> None:
         self.sent.append(from_client([bytes(frame) for frame in frames]))
@@ -363,3 +364,38 @@ def test_answers_to_what_was_left_of_a_connection_are_passed_over() -> None:
     for _ in range(3):
         wire.say(Closed(code="unknown", message="who?"))
     assert [type(header) for header, _ in wire.sent] == [Hello, Submission, Hello]
+
+
+# ---- without retries: a pool begins requests again elsewhere
+
+
+@pytest.mark.parametrize("code", ["overloaded", "not_serving"])
+def test_without_retries_a_request_that_there_is_no_room_for_ends_with_the_error(code: str) -> None:
+    wire = Wire(retries_requests=False)
+    wire.welcome()
+    wire.ask(1)
+    wire.error(1, 1, code)
+    news = wire.news[1]
+    assert isinstance(news, RequestError)
+    assert news.code == code
+    assert wire.exchange.num_open == 0
+
+
+def test_without_retries_a_forgotten_session_is_over() -> None:
+    wire = Wire(retries_requests=False)
+    wire.welcome()
+    wire.welcome()  # nothing was asked yet
+    wire.ask(1)
+    wire.exchange.note_disconnected()
+    wire.welcome(resumed=True)
+    assert wire.submitted() == [[1], [1]]
+    with pytest.raises(ConnectionLostError, match="forgotten"):
+        wire.welcome()
+    assert not wire.news
+
+
+def test_without_retries_a_server_that_stops_is_over() -> None:
+    wire = Wire(retries_requests=False)
+    wire.welcome()
+    with pytest.raises(ConnectionLostError, match="bye"):
+        wire.say(Closed(code="stopping", message="bye"))

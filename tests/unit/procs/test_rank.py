@@ -16,7 +16,7 @@ import torch
 
 from toka_async.arrays import EMPTY, i32_column
 from toka_async.checkpoint.spec import ModelError
-from toka_async.config import Config
+from toka_async.config import Config, ParallelConfig
 from toka_async.messages import ExpertLoads, FromRank, RankDevice, Ready, StageTimes, Step, StepDone, ToRank
 from toka_async.procs import rank
 from toka_async.procs.child import Alive, ChildSpec, Fatal, ParentLink, Started, Status
@@ -363,3 +363,10 @@ def test_a_rank_tells_of_its_gpu_and_of_a_step_that_hangs(
     else:
         link.on_beat()
         assert link.statuses[1:] == [Alive()]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_gpu_is_locked_unless_engines_share_it(tmp_path: Path, shared: bool) -> None:
+    config = Config(parallel=ParallelConfig(gpu_locks="" if shared else str(tmp_path)))
+    rank.lock_gpu(config, "GPU-1")
+    assert [path.name for path in tmp_path.iterdir()] == ([] if shared else ["toka-async-GPU-1.lock"])
