@@ -89,9 +89,10 @@ def commands() -> Iterator[Any]:
 @pytest.mark.parametrize("arguments", list(commands()))
 def test_every_command_is_understood(arguments: list[str]) -> None:
     options = parse_arguments(arguments)
-    # The number of machines and the address come from the environment of LeaderWorkerSet or Slurm.
-    nodes = ["cluster.nodes=2", "cluster.address=tcp://10.0.0.1:10212"] if options.command == "node" else []
-    config = load_config(options.config, complete_overrides([*options.overrides, *nodes], has_model=True))
+    of_node: list[str] = []
+    if options.command == "node":  # the environment of LeaderWorkerSet or Slurm says the rest
+        of_node = ["cluster.nodes=2", "cluster.address=tcp://10.0.0.1:10212", "parallel.pp=2"]
+    config = load_config(options.config, complete_overrides([*of_node, *options.overrides], has_model=True))
     if options.command == "serve":
         assert (config.server.host, config.server.port) == ("0.0.0.0", PORT)
 
