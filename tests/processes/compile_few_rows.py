@@ -29,6 +29,7 @@ def compile_tile(architecture: int, tile: FewRowsTile) -> str:
         "columns": tile.columns,
         "depth": tile.depth,
         "stages": tile.num_stages,
+        "ahead": tile.num_ahead,
         "pdl": pdl,
         "fetched": 64,
     }

@@ -17,7 +17,8 @@ from tests.drivers.until import wait_until
 from tests.processes.ray_job import run_job, start_job
 from toka_async.bench.loads.served import list_children
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
+# It takes more than a minute: two starts of the cluster, and a wait for the engine that was killed.
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 ROWS, BAD = 400, 7  # BAD: the row whose prompt is out of the vocabulary
 SECONDS = 240.0
 
