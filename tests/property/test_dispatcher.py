@@ -243,7 +243,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         if not hasattr(self, "replicas"):
             return
         self.add_replica(3, 3)
-        for _ in range(3 * len(self.askers) + 1):
+        for _ in range(sum(each.pending.options.n for each in self.askers) + 1):  # a round ends a sample at least
             self.dispatcher.pull()
             for replica in self.replicas:
                 for attempt in list(replica.attempts):
