@@ -168,9 +168,10 @@ class DispatcherMachine(RuleBasedStateMachine):
     def pull(self) -> None:
         self.num_wakes = 0
         self.dispatcher.pull()
-        oldest = next(iter(self.waiting()), None)
-        if oldest is not None:  # nobody has room for it
-            assert not any(each.is_joined and each.fits(oldest.pending.options.n) for each in self.replicas)
+        waiting = self.waiting()
+        if waiting:  # the first in the queue has room nowhere; what was lost is before what came earlier
+            joined = [each for each in self.replicas if each.is_joined]
+            assert any(not any(each.fits(asker.pending.options.n) for each in joined) for asker in waiting)
 
     def waiting(self) -> list[Asker]:
         running = {attempt.seed for replica in self.replicas for attempt in replica.attempts}
