@@ -22,6 +22,7 @@ from typing import Self
 from toka_async.bar import format_count
 from toka_async.heartbeats import Heartbeats
 from toka_async.logs import Say, say
+from toka_async.nodes.messages import RankGone, RankLine
 from toka_async.procs.child import (
     SIGNALS,
     Alive,
@@ -32,8 +33,6 @@ from toka_async.procs.child import (
     Fatal,
     Lost,
     Memory,
-    Remote,
-    RemoteGone,
     Silent,
     Started,
     Status,
@@ -291,13 +290,13 @@ class Supervisor:
         if status is None:
             assert isinstance(child, Child)
             raise ChildError(child.describe_end(), child)
-        if isinstance(status, Remote | RemoteGone):
+        if isinstance(status, RankLine | RankGone):
             rank = next((each for each in self._children if each.name == status.name), None)
             if rank is None:
                 return  # its replica was lost meanwhile
-            if isinstance(status, RemoteGone):
+            if isinstance(status, RankGone):
                 raise ChildError(status.message, rank)
-            child, status = rank, STATUSES.decode(status.status)
+            child, status = rank, STATUSES.decode(status.line)
         if isinstance(status, Fatal):
             message = status.message if status.user else f"{child.name}: {status.message}"
             raise ChildError(message, child, user=status.user)

@@ -18,8 +18,9 @@ from tests.processes.children import SAY, command
 from tests.processes.serving import wait_until_gone
 from toka_async import restarts
 from toka_async import supervisor as module
+from toka_async.nodes.messages import RankOrder
 from toka_async.procs import launched
-from toka_async.procs.child import Beat, Finished, OrderRemote, Prepare, Prepared, Status
+from toka_async.procs.child import Beat, Finished, Prepare, Prepared, Status
 from toka_async.procs.launched import Child, Launch
 from toka_async.supervisor import Supervisor
 
@@ -336,12 +337,12 @@ while True:
     if order["type"] == "Prepare":
         keys = {"public": "", "secret": ""}
         say(json.dumps({**order, "type": "Prepared", "ranks": [], "group": "", "keys": keys}))
-    elif order["type"] == "StartRemote":
-        say(json.dumps({"type": "Remote", "name": order["name"], "status": STARTED}))
-    elif order["type"] == "OrderRemote":
+    elif order["type"] == "StartRank":
+        say(json.dumps({"type": "RankLine", "name": order["name"], "line": STARTED}))
+    elif order["type"] == "RankOrder":
         for name in ("rank-0-0", "rank-0-1", "rank-9-9"):
-            say(json.dumps({"type": "RemoteGone", "name": name, "message": name + " fell with node 1"}))
-    elif order["type"] == "KillRemote":
+            say(json.dumps({"type": "RankGone", "name": name, "message": name + " fell with node 1"}))
+    elif order["type"] == "EndRank":
         sys.stderr.write("kills " + order["name"] + "\\n")
     elif order["type"] == "Stop":
         break
@@ -369,7 +370,7 @@ def test_ranks_of_other_machines_are_children_too(capfd: pytest.CaptureFixture[s
         supervisor.start(Launch("server", command(SAY + LOSER), b"spec"))
         coordinator = supervisor.start(Launch("coordinator", command(SAY + COORDINATOR, STARTED=status), b"spec"))
         prepare(0, 0)
-        supervisor.run(lambda: coordinator.order(OrderRemote("rank-0-0", b"")))
+        supervisor.run(lambda: coordinator.order(RankOrder("rank-0-0", b"")))
     assert lives == [0, 1]
     err = capfd.readouterr().err
     assert err.count("rank-0-0 fell with node 1; replica 0 is restarted in ") == 1

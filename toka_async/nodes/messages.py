@@ -91,7 +91,7 @@ class Probed(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartRank(msgspec.Struct, frozen=True, tag=True):
-    """Leader -> agent: start a rank. spec: its ChildSpec as JSON, which the agent completes."""
+    """Parent -> coordinator -> agent: start a rank. spec: its ChildSpec as JSON, which the agent completes."""
 
     name: str
     rank: int
@@ -99,27 +99,27 @@ class StartRank(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankOrder(msgspec.Struct, frozen=True, tag=True):
-    """Leader -> agent: a line for the rank's standard input."""
+    """Parent -> coordinator -> agent: a line for the rank's standard input, an Order."""
 
     name: str
     line: bytes
 
 
 class EndRank(msgspec.Struct, frozen=True, tag=True):
-    """Leader -> agent: kill the rank."""
+    """Parent -> coordinator -> agent: kill the rank."""
 
     name: str
 
 
 class RankLine(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> leader: a line of a rank's standard output, a Status."""
+    """Agent -> coordinator -> parent: a line of a rank's standard output, a Status."""
 
     name: str
     line: bytes
 
 
 class RankGone(msgspec.Struct, frozen=True, tag=True):
-    """Agent -> leader: a rank has ended, and how."""
+    """Agent -> coordinator -> parent: a rank has ended, and how."""
 
     name: str
     message: str

@@ -20,6 +20,7 @@ import msgspec
 
 from toka_async.config import Config
 from toka_async.logs import catch_stray_lines, configure
+from toka_async.nodes.messages import EndRank, RankGone, RankLine, RankOrder, StartRank
 from toka_async.topology import Places, SharedKeys, Topology
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the parent decides on them; children ignore them
@@ -184,43 +185,8 @@ class Prepared(msgspec.Struct, frozen=True, tag=True):
     keys: SharedKeys
 
 
-class StartRemote(msgspec.Struct, frozen=True, tag=True):
-    """Parent -> coordinator: start a rank on its machine. spec: as JSON."""
-
-    name: str
-    rank: int
-    spec: bytes
-
-
-class OrderRemote(msgspec.Struct, frozen=True, tag=True):
-    """Parent -> coordinator: pass an order on, as JSON."""
-
-    name: str
-    order: bytes
-
-
-class KillRemote(msgspec.Struct, frozen=True, tag=True):
-    """Parent -> coordinator: kill a rank."""
-
-    name: str
-
-
-class Remote(msgspec.Struct, frozen=True, tag=True):
-    """Coordinator -> parent: a rank's status, as JSON."""
-
-    name: str
-    status: bytes
-
-
-class RemoteGone(msgspec.Struct, frozen=True, tag=True):
-    """Coordinator -> parent: a rank has ended, and how."""
-
-    name: str
-    message: str
-
-
-Status = Started | Fatal | Drained | Advanced | Finished | Alive | Prepared | Remote | RemoteGone
-Order = Drain | Fail | Lost | Stop | Beat | Silent | Memory | Prepare | StartRemote | OrderRemote | KillRemote
+Status = Started | Fatal | Drained | Advanced | Finished | Alive | Prepared | RankLine | RankGone
+Order = Drain | Fail | Lost | Stop | Beat | Silent | Memory | Prepare | StartRank | RankOrder | EndRank
 
 _ORDERS: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
 

@@ -19,6 +19,7 @@ from toka_async.nodes.coordination import Coordination
 from toka_async.nodes.facts import collect_model_facts, collect_versions
 from toka_async.nodes.keys import derive_keys, draw_keys
 from toka_async.nodes.links import NodeLinks
+from toka_async.nodes.messages import EndRank, RankGone, RankLine, RankOrder, StartRank
 from toka_async.nodes.placing import parse_address
 from toka_async.nodes.secret import read_secret
 from toka_async.procs.child import (
@@ -27,16 +28,11 @@ from toka_async.procs.child import (
     ChildSpec,
     Fail,
     Fatal,
-    KillRemote,
     Order,
-    OrderRemote,
     ParentLink,
     Prepare,
     Prepared,
-    Remote,
-    RemoteGone,
     Started,
-    StartRemote,
     Stop,
 )
 
@@ -55,10 +51,10 @@ class ParentEnd:
         self._link.report(Prepared(replica, life, ranks, group, draw_keys()))
 
     def hear(self, name: str, line: bytes) -> None:
-        self._link.report(Remote(name, line))
+        self._link.report(RankLine(name, line))
 
     def note_gone(self, name: str, message: str) -> None:
-        self._link.report(RemoteGone(name, message))
+        self._link.report(RankGone(name, message))
 
     def fail(self, message: str) -> None:
         raise StartError(message)
@@ -130,11 +126,11 @@ def carry_out(order: Order, coordination: Coordination) -> None:
     match order:
         case Prepare():
             coordination.prepare(order.replica, order.life)
-        case StartRemote():
+        case StartRank():
             coordination.start_rank(order.name, order.rank, order.spec)
-        case OrderRemote():
-            coordination.order(order.name, order.order)
-        case KillRemote():
+        case RankOrder():
+            coordination.order(order.name, order.line)
+        case EndRank():
             coordination.end_rank(order.name)
 
 

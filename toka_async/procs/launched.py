@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from toka_async.procs.child import SIGNALS, ChildSpec, KillRemote, Order, OrderRemote, StartRemote, Status, Stop
+from toka_async.nodes.messages import EndRank, RankOrder, StartRank
+from toka_async.procs.child import SIGNALS, ChildSpec, Order, Status, Stop
 
 STOP_TIMEOUT = 3.0  # seconds for a child to exit after the order
 
@@ -125,14 +126,14 @@ class RemoteChild:
         self.replica = launch.replica
         self.started = False
         self._via = via
-        via.order(StartRemote(launch.name, launch.rank, launch.spec))
+        via.order(StartRank(launch.name, launch.rank, launch.spec))
 
     def order(self, order: Order) -> None:
-        self._via.order(OrderRemote(self.name, msgspec.json.encode(order)))
+        self._via.order(RankOrder(self.name, msgspec.json.encode(order)))
 
     def kill(self) -> None:
         """Have the rank killed, before its agent does anything else."""
-        self._via.order(KillRemote(self.name))
+        self._via.order(EndRank(self.name))
 
     def stop(self) -> None:
         """Leave it to the agent, which ends its ranks when the coordinator stops."""
