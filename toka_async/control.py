@@ -13,6 +13,8 @@ import msgspec
 
 from toka_async.arrays import EMPTY
 
+DEFAULT_VERSION = "default"  # of the weights that a start loads, as vLLM names it
+
 PauseMode = Literal["abort", "wait", "keep", "retract"]
 
 
@@ -51,6 +53,12 @@ class ResetPrefixCache(Action, frozen=True, kw_only=True):
 
 class CommitUpdate(Action, frozen=True, kw_only=True):
     """The open update is complete on all ranks of all replicas: steps use its weights from now on."""
+
+    version: str
+
+
+class SetVersion(Action, frozen=True, kw_only=True):
+    """Name the weights that are there."""
 
     version: str
 
@@ -187,7 +195,7 @@ class Wake(Action, frozen=True, kw_only=True):
 
 
 RankAction = OpenTransfer | CloseTransfer | BeginUpdate | LoadTensors | VerifyUpdate | Checksum | Sleep | Wake
-AnyAction = Pause | Resume | Abort | ResetPrefixCache | CommitUpdate | AbandonUpdate | RankAction
+AnyAction = Pause | Resume | Abort | ResetPrefixCache | CommitUpdate | SetVersion | AbandonUpdate | RankAction
 RANK_ACTIONS = RankAction.__args__
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from toka_async.arrays import Float32, Int32, as_i32, as_i64
 from toka_async.control import (
+    DEFAULT_VERSION,
     RANK_ACTIONS,
     AbandonUpdate,
     Abort,
@@ -26,6 +27,7 @@ from toka_async.control import (
     PauseMode,
     ResetPrefixCache,
     Resume,
+    SetVersion,
     Sleep,
 )
 from toka_async.messages import (
@@ -136,6 +138,7 @@ class Core:
         self._in_flight: deque[StepRecord] = deque()
         self._num_arrived = 0
         self._pauses = PauseState()
+        self.version = DEFAULT_VERSION  # name of the weights with which steps are computed
         self._orders = RankOrders(max(1, len(ready.ranks)))
         self._holds_steps = False  # because of these two
 
@@ -270,9 +273,12 @@ class Core:
                 return self.abort(list(self._requests) if everything else as_i32(ids).tolist())
             case ResetPrefixCache():
                 self._running.cache.begin_epoch()
-            case CommitUpdate():
+            case CommitUpdate(version=version):
+                self.version = version
                 self._running.cache.begin_epoch()  # what older weights computed is not for new prompts
                 self._pauses.end_update(failed=False)
+            case SetVersion(version=version):
+                self.version = version
             case AbandonUpdate():
                 self._pauses.end_update(failed=True)
         return 0

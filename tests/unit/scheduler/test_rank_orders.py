@@ -37,6 +37,7 @@ def test_no_step_is_built_during_an_update_and_new_prompts_find_nothing_after_it
     late = core.submit(submit(1, PROMPT, max_tokens=2))
     assert not core.turn()
     core.control(CommitUpdate(version="v1"))
+    assert core.core.version == "v1"
     core.drain()
     assert late.prefilled is not None
     assert late.prefilled.cached_tokens == 0

@@ -29,6 +29,7 @@ from toka_async.control import (
     RankAction,
     ResetPrefixCache,
     Resume,
+    SetVersion,
     ShmBucket,
     Sleep,
     Source,
@@ -116,6 +117,7 @@ TO_SCHEDULER: list[ToScheduler] = [
     Control(number=10, action=ResetPrefixCache()),
     Control(number=11, action=CommitUpdate(version="v")),
     Control(number=12, action=AbandonUpdate()),
+    Control(number=13, action=SetVersion(version="v")),
     Submits(
         request_ids=IDS,
         lengths=IDS,

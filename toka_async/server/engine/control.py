@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 
 from toka_async.arrays import i32_column
 from toka_async.control import (
+    DEFAULT_VERSION,
     AbandonUpdate,
     Abort,
     AnyAction,
@@ -30,6 +31,7 @@ from toka_async.control import (
     PauseMode,
     ResetPrefixCache,
     Resume,
+    SetVersion,
     Sleep,
     Source,
     Transfer,
@@ -41,7 +43,6 @@ from toka_async.server.engine.request_table import RequestTable, Sink
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_VERSION = "default"  # of the weights that a start loads, as vLLM names it
 TIMEOUT = 300.0
 SHARE = 0.9  # of a time-out that ranks may wait for a trainer, so that they can still say what was missing
 
@@ -239,8 +240,9 @@ class EngineControl:
             self._abandon()
 
     async def set_version(self, version: str) -> None:
-        """Names the weights that are there."""
+        """Names the weights that are there. Raises ControlError."""
         async with self._turn():
+            await self._run_all(SetVersion(version=version), self._timeout)
             self.weight_version = version
 
     async def checksum(self) -> dict[str, str]:
@@ -390,6 +392,7 @@ class EngineControl:
             self._replicas.send(replica, Control(number=0, action=Pause(mode="keep")))
         if self.is_asleep:
             self._replicas.send(replica, Control(number=0, action=Sleep()))
+        self._replicas.send(replica, Control(number=0, action=SetVersion(version=self.weight_version)))
 
 
 def add_parts(sums: Sequence[PartSum]) -> dict[str, str]:

@@ -115,6 +115,8 @@ async def test_an_update_changes_the_version_when_it_is_finished_on_all_replicas
         assert scheduler.acts == ["BeginUpdate", "LoadTensors", "VerifyUpdate", "CommitUpdate"]
     await update(engine, version=None)
     assert control.weight_version == "step-7"
+    await control.set_version("eight")
+    assert control.weight_version == "eight"
     with pytest.raises(ControlError, match="no update of the weights is open"):
         await control.load(SOURCE)
 
