@@ -61,6 +61,7 @@ COVERED = {
     "unit/startup/test_compile_ahead.py": ["startup/layer_trials"],
     "unit/scheduler/test_statistics.py": ["scheduler/sequences/prompt_counts"],
     "unit/server/engine/test_engine.py": ["server/engine/load", "server/engine/request_columns"],
+    "unit/server/vllm/test_info.py": ["server/engine/facts"],
     "unit/server/engine/test_metrics.py": ["server/engine/vllm_metrics"],
     "unit/server/generate/test_completions.py": [
         "server/generate/answers",

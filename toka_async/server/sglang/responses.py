@@ -10,11 +10,14 @@ LoggedTokens = list[LoggedToken]
 
 
 class SglangFinish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Why a sample has ended. matched: the end token or the stop string. length: of the sample, in tokens."""
+    """Why a sample has ended. matched: the end token or the stop string. length: of the sample, in tokens. message:
+    of an abort.
+    """
 
     type: str
     matched: int | str | UnsetType = UNSET
     length: int | UnsetType = UNSET
+    message: str | UnsetType = UNSET
 
 
 class SglangMeta(msgspec.Struct, frozen=True, kw_only=True):

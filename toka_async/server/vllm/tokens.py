@@ -50,7 +50,8 @@ async def generate_tokens(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     prepared, answer = await prepare_tokens(service, await read_request(request, TokensRequest))
     async with service.running(prepared, account_of(request)) as run:
-        return await respond(request, run, answer)
+        with service.engine.control.named({answer.request_id: None}, run.group):
+            return await respond(request, run, answer)
 
 
 async def prepare_tokens(service: Service, wire: TokensRequest) -> tuple[PreparedRequest, TokensAnswer]:
@@ -139,9 +140,9 @@ class TokensAnswer:
 
     def prompt_logprobs(self, run: Run) -> Raw | None:
         num_top = run.generation.num_prompt_logprobs
-        if num_top < 0:
+        prefilled = run.group.prefilled.get(0)
+        if num_top < 0 or prefilled is None:  # none are wanted, or the prompt was not computed
             return None
-        prefilled = run.prefilled(0)
         rows = prompt_rows(run.prompts[0], prefilled, num_top)
         return Raw(ENCODER.encode(prompt_logprobs(self.service.tokenizer, rows, as_i32(prefilled.ranks), num_top)))
 
