@@ -305,7 +305,7 @@ class ScheduleConfig(Section, frozen=True, kw_only=True):
         Annotated[float, Meta(ge=0, le=60000)] | Auto,
         Meta(
             description="milliseconds of a step that computes prompts, as far as can be foretold and decoding leaves "
-            "time; auto: 40 while a client reads a stream, else 125; 0: no limit"
+            "time; auto: 125, and while a client reads a stream 40 or eight steps without prompts; 0: no limit"
         ),
     ] = "auto"
     steps_ahead: Annotated[
@@ -407,8 +407,8 @@ class GraphsConfig(Section, frozen=True, kw_only=True):
     max_rows: Annotated[
         Annotated[int, Meta(ge=1, le=8192)] | Auto,
         Meta(
-            description="sequences of the largest captured decode step; auto: 512, and up to 4096 as long as the host "
-            "takes longer to launch a step than the GPU to compute it"
+            description="sequences of the largest captured decode step; auto: 512, and up to 4096 as long as the GPU "
+            "computes a step in less than twice the time that the host takes to launch it"
         ),
     ] = "auto"
     max_tokens: Annotated[

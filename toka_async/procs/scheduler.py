@@ -29,6 +29,7 @@ from toka_async.transport.zmq_sockets import PollSet, ZmqInbox, ZmqOutbox
 COLLECTED = (50_000, 20, 50)
 # Seconds of a step with prompts. A reader notices longer gaps than 50 ms; larger steps are hardly more efficient.
 AUTO_STREAMING_STEP = 0.040
+AUTO_DECODINGS = 8.0  # beside streams: of the time that a step takes without prompts
 AUTO_STEP = 0.125
 
 
@@ -89,7 +90,7 @@ def make_core(ready: Ready, config: Config) -> Core:
 def make_step_limits(schedule: ScheduleConfig) -> StepLimits:
     """Make the limits of a step's time. With `auto`, they are shorter while somebody waits for a stream's tokens."""
     if schedule.max_step_ms == "auto":
-        return StepLimits(seconds=AUTO_STEP, streaming=AUTO_STREAMING_STEP)
+        return StepLimits(seconds=AUTO_STEP, streaming=AUTO_STREAMING_STEP, decodings=AUTO_DECODINGS)
     if schedule.max_step_ms == 0:
         return StepLimits()
     return StepLimits(schedule.max_step_ms / 1000, schedule.max_step_ms / 1000)

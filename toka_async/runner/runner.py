@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -111,6 +112,7 @@ class Runner:
                 model, attention.graphs, self._rows, self._history, sampling.shares, residuals, sampling.draw
             )
         self._sampler = self._make_sampler(sampling.draw)
+        self._admitted: Int32 = np.empty(0, dtype=np.int32)  # whose sampling parameters are not on the device yet
 
     def _make_sampler(self, draw: SlabDraw) -> Sampler | None:
         if self._history is None:
@@ -153,6 +155,7 @@ class Runner:
         step_rows = make_step_rows(rows, step)
         parts = [self._launch_part(part, span) for part in self._cutter.cut(step_rows, read_groups(step))]
         rows.advance(step_rows.slots, step_rows.lengths)
+        self._admit_sampling()
         loads = None if self._loads is None else self._loads.take_due()
         return LaunchedStep(step.step_id, parts, self._clock, span, self._compiles.count(), loads)
 
@@ -169,6 +172,8 @@ class Runner:
                 residuals = pipeline.receive(step_rows)
         asked = find_asked_chunks(rows, step_rows) if self._sampler is not None else []
         of_chunks = None
+        if step_rows.num_decode == step_rows.slots.size:
+            self._admit_sampling()
         if self.decode is not None and self.decode.can_replay(step_rows, bool(groups)):
             samples, hidden = self.decode.replay(step_rows, groups, residuals)
         else:
@@ -182,8 +187,8 @@ class Runner:
     def _apply(self, step: Step) -> None:
         rows, before = self._rows, self._rows.order
         admitted = rows.apply(step)
-        if admitted.size and self.decode is not None and self.decode.sampler is not None:
-            self.decode.sampler.admit(admitted)
+        if self.decode is not None and self.decode.sampler is not None:
+            self._admitted = admitted
         if admitted.size and self._pipeline is not None:
             self._pipeline.admit(admitted)
         if rows.order is not before:
@@ -193,6 +198,14 @@ class Runner:
             self._cache.copy_pages(sources, targets)
             if self._history is not None:
                 self._history.copy_pages(sources, targets)
+
+    def _admit_sampling(self) -> None:
+        """Copies the sampling parameters of rows that the step admitted, unless they are there."""
+        if self._admitted.size:
+            assert self.decode is not None
+            assert self.decode.sampler is not None
+            self.decode.sampler.admit(self._admitted)
+            self._admitted = self._admitted[:0]
 
     def _select_paying(self, groups: tuple[PrefixGroup, ...]) -> tuple[PrefixGroup, ...]:
         """Selects the groups whose prefix is worth reading once."""
@@ -225,6 +238,7 @@ class Runner:
         slots, contexts = step_rows.list_sampling()
         if not slots.size or self._sampler is None:
             return None, hidden
+        self._admit_sampling()  # not before: the device computes meanwhile, and a prompt's first token comes sooner
         last = hidden.index_select(0, sampled.tokens) if every_token and sampled.tokens is not None else hidden
         samples = self._sampler.sample(last, slots, contexts, sampled.slots, sampled.contexts)
         self._rows.on_device.set_sampled(sampled.slots, samples.token_ids)
