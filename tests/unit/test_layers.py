@@ -24,7 +24,7 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "text": set(),
     "scheduler": set(),
     "transport": set(),
-    "client": {"transport"},
+    "client": {"transport", "transfer"},
     "listening": set(),
     "socket_folder": set(),
     "gpu_lock": set(),
