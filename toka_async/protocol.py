@@ -102,7 +102,7 @@ class Ping(Header, frozen=True, kw_only=True, tag="ping"):
 
 
 class Command(Header, frozen=True, kw_only=True, tag="command"):
-    """Control of the engine by a trainer, answered with a Reply. id: the client's. See client/PROTOCOL.md."""
+    """Control of the engine by a trainer, answered with a CommandReply. id: the client's. See client/PROTOCOL.md."""
 
     id: Id
     name: Annotated[str, Meta(max_length=64)]
@@ -192,7 +192,7 @@ class Pong(ServerHeader, frozen=True, kw_only=True, tag="pong"):
     """The answer to a Ping."""
 
 
-class Reply(ServerHeader, frozen=True, kw_only=True, tag="reply"):
+class CommandReply(ServerHeader, frozen=True, kw_only=True, tag="reply"):
     """The answer to a Command, sent once, over the connection that it came by. error: why it was refused or failed."""
 
     id: Id
@@ -210,7 +210,7 @@ class Closed(ServerHeader, frozen=True, kw_only=True, tag="closed"):
     message: str
 
 
-FromServer = Welcome | Results | PromptLogprobs | Error | Pong | Reply | Closed
+FromServer = Welcome | Results | PromptLogprobs | Error | Pong | CommandReply | Closed
 
 H = TypeVar("H", bound=Header)
 

@@ -39,7 +39,7 @@ FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and it
     "runner": {"checkpoint", "model", "attention", "kernels"},
     "tuning": {"checkpoint", "model", "attention", "kernels", "runner"},
     "transfer": set(),
-    "weights": {"checkpoint", "model", "transfer"},
+    "weights": {"checkpoint", "memory", "model", "transfer"},
     "startup": {"checkpoint", "model", "attention", "kernels", "runner", "tuning", "weights"},
 }
 FAMILIES["procs"] = set(FAMILIES) - {"client"}

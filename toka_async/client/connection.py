@@ -13,7 +13,7 @@ import zmq
 from toka_async.client.errors import CommandError, ConnectionLostError
 from toka_async.client.exchange import Exchange
 from toka_async.client.pending import Pending
-from toka_async.protocol import ProtocolError, Reply, Welcome
+from toka_async.protocol import CommandReply, ProtocolError, Welcome
 from toka_async.transport.curve import KeyPair, read_pair, read_public
 from toka_async.transport.zmq_frames import Dealer, Frame, Loss
 
@@ -98,7 +98,7 @@ class ClientConnection:
         """Send a command, and wait for what it returns. Raises CommandError or ConnectionLostError."""
         future: asyncio.Future[bytes] = self._loop.create_future()
 
-        def take(reply: Reply | Exception) -> None:
+        def take(reply: CommandReply | Exception) -> None:
             if future.done():
                 return
             if isinstance(reply, Exception):

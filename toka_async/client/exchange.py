@@ -24,13 +24,13 @@ from toka_async.protocol import (
     Closed,
     Columns,
     Command,
+    CommandReply,
     Error,
     Header,
     Hello,
     Ping,
     Pong,
     PromptLogprobs,
-    Reply,
     Results,
     Submission,
     Welcome,
@@ -73,7 +73,7 @@ class Exchange:
         self._cancelled: list[int] = []
         self._received = 0
         self._acknowledged = 0
-        self._commands: dict[int, Callable[[Reply | Exception], None]] = {}
+        self._commands: dict[int, Callable[[CommandReply | Exception], None]] = {}
         self._num_commands = 0
 
     @property
@@ -111,7 +111,7 @@ class Exchange:
         elif not pending.may_run:  # otherwise it is cancelled once it was submitted again
             del self._open[pending.id]
 
-    def command(self, name: str, args: bytes, take: Callable[[Reply | Exception], None]) -> int:
+    def command(self, name: str, args: bytes, take: Callable[[CommandReply | Exception], None]) -> int:
         """Send a command; `take` gets its reply, or why there will be none. Returns its number.
 
         It is sent once: after a break nobody knows whether the server has carried it out. Raises ConnectionLostError.
@@ -225,7 +225,7 @@ class Exchange:
                 self._on_error(header, columns)
             case Welcome():
                 self._on_welcome(header)
-            case Reply():
+            case CommandReply():
                 if (take := self._commands.pop(header.id, None)) is not None:
                     take(header)
             case Closed():

@@ -332,7 +332,13 @@ class EngineControl:
                 if self.is_updating:
                     raise ControlError("an update of the weights is open")
                 self.is_asleep = True
-                await self._run_all(Sleep(), self._timeout)
+                try:
+                    await self._run_all(Sleep(), self._timeout)
+                except ControlError:
+                    for replica in self._replicas.present:  # some may sleep
+                        self._replicas.send(replica, Control(number=0, action=Wake()))
+                    self.is_asleep = False
+                    raise
 
     async def wake(self) -> None:
         """Takes the memory of the cache again. The engine stays paused. Raises ControlError."""

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw
 
 from toka_async.control import PauseMode, Source, Transfer
-from toka_async.protocol import Command, Reply
+from toka_async.protocol import Command, CommandReply
 from toka_async.server.engine.control import ControlError, EngineControl
 from toka_async.server.zmq.session import Session
 
@@ -107,29 +107,29 @@ class Commands:
             "wake": (Arguments, lambda _, __: control.wake()),
         }
 
-    def start(self, command: Command, session: Session, sender: str, answer: Callable[[Reply], object]) -> None:
+    def start(self, command: Command, session: Session, sender: str, answer: Callable[[CommandReply], object]) -> None:
         """Carries out a command, and answers once."""
         if not self._is_admin(sender):
-            answer(Reply(id=command.id, error="this client's key is not in zmq.admins"))
+            answer(CommandReply(id=command.id, error="this client's key is not in zmq.admins"))
             return
         if len(self._tasks) >= MOST:
-            answer(Reply(id=command.id, error=f"{MOST} commands are under way"))
+            answer(CommandReply(id=command.id, error=f"{MOST} commands are under way"))
             return
         task = asyncio.create_task(self._run(command, session, answer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, command: Command, session: Session, answer: Callable[[Reply], object]) -> None:
+    async def _run(self, command: Command, session: Session, answer: Callable[[CommandReply], object]) -> None:
         """A client that leaves meanwhile changes nothing: a command is carried out to its end."""
         try:
             result = await self._handle(command, session)
         except ControlError as error:
-            answer(Reply(id=command.id, error=str(error)))
+            answer(CommandReply(id=command.id, error=str(error)))
         except Exception:
             logger.exception("a command failed")
-            answer(Reply(id=command.id, error="internal error"))
+            answer(CommandReply(id=command.id, error="internal error"))
         else:
-            answer(Reply(id=command.id, result=Raw(self._encode(result))))
+            answer(CommandReply(id=command.id, result=Raw(self._encode(result))))
 
     async def _handle(self, command: Command, session: Session) -> object:
         kind, handle = self._handlers.get(command.name, (None, None))

@@ -21,6 +21,7 @@ from toka_async.protocol import (
     Closed,
     Columns,
     Command,
+    CommandReply,
     Error,
     FromClient,
     Header,
@@ -28,7 +29,6 @@ from toka_async.protocol import (
     Ping,
     Pong,
     ProtocolError,
-    Reply,
     Submission,
     Welcome,
     from_client,
@@ -213,7 +213,7 @@ class Endpoint:
 
     def _command(self, identity: bytes, session: Session, command: Command) -> None:
         if self._commands is None:
-            self._send(identity, Reply(id=command.id, error="the engine takes no commands here: server.admin"))
+            self._send(identity, CommandReply(id=command.id, error="the engine takes no commands here: server.admin"))
             return
         self._commands.start(command, session, self._router.sender, lambda reply: self._send(identity, reply))
 
