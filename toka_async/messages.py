@@ -393,7 +393,7 @@ class Step(Tagged, frozen=True, kw_only=True):
             )
 
 
-ToRank = Step
+ToRank = Step | Control
 
 
 # ---- rank -> scheduler -----------------------------------------------------------------------------------------------
@@ -445,4 +445,4 @@ class StageTimes(Tagged, frozen=True):
     waited: float  # between steps
 
 
-FromRank = Ready | StepDone | StageTimes | ExpertLoads
+FromRank = Ready | StepDone | StageTimes | ExpertLoads | ControlDone

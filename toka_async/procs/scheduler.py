@@ -120,6 +120,9 @@ def run_turn(
         if isinstance(result, ExpertLoads):
             core.note_expert_loads(result)
             continue
+        if isinstance(result, ControlDone):
+            core.complete_order(result)
+            continue
         core.complete(result, now)
         num_completed += 1
     times.lap("results")
@@ -130,6 +133,8 @@ def run_turn(
         tell_server(core, server, times, ready, now)
     for step in core.next_steps(now):
         ranks.send(step)
+    if (order := core.next_order()) is not None:
+        ranks.send(order)
     core.note_sent(time.monotonic())
     times.lap("steps")
     tell_server(core, server, times, ready, now)

@@ -86,8 +86,8 @@ class Runner:
         sampling = sampling or SamplingSetup()
         self.ready = ready
         self.device = device
-        self._model = model
-        self._cache = cache
+        self.model = model
+        self.cache = cache
         self._attention = attention
         self._compiles = compiles or CompileCounter()
         self._loads = loads
@@ -119,7 +119,7 @@ class Runner:
             return None
         if self.decode is not None:
             return self.decode.sampler
-        return SlabSampler(self._model.logits, self._rows, self._history, draw)
+        return SlabSampler(self.model.logits, self._rows, self._history, draw)
 
     def launch_graphs(self) -> None:
         """Launches all graphs once, for padding. No row may run."""
@@ -179,7 +179,7 @@ class Runner:
         else:
             samples, hidden = self._compute(step_rows, groups, bool(asked), residuals)
             if asked:
-                of_chunks = compute_prompt_logprobs(hidden, asked, self._model.logits, rows.vocab_size)
+                of_chunks = compute_prompt_logprobs(hidden, asked, self.model.logits, rows.vocab_size)
         if pipeline is not None:
             pipeline.pass_on(step_rows, hidden, None if samples is None else samples.token_ids)
         return PartResults(samples, asked, of_chunks, part.places, self._clock.copies)
@@ -195,7 +195,7 @@ class Runner:
             self._set_order(rows.order)
         if step.copy_sources:
             sources, targets = upload((as_i32(step.copy_sources), as_i32(step.copy_targets)), rows.device)
-            self._cache.copy_pages(sources, targets)
+            self.cache.copy_pages(sources, targets)
             if self._history is not None:
                 self._history.copy_pages(sources, targets)
 
@@ -233,7 +233,7 @@ class Runner:
         else:
             attended, residual, sampled = self._begin(build_inputs(self._rows, step_rows, groups), residuals)
         every_token = every_token or self._sampler is None
-        hidden = self._model.finish(attended, residual, None if every_token else sampled.tokens)
+        hidden = self.model.finish(attended, residual, None if every_token else sampled.tokens)
         del attended, residual  # logits need the memory
         slots, contexts = step_rows.list_sampling()
         if not slots.size or self._sampler is None:
@@ -251,6 +251,6 @@ class Runner:
             self._history.write(batch.write_indices, inputs.token_ids)
         self._attention.backend.plan(batch)
         first = inputs.token_ids if residuals is None else residuals
-        attended, residual = self._model.begin(first, inputs.positions, self._attention.backend)
+        attended, residual = self.model.begin(first, inputs.positions, self._attention.backend)
         self._rows.on_device.advance(batch.slots, batch.contexts)
         return attended, residual, inputs.sampled
