@@ -64,6 +64,7 @@ COVERED = {
     "unit/startup/test_compile_ahead.py": ["startup/layer_trials"],
     "unit/scheduler/test_statistics.py": ["scheduler/sequences/prompt_counts"],
     "unit/server/engine/test_engine.py": ["server/engine/load", "server/engine/request_columns"],
+    "unit/server/vllm/test_info.py": ["server/engine/facts"],
     "unit/server/engine/test_metrics.py": ["server/engine/vllm_metrics"],
     "unit/server/generate/test_completions.py": [
         "server/generate/answers",
@@ -74,6 +75,7 @@ COVERED = {
     "unit/server/http/test_document.py": ["server/http/routes"],
     "unit/server/http/test_unsent.py": ["server/limits/free_memory"],
     "unit/server/limits/test_accounts.py": ["server/limits/account"],
+    "unit/server/sglang/test_generate.py": ["server/sglang/answer", "server/sglang/prompts"],
     "unit/server/zmq/test_endpoint_limits.py": [
         "server/zmq/direct_requests",
         "server/zmq/fields_cache",

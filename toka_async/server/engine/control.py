@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 TIMEOUT = 300.0
 SHARE = 0.9  # of a time-out that ranks may wait for a trainer, so that they can still say what was missing
 
+Named = tuple[Sink, int | None]  # a request by its key at the sink, or all the sink's requests
+
 
 class ControlError(Exception):
     """An action was refused or has failed; the message says why. num_written: tensors that were written before that."""
@@ -84,7 +86,7 @@ class EngineControl:
         self._timeout = timeout
         self._number = 0
         self._awaited: dict[int, tuple[set[int], asyncio.Future[None], list[ControlDone]]] = {}
-        self._names: dict[str, Sink] = {}
+        self._names: dict[str, list[Named]] = {}
         self._in_turn = asyncio.Lock()  # of what changes weights and memory
         self._members: list[int] = []  # replicas that take part in the open update
         self._gone = ""  # why one of them is not there any more
@@ -131,23 +133,26 @@ class EngineControl:
         """
         if names is None:
             return sum(done.count for done in await self._run_all(Abort(everything=True), self._timeout))
-        ids: dict[int, list[int]] = {}
-        for sink in {id(sink): sink for name in names if (sink := self._names.get(name)) is not None}.values():
-            for replica, request_id in self._requests.list_ids(sink):
-                ids.setdefault(replica, []).append(request_id)
-        actions = {replica: Abort(request_ids=i32_column(each)) for replica, each in ids.items()}
+        ids: dict[int, set[int]] = {}
+        for sink, key in [entry for name in names for entry in self._names.get(name, ())]:
+            for replica, request_id in self._requests.list_ids(sink, key):
+                ids.setdefault(replica, set()).add(request_id)
+        actions = {replica: Abort(request_ids=i32_column(sorted(each))) for replica, each in ids.items()}
         return sum(done.count for done in await self._run(actions, self._timeout))
 
     @contextmanager
-    def named(self, names: Iterable[str], sink: Sink) -> Iterator[None]:
-        """Within, `abort` finds the sink's requests by any of the names; the newest owner of a name has it."""
-        names = list(names)
-        self._names.update(dict.fromkeys(names, sink))
+    def named(self, names: Mapping[str, int | None], sink: Sink) -> Iterator[None]:
+        """Within, `abort` finds the sink's requests by names: that of a key, or all (None). A name may have several
+        owners.
+        """
+        for name, key in names.items():
+            self._names.setdefault(name, []).append((sink, key))
         try:
             yield
         finally:
-            for name in names:
-                if self._names.get(name) is sink:
+            for name, key in names.items():
+                self._names[name].remove((sink, key))
+                if not self._names[name]:
                     del self._names[name]
 
     async def reset_prefix_cache(self) -> None:

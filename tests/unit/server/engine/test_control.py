@@ -46,9 +46,11 @@ async def test_requests_are_aborted_by_name() -> None:
         run_group(engine, make_requests(PROMPT, PROMPT[:-1], max_tokens=400)) as group,
         run_group(engine, make_requests(PROMPT, max_tokens=5)) as other,
     ):
-        with engine.control.named(["cmpl-1", "mine"], group), engine.control.named(["mine"], other):
+        names: dict[str, int | None] = {"cmpl-1": None, "first": 0, "mine": None}
+        with engine.control.named(names, group), engine.control.named({"mine": None}, other):
             await engine.control.pause("keep")
-            assert await engine.control.abort(["cmpl-1", "unknown"]) == 2
+            assert await engine.control.abort(["first"]) == 1
+            assert await engine.control.abort(["cmpl-1", "unknown"]) == 1
             assert set((await group.finished()).reasons.tolist()) == {Reason.ABORT}
             assert await engine.control.abort(["cmpl-1"]) == 0
             await engine.control.resume()
