@@ -421,8 +421,8 @@ class GraphsConfig(Section, frozen=True, kw_only=True):
     max_rows: Annotated[
         Annotated[int, Meta(ge=1, le=8192)] | Auto,
         Meta(
-            description="sequences of the largest captured decode step; auto: 512, and up to 4096 as long as the GPU "
-            "computes a step in less than twice the time that the host takes to launch it"
+            description="sequences of the largest captured decode step; auto: 512, and up to 4096 as long as the host "
+            "takes longer to launch a step than the GPU to compute it"
         ),
     ] = "auto"
     max_tokens: Annotated[

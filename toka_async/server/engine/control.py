@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 TIMEOUT = 300.0
 SHARE = 0.9  # of a time-out that ranks may wait for a trainer, so that they can still say what was missing
 
-
 Named = tuple[Sink, int | None]  # a request by its key at the sink, or all the sink's requests
 
 
