@@ -429,7 +429,7 @@ class GraphsConfig(Section, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=0, le=32768)] | Auto,
         Meta(
             description="tokens of the largest captured step with prompts; 0: none is captured; auto: up to 4096, as "
-            "many as one percent of the GPU's memory holds"
+            "many as two percent of the GPU's memory holds"
         ),
     ] = "auto"
 
