@@ -229,3 +229,7 @@ async def test_a_sleeping_engine_cannot_go_on() -> None:
     await control.wake()
     await control.resume()
     assert scheduler.acts == ["Pause", "Pause", "Sleep", "Wake", "Resume"]
+    scheduler.control_error, scheduler.failing_act = "the memory stays", "Sleep"
+    with pytest.raises(ControlError, match="the memory stays"):
+        await control.sleep(1)
+    assert not control.is_asleep
