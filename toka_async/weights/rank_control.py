@@ -33,6 +33,7 @@ from toka_async.control import (
     VerifyUpdate,
     Wake,
 )
+from toka_async.memory.virtual import MemoryStaysError
 from toka_async.model.decoder import Decoder
 from toka_async.transfer.deadline import Deadline
 from toka_async.transfer.errors import TransferError
@@ -85,7 +86,7 @@ class RankControl:
         error, sums = "", tuple[PartSum, ...]()
         try:
             sums = self._run(control)
-        except (TransferError, UpdateError) as problem:
+        except (TransferError, UpdateError, MemoryStaysError) as problem:
             error = str(problem)
         except Exception as problem:
             logger.exception("an action failed")

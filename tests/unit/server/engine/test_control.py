@@ -230,3 +230,7 @@ async def test_a_sleeping_engine_cannot_go_on() -> None:
     await control.resume()
     acts = ["Pause", "Pause", "Sleep", "BeginUpdate", "VerifyUpdate", "CommitUpdate", "Wake", "Resume"]
     assert scheduler.acts == acts
+    scheduler.control_error, scheduler.failing_act = "the memory stays", "Sleep"
+    with pytest.raises(ControlError, match="the memory stays"):
+        await control.sleep(1)
+    assert not control.is_asleep
