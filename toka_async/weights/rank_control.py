@@ -180,11 +180,11 @@ class RankControl:
         self, source: Broadcast | ShmBucket | CudaBucket, infos: list[TensorInfo], deadline: Deadline
     ) -> Iterable[tuple[str, Tensor]]:
         match source:
-            case Broadcast(transfer=name):
+            case Broadcast(transfer=name, buffer_bytes=buffer_bytes):
                 group = self._groups.get(name)
                 if group is None:
                     raise TransferError(f"no transfer {name!r} is open")
-                return receive_tensors(group, infos, deadline)
+                return receive_tensors(group, infos, deadline, buffer_bytes)
             case ShmBucket(offsets=offsets):
                 return read_tensors(open_shm(source), infos, offsets)
             case CudaBucket(offsets=offsets):

@@ -193,8 +193,6 @@ class EngineControl:
         async with self._turn():
             if self.is_updating:
                 raise ControlError("an update of the weights is open already")
-            if self.is_asleep:
-                raise ControlError("the engine sleeps: wake it first")
             if partial and (self.is_torn or self._replicas.outdated):
                 raise ControlError("weights are not of one version: update all of them, not some")
             self._members, self._is_partial, self._has_written = self._replicas.present, partial, False
