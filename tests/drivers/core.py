@@ -10,6 +10,7 @@ import numpy as np
 
 from tests.drivers.page_rank import PageRank
 from toka_async.arrays import as_f32, as_i32, column, i32_column
+from toka_async.control import AnyAction, Control, ControlDone
 from toka_async.messages import (
     Cancels,
     EndSample,
@@ -96,6 +97,8 @@ class CoreDriver:
         self.stop_checks: list[tuple[int, int, int, list[int]]] = []
         self.stats = Stats()
         self.step_sizes: list[int] = []
+        self.done: dict[int, ControlDone] = {}
+        self.num_controls = 0
         self._codec: Codec[ToRank] = Codec(ToRank)
 
     def submit(self, message: Submit) -> Received:
@@ -141,6 +144,13 @@ class CoreDriver:
     def end(self, request_id: int, sample: int, num_tokens: int) -> None:
         self.core.end_sample(EndSample(request_id=request_id, sample=sample, num_tokens=num_tokens))
         self.collect()
+
+    def control(self, action: AnyAction) -> int:
+        """Returns the number under which `done` has the answer, now or later."""
+        self.num_controls += 1
+        self.core.receive(Control(number=self.num_controls, action=action), 0.0)
+        self.collect()
+        return self.num_controls
 
     def build(self) -> None:
         """Queue the steps that the core wants queued, as bytes."""
@@ -198,6 +208,9 @@ class CoreDriver:
                     self.stop_checks.append((request, sample, count, window.tolist()))
             case Stats():
                 self.stats = message
+            case ControlDone():
+                assert message.number not in self.done
+                self.done[message.number] = message
 
     def _take_tokens(self, message: Tokens) -> None:
         counts = as_i32(message.counts)

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "toka_async"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 CORE = {  # L0; "": the package
-    *("", "config", "topology", "messages", "arrays"),
+    *("", "config", "topology", "messages", "arrays", "control"),
     *("protocol", "logs", "log_writer", "bar"),
 }
 FAMILIES: dict[str, set[str]] = {  # what each part may import besides L0 and itself

@@ -13,6 +13,7 @@ import numpy.ma  # noqa: F401  `np.unique` loads it, which would delay the first
 import zmq
 
 from toka_async.config import Config, ScheduleConfig
+from toka_async.control import ControlDone
 from toka_async.messages import ExpertLoads, FromRank, Ready, StageTimes, Stats, ToRank, ToScheduler, ToServer
 from toka_async.procs.child import ParentLink, Started
 from toka_async.procs.progress import WorkProgress, answer_while_moving
@@ -139,6 +140,9 @@ def tell_server(core: Core, server: BatchOutbox[ToServer], times: StepTimes, rea
     messages = core.take_messages(now)
     for place, message in enumerate(messages):
         if isinstance(message, Stats):
-            messages[place] = msgspec.structs.replace(times.fill(message), replica=ready.replica, life=ready.life)
+            message = times.fill(message)
+        elif not isinstance(message, ControlDone):
+            continue
+        messages[place] = msgspec.structs.replace(message, replica=ready.replica, life=ready.life)
     server.send_all(messages)
     times.lap("messages")

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from toka_async.arrays import as_bool, as_i32, as_i64, column, f32_column, i32_column
+from toka_async.control import Abort, Control, ControlDone, Pause, ResetPrefixCache, Resume
 from toka_async.messages import (
     AskStats,
     Cancels,
@@ -80,6 +81,10 @@ STEP = Step(
 )
 CHUNK = ChunkLogprobs(slot=1, start=4, logprobs=FLOATS, ranks=IDS, num_top=1, top_ids=IDS, top_logprobs=FLOATS)
 TO_SCHEDULER: list[ToScheduler] = [
+    Control(number=7, action=Pause(mode="keep")),
+    Control(number=8, action=Abort(request_ids=IDS)),
+    Control(number=9, action=Resume()),
+    Control(number=10, action=ResetPrefixCache()),
     Submits(
         request_ids=IDS,
         lengths=IDS,
@@ -98,6 +103,7 @@ TO_SCHEDULER: list[ToScheduler] = [
     AskStats(number=2, forecast=True),
 ]
 TO_SERVER: list[ToServer] = [
+    ControlDone(number=7, replica=1, life=2, error="no", count=3),
     READY,
     msgspec.structs.replace(READY, ranks=(RankDevice(rank=1, device="cpu", dtype="float32", total=2**40),)),
     Tokens(

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from toka_async.arrays import EMPTY, Int64, as_i64, column
+from toka_async.control import Control
 from toka_async.messages import (
     AskStats,
     Cancels,
@@ -79,6 +80,7 @@ class Replicas:
         ready: what a request may need at most, so that any of them can take it; None until all have been ready.
         live: those that take requests.
         on_news: all are called with the number of a replica whose statistics have come.
+        on_return: all are called with the number of a replica that is back, before requests go to it.
     """
 
     def __init__(self, outboxes: Sequence[Outbox[ToScheduler]], page_size: int = 16) -> None:
@@ -87,6 +89,7 @@ class Replicas:
         self.ready: Ready | None = None
         self.live: list[int] = []
         self.on_news: list[Callable[[int], None]] = []
+        self.on_return: list[Callable[[int], None]] = []
         self._masks: dict[int, StopMask] = {}
         self._num_asked = 0
         self._asked: set[int] = set()  # replicas that have not answered the newest question
@@ -98,6 +101,11 @@ class Replicas:
         parts = [replica.stats for replica in self.replicas]
         past = [replica.past for replica in self.replicas if replica.life]
         return merge_stats([*parts, *past])
+
+    @property
+    def present(self) -> list[int]:
+        """Those whose scheduler is there."""
+        return [index for index, each in enumerate(self.replicas) if each.ready and each.lost is None]
 
     def lost(self) -> dict[int, str]:
         """Those that are away, and why."""
@@ -119,7 +127,7 @@ class Replicas:
         chosen = [place(prompts[start:end], charge, self.live, requests.salt) for start, end, charge in bounds]
         return [(replica, np.flatnonzero(np.asarray(chosen) == replica)) for replica in sorted(set(chosen))]
 
-    def send(self, replica: int, message: Submits | Cancels | EndSample) -> None:
+    def send(self, replica: int, message: Submits | Cancels | EndSample | Control) -> None:
         """Sends to one replica, which is live or has just been lost."""
         self.replicas[replica].outbox.send(message)
 
@@ -145,6 +153,8 @@ class Replicas:
             replica.lost = None
             for mask in self._masks.values():
                 replica.outbox.send(mask)
+            for listener in self.on_return:
+                listener(ready.replica)
         self._count()
 
     def on_stats(self, stats: Stats) -> None:
@@ -189,7 +199,7 @@ class Replicas:
         self._count()
 
     def _count(self) -> None:
-        self.live = [index for index, each in enumerate(self.replicas) if each.ready and each.lost is None]
+        self.live = self.present
         ready = [each.ready for each in self.replicas if each.ready]
         if len(ready) == len(self.replicas):
             self.ready = msgspec.structs.replace(

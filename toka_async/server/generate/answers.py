@@ -24,6 +24,7 @@ FINISH: dict[Reason, FinishReason | None] = {
     Reason.STOP: "stop",
     Reason.STOP_STRING: "stop",
     Reason.LENGTH: "length",
+    Reason.ABORT: "abort",
 }
 
 
