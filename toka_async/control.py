@@ -13,6 +13,8 @@ import msgspec
 
 from toka_async.arrays import EMPTY
 
+DEFAULT_VERSION = "default"  # of the weights that a start loads, as vLLM names it
+
 PauseMode = Literal["abort", "wait", "keep", "retract"]
 
 

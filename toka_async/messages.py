@@ -15,7 +15,7 @@ from enum import IntEnum
 import msgspec
 
 from toka_async.arrays import EMPTY
-from toka_async.control import Control, ControlDone
+from toka_async.control import DEFAULT_VERSION, Control, ControlDone
 
 
 class Reason(IntEnum):
@@ -192,8 +192,8 @@ class Ready(Tagged, frozen=True, kw_only=True):
 class Tokens(Tagged, frozen=True, kw_only=True):
     """New tokens of samples, one row a sample; all rows of one message want the same log-probs.
 
-    `version` generated the tokens of every row behind its `spans`: (row, end, version) says that tokens up to `end` of
-    the row, and behind the row's span before, are of another version of the weights. A row's spans are in order.
+    The weights of version `versions[0]` generated the tokens of every row behind its spans. A span (row, end, number)
+    says that those of `versions[number]` generated the row's tokens up to `end`, from the end of its span before.
     """
 
     request_ids: memoryview  # int32 [r]
@@ -207,8 +207,8 @@ class Tokens(Tagged, frozen=True, kw_only=True):
     top_logprobs: memoryview = EMPTY  # float32 [t, num_logprobs]
     kept: memoryview = EMPTY  # int32 [t] for `TokenSampling.wants_kept`: tokens that the filters kept
     masses: memoryview = EMPTY  # float32 [t], likewise: the share of the distribution that these have
-    version: int = 0
-    spans: memoryview = EMPTY  # int32 [k, 3]
+    versions: tuple[str, ...] = (DEFAULT_VERSION,)
+    spans: memoryview = EMPTY  # int32 [k, 3], those of a row in order
 
 
 class Prefilled(Tagged, frozen=True, kw_only=True):

@@ -44,6 +44,7 @@ from toka_async.scheduler.results import ResultHandler
 from toka_async.scheduler.sequences.queues import PrefillQueue
 from toka_async.scheduler.sequences.requests import PrefillScores, PrefillTask, Request, Top
 from toka_async.scheduler.sequences.running import RunningSet
+from toka_async.scheduler.sequences.token_log import TokenColumns
 from toka_async.scheduler.statistics import StatsSource
 from toka_async.scheduler.step_budget import StepLimits
 from toka_async.scheduler.stop_masks import StopTable
@@ -90,7 +91,7 @@ class Core:
         self._queue = PrefillQueue()
         self._stops = StopTable(ready.vocab_size)
         self._running = RunningSet(ready, prefix)
-        self._replies = Replies(self._running.table)
+        self._replies = Replies(self._running.table, ready.vocab_size)
         self._preemption = Preemption(self._running, self._queue, self._requests)
         self._admission = admission(self._running)
         group_min_pages = max(1, -(-group_min_tokens // ready.page_size))
@@ -215,10 +216,10 @@ class Core:
             seq = int(seqs[0])
             length = np.asarray([message.num_tokens], np.int32)
             self._admission.observe_ends(seqs, length, np.zeros(1, np.bool_))
-            _, tokens, logprobs = self._running.log.take(seqs)
+            _, columns = self._running.log.take(seqs)
             tops = {seq: self._running.tops.pop(seq, [])[: message.num_tokens]}
             if not request.submit.stream:
-                self._send_end(seqs, tokens[: message.num_tokens], logprobs[: message.num_tokens], tops)
+                self._send_end(seqs, columns.cut(message.num_tokens), tops)
             self._results.end_seqs(seqs)
         elif not self._end_waiting(request, message):
             return
@@ -352,9 +353,9 @@ class Core:
 
     # ---- ends found by the server
 
-    def _send_end(self, seqs: Int32, tokens: Int32, logprobs: Float32, tops: dict[int, list[Top]]) -> None:
-        count, reason = np.asarray([tokens.size], np.int32), np.asarray([Reason.STOP_STRING], np.int32)
-        self._replies.add_rows(seqs, count, tokens, logprobs, reason, tops)
+    def _send_end(self, seqs: Int32, columns: TokenColumns, tops: dict[int, list[Top]]) -> None:
+        count, reason = np.asarray([columns.token_ids.size], np.int32), np.asarray([Reason.STOP_STRING], np.int32)
+        self._replies.add_rows(seqs, count, columns, reason, tops)
 
     def _end_waiting(self, request: Request, message: EndSample) -> bool:
         """End a preempted sample that waits in the queue; False if it has ended already."""

@@ -11,11 +11,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 from toka_async.arrays import i32_column
-from toka_async.control import Abort, AnyAction, Control, ControlDone, Pause, PauseMode, ResetPrefixCache, Resume
+from toka_async.control import (
+    DEFAULT_VERSION,
+    Abort,
+    AnyAction,
+    Control,
+    ControlDone,
+    Pause,
+    PauseMode,
+    ResetPrefixCache,
+    Resume,
+)
 from toka_async.server.engine.replicas import Replicas
 from toka_async.server.engine.request_table import RequestTable, Sink
 
-DEFAULT_VERSION = "default"  # of the weights that a start loads, as vLLM names it
 TIMEOUT = 300.0
 
 
