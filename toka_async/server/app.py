@@ -29,6 +29,8 @@ from toka_async.server.http.routes import add_routes
 from toka_async.server.http.unsent import UNSENT, count_answers, create_unsent
 from toka_async.server.limits.accounts import Accounts
 from toka_async.server.page.page import open_page, page_paths, page_routes
+from toka_async.server.sglang import routes as sglang
+from toka_async.server.vllm import routes as vllm
 from toka_async.text.chat import ChatTemplate
 from toka_async.text.tokenizer import Tokenizer
 
@@ -68,7 +70,7 @@ def create_app(
         None if store is None else BatchService(store, service, config.batches, guard.open_owner_account)
     )
     app.on_response_prepare.extend([add_headers, add_cors_headers])
-    add_routes(app, page)
+    add_routes(app, vllm.ROUTES | sglang.ROUTES | page)
     if page:
         open_page(app)
 

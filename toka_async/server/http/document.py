@@ -42,8 +42,9 @@ class Operation:
     """The description of one method of a path.
 
     name: unique. body: the JSON request. form: the schema of a request that is a form. answer: a 200's Struct, as JSON,
-    or a media type. event: a streamed 200's. query: parameters and their schemas. statuses: of errors, besides those
-    that every operation can have. empty: statuses of answers without a body.
+    or a media type. is_list: it may be a list of such Structs too. event: a streamed 200's. query: parameters and their
+    schemas. statuses: of errors, besides those that every operation can have. empty: statuses of answers without a
+    body.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Operation:
     answer: type[msgspec.Struct] | str
     body: type[WireRequest] | None = None
     form: Schema | None = None
+    is_list: bool = False
     event: type[msgspec.Struct] | None = None
     query: Mapping[str, Schema] | None = None
     statuses: tuple[int, ...] = ()
@@ -127,7 +129,9 @@ def build_responses(operation: Operation, errors: Iterable[int]) -> dict[str, An
     if isinstance(operation.answer, str):
         content[operation.answer] = {"schema": MEDIA[operation.answer]}
     else:
-        content[JSON] = {"schema": refer_to(operation.answer)}
+        one = refer_to(operation.answer)
+        schema = {"anyOf": [one, {"type": "array", "items": one}]} if operation.is_list else one
+        content[JSON] = {"schema": schema}
     if operation.event is not None:
         content[EVENTS] = {"schema": event_schema(operation.event)}
     good = {"200": {"description": "OK", "content": content}}
