@@ -29,7 +29,7 @@ class Reason(IntEnum):
 
 
 class LogprobKind(IntEnum):
-    """The distribution that log-probs of generated tokens are of; of prompts' tokens, see `model.logprobs`."""
+    """The distribution that log-probs of generated tokens are of."""
 
     RAW = 0  # the model's own, before all below
     TEMPERATURE = 1  # after allowed tokens, bias, penalties and temperature; a greedy row's temperature counts as 1
@@ -66,6 +66,7 @@ class TokenSampling(Message, frozen=True, kw_only=True):
     num_prompt_logprobs: int = -1  # the same for the prompt's tokens
     allowed_ids: memoryview = EMPTY  # int32 [a]: no other token id is sampled; empty: all are allowed
     logprob_kind: LogprobKind = LogprobKind.RAW
+    prompt_temperature: float = 1.0  # by which log-probs of the prompt's tokens are scaled
 
     @property
     def wants_kept(self) -> bool:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from toka_async.arrays import Float32, Int32, Int64, as_f32, as_i32, as_i64, next_rows
-from toka_async.messages import LogprobKind, Prompt, Ready, Step
+from toka_async.messages import Prompt, Ready, Step
 from toka_async.model.sampling import PARAMS, Params, make_params
 from toka_async.runner.copies import upload
 from toka_async.runner.device_rows import DeviceRows
@@ -53,7 +53,7 @@ def read_prompt(prompt: Prompt, vocab_size: int) -> RowPrompt:
         pages=as_i32(prompt.pages).copy(),
         params=make_params(sampling),
         num_prompt_logprobs=sampling.num_prompt_logprobs,
-        prompt_temperature=1.0 if sampling.logprob_kind is LogprobKind.RAW else sampling.temperature or 1.0,
+        prompt_temperature=sampling.prompt_temperature,
         end_ids=np.unique(end_ids[(end_ids >= 0) & (end_ids < vocab_size)]),
         bias_ids=distinct,
         bias=np.bincount(places, as_f32(sampling.bias_values)[valid], distinct.size).astype(np.float32),
