@@ -415,7 +415,7 @@ class Step(Tagged, frozen=True, kw_only=True):
             )
 
 
-ToRank = Step
+ToRank = Step | Control
 
 
 # ---- rank -> scheduler -----------------------------------------------------------------------------------------------
@@ -471,4 +471,4 @@ class StageTimes(Tagged, frozen=True):
     waited: float  # between steps
 
 
-FromRank = Ready | StepDone | StageTimes | ExpertLoads
+FromRank = Ready | StepDone | StageTimes | ExpertLoads | ControlDone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, TypedDict, Unpack
 
@@ -99,6 +100,7 @@ class CoreDriver:
         self.step_sizes: list[int] = []
         self.done: dict[int, ControlDone] = {}
         self.num_controls = 0
+        self.carry_out: Callable[[Control], ControlDone] = lambda order: ControlDone(number=order.number)
         self._codec: Codec[ToRank] = Codec(ToRank)
 
     def submit(self, message: Submit) -> Received:
@@ -152,12 +154,23 @@ class CoreDriver:
         self.collect()
         return self.num_controls
 
+    def obey(self) -> None:
+        """The rank carries out what it is told between steps."""
+        while (order := self.core.next_order()) is not None:
+            message = self._codec.decode(self._codec.encode(order))
+            assert isinstance(message, Control)
+            self.core.complete_order(self.carry_out(message))
+            self.collect()
+
     def build(self) -> None:
         """Queue the steps that the core wants queued, as bytes."""
         for step in self.core.next_steps(0.0):
             data = self._codec.encode(step)
             self.step_sizes.append(len(data))
-            self.queued.extend(self._codec.decode(data).passes())
+            message = self._codec.decode(data)
+            assert isinstance(message, Step)
+            self.queued.extend(message.passes())
+        self.obey()
         self.collect()
 
     def complete(self) -> None:

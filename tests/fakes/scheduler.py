@@ -13,7 +13,18 @@ from itertools import pairwise
 import numpy as np
 
 from toka_async.arrays import Int32, as_bool, as_i32, f32_column, i32_column
-from toka_async.control import Abort, Control, ControlDone, Pause, PauseMode, Resume
+from toka_async.control import (
+    AbandonUpdate,
+    Abort,
+    Checksum,
+    Control,
+    ControlDone,
+    LoadTensors,
+    PartSum,
+    Pause,
+    PauseMode,
+    Resume,
+)
 from toka_async.messages import (
     GAP_SECONDS,
     AskStats,
@@ -93,6 +104,9 @@ class FakeScheduler:
         self.paused: PauseMode | None = None
         self.control_error = ""
         self.version = "default"
+        self.num_written = 0
+        self.weights = 5
+        self.acts: list[str] = []
         self.held = held
         self.generated = 0
         self.gaps = 0
@@ -175,7 +189,9 @@ class FakeScheduler:
                 self._replies.send(self._control(message))
 
     def _control(self, message: Control) -> ControlDone:
-        count = 0
+        count = self.num_written if isinstance(message.action, LoadTensors) else 0
+        self.acts.append(type(message.action).__name__)
+        sums = (PartSum("w", "0+1", self.weights),) if isinstance(message.action, Checksum) else ()
         match message.action:
             case Pause(mode=mode):
                 self.paused = mode
@@ -184,8 +200,12 @@ class FakeScheduler:
                 self.paused = None
             case Abort(request_ids=ids, everything=everything):
                 count = self._abort([*self.requests] if everything else as_i32(ids).tolist())
-        replica = self._ready.replica if self._ready else 0
-        return ControlDone(number=message.number, replica=replica, count=count, error=self.control_error)
+            case AbandonUpdate():
+                self.paused = self.paused or "keep"
+        replica, life = (self._ready.replica, self._ready.life) if self._ready else (0, 0)
+        return ControlDone(
+            number=message.number, replica=replica, life=life, count=count, error=self.control_error, sums=sums
+        )
 
     def _abort(self, request_ids: list[int]) -> int:
         found = [request_id for request_id in request_ids if request_id in self.requests]

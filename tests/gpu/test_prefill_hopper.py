@@ -19,7 +19,8 @@ CUDA = torch.device("cuda")
 
 
 def choose_config(case: PagedCase) -> PrefillConfig:
-    configs = list_hopper_configs(case.dim, case.group, case.dtype, case.page_size, CUDA)
+    is_e4m3 = case.keys.dtype != case.dtype
+    configs = list_hopper_configs(case.dim, case.group, case.dtype, case.page_size, CUDA, is_e4m3)
     if not configs:
         pytest.skip("no Hopper chip, or another version of Triton")
     return configs[0]
@@ -32,7 +33,11 @@ def spoil_the_rest(case: PagedCase) -> None:
         for i, page in enumerate(pages):
             kept[page, : length - i * case.page_size] = True
     for tensor in (case.keys, case.values):
-        tensor.masked_fill_(~kept[:, None, :, None].to(CUDA), math.nan)
+        unused = ~kept[:, None, :, None].to(CUDA)
+        if tensor.dtype == torch.float8_e4m3fn:
+            tensor.view(torch.uint8).masked_fill_(unused, 0x7F)
+        else:
+            tensor.masked_fill_(unused, math.nan)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -55,9 +60,27 @@ def test_prefixes(dim: int, group: int, num_pages: int, splits: int) -> None:
     check_prefixes(case, [300, 5, 64], num_pages, splits, choose_config(case))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_more_tiles_than_programs(dim: int) -> None:
+@pytest.mark.parametrize(("page_size", "group", "window"), [(8, 1, 0), (16, 4, 300), (64, 7, 0), (128, 8, 1)])
+@pytest.mark.parametrize("is_split", [False, True])
+def test_chunks_in_e4m3(dtype: torch.dtype, dim: int, page_size: int, group: int, window: int, is_split: bool) -> None:
+    case = PagedCase(window, [700, 1, 65, 257, 128], page_size, 2, group, dim, CUDA, dtype, is_e4m3=True)
+    spoil_the_rest(case)
+    check_chunks(case, window, choose_config(case), is_split=is_split)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("num_pages", "splits"), [(43, 1), (44, 3)])
+def test_prefixes_in_e4m3(dim: int, num_pages: int, splits: int) -> None:
+    case = PagedCase(num_pages, [16 * num_pages + 1] * 4, 16, 2, 4, dim, CUDA, torch.bfloat16, is_e4m3=True)
+    spoil_the_rest(case)
+    check_prefixes(case, [300, 5, 64], num_pages, splits, choose_config(case))
+
+
+@pytest.mark.parametrize(("dim", "is_e4m3"), [(64, False), (64, True), (128, True)])
+def test_more_tiles_than_programs(dim: int, is_e4m3: bool) -> None:
     """Each program goes through several tiles of several lengths, and its ring of blocks goes on."""
     lengths = [2000 - 37 * i for i in range(24)]
-    case = PagedCase(0, lengths, 16, 8, 4, dim, CUDA, torch.bfloat16)
+    case = PagedCase(0, lengths, 16, 8, 4, dim, CUDA, torch.bfloat16, is_e4m3=is_e4m3)
     check_chunks(case, 0, choose_config(case))

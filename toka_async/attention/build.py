@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # these need Triton, which is not everywhere
         PagedAttention,
         PrefillKernel,
     )
-    from toka_async.attention.wide_pages import WidePages
     from toka_async.kernels.prefill import PrefillConfig
 
 logger = logging.getLogger(__name__)
@@ -141,8 +140,7 @@ def list_triton_trials(cache: KVCache, num_heads: int, windows: Sequence[int]) -
     from toka_async.kernels.decode_work import divide_keys
     from toka_async.kernels.pdl import list_row_counts
 
-    scale, (tiles, wide_tiles) = cache.head_dim**-0.5, _list_tiles(cache, num_heads)[0]
-    all_windows = sorted({0, *windows})
+    scale, tiles = cache.head_dim**-0.5, _list_tiles(cache, num_heads)[0]
 
     def run_prefix_kernel() -> None:
         memory = PrefixMemory(cache.device, 0, cache.dtype)
@@ -161,10 +159,7 @@ def list_triton_trials(cache: KVCache, num_heads: int, windows: Sequence[int]) -
 
     decodes = [partial(run_decode_kernels, num_rows) for num_rows in list_row_counts(cache.device)]
     kinds: list[Callable[[int], None]] = [*decodes, run_chunk_kernel, divide_rows]
-    trials: list[Callable[[], None]]
-    trials = [run_prefix_kernel, *(partial(run, window) for window in all_windows for run in kinds)]
-    wide = _make_wide_pages(cache, num_heads, wide_tiles, has_room=False)
-    return trials if wide is None else [*trials, wide.run_each_kernel]
+    return [run_prefix_kernel, *(partial(run, window) for window in sorted({0, *windows}) for run in kinds)]
 
 
 def resolve_backend(backend: Backend, cache: KVCache) -> Backend:
@@ -213,49 +208,31 @@ def _add_triton(sources: Sources, limits: AttentionLimits, show: Show) -> str:
     device = cache.device
     memory = PrefixMemory(device, count_partials(device), cache.dtype)
 
-    def make_sources(tiles: PrefillConfig, wide: WidePages | None) -> Sources:
-        decode = partial(TritonDecode, cache, num_heads, scale, tiles, memory, wide)
-        chunks = partial(TritonChunks, cache, num_heads, scale, tiles, wide)
+    def make_sources(tiles: PrefillConfig) -> Sources:
+        decode = partial(TritonDecode, cache, num_heads, scale, tiles, memory)
+        chunks = partial(TritonChunks, cache, num_heads, scale, tiles)
         return Sources({"triton": decode}, {"triton": chunks}, decode, chunks)
-
-    def try_tiles(tiles: tuple[PrefillConfig, PrefillConfig | None]) -> None:
-        narrow, wide = tiles
-        if pages := _make_wide_pages(cache, num_heads, wide, has_room=False):
-            pages.run_each_kernel()
-        _try_out(make_sources(narrow, None), limits, show)
 
     configs = _list_tiles(cache, num_heads)
     try:
-        tiles, wide = find_built(configs, try_tiles)
+        tiles = find_built(configs, lambda tiles: _try_out(make_sources(tiles), limits, show))
     except UnbuiltError as error:
         return f"our kernels cannot be built here: {error}; use reference"
-    if (tiles, wide) != configs[0]:
+    if tiles != configs[0]:
         logger.debug("attention: tiles of %d query heads, as larger ones do not fit this GPU", tiles.block_queries)
-    added = make_sources(tiles, _make_wide_pages(cache, num_heads, wide))
+    added = make_sources(tiles)
     sources.decode, sources.chunks = added.decode, added.chunks
     sources.captured, sources.captured_chunks = added.captured, added.captured_chunks
     return ""
 
 
-def _list_tiles(cache: KVCache, num_heads: int) -> list[tuple[PrefillConfig, PrefillConfig | None]]:
-    """Lists tiles of queries over the cache and over wide pages, the best first. None: pages are not widened."""
+def _list_tiles(cache: KVCache, num_heads: int) -> list[PrefillConfig]:
+    """Lists tiles of queries, the best first."""
     from toka_async.kernels.prefill import list_hopper_configs, list_prefill_configs
 
     shape = cache.head_dim, num_heads // cache.num_kv_heads, cache.dtype
-    any_chip, hopper = list_prefill_configs(*shape), list_hopper_configs(*shape, cache.page_size, cache.device)
-    if cache.keys[0].dtype == cache.dtype:
-        return [(tiles, None) for tiles in hopper + any_chip]
-    return [(tiles, wide) for wide in (*hopper, None) for tiles in any_chip]
-
-
-def _make_wide_pages(
-    cache: KVCache, num_heads: int, tiles: PrefillConfig | None, has_room: bool = True
-) -> WidePages | None:
-    """Makes wide pages, if there are tiles for them; without room they only serve to try their kernels."""
-    from toka_async.attention.wide_pages import WideLimits, WidePages
-
-    limits = WideLimits() if has_room else WideLimits(most_tokens=0)
-    return None if tiles is None else WidePages(cache, num_heads, tiles, limits)
+    is_e4m3 = cache.keys[0].dtype != cache.dtype
+    return list_hopper_configs(*shape, cache.page_size, cache.device, is_e4m3) + list_prefill_configs(*shape)
 
 
 def _add_flashinfer(sources: Sources, limits: AttentionLimits) -> None:

@@ -20,7 +20,6 @@ from toka_async.attention.kv_cache import KVCache
 from toka_async.attention.prefix_memory import PrefixMemory, count_partials
 from toka_async.attention.row_decode import RowDecode
 from toka_async.attention.tile_parts import keep_tiles, split_tiles
-from toka_async.attention.wide_pages import Pages, WidePages
 from toka_async.kernels.decode import Partial, merge
 from toka_async.kernels.occupancy import count_resident
 from toka_async.kernels.prefill import PrefillConfig, attend_chunks, attend_prefixes, list_prefill_configs
@@ -33,34 +32,13 @@ KEPT_GROUPS = 64  # descriptions of groups that are kept: a step's parts have th
 
 
 @dataclass(slots=True, frozen=True)
-class _PrefixTiles:
-    """Tiles of rows and the prefixes that these share. tiles, num_programs: see `attend_prefixes`.
-
-    sources: of wide pages, which the tiles then read (`WidePages.fill`); None: they read the cache.
-    """
-
-    tiles: Tensor
-    num_programs: int
-    sources: Tensor | None = None
-
-
-@dataclass(slots=True, frozen=True)
 class _Shared:
-    """What grouped rows read together. skip: int32 [rows]; splits: of a prefix's keys."""
+    """What grouped rows read together. skip: int32 [rows]; tiles: see `attend_prefixes`; splits: of a prefix's keys."""
 
     skip: Tensor
+    tiles: Tensor
+    num_programs: int
     splits: int
-    tiles: Sequence[_PrefixTiles]
-
-
-@dataclass(slots=True, frozen=True)
-class _GroupTables:
-    """Groups as `_Shared` has them, int64. wide_tiles, sources: of those whose prefixes are widened."""
-
-    skip: Int64
-    tiles: Int64
-    wide_tiles: Int64
-    sources: Int64
 
 
 class TritonDecode:
@@ -73,11 +51,10 @@ class TritonDecode:
         scale: float | None = None,
         tiles: PrefillConfig | None = None,
         memory: PrefixMemory | None = None,
-        wide: WidePages | None = None,
     ) -> None:
         """tiles: of prefixes that rows share; None: the best, if they fit the chip.
 
-        memory: parts of one stream may share it; None: it has its own. wide: None: no prefix is widened.
+        memory: parts of one stream may share it; None: it has its own.
         """
         self.cache = cache
         self.scale = scale if scale is not None else cache.head_dim**-0.5
@@ -87,11 +64,10 @@ class TritonDecode:
         group_size = num_heads // cache.num_kv_heads
         self.tile_config = tiles or list_prefill_configs(cache.head_dim, group_size, cache.dtype)[0]
         self.tile_rows = self.tile_config.queries(group_size)
-        self.wide = wide
         self.memory = memory or PrefixMemory(self.device, count_partials(self.device), cache.dtype)
         self.rows = RowDecode(cache, num_heads, self.scale)
         self.shared: _Shared | None = None
-        # Grouped graphs: the groups that graph_data describes; its parts are those of `_divide_graph_data`.
+        # Grouped graphs: the groups that graph_data describes, skips of all rows first, then tiles.
         self.graph_groups: tuple[PrefixGroup, ...] = ()
         self.graph_rows = 0
         self.graph_data = torch.empty(0, dtype=torch.int32, device=self.device)
@@ -102,18 +78,16 @@ class TritonDecode:
         spans = _drop_unseen(_read_groups(groups), contexts, self.cache.page_size, window)
         self.shared, lengths = None, np.minimum(contexts, window) if window else contexts
         if len(spans):
-            tables = self._describe(spans, batch.num_decode)
-            lengths = np.minimum(contexts - tables.skip[: batch.num_decode], lengths)
-            arrays = tables.skip, tables.tiles, tables.wide_tiles, tables.sources
-            ends = np.cumsum([array.size for array in arrays])[:-1].tolist()
-            data = to_device(np.concatenate(arrays, axis=None, dtype=np.int32), self.device)
-            skip, tiles, wide_tiles, sources = data.tensor_split(ends)
-            num_tiles, num_wide = len(tables.tiles) - 1, len(tables.wide_tiles) - 1
-            kinds = [_PrefixTiles(tiles.view(-1, 4), num_tiles)] if num_tiles else []
-            if num_wide > 0:
-                kinds.append(_PrefixTiles(wide_tiles.view(-1, 4), num_wide, sources.view(-1, 2)))
-            splits = self._count_prefix_splits(num_tiles + max(num_wide, 0), batch.num_decode)
-            self.shared = _Shared(skip, splits, kinds)
+            data, skip, num_tiles = self._describe(spans, batch.num_decode)
+            lengths = np.minimum(contexts - skip, lengths)
+            rows = _round_up(batch.num_decode)
+            tiles = to_device(data, self.device)
+            self.shared = _Shared(
+                tiles[:rows],
+                tiles[rows:].view(-1, 4),
+                num_tiles,
+                self._count_prefix_splits(num_tiles, batch.num_decode),
+            )
         self.rows.plan(batch, lengths, None if self.shared is None else self.shared.skip, window)
 
     def plan_graph(self, batch: AttentionBatch, grouped: bool, window: int) -> None:
@@ -122,17 +96,14 @@ class TritonDecode:
         if grouped:
             if not self.graph_rows:
                 self.graph_rows = _round_up(num_rows)
-                size = self._divide_graph_data()[-1].start + 4 * (self.graph_rows + 1)
-                self.graph_data = torch.zeros(size, dtype=torch.int32, device=self.device)
+                # Each group may have one partly full tile, so there are at most as many tiles as rows.
+                self.graph_data = torch.zeros(self.graph_rows * 5 + 4, dtype=torch.int32, device=self.device)
             assert num_rows <= self.graph_rows, "the first grouped plan is of the most rows"
-            skip, wide_tiles, sources, tiles = (self.graph_data[part] for part in self._divide_graph_data())
-            full_tiles = -(-num_rows // self.tile_rows)
-            # full tiles, and some of small groups
-            kinds = [_PrefixTiles(tiles.view(-1, 4), full_tiles + -(-num_rows // 64))]
-            if self.wide is not None and num_rows >= self.wide.limits.least_rows:
-                num_programs = 2 * -(-num_rows // self.wide.tile_queries)
-                kinds.append(_PrefixTiles(wide_tiles.view(-1, 4), num_programs, sources.view(-1, 2)))
-            self.shared = _Shared(skip, self._count_prefix_splits(full_tiles, num_rows), kinds)
+            skip, tiles = self.graph_data[: self.graph_rows], self.graph_data[self.graph_rows :].view(-1, 4)
+            num_programs = -(-num_rows // self.tile_rows) + -(-num_rows // 64)  # full tiles, and some of small groups
+            self.shared = _Shared(
+                skip, tiles, num_programs, self._count_prefix_splits(-(-num_rows // self.tile_rows), num_rows)
+            )
         self.rows.plan_graph(batch, None if self.shared is None else self.shared.skip, window)
 
     def set_groups(self, groups: tuple[PrefixGroup, ...]) -> None:
@@ -143,7 +114,7 @@ class TritonDecode:
         if data is None:
             spans = _read_groups(groups)
             spans[:, 2] *= self.cache.page_size
-            data = pin(self._join(self._describe(spans, self.graph_rows)), self.device)
+            data = pin(self._describe(spans, self.graph_rows)[0], self.device)
             if len(self.graph_kept) == KEPT_GROUPS:
                 del self.graph_kept[next(iter(self.graph_kept))]
         self.graph_kept[groups] = data
@@ -158,8 +129,18 @@ class TritonDecode:
         if shared is not None:
             # One partial result may lie where the rows' outputs go: each program reads its own before it writes.
             prefix = self.memory.take(query, shared.splits, output)
-            for kind in shared.tiles:
-                self._attend_prefixes(kind, layer, query, prefix, step.batch)
+            attend_prefixes(
+                query,
+                self.cache.keys[layer],
+                self.cache.values[layer],
+                step.batch.page_table,
+                step.batch.slots,
+                shared.tiles,
+                shared.num_programs,
+                prefix,
+                self.scale * self.cache.scales[layer].keys,
+                self.tile_config,
+            )
         self.rows.run(layer, query, output, prefix)
 
     def run_prefix_kernel(self) -> None:
@@ -169,56 +150,16 @@ class TritonDecode:
         result = self.memory.take(query, 1, query)
         attend_prefixes(query, keys, keys, zero, zero[0].long(), zero, 1, result, 1.0, self.tile_config)
 
-    def _attend_prefixes(
-        self, kind: _PrefixTiles, layer: int, query: Tensor, result: Partial, batch: AttentionBatch
-    ) -> None:
-        """Attends the tiles' rows over their prefixes, into result."""
-        pages: Pages = self.cache.keys[layer], self.cache.values[layer], batch.page_table, batch.slots
-        config = self.tile_config
-        if kind.sources is not None:
-            assert self.wide is not None
-            pages, config = self.wide.fill(layer, batch.page_table, batch.slots, kind.sources), self.wide.config
-        scale = self.scale * self.cache.scales[layer].keys
-        attend_prefixes(query, *pages, kind.tiles, kind.num_programs, result, scale, config)
+    def _describe(self, spans: Int64, num_rows: int) -> tuple[Int32, Int64, int]:
+        """Turns spans [n, 3] of (first row, rows, keys) into device data: skips, padded, then tiles.
 
-    def _describe(self, spans: Int64, num_rows: int) -> _GroupTables:
-        """Describes spans [n, 3] of (first row, rows, keys). Skips are padded."""
+        Also returns skips [num_rows], and the number of tiles.
+        """
         first, count, keys = spans.T
         skip = np.zeros(_round_up(num_rows), dtype=np.int64)
         skip[_make_ranges(first, count)] = np.repeat(keys, count)
-        if self.wide is None:
-            none = np.empty(0, dtype=np.int64)
-            tiles = _cut_tiles(first, first, count, keys, self.tile_rows, causal=False)
-            return _GroupTables(skip, tiles, none, none)
-        pages = keys // self.cache.page_size
-        is_wide = self.wide.choose_groups(count, pages)
-        narrow = ~is_wide
-        tiles = _cut_tiles(first[narrow], first[narrow], count[narrow], keys[narrow], self.tile_rows, causal=False)
-        rows, sources = self.wide.place(first[is_wide], pages[is_wide])
-        size = self.wide.tile_queries
-        wide_tiles = _cut_tiles(rows, first[is_wide], count[is_wide], keys[is_wide], size, causal=False)
-        return _GroupTables(skip, tiles, wide_tiles, sources)
-
-    def _join(self, tables: _GroupTables) -> Int32:
-        """Joins tables as grouped graphs read them, without what follows the last tile."""
-        parts = self._divide_graph_data()
-        data = np.zeros(parts[-1].start + tables.tiles.size, dtype=np.int32)
-        arrays = tables.skip, tables.wide_tiles, tables.sources, tables.tiles
-        for part, array in zip(parts, arrays, strict=True):
-            data[part][: array.size] = array.ravel()
-        return data
-
-    def _divide_graph_data(self) -> tuple[slice, ...]:
-        """Divides what grouped graphs read: skips, tiles of wide pages, their sources, then tiles.
-
-        Each group may have one partly full tile, so there are at most as many tiles as rows. Groups whose prefixes are
-        widened fill at least one tile.
-        """
-        sizes = [self.graph_rows, 0, 0]
-        if self.wide is not None:
-            sizes[1:] = 4 * (1 + 2 * -(-self.graph_rows // self.wide.tile_queries)), 2 * (1 + self.wide.most)
-        ends = np.cumsum(sizes).tolist()
-        return slice(ends[0]), slice(ends[0], ends[1]), slice(ends[1], ends[2]), slice(ends[2], None)
+        tiles = _cut_tiles(first, first, count, keys, self.tile_rows, causal=False)
+        return np.concatenate((skip, tiles.ravel())).astype(np.int32), skip[:num_rows], len(tiles) - 1
 
     def _count_prefix_splits(self, num_tiles: int, num_rows: int) -> int:
         wanted = PREFIX_PROGRAMS_PER_SM * self.num_sms // (num_tiles * self.cache.num_kv_heads)
@@ -228,10 +169,7 @@ class TritonDecode:
 
 @dataclass(slots=True, frozen=True)
 class _ChunkPlan:
-    """tiles, parts, partial: see `attend_chunks`. merged: see `merge`; no rows if no tile has several parts.
-
-    sources: of wide pages, which the tiles then read (`WidePages.fill`); None: they read the cache.
-    """
+    """tiles, parts, partial: see `attend_chunks`. merged: see `merge`; no rows if no tile has several parts."""
 
     batch: AttentionBatch
     window: int
@@ -240,21 +178,15 @@ class _ChunkPlan:
     parts: Tensor
     merged: Tensor
     partial: Partial
-    sources: Tensor | None = None
 
 
 class TritonChunks:
     """`ChunkPart` that cuts chunks into tiles, the longest first."""
 
     def __init__(
-        self,
-        cache: KVCache,
-        num_heads: int,
-        scale: float | None = None,
-        tiles: PrefillConfig | None = None,
-        wide: WidePages | None = None,
+        self, cache: KVCache, num_heads: int, scale: float | None = None, tiles: PrefillConfig | None = None
     ) -> None:
-        """tiles: of chunks; None: the best, if they fit the chip. wide: None: nothing is widened."""
+        """tiles: of chunks; None: the best, if they fit the chip."""
         self.cache = cache
         self.scale = scale if scale is not None else cache.head_dim**-0.5
         self.num_heads = num_heads
@@ -262,34 +194,23 @@ class TritonChunks:
         group_size = num_heads // cache.num_kv_heads
         self.config = tiles or list_prefill_configs(cache.head_dim, group_size, cache.dtype)[0]
         self.tile_queries = self.config.queries(group_size)
-        self.wide = wide
         self.programs = max(1, self._count_programs() // cache.num_kv_heads)  # of each KV head that run at once
         self.step: _ChunkPlan | None = None
 
     def plan(self, batch: AttentionBatch, window: int) -> None:
-        queries = batch.query_lengths[batch.num_decode :].astype(np.int64)
-        contexts = batch.context_lengths[batch.num_decode :].astype(np.int64)
-        rows = np.arange(batch.num_decode, len(batch.query_lengths))
-        size, block_keys, sources = self.tile_queries, self.config.block_keys, np.empty(0, dtype=np.int64)
-        is_wide = self.wide is not None and not window and self.wide.is_worth(queries, contexts)
-        if self.wide is not None and is_wide:
-            rows, sources = self.wide.place(rows, -(-contexts // self.cache.page_size))
-            size, block_keys = self.wide.tile_queries, self.wide.config.block_keys
-        tiles = _cut_chunks(rows, 0, queries, contexts, size)
-        split = split_tiles(tiles, window, size, block_keys, self.programs) or keep_tiles(tiles, window, block_keys)
-        arrays = split.tiles, split.parts, split.merged, sources
-        ends = np.cumsum([array.size for array in arrays])[:-1].tolist()
-        data = to_device(np.concatenate(arrays, axis=None, dtype=np.int32), self.device)
-        there, parts, merged, listed = data.tensor_split(ends)
+        chunks = slice(batch.num_decode, None)
+        tiles = self._cut(batch.num_decode, 0, batch.query_lengths[chunks], batch.context_lengths[chunks])
+        block_keys = self.config.block_keys
+        split = split_tiles(tiles, window, self.tile_queries, block_keys, self.programs)
+        split = split or keep_tiles(tiles, window, block_keys)
+        sizes = np.cumsum([split.tiles.size, split.parts.size])
+        data = to_device(
+            np.concatenate([split.tiles, split.parts, split.merged], axis=None, dtype=np.int32), self.device
+        )
+        there, parts, merged = data.tensor_split(sizes.tolist())
+        partial = self._make_partial(split.num_partials)
         self.step = _ChunkPlan(
-            batch,
-            window,
-            there.view(-1, 4),
-            len(split.parts),
-            parts.view(-1, 3),
-            merged.view(-1, 3),
-            self._make_partial(split.num_partials, size),
-            listed.view(-1, 2) if is_wide else None,
+            batch, window, there.view(-1, 4), len(split.parts), parts.view(-1, 3), merged.view(-1, 3), partial
         )
 
     def count_cells(self, num_tokens: int, num_rows: int) -> int:
@@ -297,8 +218,7 @@ class TritonChunks:
         return 4 + 7 * most + 3 * MERGED_QUERIES
 
     def describe(self, cells: Int32, num_decode: int, lengths: Int32, contexts: Int64, window: int) -> None:
-        rows = np.arange(num_decode, num_decode + len(lengths))
-        tiles = _cut_chunks(rows, num_decode, lengths, contexts, self.tile_queries)
+        tiles = self._cut(num_decode, num_decode, lengths, contexts)
         split = split_tiles(tiles, window, self.tile_queries, self.config.block_keys, self.programs)
         if split is None or len(split.merged) > MERGED_QUERIES:
             split = keep_tiles(tiles, window, self.config.block_keys)
@@ -316,37 +236,41 @@ class TritonChunks:
             parts.view(-1, 3),
             merged.view(-1, 3),
             self._make_partial(
-                2 * self.programs, self.tile_queries
+                2 * self.programs
             ),  # a tile in parts has no more than twice as many as it has besides one
         )
 
     def run(self, layer: int, query: Tensor, output: Tensor) -> None:
         step = self.step
         assert step is not None
-        scales, batch = self.cache.scales[layer], step.batch
-        pages: Pages = self.cache.keys[layer], self.cache.values[layer], batch.page_table, batch.slots
-        config = self.config
-        if step.sources is not None:
-            assert self.wide is not None
-            pages, config = self.wide.fill(layer, batch.page_table, batch.slots, step.sources), self.wide.config
+        scales = self.cache.scales[layer]
         attend_chunks(
             query,
-            *pages,
+            self.cache.keys[layer],
+            self.cache.values[layer],
+            step.batch.page_table,
+            step.batch.slots,
             step.tiles,
             step.num_programs,
             output,
             self.scale * scales.keys,
             step.window,
-            config,
+            self.config,
             step.parts,
             step.partial,
             scales.values,
         )
         if len(step.merged):
-            merge(step.partial, step.merged, config.queries(self.num_heads // self.cache.num_kv_heads), output)
+            merge(step.partial, step.merged, self.tile_queries, output)
 
-    def _make_partial(self, num_parts: int, tile_queries: int) -> Partial:
-        shape = (num_parts * tile_queries, self.num_heads, self.cache.head_dim)
+    def _cut(self, first_row: int, first_query: int, lengths: Int32, contexts: Int32 | Int64) -> Int64:
+        """Cuts chunks into tiles, as `attend_chunks` takes them."""
+        counts, rows = lengths.astype(np.int64), np.arange(first_row, first_row + len(lengths))
+        firsts, seen = first_query + np.cumsum(counts) - counts, contexts - counts + 1
+        return _cut_tiles(rows, firsts, counts, seen, self.tile_queries, causal=True)
+
+    def _make_partial(self, num_parts: int) -> Partial:
+        shape = (num_parts * self.tile_queries, self.num_heads, self.cache.head_dim)
         return Partial(
             torch.empty(shape, dtype=torch.float32, device=self.device),
             torch.empty(shape[:2], dtype=torch.float32, device=self.device),
@@ -357,18 +281,11 @@ class TritonChunks:
         if self.device.type != "cuda":
             return 1
         keys, zero = self.cache.keys[0], torch.zeros((1, 4), dtype=torch.int32, device=self.device)
-        query, none = self.cache.make_zero_queries(1, self.num_heads), self._make_partial(0, 1)
+        query, none = self.cache.make_zero_queries(1, self.num_heads), self._make_partial(0)
         kernel = attend_chunks(
             query, keys, keys, zero, zero[0].long(), zero, 1, query, 1.0, 0, self.config, zero[:, :3], none
         )
         return count_resident(kernel, self.device)
-
-
-def _cut_chunks(rows: Int64, first_query: int, queries: Int32 | Int64, contexts: Int32 | Int64, size: int) -> Int64:
-    """Cuts chunks of rows into tiles, as `attend_chunks` takes them."""
-    counts = queries.astype(np.int64)
-    firsts, seen = first_query + np.cumsum(counts) - counts, contexts - counts + 1
-    return _cut_tiles(rows, firsts, counts, seen, size, causal=True)
 
 
 def _divide_cells(num_cells: int) -> tuple[slice, slice, slice]:

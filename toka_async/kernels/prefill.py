@@ -25,6 +25,7 @@ class PrefillConfig:
     """block_queries: query heads of a tile, for all its queries. block_keys: keys of one iteration.
 
     registers: of a thread of the kernel for Hopper chips (`kernels.prefill_hopper`); 0: the kernel for any chip.
+    widening: registers of a thread there that widens what is stored in E4M3; 0: there is none.
     """
 
     block_queries: int
@@ -32,6 +33,7 @@ class PrefillConfig:
     num_warps: int
     num_stages: int
     registers: int = 0
+    widening: int = 0
 
     def queries(self, group_size: int) -> int:
         """Returns the queries of a tile when a KV head has `group_size` query heads."""
@@ -45,19 +47,22 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def list_hopper_configs(
-    head_dim: int, group_size: int, dtype: torch.dtype, page_size: int, device: torch.device
+    head_dim: int, group_size: int, dtype: torch.dtype, page_size: int, device: torch.device, is_e4m3: bool = False
 ) -> list[PrefillConfig]:
     """Lists the tiles of the kernel for Hopper chips; none where it cannot attend such heads over such pages.
 
-    dtype: of queries, keys and values. All groups of threads share the registers.
+    dtype: of queries. is_e4m3: keys and values are stored in 8 bits. All groups of threads share the registers.
     """
     if head_dim not in (64, 128) or dtype == torch.float32 or not is_hopper(device):
         return []
     from toka_async.kernels import prefill_hopper
 
     if head_dim == 64:
-        config = PrefillConfig(256, 64, 4, num_stages=3, registers=112)
+        registers, widening = (104, 40) if is_e4m3 else (112, 0)
+        config = PrefillConfig(256, 64, 4, num_stages=3, registers=registers, widening=widening)
     else:
+        if is_e4m3:
+            return []  # the registers of those who widen are missing where products run: three times slower
         config = PrefillConfig(128, 128, 4, num_stages=2, registers=232)
     fits = group_size <= config.block_queries and prefill_hopper.can_copy(page_size, config.block_keys)
     return [config] if fits else []
@@ -159,11 +164,11 @@ def _launch(
     assert output.is_contiguous()
     assert group <= config.block_queries
     operands = (query, keys, values, page_table, slots, tiles, output, parts, partial, lse, scale * LOG2E)
+    assert (config.widening > 0) == (config.registers > 0 and keys.dtype != query.dtype)
     if config.registers:
         from toka_async.kernels.prefill_hopper import attend_tiles
 
-        assert keys.dtype == query.dtype
-        shape = config.block_queries, config.block_keys, config.num_stages, config.registers
+        shape = config.block_queries, config.block_keys, config.num_stages, config.registers, config.widening
         return attend_tiles(*operands, value_scale, num_programs, window, splits, *shape)
     return _prefill[num_programs, kv_heads, splits](
         *operands,

@@ -2,8 +2,9 @@
 
 One warp copies blocks of keys and values into a ring in shared memory, page by page, by the chip's copy engine (TMA).
 Each group of four warps computes 64 rows of the tile; while the product of a block's weights and values runs, the group
-computes the weights of the next block (FlashAttention-3, arXiv:2407.08608). Arguments are those of `kernels.prefill`,
-which chooses between the two kernels. Written in Gluon, whose interface changes with each version of Triton.
+computes the weights of the next block (FlashAttention-3, arXiv:2407.08608). What is stored in E4M3 is copied to a ring
+of its own, from which one more group widens it to float16. Arguments are those of `kernels.prefill`, which chooses
+between the two kernels. Written in Gluon, whose interface changes with each version of Triton.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 PANEL = 128  # bytes of a key that one copy brings, at most
 LEAST_BOX = 8  # keys that one copy brings at least
-_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 _COPYING = gl.constexpr(24)  # registers of a thread that copies
+_WIDENED = gl.constexpr(4096)  # numbers that a group widens at once, as many as its registers hold
+_LARGEST_HALF = gl.constexpr(torch.finfo(torch.float16).max)
 
 
 def can_copy(page_size: int, block_keys: int) -> bool:
@@ -56,12 +59,13 @@ def attend_tiles(
     block_keys: int,
     stages: int,
     registers: int,
+    widening: int,
 ) -> Any:
     """Launches the kernel; see `prefill.attend_chunks`, and `prefill.attend_prefixes` where there are no parts.
 
     num_tiles: at most; a program for each multiprocessor goes through them. scale: of base 2. block_queries: rows of a
-    tile. stages: blocks of the ring. registers: of a thread that computes. Of parts, the first key is the first of a
-    block, counted from the row's first token.
+    tile. stages: blocks of the ring. registers: of a thread that computes. widening: of one that widens E4M3. Of parts,
+    the first key is the first of a block, counted from the row's first token.
     """
     num_queries, num_heads, dim = query.shape
     kv_heads, page_size = keys.shape[1:3]
@@ -92,6 +96,7 @@ def attend_tiles(
         block_keys=block_keys,
         stages=stages,
         registers=registers,
+        widening=widening,
         num_warps=4,
     )
 
@@ -192,6 +197,55 @@ def _copy_block(
 
 
 @gluon.jit
+def _widen_blocks(
+    widens,
+    copied,
+    bars,
+    kv_heads: gl.constexpr,
+    block_keys: gl.constexpr,
+    stages: gl.constexpr,
+):
+    """Widens the copied blocks of all tiles of this program, each when its place in the ring is free."""
+    tiles, parts, splits, k_copied, v_copied, k_ring, v_ring = widens
+    k_came, k_taken, v_came, v_taken = copied
+    k_full, k_free, v_full, v_free = bars
+    number = 0
+    for work in range(gl.program_id(0), gl.load(tiles) * kv_heads * splits, gl.num_programs(0)):
+        _, _, _, _, _, low, high = _read_tile(work, tiles, parts, splits, kv_heads, block_keys)
+        for _ in range(low, high, block_keys):
+            came = number % (stages - 1)
+            came_phase = number // (stages - 1) & 1
+            stage = number % stages
+            phase = (number // stages & 1) ^ 1
+            mbarrier.wait(k_came.index(came), came_phase)
+            mbarrier.wait(k_free.index(stage), phase)
+            _widen_block(k_copied, came, k_ring.index(stage))
+            mbarrier.arrive(k_taken.index(came))
+            mbarrier.arrive(k_full.index(stage))
+            mbarrier.wait(v_came.index(came), came_phase)
+            mbarrier.wait(v_free.index(stage), phase)
+            _widen_block(v_copied, came, v_ring.index(stage))
+            mbarrier.arrive(v_taken.index(came))
+            mbarrier.arrive(v_full.index(stage))
+            number += 1
+
+
+@gluon.jit
+def _widen_block(copied, number, target):
+    """Widens the copied block of this number, and lets products read the result."""
+    block_keys: gl.constexpr = target.shape[0]
+    dim: gl.constexpr = target.shape[1]
+    keys: gl.constexpr = min(block_keys, _WIDENED // dim)
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [32 // (dim // 16), dim // 16], [4, 1], [1, 0])
+    stages: gl.constexpr = copied.shape[0] * copied.shape[1] // block_keys
+    source = copied._reinterpret(copied.dtype, [stages, block_keys, dim], copied.layout).index(number)
+    for i in gl.static_range(block_keys // keys):
+        target.slice(i * keys, keys).store(source.slice(i * keys, keys).load(layout).to(target.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
 def _compute_rows(
     which,
     reads,
@@ -228,7 +282,10 @@ def _compute_rows(
         head = (first_query + row // group).to(gl.int64) * num_heads + kv_head * group + row % group
         place = head[:, None] * dim + column[None, :]
         inside = gl.expand_dims(row // group < count, 1)
-        queries.store(gl.load(query + place, mask=inside, other=0.0))
+        loaded = gl.load(query + place, mask=inside, other=0.0)
+        if loaded.dtype != dtype:
+            loaded = gl.minimum(gl.maximum(loaded.to(gl.float32), -_LARGEST_HALF), _LARGEST_HALF)
+        queries.store(loaded.to(dtype))
         fence_async_shared()
         gl.thread_barrier()
         ends = seen + stat_row * 0
@@ -353,28 +410,64 @@ def _prefill_hopper(
     block_keys: gl.constexpr,
     stages: gl.constexpr,
     registers: gl.constexpr,
+    widening: gl.constexpr,
 ):
+    is_widened: gl.constexpr = widening > 0
+    operand: gl.constexpr = gl.float16 if is_widened else keys.dtype
     box: gl.constexpr = min(page_size, block_keys)
     columns: gl.constexpr = keys.block_shape[1]
-    boxes: gl.constexpr = stages * (dim // columns) * (block_keys // box)
-    in_block: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, dim], keys.dtype)
-    k_ring = gl.allocate_shared_memory(keys.dtype, [boxes, box, columns], keys.layout)
-    v_ring = gl.allocate_shared_memory(keys.dtype, [boxes, box, columns], keys.layout)
-    queries = gl.allocate_shared_memory(keys.dtype, [rows // 64, 64, dim], in_block)
-    bars = _make_bars(stages, rows // 64)
+    num_copied: gl.constexpr = stages - 1 if is_widened else stages  # blocks; what is widened is a stage more
+    boxes: gl.constexpr = num_copied * (dim // columns) * (block_keys // box)
+    in_block: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, dim], operand)
+    k_copied = gl.allocate_shared_memory(keys.dtype, [boxes, box, columns], keys.layout)
+    v_copied = gl.allocate_shared_memory(keys.dtype, [boxes, box, columns], keys.layout)
+    queries = gl.allocate_shared_memory(operand, [rows // 64, 64, dim], in_block)
+    copied = _make_bars(num_copied, 1 if is_widened else rows // 64)
+    bars = copied
+    k_ring = k_copied
+    v_ring = v_copied
+    if is_widened:
+        bars = _make_bars(stages, rows // 64)
+        k_ring = gl.allocate_shared_memory(operand, [stages, block_keys, dim], in_block)
+        v_ring = gl.allocate_shared_memory(operand, [stages, block_keys, dim], in_block)
     fence_async_shared()
     reads = (query, tiles, parts, output, partial, lse, scale, value_scale, num_queries, splits, k_ring, v_ring)
-    copies = (keys, values, page_table, slots, tiles, parts, table_stride, splits, k_ring, v_ring)
+    copies = (keys, values, page_table, slots, tiles, parts, table_stride, splits, k_copied, v_copied)
+    widens = (tiles, parts, splits, k_copied, v_copied, k_ring, v_ring)
     gl.static_assert(rows == 128 or rows == 256)
-    if rows == 128:
+    if rows == 128 and is_widened:
         gl.warp_specialize(
             [
                 (_compute_rows, (0, reads, queries.index(0), bars, kv_heads, group, window, rows, block_keys, stages)),
                 (_compute_rows, (1, reads, queries.index(1), bars, kv_heads, group, window, rows, block_keys, stages)),
-                (_copy_blocks, (copies, bars, kv_heads, page_size, block_keys, stages, dim)),
+                (_copy_blocks, (copies, copied, kv_heads, page_size, block_keys, num_copied, dim)),
+                (_widen_blocks, (widens, copied, bars, kv_heads, block_keys, stages)),
+            ],
+            [4, 1, 4],
+            [registers, _COPYING, widening],
+        )
+    elif rows == 128:
+        gl.warp_specialize(
+            [
+                (_compute_rows, (0, reads, queries.index(0), bars, kv_heads, group, window, rows, block_keys, stages)),
+                (_compute_rows, (1, reads, queries.index(1), bars, kv_heads, group, window, rows, block_keys, stages)),
+                (_copy_blocks, (copies, copied, kv_heads, page_size, block_keys, num_copied, dim)),
             ],
             [4, 1],
             [registers, _COPYING],
+        )
+    elif is_widened:
+        gl.warp_specialize(
+            [
+                (_compute_rows, (0, reads, queries.index(0), bars, kv_heads, group, window, rows, block_keys, stages)),
+                (_compute_rows, (1, reads, queries.index(1), bars, kv_heads, group, window, rows, block_keys, stages)),
+                (_compute_rows, (2, reads, queries.index(2), bars, kv_heads, group, window, rows, block_keys, stages)),
+                (_compute_rows, (3, reads, queries.index(3), bars, kv_heads, group, window, rows, block_keys, stages)),
+                (_copy_blocks, (copies, copied, kv_heads, page_size, block_keys, num_copied, dim)),
+                (_widen_blocks, (widens, copied, bars, kv_heads, block_keys, stages)),
+            ],
+            [4, 4, 4, 1, 4],
+            [registers, registers, registers, _COPYING, widening],
         )
     else:
         gl.warp_specialize(
@@ -383,7 +476,7 @@ def _prefill_hopper(
                 (_compute_rows, (1, reads, queries.index(1), bars, kv_heads, group, window, rows, block_keys, stages)),
                 (_compute_rows, (2, reads, queries.index(2), bars, kv_heads, group, window, rows, block_keys, stages)),
                 (_compute_rows, (3, reads, queries.index(3), bars, kv_heads, group, window, rows, block_keys, stages)),
-                (_copy_blocks, (copies, bars, kv_heads, page_size, block_keys, stages, dim)),
+                (_copy_blocks, (copies, copied, kv_heads, page_size, block_keys, num_copied, dim)),
             ],
             [4, 4, 4, 1],
             [registers, registers, registers, _COPYING],

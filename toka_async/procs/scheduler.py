@@ -29,6 +29,7 @@ from toka_async.transport.zmq_sockets import PollSet, ZmqInbox, ZmqOutbox
 COLLECTED = (50_000, 20, 50)
 # Seconds of a step with prompts. A reader notices longer gaps than 50 ms; larger steps are hardly more efficient.
 AUTO_STREAMING_STEP = 0.040
+AUTO_DECODINGS = 8.0  # beside streams: of the time that a step takes without prompts
 AUTO_STEP = 0.125
 
 
@@ -89,7 +90,7 @@ def make_core(ready: Ready, config: Config) -> Core:
 def make_step_limits(schedule: ScheduleConfig) -> StepLimits:
     """Make the limits of a step's time. With `auto`, they are shorter while somebody waits for a stream's tokens."""
     if schedule.max_step_ms == "auto":
-        return StepLimits(seconds=AUTO_STEP, streaming=AUTO_STREAMING_STEP)
+        return StepLimits(seconds=AUTO_STEP, streaming=AUTO_STREAMING_STEP, decodings=AUTO_DECODINGS)
     if schedule.max_step_ms == 0:
         return StepLimits()
     return StepLimits(schedule.max_step_ms / 1000, schedule.max_step_ms / 1000)
@@ -119,6 +120,9 @@ def run_turn(
         if isinstance(result, ExpertLoads):
             core.note_expert_loads(result)
             continue
+        if isinstance(result, ControlDone):
+            core.complete_order(result)
+            continue
         core.complete(result, now)
         num_completed += 1
     times.lap("results")
@@ -129,6 +133,8 @@ def run_turn(
         tell_server(core, server, times, ready, now)
     for step in core.next_steps(now):
         ranks.send(step)
+    if (order := core.next_order()) is not None:
+        ranks.send(order)
     core.note_sent(time.monotonic())
     times.lap("steps")
     tell_server(core, server, times, ready, now)

@@ -13,7 +13,22 @@ from typing import Literal
 import numpy as np
 
 from toka_async.arrays import Float32, Int32, as_i32, as_i64
-from toka_async.control import Abort, Control, ControlDone, Pause, PauseMode, ResetPrefixCache, Resume
+from toka_async.control import (
+    RANK_ACTIONS,
+    AbandonUpdate,
+    Abort,
+    AnyAction,
+    BeginUpdate,
+    CommitUpdate,
+    Control,
+    ControlDone,
+    Pause,
+    PauseMode,
+    ResetPrefixCache,
+    Resume,
+    SetVersion,
+    Sleep,
+)
 from toka_async.messages import (
     AskStats,
     Cancels,
@@ -39,6 +54,7 @@ from toka_async.scheduler.builder import StepBuilder, StepRecord
 from toka_async.scheduler.depth import StepDepth
 from toka_async.scheduler.grouping import Grouping
 from toka_async.scheduler.pauses import PauseState
+from toka_async.scheduler.rank_orders import RankOrders
 from toka_async.scheduler.replies import Replies
 from toka_async.scheduler.results import ResultHandler
 from toka_async.scheduler.sequences.queues import PrefillQueue
@@ -122,6 +138,8 @@ class Core:
         self._in_flight: deque[StepRecord] = deque()
         self._num_arrived = 0
         self._pauses = PauseState()
+        self._orders = RankOrders(max(1, len(ready.ranks)))
+        self._holds_steps = False  # because of these two
 
     # ---- from the server
 
@@ -231,19 +249,51 @@ class Core:
 
     def control(self, message: Control) -> None:
         """Carry out an action, or begin to; a ControlDone follows."""
-        count = 0
-        match message.action:
-            case Pause(mode=mode):
-                self._pause(message.number, mode)
-                return
+        action = message.action
+        if isinstance(action, Pause):
+            self._pause(message.number, action.mode)
+        elif isinstance(action, RANK_ACTIONS):
+            if isinstance(action, BeginUpdate):
+                self._pauses.is_updating = True
+            elif isinstance(action, Sleep):
+                self._running.cache.begin_epoch()
+            self._orders.add(message)
+        else:
+            self._replies.add(ControlDone(number=message.number, count=self._act(action)))
+        self._note_hold()
+
+    def _act(self, action: AnyAction) -> int:
+        """Carry out what needs no ranks; returns the count of the answer."""
+        match action:
             case Resume():
                 self._queue.release()
                 self._replies.add_all(self._pauses.resume())
             case Abort(request_ids=ids, everything=everything):
-                count = self.abort(list(self._requests) if everything else as_i32(ids).tolist())
+                return self.abort(list(self._requests) if everything else as_i32(ids).tolist())
             case ResetPrefixCache():
                 self._running.cache.begin_epoch()
-        self._replies.add(ControlDone(number=message.number, count=count))
+            case CommitUpdate(version=version):
+                self._running.log.change_version(version)
+                self._running.cache.begin_epoch()  # what older weights computed is not for new prompts
+                self._pauses.end_update(failed=False)
+            case SetVersion(version=version):
+                self._running.log.change_version(version)
+            case AbandonUpdate():
+                self._pauses.end_update(failed=True)
+        return 0
+
+    def _note_hold(self) -> None:
+        self._holds_steps = self._pauses.holds_steps or self._orders.is_busy
+
+    def next_order(self) -> Control | None:
+        """Take the action that the ranks are to carry out now, when no step is queued on them."""
+        return None if self._in_flight else self._orders.take()
+
+    def complete_order(self, done: ControlDone) -> None:
+        answer = self._orders.complete(done)
+        if answer is not None:
+            self._replies.add(answer)
+            self._note_hold()
 
     def _pause(self, number: int, mode: PauseMode) -> None:
         self._pauses.pause(number, mode)
@@ -281,7 +331,7 @@ class Core:
         Each is built when it is asked for, so that idle ranks begin while the next one is built.
         """
         depth = self._depth.depth
-        while len(self._in_flight) < depth and not self._pauses.holds_steps:
+        while len(self._in_flight) < depth and not self._holds_steps:
             # When the ranks are about to run dry, a step of what runs goes first; admission follows with the next one.
             admit = bool(self._in_flight) or depth == 1
             built = self._builder.build(now, admit, most=depth - len(self._in_flight) if admit else 1)

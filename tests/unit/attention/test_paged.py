@@ -21,15 +21,11 @@ from toka_async.attention.kv_cache import CacheFormat, KVCache, LayerScales
 from toka_async.attention.paged import PagedAttention
 from toka_async.attention.reference import ReferenceAttention
 from toka_async.attention.triton import TritonChunks, TritonDecode
-from toka_async.attention.wide_pages import WideLimits, WidePages
-from toka_async.kernels.prefill import PrefillConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EXAMPLES = 60 if DEVICE.type == "cuda" else 2  # the interpreter is slow
 ALONE = TileLimits(shared_bytes=1 << 60)
 DIM = 16
-SCALED = CacheFormat(torch.float8_e4m3fn, (LayerScales(0.5, 2.0), LayerScales(3.0, 0.25)))
-WIDE_TILES = PrefillConfig(16, 32, num_warps=4, num_stages=1)
 
 
 class Case:
@@ -45,7 +41,6 @@ class Case:
         windows: tuple[int, ...] = (0,),
         num_sms: int = 1,
         stored: CacheFormat | None = None,
-        wide: WideLimits | None = None,
     ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         rng = np.random.default_rng(seed)
@@ -64,7 +59,6 @@ class Case:
         self.kv_heads, self.heads, self.windows = 2, 6, windows
         self.stored = stored
         self.cache = self._make_cache(page_size)
-        self.wide = None if wide is None else WidePages(self.cache, self.heads, WIDE_TILES, wide)
         for tensor in self.cache.keys + self.cache.values:
             tensor.copy_(self._normal(*tensor.shape))
         self.norm = QueryKeyNorm(self._normal(self.heads + self.kv_heads, DIM), 1e-6) if seed % 2 else None
@@ -101,10 +95,10 @@ class Case:
         return KVCache(*shape, torch.float32, DEVICE, stored=self.stored)
 
     def _decode(self) -> TritonDecode:
-        return TritonDecode(self.cache, self.heads, wide=self.wide)
+        return TritonDecode(self.cache, self.heads)
 
     def _chunks(self) -> TritonChunks:
-        return TritonChunks(self.cache, self.heads, wide=self.wide)
+        return TritonChunks(self.cache, self.heads)
 
     def _new_pages(self, num_tokens: int, page_size: int) -> list[int]:
         count = -(-num_tokens // page_size)
@@ -150,27 +144,10 @@ def test_equals_the_reference(
 @pytest.mark.parametrize("contexts", [[9], [9, 700]])
 def test_a_cache_in_e4m3_equals_the_reference(windows: tuple[int, ...], contexts: list[int]) -> None:
     """With other scales in each layer; what is stored is the same."""
-    case = Case(1, 5, [(3, 2)], contexts, [(12, 7)], windows, 3, SCALED)
+    stored = CacheFormat(torch.float8_e4m3fn, (LayerScales(0.5, 2.0), LayerScales(3.0, 0.25)))
+    case = Case(1, 5, [(3, 2)], contexts, [(12, 7)], windows, 3, stored)
     case.check(case.batch)
     case.check(replace(case.batch, groups=()))
-
-
-@pytest.mark.parametrize("is_wide", [True, False])
-def test_wide_pages(is_wide: bool) -> None:
-    """The first group has too few rows; of the others, those that fit, and chunks that fit, read wide pages."""
-    limits = WideLimits(1000 if is_wide else 10, least_reads=12, least_rows=4)
-    case = Case(2, 5, [(2, 2), (4, 2), (5, 3)], [7], [(12, 7), (3, 30)], (0, 0), 3, SCALED, limits)
-    case.check(case.batch)
-    case.check(replace(case.batch, groups=()))
-    shared, chunks = decode_part(case).shared, case.backend.chunks[0]
-    assert shared is None
-    assert isinstance(chunks, TritonChunks)
-    assert chunks.step is not None
-    assert (chunks.step.sources is not None) == is_wide
-    case.backend.plan(case.batch)
-    shared = decode_part(case).shared
-    assert shared is not None
-    assert [len(kind.tiles) - 1 for kind in shared.tiles] == ([1, 2] if is_wide else [2, 1])
 
 
 @pytest.mark.parametrize("num_sms", [1, 8])
@@ -219,26 +196,6 @@ def test_one_plan_serves_all_replays_of_a_graph(window: int, grouped: bool) -> N
     if grouped:
         case.backend.set_groups((PrefixGroup(1, 2, 2),))
     case.check(replace(static, context_lengths=batch.context_lengths[order.cpu().numpy()]), graph=True)
-
-
-def test_graphs_of_wide_pages() -> None:
-    """Replays have groups whose prefixes are widened beside others, only the one kind or the other, and none."""
-    case = Case(3, 5, [(2, 2), (4, 2), (5, 3)], [7], [], (0, 0), 3, SCALED, WideLimits(100, 12, 4))
-    batch = case.batch
-    case.backend.plan_graph(batch, grouped=True)
-    for groups in (batch.groups, batch.groups[1:], batch.groups[:1], (), batch.groups):
-        case.backend.set_groups(groups)
-        case.check(batch, graph=True)
-
-
-def test_graphs_of_few_rows_do_without_wide_pages() -> None:
-    case = Case(3, 5, [(2, 2), (4, 2)], [7], [], (0, 0), 3, SCALED, WideLimits(100, 12, least_rows=8))
-    case.backend.plan_graph(case.batch, grouped=True)
-    case.backend.set_groups(case.batch.groups)
-    case.check(case.batch, graph=True)
-    shared = decode_part(case).shared
-    assert shared is not None
-    assert [kind.sources for kind in shared.tiles] == [None]
 
 
 def test_smaller_graphs_share_the_groups_of_the_largest() -> None:

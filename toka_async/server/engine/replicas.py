@@ -59,7 +59,10 @@ NO_TIMES = (0.0, 0.0, 0.0)
 
 @dataclass(slots=True)
 class Replica:
-    """One of them. lost: why it is away, while it is. past: counters of the schedulers that it had before."""
+    """One of them. lost: why it is away, while it is. past: counters of the schedulers that it had before.
+
+    is_outdated: its weights are those of its start, and others have newer ones.
+    """
 
     outbox: Outbox[ToScheduler]
     ready: Ready | None = None
@@ -67,6 +70,7 @@ class Replica:
     lost: str | None = None
     stats: Stats = field(default_factory=Stats)
     past: Stats = field(default_factory=Stats)
+    is_outdated: bool = False
 
 
 class Replicas:
@@ -107,9 +111,31 @@ class Replicas:
         """Those whose scheduler is there."""
         return [index for index, each in enumerate(self.replicas) if each.ready and each.lost is None]
 
+    @property
+    def outdated(self) -> list[int]:
+        """Those that take no requests until they have the weights of the others."""
+        return [index for index, each in enumerate(self.replicas) if each.is_outdated]
+
+    def note_outdated(self, index: int) -> None:
+        """The replica comes back with the weights of its start, which others do not have any more."""
+        self.replicas[index].is_outdated = True
+        self._count()
+
+    def note_current(self, indices: Iterable[int]) -> None:
+        """All tensors of these replicas have been updated, unless they have died since."""
+        for index in indices:
+            self.replicas[index].is_outdated &= self.replicas[index].lost is not None
+        self._count()
+
+    def forget_prompts(self) -> None:
+        """The prompts that the replicas have in their caches are not found there any more."""
+        for index in range(len(self.replicas)):
+            self.router.forget(index)
+
     def lost(self) -> dict[int, str]:
         """Those that are away, and why."""
-        return {index: each.lost for index, each in enumerate(self.replicas) if each.lost is not None}
+        outdated = dict.fromkeys(self.outdated, "it waits for an update of its weights")
+        return outdated | {index: each.lost for index, each in enumerate(self.replicas) if each.lost is not None}
 
     # ---- to them -----------------------------------------------------------------------------------------------------
 
@@ -199,7 +225,7 @@ class Replicas:
         self._count()
 
     def _count(self) -> None:
-        self.live = self.present
+        self.live = [index for index in self.present if not self.replicas[index].is_outdated]
         ready = [each.ready for each in self.replicas if each.ready]
         if len(ready) == len(self.replicas):
             self.ready = msgspec.structs.replace(

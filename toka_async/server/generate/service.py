@@ -311,7 +311,7 @@ class Service:
             requests = request_columns(generation, prompts, request.budgets, stop_id, salt)
             group = RequestGroup(len(prompts), generation.n, generation.stream)
             watched = nullcontext() if stops is None else self._stop_sets.watched(group, options)
-            names = [generation.request_id] if generation.request_id else []
+            names: dict[str, int | None] = {generation.request_id: None} if generation.request_id else {}
             with noted(prompts, group), watched, self.engine.control.named(names, group):
                 async with self.engine.running(requests, group, account.timeout, waited):
                     self.log_prompts(account, prompts)

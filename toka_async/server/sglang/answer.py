@@ -121,10 +121,8 @@ class SglangAnswer:
         if not self.wish.logprobs:
             return UNSET, UNSET
         start, num_top, ids = self.wish.start, self.wish.num_top, run.prompts[prompt]
-        if not 0 <= start < len(ids):
-            return Raw(b"[]"), Raw(b"[]") if num_top else UNSET
         prefilled = run.prefilled(prompt)
-        if prefilled is None:  # aborted before it was computed
+        if prefilled is None or not 0 <= start < len(ids):  # none are wanted, or the prompt was not computed
             return Raw(b"[]"), Raw(b"[]") if num_top else UNSET
         rows = prompt_rows(ids, prefilled, num_top).part(start, len(ids) - 1)
         first: LoggedTokens = [(None, int(ids[start]), self.text_of(int(ids[start])))]
@@ -152,9 +150,9 @@ def encode(value: object) -> Raw:
 
 def finish_of(rows: TokenRows, reason: Reason, stop: str | int | None) -> SglangFinish:
     """Why a sample has ended; every end token is named, the model's own too."""
+    if reason is Reason.ABORT:  # clients look for the first words to tell that there is nothing
+        return SglangFinish(type="abort", message="Abort in decoding" if len(rows) else "Abort before prefill")
     if reason is Reason.LENGTH:
         return SglangFinish(type="length", length=len(rows))
-    if reason is Reason.ABORT:
-        return SglangFinish(type="abort", message="Abort before prefill" if not len(rows) else "Aborted")
     last = int(rows.token_ids[-1]) if len(rows) else UNSET
     return SglangFinish(type="stop", matched=last if stop is None else stop)

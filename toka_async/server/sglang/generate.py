@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -49,12 +49,17 @@ async def generate(request: web.Request) -> web.StreamResponse:
     )
     answers = [shape(part.wish, [names[place] for place in part.places]) for part, _ in parts]
     places = [place for part, _ in parts for place in part.places]
+    of_all: dict[str, int | None] = {wire.rid: None} if isinstance(wire.rid, str) else {}
     del wire  # while the requests run, nobody needs what their body was parsed to
     async with running_all(service, [prepared for _, prepared in parts], account_of(request)) as runs:
-        if len(runs) == 1:
-            return await respond(request, runs[0], answers[0])
-        give_back_room(request)
-        outputs = [await service.outputs(run) for run in runs]
+        with ExitStack() as named:
+            for run, answer in zip(runs, answers, strict=True):
+                keys = {name: key for key, name in enumerate(answer.names)}
+                named.enter_context(service.engine.control.named(keys | of_all, run.group))
+            if len(runs) == 1:
+                return await respond(request, runs[0], answers[0])
+            give_back_room(request)
+            outputs = [await service.outputs(run) for run in runs]
         encode = partial(encode_parts, runs, answers, outputs)
         body = await service.in_thread(encode, places, is_long=True)
         return web.Response(body=body, content_type="application/json")

@@ -12,8 +12,8 @@ LoggedTokens = list[LoggedToken]
 
 
 class SglangFinish(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Why a sample has ended. matched: the end token or the stop string. length: of the sample, in tokens. message: of
-    an abort; clients look at its beginning.
+    """Why a sample has ended. matched: the end token or the stop string. length: of the sample, in tokens. message:
+    of an abort.
     """
 
     type: str

@@ -50,7 +50,8 @@ async def generate_tokens(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     prepared, answer = await prepare_tokens(service, await read_request(request, TokensRequest))
     async with service.running(prepared, account_of(request)) as run:
-        return await respond(request, run, answer)
+        with service.engine.control.named({answer.request_id: None}, run.group):
+            return await respond(request, run, answer)
 
 
 async def prepare_tokens(service: Service, wire: TokensRequest) -> tuple[PreparedRequest, TokensAnswer]:
@@ -86,7 +87,6 @@ def tokens_generation(wire: TokensRequest, limits: RequestLimits, own: Defaults)
         priority=wire.priority,
         cache_salt=wire.cache_salt,
         return_weight_versions=True,
-        request_id=wire.request_id,
     )
     num_logprobs = count_logprobs(sampling.logprobs, limits, "sampling_params.logprobs")
     defaults = Defaults(end_ids=own.end_ids, logprob_kind=own.logprob_kind)
@@ -142,10 +142,8 @@ class TokensAnswer:
 
     def prompt_logprobs(self, run: Run) -> Raw | None:
         num_top = run.generation.num_prompt_logprobs
-        if num_top < 0:
-            return None
         prefilled = run.prefilled(0)
-        if prefilled is None:
+        if num_top < 0 or prefilled is None:  # none are wanted, or the prompt was not computed
             return None
         rows = prompt_rows(run.prompts[0], prefilled, num_top)
         return Raw(ENCODER.encode(prompt_logprobs(self.service.tokenizer, rows, as_i32(prefilled.ranks), num_top)))

@@ -169,7 +169,8 @@ async def test_events(server: WebServer, document: dict[str, Any], path: str) ->
 
 
 async def test_small_answers(server: WebServer, document: dict[str, Any]) -> None:
-    for path in ("/v1/models", "/health", "/ping", "/load", "/version", STATE):
+    infos = ("/get_world_size", "/weight_info", "/is_paused", "/server_info", "/tokenizer_info", "/model_info")
+    for path in ("/v1/models", "/health", "/ping", "/load", "/version", STATE, *infos):
         schema = document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
         _, answer = await server.get(path)
         assert is_valid(document, schema, answer)
@@ -218,7 +219,8 @@ def test_the_guide_names_every_route_and_field() -> None:
 
 def test_the_guide_for_trainers_names_every_route_and_field() -> None:
     structs = (TokensRequest, VllmSampling, SglangRequest, SglangSampling)
-    check_guide("TRAINING.md", vllm.ROUTES | sglang.ROUTES, *structs)
+    routes = vllm.ROUTES | sglang.ROUTES | vllm.ADMIN_ROUTES | sglang.ADMIN_ROUTES
+    check_guide("TRAINING.md", routes, *structs)
 
 
 def check_guide(name: str, described: Routes, *structs: type[WireRequest]) -> None:
