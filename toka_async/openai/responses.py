@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length", "abort"]
 StopReason = int | str | None
 
 
-class WeightVersionSpan(msgspec.Struct, frozen=True):
+class WeightSpan(msgspec.Struct, frozen=True):
     """Tokens of a sample, from `start` up to `end`, that one version of the weights generated."""
 
     version: str
@@ -105,7 +105,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     packed_logprobs: PackedTokens | UnsetType = UNSET
     packed_prompt_logprobs: PackedPrompt | UnsetType | None = UNSET
-    weight_versions: list[WeightVersionSpan] | UnsetType = UNSET
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +156,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     packed_logprobs: PackedTokens | UnsetType = UNSET
-    weight_versions: list[WeightVersionSpan] | UnsetType = UNSET
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,7 +185,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: StopReason = None
     token_ids: list[int] | UnsetType = UNSET
     packed_logprobs: PackedTokens | UnsetType = UNSET
-    weight_versions: list[WeightVersionSpan] | UnsetType = UNSET
+    weight_versions: list[WeightSpan] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):

@@ -69,14 +69,15 @@ def find_likeliest(
     slot = tl.load(slots_at + row)
     flags = tl.load(flags_at + slot)
     if (flags & (TOP if edited else RAW)) != 0:
-        penalised = ((flags & REPETITION) != 0) & edited
+        penalised = (flags & REPETITION) != 0 if edited else False
         repetition = tl.load(repetition_at + slot)
         seen_at += slot * seen_stride
         temperature = tl.full((), 1.0, tl.float32)
         scale = tl.full((), LOG2E, tl.float32)
-        if edited & ((flags & RANDOM) != 0):
-            temperature = tl.maximum(tl.load(temperature_at + slot), 1e-30)
-            scale = scale_of(temperature)
+        if edited:  # noqa: SIM102 - which is known when the kernel is built
+            if (flags & RANDOM) != 0:
+                temperature = tl.maximum(tl.load(temperature_at + slot), 1e-30)
+                scale = scale_of(temperature)
         logits_at += row * stride
         maxima_at += row * num_lines
         picks_at += row * picks_stride

@@ -22,7 +22,7 @@ from toka_async.openai.responses import (
     PackedTokens,
     PromptTokensDetails,
     Usage,
-    WeightVersionSpan,
+    WeightSpan,
 )
 from toka_async.server.engine.token_block import TokenRows
 from toka_async.server.engine.weight_versions import list_spans
@@ -114,14 +114,12 @@ def wants_json_logprobs(generation: GenerationParams) -> bool:
     return generation.sampling.num_logprobs >= 0 and not (generation.pack_logprobs or generation.pack_columns)
 
 
-def weight_versions(service: Service, run: Run, rows: TokenRows, first: int = 0) -> list[WeightVersionSpan] | UnsetType:
+def weight_versions(service: Service, run: Run, rows: TokenRows, first: int = 0) -> list[WeightSpan] | UnsetType:
     """`weight_versions` of tokens, of which there are `first` before them in the sample; only where it is asked for."""
     if not run.generation.return_weight_versions:
         return UNSET
     names = service.engine.requests.versions.names
-    return [
-        WeightVersionSpan(names[number], first + start, first + end) for start, end, number in list_spans(rows.versions)
-    ]
+    return [WeightSpan(names[number], first + start, first + end) for start, end, number in list_spans(rows.versions)]
 
 
 def packed_tokens(run: Run, rows: TokenRows) -> PackedTokens | UnsetType:

@@ -11,7 +11,7 @@ from msgspec import UNSET, Raw, UnsetType
 from msgspec.structs import replace
 
 from toka_async.messages import Reason
-from toka_async.openai.responses import Usage, WeightVersionSpan
+from toka_async.openai.responses import Usage, WeightSpan
 from toka_async.server.engine.token_block import TokenRows, concat_rows
 from toka_async.server.engine.weight_versions import list_spans
 from toka_async.server.generate.events import ENCODER
@@ -101,9 +101,7 @@ class SglangAnswer:
             completion_tokens=len(rows),
             cached_tokens=int(run.group.num_cached[prompt]),
             weight_version=names[int(rows.versions[-1])] if rows.versions.size else control.weight_version,
-            weight_versions=[
-                WeightVersionSpan(names[number], start, end) for start, end, number in list_spans(rows.versions)
-            ],
+            weight_versions=[WeightSpan(names[number], start, end) for start, end, number in list_spans(rows.versions)],
             e2e_latency=UNSET if finish is None else monotonic() - self.began,
             input_token_logprobs=of_prompt[0],
             output_token_logprobs=encode(self.chosen(rows)) if wants_logs else UNSET,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from toka_async.openai.responses import WeightVersionSpan
+from toka_async.openai.responses import WeightSpan
 
 LoggedToken = tuple[float | None, int, str | None]  # log-prob, token id, and the token's text where it is wanted
 LoggedTokens = list[LoggedToken]
@@ -35,7 +35,7 @@ class SglangMeta(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     cached_tokens: int
     weight_version: str
-    weight_versions: list[WeightVersionSpan]
+    weight_versions: list[WeightSpan]
     e2e_latency: float | UnsetType = UNSET
     input_token_logprobs: LoggedTokens | msgspec.Raw | UnsetType = UNSET
     output_token_logprobs: LoggedTokens | msgspec.Raw | UnsetType = UNSET
