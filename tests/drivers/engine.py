@@ -68,9 +68,11 @@ class Engine:
             graphs=GraphsConfig(enabled=max_graph_seqs > 0, max_rows=max(1, max_graph_seqs)),
             tuning=TuningConfig(dir=tuning_dir),
         )
-        self.runner = RunnerFactory(model_dir, read_spec(model_dir, quantize), config).build()
-        rank = self.runner
+        factory = RunnerFactory(model_dir, read_spec(model_dir, quantize), config)
+        self.runner = rank = factory.build()
+        self.control = factory.make_control(rank, 0, 0)
         self.driver = CoreDriver(rank.ready, max_tokens=max_tokens, rank=rank, until_full=until_full, **options)
+        self.driver.carry_out = self.control.run
 
     def run(self, prompts: Sequence[Sequence[int]], **fields: object) -> list[Received]:
         """Submit all prompts together and run them to their ends."""

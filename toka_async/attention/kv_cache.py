@@ -13,6 +13,7 @@ from torch import Tensor
 
 from toka_async.bar import Show, show_nothing
 from toka_async.checkpoint.spec import ModelSpec
+from toka_async.memory.host import discard_memory
 
 E4M3 = torch.float8_e4m3fn
 
@@ -77,6 +78,16 @@ class KVCache:
     def make_zero_queries(self, num_tokens: int, num_heads: int) -> Tensor:
         """Makes queries [tokens, heads, dim] with which kernels are tried."""
         return torch.zeros((num_tokens, num_heads, self.head_dim), dtype=self.dtype, device=self.device)
+
+    def release(self) -> None:
+        """Gives the memory of all pages back, and keeps their addresses, so that captured graphs stay valid."""
+        for tensor in (*self.keys, *self.values):
+            discard_memory(tensor)
+
+    def restore(self) -> None:
+        """Takes the memory again; all pages are zeros."""
+        for tensor in (*self.keys, *self.values):
+            view_numbers(tensor).zero_()
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
         """Copies whole pages in all layers. int64 [n] each; all sources are read before a target is written."""

@@ -70,6 +70,10 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         str,
         Meta(description="folder for uploaded files and batches, used by one server only; empty: no Files and Batches"),
     ] = ""
+    admin: Annotated[
+        bool,
+        Meta(description="open the routes by which RL trainers pause the engine and change the model's weights"),
+    ] = False
     page: Annotated[bool, Meta(description="serve a page at / that shows what the server does")] = True
     vllm_metrics: Annotated[
         bool, Meta(description="repeat metrics at /metrics under vLLM's names, such as vllm:num_requests_running")
@@ -164,6 +168,13 @@ class AuthConfig(Section, frozen=True, kw_only=True):
         Meta(
             description="file with one API key per line, besides those in TOKA_API_KEYS; without any key, everybody "
             "has access"
+        ),
+    ] = ""
+    admin_keys: Annotated[
+        str,
+        Meta(
+            description="file with the API keys that may change the model, besides those in TOKA_ADMIN_KEYS; needed "
+            "by server.admin unless server.host is a loopback address"
         ),
     ] = ""
     key_max_requests: Annotated[
@@ -294,7 +305,7 @@ class ScheduleConfig(Section, frozen=True, kw_only=True):
         Annotated[float, Meta(ge=0, le=60000)] | Auto,
         Meta(
             description="milliseconds of a step that computes prompts, as far as can be foretold and decoding leaves "
-            "time; auto: 40 while a client reads a stream, else 125; 0: no limit"
+            "time; auto: 125, and while a client reads a stream 40 or eight steps without prompts; 0: no limit"
         ),
     ] = "auto"
     steps_ahead: Annotated[

@@ -41,16 +41,19 @@ _PLACE = re.compile(r"\{(\w+)(?::[^}]*)?\}")
 class Operation:
     """The description of one method of a path.
 
-    name: unique. body: the JSON request. form: the schema of a request that is a form. answer: a 200's Struct, as JSON,
-    or a media type. event: a streamed 200's. query: parameters and their schemas. statuses: of errors, besides those
-    that every operation can have. empty: statuses of answers without a body.
+    name: unique. body: the JSON request. needs_body: false where it may be missing. form: the schema of a request that
+    is a form. answer: a 200's Struct, as JSON, or a media type. is_list: it may be a list of such Structs too. event: a
+    streamed 200's. query: parameters and their schemas. statuses: of errors, besides those that every operation can
+    have. empty: statuses of answers without a body.
     """
 
     name: str
     summary: str
     answer: type[msgspec.Struct] | str
     body: type[WireRequest] | None = None
+    needs_body: bool = True
     form: Schema | None = None
+    is_list: bool = False
     event: type[msgspec.Struct] | None = None
     query: Mapping[str, Schema] | None = None
     statuses: tuple[int, ...] = ()
@@ -109,7 +112,8 @@ def describe_operation(operation: Operation, path: str, *, needs_key: bool) -> d
     if parameters := build_parameters(path, operation.query or {}):
         made["parameters"] = parameters
     if operation.body is not None:
-        made["requestBody"] = {"required": True, "content": {JSON: {"schema": refer_to(operation.body)}}}
+        content = {JSON: {"schema": refer_to(operation.body)}}
+        made["requestBody"] = {"required": operation.needs_body, "content": content}
     if operation.form is not None:
         made["requestBody"] = {"required": True, "content": {FORM_DATA: {"schema": operation.form}}}
     made["responses"] = build_responses(operation, operation.errors(needs_key=needs_key))
@@ -127,7 +131,9 @@ def build_responses(operation: Operation, errors: Iterable[int]) -> dict[str, An
     if isinstance(operation.answer, str):
         content[operation.answer] = {"schema": MEDIA[operation.answer]}
     else:
-        content[JSON] = {"schema": refer_to(operation.answer)}
+        one = refer_to(operation.answer)
+        schema = {"anyOf": [one, {"type": "array", "items": one}]} if operation.is_list else one
+        content[JSON] = {"schema": schema}
     if operation.event is not None:
         content[EVENTS] = {"schema": event_schema(operation.event)}
     good = {"200": {"description": "OK", "content": content}}
