@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from toka_async.config import ClusterConfig, ConfigError
 from toka_async.nodes.interfaces import NetworkError, find_address, find_interface, resolve_host
@@ -48,9 +49,7 @@ def find_own(
     deadline, said = clock() + cluster.join_timeout, ""
     while True:
         try:
-            address = find_address(cluster.interface) if cluster.interface else resolve_host(host)
-            find_interface(address)
-            return address
+            return find_on(cluster.interface, host) if cluster.interface else find_named(host)
         except NetworkError as error:
             problem = f"cluster.address={cluster.address}: {error}"
         if cluster.interface or is_address(host) or clock() >= deadline:
@@ -59,6 +58,21 @@ def find_own(
             logger.warning("%s; trying again for %g s", problem, cluster.join_timeout)
         said = problem
         sleep(ASK_AGAIN)
+
+
+def find_named(host: str) -> str:
+    """Find the address of a name of this machine. Raises NetworkError."""
+    address = resolve_host(host)
+    find_interface(address)
+    return address
+
+
+def find_on(interface: str, host: str) -> str:
+    """Find the interface's address: that of the name, if it is one of several there. Raises NetworkError."""
+    with suppress(NetworkError):
+        if find_interface(address := resolve_host(host)) == interface:
+            return address
+    return find_address(interface)
 
 
 def is_address(host: str) -> bool:

@@ -13,6 +13,8 @@ def test_listens_at_its_own_address() -> None:
         assert leader.getsockname()[0] == "127.0.0.1"
     with open_leader(ClusterConfig(nodes=2, address="some-name:0", interface="lo")) as leader:
         assert leader.getsockname()[0] == "127.0.0.1"
+    with open_leader(ClusterConfig(nodes=2, address="tcp://127.0.0.2:0", interface="lo")) as leader:
+        assert leader.getsockname()[0] == "127.0.0.2"  # an address of the interface, too
 
 
 @pytest.mark.parametrize(
