@@ -67,7 +67,6 @@ COVERED = {
     "unit/server/vllm/test_info.py": ["server/engine/facts"],
     "unit/server/engine/test_metrics.py": ["server/engine/vllm_metrics"],
     "unit/server/generate/test_completions.py": [
-        "server/generate/answers",
         "server/generate/service",
         "server/generate/whole_body",
     ],
