@@ -98,7 +98,7 @@ class EngineProcess:
         for line in self._process.stderr:
             self._lines.append(line)
             if self.end is None:
-                with suppress(OSError, ValueError):  # nobody reads it
+                with suppress(Exception):  # the user's stream may be of any kind, closed, or None
                     sys.stderr.write(line)
                     sys.stderr.flush()
         code = self._process.wait()

@@ -186,6 +186,12 @@ def test_a_script_that_just_ends_leaves_nothing_and_says_nothing(socket_folders:
     assert not list(socket_folders.iterdir())
 
 
+def test_a_script_may_have_no_standard_error() -> None:
+    command = f"exec {sys.executable} -c '{SCRIPT}' short simulated 2>&-"
+    said = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=SECONDS, check=True).stdout
+    assert len(said.split(",")) == 3
+
+
 def test_a_copy_of_the_process_leaves_the_engine_alone() -> None:
     with start_script("fork", "short", "simulated") as script:
         said, _ = script.communicate(timeout=SECONDS)
