@@ -62,7 +62,7 @@ OPTIONS: Mapping[str, Habit] = {
     "--served-model-name": Habit("model.served_name"),
     "--dtype": Habit("model.dtype", words=DTYPES),
     "--device": Habit("model.device"),
-    "--max-model-len": Habit("model.max_context"),
+    "--max-model-len": Habit("model.max_context", words={"-1": "auto"}),
     "--context-length": Habit("model.max_context"),
     "--chat-template": Habit("model.chat_template"),
     "--generation-config": Habit("model.generation_config", words={"vllm": "none"}),
