@@ -27,6 +27,7 @@ from toka_async.llm.outputs import OutputMaker, Submittable
 from toka_async.llm.prompts import PlainPrompt
 from toka_async.llm.sampling_params import SamplingParams
 from toka_async.protocol import Welcome
+from toka_async.text.tokenizer_files import TokenizerError
 
 T = TypeVar("T")
 
@@ -125,11 +126,20 @@ class LocalEngine:
 
         Raises ValueError for a prompt that the model cannot take.
         """
-        self.texts.tokenize(prompts)
+        self._tokenize(prompts, first)
         return [
             self._prepare_one(place, prompt, prompt.token_ids or [], each)
             for place, (prompt, each) in enumerate(zip(prompts, params, strict=True), start=first)
         ]
+
+    def _tokenize(self, prompts: Sequence[PlainPrompt], first: int) -> None:
+        try:
+            self.texts.tokenize(prompts)
+        except TokenizerError as error:
+            if len(prompts) == 1:
+                raise ValueError(f"prompt {first} cannot be tokenized: {error}") from None
+            for place, prompt in enumerate(prompts, start=first):  # one of them is at fault
+                self._tokenize([prompt], place)
 
     def _prepare_one(self, place: int, prompt: PlainPrompt, ids: list[int], params: SamplingParams) -> Submittable:
         if self._has_spaces and not (params.spaces_between_special_tokens or params.skip_special_tokens):

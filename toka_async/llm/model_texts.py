@@ -92,6 +92,19 @@ class ModelTexts:
         return loaded
 
 
+def list_chats(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
+    """List the conversations of a call: one, or a sequence of them. Raises ValueError for what is none."""
+    chats: Any = [messages] if is_chat(messages) else messages
+    if not isinstance(chats, Sequence) or isinstance(chats, str) or not all(map(is_chat, chats)):
+        raise ValueError("messages: expected dicts with 'role' and 'content', or a list of such conversations")
+    return list(chats)
+
+
+def is_chat(value: Any) -> bool:
+    """Tell whether it is a list of dicts."""
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(each, Mapping) for each in value)
+
+
 def writes_spaces(tokenizer: Tokenizer) -> bool:
     """Tell whether texts have spaces before special tokens."""
     pieces = tokenizer.pieces

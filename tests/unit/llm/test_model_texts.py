@@ -8,7 +8,7 @@ import tokenizers
 
 import toka_async
 from toka_async.config import ModelConfig
-from toka_async.llm.model_texts import ModelTexts, writes_spaces
+from toka_async.llm.model_texts import ModelTexts, list_chats, writes_spaces
 from toka_async.llm.prompts import PlainPrompt
 from toka_async.text.tokenizer import Tokenizer
 
@@ -79,3 +79,14 @@ def test_some_tokenizers_write_spaces_before_special_tokens(texts: ModelTexts) -
     assert not writes_spaces(Tokenizer(backend))
     backend.add_special_tokens(["<s>"])
     assert writes_spaces(Tokenizer(backend))
+
+
+@pytest.mark.parametrize("given", [MESSAGES, [MESSAGES], (MESSAGES, MESSAGES), []])
+def test_conversations_are_one_or_many(given: Any) -> None:
+    assert list_chats(given) == ([MESSAGES] if given is MESSAGES else list(given))
+
+
+@pytest.mark.parametrize("given", ["hi", ["hi"], None, MESSAGES[0], [MESSAGES, "hi"], [[]]])
+def test_what_is_no_conversation_is_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match="messages: expected"):
+        list_chats(given)
